@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zoo
@@ -34,7 +35,7 @@ from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.commands.compare import compare_files
 from qdqtune.commands.quantize import quantize
-from qdqtune.commands.quantize_options import Request
+from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
@@ -79,8 +80,8 @@ def row(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Namespac
             if name in PEERS:
                 PEERS[name](model, prepared.calibration, runner.numeric_format("int8"), target)
             else:
-                quantize(Request(entry.path, target, calibration_data=entry.data, calibration=OURS[name],
-                                 fix_inputs=entry.fixed))  # fmt: skip
+                how = said(OURS[name]) | {"calibration_data": entry.data, "fix_inputs": entry.fixed}
+                quantize(QuantizeOptions(entry.path, output=target, **how))
         except (*FAILURES, ImportError, RuntimeError, ValueError) as error:  # that a peer fails is a result
             cells.append(type(error).__name__)
             continue
@@ -93,11 +94,18 @@ def row(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Namespac
     return [*cells, latency(entry, runner, folder, samples[:1]), top_one(entry, runner, folder, given)]
 
 
+def said(how: Calibration) -> dict[str, Any]:
+    """A way to calibrate, as options of `quantize`."""
+    names = ("calibration_method", "percentile", "bias_correction", "equalize")
+    return dict(zip(names, (how.method, how.percentile, how.bias_correction, how.equalization), strict=True))
+
+
 def latency(entry: zoo.Entry, runner: Runner, folder: Path, sample: Sequence[Sample]) -> str:
     """Of `quantize` with its defaults, over that with minmax alone."""
     files = [folder / "minmax.onnx", folder / "defaults.onnx"]
     for file, how in zip(files, (Calibration(), CLOSEST), strict=True):
-        quantize(Request(entry.path, file, calibration_data=entry.data, calibration=how, fix_inputs=entry.fixed))
+        given = said(how) | {"calibration_data": entry.data, "fix_inputs": entry.fixed}
+        quantize(QuantizeOptions(entry.path, output=file, **given))
     (found,) = compare_files(files, runner, sample, Plan((24,), 0.01))
     return found.reason if found.ratio is None else str(found.ratio)
 
@@ -111,7 +119,7 @@ def top_one(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Name
     data, ours = folder / "labelled.npz", folder / "ours.onnx"
     shown: dict[str, Array] = {name: np.concatenate([views[0] for views in inputs[::CALIBRATING]])}
     np.savez(data, allow_pickle=False, **shown)
-    quantize(Request(entry.path, ours, calibration_data=str(data)))
+    quantize(QuantizeOptions(entry.path, output=ours, calibration_data=str(data)))
     judged = [(view, classes[i]) for i, views in enumerate(inputs) if i % CALIBRATING for view in views]
     shares = []
     for file in (entry.path, ours):

@@ -25,7 +25,7 @@ import zoo
 from qdqtune.calibration.inputs import input_specs
 from qdqtune.calibration.matching import CONSTANT, TENSORRTS, from_file
 from qdqtune.commands.quantize import quantize
-from qdqtune.commands.quantize_options import Request
+from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel
@@ -121,13 +121,12 @@ def row(entry: zoo.Entry, folder: Path) -> list[str]:
     exact = list[str]()
     for precision in PRECISIONS:
         output = folder / f"{precision}.onnx"
-        quantize(Request(entry.path, output, engine="tensorrt-rtx", precision=precision, calibration_cache=cache,
-                         fix_inputs=entry.fixed))  # fmt: skip
+        how: dict[str, Any] = {"engine": "tensorrt-rtx", "calibration_cache": cache, "fix_inputs": entry.fixed}
+        quantize(QuantizeOptions(entry.path, output=output, precision=precision, **how))
         pairs, same = kept(output, sources(entry, cache, precision))
         exact += [str(pairs)] * (not exact) + [str(same)]
-    request = Request(entry.path, folder / "implicit.onnx", engine="tensorrt-rtx", precision="fp16",
-                      calibration_cache=cache, placement_like="implicit", fix_inputs=entry.fixed)  # fmt: skip
-    quantize(request)
+    implicit = folder / "implicit.onnx"
+    quantize(QuantizeOptions(entry.path, output=implicit, precision="fp16", placement_like="implicit", **how))
     shapes = {
         spec.name: [size or 1 for size in spec.shape] for spec in input_specs(load(entry.path, fix_inputs=entry.fixed))
     }

@@ -15,17 +15,17 @@ from collections.abc import Mapping
 from math import log2, log10
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import onnx
 import zoo
 from onnx import numpy_helper
 
-from qdqtune.calibration.prepare import Data
-from qdqtune.commands.debug import Diagnosis, debug
-from qdqtune.commands.debug_options import LIMIT, Request
+from qdqtune.commands.debug import LIMIT, DebugOptions, debug
+from qdqtune.commands.diagnosis import Diagnosis
 from qdqtune.commands.quantize import quantize
-from qdqtune.commands.quantize_options import Request as Quantization
+from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.engines import EngineSpec
 from qdqtune.types import Array
 
@@ -88,16 +88,16 @@ def rows(entry: zoo.Entry, faults: int, spec: EngineSpec, seed: int, first: int)
     found = []
     with TemporaryDirectory() as name:
         sane, file = Path(name) / "sane.onnx", Path(name) / "broken.onnx"
-        quantize(Quantization(entry.path, sane, engine=spec.name, calibration_data=entry.data, fix_inputs=entry.fixed))
-        request = Request(entry.path, sane, spec, -100.0, Data(entry.data), entry.fixed)
-        level = -10 * log10(debug(request).noise)
+        how: dict[str, Any] = {"engine": spec.name, "calibration_data": entry.data, "fix_inputs": entry.fixed}
+        quantize(QuantizeOptions(entry.path, output=sane, **how))
+        level = -10 * log10(debug(DebugOptions(entry.path, quantized=sane, min_sqnr=-100.0, **how)).noise)
         limit = min(LIMIT, level - 3)
         rng = np.random.default_rng((seed, *map(ord, entry.name)))
         for number in range(first, first + faults):
             harmless = 0
             while True:
                 tensor, told = spoiled(sane, file, KINDS[number % len(KINDS)], rng)
-                done = debug(Request(entry.path, file, spec, limit, Data(entry.data), entry.fixed))
+                done = debug(DebugOptions(entry.path, quantized=file, min_sqnr=limit, **how))
                 if not done.is_healthy or harmless == DRAWS - 1:
                     break
                 harmless += 1

@@ -27,7 +27,7 @@ from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import open_samples
 from qdqtune.commands.compare import compare_files
 from qdqtune.commands.quantize import quantize
-from qdqtune.commands.quantize_options import Request
+from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
@@ -50,7 +50,7 @@ def row(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Namespac
         data = rotated(samples, fold, folder / "data.npz")
         prepared = prepare(model, Data(str(data)), fixed=entry.fixed)
         write_static(model, prepared.calibration, runner.numeric_format("int8"), theirs)
-        quantize(Request(entry.path, ours, calibration_data=str(data), fix_inputs=entry.fixed))
+        quantize(QuantizeOptions(entry.path, output=ours, calibration_data=str(data), fix_inputs=entry.fixed))
         exact, *found = (outputs(file, runner, samples) for file in files)
         ratios.append([sqnr_db(exact, rounded) or np.nan for rounded in found])
     by_theirs, by_ours = compare_files(files, runner, samples[:1], Plan((12,), 0.01), builds=1)

@@ -24,7 +24,7 @@ from playwright.sync_api import Browser, sync_playwright
 from qdqtune.explanation.model_map import Ran, draw
 from qdqtune.explanation.page import render
 from qdqtune.explanation.report import bars, report_of_run
-from qdqtune.explanation.report_values import Report, Verdict
+from qdqtune.explanation.report_values import Headline, Report
 from qdqtune.graph.model import Model
 from qdqtune.search.costs.attribution import spent_by
 from qdqtune.tuning.subgraphs.groups import from_layers
@@ -75,7 +75,7 @@ def made_up(count: int) -> Report:
         for i, name in enumerate(names)
     }
     drawn = draw(model, grouped.groups, (), rans[0], rans[1], {}, whys)
-    verdict = Verdict(f"{count} nodes", "A made-up network.", True)
+    verdict = Headline(f"{count} nodes", "A made-up network.", True)
     return Report(f"{count} nodes", "tune", verdict, bars=bars(drawn), map=drawn)
 
 

@@ -53,7 +53,7 @@ def test_a_model_and_samples_in_memory_give_a_result_that_shows_itself(tuned: qd
     assert len(repr(tuned)) < 200
     assert "\n" not in repr(tuned)
     html = tuned._repr_html_()
-    assert "<td>speedup</td>" in html
+    assert "<td>speedup [interval]</td>" in html
     assert json.loads(json.dumps(tuned.to_dict()))["shipped"] == "tuned"
     with pytest.raises(AttributeError):
         tuned.folder = Path()  # type: ignore[misc]
@@ -127,9 +127,10 @@ def test_settings_go_on_to_work(model: Path, workers: object) -> None:
 # Keywords
 
 DOORS: dict[str, tuple[type[Options], Callable[..., object]]] = {
-    "tune": (api.Tune, api.tune), "quantize": (api.Quantize, api.quantize), "compare": (api.Compare, api.compare),
-    "apply": (api.Apply, api.apply), "check": (api.Check, api.check), "build": (api.Build, api.build),
-    "layers": (api.Layers, api.layers), "inspect": (api.Inspect, api.inspect),
+    "tune": (api.TuneCall, api.tune), "quantize": (api.QuantizeCall, api.quantize),
+    "compare": (api.CompareCall, api.compare), "apply": (api.ApplyCall, api.apply),
+    "check": (api.CheckCall, api.check), "build": (api.BuildCall, api.build),
+    "layers": (api.LayersCall, api.layers), "inspect": (api.InspectCall, api.inspect),
 }  # fmt: skip
 ONLY_TYPED = {"as_machine", "dry_run", "pick", "html", "is_seed", "tune_args", "files"}
 """Parameters of the command line alone."""
@@ -157,7 +158,7 @@ def test_an_unknown_keyword_is_refused_with_the_nearest(model: Path) -> None:
         ({"builds": "many"}, "builds: 'many' is not a valid integer"),
         ({"mode": "cat"}, "mode: 'cat' is not one of"),
         ({"front": 1}, "front is True or False"),
-        ({"builds": True}, "builds is no yes or no"),
+        ({"builds": True}, "builds takes a value, not True"),
         ({"builds": {"a": 1}}, "builds is one value"),
         ({"time_budget": "soon"}, "is no duration"),
         ({"min_sqnr": float("nan")}, "is no finite number"),

@@ -1,11 +1,10 @@
-"""The functions of the package: what the commands do, told by keywords, with results that show themselves.
+"""The public functions: the commands, with their options as keywords.
 
-Models are paths or `onnx.ModelProto`s, samples whatever `SamplesLike` says, metrics functions. Keywords are the options
-of the command line. Nothing is printed: what goes on is told to the log, to an observer, and to a notebook or terminal
-with `progress=True`.
+Models are paths or `onnx.ModelProto`s, samples are of the types of `SamplesLike`, metrics are functions. Nothing is
+printed: progress goes to the log, to an observer, and with `progress=True` to a notebook or terminal.
 
-The logger is `qdqtune`, silent unless the program configures it. Stages and candidates are of level INFO, in the lines
-of the command line's `-v`; notes about a result are of level WARNING.
+The logger is `qdqtune`; it is silent unless the program configures it. Stages and candidates have the level INFO, notes
+about a result the level WARNING.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ from qdqtune.types import Trial
 
 
 @dataclass
-class Told(Options):
-    """Who hears of a call: `observer`, in the thread that calls; a notebook or a terminal, with `progress`. `cancel`
-    ends the call from another thread when it is set."""
+class CallOptions(Options):
+    """Keywords of every function: `observer` receives progress in the calling thread, `progress` shows it in a notebook
+    or on a terminal, and `cancel` ends the call when another thread sets it."""
 
     observer: Observer | None = None
     progress: bool = field(default=False, kw_only=True)
@@ -64,15 +63,16 @@ class Told(Options):
 
 
 P = ParamSpec("P")
-O = TypeVar("O", bound=Told)  # noqa: E741
+O = TypeVar("O", bound=CallOptions)  # noqa: E741
 R = TypeVar("R")
 
 
 def function(kind: Callable[P, O], run: Callable[[O, Observer], R]) -> Callable[P, R]:
-    """The function of a command: its keywords are the fields of `kind`, its help what `run` and these say.
+    """Make the public function of a command. Its keywords are the fields of `kind`; its docstring is that of `run` and
+    the help of the options.
 
     Raises:
-        BadOption: a keyword is none, or its value cannot be used.
+        BadOption: a keyword is unknown, or its value cannot be used.
     """
     assert isinstance(kind, type)
     name = run.__name__.strip("_")
@@ -81,8 +81,9 @@ def function(kind: Callable[P, O], run: Callable[[O, Observer], R]) -> Callable[
         _check_keywords(kind, name, keywords)
         given = kind(*arguments, **keywords)
         check_options(given)
-        with limited(given), telling(given.observer, given.progress, given.cancel) as told, on_disk(given) as here:
-            done = run(here, told)
+        watching = observing(given.observer, given.progress, given.cancel)
+        with limited(given), watching as observer, on_disk(given) as here:
+            done = run(here, observer)
         for note in getattr(done, "notes", ()):
             LOGGER.warning("%s", note)
         return done
@@ -106,7 +107,7 @@ def _check_keywords(kind: type[Any], name: str, given: Iterable[str]) -> None:
 
 
 @dataclass
-class Tune(Told, TuneOptions):
+class TuneCall(CallOptions, TuneOptions):
     """Keywords of `tune`."""
 
     model: Option[ModelLike | Settings, ModelLike | Settings] = option(  # type: ignore[assignment]
@@ -115,51 +116,51 @@ class Tune(Told, TuneOptions):
 
 
 @dataclass(kw_only=True)
-class Quantize(Told, QuantizeOptions):
+class QuantizeCall(CallOptions, QuantizeOptions):
     """Keywords of `quantize`."""
 
 
 @dataclass(kw_only=True)
-class Compare(Told, CompareOptions):
+class CompareCall(CallOptions, CompareOptions):
     """Keywords of `compare`."""
 
 
 @dataclass(kw_only=True)
-class Apply(Told, apply_command.ApplyOptions):
+class ApplyCall(CallOptions, apply_command.ApplyOptions):
     """Keywords of `apply`."""
 
 
 @dataclass(kw_only=True)
-class Check(Told, CheckOptions):
+class CheckCall(CallOptions, CheckOptions):
     """Keywords of `check`."""
 
 
 @dataclass(kw_only=True)
-class Layers(Told, layers_command.LayersOptions):
+class LayersCall(CallOptions, layers_command.LayersOptions):
     """Keywords of `layers`."""
 
 
 @dataclass(kw_only=True)
-class Build(Told, build_command.BuildOptions):
+class BuildCall(CallOptions, build_command.BuildOptions):
     """Keywords of `build`."""
 
 
 @dataclass(kw_only=True)
-class Inspect(Told, inspect_command.InspectOptions):
+class InspectCall(CallOptions, inspect_command.InspectOptions):
     """Keywords of `inspect`."""
 
 
-def _tune(options: Tune, observer: Observer) -> Result:
+def _tune(options: TuneCall, observer: Observer) -> Result:
     """Find the fastest Q/DQ placement for a model, prove it, and write it to `output_dir`.
 
-    The same call goes on where an earlier one was stopped. `model` may be `Settings`, which hold everything.
+    The same call continues where an earlier one was stopped. `model` may be `Settings`, in place of all options.
 
     Raises:
         QdqtuneError: see `errors`; Cancelled if that was asked for.
     """
     if isinstance(options.model, Settings):
-        usual = Tune(options.model)
-        names = [name for name in options_of(Tune) if getattr(options, name) != getattr(usual, name)]
+        usual = TuneCall(options.model)
+        names = [name for name in options_of(TuneCall) if getattr(options, name) != getattr(usual, name)]
         if names:
             raise BadOption(f"Settings hold everything: {', '.join(names)} cannot be given besides")
         return tune_settings(options.model, observer)
@@ -169,25 +170,25 @@ def _tune(options: Tune, observer: Observer) -> Result:
     return done
 
 
-def _quantize(options: Quantize, observer: Observer) -> quantize_command.Quantized:
+def _quantize(options: QuantizeCall, observer: Observer) -> quantize_command.Quantized:
     """Write a Q/DQ version of a float model, its pairs placed by the rules of an engine, which need not be installed.
 
     Raises:
         QdqtuneError: see `commands.quantize.quantize`.
     """
-    return quantize_command.quantize(options.request(), observer)
+    return quantize_command.quantize(options, observer)
 
 
-def _apply(options: Apply, observer: Observer) -> apply_command.Applied:
+def _apply(options: ApplyCall, observer: Observer) -> apply_command.Applied:
     """Put the pairs of a placement file into a model, with scales calibrated anew: no search, no timing.
 
     Raises:
         QdqtuneError: see `commands.apply.apply`.
     """
-    return apply_command.apply(options.request(), observer)
+    return apply_command.apply(options, observer)
 
 
-def _check(options: Check, observer: Observer) -> Checked:
+def _check(options: CheckCall, observer: Observer) -> Checked:
     """Find what the engine does not fuse in a Q/DQ model, and why.
 
     Raises:
@@ -196,8 +197,8 @@ def _check(options: Check, observer: Observer) -> Checked:
     return check_file(options)
 
 
-def _layers(options: Layers, observer: Observer) -> layers_command.Layers:
-    """What the engine makes of a model: its layers in order, the nodes that each covers, and how long each takes.
+def _layers(options: LayersCall, observer: Observer) -> layers_command.Layers:
+    """The layers that the engine runs for a model, in order, with their nodes and times.
 
     Raises:
         QdqtuneError: see `commands.layers.layers`.
@@ -205,7 +206,7 @@ def _layers(options: Layers, observer: Observer) -> layers_command.Layers:
     return layers_command.layers(options)
 
 
-def _build(options: Build, observer: Observer) -> build_command.Artifact:
+def _build(options: BuildCall, observer: Observer) -> build_command.Artifact:
     """Build a model, and save it in the engine's own format.
 
     Raises:
@@ -215,8 +216,8 @@ def _build(options: Build, observer: Observer) -> build_command.Artifact:
     return build_command.build(Path(str(options.model)), options.output, spec, time_limit_s=options.time_limit)
 
 
-def _inspect(options: Inspect, observer: Observer) -> inspect_command.Inspection:
-    """How a model divides into regions, and which of them share a pattern.
+def _inspect(options: InspectCall, observer: Observer) -> inspect_command.Inspection:
+    """The regions of a model, and which of them share a pattern.
 
     Raises:
         QdqtuneError: the model cannot be read.
@@ -224,9 +225,9 @@ def _inspect(options: Inspect, observer: Observer) -> inspect_command.Inspection
     return inspect_command.inspect(options)
 
 
-tune, quantize, apply = function(Tune, _tune), function(Quantize, _quantize), function(Apply, _apply)
-check, layers = function(Check, _check), function(Layers, _layers)
-build, inspect = function(Build, _build), function(Inspect, _inspect)
+tune, quantize, apply = function(TuneCall, _tune), function(QuantizeCall, _quantize), function(ApplyCall, _apply)
+check, layers = function(CheckCall, _check), function(LayersCall, _layers)
+build, inspect = function(BuildCall, _build), function(InspectCall, _inspect)
 
 
 def compare(first: ModelLike, *others: ModelLike, **given: Any) -> Comparison:
@@ -242,12 +243,12 @@ def compare(first: ModelLike, *others: ModelLike, **given: Any) -> Comparison:
     with temporary_folder() as folder:
         paths = [model_file(model, folder, f"model_{number}") for number, model in enumerate(models, 1)]
 
-        def compare(options: Compare, observer: Observer) -> Comparison:
+        def compare(options: CompareCall, observer: Observer) -> Comparison:
             found = compare_files(paths, options, observer)
             rows = (replace(row, file=name) for row, name in zip(found.rows, cycle(names[1:]), strict=False))
             return replace(found, first=names[0], rows=tuple(rows))
 
-        return function(Compare, compare)(**given)
+        return function(CompareCall, compare)(**given)
 
 
 def explain(run: str | Path | Result, pattern: str | None = None, *, state_file: str | Path | None = None) -> Explained:
@@ -265,14 +266,14 @@ def explain(run: str | Path | Result, pattern: str | None = None, *, state_file:
     return explain_run(folder, None if state_file is None else Path(state_file), pattern)
 
 
-# What a call tells while it goes on
+# Progress of a call
 
 LOGGER = logging.getLogger("qdqtune")
 LOGGER.addHandler(logging.NullHandler())
 
 
 class _Log(Silent):
-    """Lines of progress as records of the log."""
+    """Writes progress to the log."""
 
     def stage(self, text: str) -> None:
         LOGGER.info("%s", text)
@@ -285,24 +286,24 @@ class _Log(Silent):
 
 
 @contextmanager
-def telling(observer: Observer | None, progress: bool, cancel: Cancel | None) -> Iterator[Observer]:
-    """All who hear of a call. What is shown of its progress vanishes at the end, or stays as lines."""
-    heard: list[Observer] = [_Log()] if observer is None else [_Log(), observer]
+def observing(observer: Observer | None, progress: bool, cancel: Cancel | None) -> Iterator[Observer]:
+    """An observer that passes events on to the log, to `observer`, and to a display if `progress` is asked for."""
+    observers: list[Observer] = [_Log()] if observer is None else [_Log(), observer]
     with ExitStack() as stack:
         stack.enter_context(cancellable(cancel))
         if progress:
             shown = _shown()
             stack.enter_context(shown)
-            heard.insert(0, shown)
-        yield Several(heard, cancel)
+            observers.insert(0, shown)
+        yield Several(observers, cancel)
 
 
 @contextmanager
 def cancellable(cancel: Cancel | None) -> Iterator[None]:
-    """End waits for the engine when that is asked for.
+    """Make waits for an engine end as soon as `cancel` is set.
 
     Raises:
-        Cancelled: it is, or was before.
+        Cancelled: it is set, or was before.
     """
     if cancel is None:
         yield
@@ -313,7 +314,7 @@ def cancellable(cancel: Cancel | None) -> Iterator[None]:
 
 
 def _shown() -> lines.Live | lines.Plain:
-    """A picture that changes, on a terminal, and in a notebook that has ipywidgets; lines elsewhere."""
+    """A display of changing lines on a terminal, and in a notebook with ipywidgets; plain lines elsewhere."""
     console = Console(stderr=True)
     if console.is_jupyter:
         return lines.Live(console) if importlib.util.find_spec("ipywidgets") else lines.Plain(console)

@@ -1,8 +1,9 @@
-"""Options, each told once: a field of a dataclass that says its name, its values, its default and its help.
+"""Options as fields of a dataclass for each command. A field gives the name, the type, the default and the help.
 
-The command line, the keywords of Python, the keys of a jobs file and the reference in docs/ are made of these fields. A
-value is read when the dataclass is made, whether it is text that was typed or what a program holds in memory, so that
-every door has the same limits and refuses alike.
+The options of the command line, the keywords of Python, the keys of a jobs file and the reference in docs/ come from
+these fields. Values are converted and checked when the dataclass is made, from text or from Python objects, so that
+limits and errors are the same everywhere. Errors and notes name an option by its field, in backquotes; the command line
+spells it as a flag (see `cli.output.with_flags`).
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ Given = Mapping[str, Any]
 """Values of options by name."""
 
 READ = "qdqtune.read"
-"""What a command line names to be read, in the `meta` of its context."""
+"""The key, in the `meta` of a click context, of the files that a command line names to be read."""
 
 LONGEST_SECONDS = 366 * 24 * 3600
+"""The longest duration that is accepted: a year."""
 
 
 class Option(Generic[In, Out]):
-    """One option: a descriptor that reads what its field is set to. `In` is what may be given, `Out` what it becomes.
+    """One option: a descriptor that converts the value of its field. `In` are the types that it takes, `Out` is the
+    type that it gives.
 
-    `kind` reads one value, or with `is_repeated` all values together. `default` is `REQUIRED` for none. `help` explains
-    the option, `short` in a few words, `default_in_words` says what a default of None means. `is_rare` options are only
-    named by `--help`. `flags` are the spellings on the command line, by default two dashes and the `name`, which is
-    that of the field.
+    `kind` converts one value, or with `is_repeated` all values together. A `default` of `REQUIRED` means that there is
+    none. `help` explains the option, `short` does so in a few words, `default_in_words` explains a default of None.
+    `is_rare` options are listed by name only in `--help`. `flags` are the spellings on the command line, by default two
+    dashes and the `name`, which is that of the field.
     """
 
     def __init__(
@@ -81,24 +84,24 @@ class Option(Generic[In, Out]):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """How the command line spells it."""
+        """The spellings on the command line."""
         return self._flags or (f"--{self.name.replace('_', '-')}",)
 
     @property
     def flag(self) -> str:
-        """The longest of its spellings on the command line."""
+        """The longest spelling on the command line."""
         return max(self.flags, key=len)
 
     def read(self, value: Any) -> Any:
-        """What a value means that was given for it.
+        """Convert a value.
 
         Raises:
-            BadOption: it is none that the option takes.
+            BadOption: the option does not take it.
         """
         if value is None or value is self.default:
             return self.kind.convert(None, None, None) if self.is_repeated else value
         if isinstance(self.kind, Switch) is not isinstance(value, bool) and not isinstance(self.kind, Anything):
-            told = "is True or False, not" if isinstance(self.kind, Switch) else "is no yes or no, so not"
+            told = "is True or False, not" if isinstance(self.kind, Switch) else "takes a value, not"
             raise BadOption(f"{self.name} {told} {value!r}")
         if isinstance(value, Mapping | list | tuple) and not isinstance(self.kind, Several):
             raise BadOption(f"{self.name} is one value, not {value!r}")
@@ -114,17 +117,18 @@ class _Required:
 
 
 REQUIRED = _Required()
-"""The default of an option that has to be given."""
+"""The default of an option that must be given."""
 
 
 def option(kind: click.ParamType[Any], default: Any, help: str, group: Group = "Other", **how: Any) -> Any:
-    """An `Option`, as a field of a dataclass that inherits `Options`; its annotation says which types it takes."""
+    """Make an `Option` for a field of a dataclass that inherits `Options`; the annotation of the field gives its
+    types."""
     return Option(kind, default, help, group, **how)
 
 
 @dataclass(kw_only=True)
 class Options:
-    """Options of a command. Its fields are read once, and stay as they are."""
+    """Options of a command. Fields cannot be changed once they are set."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in self.__dict__:
@@ -133,7 +137,7 @@ class Options:
 
 
 def options_of(kind: type[Options]) -> dict[str, Option[Any, Any]]:
-    """The options of a command by the names of their fields."""
+    """The options of a command by field name."""
     found = {}
     for field in fields(kind):
         own = next(vars(base)[field.name] for base in kind.__mro__ if field.name in vars(base))
@@ -143,11 +147,11 @@ def options_of(kind: type[Options]) -> dict[str, Option[Any, Any]]:
 
 
 def given_in(options: Options, kind: type[Options]) -> dict[str, Any]:
-    """The values of those of the options that another command takes as well, by name."""
+    """The values of those options that another command takes as well, by field name."""
     return {name: getattr(options, name) for name in options_of(kind) if name in options_of(type(options))}
 
 
-# What values may be, and what their text means
+# Types of options
 
 
 def _check_name(value: Any) -> None:
@@ -169,8 +173,8 @@ class FileName(click.Path):
 
 
 class Reads(FileName):
-    """Text that names something to read. `files` are its files; `what` is what they are called, or else the name of the
-    option; the value is what `path_type` makes of the text."""
+    """Text that names something to read. `files` gives its files, `what` is their name in messages (by default that of
+    the option), and `path_type` converts the text."""
 
     def __init__(
         self,
@@ -194,8 +198,8 @@ class Reads(FileName):
 
 
 class Writes(FileName):
-    """Text that names a file to write. `outputs` are the files, told the path, the option and all values by name;
-    `usual` is the path where none is given."""
+    """Text that names a file to write. `outputs` gives the files that are written, from the path, the option's name and
+    the values of all options; `usual` gives the path where none is named."""
 
     def __init__(
         self,
@@ -210,7 +214,7 @@ class Writes(FileName):
         """See click.
 
         Raises:
-            OutputError: the name ends as only that of a folder does.
+            OutputError: the name ends with a slash.
         """
         if str(value).endswith("/"):
             raise OutputError(f"cannot write {value}: it is a folder")
@@ -218,7 +222,7 @@ class Writes(FileName):
 
 
 class OfRun(FileName):
-    """Text that names the folder of a run, or a file that it writes elsewhere: `tuning.folder.check_run` asks of
+    """Text that names the folder of a run, or a file that a run writes elsewhere; `tuning.folder.check_run` checks
     them."""
 
     def __init__(self) -> None:
@@ -226,14 +230,14 @@ class OfRun(FileName):
 
 
 class Several(click.ParamType[Any]):
-    """What takes several values at once, in a list or a dictionary, or what a program holds in memory. `typed` is what
-    one text means that is typed on the command line."""
+    """Several values at once, in a list or a dictionary, or an object of Python. `typed` is the type of one text on the
+    command line."""
 
     typed: click.ParamType[Any] = click.STRING
 
 
 class Anything(Several):
-    """Whatever is given: text, or what a program holds in memory."""
+    """Any value: text, or an object of Python."""
 
     name = "text"
 
@@ -258,7 +262,7 @@ class Switch(click.ParamType[bool]):
 
 
 class Number(click.FloatRange):
-    """A float in a range, and neither nan nor infinite: comparisons with those let everything pass."""
+    """A finite float in a range: comparisons with nan or infinity would let everything pass."""
 
     name = "number"
 
@@ -274,7 +278,7 @@ class Number(click.FloatRange):
 
 
 class Limit(Number):
-    """A number, `none` for no limit, or `auto` for the usual one, where that is known before a run."""
+    """A number, `none` for no limit, or `auto` for the usual limit."""
 
     def __init__(self, usual: float | None = None, **bounds: Any) -> None:
         super().__init__(**bounds)
@@ -307,7 +311,7 @@ class Seconds(click.ParamType[float]):
 
 
 class Texts(Several):
-    """Words one by one; with `comma` each may be several with commas between."""
+    """Texts; with `comma` each may hold several, separated by commas."""
 
     name = "text"
 
@@ -323,7 +327,7 @@ class Texts(Several):
 
 
 class Shapes(Several):
-    """Shapes by input name: of NAME:1x3x224x224 (NAME: is a scalar), or of sizes by name."""
+    """Shapes by input name, from texts such as NAME:1x3x224x224 (NAME: is a scalar) or from a mapping of sizes."""
 
     name = "text"
 
@@ -354,7 +358,8 @@ class Shapes(Several):
 
 
 class Assignments(Several):
-    """Values by name, of NAME=VALUE, where VALUE is JSON or text. `numbers_only`: JSON that is no number stays text."""
+    """Values by name, from texts NAME=VALUE or a mapping. VALUE is JSON or text; with `numbers_only`, a number or
+    text."""
 
     name = "text"
 
@@ -379,7 +384,7 @@ class Assignments(Several):
 
 
 def _listed(value: Any) -> Iterator[Any]:
-    """One value, or each of several."""
+    """The single value, or each of several."""
     yield from [value] if isinstance(value, str) else (value or ())
 
 
@@ -405,7 +410,7 @@ def choice(*names: str) -> click.Choice[str]:
     return click.Choice(names)
 
 
-# How options are annotated: what may be given, and what it becomes
+# Annotations of options: the types that are taken, and the type of the value
 
 PathLike = str | Path
 File = Option[PathLike, Path]

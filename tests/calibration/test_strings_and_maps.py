@@ -16,7 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 import qdqtune
 from models import normal
 from qdqtune.calibration.samples import open_samples
-from qdqtune.commands.quantize import Request, quantize
+from qdqtune.commands.quantize import quantize
+from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.errors import BadData
 from qdqtune.graph.loading import load
 from workers import Workers
@@ -99,7 +100,7 @@ def test_strings_are_taken_in_every_form(
             list(samples)
         return
     assert [word for sample in samples for word in sample["word"].flat] == WORDS.flatten().tolist()
-    assert quantize(Request(of_words, tmp_path / "q.onnx", calibration_data=source)).judged
+    assert quantize(QuantizeOptions(of_words, output=tmp_path / "q.onnx", calibration_data=source)).judged
 
 
 @pytest.mark.parametrize("values", [np.ones((3, 2), np.float32), np.array([["a", 1]], object)])
@@ -114,7 +115,7 @@ def test_probabilities_in_maps_are_compared_and_stay_in_the_file(
 ) -> None:
     path, data = classifier(tmp_path / "net.onnx", labels), tmp_path / "data.npz"
     np.savez(data, x=normal(40, 32))
-    done = quantize(Request(path, tmp_path / "q.onnx", calibration_data=str(data)))
+    done = quantize(QuantizeOptions(path, output=tmp_path / "q.onnx", calibration_data=str(data)))
     assert done.placed.placement
     assert done.sqnr_db is not None
     assert done.sqnr_db > 20

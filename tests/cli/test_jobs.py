@@ -1,15 +1,88 @@
-"""`qdqtune run`: several models from a YAML file."""
+"""`qdqtune tune` of several models, and `qdqtune run`, which names them in a YAML file."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from conftest import Call
+from models import normal
 from processes import ran
+from qdqtune.cli.jobs import named
+from runs import hopeless, mixed, write
+
+QUICK = ["--engine", "fake", "--builds", 5, "--calibration_method=minmax", "--no-bias-correction", "--no-report", "-q"]
+
+
+def test_names_of_folders_are_those_of_models_and_differ() -> None:
+    found = named([Path("x/a.onnx"), Path("y/a.onnx"), Path("y/b.onnx"), Path("z/y/a.onnx")])
+    assert list(found.values()) == ["x_a", "y_a", "b", "y_a-2"]
+
+
+def test_each_model_gets_what_was_typed(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    for name in ("b.onnx", "a.onnx", "notes.txt"):
+        (Path("models") / name).write_text("")
+    started = ran(monkeypatch, [0, 3, 2])
+    typed = ["--time-budget", "90s", "--fix-input", "n=1", "--fix_input", "m=2", "--no-cut-seed", "--restart"]
+    code, out, _ = call("tune", "c.onnx", "-o", "out", *typed, "models", "--json")
+    assert code == 2
+    assert [row["model"] for row in json.loads(out)] == ["c.onnx", "models/a.onnx", "models/b.onnx"]
+    assert [asked[1:4] for asked in started] == [
+        [f"{row}.onnx", "--output-dir", f"out/{Path(row).name}"] for row in ("c", "models/a", "models/b")
+    ]
+    assert started[0][4:] == [
+        "--time-budget", "90s", "--fix-input", "n=1", "--fix-input", "m=2", "--no-cut-seed", "--restart", "--json",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"), [(["--pick", "x"], "--pick is for one model"), ([], "empty holds no .onnx file")]
+)
+def test_what_makes_no_sense_is_refused(typed: list[str], said: str, call: Call, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    code, out, err = call("tune", "a.onnx", tmp_path / "empty", *typed)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "empty holds no .onnx file" in call("tune", tmp_path / "empty")[2]
+
+
+def test_a_model_that_fails_does_not_end_the_others_and_all_go_on(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    first, second = write(mixed(), models, "fast"), write(hopeless(), models, "slow")
+    (models / "broken.onnx").write_bytes(normal(4).tobytes())
+    asked = ["tune", models, "-o", tmp_path / "out", *QUICK]
+    code, out, _ = call(*asked, "--json")
+    rows = {Path(row["model"]).stem: row for row in json.loads(out)}
+    assert code == 2
+    assert {name: row["exit_code"] for name, row in rows.items()} == {"broken": 2, first.stem: 0, second.stem: 3}
+    states = [tmp_path / "out" / name / "autotuner_state.yaml" for name in ("fast", "slow")]
+    before = [state.read_bytes() for state in states]
+
+    def here(args: list[str], **_: object) -> SimpleNamespace:
+        """What a process of its own does, without one."""
+        code, out, _ = call(*args[4:])
+        return SimpleNamespace(returncode=code, stdout=out)
+
+    monkeypatch.setattr(subprocess, "run", here)
+    _, again, _ = call(*asked)
+    assert [state.read_bytes() for state in states] == before
+    assert [line.split()[1] for line in again.splitlines() if ".onnx" in line] == ["failed", "tuned", "baseline"]
+    code, table, _ = call("tune", first, second, "-o", tmp_path / "other", *QUICK, "--dry-run")
+    assert code == 0
+    assert "latency, ms" in table
+
+
+# From a YAML file
 
 JOBS = {
     "defaults": {"engine": "fake", "builds": 7, "output-dir": "out"},

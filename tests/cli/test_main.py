@@ -31,9 +31,9 @@ from conftest import Call
 from models import conv_net
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.workloads import WorkloadFile
-from qdqtune.cli import files, inspect, main, streams, tune
-from qdqtune.cli.driver import DRIVER
-from qdqtune.commands.apply import Applied, Request
+from qdqtune.cli import main, models, streams, tune
+from qdqtune.cli.children import DRIVER
+from qdqtune.commands.apply import Applied, ApplyOptions
 from qdqtune.commands.inspect import Inspection
 from qdqtune.engines import EngineSpec, runner
 from qdqtune.errors import BadModel
@@ -266,32 +266,33 @@ def test_options_of_compare_reach_the_measurement(monkeypatch, call, made, tmp_p
 def test_options_of_apply_reach_it(monkeypatch, call, made, tuned, tmp_path):
     given = SimpleNamespace()
 
-    def caught(request: Request, _: object) -> Applied:
-        given.request = request
+    def caught(options: ApplyOptions, _: object) -> Applied:
+        given.options = options
         return Applied(target, Placement(), (Edge("t", "n", 1),), random_data=False)
 
-    monkeypatch.setattr(files, "apply", caught)
+    monkeypatch.setattr(models, "apply", caught)
     target, placement = tmp_path / "made.onnx", tuned.parent / "out" / "placement.yaml"
     code, out, err = call("apply", tuned, "--placement", placement, "--output", target, "--engine", "onnxruntime",
                           "--calibration_data", "d.npz", "--calibration-samples", 2, "--input-shape", "x:1x2",
                           "--seed", 3, "--calibration-method", "percentile", "--percentile", 99,
                           "--precision", "fp16")  # fmt: skip
     assert code == 0
-    assert given.request == Request(
-        tuned, target, precision="fp16", calibration_data="d.npz", calibration_samples=2, input_shapes={"x": (1, 2)},
-        seed=3, placement=placement, engine="onnxruntime", calibration=Calibration("percentile", 99, True, True),
+    assert given.options == ApplyOptions(
+        tuned, output=target, precision="fp16", calibration_data="d.npz", calibration_samples=2,
+        input_shapes={"x": (1, 2)}, seed=3, placement=placement, engine="onnxruntime", calibration_method="percentile",
+        percentile=99,
     )  # fmt: skip
     assert out == f"{target}: 0 tensors with a Q/DQ pair\n"
     assert "note: 1 edges are not in this model, the first: t -> n[1]\n" in err
     call("apply", tuned, "--placement", placement)
-    assert given.request == Request(tuned, tuned.with_suffix(".qdq.onnx"), precision=None, placement=placement)
+    assert given.options == ApplyOptions(tuned, output=tuned.with_suffix(".qdq.onnx"), placement=placement)
     assert not made  # numbers are known without the engine
 
 
 def test_options_of_inspect_reach_it(monkeypatch, call):
     given: dict[str, Any] = {}
     found = Inspection({}, ("shown",), ("named",))
-    monkeypatch.setattr(inspect, "inspect", lambda options: given.update(vars(options)) or found)
+    monkeypatch.setattr(models, "inspect", lambda options: given.update(vars(options)) or found)
     code, out, _ = call("inspect", "m.onnx", "--regions", "topology", "--max_sequence_size", 4,
                         "--include-all-regions", "--fix-input", "sr=1", "-v")  # fmt: skip
     assert (code, out) == (0, "named\n")

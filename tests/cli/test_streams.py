@@ -136,7 +136,7 @@ class Lost(io.StringIO):
 
 @pytest.mark.parametrize(("error", "is_told"), [(BrokenPipeError(), False), (OSError(28, "full"), True)])
 def test_what_cannot_be_written_is_dropped(error: OSError, is_told: bool) -> None:
-    stream = streams.Guarded(Lost(error))
+    stream = streams.SafeStream(Lost(error))
     for text in ("one", "two", "three"):
         stream.write(text)
     stream.flush()
@@ -231,6 +231,6 @@ def test_no_text_is_read_as_the_terminal_has_it() -> None:
 
 
 def test_results_of_a_run_on_a_cluster_reach_standard_output(tmp_path: Path) -> None:
-    told = "from qdqtune.cli import driver, streams; driver.command_line = lambda: ['qdqtune', '--version']"
-    code, out, err = shell(f'{sys.executable} -c "{told}\nwith streams.guarded(): driver.driven()"', tmp_path)
+    told = "from qdqtune.cli import children, streams; children.command_line = lambda: ['qdqtune', '--version']"
+    code, out, err = shell(f'{sys.executable} -c "{told}\nwith streams.guarded(): children.run_on_ray()"', tmp_path)
     assert (code, out.startswith("qdqtune"), err) == (0, True, "")

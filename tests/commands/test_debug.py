@@ -16,9 +16,8 @@ from onnx import helper, numpy_helper
 
 from conftest import Call
 from models import INT8, UINT8, attention, build, conv_net, feeds, normal, ranges
-from qdqtune.calibration.prepare import Data
-from qdqtune.commands.debug import Diagnosis, debug
-from qdqtune.commands.debug_options import LIMIT, Request
+from qdqtune.commands.debug import LIMIT, DebugOptions, debug
+from qdqtune.commands.diagnosis import Diagnosis
 from qdqtune.engines import Built, Engine, EngineSpec, open_engine
 from qdqtune.errors import BadModel, EngineFailure
 from qdqtune.graph.files import save
@@ -43,9 +42,9 @@ class Files:
     quantized: Path
     data: Path
 
-    def request(self, **more: Any) -> Request:
-        given: dict[str, Any] = {"quantized": self.quantized, "data": Data(str(self.data))}
-        return Request(self.float, **(given | more))
+    def options(self, **more: Any) -> DebugOptions:
+        given: dict[str, Any] = {"quantized": self.quantized, "calibration_data": str(self.data)}
+        return DebugOptions(self.float, **(given | more))
 
 
 def write(model: Model, folder: Path, numbers: NumericFormat = EXACT) -> Files:
@@ -109,7 +108,7 @@ CONV_FAULTS = {
 def test_a_fault_is_named_within_the_bound(conv: Files, fault: str) -> None:
     initializer, how, tensor = CONV_FAULTS[fault]
     change(conv.quantized, initializer, how)
-    done = debug(conv.request())
+    done = debug(conv.options())
     assert [s.tensor for s in done.guilty] == [tensor]
     assert done.runs <= bound(done)
     assert done.noise > done.limit == pytest.approx(HEALTHY)
@@ -127,7 +126,7 @@ def test_a_fault_is_named_within_the_bound(conv: Files, fault: str) -> None:
 def test_attention_as_well(tensor: str, tmp_path: Path, workers: Workers) -> None:
     files = write(attention(), tmp_path)
     change(files.quantized, f"{tensor}_scale", off_by(7))
-    done = debug(files.request())
+    done = debug(files.options())
     assert tensor in [s.tensor for s in done.guilty]
     assert len(done.guilty) == 1
     assert done.runs <= bound(done)
@@ -135,7 +134,7 @@ def test_attention_as_well(tensor: str, tmp_path: Path, workers: Workers) -> Non
 
 def test_what_is_told_of_a_tensor(conv: Files) -> None:
     change(conv.quantized, "k1_scale", off_by(-4))
-    (suspect,) = debug(conv.request()).guilty
+    (suspect,) = debug(conv.options()).guilty
     assert suspect.nodes == ("project",)
     assert suspect.kind == "activation"
     low, high = suspect.float_range
@@ -143,7 +142,7 @@ def test_what_is_told_of_a_tensor(conv: Files) -> None:
     assert suspect.quantized_range == pytest.approx((0, high / 16), rel=0.1)
     assert "cuts off 94 %" in suspect.reason
     change(conv.quantized, "k1_scale", off_by(12))
-    (suspect,) = debug(conv.request()).guilty
+    (suspect,) = debug(conv.options()).guilty
     assert suspect.quantized_range == pytest.approx((0, 256 * high), rel=0.1)
     assert "256 times as wide" in suspect.reason
 
@@ -155,12 +154,12 @@ def test_a_zero_point_that_had_to_clamp_for_a_relu_that_the_file_dropped(conv: F
     save(insert(model, placement, known, EXACT), conv.quantized)
     assert "add_relu" not in load(conv.quantized).index_of
     change(conv.quantized, "r1_zero_point", lambda zero: zero + 120)
-    done = debug(conv.request(min_sqnr=30.0))
+    done = debug(conv.options(min_sqnr=30.0))
     assert [(s.tensor, s.cause) for s in done.guilty] == [("r1", "numbers")]
 
 
 def test_a_healthy_file_takes_two_runs(files: Files) -> None:
-    done = debug(files.request())
+    done = debug(files.options())
     assert done.is_healthy
     assert done.runs == 2
     assert (done.guilty, done.largest, done.wrong_parts, done.excluded) == ((), (), (), ())
@@ -171,7 +170,7 @@ def test_a_healthy_file_takes_two_runs(files: Files) -> None:
 def test_two_faults_are_named_both(conv: Files, first: str, second: str, how: Callable[[Any], Any]) -> None:
     for tensor in (first, second):
         change(conv.quantized, f"{tensor}_scale", how)
-    done = debug(conv.request())
+    done = debug(conv.options())
     assert {s.tensor for s in done.guilty} == {first, second}
     assert done.rest is not None
     assert done.rest <= HEALTHY
@@ -179,8 +178,8 @@ def test_two_faults_are_named_both(conv: Files, first: str, second: str, how: Ca
 
 def test_damage_that_is_spread_is_called_so_and_the_largest_are_named(tmp_path: Path, workers: Workers) -> None:
     files = write(attention(), tmp_path)
-    usual = debug(files.request(min_sqnr=5.0))
-    done = debug(files.request(min_sqnr=-10 * log10(usual.noise) + 0.5))
+    usual = debug(files.options(min_sqnr=5.0))
+    done = debug(files.options(min_sqnr=-10 * log10(usual.noise) + 0.5))
     assert not done.guilty
     assert not done.is_healthy
     assert len(done.largest) == 5
@@ -192,7 +191,7 @@ def test_damage_that_is_spread_is_called_so_and_the_largest_are_named(tmp_path: 
 
 def test_excluding_the_guilty_heals_what_quantize_writes(conv: Files, tmp_path: Path, call: Call) -> None:
     change(conv.quantized, "w2_scale", off_by(5))
-    nodes = debug(conv.request()).excluded
+    nodes = debug(conv.options()).excluded
     assert nodes == ("project",)
     flags = [f for node in nodes for f in ("--nodes-to-exclude", node)]
     data = ("--calibration-data", conv.data)
@@ -206,14 +205,14 @@ def test_excluding_the_guilty_heals_what_quantize_writes(conv: Files, tmp_path: 
 
 def test_a_quantized_model_alone(conv: Files) -> None:
     change(conv.quantized, "cat_scale", off_by(7))
-    done = debug(Request(conv.quantized, data=Data(str(conv.data))))
+    done = debug(DebugOptions(conv.quantized, calibration_data=str(conv.data)))
     assert [s.tensor for s in done.guilty] == ["cat"]
     assert any("give the float model as well" in note for note in done.notes)
 
 
 def test_a_scale_that_is_no_number_in_a_quantized_model_alone(conv: Files) -> None:
     change(conv.quantized, "r0_scale", nan)
-    done = debug(Request(conv.quantized, data=Data(str(conv.data))))
+    done = debug(DebugOptions(conv.quantized, calibration_data=str(conv.data)))
     assert [s.tensor for s in done.guilty] == ["r0"]
     assert done.guilty[0].reason == "its scale is no finite number"
 
@@ -227,14 +226,14 @@ def test_an_input_that_is_made_constant(quantized_as: str, tmp_path: Path, worke
     if quantized_as == "fixed":
         save(load(files.quantized, fix_inputs={"g": 2.0}), files.quantized)
     np.savez(files.data, x=np.stack([sample["x"] for sample in feeds(model, 3)]))
-    assert debug(files.request(fix_inputs={"g": 2.0})).is_healthy
+    assert debug(files.options(fix_inputs={"g": 2.0})).is_healthy
     change(files.quantized, "w_scale", off_by(4))
-    done = debug(files.request(fix_inputs={"g": 2.0}))
+    done = debug(files.options(fix_inputs={"g": 2.0}))
     assert [s.tensor for s in done.guilty] == ["w"]
 
 
 def test_a_healthy_float_model(conv: Files) -> None:
-    done = debug(Request(conv.float, data=Data(str(conv.data))))
+    done = debug(DebugOptions(conv.float, calibration_data=str(conv.data)))
     assert done.is_healthy
     assert done.pairs == 0
 
@@ -296,18 +295,18 @@ def wrong_when_fused(name: str, factor: float) -> Callable[[onnx.ModelProto], st
     return spoil
 
 
-def on(workers: Workers, spoil: Callable[[onnx.ModelProto], str | None]) -> dict[str, EngineSpec]:
+def on(workers: Workers, spoil: Callable[[onnx.ModelProto], str | None]) -> dict[str, str]:
     def opener(spec: EngineSpec) -> Engine:
         return Wrong(spoil) if spec.name == "fake" else open_engine(spec)
 
     workers.opener = opener
-    return {"engine": EngineSpec("fake")}
+    return {"engine": "fake"}
 
 
 @pytest.mark.parametrize("factor", [-3.0, np.nan])
 @pytest.mark.parametrize("name", ["stem", "depthwise", "project", "side", "head"])
 def test_an_operator_that_the_engine_fuses_wrongly(conv: Files, workers: Workers, name: str, factor: float) -> None:
-    done = debug(conv.request(**on(workers, wrong_when_fused(name, factor))))
+    done = debug(conv.options(**on(workers, wrong_when_fused(name, factor))))
     assert len(done.guilty) == 1
     (suspect,) = done.guilty
     assert suspect.cause == "engine"
@@ -321,7 +320,7 @@ def test_an_operator_that_the_engine_fuses_wrongly(conv: Files, workers: Workers
 
 def test_numbers_and_engine_at_fault(conv: Files, workers: Workers) -> None:
     change(conv.quantized, "image_scale", off_by(6))
-    done = debug(conv.request(**on(workers, wrong_when_fused("side", -3.0))))
+    done = debug(conv.options(**on(workers, wrong_when_fused("side", -3.0))))
     assert done.guilty[0].tensor == "image"
     assert [s.cause for s in done.guilty] == ["numbers", "engine"]
     assert "side" in done.guilty[1].nodes
@@ -332,7 +331,7 @@ def test_a_pair_that_the_engine_refuses(conv: Files, workers: Workers) -> None:
         node = named(model, "project")
         return "no kernel" if node is not None and is_paired(model, node) else None
 
-    done = debug(conv.request(**on(workers, refuses)))
+    done = debug(conv.options(**on(workers, refuses)))
     assert ["project" in s.nodes for s in done.guilty] == [True]
     assert any("no kernel" in note for note in done.notes)
 
@@ -347,7 +346,7 @@ def test_nodes_of_the_float_model_that_the_engine_fuses_wrongly(conv: Files, wor
             scaled(model, second, -1.0)
 
     more = {} if pairs else {"quantized": None}
-    done = debug(conv.request(**more, **on(workers, spoil)))
+    done = debug(conv.options(**more, **on(workers, spoil)))
     (part,) = done.wrong_parts
     assert part.nodes == ("depthwise", "clip")
     assert not done.guilty
@@ -362,13 +361,13 @@ def test_several_single_nodes_that_the_engine_computes_wrongly(conv: Files, work
                 index = list(model.graph.node).index(node)
                 model.graph.node.insert(index + 1, helper.make_node("Neg", [f"{name}_right"], [result]))
 
-    done = debug(conv.request(quantized=None, **on(workers, spoil)))
+    done = debug(conv.options(quantized=None, **on(workers, spoil)))
     assert [part.nodes for part in done.wrong_parts] == [("stem_relu",), ("concat",)]
 
 
 def test_an_engine_that_does_not_build_a_part_is_quoted(conv: Files, workers: Workers) -> None:
     refused = on(workers, lambda model: "no kernel for it" if named(model, "average") else None)
-    (part,) = debug(conv.request(quantized=None, **refused)).wrong_parts
+    (part,) = debug(conv.options(quantized=None, **refused)).wrong_parts
     assert part.nodes == ("average",)
     assert "no kernel for it" in part.reason
 
@@ -377,27 +376,27 @@ def test_an_engine_that_does_not_build_a_part_is_quoted(conv: Files, workers: Wo
 
 
 def test_files_that_are_no_pair(conv: Files, tmp_path: Path) -> None:
-    for request, why in (
-        (Request(conv.float, conv.float), "given twice, has no Q/DQ pairs: nothing is quantized"),
-        (Request(conv.quantized, conv.float), "give the quantized model second"),
-        (Request(conv.quantized, conv.quantized), "give the float model first"),
-        (Request(tmp_path / "missing.onnx"), "missing.onnx"),
+    for options, why in (
+        (DebugOptions(conv.float, quantized=conv.float), "given twice, has no Q/DQ pairs: nothing is quantized"),
+        (DebugOptions(conv.quantized, quantized=conv.float), "give the quantized model second"),
+        (DebugOptions(conv.quantized, quantized=conv.quantized), "give the float model first"),
+        (DebugOptions(tmp_path / "missing.onnx"), "missing.onnx"),
     ):
         with pytest.raises(BadModel, match=why):
-            debug(request)
+            debug(options)
 
 
 def test_another_model(conv: Files, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     other = write(attention(), tmp_path / "other")
     with pytest.raises(BadModel, match="takes other inputs"):
-        debug(Request(other.float, conv.quantized))
+        debug(DebugOptions(other.float, quantized=conv.quantized))
 
 
 def test_float_outputs_that_are_not_finite(conv: Files) -> None:
     change(conv.float, "b4", nan)
     with pytest.raises(EngineFailure, match="NaN or infinite"):
-        debug(conv.request())
+        debug(conv.options())
 
 
 # The command
@@ -462,7 +461,7 @@ def test_errors_are_one_line(conv: Files, call: Call) -> None:
 def test_symmetric_numbers(tmp_path: Path, workers: Workers) -> None:
     files = write(conv_net(), tmp_path, INT8)
     change(files.quantized, "k1_scale", off_by(6))
-    done = debug(files.request())
+    done = debug(files.options())
     assert [s.tensor for s in done.guilty] == ["k1"]
 
 

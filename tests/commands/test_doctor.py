@@ -13,7 +13,7 @@ import pytest
 from qdqtune.cli import main
 from qdqtune.commands import doctor
 from qdqtune.commands.doctor import (
-    Diagnosis,
+    EnginesState,
     EngineState,
     Gpu,
     Processor,
@@ -178,8 +178,8 @@ def test_every_engine_is_examined(tmp_path, monkeypatch):
 CPU = Processor("Some CPU", 4, ("avx2",), "no VNNI")
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found: Diagnosis, *arguments: str):
-    monkeypatch.setattr("qdqtune.cli.engines.examine", lambda _: found)
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found: EnginesState, *arguments: str):
+    monkeypatch.setattr("qdqtune.cli.checks.examine", lambda _: found)
     with pytest.raises(SystemExit) as end:
         main.main(["doctor", *arguments])
     return end.value.code, capsys.readouterr().out
@@ -191,7 +191,7 @@ def test_the_table(monkeypatch, capsys):
         EngineState("onnxruntime", "usable", "1.31", "Some CPU"),
         EngineState("openvino", "missing", reason="no module", remedy="pip install 'qdqtune[openvino]'"),
     )
-    code, printed = run(monkeypatch, capsys, Diagnosis(engines, CPU, (Gpu("L4", "550", "8.9", "23034 MiB"),), ""))
+    code, printed = run(monkeypatch, capsys, EnginesState(engines, CPU, (Gpu("L4", "550", "8.9", "23034 MiB"),), ""))
     assert code == 0
     assert "openvino: no module: pip install 'qdqtune[openvino]'\n" in printed
     assert "CPU: Some CPU, 4 cores (avx2); no VNNI\n" in printed
@@ -205,7 +205,7 @@ def test_the_table(monkeypatch, capsys):
 @pytest.mark.parametrize(("status", "code"), [("usable", 0), ("builds only", 0), ("missing", 5)])
 def test_the_exit_code_tells_whether_any_engine_is_usable(status, code, monkeypatch, capsys):
     engines = (EngineState("fake", "usable", "1", "cost model"), EngineState("onnxruntime", status, reason="why"))
-    found, printed = run(monkeypatch, capsys, Diagnosis(engines, CPU, (), "no driver"), "--json")
+    found, printed = run(monkeypatch, capsys, EnginesState(engines, CPU, (), "no driver"), "--json")
     assert found == code
     told = json.loads(printed)
     assert [e["status"] for e in told["engines"]] == ["usable", status]

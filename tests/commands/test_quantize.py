@@ -16,11 +16,10 @@ import pytest
 
 import qdqtune
 from models import attention, build, conv_net, embedding, feeds, normal, run
-from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.commands import apply as applying
+from qdqtune.commands.apply import Applied, ApplyOptions, apply
 from qdqtune.commands.quantize import HELD_OUT, quantize
-from qdqtune.commands.quantize_options import Request, Selection
+from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadOption, OutputError
@@ -50,9 +49,12 @@ def written(model: Model, folder: Path, count: int = 5) -> Path:
     return path
 
 
-def request(path: Path, **changes: Any) -> Request:
-    base = Request(path, path.with_name("q.onnx"), calibration_data=str(path.with_suffix(".npz")), engine="tensorrt")
-    return replace(base, **changes)
+MINMAX: dict[str, Any] = {"calibration_method": "minmax", "bias_correction": False, "equalize": False}
+
+
+def request(path: Path, **changes: Any) -> QuantizeOptions:
+    usual = {"output": path.with_name("q.onnx"), "engine": "tensorrt", "precision": "fp32"}
+    return QuantizeOptions(**{"model": path, "calibration_data": str(path.with_suffix(".npz"))} | usual | changes)
 
 
 def wide() -> Model:
@@ -95,7 +97,7 @@ def test_fp8_is_opset_19_with_amax_over_448_and_the_tensors_own_float_type(
 ) -> None:
     model = load(DIGITS) if source == "trained" else wide()
     path = written(model, tmp_path)
-    quantize(request(path, quant_type="fp8", precision="fp16" if half else "fp32", calibration=Calibration()))
+    quantize(request(path, quant_type="fp8", precision="fp16" if half else "fp32", **MINMAX))
     done = load(path.with_name("q.onnx"))
     assert done.opset >= 19
     dtype = np.float16 if half else np.float32
@@ -124,7 +126,7 @@ def original(model: Model, name: str) -> Array:
 def test_int8_rounds_half_to_even_as_onnx_says(source: str, per_channel: bool, tmp_path: Path) -> None:
     model = load(DIGITS) if source == "trained" else conv_net()
     path = written(model, tmp_path)
-    quantize(request(path, per_channel=per_channel, calibration=Calibration()))
+    quantize(request(path, per_channel=per_channel, **MINMAX))
     seen = 0
     for name, scale, zero, values in pairs(load(path.with_name("q.onnx"))):
         assert (zero == 0).all()
@@ -169,7 +171,7 @@ def test_an_engine_that_nobody_knows() -> None:
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
 def test_a_quantized_network_stays_close_to_the_float_one(engine: str, method: Any, tmp_path: Path) -> None:
     path = written(conv_net(), tmp_path, 40)
-    done = quantize(request(path, engine=engine, calibration=Calibration(method)))
+    done = quantize(request(path, engine=engine, **MINMAX | {"calibration_method": method}))
     assert done.placed.placement.edges
     assert done.sqnr_db is not None
     assert done.sqnr_db > 15
@@ -274,27 +276,27 @@ def consumers(done: Any) -> set[str]:
 
 @pytest.mark.parametrize(
     ("selection", "gone", "kept"),
-    [(Selection(excluded_nodes=["side", "de*"]), {"side", "depthwise"}, {"stem", "project"}),
-     (Selection(excluded_op_types=["Gemm", "Add"]), {"head", "add"}, {"stem", "side"}),
-     (Selection(nodes=["st*", "side"]), {"project", "head", "add"}, {"stem", "side"}),
-     (Selection(op_types=["Gemm"]), {"stem", "side", "add"}, {"head"}),
-     (Selection(op_types=["Conv"], excluded_nodes=["side"]), {"side", "head"}, {"stem"})],
+    [({"nodes_to_exclude": ["side", "de*"]}, {"side", "depthwise"}, {"stem", "project"}),
+     ({"op_types_to_exclude": ["Gemm", "Add"]}, {"head", "add"}, {"stem", "side"}),
+     ({"nodes_to_quantize": ["st*", "side"]}, {"project", "head", "add"}, {"stem", "side"}),
+     ({"op_types_to_quantize": ["Gemm"]}, {"stem", "side", "add"}, {"head"}),
+     ({"op_types_to_quantize": ["Conv"], "nodes_to_exclude": ["side"]}, {"side", "head"}, {"stem"})],
 )  # fmt: skip
 def test_nodes_and_operators_to_quantize_and_to_exclude(
-    selection: Selection, gone: set[str], kept: set[str], tmp_path: Path
+    selection: dict[str, Any], gone: set[str], kept: set[str], tmp_path: Path
 ) -> None:
-    done = consumers(quantize(request(written(conv_net(), tmp_path), engine="openvino", selection=selection)))
+    done = consumers(quantize(request(written(conv_net(), tmp_path), engine="openvino", **selection)))
     assert not done & gone
     assert kept <= done
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"selection": Selection(nodes=["nobody*"])}, "no node is named 'nobody\\*'"),
-     ({"selection": Selection(excluded_op_types=["LSTM"])}, "the model has no LSTM; it has Add, Clip"),
-     ({"per_channel": True, "quant_type": "fp8"}, "--per-channel is for int8"),
+    [({"nodes_to_quantize": ["nobody*"]}, "no node is named 'nobody\\*'"),
+     ({"op_types_to_exclude": ["LSTM"]}, "the model has no LSTM; it has Add, Clip"),
+     ({"per_channel": True, "quant_type": "fp8"}, "`per_channel` is for int8"),
      ({"engine": "onnxruntime", "quant_type": "fp8"}, "no FP8 kernels"),
-     ({"evaluate": "nothing:here"}, "--evaluate")],
+     ({"evaluate": "nothing:here"}, "evaluate")],
 )  # fmt: skip
 def test_what_cannot_be_asked_for(
     changes: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -311,7 +313,7 @@ def test_models_that_cannot_be_quantized(tmp_path: Path) -> None:
     with pytest.raises(BadModel, match="already has Q/DQ pairs"):
         quantize(request(path, model=path.with_name("q.onnx"), output=tmp_path / "twice.onnx"))
     with pytest.raises(BadModel, match=r"find nothing to quantize in .*model.onnx among the nodes that you chose"):
-        quantize(request(path, selection=Selection(op_types=["Flatten"])))
+        quantize(request(path, op_types_to_quantize=["Flatten"]))
     with pytest.raises(BadModel, match=r"kept in float by .*tiny-convolutions \(\d+ edges?: [a-z]"):
         quantize(request(path, quant_type="fp8"))
     with pytest.raises(OutputError, match="cannot write"):
@@ -332,7 +334,7 @@ def test_a_model_that_computes_in_integers_already(tmp_path: Path) -> None:
 
 def test_a_float16_model_is_judged_against_the_float32_one(tmp_path: Path) -> None:
     path = written(conv_net(), tmp_path)
-    done = quantize(request(path, precision="fp16", selection=Selection(nodes=["side"])))
+    done = quantize(request(path, precision="fp16", nodes_to_quantize=["side"]))
     assert load(done.output).tensors["c0"].dtype == onnx.TensorProto.FLOAT16
     assert done.sqnr_db is not None
     assert 20 < done.sqnr_db < 80
@@ -408,9 +410,9 @@ def test_what_the_report_says_of_a_tensor_holds_in_a_model_with_its_pairs_only(
 
 
 def test_keeping_the_nodes_of_the_report_in_float_takes_the_pair_away(tmp_path: Path) -> None:
-    asked = request(written(conv_net(), tmp_path), engine="onnxruntime", calibration=Calibration())
+    asked = request(written(conv_net(), tmp_path), engine="onnxruntime", **MINMAX)
     for damage in quantize(replace(asked, report=True)).damages:
-        less = quantize(replace(asked, selection=Selection(excluded_nodes=damage.nodes)))
+        less = quantize(replace(asked, nodes_to_exclude=damage.nodes))
         assert damage.tensor not in {e.tensor for e in less.placed.placement}
 
 
@@ -430,7 +432,7 @@ def test_rounding_by_data_says_where_the_data_are_few_and_is_refused_without_sto
     path = written(build(text, {"w": normal(32, 32)}), tmp_path)
     asked = request(path, engine="onnxruntime", weight_only="w4", weight_rounding="gptq")
     assert any("met 5 rows (tokens) where products have up to 32" in note for note in quantize(asked).notes)
-    with pytest.raises(BadOption, match="goes with --weight-only"):
+    with pytest.raises(BadOption, match="goes with `weight_only`"):
         quantize(replace(asked, weight_only=None))
 
 
@@ -440,11 +442,11 @@ def test_weights_that_were_rounded_by_data_are_rounded_so_again(tmp_path: Path) 
     asked = request(path, engine="onnxruntime", weight_only="w4b32", weight_rounding="gptq")
     placement = quantize(asked).placed.placement
 
-    def applied(rounding: str, data: str | None) -> applying.Applied:
+    def applied(rounding: str, data: str | None) -> Applied:
         file = tmp_path / "placement.yaml"
         write_placement(file, PlacementFile(placement, "int8", "onnxruntime", {}, weight_rounding=rounding), "net.onnx")
         again = tmp_path / f"{rounding}.onnx"
-        return applying.apply(applying.Request(path, again, calibration_data=data, placement=file))
+        return apply(ApplyOptions(path, output=again, calibration_data=data, placement=file))
 
     found = [applied(rounding, asked.calibration_data) for rounding in ("nearest", "gptq")]
     assert [done.notes for done in found] == [(), ()]
@@ -453,7 +455,7 @@ def test_weights_that_were_rounded_by_data_are_rounded_so_again(tmp_path: Path) 
     assert [np.array_equal(each, integers[-1]) for each in integers] == [False, True, True]
     other = written(build(text.replace("[m]", "[other]"), {"w": normal(32, 32)}), tmp_path)
     with pytest.raises(BadModel, match="none of the 1 edges"):
-        applying.apply(applying.Request(other, tmp_path / "no.onnx", placement=tmp_path / "placement.yaml"))
+        apply(ApplyOptions(other, output=tmp_path / "no.onnx", placement=tmp_path / "placement.yaml"))
     path = written(build(text, {"w": normal(32, 32)}), tmp_path)
     (note,) = applied("gptq", None).notes
-    assert "--calibration-data would tell" in note
+    assert "`calibration_data` would tell" in note

@@ -12,7 +12,7 @@ import pytest
 from models import attention, build, conv_net, normal
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.commands.quantize import quantize
-from qdqtune.commands.quantize_options import Request
+from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.graph.files import save
 from qdqtune.graph.float16 import Precision
@@ -88,8 +88,12 @@ def test_it_builds_and_runs_in_8_bits(
     assert callable(make)
     model = make()
     save(model, tmp_path / "model.onnx")
-    asked = Request(
-        tmp_path / "model.onnx", tmp_path / "q.onnx", quant_type=quant_type, engine="tensorrt-rtx", precision=precision
+    asked = QuantizeOptions(
+        tmp_path / "model.onnx",
+        output=tmp_path / "q.onnx",
+        quant_type=quant_type,
+        engine="tensorrt-rtx",
+        precision=precision,
     )
     quantize(asked)
     shapes = {name: [d or 2 for d in model.tensors[name].shape] for name in model.inputs}
@@ -109,7 +113,7 @@ def test_scales_of_a_calibration_cache_build_and_run_in_8_bits(
     save(model, tmp_path / "model.onnx")
     lines = [f"{tensor}: 3c60dd{number:02x}" for number, tensor in enumerate(candidate_tensors(model))]
     (tmp_path / "calib.cache").write_text("\n".join(["TRT-8510-EntropyCalibration2", *lines]))
-    made = Request(tmp_path / "model.onnx", tmp_path / "q.onnx", engine="tensorrt-rtx", precision="fp16",
+    made = QuantizeOptions(tmp_path / "model.onnx", output=tmp_path / "q.onnx", engine="tensorrt-rtx", precision="fp16",
                    calibration_cache=tmp_path / "calib.cache", placement_like=like)  # fmt: skip
     quantize(made)
     engine = open_engine(EngineSpec("tensorrt-rtx", {"target": "sm89"}))
@@ -135,7 +139,9 @@ def test_half_precision_with_nodes_in_float32_builds(
     for module in ("cuda.bindings.runtime", "cuda.cudart"):
         monkeypatch.setitem(sys.modules, module, None)
     save(build(LOUD, {"w": normal(32, 32, 3, 3, scale=20.0)}), tmp_path / "model.onnx")
-    asked = Request(tmp_path / "model.onnx", tmp_path / "q.onnx", engine="tensorrt-rtx", precision=precision)
+    asked = QuantizeOptions(
+        tmp_path / "model.onnx", output=tmp_path / "q.onnx", engine="tensorrt-rtx", precision=precision
+    )
     done = quantize(asked)
     kept = [note for note in done.notes if "square (s reaches" in note and "root (s reaches" in note]
     assert len(kept) == (1 if precision == "fp16" else 0)

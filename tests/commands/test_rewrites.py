@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from models import build, feeds, normal
 from qdqtune.calibration.methods import Calibration
-from qdqtune.calibration.prepare import Data
-from qdqtune.commands import apply as applying
-from qdqtune.commands import debug
-from qdqtune.commands.apply import apply
+from qdqtune.commands.apply import ApplyOptions, apply
+from qdqtune.commands.debug import DebugOptions, debug
 from qdqtune.commands.quantize import quantize
-from qdqtune.commands.quantize_options import Request
+from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -26,6 +25,8 @@ from qdqtune.placement.files import PlacementFile, read_placement_file, write_pl
 pytestmark = pytest.mark.usefixtures("workers")
 
 MINMAX = Calibration("minmax")
+PLAIN: dict[str, Any] = {"calibration_method": "minmax", "bias_correction": False, "equalize": False}
+"""The same as options."""
 
 
 def normalized(seed: int = 0) -> Model:
@@ -46,20 +47,24 @@ def normalized(seed: int = 0) -> Model:
     )
 
 
-def written(model: Model, folder: Path, name: str = "model") -> Request:
+def written(model: Model, folder: Path, name: str = "model") -> QuantizeOptions:
     path, data = folder / f"{name}.onnx", folder / "samples.npz"
     save(model, path)
     (name_of_input,) = model.inputs
     np.savez(data, **{name_of_input: np.stack([s[name_of_input] for s in feeds(model, 5)])})
-    return Request(path, folder / f"{name}.q.onnx", calibration_data=str(data), calibration=MINMAX)
+    return QuantizeOptions(path, output=folder / f"{name}.q.onnx", calibration_data=str(data), **PLAIN)
 
 
-def asked(retrained: Request, target: Path) -> applying.Request:
+def asked(retrained: QuantizeOptions, target: Path) -> ApplyOptions:
     """The placement beside `target` on that model."""
-    data = retrained.calibration_data
-    return applying.Request(
-        retrained.model, target, calibration_data=data, placement=target.with_name("placement.yaml")
-    )
+    data, placement = retrained.calibration_data, target.with_name("placement.yaml")
+    return ApplyOptions(retrained.model, output=target, calibration_data=data, placement=placement)
+
+
+def looking(request: QuantizeOptions, min_sqnr: float) -> DebugOptions:
+    """What `quantize` has written, examined."""
+    data, quantized = request.calibration_data, request.output
+    return DebugOptions(request.model, quantized=quantized, min_sqnr=min_sqnr, calibration_data=data)
 
 
 def ops(path: Path) -> Counter[str]:
@@ -110,11 +115,10 @@ def test_named_rewrites_are_made_again_by_apply_and_found_by_debug(tmp_path: Pat
     write_placement(tmp_path / "placement.yaml", recorded, "model.onnx")
     assert read_placement_file(tmp_path / "placement.yaml").rewrites == recorded.rewrites
     retrained, target = written(swishing(seed=7), tmp_path, "retrained"), tmp_path / "applied.onnx"
-    data = request.calibration_data
     again = apply(asked(retrained, target))
     assert not again.lost
     assert ops(target)["HardSwish"] == 1
-    looked = debug.debug(debug.Request(request.model, request.output, min_sqnr=60.0, data=Data(data)))
+    looked = debug(looking(request, 60.0))
     assert looked.by_numbers == pytest.approx(looked.noise, rel=0.5)
 
 
@@ -122,8 +126,8 @@ def test_named_rewrites_are_made_again_by_apply_and_found_by_debug(tmp_path: Pat
 def test_debug_takes_the_float_model_as_the_quantizer_has_rewritten_it(said: str, tmp_path: Path) -> None:
     request = replace(written(normalized(), tmp_path), rewrites=said)
     quantize(request)
-    broken = debug.Request(request.model, request.output, min_sqnr=60.0, data=Data(request.calibration_data))
-    done = debug.debug(broken)
+    broken = looking(request, 60.0)
+    done = debug(broken)
     assert done.by_numbers is not None
     assert done.by_numbers == pytest.approx(done.noise, rel=0.5)
 
@@ -142,9 +146,9 @@ def uneven(seed: int = 0) -> Model:
 
 def test_channels_are_made_alike_and_apply_does_it_to_retrained_weights(tmp_path: Path) -> None:
     alike = Calibration("minmax", equalization=True)
-    request = replace(written(uneven(), tmp_path), calibration=alike, report=True)
+    request = replace(written(uneven(), tmp_path), equalize=True, report=True)
     done = quantize(request)
-    plain = quantize(replace(request, calibration=MINMAX, output=tmp_path / "plain.onnx"))
+    plain = quantize(replace(request, equalize=False, output=tmp_path / "plain.onnx"))
     assert done.sqnr_db is not None
     assert plain.sqnr_db is not None
     assert done.sqnr_db > plain.sqnr_db + 6
@@ -160,7 +164,7 @@ def test_channels_are_made_alike_and_apply_does_it_to_retrained_weights(tmp_path
 
 
 def test_debug_finds_the_channels_that_a_quantizer_has_moved(tmp_path: Path) -> None:
-    request = replace(written(uneven(), tmp_path), calibration=Calibration("minmax", equalization=True))
+    request = replace(written(uneven(), tmp_path), equalize=True)
     quantize(request)
-    done = debug.debug(debug.Request(request.model, request.output, min_sqnr=80.0, data=Data(request.calibration_data)))
+    done = debug(looking(request, 80.0))
     assert done.by_numbers == pytest.approx(done.noise, rel=0.5)

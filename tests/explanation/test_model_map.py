@@ -7,32 +7,32 @@ from collections.abc import Sequence
 import pytest
 
 from models import conv_net
-from qdqtune.explanation.model_map import MOST, blocks, everywhere, flows, in_order
-from qdqtune.explanation.report_values import Block
+from qdqtune.explanation.model_map import MOST_CELLS, blocks, everywhere, flows, in_order
+from qdqtune.explanation.report_values import MapBlock
 
 
-def divided(names: Sequence[str]) -> tuple[Block, ...]:
+def divided(names: Sequence[str]) -> tuple[MapBlock, ...]:
     chain = [(n, n + 1) for n in range(len(names) - 1)]
     return blocks([(name,) for name in names], dict.fromkeys(names, "Conv"), chain)
 
 
-def leaves(found: Sequence[Block]) -> list[tuple[int, int]]:
+def leaves(found: Sequence[MapBlock]) -> list[tuple[int, int]]:
     return [end for b in found for end in (leaves(b.blocks) if b.blocks else [(b.first, b.last)])]
 
 
 def test_few_groups_need_no_blocks() -> None:
-    assert divided([f"n{i}" for i in range(MOST)]) == ()
+    assert divided([f"n{i}" for i in range(MOST_CELLS)]) == ()
 
 
-@pytest.mark.parametrize("count", [MOST + 1, 3000, 25_000])
+@pytest.mark.parametrize("count", [MOST_CELLS + 1, 3000, 25_000])
 @pytest.mark.parametrize("name", ["node_{n}", "/stage{s}/block{b}/Conv_{n}"])
 def test_blocks_hold_every_group_once_and_fit_a_screen(count: int, name: str) -> None:
     found = divided([name.format(n=n, b=n // 12, s=n // 500) for n in range(count)])
-    assert 1 < len(found) <= MOST
+    assert 1 < len(found) <= MOST_CELLS
     ends = leaves(found)
     assert [a for a, _ in ends] == [0, *(b for _, b in ends[:-1])]
     assert ends[-1][1] == count
-    assert all(0 < b - a <= MOST for a, b in ends)
+    assert all(0 < b - a <= MOST_CELLS for a, b in ends)
 
 
 def test_blocks_are_the_modules_that_names_tell_of() -> None:
@@ -48,7 +48,7 @@ def test_what_repeats_is_a_block_with_a_name_of_its_own(layers: int, name: str) 
     names = [name.format(n=n, k=(n - 2) // 21, part=(n - 2) % 21 // 7) for n in range(len(operators))]
     chain = [(n, n + 1) for n in range(len(names) - 1)]
     found = blocks([(n,) for n in names], dict(zip(names, operators, strict=True)), chain)
-    assert len(found) <= MOST
+    assert len(found) <= MOST_CELLS
     if layers <= 80:
         repeated = [block for block in found if block.last - block.first == 21]
         assert len(repeated) == len({block.label for block in repeated}) == layers

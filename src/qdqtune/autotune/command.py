@@ -19,7 +19,7 @@ from qdqtune.autotune.workflows import RegionLogs, builds_for, patterns_of
 from qdqtune.cli import main as cli
 from qdqtune.cli import tune
 from qdqtune.cli.command import CHATTER, SILENCE, Guarded, is_verbose
-from qdqtune.cli.inspect import inspect_command
+from qdqtune.cli.models import inspect_command
 from qdqtune.commands.inputs import MODEL as MODEL_FILE
 from qdqtune.commands.paths import typed
 from qdqtune.commands.tune import TuneOptions

@@ -1,6 +1,6 @@
-"""Commands made of dataclasses of options, with a help that fits on a page.
+"""Click commands made of dataclasses of options.
 
-`--help` gives a line to each usual option and names the rare ones; `--help-all` explains every one.
+`--help` has a line for each usual option and the names of the rare ones; `--help-all` explains all.
 """
 
 from __future__ import annotations
@@ -8,29 +8,35 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from qdqtune.cli.output import say_notes
+from qdqtune.cli.output import say_notes, with_flags
 from qdqtune.commands.inputs import limited
-from qdqtune.commands.paths import Named, check_paths, typed
+from qdqtune.commands.paths import check_paths, typed
+from qdqtune.errors import QdqtuneError
 from qdqtune.graph.may_write import PAGE, Output, replaceable
 from qdqtune.options import READ, REQUIRED, SWITCH, Given, Group, Option, Options, Several, Writes, options_of
 
-NAMES = 32
+if TYPE_CHECKING:
+    from qdqtune.explanation.report_values import Report
+
+NAME_COLUMNS = 32
 """Columns of an option's name."""
 
 EVERYTHING, QUIET, VERBOSE = "qdqtune.help_all", "qdqtune.quiet", "qdqtune.verbose"
-"""What a command was asked for, in the `meta` of its context."""
+"""Keys in the `meta` of a click context: what the user asked for."""
 
 T = TypeVar("T", bound=Options)
 
 
 class Parameter(click.Option):
-    """An option of the command line, made of what its dataclass says of it."""
+    """A click option made of an `Option`."""
 
     def __init__(self, own: Option[Any, Any], **how: Any) -> None:
         self.own = own
@@ -54,7 +60,7 @@ class Parameter(click.Option):
 
 
 def _reading(own: Option[Any, Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """What makes the value of an option of what was typed for it, once or several times."""
+    """A click callback that converts all texts that were typed for an option."""
 
     def reading(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
         if value in (None, ()):
@@ -65,7 +71,7 @@ def _reading(own: Option[Any, Any]) -> Callable[[click.Context, click.Parameter,
 
 
 class Positional(click.Argument):
-    """An argument that is called by its own name also where it takes several values."""
+    """A click argument that shows its own name in the usage, also if it takes several values."""
 
     def make_metavar(self, ctx: click.Context) -> str:
         """See click."""
@@ -73,7 +79,7 @@ class Positional(click.Argument):
 
 
 def parameters(kind: type[Options]) -> list[click.Parameter]:
-    """The parameters of a command, in the order in which its dataclass has them."""
+    """The click parameters of a command, in the order of its dataclass."""
     made: list[click.Parameter] = []
     for name, own in options_of(kind).items():
         if not own.is_positional:
@@ -87,11 +93,11 @@ def parameters(kind: type[Options]) -> list[click.Parameter]:
     return made
 
 
-# Options of the command line alone, about what it prints
+# Options that only the command line has
 
 
 def switch(name: str, flags: str, help: str, group: Group = "Output", **how: Any) -> Parameter:
-    """A switch that only the command line has, which gives the function a value of that name."""
+    """A switch that only the command line has: an argument `name` of the command's function."""
     return Parameter(Option(SWITCH, False, help, group, flags=flags, name=name, **how))
 
 
@@ -165,12 +171,12 @@ CHATTER = Parameter(
 
 
 def is_quiet() -> bool:
-    """Whether the command at hand shall tell no progress."""
+    """Whether the user asked for no progress (-q)."""
     return _asked(QUIET)
 
 
 def is_verbose() -> bool:
-    """Whether the command at hand shall tell all there is, line by line."""
+    """Whether the user asked for all progress, line by line (-v)."""
     return _asked(VERBOSE)
 
 
@@ -180,26 +186,46 @@ def _asked(what: str) -> bool:
 
 
 def command_line() -> tuple[str, ...]:
-    """What was typed, program and all; nothing where no command line is at work."""
+    """The command line as it was typed, with the program; empty if none is running."""
     context = click.get_current_context(silent=True)
     typed: tuple[str, ...] = (context.find_root().obj or ()) if context is not None else ()
     return typed
 
 
 class Guarded(click.Command):
-    """A command that is asked whether it may write what its options name, before it begins."""
+    """A command that may write only what does not overwrite its inputs, and whose errors spell options as typed."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """See click; raises BadOption or OutputError besides, where it may not."""
-        left = super().parse_args(ctx, args)
-        if not ctx.resilient_parsing:
-            named = [Named(str(p.name), max(p.opts, key=len), p.type) for p in self.params]
-            ctx.params |= check_paths(named, ctx.params, ctx.meta.get(f"{READ} {ctx.info_name}", ()))
+        """See click.
+
+        Raises:
+            BadOption, OutputError: an option names a file that the command may not write.
+        """
+        with _flags_in_errors():
+            left = super().parse_args(ctx, args)
+            if not ctx.resilient_parsing:
+                kinds = {str(parameter.name): parameter.type for parameter in self.params}
+                ctx.params |= check_paths(kinds, ctx.params, ctx.meta.get(f"{READ} {ctx.info_name}", ()))
         return left
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """See click."""
+        with _flags_in_errors():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _flags_in_errors() -> Iterator[None]:
+    """Spell the options that errors name as they are typed."""
+    try:
+        yield
+    except QdqtuneError as error:
+        error.args = (with_flags(str(error)),)
+        raise
 
 
 class Command(Guarded):
-    """A command with options in groups, which all have -q, -v and --help-all."""
+    """A command with -q, -v and --help-all, whose help lists options in groups."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """See click."""
@@ -207,7 +233,7 @@ class Command(Guarded):
         return [*own[:-1], SILENCE, CHATTER, HELP_ALL, own[-1]]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """See click, where the last of several values counts; that is said."""
+        """See click. The last of several values counts; a note says so."""
         if not ctx.resilient_parsing:
             given = Counter(p for p in self.make_parser(ctx).parse_args([*args])[2] if isinstance(p, click.Option))
             twice = [p for p, times in given.items() if times > 1 and not (p.multiple or p.is_flag or p.count)]
@@ -230,15 +256,15 @@ class Command(Guarded):
 
 
 def _group(option: click.Option) -> Group:
-    """The heading of an option; `--help` itself is about output."""
+    """The group of an option; that of `--help` is Output."""
     return option.own.group if isinstance(option, Parameter) else "Output"
 
 
 def _lines(usual: Sequence[click.Option], rare: Sequence[click.Option], width: int) -> Iterator[str]:
-    """A line for each usual option, and the names of the others."""
+    """A help line for each usual option, and the names of the rare ones."""
     for option in usual:
-        short = textwrap.shorten(_words(option), max(20, width - NAMES - 2), placeholder="...")
-        yield f"  {_names(option):<{NAMES - 2}}  {short}\n"
+        short = textwrap.shorten(_words(option), max(20, width - NAME_COLUMNS - 2), placeholder="...")
+        yield f"  {_names(option):<{NAME_COLUMNS - 2}}  {short}\n"
     if rare:
         named = ", ".join(name for option in rare for name in option.opts)
         yield textwrap.fill(f"  also {named}", width, subsequent_indent="    ", break_on_hyphens=False) + "\n"
@@ -249,7 +275,7 @@ def _names(option: click.Option) -> str:
     if option.is_flag:
         return names
     value = option.metavar or _kind(option)
-    is_long = len(f"{names} {value}") > NAMES - 2
+    is_long = len(f"{names} {value}") > NAME_COLUMNS - 2
     return f"{names} {option.opts[-1].rpartition('-')[2].upper()}" if is_long else f"{names} {value}"
 
 
@@ -260,7 +286,7 @@ def _kind(option: click.Option) -> str:
 
 
 def _words(option: click.Option) -> str:
-    """What an option does, in a few words, and its default."""
+    """A few words about an option, with its default."""
     if not isinstance(option, Parameter):
         return "this page"
     words = option.own.short or option.own.help.partition(". ")[0].rstrip(".")
@@ -272,8 +298,8 @@ Body = Callable[..., int | None]
 
 
 def command(name: str, kind: type[Options], *more: click.Parameter) -> Callable[[Body], Command]:
-    """Make a function a command. The function gets its options, and the values of `more`, which the command line alone
-    has, by name; it gives the exit code, None for 0."""
+    """Make a click command of a function. The function gets the options, and by name the values of `more`, parameters
+    that only the command line has. It returns the exit code; None is 0."""
 
     def made(function: Body) -> Command:
         def call(**given: Any) -> int | None:
@@ -285,3 +311,16 @@ def command(name: str, kind: type[Options], *more: click.Parameter) -> Callable[
         return Command(name, callback=call, params=[*parameters(kind), *more], help=function.__doc__)
 
     return made
+
+
+def write_page(html: Path | None, page: Callable[[ModuleType], Report]) -> None:
+    """Write the page of a result to `html`, if that was asked for. `page` makes it with a function of `result_pages`.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    if html is not None:
+        from qdqtune.commands import result_pages  # imports jinja, which other commands do without
+        from qdqtune.explanation.page import write_report
+
+        write_report(page(result_pages), html)

@@ -1,4 +1,4 @@
-"""`qdqtune run`: the jobs that a YAML file names, checked as a whole before any of them begins."""
+"""`qdqtune run`: jobs of `tune` from a YAML file, all checked before the first one begins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from qdqtune.cli.command import JSON_FOR_TABLE, command
-from qdqtune.cli.jobs import Job, Wanted, run_jobs
+from qdqtune.cli.jobs import Job, run_jobs
 from qdqtune.cli.tune import tune_command
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines.options import WorkerOptions
@@ -20,11 +20,12 @@ from qdqtune.options import FILE, REQUIRED, File, Number, option, options_of
 from qdqtune.placement.parsing import parsed_yaml
 
 MOST_JOBS = 1000
+"""Most jobs of one file. Chosen, not measured."""
 MOST_CHARACTERS = 100_000
-"""Of one command line: what systems take."""
+"""Most characters of one command line: fewer than operating systems allow."""
 
 TEXT = r"[^\0\ud800-\udfff]+$"
-"""What a program can be told: no NUL, no half of a character, and not nothing."""
+"""Text that an argument of a program can be: not empty, no NUL, no unpaired surrogate."""
 
 Text = Annotated[str, msgspec.Meta(pattern=f"^{TEXT}")] | int | float
 Model = Annotated[str, msgspec.Meta(pattern=f"^(?!-){TEXT}")]
@@ -37,11 +38,11 @@ KNOWN = {
     for name in (*known.opts, *known.secondary_opts)
     if name.startswith("--")
 }
-"""The options of tune by their long names, without dashes."""
+"""The options of `tune` by their long flags, without dashes."""
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
-    """A jobs file: options of tune for each job, and for all of them."""
+    """A jobs file: options of `tune` for each job, and for all of them."""
 
     jobs: Annotated[list[Any], msgspec.Meta(min_length=1, max_length=MOST_JOBS)]
     defaults: Any = msgspec.field(default_factory=dict)
@@ -67,8 +68,7 @@ def run_command(options: RunOptions, as_machine: bool) -> int:
     qdqtune run jobs.yaml --json
     qdqtune run jobs.yaml --workers 4 --cores-per-worker 2
     """
-    wanted = Wanted(options.workers, options.cores_per_worker, options.ray)
-    return run_jobs(read_jobs(options.file), wanted, as_machine=as_machine)
+    return run_jobs(read_jobs(options.file), options, as_machine=as_machine)
 
 
 def read_jobs(path: Path) -> list[Job]:
@@ -97,7 +97,7 @@ def read_jobs(path: Path) -> list[Job]:
 
 
 def _options(given: Any, where: str, *, is_job: bool) -> dict[str, list[Any]]:
-    """The values of options by their long names; a job has a model as well."""
+    """The values of options by their long flags; a job has a model as well."""
     made: dict[str, list[Any]] = {}
     for key, value in _converted(given, Given, "options by name", where).items():
         name = key.replace("_", "-")
@@ -112,8 +112,8 @@ def _options(given: Any, where: str, *, is_job: bool) -> dict[str, list[Any]]:
 
 
 def _type_of(known: click.Option | None) -> tuple[Any, str]:
-    """What a jobs file must hold for an option, or for the model, and in words. Which of these values is taken, the
-    option itself says."""
+    """The type of an option (or of the model) in a jobs file, and its name for people. The option itself checks the
+    value."""
     if known is None:
         return Model, "the name of a file that does not begin with -"
     if known.is_flag:
@@ -132,10 +132,10 @@ def _converted(value: Any, wanted: Any, words: str, where: str) -> Any:
 
 
 def _job(model: str, given: Mapping[str, list[Any]], where: str) -> Job:
-    """A job whose command line `tune` understands.
+    """Make a job, after `tune` has parsed its command line.
 
     Raises:
-        BadOption: it does not.
+        BadOption: `tune` does not take it.
     """
     arguments = tuple(_words(given))
     if len(model) + sum(map(len, arguments)) > MOST_CHARACTERS:
@@ -151,7 +151,7 @@ def _job(model: str, given: Mapping[str, list[Any]], where: str) -> Job:
 
 
 def _words(given: Mapping[str, list[Any]]) -> Iterator[str]:
-    """Options as a command line has them. A flag that is false is the other one of its two, if it has one."""
+    """Options as arguments of a command line. A switch that is false becomes its negative flag, if it has one."""
     for name, values in given.items():
         known = KNOWN[name]
         for value in values:

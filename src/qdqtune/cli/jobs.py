@@ -1,33 +1,60 @@
-"""Several models, one after the other or one on each of several devices; one that fails does not end the others."""
+"""`tune` of several models: one after the other, or one on each of several devices. One that fails does not end the
+others."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import click
 from rich.table import Table
 
-from qdqtune.cli.command import is_quiet, is_verbose
-from qdqtune.cli.fleet import run_all
+from qdqtune.cli.children import run_all
+from qdqtune.cli.command import command_line, is_quiet, is_verbose
 from qdqtune.cli.output import print_json, say, show
 from qdqtune.cli.report import table_of
 from qdqtune.cli.streams import INTERRUPTED
+from qdqtune.commands.inputs import MODEL
+from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.allocation import allocate_workers
 from qdqtune.engines.devices import ANYWHERE, Device, cores_for, needs_gpu
+from qdqtune.engines.options import WorkerOptions
+from qdqtune.errors import BadOption
 from qdqtune.explanation.words import builds, duration
 from qdqtune.graph.interpreter import python
+from qdqtune.options import Several, options_of
 from qdqtune.timing.ratios import speed
 
-WORST = (0, 3, 4)
-"""Exit codes from the best on; all others are worse than these."""
+CODES = (0, 3, 4)
+"""Exit codes, the best first; every other one is worse than these."""
 
 FACTS = ("shipped", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "output_sqnr_db")
+
+
+OWN = ("output_dir", "as_machine", "workers", "cores_per_worker", "ray")
+"""Options of the command line that jobs do not get as they were typed."""
+
+SINGLE = ("state_file", "qdq_baseline", "graph_json")
+"""Options that name something of one model."""
+
+
+class Models(Several):
+    """Model files and folders of them: one file is a path, everything else a tuple of paths."""
+
+    name = "path"
+    typed = MODEL
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | tuple[Path, ...]:
+        """See click."""
+        given = [value] if isinstance(value, str | Path) else [*(value or ())]
+        paths = tuple(map(Path, given))
+        return paths[0] if len(paths) == 1 and not paths[0].is_dir() else paths
 
 
 @dataclass(frozen=True)
@@ -39,27 +66,18 @@ class Job:
     engine: EngineSpec
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """How many models to tune at a time, on which devices (see `allocate_workers`)."""
-
-    workers: int | None = None
-    cores_each: int | None = None
-    ray: str | None = None
-
-
-def run_jobs(jobs: Sequence[Job], wanted: Wanted, *, as_machine: bool) -> int:
+def run_jobs(jobs: Sequence[Job], options: WorkerOptions, *, as_machine: bool) -> int:
     """Tune models, each in a process of its own, one on each device at a time, and print a table. Gives the worst exit
     code.
 
     Raises:
         KeyboardInterrupt: this process was interrupted, or a job.
     """
-    with allocate_workers(_widest(jobs), wanted.workers, wanted.cores_each, wanted.ray) as allocation:
+    with allocate_workers(_widest(jobs), options.workers, options.cores_per_worker, options.ray) as allocation:
         devices = allocation.devices
-    if wanted.ray is not None:  # each job takes one device of the cluster, wherever that is
-        own = ("--ray", wanted.ray, "--workers", "1")
-        cores = () if wanted.cores_each is None else ("--cores-per-worker", str(wanted.cores_each))
+    if options.ray is not None:  # each job takes one device of the cluster, wherever that is
+        own = ("--ray", options.ray, "--workers", "1")
+        cores = () if options.cores_per_worker is None else ("--cores-per-worker", str(options.cores_per_worker))
         jobs = [replace(job, arguments=(*job.arguments, *own, *cores)) for job in jobs]
         devices = (ANYWHERE,) * len(devices)
     done = [_ran(job) for job in jobs] if len(devices) == 1 else _side_by_side(jobs, devices)
@@ -68,7 +86,7 @@ def run_jobs(jobs: Sequence[Job], wanted: Wanted, *, as_machine: bool) -> int:
     else:
         show(_estimates(done) if all("patterns" in row for row in done) else _table(done))
     codes: list[int] = [row["exit_code"] for row in done]
-    return max(codes, key=lambda code: WORST.index(code) if code in WORST else len(WORST) + code)
+    return max(codes, key=lambda code: CODES.index(code) if code in CODES else len(CODES) + code)
 
 
 def _asked(job: Job) -> list[str]:
@@ -100,12 +118,12 @@ def _row(job: Job, code: int, output: str) -> dict[str, Any]:
 
 
 def _widest(jobs: Sequence[Job]) -> EngineSpec:
-    """The engine of the job that wants a GPU, or the most cores: devices are as it needs them."""
+    """The engine of the job that needs a GPU, or else the most cores: devices are allocated for it."""
     return max((job.engine for job in jobs), key=lambda spec: (needs_gpu(spec), cores_for(spec, None)))
 
 
 def _estimates(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """What runs would do."""
+    """Estimates of `--dry-run`, a row for each model."""
     spent = [builds(r["builds"] - r["rewrite_builds"], r["rewrite_builds"]) for r in rows]
     cells = [
         (r["model"], count, f"{r['latency'] * 1e3:.3f}", duration(r["seconds"]))
@@ -123,3 +141,71 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
         noise = "" if row["output_sqnr_db"] is None else f"{row['output_sqnr_db']:.1f}"
         cells.append((row["model"], row["shipped"] or "failed", *times, gain, noise, str(row["exit_code"])))
     return table_of(("model", "ships", "baseline, ms", "final, ms", "speedup", "SQNR, dB", "exit code"), cells)
+
+
+# Models that the command line names
+
+
+def tune_all(given: Sequence[Path], options: TuneOptions, *, dry_run: bool, as_machine: bool) -> int:
+    """Tune each model into a folder of its own, with the options that were typed. Gives the worst exit code.
+
+    Raises:
+        BadOption: an option is for one model, or a folder holds none.
+    """
+    if wrong := next((name for name in SINGLE if getattr(options, name) is not None), None):
+        raise BadOption(f"{options_of(TuneOptions)[wrong].flag} is for one model: name that alone")
+    models = tuple(dict.fromkeys(_models(given)))
+    arguments = _typed()
+    folders = named(models)
+    engine = options.spec()
+    jobs = [Job(str(m), ("--output-dir", str(options.output_dir / folders[m]), *arguments), engine) for m in models]
+    code = run_jobs(jobs, options, as_machine=as_machine)
+    if not (dry_run or is_quiet()):
+        say(f"what ships lies in {options.output_dir}/MODEL/optimized_final.onnx, with a report.html beside it")
+    return code
+
+
+def _models(given: Sequence[Path]) -> Iterator[Path]:
+    """The files as given, and those in folders, sorted by name."""
+    for path in given:
+        if not path.is_dir():
+            yield path
+            continue
+        found = sorted(path.glob("*.onnx"))
+        if not found:
+            raise BadOption(f"{path} holds no .onnx file: name a model, or a folder that holds some")
+        yield from found
+
+
+def named(models: Sequence[Path]) -> dict[Path, str]:
+    """A folder's name for each model: that of its file; with that of its parent folder where several files have the
+    same name, and with a number where these agree too."""
+    stems = Counter(model.stem for model in models)
+    found: dict[Path, str] = {}
+    for model in models:
+        stem = name = model.stem if stems[model.stem] == 1 else f"{model.absolute().parent.name}_{model.stem}"
+        number = 1
+        while name in found.values():
+            number += 1
+            name = f"{stem}-{number}"
+        found[model] = name
+    return found
+
+
+def _typed() -> tuple[str, ...]:
+    """The options of this command line as they were typed, without those of `OWN`."""
+    context = click.get_current_context()
+    typed = list(command_line())
+    parser = context.command.make_parser(context)
+    values, _, order = parser.parse_args(typed[typed.index(str(context.command.name)) + 1 :])
+    arguments: list[str] = []
+    for option in dict.fromkeys(order):
+        if not isinstance(option, click.Option) or option.name is None or option.name in OWN:
+            continue
+        value = values[option.name]
+        if option.is_flag:
+            arguments.append(option.opts[0] if value else option.secondary_opts[0])
+            continue
+        for one in value if option.multiple else [value]:
+            arguments += [option.opts[0], str(one)]
+    return tuple(arguments)

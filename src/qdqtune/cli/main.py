@@ -1,4 +1,4 @@
-"""The command line: a command is imported when it is run, and an error becomes one line and an exit code."""
+"""The command line: imports the module of a command when it runs, and turns errors into a line and an exit code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qdqtune.version import __version__
 DEFECT = 70
 
 COMPLETING = "_QDQTUNE_COMPLETE"
-"""The variable by which a shell asks for completions."""
+"""The environment variable with which a shell asks for completions."""
 
 CONTEXT = {
     "help_option_names": ["-h", "--help"],
@@ -43,13 +43,13 @@ def main(
             code = _run(command or app, name, given, interrupts)
             if (lost := lost_output()) is not None:
                 code = _failed(f"cannot write to standard output: {lost.strerror or lost}", 2)
-        except KeyboardInterrupt:  # while something was being told
+        except KeyboardInterrupt:  # while an error was being printed
             code = INTERRUPTED
     sys.exit(code)
 
 
 def _run(command: click.Command, name: str, given: Sequence[str], interrupts: Interrupts) -> int:
-    """Run a command and tell how it ended. Gives the exit code."""
+    """Run a command and report how it ended. Gives the exit code."""
     try:
         with command.make_context(name, list(given), obj=(name, *given)) as context:
             code = command.invoke(context)
@@ -86,7 +86,7 @@ def _failed(text: str, code: int) -> int:
 
 
 class Later(click.Command):
-    """A command whose module is imported when it is run or completed: lists of commands need its summary only."""
+    """A command whose module is imported only when it is run or completed; lists of commands need its summary."""
 
     def __init__(self, name: str, module: str, summary: str) -> None:
         super().__init__(name, help=summary)
@@ -94,14 +94,14 @@ class Later(click.Command):
 
     @property
     def command(self) -> click.Command:
-        """The command itself: `tune_command` in the module of tune."""
+        """The command itself, such as `tune_command` in `cli.tune`."""
         command: click.Command = getattr(importlib.import_module(self._module), f"{self.name}_command")
         return command
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """A context of the command itself, so that it is what runs."""
+        """A context of the command itself, so that click runs it."""
         return self.command.make_context(info_name, args, parent, **extra)
 
 
@@ -133,34 +133,31 @@ SUMMARIES = {
         "no timing.",
         "rules": "List the placement rules of quantize: what each does, why, for which engines, and who says so.",
     },
-    "files": {
-        "compare": "Time every other of FILES against the first, in interleaved rounds on two fresh builds of both.",
+    "models": {
         "apply": "Put the Q/DQ pairs of an earlier search into MODEL, with scales calibrated anew: no search, "
         "no timing.",
-    },
-    "explain": {
-        "explain": "Explain a finished run: why each node runs in 8 bits or in float, and what the other way would "
-        "cost."
-    },
-    "completion": {"completion": "Print what makes a shell complete the commands and options of qdqtune."},
-    "debug": {
-        "debug": "Find which tensor breaks the outputs of a quantized model, or which nodes an engine computes wrongly."
-    },
-    "pages": {"report": "Write the report of a finished run: one HTML file that works offline and makes no request."},
-    "inspect": {"inspect": "Show how MODEL divides into regions, and which of them share a pattern."},
-    "job_files": {"run": "Tune the models that a YAML file names, and say at the end what became of each."},
-    "layers": {
-        "layers": "Show what the engine makes of MODEL: its layers in order, the nodes that each covers, and how long "
-        "each takes."
-    },
-    "engines": {
         "build": "Build MODEL, and save it in the engine's own format: a TensorRT plan, an OpenVINO IR, an optimized "
         "ONNX file.",
+        "compare": "Time every other of FILES against the first, in interleaved rounds on two fresh builds of both.",
+        "inspect": "Show how MODEL divides into regions, and which of them share a pattern.",
+        "layers": "Show what the engine makes of MODEL: its layers in order, the nodes that each covers, and how long "
+        "each takes.",
+    },
+    "checks": {
         "check": "Check that the engine fuses the Q/DQ pairs of MODEL, and say what it does not fuse and why.",
+        "debug": "Find which tensor breaks the outputs of a quantized model, or which nodes an engine computes "
+        "wrongly.",
         "doctor": "Show which engines work on this machine, on what hardware, and what to install for the others.",
     },
+    "runs": {
+        "explain": "Explain a finished run: why each node runs in 8 bits or in float, and what the other way would "
+        "cost.",
+        "report": "Write the report of a finished run: one HTML file that works offline and makes no request.",
+    },
+    "job_files": {"run": "Tune the models that a YAML file names, and say at the end what became of each."},
+    "completion": {"completion": "Print what makes a shell complete the commands and options of qdqtune."},
 }
-"""Module to its commands, each with the first sentence of its help: lists of commands show it without an import."""
+"""Commands by module, each with the first sentence of its help, so that lists of commands need no import."""
 
 for _module, _commands in SUMMARIES.items():
     for _name, _summary in _commands.items():

@@ -1,12 +1,16 @@
-"""What goes where: results to standard output, words about them to standard error."""
+"""Output of commands: results go to standard output, progress, notes and errors to standard error."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import click
 
 from qdqtune.cli.streams import escaped, escaped_lines, styled
 
@@ -16,31 +20,83 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def say(text: str, style: str = "") -> None:
-    """One line for people, broken between words on a terminal alone. Standard output is for results."""
-    here = console(is_error=True)
-    here.print(escaped(" ".join(text.splitlines())), style=style, soft_wrap=not here.is_terminal)
+R = TypeVar("R", bound="Any")
+
+EVENTS = "QDQTUNE_EVENTS"
+"""The environment variable of a child that reports events as lines of JSON."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a command tells about its progress. `text` is a line for people; of a candidate also `short`, what
+    became of it, `builds` spent and allowed, and the speed of the `best` so far."""
+
+    kind: Literal["line", "note", "error"]
+    text: str
+    short: str = ""
+    builds: str = ""
+    best: str = ""
+
+
+def emit(event: Event, show: Callable[[str], None]) -> None:
+    """Show an event to people with `show`, or in a child report it to the parent."""
+    if EVENTS in os.environ:
+        print(json.dumps(asdict(event)), file=sys.stderr, flush=True)
+    else:
+        show(event.text)
+
+
+def parsed_event(line: str) -> Event:
+    """The event in a line of a child; text that libraries write is a line for people."""
+    try:
+        return Event(**json.loads(line))
+    except (ValueError, TypeError):
+        return Event("line", line)
+
+
+def with_flags(text: str) -> str:
+    """The text with options of the command at hand spelled as they are typed: `input_shapes` becomes --input-shape."""
+    context = click.get_current_context(silent=True)
+    for parameter in context.command.params if context is not None else ():
+        if isinstance(parameter, click.Option):
+            text = text.replace(f"`{parameter.name}`", max(parameter.opts, key=len))
+    return text
+
+
+def with_flags_in_notes(done: R) -> R:
+    """A result whose notes spell options as they are typed (see `with_flags`)."""
+    return replace(done, notes=tuple(map(with_flags, done.notes)))
+
+
+def say(text: str, style: str = "", kind: Literal["line", "note", "error"] = "line") -> None:
+    """Write one line for people to standard error. On a terminal it is broken between words."""
+
+    def show(text: str) -> None:
+        here = console(is_error=True)
+        here.print(escaped(text), style=style, soft_wrap=not here.is_terminal)
+
+    emit(Event(kind, " ".join(with_flags(text).splitlines())), show)
 
 
 def say_error(text: str) -> None:
-    """One line about what went wrong."""
-    say(f"error: {text}", "red")
+    """Say what went wrong, in one line."""
+    say(f"error: {text}", "red", "error")
 
 
 def say_notes(notes: Iterable[str]) -> None:
-    """What the user should know, a line each."""
+    """Say what the user should know, a line each."""
     for note in notes:
-        say(f"note: {note}")
+        say(f"note: {note}", kind="note")
 
 
 def say_exception() -> None:
-    """The exception at hand, whole."""
+    """Show the exception that is being handled, with its traceback."""
     console(is_error=True).print_exception()
 
 
 def console(*, is_error: bool = False, **how: Any) -> Console:
-    """A console on standard output or standard error. Text is text there: nothing in it is markup, and names from
-    models, which anybody may have made, cannot command a terminal."""
+    """A console on standard output or standard error. It takes no markup, and escapes control characters, since names
+    in models may hold anything."""
     from rich.console import Console  # half of what it takes to start, and most commands have nothing to say
     from rich.segment import Segment
 
@@ -54,7 +110,7 @@ def console(*, is_error: bool = False, **how: Any) -> Console:
 
 
 WIDE = 10_000
-"""Columns of what is no terminal: no table is cut there."""
+"""Columns where there is no terminal, so that no table is cut."""
 
 
 def width() -> int:

@@ -1,10 +1,12 @@
-"""Progress while a run goes on: a picture on a terminal, lines elsewhere."""
+"""Observers that show the progress of a command: a changing display on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
+import os
 import time
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live as Display
@@ -14,60 +16,62 @@ from rich.table import Table
 from rich.text import Text
 
 from qdqtune.cli.command import is_quiet, is_verbose
-from qdqtune.cli.output import console
+from qdqtune.cli.output import EVENTS, Event, console, emit, with_flags
 from qdqtune.explanation.words import duration
 from qdqtune.timing.ratios import speed
 from qdqtune.tuning.observer import State
 from qdqtune.types import Failure, Trial
 
-BAR = 24
+BAR_WIDTH = 24
 """Width of a bar, in characters."""
 
-EVERY = 10.0
-"""Seconds between two lines about how far a stage is, where there is no picture."""
+LINE_SECONDS = 10.0
+"""Seconds between two lines about how far a stage is. Chosen, not measured."""
 
 
 def shown(*, quiet: bool = False, verbose: bool = False) -> Live | Plain:
-    """What tells of a run: a picture that changes on a terminal; lines elsewhere, or with `verbose`."""
+    """An observer that shows progress: a few changing lines on a terminal; plain lines elsewhere, or with `verbose`."""
     here = console(is_error=True, quiet=quiet or is_quiet())
-    moving = here.is_terminal and not here.is_dumb_terminal and not (verbose or is_verbose())
+    moving = (
+        here.is_terminal and not here.is_dumb_terminal and not (verbose or is_verbose()) and EVENTS not in os.environ
+    )
     return Live(here) if moving else Plain(here)
 
 
 class _Steps:
-    """How far the stage at hand is, and how long the rest may take at the pace so far."""
+    """Progress of the current stage, and an estimate of the time left."""
 
     def __init__(self) -> None:
         self.done = 0
         self.total: int | None = None
-        self._begun = self._heard = time.monotonic()
+        self._begun = self._updated = time.monotonic()
 
     def take(self, done: int, total: int | None) -> None:
-        """So many steps are done."""
-        self.done, self.total, self._heard = done, total, time.monotonic()
+        """Set the number of steps that are done."""
+        self.done, self.total, self._updated = done, total, time.monotonic()
 
     @property
     def left(self) -> float | None:
-        """Seconds, None where nothing says so."""
+        """Seconds left at the pace so far; None if unknown."""
         if not self.done or self.total is None:
             return None
-        pace = (self._heard - self._begun) / self.done
-        return max(0.0, pace * (self.total - self.done) - (time.monotonic() - self._heard))
+        pace = (self._updated - self._begun) / self.done
+        return max(0.0, pace * (self.total - self.done) - (time.monotonic() - self._updated))
 
     def __str__(self) -> str:
         return f"{self.done} of {self.total}" if self.total is not None else f"{self.done} so far"
 
 
 class Live:
-    """A few lines on a terminal that follow the run. A context manager; the lines vanish at its end.
+    """A display of a few changing lines on a terminal. A context manager; the display vanishes at its end.
 
-    Stage, how far it is, and time; while searching also builds, the best so far, time left, and the last candidate.
-    A line for each candidate stays on the screen, so that their numbers have no holes.
+    It shows the stage, its progress and the time; during a search also builds, the best candidate so far, the time left
+    and the last candidate. A line for each candidate stays on the screen.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._started = self._heard = time.monotonic()
+        self._started = self._updated = time.monotonic()
         self._stage = "starting"
         self._steps = _Steps()
         self._spinner = Spinner("dots")
@@ -95,13 +99,13 @@ class Live:
 
     def note(self, text: str) -> None:
         """See `Observer`."""
-        self._console.print(f"note: {text}", highlight=False, markup=False)
+        self._console.print(f"note: {with_flags(text)}", highlight=False, markup=False)
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """See `Observer`."""
-        self._heard = time.monotonic()
+        self._updated = time.monotonic()
         self._state, self._searching = state, True
-        self._last = f"{name(trial)}: {told(trial, outcome, state)}"
+        self._last = f"{name(trial)}: {outcome_text(trial, outcome, state)}"
         if state.best and state.best == trial.placement:
             self._best = f" ({name(trial)})"
         self._console.print(line(trial, outcome, state), highlight=False, markup=False)
@@ -115,10 +119,10 @@ class Live:
             below.append(f"  best so far: {speed(state.best_ratio)} the speed of float{self._best}")
         if state is not None and self._searching:
             below.append(f"  last: {self._last}")
-            cells += [ProgressBar(state.limit, state.builds, BAR), f"{state.builds} of {state.limit} builds"]
-            left = state.seconds_left and max(0.0, state.seconds_left - (now - self._heard))
+            cells += [ProgressBar(state.limit, state.builds, BAR_WIDTH), f"{state.builds} of {state.limit} builds"]
+            left = state.seconds_left and max(0.0, state.seconds_left - (now - self._updated))
         elif self._steps.done:
-            bar = [] if self._steps.total is None else [ProgressBar(self._steps.total, self._steps.done, BAR)]
+            bar = [] if self._steps.total is None else [ProgressBar(self._steps.total, self._steps.done, BAR_WIDTH)]
             cells += [*bar, str(self._steps)]
         cells.append(duration(now - self._started))
         if left is not None:
@@ -151,36 +155,41 @@ class Plain:
     def progress(self, done: int, total: int | None) -> None:
         """See `Observer`."""
         self._steps.take(done, total)
-        if time.monotonic() - self._said >= EVERY:
+        if time.monotonic() - self._said >= LINE_SECONDS:
             left = "" if self._steps.left is None else f", about {duration(self._steps.left)} left"
             self._say(f"{self._stage}: {self._steps}{left}")
 
     def note(self, text: str) -> None:
         """See `Observer`."""
-        self._say(f"note: {text}")
+        self._say(f"note: {with_flags(text)}", "note")
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """See `Observer`."""
-        self._say(line(trial, outcome, state))
+        builds, short = f"{state.builds}/{state.limit}", f"{name(trial)}: {outcome_text(trial, outcome, state)}"
+        self._emit(Event("line", line(trial, outcome, state), short, builds, speed(state.best_ratio)))
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, kind: Literal["line", "note"] = "line") -> None:
+        self._emit(Event(kind, text))
+
+    def _emit(self, event: Event) -> None:
         self._said = time.monotonic()
-        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+        if not self._console.quiet:
+            emit(event, partial(self._console.print, highlight=False, soft_wrap=True, markup=False))
 
 
 def name(trial: Trial) -> str:
-    """What a candidate is called."""
+    """The name of a candidate: its origin and pattern."""
     where = f" in pattern {trial.proposal.pattern[:8]}" if trial.proposal.pattern else ""
     return trial.proposal.origin + where
 
 
 def failure(trial: Trial) -> Failure | None:
-    """Why a candidate was not measured to the end."""
+    """The failure of a candidate; None if it was measured to the end."""
     return next((result for result in (trial.result, trial.check) if isinstance(result, Failure)), None)
 
 
-def told(trial: Trial, outcome: str, state: State) -> str:
-    """What came of a candidate: its speed against the float model with the interval, and why it is not taken."""
+def outcome_text(trial: Trial, outcome: str, state: State) -> str:
+    """The result of a candidate: its speed against the float model with the interval, and whether it is taken."""
     if failed := failure(trial):
         return f"failed: {failed.reason}"
     assert state.ratio is not None  # it was measured
@@ -212,7 +221,7 @@ def _verdict(trial: Trial, outcome: str, state: State) -> str:
 
 
 def line(trial: Trial, outcome: str, state: State) -> str:
-    """A candidate, on a line of its own."""
+    """The line about a candidate."""
     source = ", from the state file" if state.replayed else ""
     counts = f"{trial.number:4}  {state.builds:>{len(str(state.limit))}}/{state.limit} builds"
-    return f"{counts}  best {speed(state.best_ratio)}  {name(trial)}: {told(trial, outcome, state)}{source}"
+    return f"{counts}  best {speed(state.best_ratio)}  {name(trial)}: {outcome_text(trial, outcome, state)}{source}"

@@ -14,13 +14,12 @@ from rich.text import Text
 
 from qdqtune.cli import progress, tune
 from qdqtune.cli.command import AS_JSON as PRINT_JSON
-from qdqtune.cli.command import HTML, Parameter, command, command_line, switch
-from qdqtune.cli.options import to_exclude
-from qdqtune.cli.output import print_json, print_lines, say_notes, show
-from qdqtune.cli.report import table_of
+from qdqtune.cli.command import HTML, Parameter, command, command_line, switch, write_page
+from qdqtune.cli.output import print_json, print_lines, say_notes, show, with_flags_in_notes
+from qdqtune.cli.report import table_of, to_exclude
 from qdqtune.cli.streams import escaped
 from qdqtune.commands.quantize import Quantized, quantize
-from qdqtune.commands.quantize_options import QuantizeOptions, Request
+from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines.formats import FORMATS
 from qdqtune.errors import BadModel, BadOption
@@ -34,7 +33,7 @@ from qdqtune.tuning.folder import check_run
 from qdqtune.types import QuantType
 
 UNLIKE = frozenset({"report", "evaluate", "weight_rounding"})
-"""Options of quantize that mean something else to tune."""
+"""Options of quantize that have another meaning in tune."""
 
 IS_SEED = switch(
     "is_seed",
@@ -75,38 +74,33 @@ def quantize_command(
     """
     if tune_args and not is_seed:
         raise BadOption("--tune-args goes with --tune")
-    request = options.request()
-    if request.model.is_dir():
-        raise BadModel(f"{request.model} is a folder: name an ONNX file")
-    search, asked = _search(options, request, tune_args) if is_seed else (None, {})
+    model = Path(str(options.model))
+    if model.is_dir():
+        raise BadModel(f"{model} is a folder: name an ONNX file")
+    search, asked = _search(options, tune_args) if is_seed else (None, {})
     if search is not None:
-        written = [request.output, data_of(request.output), *([] if html is None else [html])]
+        written = [options.target, data_of(options.target), *([] if html is None else [html])]
         check_run(search.settings(), {"output of quantize": written})
     with progress.shown() as observer:
-        done = quantize(request, observer)
+        done = with_flags_in_notes(quantize(options, observer))
     say_notes(done.notes)
-    if html is not None:
-        from qdqtune.commands.result_pages import of_quantize
-        from qdqtune.explanation.page import write_report
-
-        plain = strip_pairs(load(done.output))
-        write_report(of_quantize(request, done, plain, command_line()), html)
+    write_page(html, lambda pages: pages.of_quantize(options, done, strip_pairs(load(done.output)), command_line()))
     if not as_machine:
-        if request.report:
-            for table in (rule_counts(done), worst_tensors(done)):
-                show(table)
-        print_lines(_lines(request, done))
+        if options.report:
+            show(table_of(*done.table(), [""]))
+            show(worst_tensors(done))
+        print_lines(_lines(options, done))
     elif search is None:
-        stored = {"weight_only": dict(done.placed.counts)} if request.weight_only else {}
-        print_json({"engine": request.engine, "quant_type": request.quant_type, **stored, **done.to_dict()})
+        stored = {"weight_only": dict(done.placed.counts)} if options.weight_only else {}
+        print_json({"engine": options.engine, "quant_type": options.quant_type, **stored, **done.to_dict()})
     if search is None:
         return 0
     return tune.run(search, dry_run=asked["dry_run"], as_machine=asked["as_machine"] or as_machine)
 
 
-def _search(options: QuantizeOptions, request: Request, more: str) -> tuple[TuneOptions, dict[str, Any]]:
-    """The search that starts from what will be written, and what else is typed of it. Options that both commands have
-    mean the same, but for `output` and `report`, which are about what quantize writes.
+def _search(options: QuantizeOptions, more: str) -> tuple[TuneOptions, dict[str, Any]]:
+    """The options of a search that starts from the written model, and what only its command line has. Both commands
+    share the values of their common options, except for those of `UNLIKE`.
 
     Raises:
         BadOption: `more` cannot be split into arguments.
@@ -117,16 +111,16 @@ def _search(options: QuantizeOptions, request: Request, more: str) -> tuple[Tune
     except ValueError as error:
         raise BadOption(f"--tune-args {more}: {error}") from error
     own = {name: value for name, value in given_in(options, TuneOptions).items() if name not in UNLIKE}
-    return tune.typed(arguments, own | {"qdq_baseline": request.output})
+    return tune.typed(arguments, own | {"qdq_baseline": options.target})
 
 
-def _lines(request: Request, done: Quantized) -> Iterator[str]:
-    if request.weight_only is None:
-        numbers = f"{request.quant_type.upper()} as {request.engine} wants it"
+def _lines(options: QuantizeOptions, done: Quantized) -> Iterator[str]:
+    if options.weight_only is None:
+        numbers = f"{options.quant_type.upper()} as {options.engine} wants it"
         yield f"{done.output}: {placed(done.placed.placement)} ({numbers})"
     else:
         kinds = ", ".join(f"{count} as {name}" for name, count in done.placed.counts)
-        size = done.output.stat().st_size / request.model.stat().st_size
+        size = done.output.stat().st_size / Path(str(options.model)).stat().st_size
         yield f"{done.output}: weights stored in fewer bits: {kinds}; {size:.0%} of the file's size"
     if not done.judged:
         yield "not compared with the float model: give --calibration-data for that"
@@ -139,18 +133,11 @@ def _lines(request: Request, done: Quantized) -> Iterator[str]:
     elif done.damages and done.sqnr_db is not None:
         yield "no node to keep in float: no tensor makes a tenth of the error, or nothing else is quantized"
     if done.metric is not None:
-        yield f"{request.evaluate}: {done.metric[0]:g} before, {done.metric[1]:g} after"
-
-
-def rule_counts(done: Quantized) -> Table:
-    """What each rule did."""
-    effects = {rule.name: engine_rules.effect(rule) for rule in engine_rules.RULES}
-    rows = [(name, str(count), effects[name]) for name, count in done.placed.counts]
-    return table_of(("rule", "edges", ""), rows, [""])
+        yield f"{options.evaluate}: {done.metric[0]:g} before, {done.metric[1]:g} after"
 
 
 def worst_tensors(done: Quantized) -> Table:
-    """The tensors whose rounding alone does most to the outputs, and the nodes that read them in 8 bits."""
+    """The tensors whose rounding alone changes the outputs most, and the nodes that read them in 8 bits."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("rounded alone", overflow="fold")
     table.add_column("read by", overflow="fold")

@@ -1,8 +1,10 @@
-"""What people see at the end of a run: tables, and which file to take."""
+"""Tables about results, and the line that names the file to use."""
 
 from __future__ import annotations
 
+import glob
 import re
+import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -17,118 +19,52 @@ from rich.text import Text
 from qdqtune.cli.progress import failure
 from qdqtune.cli.streams import escaped
 from qdqtune.commands.compare import Row
-from qdqtune.explanation.words import builds, built, decibels, duration, rewrites_gave, samples, title
+from qdqtune.commands.tune import is_judged, result_rows
+from qdqtune.explanation.words import builds, built, duration, samples
 from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.timing.ratios import Ratio, speed
 from qdqtune.tuning.estimate import Estimate
 from qdqtune.tuning.modes.mode import GroupOutcome
 from qdqtune.tuning.result import Result
-from qdqtune.types import Accuracy
 
 LARGEST_UNITS = 12
+"""Rows of the table of units."""
+
 LARGEST_GROUPS = 20
+"""Rows of the table of groups."""
 
 SHORT = 7
 """Characters of a word that is not broken."""
 
 CANDIDATE = re.compile(r"\b[0-9a-f]{16}\.onnx\b")
-"""Names of candidate files: two candidates that fail in the same way have the same reason but for these."""
+"""Names of candidate files, which differ in reasons that are otherwise equal."""
 
 
-def result_table(result: Result) -> Table:
-    """Latency before and after, speedup with its interval, pairs, output SQNR."""
-    summary = result.summary
-    rows = _latencies(result)
-    if result.ratio is not None and summary["ratio_to_given"] is not None:
-        rows.append((f"speedup over {title(Path(summary['model']))}", "", speed(summary["ratio_to_given"])))
-    rows += _rewritten(summary)
-    rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
-    if stored := summary.get("weights"):
-        rows.append(("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in stored.items())))
-    if result.improved and _is_judged(summary):
-        rows.append(("output SQNR against float", "", _accuracy(summary)))
-        if (equal := (summary["output_accuracy"] or {}).get("agreement")) is not None:
-            rows.append(("integers as in float", "", f"{equal:.1%}"))
-    if (without := summary["fastest_without_limits"]) is not None:
-        ratio = f" at {decibels(without['sqnr_db'])}" if _is_judged(summary) else ""
-        rows.append(("fastest without limits", "", f"{speed(without['ratio'])}{ratio}"))
-    if summary["metric_before"] is not None:
-        after = summary["metric_after"]
-        rows.append(("your metric", f"{summary['metric_before']:g}", "failed" if after is None else f"{after:g}"))
-    table = table_of(("", "baseline", "final"), rows)
-    failed = sum(failure(trial) is not None for trial in result.history)
-    between = sum(trial.proposal.origin == "front" for trial in result.history)  # which the search has not shown
+def result_table(found: Result) -> Table:
+    """The float and the tuned model side by side; below, what the search has spent and what outputs were compared."""
+    summary = found.summary
+    table = table_of(("", "baseline", "final"), result_rows(found))
+    failed = sum(failure(trial) is not None for trial in found.history)
+    between = sum(trial.proposal.origin == "front" for trial in found.history)  # not shown while the search runs
     besides = (f"{number} {what}" for number, what in ((failed, "failed"), (between, "made for the front")) if number)
     candidates = f"candidates: {summary['trials']}" + (f" ({told})" if (told := ", ".join(besides)) else "")
     table.caption = f"{candidates}, builds: {built(summary)}, time: {duration(summary['seconds'])}"
-    if result.improved and (judged := summary["accuracy_samples"]):
+    if found.improved and (judged := summary["accuracy_samples"]):
         is_held_out = summary["accuracy_held_out"]
         seen = "" if is_held_out else ", which calibration saw: of forty or more, every fifth is kept apart"
         table.caption += f"\noutputs compared on {samples(judged, is_held_out)}{seen}"
     return table
 
 
-def _rewritten(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The speedup by rewrites of the float model where they were measured, and that by the placement."""
-    rewrites = summary.get("rewrites", {})
-    if "gave" not in rewrites:
-        return []
-    gave, placed = rewrites_gave(summary)
-    rows = [(f"speedup by {', '.join(rewrites['names'])}", "1x", speed(gave))]
-    return rows if placed is None else [*rows, ("  and by the placement", "1x", speed(placed))]
-
-
-def _latencies(result: Result) -> list[tuple[str, str, str]]:
-    """Latency and speedup, at each number of threads where there are several."""
-    summary, by_threads = result.summary, result.summary.get("by_threads", [])
-    mean = "latency of a call, on average" if summary.get("workloads") else "latency"
-    rows = [(mean, f"{summary['baseline_ms']:.3f} ms", f"{summary['final_ms']:.3f} ms")]
-    if result.ratio is None:
-        return rows
-    if len(by_threads) < 2:
-        return [*rows, ("speedup [interval]", "1x", result.ratio.speedup), *_by_workload(summary)]
-    rows = []
-    for row in by_threads:
-        ends, plural = Ratio(row["ratio"], row["low"], row["high"]), "s" * (row["threads"] > 1)
-        rows.append(
-            (f"latency, {row['threads']} thread{plural}", f"{row['baseline_ms']:.3f} ms", f"{row['final_ms']:.3f} ms")
-        )
-        rows.append(("  speedup [interval]", "1x", ends.speedup))
-    return [*rows, *_by_workload(summary)]
-
-
-def _by_workload(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Latency and speedup of each workload, where there are several."""
-    rows = []
-    for row in summary.get("workloads", []):
-        times = f"{row['baseline_ms']:.3f} ms", f"{row['final_ms']:.3f} ms"
-        rows.append((f"{row['name']}, {row['share']:.0%} of the calls", *times))
-        rows.append(("  speedup [interval]", "1x", Ratio(row["ratio"], row["low"], row["high"]).speedup))
-    return rows
-
-
-def _accuracy(summary: Mapping[str, Any]) -> str:
-    """Output SQNR with its spread over single samples."""
-    accuracy = summary["output_accuracy"] or {}
-    lost = summary["output_sqnr_db"]
-    is_told = bool(accuracy) and lost is not None
-    return str(Accuracy(**{**accuracy, "agreement": None})) if is_told else decibels(lost)
-
-
-def _is_judged(summary: Mapping[str, Any]) -> bool:
-    """Whether outputs were compared on inputs that say something of accuracy."""
-    return bool(summary["accuracy_samples"])
-
-
 def front_table(summary: Mapping[str, Any]) -> Table:
-    """The points of a front, each a file that was proven."""
-    cells, is_judged = [], _is_judged(summary)
+    """The proven points of a front."""
+    cells, has_accuracy = [], is_judged(summary)
     for row in summary["front"]:
         ends = Ratio(row["ratio"], row["low"], row["high"]).speedup
         metric = "" if row["metric"] is None else f"{row['metric']:g}"
         agreement = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
         mark = "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits"
-        cells.append((row["name"], ends, _db(row, is_judged), agreement, metric, _carry(row), mark))
+        cells.append((row["name"], ends, _db(row, has_accuracy), agreement, metric, _carry(row), mark))
     table = _filled(("point", "speedup [interval]", "SQNR, dB", "agreement", "metric", "tensors", ""), cells)
     table.caption = "each point is front/NAME.onnx; --pick NAME makes another one optimized_final.onnx"
     return table
@@ -141,7 +77,7 @@ def met_table(summary: Mapping[str, Any]) -> Table:
             str(row["number"]),
             row["origin"],
             speed(row["ratio"]),
-            _db(row, _is_judged(summary)),
+            _db(row, is_judged(summary)),
             _carry(row),
             "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits",
         )
@@ -154,25 +90,25 @@ def met_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _carry(row: Mapping[str, Any]) -> str:
-    """How many tensors carry a pair, and how many weights are stored in fewer bits: told by weight format or in all."""
+    """How many tensors have a pair, and how many weights are stored in fewer bits (a count, or counts by format)."""
     weights = row.get("weights") or 0
     count = weights if isinstance(weights, int) else sum(weights.values())
     return str(row["pairs"]) + (f" + {count} weights" if count else "")
 
 
 def _filled(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """The table without the columns in which nothing stands, but for the last."""
+    """The table without empty columns; columns without a title stay."""
     told = [n for n, name in enumerate(columns) if not name or any(row[n] for row in rows)]
     return table_of([columns[n] for n in told], [[row[n] for n in told] for row in rows])
 
 
-def _db(row: Mapping[str, Any], is_judged: bool) -> str:
+def _db(row: Mapping[str, Any], has_accuracy: bool) -> str:
     sqnr_db = row["sqnr_db"]
-    return "" if not is_judged else "exact" if sqnr_db is None else f"{sqnr_db:.1f}"
+    return "" if not has_accuracy else "exact" if sqnr_db is None else f"{sqnr_db:.1f}"
 
 
 def failure_note(result: Result, logs: Path) -> str | None:
-    """Where every candidate failed: the commonest reason, how many it struck, and the log of the first of these."""
+    """If every candidate failed: the most frequent reason, its count, and the log of the first such candidate."""
     failures = [(trial.number, failed) for trial in result.history if (failed := failure(trial))]
     if not failures or len(failures) < len(result.history):
         return None
@@ -186,14 +122,14 @@ def failure_note(result: Result, logs: Path) -> str | None:
 
 
 def mode_table(result: Result, *, verbose: bool) -> Table | None:
-    """What the mode knows, as a table: the prices of units if asked for, the outcomes of groups in any case."""
+    """A table of the mode: the outcomes of groups, or with `verbose` the prices of units."""
     units = [row for row in result.recorded.rows if isinstance(row, UnitPrice)]
     groups = [row for row in result.recorded.rows if isinstance(row, GroupOutcome)]
     return units_table(units) if verbose and units else groups_table(groups) if groups else None
 
 
 def units_table(units: Sequence[UnitPrice]) -> Table:
-    """The dozen units that take the most time in float: what each costs either way, and what was decided."""
+    """The units that take the most time in float: their prices in float and in 8 bits, and the decision."""
     rows, has_stored = [], any(unit.stored_ms for unit in units)
     for unit in units[:LARGEST_UNITS]:
         quantized = "" if unit.quantized_ms is None else f"{unit.quantized_ms:.3f}" + ("" if unit.seen else " ?")
@@ -212,7 +148,7 @@ def units_table(units: Sequence[UnitPrice]) -> Table:
 
 
 def groups_table(outcomes: Sequence[GroupOutcome]) -> Table:
-    """The kinds of groups that take the most time in float: what each gained alone and in the model, and the verdict.
+    """The kinds of groups that take the most time in float: gain alone and in the model, and the verdict.
 
     Equal groups with one verdict share a row.
     """
@@ -239,7 +175,7 @@ def groups_table(outcomes: Sequence[GroupOutcome]) -> Table:
 
 
 def result_line(result: Result, final: Path) -> str:
-    """Which file to take, and what it is."""
+    """A line that names the file to use and says what it is."""
     if result.improved:
         kind = "tuned" if result.placement else "rewritten float"
         return f"{final} is the {kind} model"
@@ -250,8 +186,8 @@ def result_line(result: Result, final: Path) -> str:
 
 
 def comparison_table(first: str, rows: Sequence[Row], samples: str) -> Table:
-    """Every file against the first; a file that failed has an empty row. The SQNR is over these `samples`; without any
-    there is none."""
+    """Every file against the first; the row of a file that failed is empty. `samples` says what the SQNR is of; if it
+    is empty there is no such column."""
     cells = []
     for row in rows:
         if row.ratio is None or row.ms is None or row.first_ms is None:
@@ -272,7 +208,7 @@ def comparison_table(first: str, rows: Sequence[Row], samples: str) -> Table:
 
 
 def estimate_lines(estimate: Estimate) -> str:
-    """What a run would do, in four lines, or that there is nothing to do."""
+    """The estimate of a run, in four lines."""
     spent = builds(estimate.builds - estimate.rewrite_builds, estimate.rewrite_builds)
     return (
         f"regions: {estimate.regions}\npatterns: {estimate.patterns}\n"
@@ -282,8 +218,8 @@ def estimate_lines(estimate: Estimate) -> str:
 
 
 def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str] = ("verdict",)) -> Table:
-    """A table whose widest columns give way where the terminal is narrow: nothing is cut, short words stay whole. The
-    first column and those of words are to be read from the `left`."""
+    """A table that folds its widest columns on a narrow terminal: nothing is cut, short words stay whole. The first
+    column and those of `left` are aligned left."""
     table = Table(box=box.SIMPLE_HEAD, caption_justify="left", title_style="", caption_style="", pad_edge=False)
     for number, column in enumerate(columns):
         justify: JustifyMethod = "left" if number == 0 or column in left else "right"
@@ -292,3 +228,8 @@ def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collec
     for row in rows:
         table.add_row(*(Text(escaped(cell)) for cell in row))  # names may hold anything
     return table
+
+
+def to_exclude(nodes: Sequence[str]) -> str:
+    """The options of `quantize` that keep these nodes in float, quoted for a shell."""
+    return " ".join(f"--nodes-to-exclude {shlex.quote(glob.escape(node))}" for node in nodes)

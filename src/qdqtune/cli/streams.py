@@ -1,7 +1,6 @@
-"""Standard streams and Ctrl-C as a command can rely on them: streams may be closed, full, ASCII, or a pipe that nobody
-reads.
+"""Safe standard streams and Ctrl-C. Streams may be closed, full, ASCII only, or a pipe that nobody reads.
 
-What is written to them may hold names from models, which anybody may have made.
+Text may hold names from models, so control characters in it are escaped.
 """
 
 from __future__ import annotations
@@ -21,38 +20,38 @@ from types import FrameType
 from typing import TextIO
 
 OUTPUT, ERRORS = 1, 2
-"""Numbers of the standard streams."""
+"""File descriptors of the standard streams."""
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
 
 PARENT = "QDQTUNE_PARENT"
-"""The variable by which a process that runs one of several models is told the pipe that its parent holds."""
+"""The environment variable with the descriptor of a pipe whose other end the parent process holds."""
 
 ENDING_SECONDS = 30.0
-"""How long such a process may take to put everything away when its parent is gone."""
+"""How long such a process may take to clean up when its parent is gone. Chosen, not measured."""
 
 DRAWN = str.maketrans({"─": "-", "━": "-", "│": "|", "├": "|", "└": "`", "█": "#", "…": "~", "·": "."})
-"""What our tables and trees are drawn with, for terminals that have ASCII only."""
+"""Characters of tables and trees, and what replaces them on an ASCII terminal."""
 
 BRAILLE = range(0x2800, 0x2900)
-"""What spinners are drawn with."""
+"""Characters of spinners."""
 
 SHOW_CURSOR = b"\x1b[?25h"
 
 
 def escaped(text: str) -> str:
-    """The text with what no terminal should obey spelled out; line breaks are spelled out as well."""
+    """The text with control characters escaped, line breaks included."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def escaped_lines(text: str) -> str:
-    """The text with what no terminal should obey spelled out, line by line."""
+    """The text with control characters escaped, but not line breaks."""
     return text if text.isprintable() else "\n".join(map(escaped, text.split("\n")))
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """How characters that a stream cannot take are written: drawings by what is like them, others spelled out."""
+    """Replace characters that a stream cannot encode: those of tables by ASCII, others by escapes."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = error.object[error.start : error.end].translate(DRAWN)
@@ -63,10 +62,10 @@ def _in_ascii(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("qdqtune.in_ascii", _in_ascii)
 
 
-class Guarded(io.TextIOBase):
-    """A text stream that takes everything. What cannot be written is dropped from then on, and `lost` says why.
+class SafeStream(io.TextIOBase):
+    """A text stream that never fails. After an error further text is dropped, and `lost` holds the error.
 
-    A pipe whose reader has gone is no error: nobody wants more of it.
+    A pipe whose reader has gone is no error.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -76,7 +75,7 @@ class Guarded(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """That of the stream below, which tells what can be drawn."""
+        """The encoding of the underlying stream."""
         return self._stream.encoding or "utf-8"
 
     def fileno(self) -> int:
@@ -116,7 +115,7 @@ class Guarded(io.TextIOBase):
             return
         try:
             yield
-        except (OSError, ValueError) as error:  # ValueError: somebody has closed it
+        except (OSError, ValueError) as error:  # ValueError: it is closed
             self._is_gone = True
             if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
                 self.lost = error
@@ -124,13 +123,13 @@ class Guarded(io.TextIOBase):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
-class Escaping(Guarded):
-    """What `print` writes to: names in it cannot command a terminal. `styled` is for those who see to that themselves,
-    and have colours and moving pictures to write."""
+class Escaping(SafeStream):
+    """A stream for `print` that escapes control characters. `styled` is the same stream for text that is escaped
+    already and has colours."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self.styled = Guarded(stream)
+        self.styled = SafeStream(stream)
 
     def write(self, text: str) -> int:
         """See `io.TextIOBase`."""
@@ -140,7 +139,7 @@ class Escaping(Guarded):
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Standard output and standard error that can be relied on; what they were comes back at the end."""
+    """Replace standard output and standard error by safe streams, and restore them at the end."""
     for number in range(3):  # a file that is opened under such a number would get what libraries print
         try:
             os.fstat(number)
@@ -159,8 +158,8 @@ def guarded() -> Iterator[None]:
 
 @contextmanager
 def _results(stream: TextIO) -> Iterator[TextIO]:
-    """Standard output for results alone: what libraries and processes of theirs write to its number meanwhile goes to
-    standard error. A stream that is another file already, as in tests, is given as it is."""
+    """Standard output for results only: what libraries write to its descriptor meanwhile goes to standard error. A
+    stream that is another file, as in tests, is given as it is."""
     try:
         is_shared = stream.fileno() == OUTPUT
     except (OSError, ValueError):  # in memory, or closed
@@ -184,12 +183,12 @@ def _results(stream: TextIO) -> Iterator[TextIO]:
 
 
 def styled(stream: TextIO) -> TextIO:
-    """The stream for text in which names are escaped already."""
+    """The stream for text that is escaped already."""
     return stream.styled if isinstance(stream, Escaping) else stream  # type: ignore[return-value]
 
 
 def lost_output() -> OSError | None:
-    """Why results have not reached standard output; None if they have, or nobody wanted them."""
+    """The error because of which results did not reach standard output; None if there is none."""
     sys.stdout.flush()
     if not isinstance(sys.stdout, Escaping):
         return None
@@ -198,13 +197,13 @@ def lost_output() -> OSError | None:
 
 @dataclass
 class Interrupts:
-    """Ctrl-C: the first one raises KeyboardInterrupt, so that everything is put away; the second one ends the process.
+    """Ctrl-C: the first one raises KeyboardInterrupt, so that everything is cleaned up; the second ends the process.
 
     A context manager. Does nothing where interrupts are ignored, as in the background.
     """
 
     happened: bool = False
-    """An interrupt inside of a library may arrive as any other error."""
+    """Whether there was an interrupt: inside of a library it may turn into any other error."""
 
     def __enter__(self) -> Interrupts:
         self._before = signal.getsignal(signal.SIGINT)
@@ -231,7 +230,7 @@ class Interrupts:
 
 
 def end_with_parent() -> None:
-    """Interrupt this process when the one is gone that runs it as one of several, and end it if that does not help."""
+    """Interrupt this process when its parent is gone, if the parent has set `PARENT`; end it if that does not help."""
     pipe = os.environ.pop(PARENT, "")
     if pipe.isdigit():
         threading.Thread(target=_await_end, args=(int(pipe),), daemon=True).start()

@@ -1,4 +1,4 @@
-"""`qdqtune tune`: the search, from its options to what is told of its result."""
+"""`qdqtune tune`: the search, and what is printed of its result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from qdqtune.calibration.options import check_cache
-from qdqtune.cli import driver, many, progress, report
+from qdqtune.cli import children, jobs, progress, report
 from qdqtune.cli.command import Parameter, command, command_line, is_quiet, is_verbose, switch
 from qdqtune.cli.output import print_json, say, say_notes, show
 from qdqtune.cli.streams import INTERRUPTED
@@ -32,7 +32,7 @@ class TuneArguments(TuneOptions):
     """The options of `tune`, with one model or several."""
 
     model: Any = option(
-        many.Models(),
+        jobs.Models(),
         REQUIRED,
         "ONNX files, or folders of them.",
         is_positional=True,
@@ -77,9 +77,9 @@ def tune_command(options: TuneArguments, pick: str | None, dry_run: bool, as_mac
     if isinstance(options.model, tuple):
         if pick is not None:
             raise BadOption("--pick is for one model: name that alone")
-        return many.tune_all(options.model, options, dry_run=dry_run, as_machine=as_machine)
-    if options.ray is not None and not driver.is_driver():
-        return driver.driven()
+        return jobs.tune_all(options.model, options, dry_run=dry_run, as_machine=as_machine)
+    if options.ray is not None and not children.is_driver():
+        return children.run_on_ray()
     if pick is not None:
         return ship_point(options.output_dir, pick, as_machine=as_machine)
     return run(options, dry_run=dry_run, as_machine=as_machine)
@@ -88,9 +88,9 @@ def tune_command(options: TuneArguments, pick: str | None, dry_run: bool, as_mac
 def run(
     options: TuneOptions, listener: Observer | None = None, *, dry_run: bool = False, as_machine: bool = False
 ) -> int:
-    """Do what `qdqtune tune` does for one model. Gives the exit code.
+    """Tune one model and print the result. Gives the exit code.
 
-    `listener` hears of the run besides who sits in front of it.
+    `listener` receives the events of the run as well.
 
     Raises:
         QdqtuneError: see `qdqtune.tuning.loop.tune`.
@@ -124,7 +124,7 @@ def _print_estimate(expected: Estimate, *, as_machine: bool) -> None:
 
 
 def _print_result(result: Result, *, as_machine: bool) -> None:
-    """What was found, for people or machines."""
+    """Print the result, as tables or as JSON."""
     why = report.failure_note(result, result.folder / "logs")
     say_notes((*result.notes, *filter(None, [why])))
     if as_machine:
@@ -134,8 +134,8 @@ def _print_result(result: Result, *, as_machine: bool) -> None:
 
 
 def _leave_report(folder: Path, *, quiet: bool = False) -> None:
-    """Write the report last: whatever becomes of it, the result stands and has been told."""
-    from qdqtune.cli.pages import leave_report  # takes time to import that --help should not
+    """Write the report. It comes last, so that an error in it cannot hide the result."""
+    from qdqtune.cli.runs import leave_report  # takes time to import that --help should not
 
     try:
         path = leave_report(folder)
@@ -146,7 +146,7 @@ def _leave_report(folder: Path, *, quiet: bool = False) -> None:
 
 
 def ship_point(folder: Path, point: str, *, as_machine: bool) -> int:
-    """Ship another point of a finished run with a front. Gives the exit code."""
+    """Make another point of a front the file that ships. Gives the exit code."""
     summary = pick_point(folder, point)
     if as_machine:
         print_json(dict(summary))
@@ -159,7 +159,7 @@ def ship_point(folder: Path, point: str, *, as_machine: bool) -> int:
 
 
 def _print(result: Result, final: Path, *, verbose: bool) -> None:
-    """The result for people."""
+    """Print the result as tables."""
     if (table := report.mode_table(result, verbose=verbose)) is not None:
         show(table)
     if result.summary.get("front"):
@@ -171,9 +171,10 @@ def _print(result: Result, final: Path, *, verbose: bool) -> None:
 
 
 def typed(arguments: Sequence[str], known: Mapping[str, Any]) -> tuple[TuneOptions, dict[str, Any]]:
-    """Options of `tune`: as typed in `arguments`, else as `known`, else their defaults; and what else is typed there.
+    """Options of `tune`, and the values of parameters that only its command line has.
 
-    `known` holds the model, and an option that maps names to values adds to what is known of them.
+    An option is as typed in `arguments`, else as in `known`, which holds the model, else it has its default. Mappings
+    in both are merged.
 
     Raises:
         click.ClickException: `arguments` are not those of `tune`.

@@ -1,19 +1,18 @@
-"""`qdqtune apply`: a recorded placement on another model, calibrated anew, without a search."""
+"""`qdqtune apply`: puts the pairs of a recorded placement into another model, calibrated anew, without a search."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from qdqtune.calibration.matching import Matched
-from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.moments import Moments, moments, no_moments
-from qdqtune.calibration.options import RangeOptions, check_cache
+from qdqtune.calibration.options import check_cache
 from qdqtune.calibration.scales import Ranges
-from qdqtune.commands.inputs import InputOptions, ModelOption
+from qdqtune.commands.inputs import ModelOption
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.commands.source import OutputOption, Ready, Source, SourceOptions
+from qdqtune.commands.source import PreparedModel, SourceOptions
 from qdqtune.engines.acceptance import checked_output
 from qdqtune.engines.formats import numeric_format, usual_precision
 from qdqtune.engines.options import time_limit_option
@@ -41,7 +40,7 @@ class PlacementOption(ModelOption):
 
 
 @dataclass(kw_only=True)
-class ApplyOptions(SourceOptions, RangeOptions, InputOptions, OutputOption, PlacementOption):
+class ApplyOptions(SourceOptions, PlacementOption):
     """The options of `apply`."""
 
     engine: MaybeText = option(
@@ -54,57 +53,28 @@ class ApplyOptions(SourceOptions, RangeOptions, InputOptions, OutputOption, Plac
     )
     time_limit: Duration = time_limit_option()
 
-    def request(self) -> Request:
-        """What `apply` is told. Samples lie in files (see `on_disk`).
-
-        Raises:
-            BadOption: options exclude each other.
-        """
-        check_cache(self, self)
-        model, told = Path(str(self.model)), {f.name: getattr(self, f.name) for f in fields(SourceOptions)}
-        return Request(
-            model,
-            self.target,
-            placement=self.placement,
-            engine=self.engine,
-            calibration=self.calibration if self.says_how else None,
-            calibration_data=None if self.calibration_data is None else str(self.calibration_data),
-            **told,
-        )
-
-
-@dataclass(kw_only=True)
-class Request(Source):
-    """All that `apply` is told. `engine` is whose numbers to use, by default that of the `placement`; it need not be
-    installed. Ranges are found as the placement's file says, unless `calibration` says otherwise, and the float model
-    is rewritten as it says, unless `rewrites` do."""
-
-    placement: Path = Path("placement.yaml")
-    engine: str | None = None
-    calibration: Calibration | None = None
-
 
 @dataclass(frozen=True, repr=False)
 class Applied(Shown):
-    """What was inserted, and the edges of the placement that the model does not have, or has no scale for."""
+    """What `apply` has written. `lost` are edges of the placement that the model lacks, or has no scale for."""
 
     output: Path
     placement: Placement
     lost: tuple[Edge, ...]
     random_data: bool
     accuracy: Accuracy | None = None
-    """Of outputs against the float model's on ONNX Runtime; None where it does not run them, or inputs are random."""
+    """Of the outputs against the float model's, on ONNX Runtime; None if it cannot run them, or inputs are random."""
     matched: Matched | None = None
-    """What the calibration cache had for the model, if one was given."""
+    """The ranges of the calibration cache that the model has tensors for; None without a cache."""
     notes: tuple[str, ...] = ()
 
     def in_words(self) -> str:
-        """Where it lies, how many tensors have a pair, and how near its outputs are."""
+        """The file, how many tensors have a pair, and how close its outputs are."""
         known = "" if self.accuracy is None else f", outputs {self.accuracy}"
         return f"{self.output}, {placed(self.placement)}, {len(self.lost)} edges lost{known}"
 
     def table(self) -> Table:
-        """The edges that the model does not have."""
+        """The edges that the model lacks."""
         return ("edge that is not in this model",), [(str(edge),) for edge in self.lost]
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,63 +85,66 @@ class Applied(Shown):
         return {"output": str(self.output), "edges": len(self.placement), "lost": lost, "accuracy": accuracy, **cache}
 
 
-def apply(request: Request, observer: Observer | None = None) -> Applied:
-    """Insert the pairs of a placement file into a model with freshly calibrated scales, and write it.
+def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
+    """Put the pairs of a placement file into a model, with scales calibrated anew, and write it.
+
+    Model and samples lie in files (see `on_disk`). Calibration and rewrites are those of the placement file, unless
+    options say otherwise.
 
     Raises:
-        InputError: model, placement or data cannot be used, or none of the placement's edges exists in the model.
-        EngineFailure: the engine does not load what was made.
+        InputError: model, placement, data or options cannot be used, or no edge of the placement is in the model.
+        EngineFailure: the engine does not load the written model.
         OutputError: the output cannot be written.
     """
-    observer = observer or Silent()
-    observer.stage(f"reading {request.model.name}")
-    recorded = read_placement_file(request.placement)
-    engine = request.engine or recorded.engine
+    check_cache(options, options)
+    observer, path = observer or Silent(), Path(str(options.model))
+    observer.stage(f"reading {path.name}")
+    recorded = read_placement_file(options.placement)
+    engine = options.engine or recorded.engine
     numbers = numeric_format(engine, "fp8" if recorded.quant_type == "fp8" else "int8")
-    made = recorded.rewrites if request.rewrites == "auto" else allowed(request.rewrites)
+    made = recorded.rewrites if options.rewrites == "auto" else allowed(options.rewrites)
     usual = usual_precision(engine)
-    precision = request.precision or usual
-    graph = load_for(request.model, precision, recorded.fix_inputs, numbers.opset, rewrites=made)
+    precision = options.precision or usual
+    graph = load_for(path, precision, recorded.fix_inputs, numbers.opset, rewrites=made)
     if is_quantized(graph):
-        raise BadModel(f"{request.model} already has Q/DQ pairs: apply a placement to the float model")
-    ready = request.ready(graph, recorded.fix_inputs, usual, is_fed=bool(request.calibration_data))
+        raise BadModel(f"{path} already has Q/DQ pairs: apply a placement to the float model")
+    ready = options.prepared(graph, recorded.fix_inputs, usual, is_run=bool(options.calibration_data))
 
     def known(ranges: Ranges) -> tuple[Placement, tuple[Edge, ...]]:
         return existing(ready.shaped, recorded.placement, possible_edges(ready.shaped, ranges))
 
     if recorded.placement and not existing(ready.shaped, recorded.placement, every_edge(ready.shaped))[0]:
         count = len(recorded.placement) + len(recorded.placement.compressed)
-        many = f"none of the {count} edges of {request.placement}"
-        raise BadModel(f"{request.model} has {many}: is it the same network?")
-    how = request.calibration or recorded.calibration
+        raise BadModel(f"{path} has none of the {count} edges of {options.placement}: is it the same network?")
+    how = options.calibration if options.says_how else recorded.calibration
     ranges = ready.ranges(how, numbers, lambda found: known(found)[0], observer)
     placed, lost = known(ranges)
     if recorded.placement and not placed:
-        raise BadModel(f"on none of the edges of {request.placement} can a pair stand in {request.model}")
+        raise BadModel(f"on none of the edges of {options.placement} can a pair stand in {path}")
     met, notes = _met(recorded, ready, placed)
     inserter = Inserter(ready.graph, ranges, numbers, met)
-    with checked_output(request.output, engine) as fresh:
+    with checked_output(options.target, engine) as fresh:
         save(finished(inserter.insert(placed), precision), fresh)
     return Applied(
-        request.output, placed, lost, *_judged(ready, inserter, placed, engine), ready.matched, (*ready.notes, *notes)
+        options.target, placed, lost, *_judged(ready, inserter, placed, engine), ready.matched, (*ready.notes, *notes)
     )
 
 
-def _met(recorded: PlacementFile, ready: Ready, placement: Placement) -> tuple[Moments, tuple[str, ...]]:
-    """What products meet whose weights were rounded by it, and are to be so again; and what to say where no data tell
-    it."""
+def _met(recorded: PlacementFile, ready: PreparedModel, placement: Placement) -> tuple[Moments, tuple[str, ...]]:
+    """Second moments of the inputs of products whose weights are rounded by them (gptq), and a note where no
+    calibration data give them."""
     tensors = sorted(product_inputs(ready.shaped, placement.weight_formats))
     if recorded.weight_rounding == "nearest" or not tensors:
         return no_moments, ()
     prepared = ready.prepared
     if prepared is None or not prepared.tells_accuracy:
         told = "weights were rounded by what products meet (gptq), and are rounded to the nearest here"
-        return no_moments, (f"{told}: --calibration-data would tell",)
+        return no_moments, (f"{told}: `calibration_data` would tell",)
     return lambda model: moments(model, tensors, prepared.calibration), ()
 
 
-def _judged(ready: Ready, inserter: Inserter, placed: Placement, engine: str) -> tuple[bool, Accuracy | None]:
-    """Whether the data were random, and what the placement does to the outputs."""
+def _judged(ready: PreparedModel, inserter: Inserter, placed: Placement, engine: str) -> tuple[bool, Accuracy | None]:
+    """Whether the samples were random; if not, the accuracy of the outputs with this placement."""
     if ready.prepared is None or not ready.prepared.tells_accuracy:
         return ready.prepared is not None, None
     with Simulation(inserter, ready.prepared.judging, engine) as simulation:

@@ -1,4 +1,4 @@
-"""`qdqtune build`: a model in an engine's own format, ready to deploy."""
+"""`qdqtune build`: saves a model in an engine's own format."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ FORMATS = {
     "tensorrt-rtx": "a TensorRT-RTX plan",
     "trtexec": "a TensorRT plan",
 }
-"""Engines that can save what they build, and what that is. A plan runs on one version, on one kind of GPU."""
+"""The format that each engine saves. A plan runs on one version and one kind of GPU."""
 
 SUFFIXES = {".onnx": "ONNX", ".xml": "OpenVINO", ".plan": "plan", ".engine": "plan", ".trt": "plan"}
-"""What a file is whose name ends so: a part of what `FORMATS` says of it."""
+"""The format that a suffix stands for: a part of the text in `FORMATS`."""
 
 ARTIFACT = "build"
-"""What an artifact says that it is."""
+"""The mark in files that `build` has written."""
 
 
 def _written(path: Path, name: str, given: Given) -> list[Output]:
-    """The artifact, and the timing cache beside it where none is named."""
+    """The files that `build` writes: the artifact, and a timing cache beside it if none is named."""
     engine = given["engine"] if isinstance(given["engine"], EngineSpec) else EngineSpec(given["engine"])
     beside = None if given["timing_cache"] else with_timing_cache(engine, path.parent).options.get("timing_cache")
-    cache = [] if beside is None else tensorrt_cache(Path(beside), "--timing-cache", given)
+    cache = [] if beside is None else tensorrt_cache(Path(beside), "`timing_cache`", given)
     return [*artifact(path, name, engine.name), *cache]
 
 
@@ -54,7 +54,7 @@ class BuildOptions(EngineOptions, ModelOption):
 
 @dataclass(frozen=True, repr=False)
 class Artifact(Shown):
-    """What was written: the files (weights may have one of their own), their size, and how long the build took."""
+    """The written files (weights may have their own), their size, and the duration of the build."""
 
     engine: str
     files: tuple[Path, ...]
@@ -62,7 +62,7 @@ class Artifact(Shown):
     seconds: float
 
     def in_words(self) -> str:
-        """The files, what they are, their size, and how long the build took."""
+        """The files, their format and size, and the duration of the build."""
         kind, written = FORMATS[self.engine], " and ".join(map(str, self.files))
         others = (file.suffix for file in self.files if SUFFIXES.get(file.suffix, kind) not in kind)
         despite = "".join(f" in spite of the suffix {suffix}" for suffix in others)
@@ -101,7 +101,7 @@ def build(model: Path, output: Path, spec: EngineSpec, *, time_limit_s: float) -
 
 
 def artifact(output: Path, option: str, engine: str) -> list[Output]:
-    """The files that `build` writes for an engine. A plan replaces any plan, since none says who made it."""
+    """The files that `build` writes for an engine. A plan may replace any plan, since plans carry no mark."""
     if engine == "openvino":
         own = replaceable(ARTIFACT)
         data = output.with_suffix(".bin")
@@ -112,7 +112,7 @@ def artifact(output: Path, option: str, engine: str) -> list[Output]:
 
 
 def _sign(output: Path, engine: str) -> None:
-    """Write into an artifact who made it, where it has room for that."""
+    """Write the mark of `build` into an artifact whose format allows it."""
     if engine == "onnxruntime":
         sign(output, ARTIFACT)
     if engine == "openvino":

@@ -1,4 +1,4 @@
-"""`qdqtune check`: a model file, run on its engine or read from a report, and what the engine did not fuse in it."""
+"""`qdqtune check`: what an engine does not fuse in a Q/DQ model, from a run or from an exported report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TENSORRT = {
     "int8": NumericFormat(QType.INT8, QType.INT8, symmetric=True),
     "fp8": NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False),
 }
-"""The numbers of an engine whose report is read."""
+"""Numeric formats of TensorRT, for reports of builds that are not made here."""
 
 
 @dataclass(kw_only=True)
@@ -51,8 +51,8 @@ class CheckOptions(ProfileOptions, ModelOption):
 
 @dataclass(frozen=True, repr=False)
 class Checked(Shown):
-    """What an engine does not fuse in a Q/DQ model. `measured`: a search has proven these pairs on this engine, so that
-    nothing fails. `layers` are empty where the model has no pairs."""
+    """What an engine does not fuse in a Q/DQ model. `measured`: a search has proven these pairs on this engine, so no
+    finding fails. `layers` are empty if the model has no pairs."""
 
     model: Path
     graph: Model
@@ -74,12 +74,12 @@ class Checked(Shown):
 
     @property
     def time_ms(self) -> float | None:
-        """What these take together; None if the engine tells no times."""
+        """The time of these layers; None if the engine gives none."""
         times = [layer.time_ms for layer in self.running if layer.time_ms is not None]
         return sum(times) if times else None
 
     def in_words(self) -> str:
-        """How many findings."""
+        """Whether the model passes, and how many findings fail."""
         failing = sum(finding.fails for finding in self.findings)
         verdict = "passes" if self.passes else "fails"
         return f"{verdict} on {self.engine}: {failing} findings of {len(self.layers)} layers"
@@ -115,7 +115,7 @@ def check_file(options: CheckOptions) -> Checked:
         QdqtuneError: the engine cannot run the model, say.
     """
     if options.profile_json is not None and options.graph_json is None:
-        raise BadOption("--profile-json goes with --graph-json")
+        raise BadOption("`profile_json` goes with `graph_json`")
     path = Path(str(options.model))
     graph, engine = load(path), "tensorrt" if options.graph_json else options.engine_name
     if not is_quantized(graph):
@@ -136,7 +136,7 @@ def check_file(options: CheckOptions) -> Checked:
 
 
 def _accuracy_notes(options: CheckOptions, path: Path, graph: Model) -> tuple[str, ...]:
-    """What the pairs lose by the arithmetic of ONNX, where that is worth a word."""
+    """A note if the pairs, as ONNX defines them, make the outputs inaccurate."""
     prepared = prepared_for(graph, options.spec(options.input_shapes), data_of(options, path))
     lost = lost_by_pairs(graph, prepared.judging) if prepared.tells_accuracy else None
     if lost is None or not (warning := concern(lost)):

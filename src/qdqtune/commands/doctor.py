@@ -1,25 +1,28 @@
-"""`qdqtune doctor`: which engines work on this machine, on what they run, and what to install for the others."""
+"""`qdqtune doctor`: the engines of this machine, its hardware, and what to install; or the devices of a Ray cluster."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import platform
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from qdqtune.engines import MODULES, EngineSpec, devices
+from qdqtune.engines.allocation import allocate_workers, describe_all, first_difference
 from qdqtune.engines.devices import nvidia_smi
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError, one_line
+from qdqtune.options import COUNT, TEXT, MaybeInt, MaybeText, Options, Text, option
 
 PRETENDS = "fake"
-"""The engine that is always there, since it measures nothing."""
+"""The engine that is always usable, since it measures nothing."""
 
 AHEAD_OF_TIME = {"tensorrt-rtx": {"target": "sm89"}}
-"""Options with which an engine builds for a device that is not there."""
+"""Options with which an engine builds for a device that is not present."""
 
 NEEDS = {
     "onnxruntime": (("onnxruntime",), "pip install onnxruntime"),
@@ -30,11 +33,30 @@ NEEDS = {
 """The Python packages without which an engine cannot be opened, and the command that installs them."""
 
 OPENING_SECONDS = 120.0
+"""How long an engine may take to open. Chosen, not measured."""
+
+
+@dataclass(kw_only=True)
+class DoctorOptions(Options):
+    """The options of `doctor`."""
+
+    ray: MaybeText = option(
+        TEXT,
+        None,
+        "Look at the devices of the Ray cluster at this address instead.",
+        "Engine",
+        metavar="ADDRESS",
+        is_rare=True,
+    )
+    engine: Text = option(TEXT, "onnxruntime", "The engine to start on each of them.", "Engine", metavar="NAME")
+    cores_per_worker: MaybeInt = option(
+        COUNT, None, "Cores of each of them.", "Engine", default_in_words="1", is_rare=True
+    )
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """One engine: whether it runs models here, only builds them, or neither; why, and what would help."""
+    """Whether an engine runs models here, only builds them, or neither; the reason, and what would help."""
 
     name: str
     status: Literal["usable", "builds only", "missing"]
@@ -46,7 +68,7 @@ class EngineState:
 
 @dataclass(frozen=True)
 class Processor:
-    """The CPU: the cores that this process may use, instruction sets for low precision, and what follows for int8."""
+    """The CPU: usable cores, instruction sets for low precision, and their consequence for int8."""
 
     name: str
     cores: int
@@ -56,7 +78,7 @@ class Processor:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVIDIA GPU, as nvidia-smi tells."""
+    """One NVIDIA GPU, as nvidia-smi reports it."""
 
     name: str
     driver: str
@@ -65,8 +87,8 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """All that `qdqtune doctor` says. `gpu_note` tells why there is no GPU."""
+class EnginesState:
+    """The engines and the hardware of this machine. `gpu_note` says why there is no GPU."""
 
     engines: tuple[EngineState, ...]
     processor: Processor
@@ -75,18 +97,18 @@ class Diagnosis:
 
     @property
     def is_usable(self) -> bool:
-        """Whether an engine that measures something can be used, if only to build."""
+        """Whether a real engine can be used, if only to build."""
         return any(e.status != "missing" for e in self.engines if e.name != PRETENDS)
 
 
-def examine(log_dir: Path) -> Diagnosis:
-    """Try the engines, each in a process of its own, and look at the hardware. What does not work is in the answer."""
+def examine(log_dir: Path) -> EnginesState:
+    """Open every engine in a process of its own, and read the hardware. Failures are part of the result."""
     gpus, note = find_gpus()
-    return Diagnosis(tuple(engine_state(name, log_dir) for name in MODULES), processor(), gpus, note)
+    return EnginesState(tuple(engine_state(name, log_dir) for name in MODULES), processor(), gpus, note)
 
 
 def engine_state(name: str, log_dir: Path) -> EngineState:
-    """Open one engine without options, or where that fails and it can, for a device that is not there."""
+    """Open one engine without options; if that fails and the engine can, for a device that is not present."""
     try:
         told = _described(EngineSpec(name), log_dir)
         return EngineState(name, "usable", told["version"], told["device"])
@@ -114,7 +136,7 @@ def processor() -> Processor:
 
 
 def consequence(machine: str, isa: Collection[str]) -> str:
-    """What the instruction sets of a machine mean for int8."""
+    """The consequence of a machine's instruction sets for int8."""
     is_arm = machine.lower() in ("aarch64", "arm64")
     if not isa:
         return "no instruction set that is known to matter: only a measurement tells what int8 gains"
@@ -129,3 +151,31 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str]:
     """The NVIDIA GPUs, or why there is none."""
     rows, reason = nvidia_smi("name,driver_version,compute_cap,memory.total")
     return tuple(Gpu(*row) for row in rows), reason
+
+
+# The devices of a Ray cluster
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    """The description of an engine on each device, by the address of the device, and the first difference, if any."""
+
+    devices: Mapping[str, Mapping[str, str]]
+    difference: str | None
+
+
+def examine_cluster(spec: EngineSpec, address: str, cores_each: int | None, log_dir: Path) -> ClusterState:
+    """Start an engine on every free device of a cluster.
+
+    Raises:
+        EngineUnavailable: no cluster answers, it has no room, or the engine does not start on one of its nodes.
+    """
+    with ExitStack() as stack:
+        allocation = stack.enter_context(allocate_workers(spec, None, cores_each, address))
+        runners = [
+            stack.enter_context(Runner(spec, log_dir=log_dir, device=device, start=allocation.start))
+            for device in allocation.devices
+        ]
+        told = describe_all(runners)
+        where = [runner.location for runner in runners]
+        return ClusterState(dict(zip(where, told, strict=True)), first_difference(runners, told))

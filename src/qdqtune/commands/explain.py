@@ -1,4 +1,4 @@
-"""`qdqtune explain`: what a finished run knows of each node, read back from its folder."""
+"""`qdqtune explain`: why each node of a finished run runs as it does, read from the folder of the run."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class ExplainOptions(Options):
 
 @dataclass(frozen=True, repr=False)
 class Explained(Shown):
-    """A finished run, explained: what shipped in a sentence, a row for every node, and all of them by reason, the most
-    time first. `is_part`: the rows are those that were asked for."""
+    """A finished run, explained: what shipped in a sentence, a row for every node, and sums by reason, the most time
+    first. `is_part`: the rows are only those that were asked for."""
 
     folder: Path
     headline: str
@@ -41,14 +41,14 @@ class Explained(Shown):
     is_part: bool = False
 
     def in_words(self) -> str:
-        """What shipped; or of a single node why it runs as it does."""
+        """What shipped; or, for a single node, why it runs as it does."""
         if self.is_part and len(self.rows) == 1:
             row = self.rows[0]
             return f"{row.node} ({row.op}) runs in {row.precision}: {row.reason}"
         return self.headline
 
     def table(self) -> Table:
-        """The nodes by reason, or one by one where some were asked for."""
+        """The nodes by reason, or one by one if only some were asked for."""
         ms = milliseconds
         if self.is_part:
             titles = ("node", "operator", "runs in", "reason", "ms", "float, ms")
@@ -57,7 +57,7 @@ class Explained(Shown):
         return ("nodes", "runs in", "why", "ms", "float, ms", "such as"), rows
 
     def matching(self, pattern: str) -> tuple[Explanation, ...]:
-        """The rows of the node of that name, or else of those whose names match the wildcard, in graph order.
+        """The rows of the node with that name, or else of those whose names match the wildcard, in graph order.
 
         Raises:
             BadOption: there is none.

@@ -1,4 +1,4 @@
-"""Models, samples and metrics that a program holds in memory, as files and names that the package reads."""
+"""Writes models, samples and metrics of Python programs to files that the package reads."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from qdqtune.tuning.options import MODEL as MODEL
 from qdqtune.tuning.settings import Settings
 
 PROTOBUF_LIMIT = 2**31 - 2**24
-"""Bytes that a single ONNX file may hold, with some room."""
+"""Most bytes of weights in a single ONNX file: the limit of protobuf, with some margin."""
 
 ModelLike = str | Path | onnx.ModelProto
-"""A model: where it lies, or itself."""
+"""A model: a path or the model itself."""
 
 Batch = Mapping[str, npt.ArrayLike] | npt.ArrayLike
-"""Arrays by name of input, or the array of the only one: a sample, or several along a first axis."""
+"""Arrays by input name, or the array of the only input: one sample, or several along a first axis."""
 
 SamplesLike = str | Path | Batch | Iterable[Batch] | Callable[[], Iterable[Batch]]
-"""Samples: a dictionary of arrays, dictionaries one after the other, a function that gives them, or a source that the
-command line takes (a file, a folder, module:callable)."""
+"""Samples: a dictionary of arrays, an iterable of them, a function that returns one, or a source as on the command line
+(a file, a folder, module:callable)."""
 
 MetricLike = str | Callable[[Predict], float]
 """A metric: a function, or module:callable."""
@@ -51,13 +51,13 @@ MetricLike = str | Callable[[Predict], float]
 METRIC = Reads(files_named, "metric", path_type=str)
 
 IN_MEMORY = ("model", "quantized", "first", "calibration_data", "workloads", "evaluate")
-"""Options whose value may be in memory."""
+"""Options whose value may be a Python object."""
 
 T = TypeVar("T", bound=Options)
 
 
 def model_file(model: ModelLike, folder: Path, name: str = "model") -> Path:
-    """Where a model lies; one that is in memory is written to the folder.
+    """The path of a model; a model object is written to the folder.
 
     Raises:
         BadModel: it is no model.
@@ -74,10 +74,10 @@ def model_file(model: ModelLike, folder: Path, name: str = "model") -> Path:
 
 
 def sample_source(samples: SamplesLike | None, folder: Path, limit: int | None = None) -> str | None:
-    """The source of samples that are in memory, written to the folder one by one; at most `limit` are taken. A
-    generator is asked in a thread of its own, as long as `time_limit` lets it take.
+    """The source of samples; arrays are written to the folder one by one, at most `limit`. A generator runs in a thread
+    of its own, limited by `time_limit`.
 
-    Files have the same bytes for the same arrays, so that a run goes on where it was.
+    Equal arrays give files of equal bytes, so that a stopped run can continue.
 
     Raises:
         BadData: they are no samples, or there is none, or they do not end.
@@ -107,7 +107,7 @@ def sample_source(samples: SamplesLike | None, folder: Path, limit: int | None =
 
 
 def workload_files(workloads: Sequence[WorkloadFile | WorkloadArrays], folder: Path) -> tuple[WorkloadFile, ...]:
-    """The files of workloads; those that are in memory are written to the folder.
+    """The files of workloads; arrays are written to the folder.
 
     Raises:
         BadData: they are no arrays.
@@ -125,7 +125,7 @@ def workload_files(workloads: Sequence[WorkloadFile | WorkloadArrays], folder: P
 
 @dataclass
 class ModelOption(Options):
-    """The model that a command is about."""
+    """The model of a command."""
 
     model: Option[ModelLike, ModelLike] = option(
         Anything(MODEL), REQUIRED, "The ONNX file.", is_positional=True, metavar="MODEL"
@@ -134,21 +134,20 @@ class ModelOption(Options):
 
 @dataclass(kw_only=True)
 class InputOptions(ModelOption):
-    """The model, and the samples for its scales and for its accuracy."""
+    """The model, and the samples for calibration and accuracy."""
 
     calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
 
 
 def limited(options: Options) -> AbstractContextManager[None]:
-    """The limits on time of a command: on one request to an engine, on reading samples, and on the whole."""
+    """Apply the time limits of a command: for one request to an engine, for reading samples, and for the whole."""
     seconds, budget = getattr(options, "time_limit", TIME_LIMIT), getattr(options, "time_budget", None)
     return time_limit(seconds, None if budget is None else monotonic() + budget)
 
 
 @contextmanager
 def on_disk(options: T) -> Iterator[T]:
-    """Options whose model, samples, workloads and metric are files and names: what a program holds in memory is written
-    to a temporary folder meanwhile.
+    """The same options with files and names in place of Python objects, which are written to a temporary folder.
 
     Raises:
         BadModel, BadData, BadOption: one is not what it has to be.
@@ -187,7 +186,7 @@ def _write(batch: object, path: Path) -> Path:
 
 
 def _array(values: object) -> npt.NDArray[np.generic]:
-    """Numbers, or strings, which a file takes where they are no objects."""
+    """Values as an array of numbers or of fixed-size strings, which files can hold."""
     array = np.asarray(values)
     is_text = array.dtype.kind == "O" and all(isinstance(value, str) for value in array.flat)
     return array.astype(str) if is_text else array
@@ -195,7 +194,7 @@ def _array(values: object) -> npt.NDArray[np.generic]:
 
 @contextmanager
 def metric_source(metric: MetricLike | None) -> Iterator[str | None]:
-    """The name under which a function can be imported as a metric; another one when its code is another.
+    """A name under which a function can be imported as a metric. It changes with the code of the function.
 
     Raises:
         BadOption: it is no function.

@@ -1,4 +1,4 @@
-"""`qdqtune inspect`: the regions and patterns of a model, for people (`render`) and for machines (`as_json`)."""
+"""`qdqtune inspect`: the regions and patterns of a model, as text (`render`) and as JSON (`as_json`)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ QUANTIZABLE = HEAVY - CONTROL_FLOW | INTEGER_KERNELS | {"AveragePool", "MaxPool"
 """Operators that engines run on quantized values."""
 
 MOST_FREQUENT, FEW = 10, 5
-"""Patterns that the text lists below the tree, and in the summary alone."""
+"""How many patterns are listed below the tree, and in the summary."""
 
 MOST_BARS = 8
-"""Bars of the histogram in the summary, which fits on a screen."""
+"""Most bars of the histogram in the summary."""
 
-BAR = 40
+LONGEST_BAR = 40
 """Width of the longest histogram bar."""
 
 
@@ -48,8 +48,8 @@ class InspectOptions(FixOption, ModelOption):
 
 @dataclass(frozen=True, repr=False)
 class Inspection(Shown):
-    """Regions and patterns of a model. `lines` show the summary, with the `tree` option the hierarchy; `named` show the
-    hierarchy with all nodes and tensors."""
+    """Regions and patterns of a model. `lines` hold the summary, or with the option `tree` the hierarchy; `named` holds
+    the hierarchy with all nodes and tensors."""
 
     told: Mapping[str, Any]
     lines: tuple[str, ...]
@@ -77,7 +77,7 @@ class Inspection(Shown):
 
 
 def inspect(options: InspectOptions) -> Inspection:
-    """How a model, which lies in a file (see `on_disk`), divides into regions, and which of them share a pattern.
+    """Divide a model, in a file (see `on_disk`), into regions, and find which of them share a pattern.
 
     Raises:
         QdqtuneError: the model cannot be read.
@@ -109,21 +109,21 @@ def render(
     summary = _Summary.of(model, regions)
     if not tree:
         below = [*_histogram(summary, MOST_BARS), "", *_pattern_lines(patterns, FEW)]
-        return [*_head(summary, regions), "", *below, "Every region: --tree, with the names of nodes and tensors: -v"]
+        return [*_head(summary, regions), "", *below]
     pattern_of = {region: p for p in patterns for region in p.instances}
     shown = [r for r in regions.walk() if include_all_regions or is_quantizable(model, r)]
     lines = [*_head(summary, regions), ""]
     for region in shown:
         lines += _tree_lines(model, region, pattern_of.get(region), verbose)
     if hidden := summary.regions - len(shown):
-        lines += ["", f"Hidden: {counted(hidden, 'region')} without quantizable operators (--include-all-regions)"]
+        lines += ["", f"Hidden: {counted(hidden, 'region')} without quantizable operators (`include_all_regions`)"]
     return [*lines, "", *_histogram(summary, len(summary.histogram)), "", *_pattern_lines(patterns, MOST_FREQUENT)]
 
 
 def as_json(
     model: Model, regions: Regions, patterns: Sequence[Pattern], *, include_all_regions: bool = False
 ) -> dict[str, object]:
-    """The same as plain values. Regions refer to their parents and patterns by `id` and `digest`."""
+    """The same as JSON values. Regions refer to parents by `id` and to patterns by `digest`."""
     summary = _Summary.of(model, regions)
     pattern_of = {region: p.digest for p in patterns for region in p.instances}
     parent = {child: region.id for region in regions.walk() for child in region.children}
@@ -149,13 +149,13 @@ def as_json(
 
 
 def is_quantizable(model: Model, region: Region) -> bool:
-    """Whether a region holds an operator that engines quantize, working on floats."""
+    """Whether a region holds an operator on floats that engines can quantize."""
     nodes = (model.nodes[n] for n in region.all_nodes())
     return any(node.op in QUANTIZABLE and any(may_be_float(model, t) for t in node.outputs) for node in nodes)
 
 
 def flow_type(model: Model, region: Region) -> str:
-    """`divergent` if a tensor has several users inside the region, else `sequence`."""
+    """`divergent` if several nodes of the region read one tensor, else `sequence`."""
     inside = set(region.all_nodes())
     tensors = [*region.inputs, *(t for n in inside for t in model.nodes[n].outputs if t)]
     several = any(len({n for n, _ in model.uses(t) if n in inside}) > 1 for t in tensors)
@@ -223,14 +223,14 @@ def _tree_lines(model: Model, region: Region, pattern: Pattern | None, verbose: 
 
 
 def _histogram(summary: _Summary, bars: int) -> Iterator[str]:
-    """At most so many bars: where there are more sizes, each is of several neighbouring ones."""
+    """A histogram of at most `bars` bars; if there are more sizes, neighbouring ones share a bar."""
     yield "LEAF region size histogram:"
     width = max(1, math.ceil(len(summary.histogram) / max(1, bars)))
     together = [summary.histogram[first : first + width] for first in range(0, len(summary.histogram), width)]
     numbers = [sum(number for _, number in several) for several in together]
     for ((low, _), *more), number in zip(together, numbers, strict=True):
         sizes = f"{low}-{more[-1][0]}" if more else f"{low}"
-        yield f"{sizes:>5} | {'█' * max(1, BAR * number // max(numbers))} {number}"
+        yield f"{sizes:>5} | {'█' * max(1, LONGEST_BAR * number // max(numbers))} {number}"
 
 
 def _pattern_lines(patterns: Sequence[Pattern], most: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`qdqtune layers`: what an engine made of a model, layer by layer."""
+"""`qdqtune layers`: the layers that an engine runs for a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from qdqtune.types import Layer, Sample
 
 @dataclass(kw_only=True)
 class ProfileOptions(EngineOptions, DataOptions):
-    """What says which layers are looked at: those of an engine that runs the model, or of an exported report."""
+    """Options about the source of layers: an engine that runs the model, or an exported report."""
 
     calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
     runs: Option[int, int] = option(
@@ -59,14 +59,14 @@ class LayersOptions(ProfileOptions):
 
 @dataclass(frozen=True, repr=False)
 class Layers(Shown):
-    """What an engine made of a model, in the order in which it runs."""
+    """The layers of an engine, in the order in which they run."""
 
     engine: str
     layers: tuple[Layer, ...]
 
     @property
     def time_ms(self) -> float | None:
-        """The sum of the layers' times; None if the engine tells none."""
+        """The sum of the layers' times; None if the engine gives none."""
         times = [layer.time_ms for layer in self.layers if layer.time_ms is not None]
         return sum(times) if times else None
 
@@ -98,9 +98,9 @@ def layers(options: LayersOptions) -> Layers:
         nodes = None if model is None else read(model)
         return Layers("tensorrt", read_report(options.graph_json, options.profile_json, nodes))
     if model is None:
-        raise BadOption("there is nothing to show: give a MODEL, or --graph-json FILE")
+        raise BadOption("there is nothing to show: give a MODEL, or `graph_json`")
     if options.profile_json is not None:
-        raise BadOption("--profile-json goes with --graph-json")
+        raise BadOption("`profile_json` goes with `graph_json`")
     spec = options.spec(options.input_shapes)
     (sample,) = prepared_for(load(model), spec, data_of(options, model), 0).samples.first(1)
     with temporary_runner(spec, time_limit_s=options.time_limit) as runner:

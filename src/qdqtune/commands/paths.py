@@ -1,11 +1,10 @@
-"""Before a command begins it is asked whether it may write what its options name, given what they name to be read: see
-`graph.may_write`."""
+"""Checks, before a command begins, that it may write the files that its options name (see `graph.may_write`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -14,40 +13,35 @@ from qdqtune.engines.options import tensorrt_cache
 from qdqtune.graph.may_write import Output, check_outputs
 from qdqtune.options import Given, Options, Reads, Several, Writes, options_of
 
-
-class Named(NamedTuple):
-    """What an option is called, its flag, and what a text means that is given for it."""
-
-    name: str
-    flag: str
-    kind: click.ParamType[Any]
-
+Kinds = Mapping[str, click.ParamType[Any]]
+"""Options by name, with the type of a single value."""
 
 Read = tuple[str, Reads, str]
-"""What is read: what it is called, the type of the option that names it, and the text."""
+"""Something that is read: what it is called, the type of the option that names it, and the text."""
 
 
-def check_paths(options: Iterable[Named], given: Given, read: Iterable[Read]) -> dict[str, Path]:
-    """Ask whether a command may write what its options name. Gives the paths of those that name none, but write.
+def check_paths(kinds: Kinds, given: Given, read: Iterable[Read]) -> dict[str, Path]:
+    """Check that a command may write the files that its options name. Gives the usual paths of options that were not
+    given, by name.
 
     Raises:
         BadOption, OutputError: it may not.
     """
     outputs, usual, inputs = list[Output](), dict[str, Path](), dict[str, list[Path]]()
-    for option in options:
-        if not isinstance(option.kind, Writes):
+    for name, kind in kinds.items():
+        if not isinstance(kind, Writes):
             continue
-        named = given.get(option.name)
-        path = named or option.kind.usual(given)
+        named = given.get(name)
+        path = named or kind.usual(given)
         if path is None:
             continue
         if not named:
-            usual[option.name] = path
+            usual[name] = path
         if named or path.parent.is_dir():  # else the input is not there either
-            outputs += option.kind.outputs(Path(path), option.flag, given)
+            outputs += kind.outputs(Path(path), f"`{name}`", given)
     of_engine = given.get("engine_options") or {}
     if isinstance(cache := of_engine.get("timing_cache"), str):
-        outputs += tensorrt_cache(Path(cache), "--engine-option", given)
+        outputs += tensorrt_cache(Path(cache), "`engine_options`", given)
     if outputs:
         for what, kind, text in read:
             inputs.setdefault(what.replace("_", " "), []).extend(kind.files(text))
@@ -62,19 +56,18 @@ def check_options(options: Options) -> None:
         BadOption, OutputError: see `check_paths`.
     """
     known = options_of(type(options))
-    kinds = [Named(name, own.flag, typed(own.kind)) for name, own in known.items()]
-    given = {name: getattr(options, name) for name in known}
+    kinds, given = {name: typed(own.kind) for name, own in known.items()}, {n: getattr(options, n) for n in known}
     check_paths(kinds, given, _read(kinds, given))
 
 
 def typed(kind: click.ParamType[Any]) -> click.ParamType[Any]:
-    """What one text means that is typed for an option of some kind."""
+    """The type of a single value that is typed for an option of a kind."""
     return kind.typed if isinstance(kind, Several) else kind
 
 
-def _read(kinds: Iterable[Named], given: Given) -> Iterator[Read]:
-    for option in kinds:
-        value = given[option.name]
+def _read(kinds: Kinds, given: Given) -> Iterator[Read]:
+    for name, kind in kinds.items():
+        value = given[name]
         for one in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(option.kind, Reads) and isinstance(one, str | Path | WorkloadFile):
-                yield option.kind.what or option.name, option.kind, str(one)
+            if isinstance(kind, Reads) and isinstance(one, str | Path | WorkloadFile):
+                yield kind.what or name, kind, str(one)

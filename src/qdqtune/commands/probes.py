@@ -1,13 +1,16 @@
-"""What `debug` asks: the outputs that some pairs leave, by the arithmetic of ONNX and on the engine at hand."""
+"""Measurements of `debug`: the noise of some pairs, as ONNX defines them and on an engine, and that of parts of a
+model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from onnx import helper
 
+from qdqtune.calibration.observe import with_outputs
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.runner import Handle, Runner, insist
@@ -18,13 +21,14 @@ from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.numerics.bisection import Parts
 from qdqtune.placement.file_pairs import FilePair, with_file_pairs
 from qdqtune.placement.switches import SWITCH
+from qdqtune.tuning.subgraphs.extraction import Resolved, borders, extract
 from qdqtune.types import Array, Failure, Sample
 
 NOT_FINITE = 1e3
-"""The noise of outputs that are NaN or infinite, of other shapes, or that an engine does not give at all."""
+"""The noise that stands for outputs which are NaN or infinite, have other shapes, or are missing."""
 
 LOUDEST = 999.0
-"""The most that finite outputs count for."""
+"""The largest noise of finite outputs."""
 
 SWITCHLESS = "ONNX Runtime cannot run the model with a switch at every pair"
 
@@ -32,14 +36,14 @@ Outputs = list[dict[str, Array]]
 
 
 def reference_spec() -> EngineSpec:
-    """ONNX Runtime without optimization: every operator as ONNX defines it."""
+    """ONNX Runtime without optimization, which computes every operator as ONNX defines it."""
     return EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": False})
 
 
 def noise(reference: Outputs, found: Outputs | Failure) -> float:
-    """Power of the error relative to the signal, for the worst output.
+    """The power of the error relative to that of the signal, for the worst output.
 
-    Outputs that are no floats, such as class numbers, count by the share of them that differ.
+    For outputs that are no floats, such as class numbers, it is the share of them that differ.
     """
     if isinstance(found, Failure) or not is_finite(found):
         return NOT_FINITE
@@ -53,9 +57,10 @@ def noise(reference: Outputs, found: Outputs | Failure) -> float:
 
 @dataclass
 class Probe:
-    """The float model and the pairs of a file, two engines, and how many times samples went through a model.
+    """Measures sets of pairs of a quantized model on samples.
 
-    `engine` is the one under test, `exact` runs as `reference_spec`. Models are written to `folder`.
+    `engine` is the one under test, `exact` runs as `reference_spec`. Models are written to `folder`. `runs` counts how
+    often samples went through a model.
     """
 
     float_model: Model
@@ -67,7 +72,7 @@ class Probe:
     folder: Path
     runs: int = 0
     failures: list[Failure] = field(default_factory=list)
-    """What the engine under test refused, in order."""
+    """Failures of the engine under test, in order."""
     _built: dict[Parts, float] = field(default_factory=dict)
     _constants: ConstantFile | None = None
     _switched: Handle | None = None
@@ -90,11 +95,11 @@ class Probe:
         return self._reference
 
     def by_numbers(self, on: Parts) -> float:
-        """Noise of some pairs as ONNX defines them."""
+        """The noise of some pairs as ONNX defines them."""
         return 0.0 if not on else noise(self.reference(), self._exactly(on))
 
     def on_engine(self, on: Parts) -> float:
-        """Noise of a build of the float model with some pairs on the engine under test."""
+        """The noise of the float model with some pairs on the engine under test; takes a build."""
         if on in self._built:
             return self._built[on]
         path = self.folder / f"part_{self.runs}.onnx"
@@ -104,7 +109,7 @@ class Probe:
         return self._built[on]
 
     def of_file(self, path: Path) -> float:
-        """Noise of a model file on the engine under test."""
+        """The noise of a model file on the engine under test."""
         self.runs += 1
         outputs = self.engine.outputs_of(path, self.samples)
         if isinstance(outputs, Failure):
@@ -115,8 +120,8 @@ class Probe:
         return noise(self.reference(), outputs)
 
     def narrow(self, most: int, limit: float) -> float:
-        """Go on with those samples alone on which the last file loses most, if it loses more than `limit` on them: its
-        noise on what remains."""
+        """Keep only the `most` samples with the largest error of the last file, if its noise on them is above `limit`.
+        Gives its noise on the samples that are kept."""
         reference, outputs = self.reference(), self._last
         if isinstance(outputs, Failure):
             self.samples, self._reference = self.samples[:most], reference[:most]
@@ -143,3 +148,102 @@ class Probe:
         if self._constants is None:
             self._constants = ConstantFile(self.folder / "constants.bin")
         self._constants.save(model, path)
+
+
+MOST_WRONG_PARTS = 8
+"""Most wrong parts that are looked for in one model. Chosen, not measured."""
+
+
+@dataclass(frozen=True)
+class WrongPart:
+    """A smallest run of neighbouring nodes that the engine computes wrongly.
+
+    `noise` is that of its results, given exact inputs. `reason` is the engine's, if it refuses the part.
+    """
+
+    nodes: tuple[str, ...]
+    noise: float
+    reason: str = ""
+
+
+@dataclass
+class CutOff:
+    """Measures parts of a model, nodes [start, stop) in graph order, on an engine under test."""
+
+    model: Model
+    samples: Sequence[Sample]
+    engine: Runner
+    exact: Runner
+    folder: Path
+    runs: int = 0
+    reason: str = ""
+    """The engine's reason for refusing a part, the last one."""
+
+    def noise(self, start: int, stop: int) -> float:
+        """The noise of what a part gives to the rest of the model, given exact inputs."""
+        nodes = range(start, stop)
+        reads, writes = borders(self.model, nodes)
+        if not writes:
+            return 0.0
+        values = self._exact_values(dict.fromkeys((*reads, *writes)))
+        expected = [{t: sample[t] for t in writes} for sample in values]
+        judged = [t for t in writes if all(_is_usable(sample[t]) for sample in expected)]
+        self.runs += 1
+        sizes = {t: values[0][t].shape for t in reads}
+        path = self.folder / f"part_{start}_{stop}.onnx"
+        with ConstantFile(self.folder / f"part_{start}_{stop}.bin") as constants:
+            constants.save(extract(self.model, nodes, Resolved(sizes), {}), path)
+        computed = self.engine.outputs_of(path, [{t: sample[t] for t in reads} for sample in values])
+        path.unlink()
+        constants.path.unlink()
+        if isinstance(computed, Failure):
+            self.reason = computed.reason
+            return NOT_FINITE
+        return noise([{t: s[t] for t in judged} for s in expected], [{t: s[t] for t in judged} for s in computed])
+
+    def _exact_values(self, tensors: Sequence[str] | dict[str, None]) -> Outputs:
+        """Values of some tensors, sample by sample, on ONNX Runtime without optimization."""
+        self.runs += 1
+        names = {tensor: f"__value_{i}" for i, tensor in enumerate(tensors)}
+        nodes = [helper.make_node("Identity", [tensor], [name], name) for tensor, name in names.items()]
+        shown = with_outputs(self.model, nodes)  # graph inputs cannot be outputs as they are
+        path = self.folder / "shown.onnx"
+        with ConstantFile(self.folder / "shown.bin") as constants:
+            constants.save(shown, path)
+        values = insist(self.exact.outputs_of(path, self.samples), "ONNX Runtime cannot run the float model")
+        return [{tensor: sample[name] for tensor, name in names.items()} for sample in values]
+
+
+def wrong_parts(cut: CutOff, limit: float) -> tuple[WrongPart, ...]:
+    """The parts that an engine computes with more noise than `limit`, at most `MOST_WRONG_PARTS`, found by bisection.
+
+    Each takes two searches: for the earliest end at which results are wrong, then for the latest start. One wrong part
+    among n nodes takes about 2 log2(n) builds, and the exact values around each.
+    """
+    start, stop = 0, len(cut.model.nodes)
+    wrong: list[WrongPart] = []
+    while start < stop and len(wrong) < MOST_WRONG_PARTS and cut.noise(start, stop) > limit:
+        start, end = _narrowed(cut, start, stop, limit)
+        loud = cut.noise(start, end)
+        names = tuple(node.name for node in cut.model.nodes[start:end])
+        wrong.append(WrongPart(names, loud, cut.reason if loud == NOT_FINITE else ""))
+        start = end
+    return tuple(wrong)
+
+
+def _narrowed(cut: CutOff, start: int, stop: int, limit: float) -> tuple[int, int]:
+    """The wrong part with the earliest end within a wrong part."""
+    end = _first(start + 1, stop, lambda e: cut.noise(start, e) > limit)
+    return end - _first(1, end - start, lambda size: cut.noise(end - size, end) > limit), end
+
+
+def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The number from `low` on at which `holds` begins to be true, by bisection; it is true for `high`."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
+
+
+def _is_usable(values: np.ndarray) -> bool:
+    return values.dtype.kind != "f" or bool(np.isfinite(values).all())

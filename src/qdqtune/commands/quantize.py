@@ -1,7 +1,7 @@
-"""`qdqtune quantize`: a float model to a Q/DQ model by placement rules, in one pass and without measuring latency.
+"""`qdqtune quantize`: makes a Q/DQ model of a float model by placement rules, without measuring latency.
 
-Load, calibrate, place by the engine's rules, insert, save, and say what it cost: on samples that calibration has not
-seen, where there are enough of them.
+It loads the model, calibrates, places pairs by the engine's rules, inserts and saves them, and compares the outputs: on
+samples that calibration has not seen, if there are enough.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from qdqtune.calibration.hidden_work import hidden_work
 from qdqtune.calibration.matching import Matched
 from qdqtune.calibration.moments import moments
 from qdqtune.calibration.observe import MANY
+from qdqtune.calibration.options import check_cache
 from qdqtune.calibration.prepare import LEAST_JUDGED, Prepared
 from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.calibration.scales import Ranges
-from qdqtune.commands.quantize_options import Request, Selection
+from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.worst_tensors import Damage, damages, to_exclude
 from qdqtune.engines import EngineSpec
@@ -54,11 +55,11 @@ REFUSED = "ONNX Runtime cannot run the model"
 
 @dataclass(frozen=True, repr=False)
 class Quantized(Shown):
-    """What was written, and what it cost.
+    """What `quantize` has written, and its accuracy.
 
-    SQNR in dB and cosine are of the worst output against the float model on `judged` samples; None where nothing is
-    lost, or where outputs are not finite. `metric` is that of `--evaluate`, before and after. `damages` is the report,
-    the worst tensor first.
+    `sqnr_db` and `cosine` are those of the worst output against the float model on `judged` samples; None where outputs
+    are equal, or not finite. `metric` is the user's metric before and after. `damages` is the report, the worst tensor
+    first.
     """
 
     output: Path
@@ -70,21 +71,22 @@ class Quantized(Shown):
     metric: tuple[float, float] | None = None
     damages: tuple[Damage, ...] = ()
     loudest: tuple[str, ...] = ()
-    """The nodes that the report names to keep in float (see `to_exclude`)."""
+    """Nodes that the report proposes to keep in float (see `to_exclude`)."""
     notes: tuple[str, ...] = ()
     is_finite: bool = True
     """Whether the outputs of both models are."""
     matched: Matched | None = None
-    """What the calibration cache had for the model, if one was given."""
+    """The ranges of the calibration cache that the model has tensors for; None without a cache."""
 
     def in_words(self) -> str:
-        """Where it lies, and how near its outputs are."""
+        """The file, how many tensors have a pair, and how close its outputs are."""
         near = "not compared" if not self.judged else decibels(self.sqnr_db) if self.is_finite else "not finite"
         return f"{self.output}, {placed(self.placed.placement)}, outputs {near}"
 
     def table(self) -> Table:
-        """What each rule did."""
-        return ("rule", "edges"), [(name, str(count)) for name, count in self.placed.counts]
+        """How many edges each rule decided."""
+        effects = {rule.name: engine_rules.effect(rule) for rule in engine_rules.RULES}
+        return ("rule", "edges", ""), [(name, str(count), effects.get(name, "")) for name, count in self.placed.counts]
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines."""
@@ -105,7 +107,7 @@ class Quantized(Shown):
         }
 
 
-def quantize(request: Request, observer: Observer | None = None) -> Quantized:
+def quantize(options: QuantizeOptions, observer: Observer | None = None) -> Quantized:
     """Write a Q/DQ version of a model, its pairs placed by the rules of an engine.
 
     Raises:
@@ -114,93 +116,97 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
     """
     observer = observer or Silent()
     with temporary_folder() as folder, one_constant_file(folder):
-        return _quantized(request, observer)
+        return _quantized(options, observer)
 
 
-def _quantized(request: Request, observer: Observer) -> Quantized:
-    _check_options(request)
-    numbers, made = _numbers(request), allowed(request.rewrites)
-    metric = None if request.evaluate is None else load_evaluation(request.evaluate)
-    observer.stage(f"reading {request.model.name}")
-    usual = usual_precision(request.engine)
-    precision: Precision = request.precision or usual
-    graph = load_for(request.model, precision, request.fix_inputs, numbers.opset, rewrites=made)
+def _quantized(options: QuantizeOptions, observer: Observer) -> Quantized:
+    _check_options(options)
+    path = Path(str(options.model))
+    numbers, made = _numbers(options), allowed(options.rewrites)
+    metric = None if options.evaluate is None else load_evaluation(str(options.evaluate))
+    observer.stage(f"reading {path.name}")
+    usual = usual_precision(options.engine)
+    precision: Precision = options.precision or usual
+    graph = load_for(path, precision, options.fix_inputs, numbers.opset, rewrites=made)
     if present := _quantized_parts(graph):
-        raise BadModel(f"{request.model} already has {present}: give the float model")
-    request.selection.allowed(graph, frozenset())  # refuses names that fit nothing, before the work begins
-    if request.is_fed:
+        raise BadModel(f"{path} already has {present}: give the float model")
+    options.allowed(graph, frozenset())  # refuses names that fit nothing, before the work begins
+    if options.is_run:
         observer.stage("looking at the values")
-    ready = request.ready(graph, request.fix_inputs, usual, is_fed=request.is_fed)
+    ready = options.prepared(graph, options.fix_inputs, usual, is_run=options.is_run)
     shaped, prepared = ready.shaped, ready.prepared
 
     def placed_by_rules(ranges: Ranges, without: Sequence[str] = ()) -> PlacedByRules:
-        if request.weight_only is not None:
-            return _weights_only(request, shaped, request.weight_only)
-        possible = request.selection.allowed(shaped, possible_edges(shaped, ranges))
+        if options.weight_only is not None:
+            return _weights_only(options, shaped, options.weight_only)
+        possible = options.allowed(shaped, possible_edges(shaped, ranges))
         possible = frozenset(e for e in possible if e.node not in without)
-        if request.placement_like == "implicit":
-            return engine_rules.place_implicit(shaped, possible, request.quant_type)
-        return engine_rules.place(shaped, possible, request.engine, request.quant_type)
+        if options.placement_like == "implicit":
+            return engine_rules.place_implicit(shaped, possible, options.quant_type)
+        return engine_rules.place(shaped, possible, options.engine, options.quant_type)
 
     ranges = Ranges({})
-    if request.weight_only is None:
-        how = request.calibration
+    if options.weight_only is None:
+        how = options.calibration
         ranges = ready.ranges(how, numbers, lambda found: placed_by_rules(found).placement, observer)
     placed = placed_by_rules(ranges)
     if not placed.placement:
-        chosen = " among the nodes that you chose" if request.selection != Selection() else ""
-        what = f"the rules of {request.engine} find nothing to quantize in {request.model}{chosen}"
+        chosen = " among the nodes that you chose" if options.chooses_nodes else ""
+        what = f"the rules of {options.engine} find nothing to quantize in {path}{chosen}"
         hidden = None if prepared is None else hidden_work(ready.graph, prepared.samples)
         raise BadModel(what + _keepers(placed) + (f"; {hidden}" if hidden else ""))
-    met = _moments(request, shaped, placed.placement, prepared, observer)
-    notes = (*ready.notes, *_few_rows(request, shaped, placed.placement, prepared))
+    met = _moments(options, shaped, placed.placement, prepared, observer)
+    notes = (*ready.notes, *_few_rows(options, shaped, placed.placement, prepared))
     quantized = Inserter(ready.graph, ranges, numbers, lambda _: met).insert(placed.placement)
-    done = Quantized(request.output, placed, None, None, 0, False)
-    with checked_output(request.output, request.engine, is_run=prepared is not None) as fresh:
+    done = Quantized(options.target, placed, None, None, 0, False)
+    with checked_output(options.target, options.engine, is_run=prepared is not None) as fresh:
         save(quantized, fresh)
         if prepared is not None:
             observer.stage("comparing with the float model")
-            done = _compared(request, fresh, placed, prepared, metric)
+            done = _compared(options, fresh, placed, prepared, metric)
         if precision == "bf16":  # which ONNX Runtime cannot run
             save(finished(quantized, precision), fresh)
-    if prepared is not None and request.report:
+    if prepared is not None and options.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
         plain = scaled(ready.graph, ranges.factors)  # whose values have the scales of the pairs
         report = damages(plain, quantized, placed.placement, prepared.judging)
         done = _reported(done, report, lambda nodes: bool(placed_by_rules(ranges, nodes).placement))
-    return replace(done, output=request.output, notes=(*notes, *done.notes), matched=ready.matched)
+    return replace(done, output=options.target, notes=(*notes, *done.notes), matched=ready.matched)
 
 
-def _check_options(request: Request) -> None:
-    """Refuse a weight format that the engine has no kernels for, and options that are about pairs or need data."""
-    if request.weight_only is None:
-        if request.report and request.calibration_data is None:
-            raise BadOption("--report says what rounding does to outputs on your data: give --calibration-data")
-        if request.weight_rounding != "nearest":
-            raise BadOption(f"--weight-rounding {request.weight_rounding} goes with --weight-only")
+def _check_options(options: QuantizeOptions) -> None:
+    """Refuse options that exclude each other or lack data, and weight formats without a kernel in the engine."""
+    check_cache(options, options)
+    if options.weight_only is None:
+        if options.report and options.calibration_data is None:
+            raise BadOption("`report` says what rounding does to outputs on your data: give `calibration_data`")
+        if options.weight_rounding != "nearest":
+            raise BadOption(f"`weight_rounding` {options.weight_rounding} goes with `weight_only`")
         return
-    checked_weight_format(request.engine, request.weight_only)
-    if request.weight_rounding == "gptq" and request.calibration_data is None:
-        raise BadOption("--weight-rounding gptq makes up for errors on your data: give --calibration-data")
-    if request.report:
-        raise BadOption("--report is about pairs, of which --weight-only places none")
-    if request.calibration_cache is not None or request.placement_like == "implicit":
-        raise BadOption("--weight-only takes no scales of activations, and places no pairs: leave the other option out")
+    checked_weight_format(options.engine, options.weight_only)
+    if options.weight_rounding == "gptq" and options.calibration_data is None:
+        raise BadOption("`weight_rounding` gptq makes up for errors on your data: give `calibration_data`")
+    if options.report:
+        raise BadOption("`report` is about pairs, of which `weight_only` places none")
+    if options.calibration_cache is not None or options.placement_like == "implicit":
+        raise BadOption("`weight_only` takes no scales of activations, and places no pairs: leave the other option out")
 
 
 def _moments(
-    request: Request, model: Model, placement: Placement, prepared: Prepared | None, observer: Observer
+    options: QuantizeOptions, model: Model, placement: Placement, prepared: Prepared | None, observer: Observer
 ) -> Mapping[str, Array]:
-    """What the products meet whose weights are stored, where rounding is to account for it."""
-    if request.weight_rounding == "nearest" or prepared is None:
+    """Second moments of the inputs of products with stored weights, for gptq; empty without it."""
+    if options.weight_rounding == "nearest" or prepared is None:
         return {}
     observer.stage(f"looking at what products meet on {prepared.samples.origin}")
     return moments(model, sorted(product_inputs(model, placement.weight_formats)), prepared.calibration)
 
 
-def _few_rows(request: Request, model: Model, placement: Placement, prepared: Prepared | None) -> tuple[str, ...]:
-    """What to say where the data have fewer rows than products have inputs: rounding learns little from them."""
-    met = {} if request.weight_rounding == "nearest" else product_inputs(model, placement.weight_formats)
+def _few_rows(
+    options: QuantizeOptions, model: Model, placement: Placement, prepared: Prepared | None
+) -> tuple[str, ...]:
+    """A note where the data have fewer rows than products have inputs: gptq gains little from them."""
+    met = {} if options.weight_rounding == "nearest" else product_inputs(model, placement.weight_formats)
     if not met or prepared is None:
         return ()
     tensor = max(met, key=lambda name: met[name])
@@ -209,28 +215,28 @@ def _few_rows(request: Request, model: Model, placement: Placement, prepared: Pr
     rows = sum(1 for _ in prepared.calibration) * max(1, int(elements(model, tensor)) // met[tensor])
     if rows >= met[tensor]:
         return ()
-    told = f"--weight-rounding gptq met {rows} rows (tokens) where products have up to {met[tensor]} inputs"
+    told = f"`weight_rounding` gptq met {rows} rows (tokens) where products have up to {met[tensor]} inputs"
     return (f"{told}: it gains little below as many; give more samples, or longer ones",)
 
 
-def _weights_only(request: Request, model: Model, wanted: str) -> PlacedByRules:
-    """Every weight among the chosen nodes as `wanted` says, by the operators that read them."""
-    edges = request.selection.allowed(model, storable_edges(model))
-    placement = rules.weights_only(model, edges, partial(weight_formats_like, request.engine, wanted))
+def _weights_only(options: QuantizeOptions, model: Model, wanted: str) -> PlacedByRules:
+    """A placement that stores every weight of the chosen nodes in the `wanted` format."""
+    edges = options.allowed(model, storable_edges(model))
+    placement = rules.weights_only(model, edges, partial(weight_formats_like, options.engine, wanted))
     return PlacedByRules(placement, tuple(Counter(s.name for s in placement.weight_formats.values()).items()))
 
 
 def _compared(
-    request: Request, written: Path, placed: PlacedByRules, prepared: Prepared, metric: Evaluation | None
+    options: QuantizeOptions, written: Path, placed: PlacedByRules, prepared: Prepared, metric: Evaluation | None
 ) -> Quantized:
-    """The written file against the float model."""
+    """Compare the written file with the float model, and add notes about the samples."""
     with temporary_folder() as folder:
-        done = _judged(request, written, placed, prepared, metric, folder)
+        done = _judged(options, written, placed, prepared, metric, folder)
     notes = [*done.notes]
     if not prepared.tells_accuracy:
-        scaled = ": scales come from random inputs" if request.sees_data else ""
-        notes.append(f"no --calibration-data{scaled}")
-    elif not prepared.is_held_out and request.sees_data:
+        scaled = ": scales come from random inputs" if options.sees_data else ""
+        notes.append(f"no `calibration_data`{scaled}")
+    elif not prepared.is_held_out and options.sees_data:
         notes.append(f"fewer than {HELD_OUT * LEAST_JUDGED} samples: the SQNR is that of the calibration data")
     return replace(done, is_held_out=prepared.is_held_out, notes=tuple(notes))
 
@@ -238,7 +244,7 @@ def _compared(
 def _reported(
     done: Quantized, report: Sequence[Damage] | Failure, leaves_some: Callable[[tuple[str, ...]], bool]
 ) -> Quantized:
-    """The result with what rounding single tensors does."""
+    """The result with the report on single tensors."""
     if isinstance(report, Failure):
         told = f"no report of single tensors, as the model with switches fails: {report.reason}"
         return replace(done, notes=(*done.notes, told))
@@ -246,7 +252,7 @@ def _reported(
 
 
 def _quantized_parts(model: Model) -> str:
-    """What shows that a model is quantized already, for people; empty if nothing does."""
+    """What is quantized already in a model, in words; empty if nothing is."""
     if is_quantized(model):
         return "Q/DQ pairs"
     operators = integer_operators(model)
@@ -254,31 +260,36 @@ def _quantized_parts(model: Model) -> str:
 
 
 def _keepers(placed: PlacedByRules) -> str:
-    """The rules that kept edges in float, the one that kept most first, for people."""
+    """The rules that kept edges in float, in words, the one with the most edges first."""
     keepers = {r.name: r.reason for r in engine_rules.RULES if isinstance(r, engine_rules.KeepFloat)}
     counts = sorted(((count, name) for name, count in placed.counts if count and name in keepers), reverse=True)
     kept = [f"{name} ({count} edge{'s' * (count != 1)}: {keepers[name]})" for count, name in counts]
     return f": kept in float by {', '.join(kept)}" if kept else ""
 
 
-def _numbers(request: Request) -> NumericFormat:
-    numbers = numeric_format(request.engine, request.quant_type)
-    if request.per_channel is None:
+def _numbers(options: QuantizeOptions) -> NumericFormat:
+    numbers = numeric_format(options.engine, options.quant_type)
+    if options.per_channel is None:
         return numbers
-    if request.per_channel and request.quant_type == "fp8":
-        raise BadOption("--per-channel is for int8: FP8 weights have one scale")
-    return replace(numbers, per_channel=request.per_channel)
+    if options.per_channel and options.quant_type == "fp8":
+        raise BadOption("`per_channel` is for int8: FP8 weights have one scale")
+    return replace(numbers, per_channel=options.per_channel)
 
 
 def _judged(
-    request: Request, written: Path, placed: PlacedByRules, prepared: Prepared, metric: Evaluation | None, folder: Path
+    options: QuantizeOptions,
+    written: Path,
+    placed: PlacedByRules,
+    prepared: Prepared,
+    metric: Evaluation | None,
+    folder: Path,
 ) -> Quantized:
-    """A file against the user's model: pairs fused where ONNX Runtime is the target, else as they stand. It has to run
-    on random inputs as well, which tell no accuracy."""
-    plain, model = folder / "float.onnx", load(request.model, fix_inputs=request.fix_inputs)
+    """Compare the outputs of a file with those of the user's model on ONNX Runtime, which fuses pairs if it is the
+    target. Random inputs give no accuracy, but the file must run on them."""
+    plain, model = folder / "float.onnx", load(Path(str(options.model)), fix_inputs=options.fix_inputs)
     save(model, plain)
     samples = prepared.judging
-    is_fused = request.engine == "onnxruntime" and len(model.nodes) <= MANY
+    is_fused = options.engine == "onnxruntime" and len(model.nodes) <= MANY
     spec = EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": is_fused})
     with Runner(spec, log_dir=folder) as runner:
         before, after = (insist(runner.load(file), REFUSED) for file in (plain, written))
@@ -287,7 +298,7 @@ def _judged(
         if metric is not None:
             measured = _measured(metric, runner, before), _measured(metric, runner, after)
     judged = len(samples) if prepared.tells_accuracy else 0
-    done = Quantized(request.output, placed, None, None, judged, True, measured)
+    done = Quantized(options.target, placed, None, None, judged, True, measured)
     if not judged:
         return done
     for outputs, whose in ((expected, "float"), (returned, "quantized")):
@@ -300,7 +311,7 @@ def _judged(
 
 
 def _measured(metric: Evaluation, runner: Runner, handle: Handle) -> float:
-    """The user's metric of one model.
+    """The value of the user's metric for one model.
 
     Raises:
         BadOption: it is not finite, or asks for what the model cannot do.
@@ -308,5 +319,5 @@ def _measured(metric: Evaluation, runner: Runner, handle: Handle) -> float:
     """
     value = evaluate(metric, runner, handle)
     if isinstance(value, Failure) and value.stage in ("output", "run"):
-        raise BadOption(f"--evaluate {metric.source} cannot be used: {value.reason}")
+        raise BadOption(f"`evaluate` {metric.source} cannot be used: {value.reason}")
     return insist(value, REFUSED)

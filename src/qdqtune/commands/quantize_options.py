@@ -1,17 +1,15 @@
-"""The options of `quantize`, and what it is told by them."""
+"""The options of `quantize`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, Literal
 
-from qdqtune.calibration.methods import CLOSEST, Calibration
-from qdqtune.calibration.options import FixOption, RangeOptions, check_cache
-from qdqtune.commands.inputs import METRIC, InputOptions, MetricLike
-from qdqtune.commands.source import OutputOption, Source, SourceOptions
+from qdqtune.calibration.options import FixOption
+from qdqtune.commands.inputs import METRIC, MetricLike
+from qdqtune.commands.source import SourceOptions
 from qdqtune.engines.formats import FORMATS
 from qdqtune.engines.options import time_limit_option
 from qdqtune.errors import BadOption
@@ -40,44 +38,9 @@ def _wildcards(help: str, metavar: str = "WILDCARD", **how: Any) -> Any:
     return option(WORDS, (), help, "Model", metavar=metavar, is_repeated=True, **how)
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Which nodes may be quantized, by wildcards of their names and by operator. Empty: all but the excluded ones."""
-
-    nodes: Sequence[str] = ()
-    op_types: Sequence[str] = ()
-    excluded_nodes: Sequence[str] = ()
-    excluded_op_types: Sequence[str] = ()
-
-    def allowed(self, model: Model, possible: frozenset[Edge]) -> frozenset[Edge]:
-        """The edges into nodes that may be quantized, and those to graph outputs.
-
-        Raises:
-            BadOption: a wildcard or an operator fits no node.
-        """
-        wanted = self._matching(model, self.nodes, self.op_types)
-        refused = self._matching(model, self.excluded_nodes, self.excluded_op_types)
-        chosen = wanted if self.nodes or self.op_types else {n.name for n in model.nodes}
-        return frozenset(e for e in possible if not e.node or e.node in chosen - refused)
-
-    def _matching(self, model: Model, wildcards: Sequence[str], op_types: Sequence[str]) -> set[str]:
-        names: set[str] = set()
-        for wildcard in wildcards:
-            matching = {n.name for n in model.nodes if fnmatchcase(n.name, wildcard)}
-            if not matching:
-                raise BadOption(f"no node is named {wildcard!r}: see qdqtune inspect --verbose for the names")
-            names |= matching
-        for op in op_types:
-            matching = {n.name for n in model.nodes if n.op == op}
-            if not matching:
-                raise BadOption(f"the model has no {op}; it has {', '.join(sorted({n.op for n in model.nodes}))}")
-            names |= matching
-        return names
-
-
 @dataclass(kw_only=True)
-class PairOptions(SourceOptions, FixOption):
-    """Which pairs are placed, and what is told of them."""
+class QuantizeOptions(FixOption, SourceOptions):
+    """The options of `quantize`."""
 
     quant_type: Option[QuantType, QuantType] = quant_type_option("Numbers of the pairs.")
     placement_like: Option[Likeness, Likeness] = option(
@@ -122,12 +85,6 @@ class PairOptions(SourceOptions, FixOption):
         "Output",
         short="tensors whose rounding does most harm",
     )
-
-
-@dataclass(kw_only=True)
-class QuantizeOptions(PairOptions, RangeOptions, InputOptions, OutputOption):
-    """The options of `quantize`."""
-
     engine: Text = option(
         choice(*sorted(FORMATS)),
         "onnxruntime",
@@ -153,46 +110,45 @@ class QuantizeOptions(PairOptions, RangeOptions, InputOptions, OutputOption):
     )
     time_limit: Duration = time_limit_option()
 
-    def request(self) -> Request:
-        """What `quantize` is told. Samples and metric lie in files (see `on_disk`).
-
-        Raises:
-            BadOption: options exclude each other.
-        """
-        check_cache(self, self)
-        model, told = Path(str(self.model)), {f.name: getattr(self, f.name) for f in fields(PairOptions)}
-        return Request(
-            model,
-            self.target,
-            engine=self.engine,
-            calibration=self.calibration,
-            calibration_data=None if self.calibration_data is None else str(self.calibration_data),
-            selection=Selection(
-                self.nodes_to_quantize, self.op_types_to_quantize, self.nodes_to_exclude, self.op_types_to_exclude
-            ),
-            evaluate=None if self.evaluate is None else str(self.evaluate),
-            **told,
-        )
-
-
-@dataclass(kw_only=True)
-class Request(Source, PairOptions):
-    """All that `quantize` is told. `engine` names numbers and rules: its library is not needed.
-
-    `evaluate` is the `module:callable` of a metric (see `evaluating`).
-    """
-
-    engine: str = "onnxruntime"
-    calibration: Calibration = CLOSEST
-    selection: Selection = field(default_factory=Selection)
-    evaluate: str | None = None
-
     @property
-    def is_fed(self) -> bool:
-        """Whether the model is run at all: with ranges from a file, random inputs would tell nothing."""
+    def is_run(self) -> bool:
+        """Whether the model is run: with ranges from a file, random inputs would tell nothing."""
         return self.calibration_cache is None or bool(self.calibration_data or self.evaluate)
 
     @property
     def sees_data(self) -> bool:
         """Whether what is written depends on the calibration data."""
         return self.calibration_cache is None and (self.weight_only is None or self.weight_rounding == "gptq")
+
+    @property
+    def chooses_nodes(self) -> bool:
+        """Whether only some of the nodes may be quantized."""
+        chosen = self.nodes_to_quantize, self.op_types_to_quantize, self.nodes_to_exclude, self.op_types_to_exclude
+        return any(chosen)
+
+    def allowed(self, model: Model, possible: frozenset[Edge]) -> frozenset[Edge]:
+        """The edges into nodes that may be quantized, and those to graph outputs.
+
+        Raises:
+            BadOption: a wildcard or an operator fits no node.
+        """
+        chosen = _matching(model, self.nodes_to_quantize, self.op_types_to_quantize)
+        excluded = _matching(model, self.nodes_to_exclude, self.op_types_to_exclude)
+        allowed = (chosen or {node.name for node in model.nodes}) - excluded
+        return frozenset(edge for edge in possible if not edge.node or edge.node in allowed)
+
+
+def _matching(model: Model, wildcards: Sequence[str], op_types: Sequence[str]) -> set[str]:
+    """The names of nodes that fit a wildcard or an operator."""
+    names: set[str] = set()
+    for wildcard in wildcards:
+        matching = {n.name for n in model.nodes if fnmatchcase(n.name, wildcard)}
+        if not matching:
+            raise BadOption(f"no node is named {wildcard!r}: see qdqtune inspect --verbose for the names")
+        names |= matching
+    for op in op_types:
+        matching = {n.name for n in model.nodes if n.op == op}
+        if not matching:
+            raise BadOption(f"the model has no {op}; it has {', '.join(sorted({n.op for n in model.nodes}))}")
+        names |= matching
+    return names

@@ -1,4 +1,4 @@
-"""What the other commands found as a report, with the sections that they can fill."""
+"""Reports on the results of other commands than `tune`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from qdqtune.commands.check import Checked
 from qdqtune.commands.compare import Row
 from qdqtune.commands.quantize import Quantized
-from qdqtune.commands.quantize_options import Request
-from qdqtune.explanation.findings import Finding
+from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.explanation.model_map import Ran, draw, everywhere
 from qdqtune.explanation.reasons import is_low
 from qdqtune.explanation.report import bars, speed, strip
-from qdqtune.explanation.report_values import Fact, Listing, Map, Report, Strip, Verdict
+from qdqtune.explanation.report_values import Fact, Headline, Map, Report, ReportTable, Strip
 from qdqtune.explanation.words import title
 from qdqtune.graph.model import Model
 from qdqtune.placement.reading import count_pairs
@@ -23,9 +23,11 @@ from qdqtune.tuning.subgraphs.groups import by_rules, from_layers
 from qdqtune.types import Layer, Placement
 from qdqtune.version import __version__
 
+PROFILED = "Times of profiled inferences: they say where the time goes, and add up to more than the latency."
+
 
 def of_layers(name: str, model: Model | None, engine: str, layers: Sequence[Layer], typed: Sequence[str]) -> Report:
-    """What an engine made of a model; without the model there is no map."""
+    """The report of `layers`; without the model there is no map."""
     running = [layer for layer in layers if layer.kind != "folded"]
     total = sum(layer.time_ms or 0.0 for layer in running)
     low = sum(is_low(layer.precision) for layer in running)
@@ -34,10 +36,10 @@ def of_layers(name: str, model: Model | None, engine: str, layers: Sequence[Laye
     return Report(
         title=name,
         kind="layers",
-        verdict=Verdict(f"{engine} runs {name} as {len(running)} layers", meaning, bool(low)),
+        verdict=Headline(f"{engine} runs {name} as {len(running)} layers", meaning, bool(low)),
         facts=(Fact("layers", str(len(running))), *([Fact("in all", f"{total:.4g} ms", "")] if total else [])),
         bars=bars(drawn) if drawn else (),
-        bars_lead="Times of profiled inferences: they say where the time goes, and add up to more than the latency.",
+        bars_lead=PROFILED,
         map=drawn,
         listings=(_layers(layers),),
         circumstances=(Fact("engine", engine), Fact("qdqtune", __version__)),
@@ -45,30 +47,22 @@ def of_layers(name: str, model: Model | None, engine: str, layers: Sequence[Laye
     )
 
 
-def of_check(
-    name: str,
-    model: Model,
-    engine: str,
-    layers: Sequence[Layer],
-    findings: Sequence[Finding],
-    measured: bool,
-    typed: Sequence[str],
-) -> Report:
-    """What an engine does not fuse of a quantized model, and why."""
+def of_check(name: str, done: Checked, typed: Sequence[str]) -> Report:
+    """The report of `check`."""
+    engine, layers, findings, measured = done.engine, done.layers, done.findings, done.measured
     failing = [] if measured else [finding for finding in findings if finding.fails]
-    running = [layer for layer in layers if layer.kind != "folded"]
-    low = sum(is_low(layer.precision) for layer in running)
+    low = sum(is_low(layer.precision) for layer in done.running)
     whys: dict[str, str] = {}
     for finding in findings:
         whys |= dict.fromkeys(finding.nodes, finding.reason)
-    drawn = _map(model, layers, whys) if layers else None
+    drawn = _map(done.graph, layers, whys) if layers else None
     if failing:
-        verdict = Verdict(
+        verdict = Headline(
             f"{engine} does not fuse all of {name}", f"{len(failing)} findings, each with its reason.", False
         )
     else:
         meaning = "What it does not fuse was measured, and is faster so." if measured and findings else ""
-        verdict = Verdict(f"{engine} fuses {name} as it should", meaning or "No finding fails.", True)
+        verdict = Headline(f"{engine} fuses {name} as it should", meaning or "No finding fails.", True)
     rows = tuple(
         (f.kind, "failure" if f in failing else "note", _ms(f.time_ms), ", ".join(f.nodes) or f.layer, f.reason)
         for f in findings
@@ -79,13 +73,13 @@ def of_check(
         kind="check",
         verdict=verdict,
         facts=(
-            Fact("layers in 8 bits", f"{low} of {len(running)}"),
+            Fact("layers in 8 bits", f"{low} of {len(done.running)}"),
             Fact("findings", str(len(failing))),
             Fact("notes", str(len(findings) - len(failing)), "worth knowing, nothing to mend"),
         ),
-        listings=(Listing("What is not fused", "", columns, rows, (2,)),) if rows else (),
+        listings=(ReportTable("What is not fused", "", columns, rows, (2,)),) if rows else (),
         bars=bars(drawn) if drawn else (),
-        bars_lead="Times of profiled inferences: they say where the time goes, and add up to more than the latency.",
+        bars_lead=PROFILED,
         map=drawn,
         circumstances=(Fact("engine", engine), Fact("qdqtune", __version__)),
         commands=_typed(typed),
@@ -93,12 +87,12 @@ def of_check(
 
 
 def of_compare(first: str, rows: Sequence[Row], plan: Plan, notes: Sequence[str], typed: Sequence[str]) -> Report:
-    """Files against the first, with every round."""
+    """The report of `compare`, with every round."""
     known = [row for row in rows if row.ratio is not None]
     best = min(known, key=lambda row: row.ratio.median if row.ratio else 1.0, default=None)
     name = title(Path(first))
     if best is None or best.ratio is None:
-        verdict = Verdict(f"Nothing could be compared with {name}", "The engine refused every other file.", False)
+        verdict = Headline(f"Nothing could be compared with {name}", "The engine refused every other file.", False)
     else:
         other, found = title(Path(best.file)), speed(best.ratio)
         words = {
@@ -108,7 +102,7 @@ def of_compare(first: str, rows: Sequence[Row], plan: Plan, notes: Sequence[str]
         }
         of_all = f"The fastest of {len(rows)} files. " if len(rows) > 1 else ""
         meaning = f"{of_all}One inference takes {best.ms:.4g} ms instead of {best.first_ms:.4g} ms."
-        verdict = Verdict(words[best.ratio.verdict], meaning, best.ratio.verdict == "faster", found, name)
+        verdict = Headline(words[best.ratio.verdict], meaning, best.ratio.verdict == "faster", found, name)
     cells = tuple(
         (r.name, _ms(r.first_ms), _ms(r.ms), *_speed_cells(r), "" if r.sqnr_db is None else f"{r.sqnr_db:.1f}")
         for r in rows
@@ -119,16 +113,16 @@ def of_compare(first: str, rows: Sequence[Row], plan: Plan, notes: Sequence[str]
         kind="compare",
         verdict=verdict,
         notes=tuple(notes),
-        listings=(Listing("All files", f"Against {first}.", columns, cells, (1, 2, 3, 4, 6)),),
+        listings=(ReportTable("All files", f"Against {first}.", columns, cells, (1, 2, 3, 4, 6)),),
         proof=tuple(_strips(known, plan)),
         circumstances=(Fact("qdqtune", __version__),),
         commands=_typed(typed),
     )
 
 
-def of_quantize(request: Request, done: Quantized, model: Model, typed: Sequence[str]) -> Report:
-    """What rules have made of a float model. `model` is that without pairs, with the names of the file written."""
-    placement = done.placed.placement
+def of_quantize(options: QuantizeOptions, done: Quantized, model: Model, typed: Sequence[str]) -> Report:
+    """The report of `quantize`. `model` is the written model without its pairs."""
+    placement, name = done.placed.placement, title(Path(str(options.model)))
     grouped = by_rules(model, everywhere(model))
     drawn = draw(model, grouped.groups, (), Ran(Placement()), Ran(placement), {}, {}, "quantized")
     eight = sum(node.quantized for node in drawn.nodes)
@@ -137,19 +131,19 @@ def of_quantize(request: Request, done: Quantized, model: Model, typed: Sequence
         exact = "not finite"
     hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
     rules = tuple((name, str(count)) for name, count in done.placed.counts)
-    listings = [Listing("What each rule did", "qdqtune rules has their reasons.", ("rule", "edges"), rules, (1,))]
+    listings = [ReportTable("What each rule did", "qdqtune rules has their reasons.", ("rule", "edges"), rules, (1,))]
     if done.damages:
         worst = tuple((d.tensor, ", ".join(d.nodes), _db(d.output_db), _db(d.own_db)) for d in done.damages)
         columns = ("tensor, rounded alone", "read by", "outputs, dB", "itself, dB")
         listings.append(
-            Listing("What hurts most", "Rounding this tensor alone would leave so much.", columns, worst, (2, 3))
+            ReportTable("What hurts most", "Rounding this tensor alone would leave so much.", columns, worst, (2, 3))
         )
-    meaning = f"{eight} of {len(drawn.nodes)} nodes read 8-bit values, by the rules for {request.engine}. "
+    meaning = f"{eight} of {len(drawn.nodes)} nodes read 8-bit values, by the rules for {options.engine}. "
     meaning += "Nothing was timed: qdqtune tune measures which pairs pay."
     return Report(
-        title=title(request.model),
+        title=name,
         kind="quantize",
-        verdict=Verdict(f"{title(request.model)} is quantized", meaning, True),
+        verdict=Headline(f"{name} is quantized", meaning, True),
         facts=(
             Fact("output accuracy", exact, hint),
             Fact("tensors with a Q/DQ pair", str(count_pairs(placement))),
@@ -159,7 +153,7 @@ def of_quantize(request: Request, done: Quantized, model: Model, typed: Sequence
         map=drawn,
         listings=tuple(listings),
         circumstances=tuple(
-            map(Fact, ("engine", "numbers", "qdqtune"), (request.engine, request.quant_type, __version__))
+            map(Fact, ("engine", "numbers", "qdqtune"), (options.engine, options.quant_type, __version__))
         ),
         commands=_typed(typed),
     )
@@ -172,13 +166,13 @@ def _map(model: Model, layers: Sequence[Layer], whys: Mapping[str, str] | None =
     return draw(model, grouped.groups, frozenset(grouped.folded), ran, None, {}, whys or {}, "")
 
 
-def _layers(layers: Sequence[Layer]) -> Listing:
+def _layers(layers: Sequence[Layer]) -> ReportTable:
     rows = tuple(
         (str(number), ", ".join(layer.nodes[:8]), layer.kind, layer.precision, _ms(layer.time_ms), layer.name)
         for number, layer in enumerate(layers, 1)
     )
     lead = "In the order in which the engine runs them."
-    return Listing("All layers", lead, ("#", "nodes", "kind", "precision", "ms", "layer"), rows, (0, 4), late=True)
+    return ReportTable("All layers", lead, ("#", "nodes", "kind", "precision", "ms", "layer"), rows, (0, 4), late=True)
 
 
 def _strips(rows: Sequence[Row], plan: Plan) -> Iterator[Strip]:

@@ -1,4 +1,4 @@
-"""Results that show themselves: a short `repr`, a small table in notebooks, and plain values for machines."""
+"""The base class of results: a sentence as `repr`, a table for notebooks and terminals, and plain values as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
 class Shown:
-    """What every result can: see the module."""
+    """A result of a command."""
 
     @abstractmethod
     def in_words(self) -> str:
@@ -33,7 +33,7 @@ class Shown:
         return f"<{type(self).__name__}: {self.in_words()}>"
 
     def _repr_html_(self) -> str:
-        """What notebooks show; names come from models, so everything is escaped."""
+        """HTML for notebooks. Everything is escaped, since names come from models."""
         titles, rows = self.table()
         head = "".join(f"<th>{escape(title)}</th>" for title in titles)
         body = "".join(
@@ -45,5 +45,5 @@ class Shown:
 
 
 def milliseconds(ms: float | None) -> str:
-    """A time in ms; nothing where it is not known."""
+    """A time in ms as text; empty if unknown."""
     return "" if ms is None else f"{ms:.4g}"

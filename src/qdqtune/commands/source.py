@@ -1,19 +1,18 @@
-"""The float model of a command that puts pairs into it, made ready: in its precision, with samples or the ranges of a
-file."""
+"""The float model and the samples of a command: in the right precision and shapes, with the ranges of a file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qdqtune.calibration.matching import Matched, from_file
 from qdqtune.calibration.methods import Calibration
-from qdqtune.calibration.options import CacheOption, DataOptions, RewriteOption
+from qdqtune.calibration.options import CacheOption, DataOptions, RangeOptions, RewriteOption
 from qdqtune.calibration.prepare import MOST_JUDGED, Data, Prepared, prepare
 from qdqtune.calibration.scales import Ranges
 from qdqtune.calibration.workloads import WorkloadFile, spans_of
-from qdqtune.commands.inputs import ModelOption
+from qdqtune.commands.inputs import InputOptions, ModelOption
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.tensorrt.options import check_inputs, spans, with_spans
 from qdqtune.graph.files import model_outputs
@@ -29,9 +28,12 @@ from qdqtune.types import Listener, NumericFormat, Placement
 
 
 @dataclass(frozen=True)
-class Ready:
-    """`graph` is what gets the pairs, `shaped` the same with the shapes of its inputs; `prepared` is None where nothing
-    is run, `matched` where no calibration cache was given."""
+class PreparedModel:
+    """A float model that pairs can be put into: `graph`, and the same with fixed input shapes, `shaped`.
+
+    `prepared` holds its samples, None where the model is not run. `matched` holds the ranges of a calibration cache,
+    None where none was given. `notes` are for the user.
+    """
 
     graph: Model
     shaped: Model
@@ -46,21 +48,14 @@ class Ready:
         placed: Callable[[Ranges], Placement],
         listener: Listener,
     ) -> Ranges:
-        """Those of the cache, or else calibrated for the placement that follows from them."""
+        """The ranges of the cache, or else calibrated ones. `placed` gives the placement that follows from ranges."""
         if self.matched is not None:
             return self.matched.ranges
         return Ranges({}) if self.prepared is None else fitted(self.prepared, how, numbers, placed, listener=listener)
 
 
-@dataclass(kw_only=True)
-class SourceOptions(DataOptions, CacheOption, RewriteOption):
-    """What a command is told that puts pairs into a model."""
-
-    precision: Option[Precision | None, Precision | None] = precision_option()
-
-
 def _beside(given: Given) -> Path | None:
-    """The Q/DQ model, where no file is named for it."""
+    """The usual path of the Q/DQ model."""
     path = Path(str(given["model"]))
     return path.with_suffix(".qdq.onnx") if path.name else None
 
@@ -80,42 +75,42 @@ class OutputOption(ModelOption):
 
     @property
     def target(self) -> Path:
-        """The file, where none is named beside the model."""
+        """The file to write: the named one, or else one beside the model."""
         return self.output or Path(str(self.model)).with_suffix(".qdq.onnx")
 
 
 @dataclass(kw_only=True)
-class Source(SourceOptions):
-    """The model and what it is fed. What carries no pair has `precision`; None is as the engine is usually used, where
-    that holds. `calibration_cache` is a file of ranges that another tool has written, in place of calibration (see
-    `calibration.caches`)."""
+class SourceOptions(DataOptions, CacheOption, RewriteOption, RangeOptions, InputOptions, OutputOption):
+    """The options of a command that puts pairs into a float model."""
 
-    model: Path = field(kw_only=False)
-    output: Path = field(kw_only=False)
-    precision: Option[Precision | None, Precision | None] = precision_option("fp32")
-    calibration_data: str | None = None
+    precision: Option[Precision | None, Precision | None] = precision_option()
 
-    def ready(self, graph: Model, fixed: Collection[str], usual: Precision, *, is_fed: bool) -> Ready:
-        """Make what was read from the file ready.
+    def prepared(self, graph: Model, fixed: Collection[str], usual: Precision, *, is_run: bool) -> PreparedModel:
+        """Bring a model into its precision, with samples or with the ranges of `calibration_cache`.
+
+        `graph` is as it was read from the file, `fixed` are its inputs that were made constant. With a cache, samples
+        are drawn only if `is_run`. Without a `precision` the model gets that of the engine, `usual`, where its values
+        allow it.
 
         Raises:
-            InputError: model, cache and data cannot be used, or not together.
+            InputError: model, cache and samples cannot be used, or not together.
         """
-        prepared, cache = None, self.calibration_cache
-        if cache is None or is_fed:
-            data = Data(self.calibration_data, self.calibration_samples, self.input_shapes, self.seed)
+        prepared, cache, path = None, self.calibration_cache, Path(str(self.model))
+        if cache is None or is_run:
+            source = None if self.calibration_data is None else str(self.calibration_data)
+            data = Data(source, self.calibration_samples, self.input_shapes, self.seed)
             prepared, _, notes = in_half_precision(prepare(graph, data, fixed=fixed), self.precision, usual)
             graph, shaped, notes = prepared.model, prepared.shaped, (*notes, *prepared.hints)
         else:
-            graph, notes = by_ranges(graph, self.precision or usual, cache, self.model)
+            graph, notes = by_ranges(graph, self.precision or usual, cache, path)
             shaped = with_input_shapes(graph, self.input_shapes)
-        matched = None if cache is None else from_file(cache, graph, self.model)
-        return Ready(graph, shaped, prepared, matched, (*notes, *(matched.notes() if matched else ())))
+        matched = None if cache is None else from_file(cache, graph, path)
+        return PreparedModel(graph, shaped, prepared, matched, (*notes, *(matched.notes() if matched else ())))
 
 
 def data_of(options: DataOptions, *files: Path | None) -> Data:
-    """What options say of samples, which lie in files (see `on_disk`). Where they name no inputs, those of the run
-    whose folder one of the model `files` lies in."""
+    """The samples that options name, in files (see `on_disk`). If they name none, and one of the model `files` lies in
+    the folder of a run, the samples of that run."""
     source: object = getattr(options, "calibration_data", None)
     workloads: Sequence[object] = getattr(options, "workloads", None) or ()
     if source is None and not options.input_shapes and not workloads:
@@ -132,12 +127,12 @@ def data_of(options: DataOptions, *files: Path | None) -> Data:
 
 
 def told_of_inputs(options: DataOptions, prepared: Prepared) -> list[str]:
-    """What to say of inputs that the user has not named."""
+    """A note about inputs that the user has not named."""
     if getattr(options, "calibration_data", None) is not None or getattr(options, "workloads", None):
         return []
     if prepared.tells_accuracy:
-        return [f"no --calibration-data: the inputs are those of the run beside it, {prepared.samples.origin}"]
-    return ["no --calibration-data: inputs are random, which says nothing of accuracy: none is told"]
+        return [f"no `calibration_data`: the inputs are those of the run beside it, {prepared.samples.origin}"]
+    return ["no `calibration_data`: inputs are random, which says nothing of accuracy: none is told"]
 
 
 def prepared_for(
@@ -154,7 +149,7 @@ def prepared_for(
 
 
 def built_for(spec: EngineSpec, workloads: Sequence[WorkloadFile], fixed: Collection[str] = ()) -> EngineSpec:
-    """The engine, built for the sizes of all workloads where it wants some and is told no others.
+    """The engine with the range of input sizes of all workloads, if it takes such ranges and has none.
 
     Raises:
         BadData: a workload cannot be read.

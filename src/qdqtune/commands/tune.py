@@ -1,4 +1,4 @@
-"""`qdqtune tune`: its options, and what a search is told by them."""
+"""`qdqtune tune`: its options, its result, and the settings of a search that follow from options."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.tensorrt.options import usual_shapes
-from qdqtune.explanation.words import built, decibels
+from qdqtune.explanation.words import built, decibels, rewrites_gave, title
 from qdqtune.options import SWITCH, Anything, Flag, MaybeFile, MaybeInt, OfRun, Option, choice, option
 from qdqtune.search.region import Config
-from qdqtune.timing.ratios import Plan
+from qdqtune.timing.ratios import Plan, Ratio, speed
 from qdqtune.tuning import loop, result
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import SearchOptions
 from qdqtune.tuning.price_file import usual_place
 from qdqtune.tuning.settings import EFFORTS, FRONT_BUILDS, Settings, looks_until
+from qdqtune.types import Accuracy
 
 Preset = Literal["quick", "default", "extensive"]
 
 
 @dataclass(kw_only=True)
 class EffortOptions(SearchOptions):
-    """How much a search may spend."""
+    """Options about how much a search may spend."""
 
     effort: Option[Preset, Preset] = option(
         choice(*EFFORTS),
@@ -104,8 +105,8 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
     )
 
     def settings(self, command: tuple[str, ...] = (), **more: Any) -> Settings:
-        """What a search is told; `command` is what was typed, `more` are fields of `Settings` that win. What `effort`
-        presets holds where its own option is not given. Samples, workloads and metric lie in files (see `on_disk`).
+        """The settings of the search. `command` is the command line; `more` are fields of `Settings` that take
+        precedence. `effort` sets what is not given. Samples, workloads and metric lie in files (see `on_disk`).
 
         Raises:
             BadOption: options exclude each other, or leave nothing to do.
@@ -139,7 +140,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         return Settings(**(told | more))
 
     def _prices(self) -> Path | None:
-        """The file of prices: what the user has named, or one beside the timing cache that he has, or the usual one."""
+        """The price file: the named one, else one beside the named timing cache, else the usual one; None for none."""
         if self.price_cache is not None:
             return None if str(self.price_cache) == "none" else self.price_cache
         return usual_place() if self.timing_cache is None else Path(self.timing_cache).with_suffix(".prices.json")
@@ -147,28 +148,28 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
 
 @dataclass(frozen=True, repr=False)
 class Result(Shown, result.Result):
-    """What a search has found. `folder` holds its files."""
+    """The result of a search. `folder` holds its files."""
 
     folder: Path = field(default_factory=Path)
 
     @property
     def file(self) -> Path:
-        """The model that ships: the tuned one if `improved`, else a copy of the baseline, or of what was given."""
+        """The model that ships: the tuned one if `improved`, else a copy of the baseline or of the user's file."""
         return self.folder / FINAL
 
     @property
     def baseline(self) -> Path:
-        """The float model, as it was compared."""
+        """The float model that others were compared with."""
         return self.folder / BASELINE
 
     @property
     def placement_file(self) -> Path:
-        """Where the pairs stand, for `apply`."""
+        """The placement, for `apply`."""
         return self.folder / PLACEMENT
 
     @property
     def report(self) -> Path:
-        """The report for a browser, unless `report=False` was asked for."""
+        """The report for a browser; it is not there with `report=False`."""
         return self.folder / REPORT
 
     def explain(self, pattern: str | None = None) -> Explained:
@@ -182,28 +183,16 @@ class Result(Shown, result.Result):
             return f"no improvement: nothing faster{held} among {len(self.history)} candidates"
         exact = self.summary["output_sqnr_db"]
         near = "exact outputs" if exact is None else decibels(exact)
-        return f"{self.ratio.speedup}, {near if self._is_judged else 'accuracy unknown'}, {self.file}"
-
-    @property
-    def _is_judged(self) -> bool:
-        return bool(self.summary["accuracy_samples"])
+        return f"{self.ratio.speedup}, {near if is_judged(self.summary) else 'accuracy unknown'}, {self.file}"
 
     def table(self) -> Table:
         """Float and tuned model side by side."""
         told = self.summary
-        rows = [("latency", f"{told['baseline_ms']:.3f} ms", f"{told['final_ms']:.3f} ms")]
-        if self.ratio is not None:
-            rows.append(("speedup", "1x", self.ratio.speedup))
-        rows.append(("tensors with a pair", "0", str(told["pairs"])))
-        if self.improved and self._is_judged:
-            rows.append(("output SQNR", "", decibels(told["output_sqnr_db"])))
-        if told.get("metric_before") is not None and told.get("metric_after") is not None:
-            rows.append(("metric", f"{told['metric_before']:g}", f"{told['metric_after']:g}"))
-        rows.append(("candidates, builds, time", "", f"{told['trials']}, {built(told)}, {told['seconds']:.0f} s"))
-        return ("", "float", "tuned"), rows
+        spent = f"{told['trials']}, {built(told)}, {told['seconds']:.0f} s"
+        return ("", "float", "tuned"), [*result_rows(self), ("candidates, builds, time", "", spent)]
 
     def to_dict(self) -> Mapping[str, Any]:
-        """What summary.json holds, the notes, and the folder."""
+        """The contents of summary.json, the notes, and the folder."""
         return {**self.summary, "notes": list(self.notes), "folder": str(self.folder)}
 
 
@@ -215,3 +204,73 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
     """
     done = loop.tune(settings, observer)
     return Result(**vars(done), folder=settings.output_dir)
+
+
+def result_rows(found: result.Result) -> list[tuple[str, str, str]]:
+    """The result as rows of a table: latency, speedup, pairs and accuracy of the float and of the tuned model."""
+    summary = found.summary
+    rows = _latencies(found)
+    if found.ratio is not None and summary["ratio_to_given"] is not None:
+        rows.append((f"speedup over {title(Path(summary['model']))}", "", speed(summary["ratio_to_given"])))
+    rows += _rewritten(summary)
+    rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
+    if stored := summary.get("weights"):
+        rows.append(("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in stored.items())))
+    if found.improved and is_judged(summary):
+        rows.append(("output SQNR against float", "", _accuracy(summary)))
+        if (equal := (summary["output_accuracy"] or {}).get("agreement")) is not None:
+            rows.append(("integers as in float", "", f"{equal:.1%}"))
+    if (without := summary["fastest_without_limits"]) is not None:
+        ratio = f" at {decibels(without['sqnr_db'])}" if is_judged(summary) else ""
+        rows.append(("fastest without limits", "", f"{speed(without['ratio'])}{ratio}"))
+    if summary["metric_before"] is not None:
+        after = summary["metric_after"]
+        rows.append(("your metric", f"{summary['metric_before']:g}", "failed" if after is None else f"{after:g}"))
+    return rows
+
+
+def _rewritten(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The speedup by rewrites of the float model where they were measured, and that by the placement."""
+    rewrites = summary.get("rewrites", {})
+    if "gave" not in rewrites:
+        return []
+    gave, placed = rewrites_gave(summary)
+    rows = [(f"speedup by {', '.join(rewrites['names'])}", "1x", speed(gave))]
+    return rows if placed is None else [*rows, ("  and by the placement", "1x", speed(placed))]
+
+
+def _latencies(found: result.Result) -> list[tuple[str, str, str]]:
+    """Latency and speedup: at each number of threads and of each workload, where there are several."""
+    summary = found.summary
+    mean = "latency of a call, on average" if summary.get("workloads") else "latency"
+    times = f"{summary['baseline_ms']:.3f} ms", f"{summary['final_ms']:.3f} ms"
+    if found.ratio is None:
+        return [(mean, *times)]
+    by_threads = summary.get("by_threads", [])
+    rows = [(mean, *times), ("speedup [interval]", "1x", found.ratio.speedup)]
+    if len(by_threads) > 1:
+        rows = []
+        for row in by_threads:
+            rows += _compared(f"latency, {row['threads']} thread{'s' * (row['threads'] > 1)}", row)
+    for row in summary.get("workloads", []):
+        rows += _compared(f"{row['name']}, {row['share']:.0%} of the calls", row)
+    return rows
+
+
+def _compared(name: str, row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Latencies, and the speedup with its interval."""
+    times = f"{row['baseline_ms']:.3f} ms", f"{row['final_ms']:.3f} ms"
+    return [(name, *times), ("  speedup [interval]", "1x", Ratio(row["ratio"], row["low"], row["high"]).speedup)]
+
+
+def _accuracy(summary: Mapping[str, Any]) -> str:
+    """Output SQNR with its spread over single samples."""
+    accuracy = summary["output_accuracy"] or {}
+    lost = summary["output_sqnr_db"]
+    is_told = bool(accuracy) and lost is not None
+    return str(Accuracy(**{**accuracy, "agreement": None})) if is_told else decibels(lost)
+
+
+def is_judged(summary: Mapping[str, Any]) -> bool:
+    """Whether outputs were compared on samples, not on random inputs."""
+    return bool(summary["accuracy_samples"])

@@ -1,4 +1,4 @@
-"""What rounding costs, pair by pair: for who asks which node hurts."""
+"""The tensors whose rounding alone changes the outputs of a model most."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ WORST = 10
 """Pairs that a report lists."""
 
 TENTH_DB = 10.0
-"""What makes a tenth of the error or more is at most so much quieter than all of it."""
+"""A tensor makes a tenth of the error or more if its SQNR is at most so many dB above that of the whole model."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One tensor, all of its pairs together.
+    """The damage of one tensor, with all of its pairs.
 
-    `output_db` is the SQNR that the worst output would have if nothing but this tensor were rounded, -30 or more; the
-    least also stands for outputs that are not finite. `own_db` is that of the tensor itself. None where nothing is
-    lost. `nodes` are those to keep in float to be rid of the pair: they read
-    the tensor through it. Where only the graph does, it is the node that makes the tensor.
+    `output_db` is the SQNR of the worst output if only this tensor is rounded; it is at least -30, which also stands
+    for outputs that are not finite. `own_db` is the SQNR of the tensor itself. None means no error. `nodes` are the
+    nodes to keep in float to remove the pair: those that read the tensor through it, or else the node that makes it.
     """
 
     tensor: str
@@ -41,9 +40,9 @@ class Damage:
 def damages(
     float_model: Model, quantized: Model, placement: Placement, samples: Sequence[Sample]
 ) -> list[Damage] | Failure:
-    """The `WORST` tensors of a model that `insert` has made, those first that do most to the outputs.
+    """The `WORST` tensors of a model that `insert` has made, the largest damage first.
 
-    Takes one build of the float model with switches (see `sensitivity`). A failure if that gives no answer.
+    Takes one build of the float model with switches (see `sensitivity`); a `Failure` if that cannot run.
 
     Raises:
         BadModel: ONNX Runtime cannot run the float model.
@@ -60,8 +59,10 @@ def damages(
 def to_exclude(
     found: Sequence[Damage], output_db: float | None, leaves_some: Callable[[tuple[str, ...]], bool]
 ) -> tuple[str, ...]:
-    """The nodes of the tensors whose rounding alone makes a tenth or more of the error of a model with `output_db`,
-    the loudest first: as many as `leaves_some` says leave anything quantized when they are excluded."""
+    """The nodes of the tensors that make a tenth or more of the error of a model with `output_db`, the worst first.
+
+    `leaves_some` says whether anything stays quantized without some nodes; tensors are added as long as it does.
+    """
     chosen: tuple[str, ...] = ()
     for damage in found:
         if output_db is None or damage.output_db is None or damage.output_db > output_db + TENTH_DB:
@@ -74,7 +75,7 @@ def to_exclude(
 
 
 def _quantization(quantized: Model, edge: Edge) -> Quantization:
-    """The numbers of the pair on an edge, as the quantized model has them."""
+    """Scale and zero point of the pair on an edge of the quantized model."""
     read = edge.tensor if edge.is_graph_output else quantized.nodes[quantized.index_of[edge.node]].inputs[edge.index]
     dq = quantized.nodes[quantized.producers[read]]
     scale, zero = (quantized.constants[name].array() for name in dq.inputs[1:3])
@@ -89,7 +90,7 @@ def _nodes(model: Model, placement: Placement, tensor: str) -> tuple[str, ...]:
 
 
 def _own(model: Model, pairs: Mapping[str, Quantization], samples: Sequence[Sample]) -> dict[str, float | None]:
-    """SQNR in dB of each tensor against its rounded self."""
+    """The SQNR of each rounded tensor, in dB."""
     fixed = {t: model.constants[t].array() for t in pairs if t in model.constants}
     computed = [t for t in pairs if t not in fixed]
     power = {tensor: np.zeros(2) for tensor in pairs}

@@ -1,4 +1,4 @@
-"""Where the marks of a picture stand: pure arithmetic from values to shares of a width, in %."""
+"""Positions of marks in the charts of a report, computed from values: in % of the width, or in px of the height."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from qdqtune.explanation.report_values import Bar, Candidate, Point, Speed, Stri
 from qdqtune.types import EQUAL_DB
 
 OUTSIDE = 0.02
-"""Share of the rounds on either side that may lie off the axis, and are drawn at its end."""
+"""Share of the rounds at either end that may lie outside the axis; they are drawn at its end."""
 
 FINE = 1000
-"""Units of width that a strip of dots is drawn in."""
+"""Units of width in which the dots of a comparison are drawn."""
 
 LANES = (5, 11, 2, 8, 13, 4, 10, 7)
-"""Heights in a strip at which dots stand by turns, so that they do not hide each other."""
+"""Heights at which dots are drawn by turns, so that they do not hide each other."""
 
 MOST_DOTS = 96
-"""Dots of one strip; more rounds are thinned out evenly."""
+"""Most dots of one comparison; of more rounds, some are left out at equal distances."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Axis:
     high: float
 
     def place(self, value: float) -> float:
-        """Where a value stands, in % of the width; at an end if it lies outside."""
+        """The position of a value in % of the width; that of the nearer end if it lies outside."""
         share = (value - self.low) / (self.high - self.low)
         return round(100 * min(max(share, 0.0), 1.0), 2)
 
@@ -46,7 +46,7 @@ class Axis:
 
 
 def spanning(values: Iterable[float], pad: float = 0.06) -> Axis:
-    """An axis with room for all values."""
+    """An axis that holds all values, with a margin."""
     known = list(values)
     low, high = min(known), max(known)
     room = pad * (high - low) or 0.05 * abs(high) or 1.0
@@ -54,12 +54,12 @@ def spanning(values: Iterable[float], pad: float = 0.06) -> Axis:
 
 
 def ends(speed: Speed) -> tuple[float, ...]:
-    """The median of a speed, and what is known of its interval."""
+    """The median of a speed and the known ends of its interval."""
     return tuple(v for v in (speed.low, speed.median, speed.high) if v is not None)
 
 
 def of_strips(strips: Sequence[Strip]) -> Axis:
-    """One axis for several comparisons, with 1 on it."""
+    """One axis that holds several comparisons and 1."""
     values = [1.0]
     for strip in strips:
         values += [*ends(strip.speed), *np.quantile(strip.rounds, [OUTSIDE, 1 - OUTSIDE]).tolist()]
@@ -67,7 +67,7 @@ def of_strips(strips: Sequence[Strip]) -> Axis:
 
 
 def dots(strip: Strip, axis: Axis) -> str:
-    """The rounds as a path of strokes without length, in a box of FINE by 16: round ends make dots of them."""
+    """The rounds as an SVG path in a box of FINE by 16: strokes without length, whose round ends look like dots."""
     chosen = np.linspace(0, len(strip.rounds) - 1, min(len(strip.rounds), MOST_DOTS)).round().astype(int)
     places = (round(axis.place(strip.rounds[i]) * FINE / 100) for i in chosen)
     return "".join(f"M{x} {LANES[i % len(LANES)]}h0" for i, x in enumerate(places))
@@ -75,23 +75,23 @@ def dots(strip: Strip, axis: Axis) -> str:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Speed to the right, output SQNR upwards. Places in % of the width and px of the height."""
+    """The axes of a chart with speed to the right and output SQNR upwards."""
 
     x: Axis
     y: Axis
     height: int
 
     def down(self, sqnr_db: float | None) -> float:
-        """How far below the upper edge a point stands."""
+        """The distance of a point from the upper edge, in px."""
         return round(self.height * (1 - self.y.place(self.loud(sqnr_db)) / 100), 1)
 
     def loud(self, sqnr_db: float | None) -> float:
-        """Equal outputs stand at the top."""
+        """The SQNR at which a point is drawn: equal outputs at the top."""
         return self.y.high if sqnr_db is None or sqnr_db >= EQUAL_DB else sqnr_db
 
 
 def scatter(points: Sequence[Point], floor_db: float | None, height: int = 260) -> Scatter:
-    """Axes with room for all points, for 1 and for what is asked for."""
+    """Axes that hold all points, a speed of 1 and the asked SQNR."""
     x = spanning([1.0, *(v for p in points for v in ends(p.speed))], 0.08)
     known = [p.sqnr_db for p in points if p.sqnr_db is not None and p.sqnr_db < EQUAL_DB]
     known += [] if floor_db is None else [floor_db]
@@ -101,7 +101,7 @@ def scatter(points: Sequence[Point], floor_db: float | None, height: int = 260) 
 
 @dataclass(frozen=True)
 class Step:
-    """A candidate in the course of the search: its place, and the best speed until then."""
+    """A candidate in the chart of the search: position, and height of the best speed so far."""
 
     x: float
     y: float | None
@@ -109,7 +109,7 @@ class Step:
 
 
 def course(candidates: Sequence[Candidate], height: int = 120) -> tuple[tuple[Step, ...], Axis]:
-    """The candidates in order, and the axis of speeds."""
+    """Positions of the candidates, in order, and the axis of speeds."""
     speeds = [c.speed for c in candidates if c.speed is not None]
     axis = spanning([1.0, *speeds], 0.12)
     best, steps = 1.0, []
@@ -123,5 +123,5 @@ def course(candidates: Sequence[Candidate], height: int = 120) -> tuple[tuple[St
 
 
 def longest(bars: Sequence[Bar]) -> float:
-    """The ms of the longest of the bars, which fills the width."""
+    """The time of the longest bar, in ms."""
     return max(max(bar.float_ms, (bar.tuned_ms or 0.0) + bar.conversion_ms) for bar in bars)

@@ -1,8 +1,8 @@
-"""What a finished run knows of its nodes: the one source of `qdqtune explain` and of the report.
+"""The facts of a finished run about its nodes: the source of both `qdqtune explain` and the report.
 
-Nothing is run. The float model is baseline.onnx, what shipped placement.yaml (the file itself where the user's own Q/DQ
-model did); builds, ranges and noise are in the state file. What nodes took comes from the layers of the float model and
-of what ships, shared out so that they add up to the latencies that rounds have measured.
+Nothing is run. The float model is read from baseline.onnx, the shipped placement from placement.yaml (from the shipped
+file where that is the user's own Q/DQ model); builds, ranges and noise from the state file. Times of nodes come from
+the engine's layers, scaled so that they add up to the measured latencies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 from qdqtune.engines.formats import FORMATS, numeric_format
 from qdqtune.errors import BadState
 from qdqtune.explanation.reasons import Reasons, is_float
-from qdqtune.explanation.values import ORIGINS, RULED
+from qdqtune.explanation.values import origin_in_words
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.shaping import with_input_shapes
@@ -44,7 +44,7 @@ from qdqtune.types import Edge, Layer, Placement, Trial
 
 @dataclass(frozen=True)
 class Alone:
-    """What subgraph mode found of a group by itself: its verdict, and its ms in float and at best in 8 bits."""
+    """A group that subgraph mode has timed by itself: the verdict, and its ms in float and at best in 8 bits."""
 
     why: str
     float_ms: float
@@ -53,14 +53,14 @@ class Alone:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is known of a finished run.
+    """What is known of a finished run.
 
-    `model` is the float model as it was measured, `able` where a pair can stand, `possible` where the user allows one
-    as well. `placement` is what shipped ("tuned", "baseline", or "given": the user's own Q/DQ model). The times of
-    `float_layers` add up to what the float model took; those of `final_layers`, of what shipped, are shares of
-    `final_ms`, None where nothing but the search has measured that. `noise` knows what rounding each value does where
-    the run had to know, `alone` what subgraph mode found by node, `in_float` why the engine runs nodes of the shipped
-    model in float although they have pairs.
+    `model` is the float model as it was measured. A pair can stand on the edges of `able`; the user allows it on those
+    of `possible`. `placement` is the shipped one; `shipped` says whether that is the tuned model, the baseline, or the
+    user's own Q/DQ model ("given"). The times of `float_layers` add up to the latency of the float model, those of
+    `final_layers` to `final_ms`, which is None where only the search has measured the shipped model. `noise` is set
+    where the run measured the noise of single tensors. `alone` is what subgraph mode measured, by node. `in_float` says
+    why the engine runs nodes of the shipped model in float although they have pairs.
     """
 
     model: Model
@@ -82,34 +82,34 @@ class Facts:
 
     @cached_property
     def trial(self) -> Trial | None:
-        """The trial of what shipped, the last one if there are several."""
+        """The trial of the shipped placement, the last one if there are several."""
         return next((t for t in reversed(self.history) if t.placement == self.placement), None)
 
     @cached_property
     def layers(self) -> Mapping[str, Layer]:
-        """What the shipped build ran, by node; empty if nobody knows."""
+        """The layers of the shipped build by node; empty if unknown."""
         return {name: layer for layer in self.shipped_layers for name in layer.nodes}
 
     @cached_property
     def shipped_layers(self) -> tuple[Layer, ...]:
-        """What the shipped build ran, in order; empty if nobody knows."""
+        """The layers of the shipped build, in order; empty if unknown."""
         if not self.placement:
             return self.float_layers
         return self.final_layers or (self.trial and self.trial.layers) or ()
 
     @property
     def float_ms(self) -> float:
-        """What the float model took, as far as its layers tell."""
+        """The time of the float model: the sum of its layers."""
         return sum(layer.time_ms or 0.0 for layer in self.float_layers)
 
     @cached_property
     def float_spent(self) -> Mapping[str, Spent]:
-        """What each node took in the float model; empty if the engine tells no times."""
+        """The time of each node in the float model; empty if the engine gives no times."""
         return spent_by(self.model, Placement(), self.float_layers, self.float_ms)
 
     @cached_property
     def spent(self) -> Mapping[str, Spent]:
-        """What each node took in what shipped; empty if nobody knows."""
+        """The time of each node in the shipped model; empty if unknown."""
         if not self.placement:
             return self.float_spent
         ms = self.final_ms
@@ -120,7 +120,7 @@ class Facts:
 
     @cached_property
     def costs(self) -> Costs | None:
-        """Prices of the units of what shipped; None if the engine tells no layer times."""
+        """Prices of all units, given the shipped placement; None if the engine gives no layer times."""
         if not any(layer.time_ms for layer in self.float_layers):
             return None
         ways = ways_in([self.placement, *(t.placement for t in self.history)])
@@ -129,16 +129,15 @@ class Facts:
 
     @cached_property
     def origin(self) -> str:
-        """Where the placement that shipped comes from, in words."""
+        """Where the shipped placement comes from, in words."""
         if self.shipped == "given":
             return "your own Q/DQ model"
         origin = self.trial.proposal.origin if self.trial else ""
-        known = f"the rule {origin!r}" if origin in RULED else ORIGINS.get(origin, f"the candidate {origin!r}")
-        return known if origin else "an earlier run"
+        return origin_in_words(origin) if origin else "an earlier run"
 
 
 def facts_of(run: FinishedRun) -> Facts:
-    """What a finished run has left, without running anything.
+    """Read the facts of a finished run from its folder.
 
     Raises:
         BadState: its state file ends too early.
@@ -173,7 +172,7 @@ def facts_of(run: FinishedRun) -> Facts:
 
 
 def _chosen(model: Model, fingerprint: Fingerprint) -> frozenset[Edge]:
-    """The edges that the user's list of nodes leaves."""
+    """The edges within the nodes that the user has listed; all without a list."""
     if not fingerprint.node_filter:
         return every_edge(model)
     regions = discovery.find(model, fingerprint.regions)
@@ -181,7 +180,7 @@ def _chosen(model: Model, fingerprint: Fingerprint) -> frozenset[Edge]:
 
 
 def _alone(groups: Iterable[GroupOutcome]) -> Iterator[tuple[str, Alone]]:
-    """What subgraph mode found of each group that it has timed, by node."""
+    """The groups that subgraph mode has timed, by node."""
     for group in groups:
         if group.kind is not None:
             for node in group.nodes:
@@ -189,7 +188,7 @@ def _alone(groups: Iterable[GroupOutcome]) -> Iterator[tuple[str, Alone]]:
 
 
 def _with_engine(facts: Facts, final: Path, engine: str) -> Facts:
-    """With the reasons for nodes that have pairs and ran in float all the same, read from the shipped model."""
+    """The facts with `in_float`, read from the shipped model."""
     running = {name: x for name, x in facts.layers.items() if x.kind == "compute" and is_float(x.precision)}
     paired = {e.node for e in facts.placement} & running.keys()
     if not paired or engine not in FORMATS:

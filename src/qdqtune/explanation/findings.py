@@ -1,4 +1,4 @@
-"""What an engine did not fuse: pairs that run as kernels of their own, operators that stayed in float, reformats."""
+"""Findings about what an engine did not fuse: pairs that run as kernels, operators left in float, reformats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 from qdqtune.calibration.observe import running
 from qdqtune.errors import InputError, parsed_json
-from qdqtune.explanation.reasons import UNKNOWN, Reason, Reasons, is_conversion, is_float, is_low, told
+from qdqtune.explanation.reasons import UNKNOWN, Reason, Reasons, is_conversion, is_float, is_low, named
 from qdqtune.explanation.split_attention import Split, splits
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, Node
@@ -27,14 +27,14 @@ Symptom = Literal["standalone pair", "float compute", "split attention", "reform
 
 @dataclass(frozen=True)
 class Finding:
-    """A layer that a better placement might do without, if it `fails`; else one to know about.
+    """A layer that a better placement might avoid, if it `fails`; otherwise a note.
 
     Kinds: "standalone pair", a Q or a DQ that runs as a kernel of its own; "float compute", an operator that runs in
     float although its inputs carry pairs; "split attention", two products and a Softmax in several kernels where the
     engine has one (it fails if any of them carries a pair); "reformat", a layer beside a quantized one that only moves
-    values (it fails if the other side is float); "boundary", a conversion that has to be there, since the model's own
-    inputs and outputs are float, or that the user allows. `nodes` are the ONNX nodes that it is about; `cause` is the
-    node that `reason` speaks of, which has several findings around it.
+    values (it fails if the other side is float); "boundary", a conversion that is needed because the model's inputs and
+    outputs are float, or that the user allows. `nodes` are the ONNX nodes of the layer; `cause` is the node that
+    `reason` is about: findings with one cause belong together.
     """
 
     kind: Symptom
@@ -49,11 +49,11 @@ class Finding:
 def check(
     model: Model, layers: Sequence[Layer], numbers: NumericFormat | None = None, *, fuses_attention: bool = False
 ) -> tuple[Finding, ...]:
-    """What is not fused in a Q/DQ model, in the order of the engine's layers.
+    """The findings about a Q/DQ model, in the order of the engine's layers.
 
-    `layers` name nodes of `model`; names that it has not are passed over. With `numbers`, the format that the engine
-    wants, pairs in another one are recognised as a reason. With `fuses_attention`, as the engines of the TensorRT
-    family do, attention in several kernels is a finding, and stands for those about its two products.
+    `layers` name nodes of `model`; other names are ignored. `numbers` is the numeric format of the engine: with it,
+    pairs in another format are given as a reason. `fuses_attention` is for engines of the TensorRT family: attention in
+    several kernels is one finding in place of those about its two products.
     """
     checker = _Checker(model, layers, Reasons(model, layers, numbers))
     findings = [f for number in range(len(layers)) if (f := checker.finding(number)) is not None]
@@ -72,7 +72,7 @@ def _of_attention(split: Split, layers: Sequence[Layer]) -> Finding:
 
 
 def allow(findings: Iterable[Finding], wildcards: Sequence[str]) -> tuple[Finding, ...]:
-    """The findings; those of which a node or the cause matches a wildcard have become boundaries."""
+    """The findings, where those with a node or cause that matches a wildcard become boundaries."""
 
     def is_meant(finding: Finding) -> bool:
         names = (*finding.nodes, finding.cause)
@@ -84,7 +84,7 @@ def allow(findings: Iterable[Finding], wildcards: Sequence[str]) -> tuple[Findin
 
 
 def excuse(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The findings of a placement that was measured: what they cost is paid for elsewhere, so that none fails."""
+    """The findings of a placement that was measured to be faster: none of them fails."""
     return tuple(replace(finding, fails=False) for finding in findings)
 
 
@@ -133,7 +133,7 @@ class _Checker:
         return Finding("standalone pair", layer.name, _names(pairs), layer.time_ms, first.text, first.cause)
 
     def _in_float(self, layer: Layer, others: Sequence[Node]) -> Finding | None:
-        """An operator, or one that only moves values, that a pair should have brought into 8 bits."""
+        """A finding about a layer in float that was meant to run in 8 bits, if it was."""
         if not is_float(layer.precision):
             return None
         meant = [n for n in others if self._is_meant_for_8_bits(n)]
@@ -141,13 +141,13 @@ class _Checker:
             return None
         first = next((n for n in meant if n.op in COMPUTE), meant[0])
         kind: Symptom = "float compute" if layer.kind == "compute" else "reformat"
-        reason = f"{told(first)} runs in float: {self._reasons.of_float(first)}"
+        reason = f"{named(first)} runs in float: {self._reasons.of_float(first)}"
         return Finding(kind, layer.name, _names(meant), layer.time_ms, reason, first.name)
 
     def _is_meant_for_8_bits(self, node: Node) -> bool:
-        """Whether a convolution or product has a pair, or another operator only pairs of which one runs in vain.
+        """Whether a convolution or product has a pair, or all inputs of another operator have one and one of them runs.
 
-        Elsewhere float arithmetic in a kernel that reads and writes 8 bits is no loss.
+        Otherwise float arithmetic in a kernel that reads and writes 8 bits costs nothing.
         """
         operands = self._reasons.operands(node)
         if any(o.dq is not None and o.dq.name in self._stored for o in operands):
@@ -160,7 +160,7 @@ class _Checker:
         return len(paired) == len(operands) and self._reasons.has_running_pair(node)
 
     def _inserted(self, number: int) -> Finding | None:
-        """A layer that the engine added to move values, beside one that runs in 8 bits."""
+        """A finding about a layer that the engine has added beside one in 8 bits to move values."""
         layer = self._layers[number]
         if layer.kind == "compute" or (layer.kind == "copy" and not layer.time_ms):
             return None  # a copy that takes no time is none
@@ -177,7 +177,7 @@ class _Checker:
         return Finding("reformat", layer.name, (), layer.time_ms, reason, cause, bool(in_float))
 
     def _neighbours(self, number: int) -> tuple[Layer | None, Layer | None]:
-        """The layers that compute before and after one, in the order in which the engine runs them."""
+        """The nearest computing layers before and after one, in the order of the engine."""
         before = next((self._layers[i] for i in reversed(self._computing) if i < number), None)
         return before, next((self._layers[i] for i in self._computing if i > number), None)
 
@@ -193,10 +193,9 @@ def _names(nodes: Iterable[Node]) -> tuple[str, ...]:
 
 
 def is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
-    """Whether `model`, read from `file`, carries the pairs that a run has proven faster than none on this very engine.
+    """Whether `file` lies in the folder of a run that has proven the pairs of its `model` faster on this engine.
 
-    `engine` is its description. An engine of another version, device or setting may fuse otherwise, and another
-    placement than the recorded one was not measured.
+    `engine` is the description of the engine: another version, device or setting may fuse otherwise.
     """
     folder = file.parent
     try:
@@ -210,8 +209,8 @@ def is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
 
 
 def lost_by_pairs(model: Model, samples: Sequence[Sample]) -> Accuracy | None:
-    """What the pairs of a Q/DQ model do to its outputs on ONNX Runtime, which fuses none of them; None if it does not
-    run them. Weights that the file holds in 8 bits alone count as they are there.
+    """The accuracy of a Q/DQ model against itself without pairs, on ONNX Runtime without fusion; None if that cannot
+    run it. Weights that are stored in 8 bits count as exact.
     """
     with running(strip_pairs(model)) as as_float, running(model, fuse=False) as as_quantized:
         reference, outputs = as_float(samples), as_quantized(samples)

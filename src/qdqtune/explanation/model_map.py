@@ -1,4 +1,4 @@
-"""A model as a map: groups of nodes, who reads from whom, and blocks of groups where there are many of them."""
+"""A model as a map: groups of nodes, the flow between them, and blocks of groups where there are many."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from typing import Literal
 import numpy as np
 
 from qdqtune.explanation.reasons import is_float, is_low
-from qdqtune.explanation.report_values import Block, Group, Map, Node
+from qdqtune.explanation.report_values import Map, MapBlock, MapGroup, MapNode
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import ASKS_SHAPE, QDQ, REARRANGES
 from qdqtune.search.costs.attribution import Spent
 from qdqtune.types import Edge, Layer, Placement
 
-MOST = 240
-"""As many cells as a screen shows at once; more groups than that form blocks."""
+MOST_CELLS = 240
+"""Most groups that are drawn without blocks: about what a screen shows. Chosen, not measured."""
 
-FLAT = 60
-"""More groups than that form blocks where they repeat."""
+MOST_FLAT = 60
+"""Most groups that are drawn without blocks where sequences of groups repeat. Chosen, not measured."""
 
 REPEATS = 3
-"""How often a sequence of groups comes at least that is a block which repeats."""
+"""Least number of times in a row that a sequence of groups occurs to count as a repeated block."""
 
 VIEWS = REARRANGES - {"Transpose"}
-"""Operators that compute and move nothing: they stand with the group whose result they show in another shape."""
+"""Operators that only change the shape: they join the group that makes their input."""
 
 USUAL = 80
-"""The most blocks that a level is divided into."""
+"""Most blocks of one level. Chosen, not measured."""
 
 FEWEST = 4
-"""The fewest blocks that modules may form, and the fewest groups of one on average."""
+"""Least number of blocks that modules may form, and of groups in each on average."""
 
-LEAST = 8
-"""Groups of a block where names tell of no modules: fewer are not worth a step down."""
+LEAST_GROUPS = 8
+"""Least number of groups in a block where names show no modules."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A build: where its pairs stood, the layers that the engine ran, and what each node took, where it told."""
+    """A build: its placement, the layers that the engine ran, and the time of each node where it is known."""
 
     placement: Placement
     layers: Sequence[Layer] = ()
     spent: Mapping[str, Spent] = field(default_factory=dict)
 
     def own(self, nodes: Iterable[str]) -> float | None:
-        """What some nodes took without their conversions; None where nobody knows."""
+        """The time of some nodes without their conversions; None if unknown."""
         return sum(self.spent[name].own for name in nodes) if self.spent else None
 
     def conversions(self, nodes: Iterable[str]) -> float:
-        """What the conversions took that count with some nodes."""
+        """The time of the conversions that count with some nodes."""
         return sum(self.spent[name].conversions for name in nodes) if self.spent else 0.0
 
 
 def flows(model: Model, groups: Sequence[Sequence[str]]) -> tuple[tuple[int, int], ...]:
-    """Who reads from whom, by number of group; nodes in none are passed over."""
+    """Pairs of groups, by number, of which the second reads from the first. Nodes outside of groups are ignored."""
     owner = {name: number for number, group in enumerate(groups) for name in group}
     found = set()
     for node in model.nodes:
@@ -70,7 +70,7 @@ def flows(model: Model, groups: Sequence[Sequence[str]]) -> tuple[tuple[int, int
 
 
 def in_order(model: Model, groups: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """The groups so that each comes behind those it reads from, else as in the file. In a circle, as in the file."""
+    """The groups in topological order, else in that of the file; groups in a cycle in that of the file."""
     told = sorted((tuple(g) for g in groups), key=lambda g: max(model.index_of[n] for n in g))
     waits = [0] * len(told)
     readers: list[list[int]] = [[] for _ in told]
@@ -91,10 +91,12 @@ def in_order(model: Model, groups: Iterable[Sequence[str]]) -> list[tuple[str, .
 
 def blocks(
     groups: Sequence[Sequence[str]], operators: Mapping[str, str], between: Sequence[tuple[int, int]]
-) -> tuple[Block, ...]:
-    """Blocks of consecutive groups, none where all groups fit a screen and nothing repeats. Borders lie where a
-    sequence of groups begins again, or modules, or where few values cross."""
-    if len(groups) <= FLAT:
+) -> tuple[MapBlock, ...]:
+    """Divide groups into blocks of consecutive ones; none where all fit a screen and nothing repeats.
+
+    Blocks begin where a sequence of groups repeats, or else where modules begin, or where few tensors cross.
+    """
+    if len(groups) <= MOST_FLAT:
         return ()
     crossing = [0] * (len(groups) + 1)
     for a, b in between:
@@ -114,13 +116,13 @@ def _divided(
     scopes: Sequence[tuple[str, ...]],
     first: int,
     last: int,
-) -> tuple[Block, ...]:
+) -> tuple[MapBlock, ...]:
     count = last - first
-    if count <= FLAT:
+    if count <= MOST_FLAT:
         return ()
     begins, size = _repeated([group_label([operators[n] for n in g]) for g in groups[first:last]])
     again = {first + begin: number for number, begin in enumerate(begins, 1)}
-    if count <= MOST and not again:
+    if count <= MOST_CELLS and not again:
         return ()
     modules = [] if again else _by_module(scopes, first, last)
     ends = {end for a in again for end in (a, a + size)} | {first}
@@ -131,17 +133,17 @@ def _divided(
         label = block_label(named, scopes[a:b], is_module=bool(modules or again))
         if a in again:
             label = names[again[a] - 1] if names else f"block {again[a]} of {len(again)}"
-        made.append(Block(label, a, b, _divided(groups, operators, crossing, scopes, a, b)))
+        made.append(MapBlock(label, a, b, _divided(groups, operators, crossing, scopes, a, b)))
     return tuple(made)
 
 
 def _repeated(labels: Sequence[str]) -> tuple[list[int], int]:
-    """Where a sequence of groups begins that comes at least `REPEATS` times in a row and forms most of these groups,
-    and how long it is: of several the one that covers most, of these the shortest. Nothing where there is none, or
-    it comes more often than a screen shows."""
+    """The starts and the length of a sequence of groups that repeats at least `REPEATS` times in a row and covers most
+    of the groups: of several the one that covers most, of these the shortest. Empty if there is none, or it repeats
+    more often than a screen shows."""
     numbers = np.unique(labels, return_inverse=True)[1]
     found, most = ([0], 1), len(labels) // 2
-    for period in range(1, min(len(labels) // REPEATS, MOST) + 1):
+    for period in range(1, min(len(labels) // REPEATS, MOST_CELLS) + 1):
         differ = np.flatnonzero(numbers[:-period] != numbers[period:])
         ends = np.array([-1, *differ, len(numbers) - period])
         longest = int(np.argmax(np.diff(ends)))
@@ -152,8 +154,8 @@ def _repeated(labels: Sequence[str]) -> tuple[list[int], int]:
 
 
 def _module_of_each(blocks: Sequence[Sequence[tuple[str, ...]]]) -> list[str]:
-    """A name for each of some blocks, given the modules of their groups: that which most groups of no other block are
-    in. Nothing where there is none."""
+    """A name for each block, given the modules of its groups: the module of most of them, if no two blocks have the
+    same. Empty otherwise."""
     for depth in range(1, 1 + max((len(scope) for block in blocks for scope in block), default=0)):
         found = [Counter(scope[:depth] for scope in block).most_common(1)[0][0] for block in blocks]
         if len(set(found)) == len(blocks):
@@ -162,7 +164,7 @@ def _module_of_each(blocks: Sequence[Sequence[tuple[str, ...]]]) -> list[str]:
 
 
 def _by_module(scopes: Sequence[tuple[str, ...]], first: int, last: int) -> list[int]:
-    """Where modules begin, as deep as their number fits a screen; nothing where names tell of none."""
+    """The groups with which modules begin, as deep as a screen can show; empty if names show no modules."""
     for depth in range(max(map(len, scopes[first:last])), 0, -1):
         inner = [n for n in range(first + 1, last) if scopes[n - 1][:depth] != scopes[n][:depth]]
         if FEWEST <= len(inner) + 1 <= min(USUAL, (last - first) / FEWEST):
@@ -171,8 +173,8 @@ def _by_module(scopes: Sequence[tuple[str, ...]], first: int, last: int) -> list
 
 
 def _evenly(crossing: Sequence[int], first: int, last: int) -> list[int]:
-    """Borders at about equal distances, where few values cross."""
-    size = max((last - first) / USUAL, LEAST)
+    """Borders at about equal distances where few tensors cross."""
+    size = max((last - first) / USUAL, LEAST_GROUPS)
     borders, slack = [first], max(1, int(size * 0.45))
     for number in range(1, math.ceil((last - first) / size)):
         ideal = first + round(number * size)
@@ -183,7 +185,7 @@ def _evenly(crossing: Sequence[int], first: int, last: int) -> list[int]:
 
 
 def everywhere(model: Model) -> frozenset[Edge]:
-    """Every use of a float value by a node: where pairs might stand as far as the graph tells."""
+    """Every use of a float tensor by a node, constants aside."""
     uses = ((t, n.name, slot) for n in model.nodes for slot, t in enumerate(n.inputs) if t not in model.constants)
     return frozenset(Edge(*use) for use in uses if (info := model.tensors.get(use[0])) is not None and info.is_float)
 
@@ -194,7 +196,7 @@ def op_of(model: Model, name: str) -> str:
 
 
 def scope(name: str) -> tuple[str, ...]:
-    """The modules that a name stands in: /encoder/layer.0/attention/MatMul is in encoder, layer.0, attention."""
+    """The modules in a node's name: those of /encoder/layer.0/attention/MatMul are encoder, layer.0, attention."""
     return tuple(part for part in name.split("/") if part)[:-1]
 
 
@@ -204,7 +206,7 @@ def shared(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def block_label(operators: Sequence[str], scopes: Sequence[tuple[str, ...]], *, is_module: bool) -> str:
-    """The module that a block is, or from which module to which it goes, or else the operators that it has most of."""
+    """A name for a block: its module, its first and last module, or else its most frequent operators."""
     depth = min(shared(scopes[0], other) for other in scopes)
     ends = [scope[depth] for scope in (scopes[0], scopes[-1]) if len(scope) > depth]
     if len(set(ends)) == 2 and not is_module:
@@ -215,12 +217,12 @@ def block_label(operators: Sequence[str], scopes: Sequence[tuple[str, ...]], *, 
 
 
 def group_label(operators: Sequence[str]) -> str:
-    """Operators in order, each once: Conv + Relu. Pairs and views are named where there is nothing else."""
+    """The operators of a group, each once: Conv + Relu. Q, DQ and views count only if there is nothing else."""
     return " + ".join(dict.fromkeys(op for op in operators if op not in QDQ | VIEWS) or dict.fromkeys(operators))
 
 
 def _with_views(model: Model, groups: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """The groups, those of views joined with the group that they show the result of."""
+    """The groups; those of views are joined with the group that makes their input."""
     owner = {name: number for number, group in enumerate(groups) for name in group}
     joined: dict[int, list[str]] = {number: [] for number in range(len(groups))}
     home = list(range(len(groups)))
@@ -234,7 +236,7 @@ def _with_views(model: Model, groups: Sequence[Sequence[str]]) -> list[tuple[str
 
 
 def _of_shapes(model: Model) -> frozenset[str]:
-    """Nodes that compute with shapes and constants alone, and make no output: no value of an input reaches them."""
+    """Nodes that depend on shapes and constants only, and make no graph output."""
     found, known = set[str](), set(model.constants)
     for node in model.nodes:
         read = [tensor for tensor in (*node.inputs, *node.captures) if tensor]
@@ -246,7 +248,7 @@ def _of_shapes(model: Model) -> frozenset[str]:
 
 
 def alike(drawn: Map) -> list[list[int]]:
-    """The groups by number, those together that stand at one place of blocks that repeat."""
+    """The numbers of groups; those at the same position of repeated blocks are together."""
     shapes = [tuple(g.label for g in drawn.groups[b.first : b.last]) for b in drawn.blocks]
     times, place = Counter(shapes), dict[int, tuple[object, ...]]()
     for block, shape in zip(drawn.blocks, shapes, strict=True):
@@ -269,8 +271,8 @@ def draw(
     tuned: str = "tuned",
     floats: str = "float",
 ) -> Map:
-    """The map of a model whose nodes form `groups`; `error_db` by tensor, `whys` by name of node. `tuned` and `floats`
-    are what the two builds are called."""
+    """The map of a model whose nodes form `groups`, with the builds `before` and `after`, which are called `floats` and
+    `tuned`. `error_db` is by tensor, `whys` by name of node."""
     of_shapes = _of_shapes(model)
     shapes = [group for group in groups if of_shapes.issuperset(group)]
     ordered = in_order(model, _with_views(model, [group for group in groups if not of_shapes.issuperset(group)]))
@@ -283,7 +285,7 @@ def draw(
     hidden |= dict.fromkeys(folded, "folded")
     quantized = _quantized(model, before, after)
     numbers = {name: number for number, name in enumerate(n for group in ordered for n in group)}
-    nodes = tuple(Node(name, op_of(model, name), name in quantized, whys.get(name, "")) for name in numbers)
+    nodes = tuple(MapNode(name, op_of(model, name), name in quantized, whys.get(name, "")) for name in numbers)
     told = tuple(_group(model, g, numbers, hidden, before, after, quantized, error_db) for g in ordered)
     return Map(nodes, told, between, parts, tuned, floats)
 
@@ -297,12 +299,12 @@ def _group(
     after: Ran | None,
     quantized: Collection[str],
     error_db: Mapping[str, float],
-) -> Group:
+) -> MapGroup:
     operators = [op_of(model, name) for name in group]
     eight = sum(name in quantized for name in group)
     nodes = [model.node(n) for n in group]
     written = [t for node in nodes for t in node.outputs if t in error_db]
-    return Group(
+    return MapGroup(
         tuple(numbers[name] for name in group),
         group_label(operators),
         hidden.get(group[0]) or ("8 bit" if eight else "float"),
@@ -314,8 +316,8 @@ def _group(
 
 
 def _quantized(model: Model, before: Ran, after: Ran | None) -> frozenset[str]:
-    """Nodes that run on 8 bits: pairs stand before them, and their layer, where the engine tells, is not in float. Of
-    a build by itself the layers alone tell."""
+    """Nodes that run in 8 bits: they read tensors with pairs, and their layer, if known, is not in float. Where there
+    is one build only, its layers say so."""
     if after is None:
         return frozenset(name for layer in before.layers if is_low(layer.precision) for name in layer.nodes)
     fed = {e.node for e in after.placement if e.tensor not in model.constants}

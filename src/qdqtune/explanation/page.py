@@ -1,4 +1,4 @@
-"""A report as one HTML file: it asks for nothing, runs one script, and what comes from a model is text in it."""
+"""A report as one HTML file that makes no request. It runs one script; names from models are escaped in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from qdqtune.explanation import charts
-from qdqtune.explanation.report_values import Block, Map, Report
+from qdqtune.explanation.report_values import Map, MapBlock, Report
 from qdqtune.explanation.words import duration
 from qdqtune.graph.may_write import PAGE, mark
 from qdqtune.graph.outputs import appearing
@@ -23,11 +23,11 @@ from qdqtune.types import EQUAL_DB
 from qdqtune.version import __version__
 
 PARTS = Path(__file__).parent / "page"
-"""The template, and what it takes in: the style and the script."""
+"""The folder of the template, the style and the script."""
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write a report, unless it is written already.
+    """Write a report, unless the file holds it already.
 
     Raises:
         OutputError: the file cannot be written.
@@ -67,7 +67,7 @@ def policy(style: str, script: str) -> str:
 
 
 def compact(drawn: Map) -> dict[str, Any]:
-    """What the script reads of a map: rows without names, texts that repeat once."""
+    """A map as the script reads it: lists in place of objects, and each text once."""
     texts: dict[str, int] = {}
 
     def number(text: str) -> int:
@@ -101,23 +101,23 @@ def compact(drawn: Map) -> dict[str, Any]:
     }
 
 
-def _block(block: Block) -> list[object]:
+def _block(block: MapBlock) -> list[object]:
     return [spelled(block.label), block.first, block.last, [_block(inner) for inner in block.blocks]]
 
 
 def _short(ms: float | None) -> float | None:
-    """Four digits are more than a measurement has."""
+    """A time rounded to four digits: measurements have fewer."""
     return None if ms is None else float(f"{ms:.4g}")
 
 
 def embedded(value: Mapping[str, Any]) -> str:
-    """JSON that no HTML parser can mistake for its own: nothing in it ends a script, and all of it is ASCII."""
+    """JSON for a script element: ASCII, with nothing in it that could end the script."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def spelled(text: str) -> str:
-    """The text with what turns or hides other text spelled out."""
+    """The text with control characters escaped, such as those that reverse or hide other text."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
@@ -140,7 +140,7 @@ def _environment() -> Environment:
 
 
 def _ms(value: float | None) -> str:
-    """A time with as many digits as it deserves."""
+    """A time in ms, with fewer decimals where it is long."""
     if value is None:
         return ""
     return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.3f}"

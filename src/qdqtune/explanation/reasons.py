@@ -1,7 +1,7 @@
-"""Why an engine left a part of a Q/DQ model in float, read from the graph around it.
+"""Why an engine left a part of a Q/DQ model in float, concluded from the graph around it.
 
-An operator runs in 8 bits if all its operands come out of DQs, its result goes into Qs, and the engine has a kernel for
-that. What breaks one of these is the likely reason; engines do not tell theirs.
+An operator runs in 8 bits if all its operands come from DQs, its result goes into Qs, and the engine has a kernel. A
+condition that does not hold is the likely reason; engines do not report theirs.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ LOW = re.compile(r"(u?int|[ui]|fp|f|float)[48]", re.IGNORECASE)
 FLOAT = re.compile(r"bf|tf|fp|f|half", re.IGNORECASE)
 
 PASSES = MOVERS | {"Cast"}
-"""What a value of the graph's border may meet before it is quantized, or after."""
+"""Operators that may stand between an input of the graph and its Q, or between a DQ and an output."""
 KEEPS_VALUES = MOVERS - {"AveragePool", "MaxPool", "Resize"}
-"""Operators that neither compute nor choose: integers pass through them, if the scale is one on both sides."""
+"""Operators that keep all values: integers pass through if both sides have one scale."""
 USUAL = COMPUTE | MOVERS | INTEGER_KERNELS
-"""Operators that most engines run in 8 bits, so that other reasons are likelier than a missing kernel."""
+"""Operators that most engines run in 8 bits: a missing kernel is an unlikely reason."""
 AROUND_SOFTMAX = MOVERS | QDQ | {"Add", "Cast", "Div", "Dropout", "Mul", "Where"}
-"""What stands between the two products of attention and their Softmax."""
+"""Operators that may stand between the products of attention and their Softmax."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a conversion runs, and the node that is the cause; at a boundary it has to be there."""
+    """Why a conversion runs, and the node that causes it. `is_boundary`: the model needs it there."""
 
     text: str
     cause: str = ""
@@ -53,9 +53,9 @@ class Reason:
 
 @dataclass(frozen=True)
 class Operand:
-    """A float value that a node computes with, and the DQ that it comes from, if it carries a pair.
+    """A float tensor that a node computes with, and its `dq` if it has a pair.
 
-    `source` is the float tensor in front of the pair; None where the pair holds a constant that is stored quantized.
+    `source` is the float tensor in front of the pair; None where the pair is on a constant that is stored quantized.
     """
 
     tensor: str
@@ -70,7 +70,7 @@ def is_low(precision: str) -> bool:
 
 
 def is_float(precision: str) -> bool:
-    """Whether it is a float type of more than 8 bits. An unknown precision is neither."""
+    """Whether a precision is a float type of more than 8 bits. An unknown one is neither low nor float."""
     return FLOAT.match(precision) is not None and not is_low(precision)
 
 
@@ -79,13 +79,13 @@ def is_conversion(node: Node) -> bool:
     return node.op in QDQ
 
 
-def told(node: Node) -> str:
+def named(node: Node) -> str:
     """A node with its operator, for people."""
     return f"{node.name} ({node.op})"
 
 
 class Reasons:
-    """A Q/DQ model, and in which precision an engine runs its nodes. `numbers` is the format that the engine wants."""
+    """Finds reasons in a Q/DQ model, given the engine's layers and, if known, its numeric format `numbers`."""
 
     def __init__(self, model: Model, layers: Sequence[Layer], numbers: NumericFormat | None) -> None:
         self._model = model
@@ -93,7 +93,7 @@ class Reasons:
         self._numbers = numbers
 
     def runs_in_8_bits(self, node: Node) -> bool:
-        """Whether the layer that covers the node does."""
+        """Whether the layer with the node does."""
         layer = self._home.get(node.name)
         return layer is not None and layer.kind not in ("quantize", "folded") and is_low(layer.precision)
 
@@ -110,12 +110,12 @@ class Reasons:
         return layer is not None and layer.kind == "quantize"
 
     def operands(self, node: Node) -> list[Operand]:
-        """What the node computes with, biases aside."""
+        """The inputs that the node computes with, without biases."""
         end = 2 if node.op in COMPUTE else SETTINGS_FROM.get(node.op, len(node.inputs))
         return [operand for tensor in node.inputs[:end] if tensor and (operand := self._operand(tensor)) is not None]
 
     def of_quantize(self, q: Node) -> Reason:
-        """Why a Q runs: what makes its input runs in float, or somebody else reads that input."""
+        """Why a Q runs as a kernel: its input is made in float, or another node reads that input as well."""
         tensor = q.inputs[0]
         maker = self._model.maker(tensor)
         if tensor in self._model.constants:
@@ -136,11 +136,11 @@ class Reasons:
         others = [n for n in self._readers(tensor) if n.op != "QuantizeLinear"]
         if others or self._is_output(tensor):
             users = self._users(tensor, others)
-            return Reason(f"the result of {told(maker)} is read in float as well: {users}", maker.name)
+            return Reason(f"the result of {named(maker)} is read in float as well: {users}", maker.name)
         return Reason(UNKNOWN if before is None else self._twice(before, q))
 
     def of_dequantize(self, dq: Node) -> Reason:
-        """Why a DQ runs: somebody reads its output in float."""
+        """Why a DQ runs as a kernel: a node reads its output in float."""
         tensor = dq.outputs[0]
         if self._ends_at_output(tensor):
             return Reason("last DQ in front of a float output of the model", is_boundary=True)
@@ -159,7 +159,7 @@ class Reasons:
         before = self._model.maker(node.inputs[0]) if node.op in FUSED_BEHIND else None
         if before is not None and not is_conversion(before) and not self.runs_in_8_bits(before):
             return self._in_float(before)
-        return Reason(f"{told(node)} runs in float: {self.of_float(node)}", node.name)
+        return Reason(f"{named(node)} runs in float: {self.of_float(node)}", node.name)
 
     def of_float(self, node: Node) -> str:
         """Why an operator runs in float, as far as the graph tells."""
@@ -169,16 +169,8 @@ class Reasons:
             return "none of its inputs carries a pair" if len(operands) > 1 else "its input carries no pair"
         if bare:
             return _partial(node, operands)
-        causes = [
-            self._clamp_before,
-            self._scales,
-            self._clamp_behind,
-            self._types,
-            self._bias,
-            self._output,
-            self._kernel,
-            self._attention,
-        ]
+        usual = (self._clamp_before, self._scales, self._clamp_behind, self._types, self._bias, self._output)
+        causes = [*usual, self._kernel, self._attention]
         if node.op not in COMPUTE:
             causes.append(self._shared)
         if node.op not in USUAL:
@@ -189,11 +181,11 @@ class Reasons:
         source = self.operands(node)[0].source
         before = self._model.maker(source) if source else None
         if node.op in FUSED_BEHIND and before is not None and before.op in COMPUTE:
-            return f"a pair stands between {told(before)} and it, which engines fuse: put the pair behind it instead"
+            return f"a pair stands between {named(before)} and it, which engines fuse: put the pair behind it instead"
         return ""
 
     def _clamp_behind(self, node: Node) -> str:
-        """Where the engine fuses no clamp, but drops one that a pair makes superfluous: why it cannot drop it."""
+        """Why an engine that drops superfluous clamps, but fuses none, cannot drop the one behind a node."""
         readers = self._readers(node.outputs[0])
         if self._numbers is None or not self._numbers.drop_clamps or len(readers) != 1:
             return ""
@@ -202,16 +194,16 @@ class Reasons:
         for q in qs:
             zero = self._constant(q, 2)
             if zero is not None and np.any(zero.array() != np.iinfo(zero.array().dtype).min):
-                return f"{told(clamp)} behind it has to run, since {q.name} keeps values below 0"
+                return f"{named(clamp)} behind it has to run, since {q.name} keeps values below 0"
         return ""
 
     def _scales(self, node: Node) -> str:
-        """What is unusual about the scales of its pairs."""
+        """What engines do not take about the scales of its pairs."""
         causes = (self._scale(node, n, o, o.dq) for n, o in enumerate(self.operands(node)) if o.dq is not None)
         return next(filter(None, causes), "")
 
     def _types(self, node: Node) -> str:
-        """What the engine does not take, if it has said what it wants, and has not taken it elsewhere."""
+        """What the engine does not take about the types of its pairs, unless it took the same elsewhere."""
         causes = (self._type(node, n, o, o.dq) for n, o in enumerate(self.operands(node)) if o.dq is not None)
         return next(filter(None, causes), "")
 
@@ -270,7 +262,7 @@ class Reasons:
         return dq is not None and dq.op == "DequantizeLinear"
 
     def _like(self, node: Node) -> list[Node]:
-        """Nodes of the same operator that do run in 8 bits: what they have is no hurdle."""
+        """Nodes of the same operator that run in 8 bits: what they have cannot be a reason."""
         return [n for n in self._model.nodes if n.op == node.op and self.runs_in_8_bits(n)]
 
     def _dtype(self, dq: Node) -> int | None:
@@ -278,7 +270,7 @@ class Reasons:
         return None if info is None else info.dtype
 
     def _output(self, node: Node) -> str:
-        """Who reads the result in float, behind what engines fuse into the operator."""
+        """The nodes that read the result in float, behind operators that engines fuse."""
         tensor = node.outputs[0]
         readers = self._readers(tensor)
         while node.op in COMPUTE | {"Add"} and len(readers) == 1 and readers[0].op in FUSED_BEHIND:
@@ -290,9 +282,9 @@ class Reasons:
         return f"its output carries no pair on the way to {self._users(tensor, others)}"
 
     def _kernel(self, node: Node) -> str:
-        """That no node of its kind runs in 8 bits. For convolutions and products this would say little.
+        """A text if no node of this operator runs in 8 bits.
 
-        Of a ConvTranspose it does say something: not every engine has an integer kernel for it.
+        Convolutions and products have integer kernels everywhere, except for ConvTranspose.
         """
         if node.op in COMPUTE - {"ConvTranspose"} or self._like(node):
             return ""
@@ -309,12 +301,12 @@ class Reasons:
         return f"{which}: not every engine runs them in 8 bits"
 
     def _shared(self, node: Node) -> str:
-        """Another reader of one of its DQs that has reasons of its own to take floats."""
+        """A text about another reader of one of its DQs that runs in float for a reason of its own."""
         for dq in [operand.dq for operand in self.operands(node) if operand.dq is not None]:
             for other in self._readers(dq.outputs[0]):
                 lacks = other.op in COMPUTE or any(operand.dq is None for operand in self.operands(other))
                 if other.index != node.index and lacks and not self.runs_in_8_bits(other):
-                    return f"it shares {dq.name} with {told(other)}, which runs in float as well"
+                    return f"it shares {dq.name} with {named(other)}, which runs in float as well"
         return ""
 
     def _meets_softmax(self, node: Node, *, forward: bool) -> bool:
@@ -331,7 +323,7 @@ class Reasons:
         return False
 
     def _unmoved(self, tensor: str) -> Node | None:
-        """The DQ whose values a tensor holds, be it in another shape or order."""
+        """The DQ whose values a tensor holds, perhaps in another shape or order."""
         maker = self._model.maker(tensor)
         while maker is not None and maker.op in KEEPS_VALUES:
             maker = self._model.maker(maker.inputs[0])
@@ -352,7 +344,7 @@ class Reasons:
         return True
 
     def _users(self, tensor: str, nodes: Sequence[Node]) -> str:
-        users = [told(n) for n in nodes] + ["the model's output"] * self._is_output(tensor)
+        users = [named(n) for n in nodes] + ["the model's output"] * self._is_output(tensor)
         return ", ".join(users[:2]) + (f" and {len(users) - 2} more" if len(users) > 2 else "")
 
     def _operand(self, tensor: str) -> Operand | None:
@@ -372,13 +364,13 @@ class Reasons:
         return tensor in self._model.inputs
 
     def _ends_at_output(self, tensor: str) -> bool:
-        """Whether all that becomes of a tensor are outputs of the graph."""
+        """Whether a tensor reaches graph outputs only."""
         while len(readers := self._readers(tensor)) == 1 and readers[0].op in PASSES and not self._is_output(tensor):
             tensor = readers[0].outputs[0]
         return not readers and self._is_output(tensor)
 
     def _readers(self, tensor: str) -> list[Node]:
-        """The nodes that read a tensor's values; its shape, engines know or take from either form."""
+        """The nodes that read a tensor's values. Those that ask for its shape do not count."""
         users = dict.fromkeys(use.node for use in self._model.uses(tensor) if use.node != GRAPH)
         return [node for i in users if (node := self._model.nodes[i]).op not in ASKS_SHAPE]
 
@@ -390,7 +382,7 @@ class Reasons:
 
 
 def _partial(node: Node, operands: Sequence[Operand]) -> str:
-    """That only some of its inputs carry a pair."""
+    """A text about a node of whose inputs only some have a pair."""
     bare = next(o for o in operands if o.dq is None)
     if node.op in COMPUTE and any(o.is_constant for o in operands):
         has, lacks = ("activation", "weight") if bare.is_constant else ("weight", "activation")
@@ -400,7 +392,7 @@ def _partial(node: Node, operands: Sequence[Operand]) -> str:
 
 
 def _channel_axis(node: Node, slot: int) -> int | None:
-    """The axis of a weight along which the output channels lie, from the front or from the back."""
+    """The axis of the output channels in a weight; negative if counted from the back."""
     if slot != 1:
         return None
     gemm = 0 if node.attributes.get("transB", 0) else 1

@@ -1,20 +1,19 @@
-"""A finished run as a report."""
+"""The report of a finished run."""
 
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from qdqtune.errors import BadOption
-from qdqtune.explanation.again import measured_again
 from qdqtune.explanation.charts import longest
+from qdqtune.explanation.circumstances import circumstances, commands
 from qdqtune.explanation.facts import Facts, facts_of
 from qdqtune.explanation.model_map import Ran, alike, draw, everywhere
-from qdqtune.explanation.report_values import Bar, Candidate, Fact, Group, Map, Point, Report, Speed, Strip, Verdict
-from qdqtune.explanation.values import ORIGINS, RULED
-from qdqtune.explanation.why import explain
+from qdqtune.explanation.report_values import Bar, Candidate, Fact, Headline, Map, MapGroup, Point, Report, Speed, Strip
+from qdqtune.explanation.values import origin_in_words
+from qdqtune.explanation.why import tallied
 from qdqtune.explanation.words import built, decibels, duration, rewrites_gave, title
 from qdqtune.graph.operators import QDQ
 from qdqtune.placement.reading import count_pairs
@@ -25,19 +24,18 @@ from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import Ratio, judge, ratio
 from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
-from qdqtune.tuning.run_files import RunLog
 from qdqtune.tuning.subgraphs.groups import by_rules, from_layers
 from qdqtune.types import EQUAL_DB, Failure, Measurement, Placement, Trial
 
 BARS = 24
-"""Rows of bars, the last one for all others aside."""
+"""Most bars; one more is for all other groups."""
 
 TAIL = 36
 """Characters of a node's name beside a bar."""
 
 
 def report_of_run(folder: Path) -> Report:
-    """What a finished run says.
+    """Make the report of a finished run.
 
     Raises:
         BadOption: the folder holds no finished run, or lacks its baseline.onnx.
@@ -61,25 +59,25 @@ def report_of_run(folder: Path) -> Report:
         floor_db=run.summary["min_sqnr_db"],
         proof=tuple(_proof(run)),
         candidates=tuple(candidates(run, facts.trial)),
-        circumstances=tuple(_circumstances(run)),
-        commands=tuple(_commands(run)),
+        circumstances=tuple(circumstances(run)),
+        commands=tuple(commands(run)),
     )
 
 
 def speed(measured: Ratio) -> Speed:
-    """Times as fast: the other way round than ratios of time."""
+    """The speed of a ratio of time: its inverse."""
     low, high = (None if end is None else 1 / end for end in (measured.high, measured.low))
     return Speed(1 / measured.median, low, high)
 
 
 def strip(name: str, measurement: Measurement, measured: Ratio) -> Strip:
-    """The rounds of a comparison."""
+    """The rounds of a comparison as speeds."""
     rounds = tuple(a / b for a, b in zip(measurement.a, measurement.b, strict=True))
     return Strip(name, rounds, speed(measured))
 
 
-def verdict(run: FinishedRun) -> Verdict:
-    """What came out, in a sentence."""
+def verdict(run: FinishedRun) -> Headline:
+    """The result in a sentence, and what it means."""
     summary = run.summary
     name = title(Path(summary["model"]))
     if summary["shipped"] == "tuned":
@@ -88,20 +86,20 @@ def verdict(run: FinishedRun) -> Verdict:
         meaning = f"Side by side an inference takes {saved:.0%} less time; over all rounds the medians are "
         meaning += f"{summary['final_ms']:.4g} ms instead of {summary['baseline_ms']:.4g} ms. "
         meaning += "Measured on the finished files, on fresh builds that the search never saw."
-        return Verdict(f"{name} runs {found.median:.2f} times as fast", meaning, True, found, "the float model")
+        return Headline(f"{name} runs {found.median:.2f} times as fast", meaning, True, found, "the float model")
     kept = "your own file" if summary["shipped"] == "given" else "the float model"
     if summary["constraint_met"] is False:
         meaning = f"Faster candidates were found, but none keeps the outputs close enough. {FINAL} is {kept}."
-        return Verdict(f"Nothing faster is exact enough for {name}", meaning, False)
+        return Headline(f"Nothing faster is exact enough for {name}", meaning, False)
     if not summary["trials"]:
-        return Verdict(f"Nothing was tried in {name}", f"No pair was tried in this run. {FINAL} is {kept}.", False)
+        return Headline(f"Nothing was tried in {name}", f"No pair was tried in this run. {FINAL} is {kept}.", False)
     meaning = f"No candidate proved faster than the float model beyond the noise of measuring. {FINAL} is {kept}."
-    return Verdict(f"Nothing faster was found for {name}", meaning, False)
+    return Headline(f"Nothing faster was found for {name}", meaning, False)
 
 
 def _shown(run: FinishedRun, facts: Facts) -> tuple[Ran, str] | None:
-    """The build beside the float model's, and what it is called: what ships, or else the fastest candidate whose layers
-    are known."""
+    """The build to show beside that of the float model, with its name: the shipped one, or else that of the fastest
+    candidate whose layers are known."""
     if facts.placement:
         return Ran(facts.placement, facts.shipped_layers, facts.spent), "tuned" if run.final else "your Q/DQ file"
     ratios = ratios_to_float(run.history, run.plan)
@@ -119,23 +117,23 @@ def _map(run: FinishedRun, facts: Facts) -> Map:
     after, name = _shown(run, facts) or (None, "")
     before = Ran(Placement(), layers, facts.float_spent)
     error_db = {tensor: _db(noise) for tensor, noise in run.alone.items()}
-    whys = {row.node: row.reason for row in explain(facts)}
+    whys = {row.node: row.reason for row in tallied(facts)[0]}
     floats = "rewritten float" if _gave(run) else "float"
     return draw(model, grouped.groups, frozenset(grouped.folded), before, after, error_db, whys, name, floats)
 
 
 def _gave(run: FinishedRun) -> bool:
-    """Whether rewrites have made another float model of the user's file, of which times are known."""
+    """Whether rewrites have changed the user's float model, and the gain was measured."""
     return "gave" in run.summary["rewrites"]
 
 
 def _db(noise: float) -> float:
-    """Signal to noise of a power of noise; what cannot be told from none has the most that can be told."""
+    """SQNR in dB of a relative noise power, at most `EQUAL_DB`."""
     return EQUAL_DB if noise <= 10 ** (-EQUAL_DB / 10) else -10 * math.log10(noise)
 
 
 def bars(drawn: Map) -> tuple[Bar, ...]:
-    """The groups that take the most time, those at one place of a block that repeats as one; and all the others."""
+    """The groups with the most time, and one bar for all others. Equal groups of repeated blocks share a bar."""
     if not sum(g.float_ms or 0.0 for g in drawn.groups):
         return ()
     rows = [row for numbers in alike(drawn) if longest([row := _bar(drawn, numbers)])]
@@ -162,14 +160,14 @@ def _bar(drawn: Map, numbers: Sequence[int]) -> Bar:
     )
 
 
-def foremost(drawn: Map, group: Group) -> str:
-    """The name of a group's first node that is not of a pair, or else of its first."""
+def foremost(drawn: Map, group: MapGroup) -> str:
+    """The name of a group's first node that is no Q or DQ; if there is none, of its first node."""
     nodes = [drawn.nodes[n] for n in group.nodes]
     return next((node.name for node in nodes if node.op not in QDQ), nodes[0].name)
 
 
 def tail(name: str) -> str:
-    """The end of a node's name, which tells more than its beginning."""
+    """The end of a node's name, which says more than its beginning."""
     return name if len(name) <= TAIL else "…" + name[1 - TAIL :]
 
 
@@ -235,7 +233,7 @@ def _threads(count: int | str) -> str:
 
 
 def _points(run: FinishedRun) -> Iterator[Point]:
-    """Proven points of a front, and the candidates of the search."""
+    """The proven points of a front, and the candidates of the search."""
     proven = run.summary.get("front", [])
     for row in proven:
         ends = speed(Ratio(row["ratio"], row["low"], row["high"]))
@@ -260,7 +258,7 @@ def _proof(run: FinishedRun) -> Iterator[Strip]:
 
 
 def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
-    """The candidates in the order in which they were tried; `shipped` is that of what ships."""
+    """The candidates in the order in which they were tried; `shipped` is the one that ships."""
     ratios = ratios_to_float(run.history, run.plan)
     rows = {} if run.log is None else {row.of: row.seconds for row in run.log.trials}
     seconds = list(rows.values()) if len(rows) == len(run.history) else [None] * len(run.history)
@@ -273,9 +271,9 @@ def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
         found = ratios.get(trial.placement)
         yield Candidate(
             trial.number,
-            origin(trial),
+            origin_in_words(trial.proposal.origin),
             came,
-            _of_shipped(trial) if trial is shipped else told(trial, run),
+            _shipped_text(trial) if trial is shipped else outcome_text(trial, run),
             shown,
             None if found is None or measured is None else 1 / found,
             trial.sqnr_db,
@@ -286,18 +284,12 @@ def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
         )
 
 
-def origin(trial: Trial) -> str:
-    """Where a candidate comes from, in words."""
-    name = trial.proposal.origin
-    return ORIGINS.get(name, f"the rule '{name}'" if name in RULED else name)
-
-
-def _of_shipped(trial: Trial) -> str:
+def _shipped_text(trial: Trial) -> str:
     how = "the best when it was tried" if trial.accepted else "whatever it was against the best of its time"
     return f"this is {FINAL}: {how}, and proven on fresh builds against the float model"
 
 
-def told(trial: Trial, run: FinishedRun) -> str:
+def outcome_text(trial: Trial, run: FinishedRun) -> str:
     """Why a candidate was taken or not."""
     measured = judge(trial, run.plan)
     if measured is None:
@@ -316,51 +308,3 @@ def told(trial: Trial, run: FinishedRun) -> str:
         "undecided": "the interval holds 1: too close to the best before it to tell",
     }
     return words[measured.verdict]
-
-
-def _circumstances(run: FinishedRun) -> Iterator[Fact]:
-    summary, log = run.summary, run.log
-    engine = summary["engine"]
-    for name in ("engine", "version", "provider", "device", "driver", "isa", "threads"):
-        if engine.get(name):
-            yield Fact({"isa": "instruction sets"}.get(name, name), engine[name])
-    if log is not None:
-        yield Fact("cores", str(log.machine.cores))
-        loads = [f"{load:g}" for load in log.machine.load if load is not None]
-        if loads:
-            yield Fact("load, begin and end", " and ".join(loads), "processes that wanted the cores")
-        yield Fact("system", log.machine.system)
-        yield Fact("begun", log.begun.replace("T", " ").replace("+00:00", " UTC"))
-        if spent := _spent(log):
-            yield Fact("where the time of the run went", spent)
-    yield Fact("seed", str(summary["seed"]))
-    yield Fact("mode", summary["mode"])
-    if log is not None:
-        yield Fact("calibration", log.calibration)
-    if judging := summary["accuracy_samples"]:
-        held = "kept apart from calibration" if summary["accuracy_held_out"] else "which calibration saw as well"
-        yield Fact("outputs judged on", f"{judging} samples, {held}")
-    for name, version in summary["versions"].items():
-        yield Fact(name, version)
-
-
-def _spent(log: RunLog) -> str:
-    """Seconds by stage, those that took longest first."""
-    ends = [*(seconds for _, seconds in log.stages[1:]), log.seconds]
-    took: dict[str, float] = {}
-    for (text, begin), end in zip(log.stages, ends, strict=False):
-        took[text] = took.get(text, 0.0) + end - begin  # a stage may come twice
-    first = sorted(took.items(), key=lambda item: -item[1])[:4]
-    return ", ".join(f"{text} {duration(seconds)}" for text, seconds in first if seconds >= 1)
-
-
-def _commands(run: FinishedRun) -> Iterator[Fact]:
-    typed = () if run.log is None else run.log.command
-    if typed:
-        yield Fact("what was run", shlex.join(typed))
-        yield Fact(
-            "again from the beginning", shlex.join([*typed, *(["--restart"] if "--restart" not in typed else [])])
-        )
-    elif run.log is not None and run.log.settings:
-        yield Fact("settings", ", ".join(f"{name}={value!r}" for name, value in run.log.settings.items()))
-    yield measured_again(run)

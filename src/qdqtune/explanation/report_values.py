@@ -1,6 +1,6 @@
-"""What a report says, as values: made from records or from the result of a command, and shown by one template.
+"""The contents of a report as values, made of a finished run or of the result of a command. One template shows them.
 
-Times are in ms. A speed is how many times as fast something runs: 2.0 takes half the time.
+Times are in ms. A speed is a factor: 2.0 takes half the time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Speed:
-    """Times as fast, with the ends of the interval that holds the true value; an end is None where none is known."""
+    """A speed with the ends of its interval; an end is None where it is unknown."""
 
     median: float
     low: float | None = None
@@ -19,8 +19,8 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The answer, first: one sentence, what it means, and the speed that it speaks of."""
+class Headline:
+    """The answer in one sentence, what it means, and the speed that it is about."""
 
     headline: str
     meaning: str
@@ -31,7 +31,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Fact:
-    """A number or a name worth knowing, with a hint of what it means."""
+    """A named number or text, with a hint of what it means."""
 
     name: str
     value: str
@@ -39,8 +39,8 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Node:
-    """A node of the model: whether it reads 8-bit values, and why so, where that is known."""
+class MapNode:
+    """A node of the model: whether it reads 8-bit values, and why, where that is known."""
 
     name: str
     op: str
@@ -49,12 +49,12 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Nodes that the engine runs together, by number, with the views of their results; or all that it computes in
-    advance ("folded"), or that computes nothing but shapes ("shapes"). Times are as the engine told them of profiled
-    inferences; None where it told none. `conversion_ms` is what the pairs at its borders cost in the tuned model.
+class MapGroup:
+    """Nodes, by number, that the engine runs together, with the views of their results; or all nodes that it computes
+    in advance ("folded"), or that compute shapes only ("shapes"). Times come from profiled inferences; None where the
+    engine gives none. `conversion_ms` is the time of the pairs at the group's borders in the tuned model.
 
-    `error_db` is the output SQNR that rounding what the group writes alone would leave; None if it was not measured.
+    `error_db` is the output SQNR if only the results of this group were rounded; None if it was not measured.
     """
 
     nodes: tuple[int, ...]
@@ -68,32 +68,32 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Groups `first` to `last` (which it leaves out) under one name, in blocks of its own where they are many."""
+class MapBlock:
+    """The groups from `first` up to, not including, `last` under one name; many groups form inner blocks."""
 
     label: str
     first: int
     last: int
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[MapBlock, ...] = ()
 
 
 @dataclass(frozen=True)
 class Map:
-    """The model: nodes, the groups that they form, who reads from whom (numbers of groups), and blocks of groups."""
+    """A model as a map: nodes, groups of them, pairs of groups of which the second reads from the first, and blocks."""
 
-    nodes: tuple[Node, ...]
-    groups: tuple[Group, ...]
+    nodes: tuple[MapNode, ...]
+    groups: tuple[MapGroup, ...]
     flows: tuple[tuple[int, int], ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[MapBlock, ...]
     tuned: str
-    """What the second time of a group is of: the tuned model, or a candidate that did not ship."""
+    """The model of a group's second time: the tuned one, or a candidate that did not ship."""
     before: str = "float"
-    """What the first time of a group is of: the float model, or what rewrites have made of it."""
+    """The model of a group's first time: float, or rewritten float."""
 
 
 @dataclass(frozen=True)
 class Strip:
-    """The rounds of one comparison, each as times as fast, and what they say together."""
+    """The rounds of one comparison as speeds, and the speed that follows from all of them."""
 
     name: str
     rounds: tuple[float, ...]
@@ -102,8 +102,8 @@ class Strip:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate of the search. `strip` compares it with the best of its time, `speed` is against the float model;
-    `ships` says that its placement is that of optimized_final.onnx."""
+    """A candidate of the search. `strip` compares it with the best candidate before it, `speed` is against the float
+    model. `ships`: its placement is that of optimized_final.onnx."""
 
     number: int
     origin: str
@@ -120,7 +120,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Point:
-    """A placement by speed and accuracy; `sqnr_db` None where outputs are equal. Proven ones met fresh builds."""
+    """A placement with its speed and accuracy; `sqnr_db` is None where outputs are equal. `proven`: on fresh builds."""
 
     name: str
     speed: Speed
@@ -132,8 +132,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of the bars of time: a group by number (None for all the others), the first of so many `groups` that are
-    alike, and its first node; conversions apart."""
+    """A row of the chart of times: one group, or several `groups` that are alike, of which `group` is the number of the
+    first and `node` its first node; `group` is None for the sum of all other groups. Conversions are apart."""
 
     name: str
     node: str
@@ -146,8 +146,8 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Listing:
-    """A table, for what has no picture: names of columns, rows of texts; which columns hold numbers."""
+class ReportTable:
+    """A table: names of columns, rows of texts, and the columns that hold numbers."""
 
     title: str
     lead: str
@@ -155,16 +155,16 @@ class Listing:
     rows: tuple[tuple[str, ...], ...]
     numbers: tuple[int, ...] = ()
     late: bool = False
-    """Whether it stands behind the pictures."""
+    """Whether it comes after the charts."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """All of it, section by section; a section that is empty is left out."""
+    """A whole report, section by section; empty sections are left out."""
 
     title: str
     kind: str
-    verdict: Verdict
+    verdict: Headline
     facts: tuple[Fact, ...] = ()
     notes: tuple[str, ...] = ()
     bars: tuple[Bar, ...] = ()
@@ -174,6 +174,6 @@ class Report:
     floor_db: float | None = None
     proof: tuple[Strip, ...] = ()
     candidates: tuple[Candidate, ...] = ()
-    listings: tuple[Listing, ...] = ()
+    listings: tuple[ReportTable, ...] = ()
     circumstances: tuple[Fact, ...] = ()
     commands: tuple[Fact, ...] = ()

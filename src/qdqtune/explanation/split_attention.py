@@ -1,9 +1,9 @@
-"""Attention that an engine of the TensorRT family runs in several kernels, and the condition that it misses.
+"""Attention that an engine of the TensorRT family runs in several kernels, and the condition that it does not meet.
 
-What is asked for is what TensorRT-RTX 1.7 fuses for sm89, case by case (benchmarks/attention.py), and what NVIDIA's
-guide on multi-head attention says: in float16, heads of at most 256; in FP8 that as well, with pairs on queries, keys,
-values and probabilities; in INT8 heads of 16, 32 or 64, at most 512 positions, and a pair behind the second product as
-well.
+The conditions are those under which TensorRT-RTX 1.7 fuses attention for sm89 (measured with benchmarks/attention.py),
+and those of NVIDIA's guide on multi-head attention. In float16, heads have a size of at most 256. In FP8 there are also
+pairs on queries, keys, values and probabilities. In INT8, heads have a size of 16, 32 or 64, there are at most 512
+positions, and a pair also stands behind the second product.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ UNTOLD = (
 
 @dataclass(frozen=True)
 class Split:
-    """Attention in several kernels: its two products and its Softmax, and why. `has_pairs` on any of its inputs."""
+    """Attention in several kernels: names of its two products and its Softmax, and the reason. `has_pairs`: any of its
+    inputs has a pair."""
 
     scores: str
     softmax: str
@@ -39,12 +40,12 @@ class Split:
 
     @property
     def nodes(self) -> tuple[str, str, str]:
-        """The names of its operators."""
+        """The names of its nodes."""
         return self.scores, self.softmax, self.context
 
 
 def splits(model: Model, layers: Sequence[Layer]) -> Iterator[Split]:
-    """The attentions of a model, with or without pairs, that no single layer covers."""
+    """The attention blocks of a model, with or without pairs, that no single layer covers."""
     home = {name: number for number, layer in enumerate(layers) for name in layer.nodes}
     plain = strip_pairs(model)
     for attention in GraphQueries(plain, frozenset()).attentions:
@@ -121,14 +122,14 @@ class _Asked:
         return bool(types & {TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2})
 
     def _dq(self, tensor: str) -> Node | None:
-        """The DQ that a tensor comes from, behind copies."""
+        """The DQ that makes a tensor, copies in between aside."""
         node = self.model.maker(tensor)
         while node is not None and node.op in COPIES:
             node = self.model.maker(node.inputs[0])
         return node if node is not None and node.op == "DequantizeLinear" else None
 
     def _is_quantized_between(self) -> bool:
-        """Whether a Q stands on the way from the first product to the Softmax."""
+        """Whether a Q stands between the first product and the Softmax."""
         pending, seen = [self.softmax.inputs[0]], set[str]()
         while pending:
             tensor = pending.pop()
@@ -142,7 +143,7 @@ class _Asked:
         return False
 
     def _is_quantized_behind(self) -> bool:
-        """Whether all that reads the second product's result, behind copies, are Qs."""
+        """Whether only Qs read the result of the second product, copies in between aside."""
         readers = list(GraphQueries(self.model, frozenset()).readers(self.context.outputs[0]))
         users = [self.model.user(e) for e in readers]
         return bool(users) and all(u is not None and u.op == "QuantizeLinear" for u in users)

@@ -1,5 +1,5 @@
-"""Why each node of a tuned model runs as it does, and what the other decision would have cost: the values, and their
-sums. `why` finds them."""
+"""Explanations of nodes as values: why each runs as it does, and what the other decision would cost. `why` makes
+them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ Why = Literal[
     "faster", "slower", "close", "placement", "inaccurate", "no kernel", "failed", "unproven", "untried", "unsupported",
     "excluded", "no time",
 ]  # fmt: skip
-"""What decided: prices or measurements ("faster", "slower"; "close": they hardly differ), the placement as a whole
-against the prices ("placement"), damage to the outputs, an engine without such a kernel, or that refused the candidate,
-no candidate that was proven, none that tried it, no pair can stand there, the user, or that the node takes no time."""
+"""What decided: prices or measurements ("faster", "slower", or "close" if they hardly differ); the measured placement
+as a whole, against the prices; the accuracy of the outputs; that the engine has no such kernel, or refused the
+candidate; that no candidate was proven faster, or none tried it; that no pair can stand there; the user; or that the
+node takes no time."""
 
 IN_WORDS: Mapping[Why, str] = {
     "faster": "faster so",
@@ -49,9 +50,16 @@ ORIGINS: Mapping[str, str] = {
     "cached": "the pattern cache",
     "merged winners": "the winners of region search together",
 }
-"""Where placements come from, in words."""
+"""Origins of candidates, in words."""
 
 RULED = ("compute", "residual", "islands", "static", "everything")
+"""Origins that are named by the placement rule that made the candidate."""
+
+
+def origin_in_words(origin: str) -> str:
+    """Where a candidate comes from."""
+    return ORIGINS.get(origin, f"the rule {origin!r}" if origin in RULED else f"the candidate {origin!r}")
+
 
 NOT_TAKEN = {
     "faster": "but did not ship",
@@ -60,21 +68,20 @@ NOT_TAKEN = {
     "inaccurate": "but missed the limits on accuracy",
     "failed": "but failed",
 }
-"""What came of a candidate that did not ship."""
+"""Why a candidate did not ship, by its outcome."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why one node runs as it does. Times in ms are of its whole unit.
+    """Why one node runs as it does. Times are in ms, and of its whole unit.
 
-    `ms` is what the unit took in what shipped, each conversion counted with one unit, and `float_ms` what it took in
-    the float model: over all units they add up to the latencies that were measured. `margin_ms` is what the whole model
-    would take more if this unit alone were decided the other way, `otherwise`, conversions around it included; below 0
-    if that would save time. `measured` says whether builds have shown all that this rests on, or some of it is guessed.
-    Where a time is None, `unknown` says why.
+    `ms` is the time of the unit in the shipped model, conversions included (each counts with one unit), and `float_ms`
+    its time in the float model. Summed over all units they give the measured latencies. `margin_ms` is the extra time
+    of the whole model if this unit alone ran the other way, which `otherwise` names; below 0 if it would save time.
+    `measured` is False where that time is partly a guess. Where a time is None, `unknown` says why.
 
-    `precision` is what the engine's report says of the shipped build where there is one, else what the pairs mean.
-    `weight_format` is how the unit's weights are stored where they alone are in fewer bits, "" if they are not.
+    `precision` is that of the engine's report on the shipped build, or else follows from the pairs. `weight_format` is
+    the format of weights that are stored in fewer bits without pairs, "" if there are none.
     """
 
     node: str
@@ -99,9 +106,9 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Tally:
-    """Nodes with one reason: how many, what their units took in what shipped and in the float model, and what the model
-    would take more if all of them were decided otherwise; `measured` if builds have shown each of them so. `bits` are
-    those of weights that alone are stored in fewer, None where there are none."""
+    """The nodes with one decision and reason: how many, and the times of their units in the shipped and in the float
+    model. `margin_ms` is the extra time of the model if all of them ran the other way; `measured` is False where that
+    is partly a guess. `bits` are those of weights stored in fewer bits without pairs, None where there are none."""
 
     quantized: bool
     why: Why
@@ -115,7 +122,7 @@ class Tally:
 
     @property
     def runs_in(self) -> str:
-        """What the nodes run in, in words."""
+        """The precision of the nodes, in words."""
         if self.bits is not None:
             return f"{self.bits}-bit weights"
         return "8 bits" if self.quantized and self.why != "no kernel" else "float"
@@ -126,9 +133,9 @@ class Tally:
 
 
 def tally(rows: Sequence[Explanation], together: Callable[[Sequence[Explanation]], float | None]) -> tuple[Tally, ...]:
-    """The rows by decision and reason, first what takes the most time; each unit counts once.
+    """The rows by decision and reason, the most time first. Each unit counts once.
 
-    `together` says what units take more, in ms, if all of them are decided otherwise; None where nobody knows.
+    `together` gives the extra time of the model, in ms, if all units of some rows ran the other way; None if unknown.
     """
     groups: dict[tuple[bool, int | None, Why], list[Explanation]] = {}
     for row in rows:
@@ -145,6 +152,6 @@ def tally(rows: Sequence[Explanation], together: Callable[[Sequence[Explanation]
 
 
 def total(times: Iterable[float | None]) -> float | None:
-    """Of the times that are known; None where none is."""
+    """The sum of the known times; None if none is known."""
     known = [ms for ms in times if ms is not None]
     return sum(known) if known else None

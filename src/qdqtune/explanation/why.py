@@ -1,15 +1,14 @@
-"""Why each node of a tuned model runs as it does: what a finished run knows, weighed.
+"""Why each node of a tuned model runs as it does, concluded from the facts of a finished run.
 
-Everything is said of the placement that shipped, wherever it came from. What nodes took are the run's `facts`; what the
-other decision would cost is foretold by prices, learned from all builds of the run, in every mode, as long as the
-engine tells layer times. Decisions are about units, the nodes that are quantized as a whole: the nodes of a unit share
-its times.
+Explanations are about the shipped placement. Times of nodes come from the run's `facts`. The cost of the other decision
+is predicted from prices, which are learned from all builds of the run, in every mode, if the engine gives layer times.
+Decisions are about units: nodes that are quantized together, and share the unit's times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from math import log10
 
@@ -17,7 +16,7 @@ from onnx import TensorProto
 
 from qdqtune.explanation.facts import Facts
 from qdqtune.explanation.reasons import is_float, is_low
-from qdqtune.explanation.values import NOT_TAKEN, Explanation, Tally, Why, tally
+from qdqtune.explanation.values import NOT_TAKEN, Explanation, Tally, tally
 from qdqtune.graph.model import Node
 from qdqtune.placement.possible import refusal
 from qdqtune.search import ratios_to_float
@@ -29,12 +28,12 @@ from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import judge, speed
 from qdqtune.types import Failure, Layer, Placement, Trial, WeightFormat
 
-FORETOLD = frozenset({"cut", "front", "polish"})
-"""Origins of candidates whose ratio prices have predicted."""
+PREDICTED = frozenset({"cut", "front", "polish"})
+"""Origins of candidates that prices have proposed, with a predicted ratio."""
 
 
 def headline(facts: Facts) -> str:
-    """What shipped, and where it comes from: one sentence."""
+    """What shipped and where it comes from, in one sentence."""
     if not facts.placement:
         if facts.shipped == "tuned":
             return "the float model ships with its rewrites, which are faster alone than with any pair that was tried"
@@ -44,7 +43,7 @@ def headline(facts: Facts) -> str:
     trial, ratios = facts.trial, ratios_to_float(facts.history, facts.plan)
     share = f", {speed(ratios[facts.placement])} as fast as float in the search" if trial else ""
     text = f"what ships is {facts.origin}{share}"
-    if trial and trial.proposal.origin not in FORETOLD:
+    if trial and trial.proposal.origin not in PREDICTED:
         cuts = [t for t in facts.history if t.proposal.origin == "cut" and t.placement in ratios]
         if cuts:
             best = min(cuts, key=lambda t: ratios[t.placement])
@@ -53,13 +52,8 @@ def headline(facts: Facts) -> str:
     return text
 
 
-def explain(facts: Facts) -> tuple[Explanation, ...]:
-    """A row for every node, in graph order."""
-    return tallied(facts)[0]
-
-
 def tallied(facts: Facts) -> tuple[tuple[Explanation, ...], tuple[Tally, ...]]:
-    """A row for every node, in graph order, and these by reason."""
+    """An explanation for every node, in graph order, and their sums by reason."""
     reasons = _Reasons(facts)
     of_unit = {unit.number: reasons.of_unit(unit) for unit in reasons.parts.units}
     owner = reasons.parts.owner
@@ -67,25 +61,8 @@ def tallied(facts: Facts) -> tuple[tuple[Explanation, ...], tuple[Tally, ...]]:
     return rows, tally(rows, reasons.together)
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """What is said of a unit as a whole."""
-
-    unit: tuple[str, ...]
-    quantized: bool
-    why: Why
-    reason: str
-    ms: float | None
-    float_ms: float | None
-    margin_ms: float | None = None
-    measured: bool = False
-    unknown: str = ""
-    weight_format: str = ""
-    otherwise: str = "8 bits"
-
-
 class _Reasons:
-    """The facts, with what is asked of them for every unit computed once."""
+    """Explains nodes and units; values that all of them need are computed once."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
@@ -102,19 +79,22 @@ class _Reasons:
         return decision_of(self._costs, placement) if self._costs else nearest(self.parts, placement)
 
     def _layers(self, unit: Unit) -> list[Layer]:
-        """What computes the nodes of a unit in the shipped build."""
+        """The layers of the shipped build that compute nodes of a unit."""
         names = (self.parts.model.nodes[n].name for n in unit.nodes)
         known = (self._facts.layers.get(name) for name in names)
         return [layer for layer in known if layer is not None and layer.kind == "compute"]
 
     def _flips(self) -> Iterator[tuple[Trial, frozenset[int], frozenset[int]]]:
-        """The candidates, with the units that each runs in 8 bits and those that its opponent does."""
+        """Each candidate with the units that it runs in 8 bits, and those that its opponent does."""
         known = {p: self._decided(p).quantized for t in self._facts.history for p in (t.placement, t.against)}
         for trial in self._facts.history:
             yield trial, known[trial.placement], known[trial.against]
 
     def together(self, rows: Sequence[Explanation]) -> float | None:
-        """What units take more, in ms, if all of them are decided otherwise: conversions between two of them go."""
+        """The extra time of the model, in ms, if all units of these rows ran the other way; None if unknown.
+
+        Conversions between two of these units no longer count.
+        """
         costs, decision = self._costs, self._decision
         if costs is None:
             return None
@@ -129,32 +109,24 @@ class _Reasons:
 
     # ---- nodes
 
-    def of_node(self, node: Node, verdict: _Verdict) -> Explanation:
-        """The verdict on its unit, but for what the engine made of this very node."""
-        row = Explanation(
-            node.name,
-            node.op,
-            verdict.unit,
-            verdict.quantized,
-            self._precision(node, verdict),
-            verdict.why,
-            verdict.reason,
-            verdict.ms,
-            verdict.float_ms,
-            verdict.margin_ms,
-            verdict.measured,
-            verdict.unknown,
-            verdict.weight_format if any(e.node == node.name for e in self._facts.placement.weight_formats) else "",
-            verdict.otherwise,
+    def of_node(self, node: Node, verdict: Explanation) -> Explanation:
+        """The explanation of its unit, unless the engine ran this node otherwise than the unit."""
+        stored = any(e.node == node.name for e in self._facts.placement.weight_formats)
+        row = replace(
+            verdict,
+            node=node.name,
+            op=node.op,
+            precision=self._precision(node, verdict),
+            weight_format=verdict.weight_format if stored else "",
         )
         if verdict.quantized and (why := self._facts.in_float.get(node.name)):
-            return replace(row, why="no kernel", reason="; ".join([why, *_told(verdict, "with the pairs it")]))
+            return replace(row, why="no kernel", reason="; ".join([why, *_times_text(verdict, "with the pairs it")]))
         layer = self._facts.layers.get(node.name)
         if layer is not None and layer.kind == "folded":
             return replace(row, why="no time", reason="the engine computes it in advance")
         return row
 
-    def _precision(self, node: Node, verdict: _Verdict) -> str:
+    def _precision(self, node: Node, verdict: Explanation) -> str:
         layer = self._facts.layers.get(node.name)
         if layer is not None and layer.kind == "compute" and layer.precision:
             return layer.precision.lower()
@@ -167,13 +139,24 @@ class _Reasons:
 
     # ---- units
 
-    def of_unit(self, unit: Unit) -> _Verdict:
-        """Why a unit runs as it does: what makes the other decision impossible, then what decided."""
+    def of_unit(self, unit: Unit) -> Explanation:
+        """Explain a unit: why the other decision is impossible, or else what decided. Its nodes get copies."""
         names = tuple(self.parts.model.nodes[n].name for n in unit.nodes)
         quantized = unit.number in self._decision.quantized
         costs = self._costs
-        verdict = _Verdict(
-            names, quantized, "close", "", _sum(names, self._facts.spent), _sum(names, self._facts.float_spent)
+        verdict = Explanation(
+            node="",
+            op="",
+            unit=names,
+            quantized=quantized,
+            precision="",
+            why="close",
+            reason="",
+            ms=_sum(names, self._facts.spent),
+            float_ms=_sum(names, self._facts.float_spent),
+            margin_ms=None,
+            measured=False,
+            otherwise="8 bits",
         )
         if costs is None or verdict.ms is None:
             verdict = replace(verdict, unknown=_UNTIMED)
@@ -193,17 +176,17 @@ class _Reasons:
             return self._in_part(verdict)
         return self._in_float(unit, verdict)
 
-    def _stored(self, unit: Unit, way: WeightFormat, verdict: _Verdict) -> _Verdict:
-        """Of a unit that runs in float, and has its weights in fewer bits."""
+    def _stored(self, unit: Unit, way: WeightFormat, verdict: Explanation) -> Explanation:
+        """Explain a unit in float whose weights are stored in fewer bits."""
         told = f"its weights alone are stored in {way.bits} bits ({way.name})"
         verdict = replace(verdict, why="placement", quantized=False, weight_format=way.name, otherwise="float weights")
         if verdict.ms is None or verdict.float_ms is None:
             return replace(verdict, reason=f"{told}, as part of {self._facts.origin}")
         verdict = replace(verdict, margin_ms=verdict.float_ms - verdict.ms, measured=True)
-        return self._weighed(verdict, "; ".join([told, *_told(verdict, "it")]))
+        return self._weighed(verdict, "; ".join([told, *_times_text(verdict, "it")]))
 
-    def _barred(self, unit: Unit, verdict: _Verdict) -> _Verdict:
-        """Why there is nothing to decide about a unit: no activation that it reads can carry a pair."""
+    def _barred(self, unit: Unit, verdict: Explanation) -> Explanation:
+        """Explain a unit of which no input can have a pair, apart from constants."""
         facts, nodes = self._facts, [self.parts.model.nodes[n] for n in unit.nodes]
         names = {n.name for n in nodes}
         if any(e.node in names and e not in facts.possible for e in facts.able):
@@ -228,21 +211,21 @@ class _Reasons:
             return f"on its input {data[0][2]}: the range of its values is unknown"
         return "for it reads no tensor but constants"
 
-    def _in_8_bits(self, unit: Unit, verdict: _Verdict) -> _Verdict:
+    def _in_8_bits(self, unit: Unit, verdict: Explanation) -> Explanation:
         if self._is_free(unit, verdict):
             return replace(verdict, why="no time", reason="it takes no time either way, and follows its neighbours")
-        return self._weighed(verdict, "; ".join(_told(verdict, "in 8 bits it")))
+        return self._weighed(verdict, "; ".join(_times_text(verdict, "in 8 bits it")))
 
-    def _in_part(self, verdict: _Verdict) -> _Verdict:
-        """Of a unit that the prices count as float: pairs on some inputs, with which a node of it runs in 8 bits."""
+    def _in_part(self, verdict: Explanation) -> Explanation:
+        """Explain a unit that prices count as float although some inputs have pairs and a node runs in 8 bits."""
         assert verdict.ms is not None
         assert verdict.float_ms is not None
         more = verdict.float_ms - verdict.ms
         verdict = replace(verdict, quantized=True, margin_ms=more, measured=True, otherwise="float")
-        return self._weighed(verdict, "; ".join(["it carries pairs in part", *_told(verdict, "it")]))
+        return self._weighed(verdict, "; ".join(["it carries pairs in part", *_times_text(verdict, "it")]))
 
-    def _weighed(self, verdict: _Verdict, told: str) -> _Verdict:
-        """Whether prices or the placement as a whole speak for 8 bits."""
+    def _weighed(self, verdict: Explanation, told: str) -> Explanation:
+        """Say whether prices or the placement as a whole were the reason for 8 bits."""
         assert verdict.margin_ms is not None
         if verdict.margin_ms > 0:
             return replace(verdict, why="faster", reason=told)
@@ -251,15 +234,15 @@ class _Reasons:
             return replace(verdict, why="close", reason=f"{whole}, and the two hardly differ")
         return replace(verdict, why="placement", reason=whole)
 
-    def _in_float(self, unit: Unit, verdict: _Verdict) -> _Verdict:
+    def _in_float(self, unit: Unit, verdict: Explanation) -> Explanation:
         assert verdict.margin_ms is not None
-        told = "; ".join(_told(verdict, "in float it"))
+        told = "; ".join(_times_text(verdict, "in float it"))
         if alone := self._facts.alone.get(verdict.unit[0]):
             told += f"; alone: {alone.why}"
         if self._is_free(unit, verdict):
             return replace(verdict, why="no time", reason="it takes no time either way, and follows its neighbours")
         if kernel := self._without_kernel(unit):
-            told = "; ".join([kernel, *_told(replace(verdict, margin_ms=None), "it")])
+            told = "; ".join([kernel, *_times_text(replace(verdict, margin_ms=None), "it")])
             return replace(verdict, margin_ms=None, why="no kernel", reason=told, unknown=kernel)
         if verdict.margin_ms > 0:
             return replace(verdict, why="slower", reason=told)
@@ -273,22 +256,22 @@ class _Reasons:
         if not self._facts.placement:
             return replace(verdict, why="unproven" if self._facts.history else "untried", reason=told)
         trial = self._facts.trial
-        if tried.why == "slower" or trial is None or trial.proposal.origin in FORETOLD:
+        if tried.why == "slower" or trial is None or trial.proposal.origin in PREDICTED:
             return replace(tried, reason=f"{told}; {tried.reason}")
         whole = f"this placement is {self._facts.origin}, which measured faster than what the prices led to"
         return replace(verdict, why="placement", reason=f"{whole}; {told}")
 
-    def _is_free(self, unit: Unit, verdict: _Verdict) -> bool:
+    def _is_free(self, unit: Unit, verdict: Explanation) -> bool:
         assert self._costs is not None
         return self._costs.prices[unit.number].as_float == 0 and not verdict.ms and not verdict.margin_ms
 
-    def _is_close(self, verdict: _Verdict) -> bool:
-        """Whether the two ways differ by less than the search takes for a difference."""
+    def _is_close(self, verdict: Explanation) -> bool:
+        """Whether the two ways differ by less than the smallest difference that the search regards."""
         assert verdict.margin_ms is not None
         return abs(verdict.margin_ms) <= CLOSE * self._facts.float_ms / 2
 
     def _without_kernel(self, unit: Unit) -> str:
-        """That builds had pairs around the unit, and in each of them the engine ran it in float all the same."""
+        """A text if the engine ran the unit in float in every build that had pairs around it; else empty."""
         names = {self.parts.model.nodes[n].name for n in unit.nodes}
         ran = [
             (trial.proposal.origin, layer)
@@ -302,24 +285,24 @@ class _Reasons:
         return f"with pairs around it (as in the candidate {ran[0][0]!r}) the engine still ran it in float"
 
     def _damage(self, unit: Unit) -> str:
-        """That its rounding is foretold to take the outputs below the limit."""
+        """A text if rounding the unit is predicted to take the outputs below the limit; else empty."""
         noise, parts = self._facts.noise, self.parts
         if noise is None or self._facts.limits.max_noise is None:
             return ""
         now, flipped = parts.placement(self._decision), parts.placement(other(parts, self._decision, [unit.number]))
         before, fresh = ({noise.value(e.tensor) for e in p.edges} for p in (now, flipped))
         alone = sum(noise.alone.get(value, 0.0) for value in fresh - before)
-        if not alone or self._foretold + alone <= self._allowed:
+        if not alone or self._predicted + alone <= self._allowed:
             return ""
         most = self._facts.limits.min_sqnr
         scale = self._facts.limits.max_noise / self._allowed
         return (
             f"its rounding alone brings the outputs to {_db(alone * scale)}, with the rest of the placement to "
-            f"{_db((self._foretold + alone) * scale)}, and the limit is {most:g} dB"
+            f"{_db((self._predicted + alone) * scale)}, and the limit is {most:g} dB"
         )
 
     @cached_property
-    def _foretold(self) -> float:
+    def _predicted(self) -> float:
         noise = self._facts.noise
         return 0.0 if noise is None else noise.predicted(self.parts.placement(self._decision))
 
@@ -329,8 +312,8 @@ class _Reasons:
         assert noise is not None
         return noise.allowed(self._facts.history)
 
-    def _by_trials(self, unit: Unit, verdict: _Verdict) -> _Verdict:
-        """What candidates say that ran the unit otherwise than their opponent, the one with fewest changes first."""
+    def _by_trials(self, unit: Unit, verdict: Explanation) -> Explanation:
+        """Explain a unit by the candidate with the fewest changes that ran it otherwise than its opponent."""
         facts = self._facts
         if verdict.quantized and facts.trial is not None:
             share = ratios_to_float(facts.history, facts.plan).get(facts.placement)
@@ -366,12 +349,12 @@ _UNTIMED = "the builds of this run have no layer times, so that single nodes hav
 
 
 def _sum(names: Sequence[str], spent: Mapping[str, Spent]) -> float | None:
-    """What some nodes took together, conversions included; None where nobody knows."""
+    """The time of some nodes, conversions included; None if unknown."""
     return sum(sum(spent[name]) for name in names) if spent else None
 
 
-def _told(verdict: _Verdict, subject: str) -> Iterator[str]:
-    """What a unit took in what shipped and in the float model, and what the other decision would add."""
+def _times_text(verdict: Explanation, subject: str) -> Iterator[str]:
+    """The times of a unit in the shipped and in the float model, and what the other decision would add."""
     if verdict.ms is not None and verdict.float_ms is not None:
         yield f"{subject} takes {_ms(verdict.ms)}, in the float model {_ms(verdict.float_ms)}"
     if (margin_ms := verdict.margin_ms) is not None:

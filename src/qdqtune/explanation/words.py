@@ -1,4 +1,4 @@
-"""How figures and counts are told to people, the same way everywhere: durations, counts, decibels."""
+"""Numbers, counts and names as text for people, in one way everywhere."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from qdqtune.types import Placement
 
 
 def counted(count: int, what: str) -> str:
-    """So many of something, in the plural if they are."""
+    """A count with its noun, in the plural unless it is one."""
     return f"{count} {what}{'s' * (count != 1)}"
 
 
 def title(model: Path) -> str:
-    """What a model is called in titles: by its file, and by its folder too where the file is called model.onnx."""
+    """The name of a model in titles: that of its file, with its folder if the file is called model.onnx."""
     folder = model.absolute().parent.name
     return f"{folder}/{model.name}" if model.name == "model.onnx" and folder else model.name
 
 
 def builds(search: int, rewrites: int = 0, proof: int = 0) -> str:
-    """Engine builds: those of the search, counted as --builds counts them, and those beside it."""
+    """Counts of engine builds: those of the search, as the option `builds` counts them, and the others."""
     besides = {"for rewrites": rewrites, "for the proof": proof}
     return " and ".join([str(search), *(f"{number} {what}" for what, number in besides.items() if number)])
 
 
 def built(summary: Mapping[str, Any]) -> str:
-    """The builds of a finished run, of which its summary counts those for rewrites with the search's."""
+    """The builds of a finished run. Its summary counts those for rewrites with those of the search."""
     rewrites = summary.get("rewrites", {}).get("builds", 0)
     return builds(summary["builds"] - rewrites, rewrites, summary["proof_builds"])
 
 
 def duration(seconds: float) -> str:
-    """Hours and minutes, minutes and seconds, or seconds."""
+    """A duration in hours and minutes, in minutes and seconds, or in seconds."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def samples(count: int, is_held_out: bool) -> str:
-    """The samples that outputs were compared on."""
+    """How many samples outputs were compared on, and whether these were held out of calibration."""
     which = "held-out sample" if is_held_out else "sample"
     return f"{count} {which}{'s' * (count != 1)}{' (every fifth)' * is_held_out}"
 
 
 def placed(placement: Placement) -> str:
-    """How much of a model a placement quantizes."""
+    """How many tensors of a placement have a Q/DQ pair, and how many weights are stored in fewer bits."""
     stored = len(placement.compressed)
     weights = f"{stored} {'weight is' if stored == 1 else 'weights are'} stored in fewer bits"
     if stored and not placement.edges:
@@ -57,13 +57,21 @@ def placed(placement: Placement) -> str:
 
 
 def rewrites_gave(summary: Mapping[str, Any]) -> tuple[float, float | None]:
-    """The share of its time that rewrites left to a model, where that was measured, and what the placement left of
-    this; None where there is none, and all that the proof has measured is theirs."""
+    """Two ratios of time: rewritten float to float, and tuned to rewritten float.
+
+    Without a placement the second is None, and the first is the ratio that the proof has measured.
+    """
     if not summary["edges"] and not summary.get("weights"):
         return summary["ratio"], None
     return summary["rewrites"]["gave"], summary["rewrites"]["placement_gave"]
 
 
 def decibels(sqnr_db: float | None) -> str:
-    """An output SQNR; None where nothing is lost."""
+    """An output SQNR in dB; None means that outputs are equal."""
     return "exact" if sqnr_db is None else f"{sqnr_db:.1f} dB"
+
+
+def shortened(name: str, width: int) -> str:
+    """The beginning and the end of a long name, at most `width` characters."""
+    end = (width - 1) // 2
+    return name if len(name) <= width else f"{name[: width - 1 - end]}…{name[len(name) - end :]}"

@@ -19,7 +19,7 @@ from onnx.reference import ReferenceEvaluator
 from conftest import Call
 from engine_contract import IMAGE, conv_model, quantized_conv_model
 from models import INT8, UINT8, build, normal
-from qdqtune.cli import engines
+from qdqtune.cli import checks
 from qdqtune.commands import build as building
 from qdqtune.engines import MODULES, open_engine
 from qdqtune.errors import EngineFailure
@@ -88,7 +88,7 @@ def test_a_model_that_is_not_fused_fails_with_nodes_reason_and_times(call, spoil
 
 def test_findings_without_a_name_are_accepted_all_together():
     nameless = Finding("standalone pair", "cast", (), 0.1, "the engine names no node for it")
-    (advice,) = engines._advice([nameless], measured=False)
+    (advice,) = checks._advice([nameless], measured=False)
     assert advice.startswith("what is meant to be so is accepted with --allow-boundary '*';")
     assert not any(f.fails for f in allow([nameless], ["*"]))
 

@@ -16,7 +16,7 @@ from conftest import Call
 from models import build, conv_net, normal
 from qdqtune.calibration.methods import Calibration
 from qdqtune.cli.quantize import quantize_command
-from qdqtune.commands.quantize_options import Request, Selection
+from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.commands.worst_tensors import Damage, to_exclude
 from qdqtune.engines import devices
@@ -153,16 +153,16 @@ def test_weights_alone_are_stored_as_asked_and_the_words_say_how_many(call: Call
     assert code == 2
 
 
-QUANTIZE: dict[str, tuple[Sequence[str], Callable[[Request], object], object]] = {
+QUANTIZE: dict[str, tuple[Sequence[str], Callable[[QuantizeOptions], object], object]] = {
     "--output": (["x.onnx"], lambda r: r.output, Path("x.onnx")),
     "--quant-type": (["fp8"], lambda r: r.quant_type, "fp8"),
     "--engine": (["openvino"], lambda r: r.engine, "openvino"),
     "--precision": (["fp16"], lambda r: r.precision, "fp16"),
     "--no-per-channel": ([], lambda r: r.per_channel, False),
-    "--nodes-to-quantize": (["a"], lambda r: r.selection, Selection(nodes=("a",))),
-    "--op-types-to-quantize": (["Conv"], lambda r: r.selection, Selection(op_types=("Conv",))),
-    "--nodes-to-exclude": (["b"], lambda r: r.selection, Selection(excluded_nodes=("b",))),
-    "--op-types-to-exclude": (["Add"], lambda r: r.selection, Selection(excluded_op_types=("Add",))),
+    "--nodes-to-quantize": (["a"], lambda r: r.nodes_to_quantize, ("a",)),
+    "--op-types-to-quantize": (["Conv"], lambda r: r.op_types_to_quantize, ("Conv",)),
+    "--nodes-to-exclude": (["b"], lambda r: r.nodes_to_exclude, ("b",)),
+    "--op-types-to-exclude": (["Add"], lambda r: r.op_types_to_exclude, ("Add",)),
     "--calibration-data": (["a:b"], lambda r: r.calibration_data, "a:b"),
     "--calibration-samples": (["7"], lambda r: r.calibration_samples, 7),
     "--input-shape": (["a:1x3"], lambda r: r.input_shapes, {"a": (1, 3)}),
@@ -184,21 +184,22 @@ QUANTIZE: dict[str, tuple[Sequence[str], Callable[[Request], object], object]] =
 
 
 def test_every_option_reaches_its_field_and_every_field_has_one(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Request] = []
+    given: list[QuantizeOptions] = []
 
-    def caught(request: Request, observer: object) -> NoReturn:
-        given.append(request)
+    def caught(options: QuantizeOptions, observer: object) -> NoReturn:
+        given.append(options)
         raise BadModel("caught")
 
     monkeypatch.setattr("qdqtune.cli.quantize.quantize", caught)
     assert call("quantize", "m.onnx") == (2, "", "error: caught\n")
     usual, reached = given[0], set[str]()
-    assert usual == Request(Path("m.onnx"), Path("m.qdq.onnx"), precision=None, selection=Selection((), (), (), ()))
+    assert usual == QuantizeOptions(Path("m.onnx"), output=usual.target)
+    assert usual.target == Path("m.qdq.onnx")
     for option, (values, look, expected) in QUANTIZE.items():
         call("quantize", "m.onnx", option, *values)
         assert look(given[-1]) == expected != look(usual)
         reached |= {name for name, value in vars(given[-1]).items() if value != getattr(usual, name)}
-    assert reached == {field.name for field in fields(Request)} - {"model"}
+    assert reached == {field.name for field in fields(QuantizeOptions)} - {"model", "time_limit"}
     names = {next(o for o in p.opts if o.startswith("--")) for p in quantize_command.params if p.name != "model"}
     assert names == {name.replace("--no-", "--") for name in QUANTIZE} | {
         "--tune",

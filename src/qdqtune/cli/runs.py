@@ -1,17 +1,24 @@
-"""`qdqtune explain`: a finished run by reason, or node by node."""
+"""`qdqtune explain` and `report`: what a finished run has found."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.table import Table
 
-from qdqtune.cli.command import AS_JSON, command
-from qdqtune.cli.layers import shortened
+from qdqtune.cli.command import AS_JSON, command, switch
 from qdqtune.cli.output import print_json, print_prose, show
 from qdqtune.cli.report import table_of
 from qdqtune.commands.explain import Explained, ExplainOptions, explain_run
+from qdqtune.explanation.page import write_report
+from qdqtune.explanation.report import report_of_run
 from qdqtune.explanation.values import IN_WORDS, Explanation, total
+from qdqtune.explanation.words import shortened
+from qdqtune.graph.may_write import PAGE, Output, is_marked, is_of_a_run
+from qdqtune.options import REQUIRED, File, Given, MaybeFile, Options, Reads, Writes, option
+from qdqtune.tuning.folder import REPORT
 
 LONGEST = 40
 """Characters of a node's name in the table of reasons."""
@@ -23,7 +30,7 @@ def explain_command(options: ExplainOptions, as_machine: bool) -> None:
 
     DIR is the output folder of `qdqtune tune`. Without a node: the nodes by reason, what takes the most time first.
     Times are in ms: what rounds have measured of the whole model, shared out over its layers as the engine told of the
-    builds; each conversion counts with one node. What the other way would cost is foretold. Nothing is run.
+    builds; each conversion counts with one node. What the other way would cost is predicted. Nothing is run.
 
     \b
     qdqtune explain qdqtune_output
@@ -63,7 +70,7 @@ def _number(ms: float | None) -> str:
 
 
 def by_node(rows: Sequence[Explanation]) -> Iterator[str]:
-    """Two lines for each node, and one more where the other way has no price."""
+    """Two lines for each node, and a third where the other way has no price."""
     for row in rows:
         others = [name for name in row.unit if name != row.node]
         together = f", decided together with {', '.join(others)}" if others else ""
@@ -72,3 +79,65 @@ def by_node(rows: Sequence[Explanation]) -> Iterator[str]:
         yield f"    {IN_WORDS[row.why]}: {row.reason}"
         if row.margin_ms is None:
             yield f"    no price of the other way: {row.unknown}"
+
+
+def _record(text: str) -> list[Path]:
+    """The files of a run, except its report."""
+    folder = Path(text)
+    return [path for path in folder.rglob("*") if path != folder / REPORT]
+
+
+def _report(path: Path, name: str, given: Given) -> list[Output]:
+    own = given["directory"] / REPORT
+    return [Output(path, name, lambda file: is_marked(file, PAGE) and (file == own or not is_of_a_run(file)))]
+
+
+@dataclass(kw_only=True)
+class ReportOptions(Options):
+    """The options of `report`."""
+
+    directory: File = option(
+        Reads(_record, "record of the run"), REQUIRED, "The output folder of a finished run.", is_positional=True
+    )
+    output: MaybeFile = option(
+        Writes(_report, lambda given: None if given["as_machine"] else given["directory"] / REPORT),
+        None,
+        "File to write.",
+        "Output",
+        flags="-o --output",
+        default_in_words=f"{REPORT} in DIRECTORY",
+    )
+
+
+JSON_ALONE = switch(
+    "as_machine", "--json", "Print what the report says as JSON, and write nothing.", short="print JSON"
+)
+
+
+@command("report", ReportOptions, JSON_ALONE)
+def report_command(options: ReportOptions, as_machine: bool) -> None:
+    """Write the report of a finished run: one HTML file that works offline and makes no request.
+
+    The run is the one in DIRECTORY. `tune` writes its report by itself; this is for runs with --no-report, and for
+    another place.
+
+    \b
+    qdqtune report qdqtune_output
+    """
+    report = report_of_run(options.directory)
+    if as_machine:
+        print_json(asdict(report))
+        return
+    target = options.output or options.directory / REPORT
+    write_report(report, target)
+    print(target)
+
+
+def leave_report(folder: Path) -> Path:
+    """Write the report of the run in `folder`. Gives its path.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    write_report(report_of_run(folder), folder / REPORT)
+    return folder / REPORT

@@ -9,14 +9,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from conftest import Call
 from processes import family, until
-from qdqtune.cli import fleet
-from qdqtune.cli.fleet import Row
+from qdqtune.cli import children
+from qdqtune.cli.children import Board, Ended, ModelRow
+from qdqtune.cli.output import Event, parsed_event
 from qdqtune.engines import devices
 from qdqtune.engines.devices import ANYWHERE, Device
 from runs import environment, hopeless, mixed, write
@@ -103,13 +105,13 @@ def test_models_are_shared_out_and_told_in_their_order(
     met: list[tuple[str, tuple[int, ...]]] = []
     both = threading.Barrier(2)
 
-    def run(asked: Sequence[str], row: Row, board: fleet.Board, device: Device) -> fleet.Ended:
+    def run(asked: Sequence[str], row: ModelRow, board: Board, device: Device) -> Ended:
         both.wait(timeout=60)
         met.append((Path(asked[1]).name, device.cores))
-        board.hear(row, "   7   7/12 builds  best 1.64x  cut: 1.64x [1.48x, 1.69x], faster than float")
-        return fleet.Ended(0, json.dumps({"shipped": "tuned", "ratio": 0.5}))
+        board.take(row, Event("line", "   7   7/12 builds  best 1.64x  cut: 1.64x [1.48x, 1.69x], faster than float"))
+        return Ended(0, json.dumps({"shipped": "tuned", "ratio": 0.5}))
 
-    monkeypatch.setattr(fleet, "_run", run)
+    monkeypatch.setattr(children, "_run", run)
     monkeypatch.setattr(devices, "physical_cores", lambda: [[core] for core in range(8)])
     monkeypatch.setattr(devices, "is_free", lambda _: True)
     asked = ["tune", models, "-o", tmp_path / "out", *QUICK, "--workers", 4, "--cores-per-worker", 2]
@@ -127,11 +129,26 @@ def test_models_are_shared_out_and_told_in_their_order(
     assert (code, "--workers 4 of 3 cores each want 12 cores" in err) == (2, True)
 
 
-def test_a_row_knows_what_its_model_does() -> None:
-    row = Row("a.onnx")
+def test_a_row_shows_the_last_event_and_what_candidates_have_found() -> None:
+    row = ModelRow("a.onnx")
     assert (row.now, row.seconds) == ("waiting", "")
-    row.take("measuring the float model")
+    row.take(parsed_event("measuring the float model"))
     assert row.now == "measuring the float model"
-    row.take("  12  13/52 builds  best 1.64x  polish: failed: no")
-    assert (row.builds, row.best, row.now) == ("13/52", "1.64x", "polish: failed: no")
+    trial = Event("line", "  12  13/52 builds  best 1.64x  polish: failed: no", "polish: failed: no", "13/52", "1.64x")
+    row.take(parsed_event(json.dumps(asdict(trial))))
+    row.take(parsed_event('{"kind": "note", "text": "the machine is busy"}'))
+    assert (row.builds, row.best, row.now) == ("13/52", "1.64x", "the machine is busy")
     assert ANYWHERE.parts == ()
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_child_reports_its_events_as_lines_of_json(
+    call: Call, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QDQTUNE_EVENTS", "1")
+    code, _, err = call("tune", models / "fast.onnx", "-o", tmp_path / "out", *QUICK, "--builds", 5)
+    assert code == 0
+    events = [Event(**json.loads(line)) for line in err.splitlines()]
+    assert [event.builds for event in events if event.builds][-1].endswith("/5")
+    assert any(event.kind == "note" for event in events)
+    assert all(event.short in event.text for event in events)

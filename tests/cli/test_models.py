@@ -11,7 +11,7 @@ from rich.console import Console
 
 from engine_contract import conv_model, quantized_conv_model, static
 from qdqtune.cli import main
-from qdqtune.cli.layers import table
+from qdqtune.cli.models import layers_table
 from qdqtune.types import Layer, NumericFormat, QType
 from trtexec_stand_in import stand_in
 
@@ -107,7 +107,7 @@ def test_names_with_brackets_and_unknown_times_fit_the_table(width: int) -> None
     layers = [Layer("[bold]a" * 30, ("x[0]",), "", None, "compute"), Layer("b", (), "FP32", 0.0, "copy")]
     console = Console(width=width)
     with console.capture() as capture:
-        console.print(table(layers, console.width))
+        console.print(layers_table(layers, console.width))
     text = capture.get()
     assert "[bold]a" in text
     assert "…" in text

@@ -15,7 +15,7 @@ from browsers import chromium, installed, opened
 from qdqtune.explanation.model_map import blocks
 from qdqtune.explanation.page import render
 from qdqtune.explanation.report import report_of_run
-from qdqtune.explanation.report_values import Group, Map, Node, Report, Verdict
+from qdqtune.explanation.report_values import Headline, Map, MapGroup, MapNode, Report
 from qdqtune.tuning.loop import tune
 from runs import mixed, settings, write
 from workers import in_process
@@ -54,13 +54,13 @@ def large(count: int) -> Report:
     """A chain of so many nodes, each a group."""
     names = {f"n{number}": ("Conv", "Relu", "Add")[number % 3] for number in range(count)}
     flows = tuple((n, n + 1) for n in range(count - 1))
-    nodes = tuple(Node(name, op, op == "Conv") for name, op in names.items())
+    nodes = tuple(MapNode(name, op, op == "Conv") for name, op in names.items())
     groups = tuple(
-        Group((n,), node.op, "8 bit" if node.quantized else "float", 1.0 + n % 7, 1.0, 0.1, 30.0)
+        MapGroup((n,), node.op, "8 bit" if node.quantized else "float", 1.0 + n % 7, 1.0, 0.1, 30.0)
         for n, node in enumerate(nodes)
     )
     drawn = Map(nodes, groups, flows, blocks([(name,) for name in names], names, flows), "tuned")
-    return Report("large.onnx", "tune", Verdict("large.onnx", "", True), map=drawn)
+    return Report("large.onnx", "tune", Headline("large.onnx", "", True), map=drawn)
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (360, "light")])

@@ -1,0 +1,280 @@
+"""`qdqtune check`, `debug` and `doctor`: what is wrong with a quantized model, or with the engines of this machine."""
+
+from __future__ import annotations
+
+import glob
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from qdqtune.cli import progress
+from qdqtune.cli.command import AS_JSON, HTML, command, command_line, write_page
+from qdqtune.cli.output import print_json, print_lines, say_notes, show, with_flags_in_notes
+from qdqtune.cli.report import table_of, to_exclude
+from qdqtune.cli.streams import escaped
+from qdqtune.commands.check import CheckOptions, check_file
+from qdqtune.commands.debug import DebugOptions, debug
+from qdqtune.commands.diagnosis import Diagnosis, Suspect
+from qdqtune.commands.doctor import ClusterState, DoctorOptions, EnginesState, examine, examine_cluster
+from qdqtune.commands.probes import NOT_FINITE, WrongPart
+from qdqtune.engines import EngineSpec
+from qdqtune.errors import ConstraintUnmet, EngineUnavailable
+from qdqtune.explanation.findings import Finding
+from qdqtune.explanation.reasons import is_low
+from qdqtune.explanation.words import counted, placed, samples, title
+from qdqtune.graph.model import Model
+from qdqtune.graph.outputs import temporary_folder
+from qdqtune.placement.reading import is_quantized, placement_in
+from qdqtune.placement.stripping import strip_pairs
+from qdqtune.types import Layer, sqnr_of
+
+ORDER = ("float compute", "standalone pair", "reformat", "boundary")
+"""The order of findings with one cause: the cause itself, then its consequences."""
+
+OF_WEIGHTS = re.compile(r"[wW][48]")
+"""The precision of a layer that reads weights in fewer bits."""
+
+
+@command("check", CheckOptions, HTML, AS_JSON)
+def check_command(options: CheckOptions, html: Path | None, as_machine: bool) -> int:
+    """Check that the engine fuses the Q/DQ pairs of MODEL, and say what it does not fuse and why.
+
+    Found are pairs that run as kernels of their own, operators that stay in float although their inputs carry pairs,
+    and reformats beside quantized layers. Exit code 4 if there is any; the conversions at the model's own float inputs
+    and outputs have to be there, and do not count. The result of `qdqtune tune` in its output folder does not fail on
+    the engine that it was tuned on: what the engine does not fuse there was measured, and is faster than without.
+
+    \b
+    qdqtune check optimized_final.onnx
+    qdqtune check model.qdq.onnx --graph-json layers.json --profile-json profile.json
+    """
+    model = Path(str(options.model))
+    done = check_file(options)
+    say_notes(done.notes)
+    write_page(html, lambda pages: pages.of_check(title(model), done, command_line()))
+    if as_machine:
+        print_json(done.to_dict())
+    else:
+        lines = _lines(model, done.engine, done.graph, done.layers, done.findings)
+        print_lines((*lines, *_advice(done.findings, done.measured)))
+    return 0 if done.passes else ConstraintUnmet.exit_code
+
+
+def _lines(
+    model: Path, engine: str, graph: Model, layers: Sequence[Layer], findings: Sequence[Finding]
+) -> Iterator[str]:
+    if not is_quantized(graph):
+        yield f"{model}: no pairs, nothing to check"
+        return
+    for group in _groups(findings):
+        yield group[0].reason
+        for finding in group:
+            time = "" if finding.time_ms is None else f"{finding.time_ms:.4f} ms"
+            yield f"    {finding.kind:15}  {time:>10}  {', '.join(finding.nodes) or finding.layer}"
+    if strangers := [layer for layer in layers if layer.kind == "unknown"]:
+        spent_there = _sum(strangers) or 0.0
+        first = f"{strangers[0].name:.60}"
+        yield f"{len(strangers)} rows of the profile ({spent_there:.3f} ms) fit no layer, the first: {first}"
+    failing = [finding for finding in findings if finding.fails]
+    running = [layer for layer in layers if layer.kind != "folded"]
+    total, spent = _sum(running), _sum(failing)
+    share = f", {spent:.3f} of {total:.3f} ms" if total and spent is not None else ""
+    low = sum(is_low(layer.precision) for layer in running)
+    drawn_in = sum(bool(OF_WEIGHTS.fullmatch(layer.precision)) for layer in running)
+    also = f", {drawn_in} on weights in fewer bits" if drawn_in else ""
+    ran = f"{placed(placement_in(strip_pairs(graph), graph))}, {low} of {len(running)} layers in 8 bits{also}"
+    notes = counted(len(findings) - len(failing), "note")
+    yield f"{model} on {engine}: {ran}; {counted(len(failing), 'finding')}{share}, {notes}"
+
+
+def _advice(findings: Sequence[Finding], measured: bool) -> Iterator[str]:
+    """What to do about the findings, or why there is nothing to do."""
+    failing = [finding for finding in findings if finding.fails]
+    if measured and failing:
+        yield "these pairs were measured on this engine, and faster so (placement.yaml beside the file): nothing to do"
+    elif failing:
+        names = (n for group in _groups(failing) for f in group for n in (f.cause, *f.nodes) if n)
+        first = next((f" --allow-boundary {shlex.quote(glob.escape(name))}, all of it with" for name in names), "")
+        accepted = f"what is meant to be so is accepted with{first} --allow-boundary '*'"
+        yield f"{accepted}; `qdqtune tune MODEL --from-qdq` measures which pairs pay"
+
+
+def _groups(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """The findings by cause: first those that fail, the most time first; then the notes in their order."""
+    groups: dict[tuple[bool, str], list[Finding]] = {}
+    for finding in sorted(findings, key=lambda f: ORDER.index(f.kind)):
+        groups.setdefault((finding.fails, finding.cause or finding.reason), []).append(finding)
+    return sorted(groups.values(), key=lambda group: -(_sum(group) or 0.0) if group[0].fails else 1.0)
+
+
+def _sum(timed: Sequence[Layer] | Sequence[Finding]) -> float | None:
+    times = [item.time_ms for item in timed if item.time_ms is not None]
+    return sum(times) if times else None
+
+
+@command("debug", DebugOptions, AS_JSON)
+def debug_command(options: DebugOptions, as_machine: bool) -> int:
+    """Find which tensor breaks the outputs of a quantized model, or which nodes an engine computes wrongly.
+
+    \b
+    MODEL QUANTIZED   the pairs of QUANTIZED are examined, with their very scales, zero points and integers
+    MODEL             with Q/DQ pairs: the same, against MODEL without them; its weights count as right
+    MODEL             without pairs: its parts on the engine, against ONNX Runtime without optimization
+
+    First it asks what the pairs do as ONNX defines them: one build with a switch at every pair, then halving, at most
+    2 log2(pairs) + 5 runs for one guilty tensor. If the engine makes worse of them, it builds with some of the pairs,
+    and halves. What is found is taken out, and the rest searched again, until it is healthy or nobody stands out: then
+    the damage is spread, which it says, and names the largest. A tensor is guilty if the error without it is half of
+    what it was, or if it alone breaks the limit.
+
+    Exit code 0: the outputs are healthy; 4: they are not, whether or not somebody is guilty; 5: the engine does not run
+    the float model.
+
+    \b
+    qdqtune debug model.onnx quantized.onnx --calibration-data samples.npz
+    qdqtune debug model.onnx model.qdq.onnx --engine tensorrt --json
+    qdqtune debug model.onnx --engine openvino
+    """
+    with progress.shown() as observer:
+        done = with_flags_in_notes(debug(options, observer))
+    say_notes(done.notes)
+    if as_machine:
+        print_json(done.to_dict() | {"flags": _flags(done)})
+    else:
+        _show(done)
+    return 0 if done.is_healthy else ConstraintUnmet.exit_code
+
+
+def _level(noise: float) -> str:
+    if noise >= NOT_FINITE:
+        return "NaN or no outputs"
+    return "exact" if noise == 0 else f"{sqnr_of(noise):.1f} dB"
+
+
+def _show(done: Diagnosis) -> None:
+    engine = done.engine
+    if done.placement:
+        print(f"{done.file}: {placed(done.placement)}")
+    on = samples(done.samples, done.is_held_out)
+    print(f"output SQNR {_level(done.noise)} on {engine}, on {on}, {done.runs} runs")
+    if done.is_healthy:
+        print(f"healthy: at or above {_level(done.limit)}")
+        return
+    if done.examined < done.samples:
+        print(f"the {done.examined} samples that lose most are looked into: {_level(done.noise_there)} on these")
+    if done.by_numbers is not None:
+        print(f"as ONNX defines its arithmetic: {_level(done.by_numbers)}")
+    for suspects, heading in ((done.guilty, "guilty"), (done.largest, "largest")):
+        if suspects:
+            show(_table(suspects, heading))
+    print_lines(_ending(engine, done))
+
+
+def _ending(engine: str, done: Diagnosis) -> Iterator[str]:
+    for suspect in done.guilty:
+        yield f"{suspect.tensor}: {suspect.reason}"
+    yield from (line for part in done.wrong_parts for line in _part(engine, part))
+    if done.largest:
+        yield (
+            "the damage that is left is spread over many tensors, none is guilty; the largest alone are listed: "
+            "calibrate otherwise, or exclude several (quantize --report)"
+        )
+    if done.unexplained and not done.largest:
+        yield "no single tensor is guilty"
+    if done.guilty:
+        state = "healthy" if done.rest is not None and done.rest <= done.limit else "still not healthy"
+        yield f"without them on {engine}: {_level(done.rest or 0.0)}, {state}"
+        yield f"to keep them in float: qdqtune quantize MODEL {_flags(done)}"
+
+
+def _flags(done: Diagnosis) -> str:
+    """Options of quantize that leave out what is guilty, and make what the file has otherwise."""
+    excluded = to_exclude(done.excluded)
+    return excluded if done.weight_only is None or not excluded else f"--weight-only {done.weight_only} {excluded}"
+
+
+def _part(engine: str, part: WrongPart) -> Iterator[str]:
+    many = " together" if len(part.nodes) > 1 else ""
+    why = f": {part.reason}" if part.reason else ""
+    yield f"{engine} computes these nodes wrongly{many}, fed with right values ({_level(part.noise)}{why}):"
+    yield from (f"    {node}" for node in part.nodes)
+
+
+def _table(suspects: Sequence[Suspect], title: str) -> Table:
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    grid.add_column(f"{title}, and nodes to exclude", overflow="fold", ratio=1)
+    grid.add_column("range", no_wrap=True)
+    grid.add_column("output SQNR", no_wrap=True)
+    for suspect in suspects:
+        names = Text("\n  ".join(map(escaped, (suspect.tensor, *suspect.nodes))))
+        ranges = f"float {_range(suspect.float_range)}\npair  {_range(suspect.quantized_range)}"
+        company = f"among {suspect.company}" if suspect.company > 1 else "alone"
+        levels = f"with    {_level(suspect.noise)}\nwithout {_level(suspect.without)}\n{company}"
+        grid.add_row(names, ranges, levels)
+    return grid
+
+
+def _range(ends: tuple[float, float]) -> str:
+    return f"{ends[0]:.4g} .. {ends[1]:.4g}"
+
+
+@command("doctor", DoctorOptions, AS_JSON)
+def doctor_command(options: DoctorOptions, as_machine: bool) -> int:
+    """Show which engines work on this machine, on what hardware, and what to install for the others.
+
+    Exit code 5 only if none does. With --ray: on which devices of a cluster an engine works, and whether they are
+    alike, so that a run may use them together; exit code 5 if they are not.
+
+    \b
+    qdqtune doctor --ray auto --engine onnxruntime --cores-per-worker 2
+    """
+    with temporary_folder() as folder:
+        if options.ray is not None:
+            spec = EngineSpec(options.engine)
+            return _show_cluster(examine_cluster(spec, options.ray, options.cores_per_worker, folder), as_machine)
+        found = examine(folder)
+    if as_machine:
+        print_json(asdict(found))
+    else:
+        columns = ("engine", "status", "version", "device")
+        show(table_of(columns, [(e.name, e.status, e.version, e.device) for e in found.engines], columns))
+        print_lines(_remarks(found))
+    return 0 if found.is_usable else EngineUnavailable.exit_code
+
+
+def _show_cluster(found: ClusterState, as_machine: bool) -> int:
+    """Print the devices of a cluster. Gives the exit code."""
+    if as_machine:
+        print_json(asdict(found))
+    else:
+        names = list(dict.fromkeys(name for said in found.devices.values() for name in said))
+        rows = [(place, *(said.get(name, "") for name in names)) for place, said in found.devices.items()]
+        show(table_of(("worker", *names), rows, names))
+        print_lines([_verdict(found)])
+    return 0 if found.difference is None else EngineUnavailable.exit_code
+
+
+def _verdict(found: ClusterState) -> str:
+    count = len(found.devices)
+    if found.difference is None:
+        return f"{counted(count, 'device')}, all alike: a run may use them together"
+    return f"not alike, so that no run may use them together: {found.difference}"
+
+
+def _remarks(found: EnginesState) -> Iterator[str]:
+    cpu = found.processor
+    cores = counted(cpu.cores, "core")
+    yield f"CPU: {cpu.name}, {cores} ({' '.join(cpu.isa) or 'no known instruction sets'}); {cpu.consequence}"
+    for gpu in found.gpus:
+        yield f"GPU: {gpu.name}, {gpu.memory}, compute capability {gpu.compute_capability}, driver {gpu.driver}"
+    if found.gpu_note:
+        yield f"GPU: none ({found.gpu_note})"
+    for engine in found.engines:
+        if engine.reason:
+            yield f"{engine.name}: " + ": ".join(filter(None, (engine.reason, engine.remedy)))

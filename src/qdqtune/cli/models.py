@@ -1,0 +1,184 @@
+"""`qdqtune inspect`, `layers`, `compare`, `apply` and `build`: commands about model files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from qdqtune.cli import progress, report
+from qdqtune.cli.command import AS_JSON, HTML, JSON_FOR_TABLE, command, command_line, is_verbose, write_page
+from qdqtune.cli.output import (
+    print_json,
+    print_lines,
+    say_error,
+    say_notes,
+    show,
+    width,
+    with_flags,
+    with_flags_in_notes,
+)
+from qdqtune.cli.streams import escaped
+from qdqtune.commands.apply import ApplyOptions, apply
+from qdqtune.commands.build import BuildOptions, build
+from qdqtune.commands.compare import CompareOptions, compare
+from qdqtune.commands.inputs import MODEL
+from qdqtune.commands.inspect import InspectOptions, inspect
+from qdqtune.commands.layers import LayersOptions, layers
+from qdqtune.engines.options import with_timing_cache
+from qdqtune.errors import EngineFailure
+from qdqtune.explanation.words import placed, samples, shortened, title
+from qdqtune.graph.loading import load
+from qdqtune.numerics.accuracy import concern
+from qdqtune.options import REQUIRED, Files, Option, PathLike, option
+from qdqtune.tuning import advice
+from qdqtune.types import Layer
+
+FIXED_WIDTH = 4 + 8 + 9 + 9 + 5 + 2 * 7
+"""Characters of a table's row besides the names, gaps included."""
+LEAST_NAME = 12
+"""Least width of a column of names."""
+
+
+@command("inspect", InspectOptions, AS_JSON)
+def inspect_command(options: InspectOptions, as_machine: bool) -> None:
+    """Show how MODEL divides into regions, and which of them share a pattern.
+
+    More patterns mean a longer search: every pattern is tuned once, wherever it occurs. With --tree every region
+    is shown, with -v every node and tensor as well.
+    """
+    found = inspect(options)
+    if as_machine:
+        print_json(found.to_dict())
+    else:
+        print_lines(map(with_flags, found.named if is_verbose() else found.lines))
+        if not (options.tree or is_verbose()):
+            print("Every region: --tree, with the names of nodes and tensors: -v")
+
+
+@command("layers", LayersOptions, HTML, JSON_FOR_TABLE)
+def layers_command(options: LayersOptions, html: Path | None, as_machine: bool) -> None:
+    """Show what the engine makes of MODEL: its layers in order, the nodes that each covers, and how long each takes.
+
+    Times are of profiled inferences: they say where the time goes, and add up to more than the latency.
+
+    \b
+    qdqtune layers model.onnx --engine openvino
+    qdqtune layers --graph-json model.graph.json --profile-json model.profile.json
+    """
+    model = None if options.model is None else Path(str(options.model))
+    found = layers(options)
+    name = f"an engine of {found.engine}" if model is None else title(model)
+    graph = None if model is None or html is None else load(model)
+    write_page(html, lambda pages: pages.of_layers(name, graph, found.engine, found.layers, command_line()))
+    if as_machine:
+        print_json(found.to_dict())
+    else:
+        show(layers_table(found.layers, width()))
+
+
+def layers_table(layers: Sequence[Layer], width: int) -> Table:
+    """The layers as a table of at most `width` characters, with the sum of their times at the end."""
+    total = sum(layer.time_ms or 0.0 for layer in layers)
+    timed = any(layer.time_ms is not None for layer in layers)
+    grid = Table(box=box.SIMPLE_HEAD, show_footer=True, pad_edge=False, collapse_padding=True)
+    left = max(width - FIXED_WIDTH, 2 * LEAST_NAME)  # of numbers and kinds nothing may be cut, of names everything may
+    name = min(max([LEAST_NAME, *(len(layer.name) for layer in layers)]), left // 2)
+    nodes = min(max((len(", ".join(layer.nodes)) for layer in layers), default=0), left - name)
+    grid.add_column("#", justify="right", width=4)
+    grid.add_column("nodes", f"{len(layers)} layers", no_wrap=True, overflow="ellipsis", width=nodes)
+    grid.add_column("kind", width=8)
+    grid.add_column("precision", width=9)
+    grid.add_column("ms", f"{total:.4f}" if timed else "", justify="right", width=9)
+    grid.add_column("%", justify="right", width=5)
+    grid.add_column("layer", no_wrap=True, width=name)
+    for number, layer in enumerate(layers, 1):
+        time = "" if layer.time_ms is None else f"{layer.time_ms:.4f}"
+        share = "" if layer.time_ms is None or not total else f"{100 * layer.time_ms / total:.1f}"
+        shown, covered = Text(shortened(escaped(layer.name), name)), Text(escaped(", ".join(layer.nodes)))
+        grid.add_row(str(number), covered, layer.kind, layer.precision, time, share, shown)
+    return grid
+
+
+@dataclass(kw_only=True)
+class CompareArguments(CompareOptions):
+    """The options of `compare`, and its files."""
+
+    files: Option[Sequence[PathLike], tuple[Path, ...]] = option(
+        Files(MODEL), REQUIRED, "Model files.", is_positional=True, is_repeated=True, metavar="FILES..."
+    )
+
+
+@command("compare", CompareArguments, HTML, JSON_FOR_TABLE)
+def compare_command(options: CompareArguments, html: Path | None, as_machine: bool) -> int:
+    """Time every other of FILES against the first, in interleaved rounds on two fresh builds of both.
+
+    A speedup of 2x means half of the time that the first file takes. The true one lies outside its interval at most
+    twice in a thousand comparisons. Exit code 5: the engine refuses one of the files.
+
+    \b
+    qdqtune compare model.onnx qdqtune_output/optimized_final.onnx
+    """
+    files = options.files
+    if (busy := advice.busy(options.spec(options.input_shapes))) is not None:
+        say_notes([busy])
+    with progress.shown() as observer:
+        done = with_flags_in_notes(compare(files, options, observer))
+    if as_machine:
+        print_json(done.to_dict())
+    else:
+        judged = samples(done.judged, done.is_held_out) if done.judged else ""
+        show(report.comparison_table(done.first, done.rows, judged))
+    say_notes(done.notes)
+    write_page(html, lambda pages: pages.of_compare(done.first, done.rows, options.plan, done.notes, command_line()))
+    refused = [row for row in done.rows if row.ratio is None]
+    for row in refused:
+        say_error(f"{row.name} cannot be compared: {row.reason}")
+    return EngineFailure.exit_code if refused else 0
+
+
+@command("apply", ApplyOptions, AS_JSON)
+def apply_command(options: ApplyOptions, as_machine: bool) -> None:
+    """Put the Q/DQ pairs of an earlier search into MODEL, with scales calibrated anew: no search, no timing.
+
+    For a network that was trained again: its placement holds, its scales do not. They are found as that search found
+    its own, unless an option about ranges says otherwise.
+    """
+    with progress.shown() as observer:
+        done = with_flags_in_notes(apply(options, observer))
+    say_notes(done.notes)
+    if done.random_data:
+        say_notes(["no --calibration-data: the scales come from random inputs"])
+    if not done.placement and not done.lost:
+        say_notes(["this placement holds no pair: with none was the model fastest, or within the limits"])
+    if done.lost:
+        scaled = "" if done.matched is None else " or have no scale"
+        say_notes([f"{len(done.lost)} edges are not in this model{scaled}, the first: {done.lost[0]}"])
+    if done.accuracy is not None and (warning := concern(done.accuracy)):
+        say_notes([warning])
+    if as_machine:
+        print_json(done.to_dict())
+    else:
+        known = "" if done.accuracy is None else f", output SQNR against float: {done.accuracy}"
+        print(f"{done.output}: {placed(done.placement)}{known}")
+
+
+@command("build", BuildOptions, AS_JSON)
+def build_command(options: BuildOptions, as_machine: bool) -> None:
+    """Build MODEL, and save it in the engine's own format: a TensorRT plan, an OpenVINO IR, an optimized ONNX file.
+
+    What a Q/DQ model leaves in float runs in float, everything between pairs in 8 bits: a mixed-precision engine.
+
+    \b
+    qdqtune build optimized_final.onnx -o model.plan --engine tensorrt
+    """
+    spec = with_timing_cache(options.spec(), options.output.parent)
+    made = build(Path(str(options.model)), options.output, spec, time_limit_s=options.time_limit)
+    if as_machine:
+        print_json(made.to_dict())
+    else:
+        print(made.in_words())
