@@ -23,6 +23,7 @@ from typing import Any
 import cores
 import numpy as np
 import zoo
+from qdqtune.tuning.modes.cut import cut_search
 
 from qdqtune import Settings
 from qdqtune.calibration.samples import open_samples
@@ -35,8 +36,7 @@ from qdqtune.search.costs.optimum import decision_of
 from qdqtune.search.costs.prices import Costs
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.modes.cut import cut_search
-from qdqtune.tuning.noise import foresee
+from qdqtune.tuning.noise import binding_noise_of
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.run import open_run, prepared, written_once
@@ -101,7 +101,7 @@ def why(settings: Settings, result: Result, best: Placement) -> str:
         written_once(ready) as constants,
         open_run(ready, constants) as run,
     ):
-        search = cut_search(run, foresee(run))
+        search = cut_search(run, binding_noise_of(run))
         if search is None:
             return "budget"
         costs = search.costs(result.history)

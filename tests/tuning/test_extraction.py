@@ -18,8 +18,7 @@ from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.placement.possible import possible_edges
-from qdqtune.tuning.subgraphs.extraction import Resolved, borders, extract, is_shape, resolve
-from qdqtune.tuning.subgraphs.groups import by_rules
+from qdqtune.tuning.subgraphs.groups import Resolved, borders, by_rules, extract, is_shape, resolve
 
 RESHAPED = """net (float[N,4,6] x, float[2,3] z) => (float[N,M,2] y) {
     [rows] s = Shape <start=0, end=1> (x)

@@ -13,7 +13,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.graph.files import save
 from qdqtune.graph.model import Model
-from qdqtune.tuning.obstacles import insist_on_device
+from qdqtune.tuning.subject import insist_on_device
 
 BRANCHING = """net (int64 rate, float[1,8] x) => (float[1,8] y) {
     [test] is_fast = Equal(rate, fast)

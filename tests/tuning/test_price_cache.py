@@ -15,7 +15,7 @@ from qdqtune.errors import BadOption, OutputError
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
-from qdqtune.tuning.price_file import usual_place
+from qdqtune.tuning.price_cache import usual_path
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import Mode, Settings
 from runs import cost, hopeless, mixed, rows, settings, write
@@ -108,7 +108,7 @@ def test_a_file_that_is_no_cache_is_refused_where_it_is_named_and_else_told_and_
     content: str, model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(model.parent))
-    file = usual_place()
+    file = usual_path()
     for place in (model.parent / "prices.json", file):
         place.parent.mkdir(exist_ok=True)
         place.write_text(content)
@@ -142,7 +142,7 @@ def test_a_place_that_cannot_be_written_is_told_if_the_user_has_named_it(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     notes = Notes()
-    tune(asked(model, "a", price_cache=usual_place()), notes)
+    tune(asked(model, "a", price_cache=usual_path()), notes)
     assert not notes.told
     tune(asked(model, "b", price_cache=Path("/dev/null/prices.json")), notes)
     assert [note.partition(": cannot")[0] for note in notes.told] == ["prices are not kept for other models"]
@@ -150,10 +150,10 @@ def test_a_place_that_cannot_be_written_is_told_if_the_user_has_named_it(
 
 def test_the_usual_place_is_where_users_keep_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert usual_place() == tmp_path / "qdqtune" / "prices.json"
+    assert usual_path() == tmp_path / "qdqtune" / "prices.json"
     monkeypatch.setenv("XDG_CACHE_HOME", "caches")  # relative ones do not count, as the standard has it
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert usual_place() == tmp_path / ".cache" / "qdqtune" / "prices.json"
+    assert usual_path() == tmp_path / ".cache" / "qdqtune" / "prices.json"
 
 
 class _Ended(Exception):

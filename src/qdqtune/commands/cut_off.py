@@ -14,7 +14,7 @@ from qdqtune.commands.probes import NOT_FINITE, Outputs, noise
 from qdqtune.engines.runner import Runner, insist
 from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
-from qdqtune.tuning.subgraphs.extraction import Resolved, borders, extract
+from qdqtune.tuning.subgraphs.groups import Resolved, borders, extract
 from qdqtune.types import Failure, Sample
 
 MOST = 8

@@ -35,7 +35,7 @@ from qdqtune.graph.may_write import (
     replaceable,
 )
 from qdqtune.graph.outputs import SCRATCH
-from qdqtune.tuning.price_file import read_cache, usual_place
+from qdqtune.tuning.price_cache import read_cache, usual_path
 from qdqtune.tuning.settings import STATE, Settings
 from qdqtune.tuning.store import BEGINNING, may_continue
 
@@ -189,7 +189,7 @@ def _elsewhere(settings: Settings) -> Iterator[Output]:
     yield Output(state, option, may_continue, is_appended=True, makes_folder=True)
     patterns = replaceable(RECORD)
     yield Output(pattern_cache_of(state), option, lambda file: has_begun and patterns(file), makes_folder=True)
-    if prices is not None and prices != usual_place():  # nobody has named that one: what is wrong with it is told
+    if prices is not None and prices != usual_path():  # nobody has named that one: what is wrong with it is told
         yield Output(prices, "--price-cache", lambda file: read_cache(file) is not None, makes_folder=True)
     if isinstance(times, str):
         yield timing_cache(Path(times), "--timing-cache")

@@ -6,10 +6,11 @@ rounds, layers and other values are stored as they are, and a line is refused wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from math import prod
+from operator import or_
 from pathlib import PurePath
 from typing import Any, Literal, TypeVar
 
@@ -19,9 +20,7 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.search.costs.priors import Prices
 from qdqtune.timing.ratios import Ratio
-from qdqtune.tuning.modes.mode import GroupOutcome
 from qdqtune.types import (
-    TRANSIENT,
     Accuracy,
     Edge,
     Failure,
@@ -180,13 +179,6 @@ class Tried:
     ratio: Ratio | None
     kept: bool
 
-    @property
-    def row(self) -> dict[str, Any]:
-        """The row of summary.json."""
-        ends = self.ratio or Ratio(1.0, None, None)
-        known = {"ratio": ends.median, "low": ends.low, "high": ends.high} if self.ratio else {"ratio": None}
-        return {"name": self.name, "form": self.form, **known, "kept": self.kept}
-
 
 @dataclass(frozen=True)
 class Found:
@@ -295,17 +287,48 @@ class WeightFormatsRecord(Record, frozen=True, tag="weight formats"):
 # ---------------------------------------------------------------- what a finished run answered
 
 
-class AnsweredTrial(msgspec.Struct, frozen=True):
-    """A trial of a finished run: `of` its record, what was proposed, and what the record does not know."""
+@dataclass(frozen=True)
+class GroupOutcome:
+    """A row of subgraph mode's table: one fusion group. Times in ms; those of the group alone leave out the conversions
+    between floats and integers at its inputs and outputs.
+
+    `kind` is a number that equal groups share, None if the group was not timed. `scheme` is the one that was accepted,
+    or else the best one; None if there is none. `gain_in_model` is the time that the group saves in the whole model,
+    conversions included; None where the engine reports no layers.
+    """
+
+    nodes: tuple[str, ...]
+    operators: tuple[str, ...]
+    kind: int | None
+    scheme: str | None
+    float_ms: float
+    quantized_ms: float | None
+    gain_in_model: float | None
+    kept: bool
+    why: str
+
+    @property
+    def gain_alone(self) -> float | None:
+        """The ms that the scheme saved alone."""
+        return None if self.quantized_ms is None else self.float_ms - self.quantized_ms
+
+
+class JudgedTrial(msgspec.Struct, frozen=True, kw_only=True):
+    """What the search made of a trial: what it had proposed, and how it judged the result that record `of` holds."""
 
     of: str
     origin: str
-    pattern: str
     predicted: float | None
-    wants_layers: bool
-    metric: float | None
-    holds: bool | None
     accepted: bool
+    holds: bool | None
+    metric: float | None
+
+
+class AnsweredTrial(JudgedTrial, frozen=True, kw_only=True):
+    """A trial of a finished run."""
+
+    pattern: str
+    wants_layers: bool
 
 
 class AnswerRecord(Record, frozen=True, tag="finished"):
@@ -342,29 +365,7 @@ class ConversationRecord(Record, frozen=True, tag="conversation"):
     patterns: dict[str, tuple[TimedPlacement, ...]]
 
 
-RECORDS = (
-    HeadRecord
-    | RangesRecord
-    | TrialRecord
-    | MetricRecord
-    | LayersRecord
-    | RepeatabilityRecord
-    | RewriteRecord
-    | RewritesRecord
-    | BatchRecord
-    | PricesRecord
-    | NoiseRecord
-    | WeightNoiseRecord
-    | PredictionRecord
-    | ComparisonRecord
-    | PointRecord
-    | PartRecord
-    | SchemeRecord
-    | WeightFormatsRecord
-    | AnswerRecord
-    | ConversationRecord
-)
-DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(RECORDS)
+DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(reduce(or_, Record.__subclasses__()))
 
 
 def parsed(line: bytes) -> Record:
@@ -389,10 +390,3 @@ def _plain(value: Any) -> object:
     if isinstance(value, Mapping):
         return dict(value)
     return str(value) if isinstance(value, PurePath) else value.item()
-
-
-def is_transient(record: Record) -> bool:
-    """Whether a record holds a failure that another try may not have."""
-    parts = (record, getattr(record, "result", None), getattr(record, "check", None))
-    failures: Iterable[Failure | None] = (getattr(part, "failure", None) for part in parts)
-    return any(failure is not None and failure.stage in TRANSIENT for failure in failures)

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,8 @@ from typing import IO, Any, Self, cast
 from qdqtune.errors import BadState, OutputError, reading, writing
 from qdqtune.graph.may_write import check_inside, check_single
 from qdqtune.graph.stamps import NOTHING, Stamps
-from qdqtune.tuning.records import HeadRecord, R, Record, is_transient, parsed, plain
+from qdqtune.tuning.records import HeadRecord, R, Record, parsed, plain
+from qdqtune.types import TRANSIENT, Failure
 
 VERSION = 1
 CANDIDATES = 3
@@ -88,7 +89,7 @@ class Store:
                 if not RECORD.startswith(self._file.read(len(RECORD))):
                     raise BadState(f"{path} is no state file: choose another --state-file, or remove it")
                 self._file.truncate(0)
-            self._journal = self._opened(json.loads(json.dumps(plain(fingerprint, "deterministic"))))
+            self.journal = self._opened(json.loads(json.dumps(plain(fingerprint, "deterministic"))))
         except BaseException:
             self._file.close()
             raise
@@ -100,11 +101,11 @@ class Store:
         self._file.close()
 
     def __len__(self) -> int:
-        return len(self._journal.records)
+        return len(self.journal.records)
 
     def get(self, kind: type[R], of: str = "") -> R | None:
         """The record of a kind about something, if this run or an earlier one has written it."""
-        return self._journal.get(kind, of)
+        return self.journal.get(kind, of)
 
     def put(self, record: R) -> R:
         """Write a record for good: when this returns, it survives a kill.
@@ -118,12 +119,12 @@ class Store:
         self._given.check()
         if not is_transient(record):
             self._append(record)
-        self._journal.records[type(record), record.of] = record
+        self.journal.records[type(record), record.of] = record
         return record
 
     def of(self, kind: type[R]) -> tuple[R, ...]:
         """All records of a kind, in the order in which they were written."""
-        return self._journal.of(kind)
+        return self.journal.of(kind)
 
     def lines(self) -> list[str]:
         """The whole records of the file as it stands, its head first, a line each."""
@@ -136,7 +137,7 @@ class Store:
         Raises:
             BadState: it is such a file.
         """
-        if (made_by := self._journal.head.candidates) != CANDIDATES:
+        if (made_by := self.journal.head.candidates) != CANDIDATES:
             raise BadState(
                 f"{self.path} was made by a version of qdqtune whose candidates are others ({made_by}, now "
                 f"{CANDIDATES}): use that version, another --output-dir, or --restart to start over"
@@ -173,6 +174,13 @@ class Store:
         if journal.size < len(content):
             self._file.truncate(journal.size)
         return journal
+
+
+def is_transient(record: Record) -> bool:
+    """Whether a record holds a failure that may not occur again."""
+    parts = (record, getattr(record, "result", None), getattr(record, "check", None))
+    failures: Iterable[Failure | None] = (getattr(part, "failure", None) for part in parts)
+    return any(failure is not None and failure.stage in TRANSIENT for failure in failures)
 
 
 def may_continue(path: Path) -> bool:
