@@ -16,7 +16,7 @@ from qdqtune.calibration.methods import CLOSEST, Calibration
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import Samples
 from qdqtune.engines import EngineSpec
-from qdqtune.tuning.budget import affordable
+from qdqtune.tuning.budget import affordable_calibration
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
@@ -116,7 +116,7 @@ def test_calibration_ends_where_a_pass_takes_longer_than_foretold(clock: Clock) 
 
     prepared, notes = prepare(mixed(), Data(), most=0), Notes()
     prepared = replace(prepared, calibration=Samples("slow", "", False, produce))
-    given = affordable(prepared, Calibration("minmax"), clock.now + 40.0, notes)
+    given = affordable_calibration(prepared, Calibration("minmax"), clock.now + 40.0, notes)
     assert 3 <= sum(1 for _ in given.prepared.calibration) <= 5  # an eighth of the time that is left
     assert notes.said[0].startswith("--time-budget has no room for all calibration samples: ")
 

@@ -1,7 +1,7 @@
-"""What a run writes to its state file: one struct for each kind of line, packed and checked by msgspec.
+"""The records of a state file: one struct for each kind of line, packed and checked by msgspec.
 
-A struct is found by its kind and by `of`, which says what it is about where a run has several of the kind. Ranges,
-rounds, layers and other values are stored as they are, and a line is refused where one of them cannot be made.
+A record is found by its kind and by `of`, which says what it is about if a run has several of the kind. A line is
+refused if a value in it, such as ranges, rounds or layers, is invalid.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from qdqtune.types import (
 )
 
 Shipped = Literal["tuned", "baseline", "given"]
-"""What optimized_final.onnx is: the tuned model, the float model, or a copy of the user's file."""
+"""The content of optimized_final.onnx: the tuned model, the float model, or a copy of the user's file."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
@@ -44,13 +44,13 @@ R = TypeVar("R", bound=Record)
 
 
 class StoredPlacement(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
-    """A placement as JSON: the edges with a pair, and the weights stored in fewer bits with the name of how."""
+    """A placement as JSON: the edges with a pair, and the weights that are stored in fewer bits with their formats."""
 
     pairs: tuple[Edge, ...] = ()
     weights: tuple[tuple[Edge, str], ...] = ()
 
     def __post_init__(self) -> None:
-        _ = self.placement  # refuses what no placement can hold
+        _ = self.placement  # raises if it is none
 
     @classmethod
     def of(cls, placement: Placement) -> StoredPlacement:
@@ -65,13 +65,13 @@ class StoredPlacement(msgspec.Struct, frozen=True, omit_defaults=True, dict=True
         """The placement.
 
         Raises:
-            ValueError: a weight is stored in two ways, or in one that does not exist.
+            ValueError: a weight has two formats, or one that does not exist.
         """
         return Placement.of(self.pairs, ((edge, WeightFormat.named(name)) for edge, name in self.weights))
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a comparison gave: its rounds, or why there are none."""
+    """The result of a comparison: its rounds, or why there are none."""
 
     samples: Measurement | None = None
     failure: Failure | None = None
@@ -88,18 +88,18 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     def result(self) -> Measurement | Failure:
         """The result."""
         found = self.samples or self.failure
-        assert found is not None  # as was checked when it was made
+        assert found is not None  # checked when it was made
         return found
 
 
 def _insist_on_one(value: object, failure: Failure | None) -> None:
-    """Refuse a record that holds neither a value nor a failure, or both."""
+    """Raise if a record holds neither a value nor a failure, or both."""
     if (value is None) == (failure is None):
         raise ValueError("there is either a value or a failure")
 
 
 class HeadRecord(Record, frozen=True, tag="run"):
-    """The first line: the version of the file, that of what makes candidates, and the fingerprint of the run."""
+    """The first line: versions of the file and of the code that makes candidates, and the fingerprint of the run."""
 
     version: int
     candidates: int
@@ -110,13 +110,13 @@ class HeadRecord(Record, frozen=True, tag="run"):
 
 
 class RangesRecord(Record, frozen=True, tag="ranges"):
-    """What calibration found."""
+    """The ranges that calibration found."""
 
     ranges: Ranges
 
 
 class TrialRecord(Record, frozen=True, tag="trial"):
-    """A candidate against another placement, whose digest `against` is; see `Trial`."""
+    """A candidate compared with another placement, whose digest is `against`; see `Trial`."""
 
     origin: str
     against: str
@@ -142,37 +142,37 @@ class MetricRecord(Record, frozen=True, tag="metric"):
     def result(self) -> float | Failure:
         """The value, or why there is none."""
         found = self.value if self.failure is None else self.failure
-        assert found is not None  # as was checked when it was made
+        assert found is not None  # checked when it was made
         return found
 
 
 class LayersRecord(Record, frozen=True, tag="layers"):
-    """The layer report of a placement, that of the float model without `of`."""
+    """The layer report of a placement; without `of`, that of the float model."""
 
     layers: tuple[Layer, ...] = ()
     failure: Failure | None = None
 
 
 class RepeatabilityRecord(Record, frozen=True, tag="repeatability"):
-    """The outputs of the float model against those of the same build once more."""
+    """The outputs of the float model compared with those of a second run of the same build."""
 
     accuracy: Accuracy
 
 
 class RewriteRecord(Record, frozen=True, tag="rewrite"):
-    """A rewritten model against the one before, and the builds that it took."""
+    """A rewritten model compared with the one before, and the builds that it took."""
 
     result: Outcome
     builds: int
 
 
 Form = Literal["float", "pairs"]
-"""How two models meet: both in float, or both with pairs where the engine's rules place them."""
+"""How two models are compared: both in float, or both with pairs where the engine's rules place them."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A rewrite, on top of those kept before it, and its ratio to the model without it; None where it failed."""
+    """A rewrite, made after those kept before it, and its ratio to the model without it; None if it failed."""
 
     name: str
     form: Form
@@ -182,7 +182,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Found:
-    """The rewrites that were tried before the search, in the order in which they are made."""
+    """The rewrites that were tried before the search, in this order."""
 
     tried: tuple[Tried, ...] = ()
     builds: int = 0
@@ -190,12 +190,12 @@ class Found:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that are kept."""
+        """The names of rewrites that are kept."""
         return tuple(one.name for one in self.tried if one.kept)
 
     @property
     def gave(self) -> float:
-        """The ratio of the rewritten model to the user's, as each was measured."""
+        """The ratio of the rewritten model to the user's: the product of those of its rewrites."""
         return prod(one.ratio.median for one in self.tried if one.kept and one.ratio)
 
 
@@ -203,7 +203,7 @@ NO_REWRITES = Found()
 
 
 class RewritesRecord(Record, frozen=True, tag="rewrites"):
-    """What the rewrites gave."""
+    """The rewrites that were tried, and their results."""
 
     found: Found
 
@@ -216,28 +216,28 @@ class BatchRecord(Record, frozen=True, tag="batch"):
 
 
 class PricesRecord(Record, frozen=True, tag="prices"):
-    """What the price cache knew when the run began, and the placement that an earlier run has found."""
+    """The prices of the price cache when the run began, and the placement that an earlier run has found."""
 
     prices: Prices
     found: StoredPlacement | None = None
 
 
 class NoiseRecord(Record, frozen=True, tag="noise"):
-    """The power that rounding each tensor alone adds to the outputs; all alike where measuring it failed."""
+    """The noise that rounding each tensor alone causes; the same for all if measuring it failed."""
 
     alone: dict[str, float]
     failure: Failure | None = None
 
 
 class WeightNoiseRecord(Record, frozen=True, tag="weight noise"):
-    """The same of weights, by tensor and name of the weight format."""
+    """The noise that storing each weight alone causes, by tensor and name of the weight format."""
 
     stored: tuple[tuple[str, str, float], ...]
     failure: Failure | None = None
 
 
 class PredictionRecord(Record, frozen=True, tag="prediction"):
-    """How exact a placement is by simulation."""
+    """The accuracy of a placement by simulation."""
 
     accuracy: Accuracy | None = None
     failure: Failure | None = None
@@ -247,14 +247,14 @@ class PredictionRecord(Record, frozen=True, tag="prediction"):
 
 
 class ComparisonRecord(Record, frozen=True, tag="comparison"):
-    """Two files on fresh builds, and digests of what the files held."""
+    """Two files compared on fresh builds, and digests of their content."""
 
     result: Outcome
     files: tuple[str, str]
 
 
 class PointRecord(Record, frozen=True, tag="point"):
-    """How exact a build for the front is, and its layers."""
+    """The accuracy of a build for the front, and its layers."""
 
     accuracy: Accuracy | None = None
     layers: tuple[Layer, ...] = ()
@@ -265,26 +265,26 @@ class PointRecord(Record, frozen=True, tag="point"):
 
 
 class PartRecord(Record, frozen=True, tag="part"):
-    """The layers of a group built alone in float."""
+    """The layers of a fusion group built alone in float."""
 
     layers: tuple[Layer, ...] = ()
     failure: Failure | None = None
 
 
 class SchemeRecord(Record, frozen=True, tag="scheme"):
-    """A scheme of a group against its float form; `result` is None where its layers leave no hope."""
+    """A scheme of a fusion group compared with float; `result` is None if its layers already show that it is slower."""
 
     result: Outcome | None = None
     layers: tuple[Layer, ...] = ()
 
 
 class WeightFormatsRecord(Record, frozen=True, tag="weight formats"):
-    """The share of a float product's time that each weight format of its weight takes, by the size of the product."""
+    """By size of a matrix product, the share of the float product's time that each weight format takes."""
 
     shares: dict[str, dict[str, float]]
 
 
-# ---------------------------------------------------------------- what a finished run answered
+# ---------------------------------------------------------------- the result of a finished run
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ class GroupOutcome:
 
 
 class JudgedTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """What the search made of a trial: what it had proposed, and how it judged the result that record `of` holds."""
+    """What was proposed for a trial, and how its result was judged, which the trial's record `of` holds."""
 
     of: str
     origin: str
@@ -356,8 +356,8 @@ class TimedPlacement(msgspec.Struct, frozen=True):
 
 
 class ConversationRecord(Record, frozen=True, tag="conversation"):
-    """Where a script that measures by itself has come to: latencies by digest of the placement, and by digest of the
-    pattern the schemes that were tried."""
+    """The progress of a script that measures by itself: latencies by digest of the placement, and the schemes that were
+    tried by digest of the pattern."""
 
     baseline_ms: float | None
     best: TimedPlacement
@@ -386,7 +386,7 @@ def plain(value: object, order: Literal["deterministic"] | None = None) -> Any:
 
 
 def _plain(value: Any) -> object:
-    """What msgspec does not know: other maps than dictionaries, paths, and numbers of NumPy."""
+    """For types that msgspec does not know: maps that are no dictionaries, paths, and numbers of NumPy."""
     if isinstance(value, Mapping):
         return dict(value)
     return str(value) if isinstance(value, PurePath) else value.item()
