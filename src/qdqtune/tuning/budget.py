@@ -78,13 +78,13 @@ class Budget:
         pairs = next((n for n in BUILD_LOOKS[1::-1] if n * counts * comparison <= share * settings.time_budget), PAIRS)
         proving = (PAIRS if settings.front else pairs) * counts * comparison
         return Budget(
-            settings.search_builds,
-            settings.trial_builds,
-            ends - bench.trial_seconds - proving,
-            proof,
-            ends,
-            files,
-            proving,
+            builds=settings.search_builds,
+            each=settings.trial_builds,
+            deadline=ends - bench.trial_seconds - proving,
+            proof=proof,
+            ends=ends,
+            points=files,
+            proof_seconds=proving,
         )
 
     @property
@@ -132,8 +132,17 @@ class Budget:
         floats, last = ratios_to_float(trials, plan), trials[-1]
         own, against = judge(last, plan), floats[last.against]
         ratio = None if own is None else own.scaled(against)
-        # As --builds has it: the float model's build counts.
-        return State(1 + built, 1 + self.builds, floats[best], best, seconds, expected, replayed, ratio, against)
+        return State(
+            builds=1 + built,
+            limit=1 + self.builds,
+            best_ratio=floats[best],
+            best=best,
+            seconds=seconds,
+            seconds_left=expected,
+            replayed=replayed,
+            ratio=ratio,
+            against_ratio=against,
+        )
 
 
 def builds_of(trials: Sequence[Trial]) -> int:

@@ -89,8 +89,15 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     seconds = calibrating + float_model + foretelling + first + trials * per_trial + proof
     if settings.time_budget is not None:
         seconds = min(seconds, settings.time_budget)
-    regions, patterns, builds = subject.region_count, len(subject.patterns), trials + 1 + rewriting
-    return Estimate(regions, patterns, builds, latency, seconds, subject.notes, rewriting)
+    return Estimate(
+        regions=subject.region_count,
+        patterns=len(subject.patterns),
+        builds=trials + 1 + rewriting,
+        latency=latency,
+        seconds=seconds,
+        notes=subject.notes,
+        rewrite_builds=rewriting,
+    )
 
 
 def calibration_seconds(prepared: Prepared, how: Calibration, start: float, each: float) -> float:

@@ -300,8 +300,15 @@ def recalled(ready: Ready) -> Result | None:
         return None
     history = tuple(_answered(n, row, trials[row.of]) for n, row in enumerate(record.trials, 1))
     ready.observer.stage("this run has finished before: nothing is measured again")
-    recorded = Recorded(record.units or record.groups)
-    return Result(record.shipped, record.placement.placement, record.ratio, summary, history, record.notes, recorded)
+    return Result(
+        shipped=record.shipped,
+        placement=record.placement.placement,
+        ratio=record.ratio,
+        summary=summary,
+        history=history,
+        notes=record.notes,
+        recorded=Recorded(record.units or record.groups),
+    )
 
 
 def _answered(number: int, row: AnsweredTrial, trial: Trial) -> Trial:

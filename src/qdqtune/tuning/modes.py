@@ -81,17 +81,19 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
     first = subject.foremost()
     spares = {name: p for name, p in subject.suggestions().items() if name not in first}
     return CutSearch(
-        subject.shaped,
-        subject.possible,
-        layers,
-        first,
-        run.settings.plan,
-        noise,
-        spares,
-        run.learning_width,
-        run.ways,
-        NOTHING if run.settings.front else run.earlier.prices,  # known prices would save builds that a front is made of
-        run.earlier.found,
+        model=subject.shaped,
+        possible=subject.possible,
+        float_layers=layers,
+        seeds=first,
+        plan=run.settings.plan,
+        noise=noise,
+        spares=spares,
+        width=run.learning_width,
+        ways=run.ways,
+        prior=NOTHING
+        if run.settings.front
+        else run.earlier.prices,  # else it would save builds that a front is made of
+        found=run.earlier.found,
     )
 
 

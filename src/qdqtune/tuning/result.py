@@ -110,7 +110,15 @@ def conclude(
     contents = {SUMMARY: summary, RUN: log.content(history, run, notes), **recorded.files}
     for name, content in contents.items():
         write_json(run.settings.output_dir / name, content)
-    return Result(proof.shipped, proof.placement, proof.ratio, summary, tuple(history), notes, recorded)
+    return Result(
+        shipped=proof.shipped,
+        placement=proof.placement,
+        ratio=proof.ratio,
+        summary=summary,
+        history=tuple(history),
+        notes=notes,
+        recorded=recorded,
+    )
 
 
 def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | None) -> Iterator[str]:

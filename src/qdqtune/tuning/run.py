@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.allocation import allocate_workers, check_same_kind
@@ -56,7 +57,7 @@ DROP = 0.01
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ready:
     """A run before anything is measured: its settings, the model that was read, and an engine that was started.
 
@@ -129,23 +130,7 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         stack.enter_context(time_limit(settings.time_limit, ends))
         output = stack.enter_context(OutputFolder(settings))
         evaluation = None if settings.evaluate is None else load_evaluation(settings.evaluate)
-        logs = output.path / LOGS
-        most = max(count or 0 for count in settings.thread_counts)
-        where = settings.workers, settings.cores_per_worker, settings.ray
-        allocation = stack.enter_context(allocate_workers(settings.engine, *where, most))
-        size = sum(file.stat().st_size for file in files_of(settings.model) if file.is_file())
-        engine, start = settings.engine, allocation.start
-        runners = [  # each with a memory budget of its own: one thread must not free builds that another one uses
-            Runner(engine, log_dir=logs, device=device, start=start, memory=MemoryBudget.for_model(size))
-            for device in allocation.devices
-        ]
-        runner, *others = map(stack.enter_context, runners)
-        count = settings.engine.options.get("builds_aside")
-        if isinstance(count, int) and runner.device == ANYWHERE and runner.memory is None:
-            beside = [runner.elsewhere(settings.engine, Device(f"builder-{n + 1}")) for n in range(count)]
-            builders = [stack.enter_context(one).compile for one in beside]
-            queue = BuildQueue(stack.enter_context(temporary_folder()), builders, observer.note)
-            runner.build_queue = stack.enter_context(closing(queue))
+        runner, *others = stack.enter_context(_engines(settings, output.path / LOGS, observer))
         observer.stage(f"reading {settings.model.name}")
         if (note := restored_state(settings)) is not None:
             observer.note(note)
@@ -153,7 +138,40 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         subject = open_subject(settings, runner)
         fingerprint = fingerprint_of(settings, subject, runner.describe())
         store = stack.enter_context(Store(settings.state, fingerprint, restart=settings.restart, given=given))
-        yield Ready(settings, output, given, evaluation, subject, runner, store, observer, ends, tuple(others))
+        yield Ready(
+            settings=settings,
+            output=output,
+            given=given,
+            evaluation=evaluation,
+            subject=subject,
+            runner=runner,
+            store=store,
+            observer=observer,
+            ends=ends,
+            others=tuple(others),
+        )
+
+
+@contextmanager
+def _engines(settings: Settings, logs: Path, observer: Observer) -> Iterator[list[Runner]]:
+    """The engine on each device of the run; the first one has builders beside it if its option builds_aside says so."""
+    engine, most_threads = settings.engine, max(count or 0 for count in settings.thread_counts)
+    size = sum(file.stat().st_size for file in files_of(settings.model) if file.is_file())
+    with ExitStack() as stack:
+        workers = allocate_workers(engine, settings.workers, settings.cores_per_worker, settings.ray, most_threads)
+        allocation = stack.enter_context(workers)
+        runners = []
+        for device in allocation.devices:
+            memory = MemoryBudget.for_model(size)  # one each: a thread must not free builds that another one uses
+            runner = Runner(engine, log_dir=logs, device=device, start=allocation.start, memory=memory)
+            runners.append(stack.enter_context(runner))
+        first, count = runners[0], engine.options.get("builds_aside")
+        if isinstance(count, int) and first.device == ANYWHERE and first.memory is None:
+            beside = [first.elsewhere(engine, Device(f"builder-{n + 1}")) for n in range(count)]
+            builders = [stack.enter_context(one).compile for one in beside]
+            queue = BuildQueue(stack.enter_context(temporary_folder()), builders, observer.note)
+            first.build_queue = stack.enter_context(closing(queue))
+        yield runners
 
 
 @contextmanager
@@ -195,7 +213,12 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
         inserter = Inserter(subject.model, subject.ranges, subject.numbers, products_of(settings, subject))
         candidates = Candidates(inserter, constants)
         conditions = Conditions(
-            settings.plan, subject.accuracy, settings.seed, settings.limits, ready.evaluation, settings.checks_wins
+            plan=settings.plan,
+            samples=subject.accuracy,
+            seed=settings.seed,
+            limits=settings.limits,
+            evaluation=ready.evaluation,
+            check_wins=settings.checks_wins,
         )
         workers = [TrialWorker(r, candidates, conditions, n) for n, r in enumerate((runner, *ready.others))]
         bench = Bench(stack.enter_context(WorkerPool(workers, observer.note)), store, conditions)
@@ -204,9 +227,17 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
         settings, budget = affordable_proof(settings, bench, ready.ends, observer.note)
         bench.deadline = budget.deadline
         limits = _limits(settings, bench, budget, observer)
-        known = {**vars(ready), "settings": settings, "subject": subject, "candidates": candidates, "bench": bench}
-        width, learning = _widths(ready)
-        yield Run(**known, simulation=simulation, limits=limits, budget=budget, width=width, learning_width=learning)
+        width, learning_width = _widths(ready)
+        yield Run(
+            **{**vars(ready), "settings": settings, "subject": subject},
+            candidates=candidates,
+            bench=bench,
+            simulation=simulation,
+            limits=limits,
+            budget=budget,
+            width=width,
+            learning_width=learning_width,
+        )
 
 
 def _widths(ready: Ready) -> tuple[int, int]:

@@ -157,14 +157,14 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
     if not are_files_checked:
         _check_files(settings, shaped)
     return Subject(
-        prepared,
-        numbers,
-        prepared.judging,
-        mix,
-        chosen,
-        len(regions.leaves) + len(regions.composites),
-        imported,
-        tuple(notes),
+        prepared=prepared,
+        numbers=numbers,
+        accuracy=prepared.judging,
+        mix=mix,
+        patterns=chosen,
+        region_count=len(regions.leaves) + len(regions.composites),
+        imported=imported,
+        notes=tuple(notes),
         rewrites=rewrites,
     )
 
