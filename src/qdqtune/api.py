@@ -48,7 +48,7 @@ from qdqtune.explanation.report import report_of_run
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.options import REQUIRED, Anything, Option, Options, option, options_of
 from qdqtune.tuning.folder import REPORT
-from qdqtune.tuning.observer import Cancel, Observer, Several, Silent, State, check_cancel
+from qdqtune.tuning.observer import Cancel, Observer, Observers, Silent, State, check_cancel
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Trial
 
@@ -294,7 +294,7 @@ def telling(observer: Observer | None, progress: bool, cancel: Cancel | None) ->
             shown = _shown()
             stack.enter_context(shown)
             heard.insert(0, shown)
-        yield Several(heard, cancel)
+        yield Observers(heard, cancel)
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def test_shapes_that_cannot_be_read_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(("engine", "taken"), [("trtexec", False), ("tensorrt", True)])
-def test_input_names_that_trtexec_cannot_be_told_of(engine: str, taken: bool) -> None:
+def test_input_names_that_trtexec_cannot_take_are_refused(engine: str, taken: bool) -> None:
     model = build("net (float[2,8] x) => (float[2,8] y) { y = Relu(x) }", {})
     renamed = onnx.compose.add_prefix(model.to_proto(), "a,'")
     if taken:

@@ -30,7 +30,7 @@ from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.tuning.folder import LOGS, REGION_MODELS
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.observer import Several, Silent, State
+from qdqtune.tuning.observer import Observers, Silent, State
 from qdqtune.tuning.settings import EFFORTS, Settings
 from qdqtune.types import QuantType, Trial
 
@@ -92,7 +92,7 @@ def region_pattern_autotuning_workflow(
     )
     logs = RegionLogs(output, tuned)
     with progress.shown(verbose=verbose) as observer:
-        result = tune(settings, Several((observer, logs)))
+        result = tune(settings, Observers((observer, logs)))
     logs.finish()
     cache = PatternCache.load(settings.state.with_name(f"{settings.state.stem}_pattern_cache.yaml"))
     autotuner = QDQAutotuner(onnx.load(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores as usable_cores
@@ -11,7 +12,7 @@ from qdqtune.search import ratios_to_float
 from qdqtune.timing.ratios import Plan, Ratio, judge, overlap, speed
 from qdqtune.types import Trial
 
-WIDE = 1.5
+WIDE_INTERVAL = 1.5
 """An interval whose ends are further apart than this factor suggests a busy machine: with two pairs of builds, 20 to 30
 % are usual on a quiet one."""
 
@@ -19,20 +20,22 @@ LESS = 1.15
 """If the gain at another number of threads is smaller by more than this factor, a search there is advised. Chosen, not
 measured."""
 
-QUIETER = "a quieter machine, or more rounds (--effort extensive --restart), would decide"
+TO_DECIDE = "a quieter machine, or more rounds (--effort extensive --restart), would decide"
 
 
 def busy(engine: EngineSpec) -> str | None:
-    """Advice if other processes use the cores that this run needs, by the load of the whole machine in the last minute,
-    or if it has more threads than cores."""
-    threads = engine.options.get("threads", 1)
+    """Advice about this machine, see `busy_with`; None for the fake engine, which times nothing."""
     if engine.name == "fake":
         return None
-    if isinstance(threads, int) and threads > (own := usable_cores()):
-        whose = f"the {own} core{'s' * (own > 1)} that this process may use"
+    return busy_with(engine.options.get("threads", 1), usable_cores(), os.cpu_count() or 1, os.getloadavg()[0])
+
+
+def busy_with(threads: Any, usable: int, cores: int, load: float) -> str | None:
+    """Advice if a run with so many threads has fewer `usable` cores, or if other processes use those of the machine;
+    `load` is their average number in the last minute."""
+    if isinstance(threads, int) and threads > usable:
+        whose = f"the {usable} core{'s' * (usable > 1)} that this process may use"
         return f"--threads {threads} is more than {whose}: threads wait for each other, and times say little"
-    cores = os.cpu_count() or 1
-    load = os.getloadavg()[0]
     if load + threads <= cores + 0.5:
         return None
     share = f"{load:.1f} processes want the {cores} core{'s' * (cores > 1)} of this machine beside this run"
@@ -41,7 +44,7 @@ def busy(engine: EngineSpec) -> str | None:
 
 def wide(ratio: Ratio) -> str | None:
     """Advice if an interval is wide."""
-    if ratio.low is None or ratio.high is None or ratio.high / ratio.low <= WIDE:
+    if ratio.low is None or ratio.high is None or ratio.high / ratio.low <= WIDE_INTERVAL:
         return None
     return f"the interval {ratio.speedup} is wide, as on a busy machine: a run at a quieter time says more"
 
@@ -69,7 +72,7 @@ def elsewhere(searched: int | None, proven: Sequence[tuple[int | None, Ratio]]) 
 def unproven(ratio: Ratio, of: str = "float") -> str:
     """How fast a model was that did not prove faster, and what would decide it."""
     known = f"{ratio.speedup} the speed of {of}"
-    return f"{known}; {QUIETER}" if ratio.verdict == "undecided" else known
+    return f"{known}; {TO_DECIDE}" if ratio.verdict == "undecided" else known
 
 
 def undecided(history: Sequence[Trial], plan: Plan) -> str | None:
@@ -83,4 +86,4 @@ def undecided(history: Sequence[Trial], plan: Plan) -> str | None:
     ratio, trial = min(seeming, key=lambda pair: pair[0].median, default=(None, None))
     if trial is None or ratio is None or ratio.median >= 1 or any(t.accepted for t in history):
         return None
-    return f"the best candidate, {trial.proposal.origin}, was {ratio.speedup} the speed of float; {QUIETER}"
+    return f"the best candidate, {trial.proposal.origin}, was {ratio.speedup} the speed of float; {TO_DECIDE}"

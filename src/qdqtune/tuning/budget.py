@@ -32,7 +32,7 @@ LEAST_ROUNDS = 12
 FITTING_SHARE = 0.25
 """The share of the time that is left when calibration begins that it may take. Chosen, not measured."""
 
-INFERENCES = 16 * 48
+COMPARING_INFERENCES = 16 * 48
 """Inferences that comparing calibration methods takes: samples times what is tried on each."""
 
 SHOWN = 2.0
@@ -212,7 +212,7 @@ def affordable_calibration(prepared: Prepared, how: Calibration, ends: float | N
     (_, seconds), begun = pace(prepared), time.monotonic()
     left = max(0.0, FITTING_SHARE * (ends - begun))
     share = 0.5
-    if how.method == "auto" and INFERENCES * seconds > left:
+    if how.method == "auto" and COMPARING_INFERENCES * seconds > left:
         observer.note("--time-budget has no room to compare ways to calibrate: ranges by mse, without bias correction")
         how, share = Calibration("mse", how.percentile), 1.0
     most = max(1, int(share * left / max(seconds * inferences_per_sample(prepared, how), 1e-9)))

@@ -30,8 +30,8 @@ from qdqtune.tuning.bench import trial_of
 from qdqtune.tuning.fingerprint import Fingerprint
 from qdqtune.tuning.folder import (
     FRONT,
+    GROUP_MODELS,
     LOGS,
-    PARTS,
     PLACEMENT,
     PROGRESS,
     REGION_MODELS,
@@ -53,7 +53,7 @@ from qdqtune.tuning.records import (
     TrialRecord,
     plain,
 )
-from qdqtune.tuning.result import Recorded, Result
+from qdqtune.tuning.result import ModeResult, Result
 from qdqtune.tuning.run import Ready
 from qdqtune.tuning.run_log import RunLog, judgement_of
 from qdqtune.tuning.settings import STATE
@@ -61,8 +61,18 @@ from qdqtune.tuning.store import Journal, is_transient, read_journal
 from qdqtune.tuning.summary import AtThreads, Summary, read_json, read_summary
 from qdqtune.types import Layer, Measurement, Placement, Proposal, Trial
 
-WORKERS = frozenset({"workers", "cores_per_worker", "ray"})
-UNASKED = WORKERS | {"output_dir", "state_file", "restart", "time_budget", "time_limit", "command", "price_cache"}
+UNASKED = {
+    "workers",
+    "cores_per_worker",
+    "ray",
+    "output_dir",
+    "state_file",
+    "restart",
+    "time_budget",
+    "time_limit",
+    "command",
+    "price_cache",
+}
 """Settings that do not change the answer of a finished run. A time budget is handled apart: one that was too short may
 have left something to find."""
 
@@ -307,7 +317,7 @@ def recalled(ready: Ready) -> Result | None:
         summary=summary,
         history=history,
         notes=record.notes,
-        recorded=Recorded(record.units or record.groups),
+        recorded=ModeResult(record.units or record.groups),
     )
 
 
@@ -347,7 +357,7 @@ def _files(ready: Ready) -> Iterator[tuple[str, str]]:
     for name in sorted(ready.output.ours):
         path, top = ready.output.path / name, Path(name).parts[0]
         if path.is_file() and top not in (SUMMARY, RUN, REPORT, LOGS):
-            yield name, "" if top in (REGION_MODELS, PARTS, PROGRESS) else content([path])
+            yield name, "" if top in (REGION_MODELS, GROUP_MODELS, PROGRESS) else content([path])
     if (patterns := pattern_cache_of(ready.settings.state)).is_file():
         yield "pattern cache", content([patterns])
 

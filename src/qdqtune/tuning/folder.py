@@ -47,12 +47,12 @@ RAW = "optimized_raw.onnx"
 PLACEMENT, SUMMARY = "placement.yaml", "summary.json"
 RUN, REPORT = "run.json", "report.html"
 UNITS, PROGRESS = "units.json", "autotune_cache.json"
-REGION_MODELS, PARTS, FRONT = "region_models", "subgraphs", "front"
+REGION_MODELS, GROUP_MODELS, FRONT = "region_models", "subgraphs", "front"
 
 WRITTEN = {
     LOGS: ("*.log", "*.json"),
     REGION_MODELS: ("region_*.onnx", CONSTANTS),
-    PARTS: ("group_*.onnx", CONSTANTS),
+    GROUP_MODELS: ("group_*.onnx", CONSTANTS),
     FRONT: ("exact*.onnx*", "exact*.yaml", "*db*.onnx*", "*db*.yaml"),
 }
 """Subfolders, and the names of files that runs write there."""
@@ -271,7 +271,7 @@ def _folders(settings: Settings, listed: set[str]) -> Iterator[str]:
     if settings.mode == "region":
         yield REGION_MODELS
     if settings.mode == "subgraph":
-        yield PARTS
+        yield GROUP_MODELS
     if settings.front:
         yield FRONT
 

@@ -17,7 +17,7 @@ from qdqtune.tuning.accepting import accepted
 from qdqtune.tuning.finished import recalled, remember
 from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes import MODES
-from qdqtune.tuning.observer import SEARCHING, Observer, Several, Silent
+from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent
 from qdqtune.tuning.proof import Proof, begin_proof, prove
 from qdqtune.tuning.result import Result, conclude
 from qdqtune.tuning.rewritten import with_rewrites
@@ -37,7 +37,7 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
         KeyboardInterrupt: everything measured so far is in the state file.
     """
     log = RunLogWriter(settings)
-    observer = Several((log, observer or Silent()))
+    observer = Observers((log, observer or Silent()))
     with prepared(settings, observer) as ready:
         if (before := recalled(ready)) is not None:
             return before
@@ -57,7 +57,7 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> tuple[Result, bool]:
         run.bench.layers()  # while the float build is loaded; kept in the state file for the report
     mode = MODES[settings.mode](run)
     run.observer.stage(SEARCHING)
-    history = search(mode.strategy, run, Several((*mode.observers, run.observer)))
+    history = search(mode.strategy, run, Observers((*mode.observers, run.observer)))
     shortfall = budget.shortfall(history)
     run.bench.stand_alone()
     if history or settings.time_budget is None:

@@ -28,13 +28,15 @@ from qdqtune.search.subgraph import SubgraphSearch, narrowed
 from qdqtune.tuning.folder import RAW, REGION_MODELS, UNITS
 from qdqtune.tuning.noise import binding_noise_of, noise_of
 from qdqtune.tuning.observer import Observer, Silent, State
-from qdqtune.tuning.result import Recorded
+from qdqtune.tuning.result import ModeResult
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.subgraphs.prepare import Profiled, outcomes, profile
 from qdqtune.tuning.weight_formats import products_of
 from qdqtune.types import Placement, Trial
 
-KNOWN = "what earlier runs have learned holds for this model: few builds had to do; --price-cache none searches in full"
+FEW_BUILDS = (
+    "what earlier runs have learned holds for this model: few builds had to do; --price-cache none searches in full"
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Mode:
     """
 
     strategy: Strategy
-    record: Callable[[Sequence[Trial], Placement], Recorded]
+    record: Callable[[Sequence[Trial], Placement], ModeResult]
     observers: tuple[Observer, ...] = ()
 
 
@@ -97,18 +99,18 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
     )
 
 
-def _record_units(run: Run, by_layers: CutSearch, history: Sequence[Trial], final: Placement) -> Recorded:
+def _record_units(run: Run, by_layers: CutSearch, history: Sequence[Trial], final: Placement) -> ModeResult:
     """What each fusion group costs with pairs and in float; prices and placement go to the price cache."""
     run.add_prices(final, by_layers.lessons(history) if history else NOTHING)
     units = explanation.explain(by_layers.costs(history, final), final)
-    notes = (KNOWN,) if by_layers.is_as_foretold(history) else ()
-    return Recorded(units, files={UNITS: {"units": explanation.record(units)}}, notes=notes)
+    notes = (FEW_BUILDS,) if by_layers.is_as_foretold(history) else ()
+    return ModeResult(units, files={UNITS: {"units": explanation.record(units)}}, notes=notes)
 
 
-def _record_placement(run: Run, history: Sequence[Trial], final: Placement) -> Recorded:
+def _record_placement(run: Run, history: Sequence[Trial], final: Placement) -> ModeResult:
     """Nothing but the placement in the price cache."""
     run.add_prices(final)
-    return Recorded()
+    return ModeResult()
 
 
 # ---------------------------------------------------------------- region
@@ -139,7 +141,7 @@ def region(run: Run) -> Mode:
     strategy = by_region if by_cut is None else Seeded(by_cut, by_region, settings.seed_builds)
     models = RegionModels(run)
 
-    def record(history: Sequence[Trial], final: Placement) -> Recorded:
+    def record(history: Sequence[Trial], final: Placement) -> ModeResult:
         models.finish(history)
         return _record_placement(run, history, final)
 
@@ -206,12 +208,12 @@ def subgraph(run: Run) -> Mode:
 
 def _record_groups(
     run: Run, search: SubgraphSearch, profiled: Profiled, history: Sequence[Trial], final: Placement
-) -> Recorded:
+) -> ModeResult:
     """What became of every fusion group; prices and placement go to the price cache."""
     run.add_prices(final, search.by_cut.lessons(history) if search.by_cut and history else NOTHING)
     rows = outcomes(profiled, history, final)
     summary = profiled.summary() | {"groups": [asdict(row) for row in rows]}
-    return Recorded(rows, summary, notes=profiled.notes)
+    return ModeResult(rows, summary, notes=profiled.notes)
 
 
 MODES: Mapping[str, Callable[[Run], Mode]] = {"cut": cut, "region": region, "subgraph": subgraph}

@@ -25,18 +25,18 @@ from qdqtune.tuning.records import NoiseRecord, PredictionRecord, WeightNoiseRec
 from qdqtune.tuning.run import Run
 from qdqtune.types import Accuracy, Edge, Failure, NumericFormat, Placement, WeightFormat
 
-NEGLIGIBLE = 0.01
+NEGLIGIBLE_SHARE = 0.01
 """Share of the noise that a limit allows: tensors that together cause less are not measured one by one. Chosen, not
 measured."""
 
-SHARE = 0.25
+TIME_SHARE = 0.25
 """Share of the time that is left that measuring the noise of single tensors may take. Chosen, not measured."""
 
-LONG = 300.0
-"""Seconds that it may always take without a time budget; beyond that, `SHARE` of what the builds of the search take.
-Chosen, not measured."""
+LEAST_SECONDS = 300.0
+"""Seconds that it may always take without a time budget; beyond that, `TIME_SHARE` of what the builds of the search
+take. Chosen, not measured."""
 
-MEMORY = 2**30
+BYTES_AT_ONCE = 2**30
 """Bytes of models that are held at a time to measure the noise of single tensors, if one alone is not larger. Chosen,
 not measured."""
 
@@ -46,7 +46,7 @@ SAMPLED = 64
 TINY = 1e-12
 """Keeps ratios of powers finite."""
 
-FINE = 1e-7
+FRONT_FLOOR = 1e-7
 """Noise (70 dB) down to which tensors are told apart for a front. Chosen, not measured."""
 
 
@@ -67,12 +67,12 @@ def noise_of(run: Run) -> Noise | None:
     time is left, all tensors count the same.
     """
     subject, limits = run.subject, run.limits
-    loudest = {edge: min(shares, key=lambda s: (s.bytes_per_weight, s.name)) for edge, shares in run.ways.items()}
+    coarsest = {edge: min(shares, key=lambda s: (s.bytes_per_weight, s.name)) for edge, shares in run.ways.items()}
     is_front = run.settings.front
     if run.budget.is_late or (not limits.are_set and not is_front):
         return None
-    floor = FINE if is_front else NEGLIGIBLE * limits.max_noise if limits.max_noise is not None else 0.0
-    share = SHARE / 2 if loudest else SHARE
+    floor = FRONT_FLOOR if is_front else NEGLIGIBLE_SHARE * limits.max_noise if limits.max_noise is not None else 0.0
+    share = TIME_SHARE / 2 if coarsest else TIME_SHARE
     tensors = sorted({e.tensor for e in subject.possible})
     stored = [(e.tensor, weight_format.name) for e, shares in run.ways.items() for weight_format in shares]
 
@@ -80,46 +80,46 @@ def noise_of(run: Run) -> Noise | None:
         accuracy = predicted_accuracy(run, placement)
         return None if accuracy is None else accuracy.noise
 
-    def harmless() -> bool:
+    def is_harmless() -> bool:
         if is_front or limits.max_drop is not None or run.budget.is_late:
             return False
         run.observer.stage("predicting what rounding does to the outputs")
-        fullest = Placement(subject.possible), Placement.of((), loudest.items())
+        fullest = Placement(subject.possible), Placement.of((), coarsest.items())
         accuracies = (predicted_accuracy(run, p) for p in fullest if p)
         holds = all(f is not None and limits.is_exact_enough(f) for f in accuracies)
         run.observer.stage(SEARCHING)
         return holds
 
-    def of_values() -> Mapping[str, float]:
-        return dict.fromkeys(tensors, 1.0) if run.budget.is_late else _of_values(run, tensors, floor, share)
+    def tensor_noise() -> Mapping[str, float]:
+        return dict.fromkeys(tensors, 1.0) if run.budget.is_late else _tensor_noise(run, tensors, floor, share)
 
-    def of_weights() -> Mapping[tuple[str, str], float]:
-        if run.budget.is_late or not loudest:
+    def weight_noise() -> Mapping[tuple[str, str], float]:
+        if run.budget.is_late or not coarsest:
             return dict.fromkeys(stored, 1.0)
-        return _of_weights(run, loudest, floor, share)
+        return _weight_noise(run, coarsest, floor, share)
 
     if is_front:  # its points are proposed by noise
-        return Noise(subject.shaped, of_values(), limits.max_noise, noise_at, of_weights())
-    alone, of_formats = Awaited(tensors, of_values), Awaited(stored, of_weights)
-    return Noise(subject.shaped, alone, limits.max_noise, noise_at, of_formats, harmless)
+        return Noise(subject.shaped, tensor_noise(), limits.max_noise, noise_at, weight_noise())
+    alone, of_formats = Awaited(tensors, tensor_noise), Awaited(stored, weight_noise)
+    return Noise(subject.shaped, alone, limits.max_noise, noise_at, of_formats, is_harmless)
 
 
-def _side_by_side(run: Run) -> int:
+def _processes(run: Run) -> int:
     """How many processes may run the model to measure noise: one for each worker, as nothing else runs meanwhile, but
-    no more than there are cores, or than `MEMORY` has room for."""
+    no more than there are cores, or than `BYTES_AT_ONCE` has room for."""
     size = sum(file.stat().st_size for file in files_of(run.settings.model))
-    return max(1, min(1 + len(run.others), cores(), MEMORY // max(size, 1)))
+    return max(1, min(1 + len(run.others), cores(), BYTES_AT_ONCE // max(size, 1)))
 
 
-def _latest(run: Run, share: float) -> float:
+def _deadline(run: Run, share: float) -> float:
     """When measuring noise has to end: after a share of the time that is left, or of the time of all builds."""
     deadline, now = run.bench.deadline, time.monotonic()
     if deadline is None:
-        return now + max(LONG, share * run.budget.builds * run.bench.trial_seconds)
+        return now + max(LEAST_SECONDS, share * run.budget.builds * run.bench.trial_seconds)
     return now + share * (deadline - now)
 
 
-def _of_values(run: Run, tensors: Iterable[str], floor: float, share: float) -> Mapping[str, float]:
+def _tensor_noise(run: Run, tensors: Iterable[str], floor: float, share: float) -> Mapping[str, float]:
     """The noise of rounding each tensor alone: from the state file, or measured."""
     subject, of = run.subject, f"{floor:.3g}"
     record = run.store.get(NoiseRecord, of)
@@ -132,18 +132,18 @@ def _of_values(run: Run, tensors: Iterable[str], floor: float, share: float) -> 
     return record.alone
 
 
-def _of_weights(
-    run: Run, loudest: Mapping[Edge, WeightFormat], floor: float, share: float
+def _weight_noise(
+    run: Run, coarsest: Mapping[Edge, WeightFormat], floor: float, share: float
 ) -> Mapping[tuple[str, str], float]:
     """The noise of storing each weight in fewer bits, by tensor and name of the weight format: measured in the format
     that keeps least, and for other formats scaled by the error of the weight itself."""
     model, of = run.subject.shaped, f"{floor:.3g}"
     record = run.store.get(WeightNoiseRecord, of)
     if record is None:
-        weights = stored_weights(model, loudest)
+        weights = stored_weights(model, coarsest)
         alone, failure = _measured(run, "storing each weight in fewer bits", model, weights, floor, share)
-        shares = {edge: error_of(model, edge, weight_format) for edge, weight_format in loudest.items()}
-        noise = shares if alone is None else {edge: alone[edge.tensor] for edge in loudest}
+        shares = {edge: error_of(model, edge, weight_format) for edge, weight_format in coarsest.items()}
+        noise = shares if alone is None else {edge: alone[edge.tensor] for edge in coarsest}
         stored = tuple(
             (edge.tensor, weight_format.name, noise[edge] * error_of(model, edge, weight_format) / shares[edge])
             for edge, weight_formats in run.ways.items()
@@ -172,8 +172,8 @@ def _measured(
         run.subject.accuracy,
         floor=floor,
         listener=run.observer,
-        deadline=_latest(run, share),
-        side_by_side=_side_by_side(run),
+        deadline=_deadline(run, share),
+        side_by_side=_processes(run),
         budget=run.runner.memory,
         thinned=thinned,
     )

@@ -76,7 +76,7 @@ class Silent(Deaf):
         """Ignore it."""
 
 
-class Several:
+class Observers:
     """Passes events on to several observers in turn, as far as these have a method for them. Raises Cancelled once the
     call is cancelled."""
 

@@ -34,7 +34,7 @@ EARLIER = "earlier run"
 """The origin of a placement that comes from the cache, as users read it."""
 
 
-class Conditions(msgspec.Struct, frozen=True):
+class PriceConditions(msgspec.Struct, frozen=True):
     """What prices depend on besides the fusion groups themselves."""
 
     engine: dict[str, str]
@@ -45,7 +45,7 @@ class Conditions(msgspec.Struct, frozen=True):
 class Section(msgspec.Struct, frozen=True):
     """What runs under the same conditions have learned; `models` are placements by fingerprint, the latest last."""
 
-    conditions: Conditions
+    conditions: PriceConditions
     prices: Prices
     models: dict[str, StoredPlacement]
 
@@ -56,7 +56,7 @@ class PriceCache(msgspec.Struct, frozen=True):
     version: int
     sections: tuple[Section, ...] = ()
 
-    def section(self, conditions: Conditions) -> Section | None:
+    def section(self, conditions: PriceConditions) -> Section | None:
         """The section for these conditions, if there is one."""
         return next((section for section in self.sections if section.conditions == conditions), None)
 
@@ -87,7 +87,7 @@ class Earlier:
 
 
 def earlier(
-    path: Path | None, conditions: Conditions, subject: Subject, store: Store, note: Callable[[str], None]
+    path: Path | None, conditions: PriceConditions, subject: Subject, store: Store, note: Callable[[str], None]
 ) -> Earlier:
     """What a run begins with: as its state file has it, or as the cache does if nothing was measured yet. `note` tells
     the user of a file that cannot be used."""
@@ -111,7 +111,7 @@ def earlier(
 
 def add(
     path: Path | None,
-    conditions: Conditions,
+    conditions: PriceConditions,
     model: str,
     final: Placement,
     learned: Prior,

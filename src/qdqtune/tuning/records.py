@@ -77,7 +77,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     failure: Failure | None = None
 
     def __post_init__(self) -> None:
-        _insist_on_one(self.samples, self.failure)
+        _check_one(self.samples, self.failure)
 
     @classmethod
     def of(cls, result: Measurement | Failure) -> Outcome:
@@ -92,7 +92,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
         return found
 
 
-def _insist_on_one(value: object, failure: Failure | None) -> None:
+def _check_one(value: object, failure: Failure | None) -> None:
     """Raise if a record holds neither a value nor a failure, or both."""
     if (value is None) == (failure is None):
         raise ValueError("there is either a value or a failure")
@@ -136,7 +136,7 @@ class MetricRecord(Record, frozen=True, tag="metric"):
     failure: Failure | None = None
 
     def __post_init__(self) -> None:
-        _insist_on_one(self.value, self.failure)
+        _check_one(self.value, self.failure)
 
     @property
     def result(self) -> float | Failure:
@@ -243,7 +243,7 @@ class PredictionRecord(Record, frozen=True, tag="prediction"):
     failure: Failure | None = None
 
     def __post_init__(self) -> None:
-        _insist_on_one(self.accuracy, self.failure)
+        _check_one(self.accuracy, self.failure)
 
 
 class ComparisonRecord(Record, frozen=True, tag="comparison"):
@@ -261,7 +261,7 @@ class PointRecord(Record, frozen=True, tag="point"):
     failure: Failure | None = None
 
     def __post_init__(self) -> None:
-        _insist_on_one(self.accuracy, self.failure)
+        _check_one(self.accuracy, self.failure)
 
 
 class PartRecord(Record, frozen=True, tag="part"):

@@ -30,12 +30,12 @@ from qdqtune.tuning.summary import FORMAT
 from qdqtune.types import Placement, Trial
 from qdqtune.version import __version__
 
-MET = 8
+MOST_UNBEATEN = 8
 """Candidates that summary.json lists of those that no other one beat. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
-class Recorded:
+class ModeResult:
     """What a mode knows at the end of a run.
 
     `rows` are a table for people, the largest first; each mode has its own type. `summary` goes into summary.json,
@@ -63,7 +63,7 @@ class Result:
     summary: Mapping[str, Any]
     history: tuple[Trial, ...]
     notes: tuple[str, ...]
-    recorded: Recorded = field(default_factory=Recorded)
+    recorded: ModeResult = field(default_factory=ModeResult)
 
     @property
     def improved(self) -> bool:
@@ -80,7 +80,7 @@ def conclude(
     run: Run,
     history: Sequence[Trial],
     proof: Proof,
-    recorded: Recorded,
+    recorded: ModeResult,
     *,
     front: Sequence[Mapping[str, Any]] | None,
     shortfall: str | None,
@@ -222,12 +222,12 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
 def _rewrites(run: Run, proof: Proof) -> dict[str, Any]:
     """The rewrites of the float model before pairs were placed, and the ratio due to them where it was measured."""
     made, found = run.subject.rewrites, run.found
-    told: dict[str, Any] = {"folded": made.folded, "names": list(made.names)}
+    row: dict[str, Any] = {"folded": made.folded, "names": list(made.names)}
     if found.tried:
-        told |= {"tried": [_tried(one) for one in found.tried], "builds": found.builds}
+        row |= {"tried": [_tried(one) for one in found.tried], "builds": found.builds}
     if found.names and proof.ratio is not None:
-        told |= {"gave": found.gave, "placement_gave": proof.ratio.median / found.gave}
-    return told
+        row |= {"gave": found.gave, "placement_gave": proof.ratio.median / found.gave}
+    return row
 
 
 def _tried(rewrite: Tried) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[st
     unbeaten = undominated(history, plan)
     ratios = ratios_to_float(history, plan)
     shipped = [MeasuredPoint(ratios[t.placement], t) for t in history if t.placement == proof.placement][-1:]
-    points = (p for p in spread(unbeaten, MET) if p.trial.placement != proof.placement)
+    points = (p for p in spread(unbeaten, MOST_UNBEATEN) if p.trial.placement != proof.placement)
     for name, point in named(sorted([*points, *shipped], key=lambda p: p.ratio)).items():
         accuracy = point.trial.accuracy
         yield {

@@ -34,8 +34,7 @@ from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.fingerprint import fingerprint_of
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
 from qdqtune.tuning.observer import Observer
-from qdqtune.tuning.price_cache import Conditions as PriceConditions
-from qdqtune.tuning.price_cache import Earlier, add, earlier
+from qdqtune.tuning.price_cache import Earlier, PriceConditions, add, earlier
 from qdqtune.tuning.records import NO_REWRITES, BatchRecord, Found, TrialRecord
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
@@ -44,7 +43,7 @@ from qdqtune.tuning.trial_worker import Conditions, TrialWorker
 from qdqtune.tuning.weight_formats import products_of, ways
 from qdqtune.types import Failure, Placement
 
-CANDIDATES = "candidates"
+CANDIDATE_FOLDER = "candidates"
 """The folder for files of candidates, in a folder that is deleted when the run ends."""
 
 FIRST, LESSONS = 3, 3
@@ -183,7 +182,7 @@ def written_once(ready: Ready) -> Iterator[ConstantFile]:
     """
     with ExitStack() as stack:
         with writing(f"to {ready.output.path}"):
-            folder = stack.enter_context(Scratch(ready.output.path)) / CANDIDATES
+            folder = stack.enter_context(Scratch(ready.output.path)) / CANDIDATE_FOLDER
             folder.mkdir()
         yield stack.enter_context(one_constant_file(folder))
 
@@ -265,7 +264,7 @@ def _limits(settings: Settings, bench: Bench, budget: Budget, observer: Observer
         raise BadOption("--min-sqnr is about float outputs, and the model has none: use --min-agreement or --evaluate")
     limits = settings.limits if holds_floats else replace(settings.limits, min_sqnr=None)
     if not budget.is_late:
-        _insist_on_repeatability(limits, bench)
+        _check_repeatability(limits, bench)
     if settings.evaluate is None or budget.is_late:
         return limits
     observer.stage(f"evaluating the float model with {settings.evaluate}")
@@ -276,7 +275,7 @@ def _limits(settings: Settings, bench: Bench, budget: Budget, observer: Observer
     return replace(limits, before=before, max_drop=max_drop)
 
 
-def _insist_on_repeatability(limits: Limits, bench: Bench) -> None:
+def _check_repeatability(limits: Limits, bench: Bench) -> None:
     """Refuse limits that the float model itself misses, as it draws random numbers, or the engine sums in any order.
 
     Raises:

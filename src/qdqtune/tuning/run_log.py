@@ -26,10 +26,10 @@ from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.summary import FORMAT
 from qdqtune.types import Trial
 
-SECONDS = "seconds.json"
+SECONDS_FILE = "seconds.json"
 """The file among the logs with the seconds that the run has taken so far, earlier sessions included."""
 
-STEP = 1.0
+UPDATE_SECONDS = 1.0
 """Seconds between two updates of that file, at the least."""
 
 ELSEWHERE = {"model", "output_dir", "engine", "calibration", "config", "plan", "state_file", "command", "restart"}
@@ -108,7 +108,7 @@ class RunLogWriter(Silent):
         self._load = _load()
         self._stages: list[tuple[str, float]] = []
         self._times: dict[int, tuple[float, bool]] = {}
-        self._path, self._written = settings.output_dir / LOGS / SECONDS, self._clock
+        self._path, self._written = settings.output_dir / LOGS / SECONDS_FILE, self._clock
         is_resumed = settings.state.exists() and not settings.restart
         self._earlier = self._read() if is_resumed else 0.0
 
@@ -164,7 +164,7 @@ class RunLogWriter(Silent):
 
     def _write(self) -> None:
         now = time.monotonic()
-        if now - self._written >= STEP and self._path.parent.is_dir():
+        if now - self._written >= UPDATE_SECONDS and self._path.parent.is_dir():
             write_json(self._path, {"seconds": round(self._earlier + now - self._clock, 1)})
             self._written = now
 

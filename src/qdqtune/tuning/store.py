@@ -25,12 +25,12 @@ from qdqtune.tuning.records import HeadRecord, R, Record, parsed, plain
 from qdqtune.types import TRANSIENT, Failure
 
 VERSION = 1
-CANDIDATES = 3
+CANDIDATE_VERSION = 3
 """The version of the code that makes candidates (loading, scales, insertion): raised when the files of equal placements
 change, so that no run mixes two kinds. A test notices such a change."""
 
-RECORD = b'- {"kind": "'
-BEGINNING = RECORD + b'run", '
+RECORD_START = b'- {"kind": "'
+BEGINNING = RECORD_START + b'run", '
 """The beginning of every state file."""
 
 BARE_EXPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|\d+\.\d+|(\d+)e')
@@ -86,7 +86,7 @@ class Store:
         try:
             self._lock()
             if restart:
-                if not RECORD.startswith(self._file.read(len(RECORD))):
+                if not RECORD_START.startswith(self._file.read(len(RECORD_START))):
                     raise BadState(f"{path} is no state file: choose another --state-file, or remove it")
                 self._file.truncate(0)
             self.journal = self._opened(json.loads(json.dumps(plain(fingerprint, "deterministic"))))
@@ -137,10 +137,10 @@ class Store:
         Raises:
             BadState: they were not.
         """
-        if (made_by := self.journal.head.candidates) != CANDIDATES:
+        if (made_by := self.journal.head.candidates) != CANDIDATE_VERSION:
             raise BadState(
                 f"{self.path} was made by a version of qdqtune whose candidates are others ({made_by}, now "
-                f"{CANDIDATES}): use that version, another --output-dir, or --restart to start over"
+                f"{CANDIDATE_VERSION}): use that version, another --output-dir, or --restart to start over"
             )
 
     def _lock(self) -> None:
@@ -167,7 +167,7 @@ class Store:
         content = self._file.read()
         if (journal := _journal(content, self.path)) is None:
             self._file.truncate(0)
-            head = HeadRecord(version=VERSION, candidates=CANDIDATES, fingerprint=fingerprint)
+            head = HeadRecord(version=VERSION, candidates=CANDIDATE_VERSION, fingerprint=fingerprint)
             self._append(head)
             return Journal(head)
         _compare(journal.head.fingerprint, fingerprint, self.path)
@@ -192,7 +192,7 @@ def may_continue(path: Path) -> bool:
     with path.open("rb") as file:
         start = file.read(2 * len(BEGINNING))
     _refuse_modelopt(start, path)
-    if not start.startswith(RECORD[: len(start)]):
+    if not start.startswith(RECORD_START[: len(start)]):
         raise BadState(f"{path} is no state file: choose another --state-file, or remove it")
     return True
 

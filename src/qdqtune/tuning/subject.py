@@ -47,7 +47,7 @@ WITHOUT_GPU = (
     "`qdqtune check quantized.onnx --engine tensorrt-rtx --target sm89` builds it for a GPU that is not here"
 )
 
-DTYPES = {"float16": "FLOAT16", "float32": "FLOAT", "bfloat16": "BFLOAT16"}
+FLOAT_TYPES = {"float16": "FLOAT16", "float32": "FLOAT", "bfloat16": "BFLOAT16"}
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
         InputError: model, data or options cannot be used, or not together.
         EngineUnavailable: the engine times nothing here.
     """
-    insist_on_device(settings.engine, runner)
+    check_device(settings.engine, runner)
     are_files_checked = rewrites is not None
     rewrites = rewrites or (Rewrites() if settings.from_qdq else allowed(settings.rewrites))
     numbers = runner.numeric_format(settings.quant_type)
@@ -271,7 +271,7 @@ def _baseline(settings: Settings, model: Model, precision: Precision, kept: Coll
 def _typed(settings: Settings, model: Model) -> Model:
     if settings.default_dq_dtype is None:
         return model
-    return with_float_type(model, onnx.TensorProto.DataType.Value(DTYPES[settings.default_dq_dtype]))
+    return with_float_type(model, onnx.TensorProto.DataType.Value(FLOAT_TYPES[settings.default_dq_dtype]))
 
 
 def edges_within(found: tuple[Pattern, ...]) -> frozenset[Edge]:
@@ -290,7 +290,7 @@ def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...
     return chosen
 
 
-def insist_on_device(spec: EngineSpec, runner: Runner) -> None:
+def check_device(spec: EngineSpec, runner: Runner) -> None:
     """Refuse an engine that can time nothing here.
 
     Raises:

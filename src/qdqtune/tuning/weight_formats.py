@@ -51,11 +51,11 @@ MOST_KINDS = 6
 MOST_WEIGHTS = 2**21
 """Elements of a weight that is tried: a larger product is tried with fewer outputs."""
 
-COPIES, TOGETHER = (3, 8), 2**22
+PRODUCT_COPIES, TOGETHER = (3, 8), 2**22
 """Copies of each product that is tried (least, most), and the elements of weights that they are to have together: then
 they read their weights from memory, as a model does, and the median of several copies is less noisy than one."""
 
-RUNS = (4, 24)
+PRODUCT_RUNS = (4, 24)
 """Inferences of a product in float and in each weight format (least, most)."""
 
 OPERATIONS = 2e10
@@ -148,15 +148,15 @@ def products_of(settings: Settings, subject: Subject) -> Moments:
     needed = sum(12 * inputs**2 for inputs in sizes.values())  # a moment in float64, a factor of its inverse in float32
     if needed > MOST_MOMENTS:
         raise BadOption(
-            f"--weight-rounding gptq would hold {needed / 1e9:.1f} GB of what products of this model meet: round to "
-            "the nearest instead"
+            f"--weight-rounding gptq would hold {needed / 1e9:.1f} GB of second moments of activations: round to the "
+            "nearest instead"
         )
     tensors, samples = sorted(sizes), subject.prepared.calibration
 
-    def met(model: Model) -> Awaited[str, Array]:
+    def moments_of(model: Model) -> Awaited[str, Array]:
         return Awaited(tensors, lambda: moments(model, tensors, samples))
 
-    return met
+    return moments_of
 
 
 def _spent(model: Model, layers: Sequence[Layer], weights: Mapping[Edge, Weight]) -> dict[Edge, float]:
@@ -231,7 +231,7 @@ def _layers(
     size: Size, wanted: Sequence[WeightFormat], subject: Subject, runner: Runner
 ) -> tuple[Layer, ...] | Failure:
     """The layers of a model that holds one product in float and in each weight format, several copies of each."""
-    copies = min(max(COPIES[0], TOGETHER // (size.inputs * _columns(size))), COPIES[1])
+    copies = min(max(PRODUCT_COPIES[0], TOGETHER // (size.inputs * _columns(size))), PRODUCT_COPIES[1])
     model = _side_by_side(size, wanted, copies)
     stored = [(Edge(f"{s.name}_weight{n}", f"{s.name}_product{n}", 1), s) for s in wanted for n in range(copies)]
     dtype = helper.tensor_dtype_to_np_dtype(size.dtype)
@@ -241,11 +241,11 @@ def _layers(
         for rows, workload in zip(size.rows, subject.mix, strict=True)
     )
     once = sum(size.rows) * size.inputs * _columns(size) * (1 + len(wanted)) * copies
-    runs = int(min(max(OPERATIONS / once, RUNS[0]), RUNS[1]))
+    runs = int(min(max(OPERATIONS / once, PRODUCT_RUNS[0]), PRODUCT_RUNS[1]))
     with temporary_folder() as folder, writing(folder):
-        path = folder / "storages.onnx"
+        path = folder / "weight_formats.onnx"
         save(Inserter(model, Ranges({}), subject.numbers).insert(Placement.of((), stored)), path)
-        return runner.report(path, mix, runs, f"storages_{size.name}")
+        return runner.report(path, mix, runs, f"weight_formats_{size.name}")
 
 
 def _columns(size: Size) -> int:
@@ -266,6 +266,6 @@ def _side_by_side(size: Size, wanted: Sequence[WeightFormat], copies: int) -> Mo
             nodes.append(helper.make_node("MatMul", ["x", f"{name}_weight{copy}"], [result], f"{name}_product{copy}"))
             outputs.append(helper.make_tensor_value_info(result, size.dtype, [rows, columns]))
     given = [helper.make_tensor_value_info("x", size.dtype, [rows, size.inputs])]
-    graph = helper.make_graph(nodes, "storages", given, outputs)
+    graph = helper.make_graph(nodes, "weight_formats", given, outputs)
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     return Model(proto, large)

@@ -131,7 +131,7 @@ def test_each_node_is_in_one_group_in_graph_order() -> None:
     assert found.lines()[0] == f"{len(names) - 1} groups from a test"
 
 
-def test_nodes_that_are_computed_in_advance_are_told_apart() -> None:
+def test_nodes_that_are_computed_in_advance_are_in_no_group() -> None:
     model = conv_net()
     names = [node.name for node in model.nodes]
     found = groups.from_layers(model, [layer("folded", names[3], kind="folded")], "")
@@ -162,7 +162,7 @@ def test_groups_of_a_file_that_tensorrt_wrote(tmp_path: Path) -> None:
         (None, "cannot read"),
     ],
 )
-def test_a_file_of_no_use_is_refused_in_one_line(tmp_path: Path, text: str | None, words: str) -> None:
+def test_an_unusable_report_is_refused_in_one_line(tmp_path: Path, text: str | None, words: str) -> None:
     path = tmp_path / "graph.json"
     if text is not None:
         path.write_text(text)

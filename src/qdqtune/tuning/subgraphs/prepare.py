@@ -30,7 +30,7 @@ from qdqtune.tuning.subgraphs.profiler import GroupKind, Profiler
 from qdqtune.tuning.subject import Subject
 from qdqtune.types import Layer, Placement, Trial
 
-LOG = "subgraphs.log"
+GROUP_LOG = "subgraphs.log"
 
 SMALL = 0.002
 """Equal groups that together take less than this share of the model's time are not measured. Chosen, not measured."""
@@ -134,7 +134,7 @@ def profile(run: Run) -> Profiled:
         settings.incremental_validation,
     )
     notes = _notes(grouped, layers, is_timed)
-    with writing(log := settings.output_dir / LOGS / LOG):
+    with writing(log := settings.output_dir / LOGS / GROUP_LOG):
         log.write_text("\n".join([*grouped.lines(), *notes, ""]), encoding="utf-8")
     return Profiled(search, progress, kinds, why, notes, profiler.builds, profiler.engine_seconds)
 
@@ -191,7 +191,7 @@ def _kinds(
 def _notes(grouped: Grouping, layers: Sequence[Layer], is_timed: bool) -> tuple[str, ...]:
     notes = []
     if grouped.nameless:
-        notes.append(f"{len(grouped.nameless)} layers of the report name no node of the model: see logs/{LOG}")
+        notes.append(f"{len(grouped.nameless)} layers of the report name no node of the model: see logs/{GROUP_LOG}")
     if not is_timed:
         what = "no layer times" if layers else "no layers"
         notes.append(f"the engine reports {what}: groups were compared by their total latency, reformats included")
@@ -234,11 +234,12 @@ def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
 
 
 def _why(number: int, profiled: Profiled, profile: Profile, final: Placement, *, kept: bool, is_tried: bool) -> str:
+    """In words, why a group runs in 8 bits or in float."""
     accepted = profiled.search.selection.option(number) is not None
     if kept:
         best = profile.best
-        alone = best is None or best.ms >= profile.float_ms
-        return "kept: joins neighbours" if not accepted else "kept: saves conversions" if alone else "kept"
+        is_slower_alone = best is None or best.ms >= profile.float_ms
+        return "kept: joins neighbours" if not accepted else "kept: saves conversions" if is_slower_alone else "kept"
     if number in profiled.why and not accepted:
         return profiled.why[number]
     if not profile.options and profile.failures:

@@ -32,14 +32,14 @@ from qdqtune.search.costs.profiles import Answer, Profile, profile_of, schemes, 
 from qdqtune.search.costs.units import Partition, Unit
 from qdqtune.timing.pairing import rounds_of
 from qdqtune.timing.ratios import Plan, compare
-from qdqtune.tuning.folder import LOGS, PARTS
+from qdqtune.tuning.folder import GROUP_MODELS, LOGS
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.records import Outcome, PartRecord, R, SchemeRecord
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.subgraphs.groups import Resolved, borders, extract, is_shape
 from qdqtune.types import Array, Edge, Failure, Layer, Measurement, Placement
 
-ROUNDS = Plan(looks=(5, 9), slot_seconds=0.001, warmup=1)
+GROUP_ROUNDS = Plan(looks=(5, 9), slot_seconds=0.001, warmup=1)
 """Rounds of a group with pairs against the same group in float: few, as what ships is decided on the whole model."""
 
 DECISIVE = 0.1
@@ -48,7 +48,7 @@ DECISIVE = 0.1
 PROFILED_RUNS = 6
 """Inferences behind a layer report of a group. Chosen, not measured."""
 
-HOPE = 0.98
+HOPELESS_SHARE = 0.98
 """A scheme whose layers take more than this share of the float layers' time is not timed further. Chosen, not measured.
 """
 
@@ -102,12 +102,12 @@ class Profiler:
         settings = run.settings
         self._subject, self._parts, self._resolved, self._store = run.subject, parts, resolved, run.store
         self._timed, self._seed, self._budget = timed, settings.seed, run.runner.memory
-        self._output, self._folder = run.output, run.output.clear(PARTS)
+        self._output, self._folder = run.output, run.output.clear(GROUP_MODELS)
         with writing(self._folder):
             self._folder.mkdir(exist_ok=True)
         self._constants = ConstantFile(run.output.claim(self._folder / CONSTANTS))
         spec = shapes.with_spans(settings.engine, resolved.spans)
-        logs = run.output.path / LOGS / PARTS
+        logs = run.output.path / LOGS / GROUP_MODELS
         self._pool = WorkerPool(list(_beside(run, spec, logs)), run.observer.note, repeat_after=None)
         self._writing = RLock()
 
@@ -312,9 +312,9 @@ class Profiler:
             result, layers = layers, ()
         else:
             known = profile_of(part.model, floats, [Answer(scheme, part.schemes[scheme], None, layers)])
-            if not self._timed or any(option.ms < HOPE * known.float_ms for option in known.options):
-                rounds = rounds_of(runner, float_form, handle, ROUNDS, self._seed)
-                result = compare(rounds, ROUNDS, decided=lambda r: abs(r.median - 1) > DECISIVE)
+            if not self._timed or any(option.ms < HOPELESS_SHARE * known.float_ms for option in known.options):
+                rounds = rounds_of(runner, float_form, handle, GROUP_ROUNDS, self._seed)
+                result = compare(rounds, GROUP_ROUNDS, decided=lambda r: abs(r.median - 1) > DECISIVE)
         runner.unload(handle)
         return SchemeRecord(of=key, result=None if result is None else Outcome.of(result), layers=layers)
 
