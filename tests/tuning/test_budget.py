@@ -168,7 +168,7 @@ def test_a_proof_at_the_usual_threads_leaves_time_for_the_search(
     monkeypatch.setattr("qdqtune.tuning.settings.counts_of", lambda _, asked, is_here: asked or (1, 4))
     result, notes = slow_run(model, workers, 0.2, budget, engine=THREADS["engine"])
     assert len(result.summary["by_threads"]) == rows
-    told = any("at 4 threads" in n and n.endswith("--deploy-threads 1,4 would insist") for n in notes.said)
+    told = any("at 4 threads" in n and n.endswith("give --deploy-threads 1,4") for n in notes.said)
     assert told == (rows == 1)
 
 

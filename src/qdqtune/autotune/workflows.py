@@ -75,6 +75,7 @@ def region_pattern_autotuning_workflow(
         output_dir=output,
         engine=benchmark.spec,
         mode="region",
+        precision="fp32",
         quant_type=quant_type,
         default_dq_dtype=default_dq_dtype,
         node_filter=tuple(node_filter_list or ()),

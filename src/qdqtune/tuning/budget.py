@@ -161,8 +161,8 @@ def affordable_proof(
     threads = settings.deploy_threads
     if own is not None and others and threads is None and is_too_long:
         usual = f"{others[0]} threads, as many as the engine takes by itself, as well"
-        insisting = f"--deploy-threads {own},{others[0]} would insist"
-        note(f"--time-budget has no room to prove the result at {usual}: {insisting}")
+        to_insist = f"to do so in any case, give --deploy-threads {own},{others[0]}"
+        note(f"--time-budget has no room to prove the result at {usual}: {to_insist}")
         threads = (own,)
         budget = Budget.of(replace(settings, deploy_threads=threads), bench, ends)
     return replace(settings, deploy_threads=threads, proof=budget.proof), budget

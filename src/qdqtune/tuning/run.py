@@ -270,7 +270,7 @@ def _limits(settings: Settings, bench: Bench, budget: Budget, observer: Observer
     observer.stage(f"evaluating the float model with {settings.evaluate}")
     before = bench.metric(Placement())
     if isinstance(before, Failure):
-        raise BaselineFailed(f"--evaluate {settings.evaluate} does not get along with the float model: {before.reason}")
+        raise BaselineFailed(f"--evaluate {settings.evaluate} fails on the float model: {before.reason}")
     max_drop = DROP * abs(before) if settings.max_drop == "auto" else limits.max_drop
     return replace(limits, before=before, max_drop=max_drop)
 

@@ -13,14 +13,12 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import wanted_storage
 from qdqtune.engines.runner import TIME_LIMIT
 from qdqtune.errors import BadOption
-from qdqtune.graph.float16 import Precision
 from qdqtune.graph.rewrites import allowed
 from qdqtune.numerics.accuracy import FLOOR_DB
-from qdqtune.options import Option
 from qdqtune.search.region import Config
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, least_rounds
-from qdqtune.tuning.options import Mode, SearchOptions, precision_option
+from qdqtune.tuning.options import Mode, SearchOptions
 from qdqtune.tuning.threads import counts_of
 
 FRONT_LEAST, FRONT_BUILDS = 12, 25
@@ -87,7 +85,6 @@ class Settings(SearchOptions):
 
     model: Path = field(kw_only=False)
     engine: EngineSpec = field(default_factory=lambda: EngineSpec("onnxruntime"))
-    precision: Option[Precision | None, Precision | None] = precision_option("fp32")
     calibration_data: str | None = None
     accuracy_samples: int = 32
     calibration: Calibration = CLOSEST

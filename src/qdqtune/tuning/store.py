@@ -249,7 +249,7 @@ def _parsed(line: bytes, path: Path, number: int) -> Record:
         return parsed((text + "}").encode())
     except ValueError as error:
         raise BadState(
-            f"{path}, line {number} is damaged: it holds what no run writes; restore the file, or use --restart"
+            f"{path}, line {number} is damaged: it is no record of a run; restore the file, or use --restart"
         ) from error
 
 
