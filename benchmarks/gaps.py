@@ -35,8 +35,8 @@ from qdqtune.search.costs.optimum import decision_of
 from qdqtune.search.costs.prices import Costs
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.modes.cut import cut_search
-from qdqtune.tuning.noise import foresee
+from qdqtune.tuning.modes import cut_search
+from qdqtune.tuning.noise import binding_noise_of
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.run import open_run, prepared, written_once
@@ -101,7 +101,7 @@ def why(settings: Settings, result: Result, best: Placement) -> str:
         written_once(ready) as constants,
         open_run(ready, constants) as run,
     ):
-        search = cut_search(run, foresee(run))
+        search = cut_search(run, binding_noise_of(run))
         if search is None:
             return "budget"
         costs = search.costs(result.history)

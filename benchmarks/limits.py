@@ -30,7 +30,7 @@ from qdqtune.placement import rules
 from qdqtune.placement.possible import consistent
 from qdqtune.search.costs.noise import Noise
 from qdqtune.timing.ratios import judge
-from qdqtune.tuning.noise import foretold
+from qdqtune.tuning.noise import predicted_accuracy
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.records import NoiseRecord, TrialRecord
 from qdqtune.tuning.run import Run, open_run, prepared, written_once
@@ -85,7 +85,7 @@ def errors(run: Run, states: list[Path]) -> list[float]:
     journals = filter(None, map(read_journal, states))
     for record in (record for journal in journals for record in journal.of(TrialRecord)):
         if record.accuracy.sqnr_db is not None:
-            known = foretold(run, record.placement.placement)
+            known = predicted_accuracy(run, record.placement.placement)
             if known is not None and known.sqnr_db is not None:
                 found.append(abs(known.sqnr_db - record.accuracy.sqnr_db))
     return found

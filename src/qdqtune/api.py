@@ -47,7 +47,7 @@ from qdqtune.explanation.report import report_of_run
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.options import REQUIRED, Anything, Option, Options, option, options_of
 from qdqtune.tuning.folder import REPORT
-from qdqtune.tuning.observer import Cancel, Observer, Several, Silent, State, check_cancel
+from qdqtune.tuning.observer import Cancel, Observer, Observers, Silent, State, check_cancel
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Trial
 
@@ -295,7 +295,7 @@ def observing(observer: Observer | None, progress: bool, cancel: Cancel | None) 
             shown = _shown()
             stack.enter_context(shown)
             observers.insert(0, shown)
-        yield Several(observers, cancel)
+        yield Observers(observers, cancel)
 
 
 @contextmanager

@@ -197,7 +197,7 @@ def test_every_field_of_the_settings_has_an_option(monkeypatch, call, tmp_path):
 
 def test_defaults_are_those_of_settings(monkeypatch, call):
     given = settings_of(monkeypatch, call, "m.onnx", "--price-cache", "none")
-    assert given == Settings(Path("m.onnx"), engine=EngineSpec("onnxruntime", {"threads": 1}), precision=None)
+    assert given == Settings(Path("m.onnx"), engine=EngineSpec("onnxruntime", {"threads": 1}))
 
 
 def test_a_search_runs_at_the_largest_number_of_threads_that_is_deployed(monkeypatch, call):

@@ -15,7 +15,7 @@ from qdqtune.cli.report import result_table
 from qdqtune.explanation.report import report_of_run
 from qdqtune.explanation.words import builds, built, title
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.observer import Several
+from qdqtune.tuning.observer import Observers
 from runs import mixed, settings, write
 
 pytestmark = pytest.mark.usefixtures("workers")
@@ -26,7 +26,7 @@ def test_a_run_has_one_count_of_builds_and_candidates_without_holes(mode: str, c
     asked = settings(write(mixed(), tmp_path), mode=mode, builds=count, output_dir=tmp_path / "out")
     written = [io.StringIO(), io.StringIO()]
     live, plain = (make(Console(file=file, width=200)) for make, file in zip((Live, Plain), written, strict=True))
-    result = tune(asked, Several([live, plain]))
+    result = tune(asked, Observers([live, plain]))
     for file in written:
         lines = re.findall(r"^ +(\d+) +(\d+)/(\d+) builds  best", file.getvalue(), re.MULTILINE)
         assert [int(number) for number, *_ in lines] == list(range(1, len(result.history) + 1))

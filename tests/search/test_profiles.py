@@ -27,8 +27,7 @@ from qdqtune.search.costs.profiles import (  # fmt: skip
 )
 from qdqtune.search.costs.units import Partition, Unit, partition
 from qdqtune.search.subgraph import Change, SubgraphSearch
-from qdqtune.tuning.subgraphs.extraction import Resolved, extract
-from qdqtune.tuning.subgraphs.groups import by_rules
+from qdqtune.tuning.subgraphs.groups import Resolved, by_rules, extract
 from qdqtune.types import Edge, Failure, Layer, Measurement, Placement, WeightFormat
 
 

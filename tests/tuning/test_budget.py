@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -16,11 +18,13 @@ from qdqtune.calibration.methods import CLOSEST, Calibration
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import Samples
 from qdqtune.engines import EngineSpec
-from qdqtune.tuning.budget import affordable
+from qdqtune.tuning.bench import Bench
+from qdqtune.tuning.budget import Budget, affordable_calibration
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.result import Result
+from qdqtune.tuning.settings import Settings
 from qdqtune.types import Sample
 from runs import cost, mixed, settings, write
 from workers import Workers
@@ -92,7 +96,7 @@ THREADS = {"engine": EngineSpec("fake", {"threads": 1}), "deploy_threads": (1, 4
 
 @pytest.mark.parametrize("more", [{"min_sqnr": 45.0}, {"mode": "region"}, FRONT, THREADS, THREADS | FRONT])
 @pytest.mark.parametrize("budget", [60.0, 150.0, 600.0])
-def test_it_does_so_for_noise_and_other_searches(
+def test_a_time_budget_bounds_noise_and_other_modes(
     model: Path, clock: Clock, workers: Workers, budget: float, more: dict[str, Any]
 ) -> None:
     result, _ = slow_run(model, workers, 0.2, budget, **more)
@@ -108,7 +112,7 @@ def test_a_search_with_builds_left_ends_in_time(model: Path, clock: Clock, worke
     assert shipped <= baseline <= 1.0001 * cost(model)
 
 
-def test_calibration_ends_where_a_pass_takes_longer_than_foretold(clock: Clock) -> None:
+def test_calibration_ends_if_a_pass_takes_longer_than_expected(clock: Clock) -> None:
     def produce() -> Iterator[Sample]:
         for sample in feeds(mixed(), SAMPLES):
             clock.spend(1.0)
@@ -116,7 +120,7 @@ def test_calibration_ends_where_a_pass_takes_longer_than_foretold(clock: Clock) 
 
     prepared, notes = prepare(mixed(), Data(), most=0), Notes()
     prepared = replace(prepared, calibration=Samples("slow", "", False, produce))
-    given = affordable(prepared, Calibration("minmax"), clock.now + 40.0, notes)
+    given = affordable_calibration(prepared, Calibration("minmax"), clock.now + 40.0, notes)
     assert 3 <= sum(1 for _ in given.prepared.calibration) <= 5  # an eighth of the time that is left
     assert notes.said[0].startswith("--time-budget has no room for all calibration samples: ")
 
@@ -129,7 +133,7 @@ def test_a_front_that_time_ended_asks_for_no_builds(model: Path, workers: Worker
 
 
 @pytest.mark.usefixtures("clock")
-def test_nothing_is_paired_where_nothing_was_tried(model: Path, workers: Workers) -> None:
+def test_nothing_is_proven_if_nothing_was_tried(model: Path, workers: Workers) -> None:
     result, notes = slow_run(model, workers, 3.8, 120.0)
     assert (result.shipped, result.history, result.summary["proof_builds"]) == ("baseline", (), 0)
     assert result.summary["baseline_ms"] == pytest.approx(3800, rel=0.01)
@@ -158,18 +162,18 @@ def test_all_samples_are_seen_where_there_is_time(model: Path, workers: Workers)
 
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(("budget", "rows"), [(60.0, 1), (600.0, 2)])
-def test_a_proof_at_threads_that_nobody_named_leaves_time_for_the_search(
+def test_a_proof_at_the_usual_threads_leaves_time_for_the_search(
     model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch, budget: float, rows: int
 ) -> None:
     monkeypatch.setattr("qdqtune.tuning.settings.counts_of", lambda _, asked, is_here: asked or (1, 4))
     result, notes = slow_run(model, workers, 0.2, budget, engine=THREADS["engine"])
     assert len(result.summary["by_threads"]) == rows
-    told = any("at 4 threads" in n and n.endswith("--deploy-threads 1,4 would insist") for n in notes.said)
+    told = any("at 4 threads" in n and n.endswith("give --deploy-threads 1,4") for n in notes.said)
     assert told == (rows == 1)
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_search_that_time_has_ended_says_so(model: Path, workers: Workers) -> None:
+def test_a_search_that_ran_out_of_time_notes_it(model: Path, workers: Workers) -> None:
     result, _ = slow_run(model, workers, 0.2, 60.0, builds=12)
     spent = 1 + len(result.history)
     assert 1 < spent < 6
@@ -177,3 +181,25 @@ def test_a_search_that_time_has_ended_says_so(model: Path, workers: Workers) -> 
     assert [note for note in result.notes if note.startswith(told)]
     result, _ = slow_run(model, workers, 0.01, 1200.0, output_dir=model.parent / "enough")
     assert not [note for note in result.notes if note.startswith("--time-budget has ended")]
+
+
+def budget(seconds: float | None, latency: float, build: float = 1.0) -> Budget:
+    first = build + 4 * max(latency, 0.02) * 12
+    bench = SimpleNamespace(floats=SimpleNamespace(turn_seconds=latency, build_seconds=build), trial_seconds=first)
+    settings = Settings(Path("m"), time_budget=seconds, deploy_threads=(1,))
+    return Budget.of(settings, cast(Bench, bench), None if seconds is None else time.monotonic() + seconds)
+
+
+def test_a_time_budget_has_room_for_one_more_candidate_and_the_proof() -> None:
+    assert budget(None, 0.5).deadline is None
+    ample = budget(3600, 0.001)
+    assert ample.proof == Settings(Path("m")).proof
+    assert ample.seconds_left == pytest.approx(3600 - (1 + 0.08 * 12) - 4 * (2 + 0.08 * 12 + 0.008), abs=1)
+    tight = budget(120, 0.5)
+    assert tight.proof == (12,)
+    assert tight.seconds_left == pytest.approx(120 - (1 + 2 * 12) - 2 * (2 + 1 * 12 + 4), abs=1)
+    assert not tight.is_spent([])
+    assert tight.excuse is None
+    spent = budget(45, 0.5)
+    assert spent.is_spent([])
+    assert "--time-budget had no room" in str(spent.excuse)

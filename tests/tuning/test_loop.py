@@ -201,7 +201,7 @@ def test_a_result_slower_than_the_users_own_file_does_not_ship(model: Path, work
 
 
 @pytest.mark.usefixtures("workers")
-def test_what_the_engine_does_not_run_as_it_was_given_meets_the_baseline(model: Path, workers: Workers) -> None:
+def test_if_the_engine_refuses_the_users_file_the_baseline_is_compared(model: Path, workers: Workers) -> None:
     workers.refused = lambda build: "no" if build.path == model else None
     result = tune(settings(model))
     assert result.improved
@@ -222,7 +222,7 @@ def test_a_model_that_has_pairs_is_proven_against_float_and_against_itself(model
 
 
 @pytest.mark.usefixtures("workers")
-def test_what_fixed_inputs_save_is_told_apart_from_what_pairs_do(tmp_path: Path) -> None:
+def test_gains_of_fixed_inputs_and_of_pairs_are_reported_apart(tmp_path: Path) -> None:
     text = MIXED.replace("(float[B,ROWS,64] x)", "(float[8,8,64] x, float s0)").replace("B,ROWS", "8,8")
     chain = "".join(f"s{n + 1} = Tanh(s{n})\n" for n in range(12))
     text = text.replace("y = MatMul(g, w3)", f"z = MatMul(g, w3)\n{chain}y = Add(z, s12)")
@@ -300,7 +300,7 @@ def test_a_dynamic_batch_stays_dynamic(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("workers")
-def test_the_observer_hears_every_trial_in_order(model: Path) -> None:
+def test_the_observer_gets_every_trial_in_order(model: Path) -> None:
     log = Log()
     result = tune(settings(model, builds=17), log)
     assert [t.number for t, _, _ in log.trials] == list(range(1, len(result.history) + 1))

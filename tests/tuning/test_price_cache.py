@@ -15,7 +15,7 @@ from qdqtune.errors import BadOption, OutputError
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
-from qdqtune.tuning.price_file import usual_place
+from qdqtune.tuning.price_cache import usual_path
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import Mode, Settings
 from runs import cost, hopeless, mixed, rows, settings, write
@@ -72,7 +72,7 @@ def test_a_model_with_larger_inputs_begins_with_the_cut_on_a_real_engine(tmp_pat
     assert (origins(run(28, builds=2))[0] == "cut") is bool(first.placement)  # where pairs pay on this machine
 
 
-def test_a_run_goes_on_as_it_began_whatever_becomes_of_the_cache(model: Path, workers: Workers) -> None:
+def test_a_resumed_run_ignores_changes_of_the_cache(model: Path, workers: Workers) -> None:
     tune(asked(model, "a"))
     whole = tune(asked(model, "b"))
     assert any(r["kind"] == "prices" and r["prices"]["units"] for r in rows(asked(model, "b").state))
@@ -95,7 +95,7 @@ def test_a_run_in_another_mode_begins_with_what_was_found_for_the_model(
     assert other.summary["final_ms"] <= first.summary["final_ms"]
 
 
-def test_what_another_engine_has_taken_says_nothing(model: Path, workers: Workers) -> None:
+def test_prices_of_another_engine_are_not_used(model: Path, workers: Workers) -> None:
     tune(asked(model, "a"))
     other = tune(asked(model, "b", engine=EngineSpec("fake", {"asymmetric": True})))
     assert origins(other)[0] != "cut"
@@ -104,11 +104,11 @@ def test_what_another_engine_has_taken_says_nothing(model: Path, workers: Worker
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"version": 99, "sections": []}', '{"version": 1, "sections": [3]}'])
-def test_a_file_that_is_no_cache_is_refused_where_it_is_named_and_else_told_and_left_alone(
+def test_a_file_that_is_no_cache_is_refused_if_named_and_else_noted_and_kept(
     content: str, model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(model.parent))
-    file = usual_place()
+    file = usual_path()
     for place in (model.parent / "prices.json", file):
         place.parent.mkdir(exist_ok=True)
         place.write_text(content)
@@ -125,7 +125,7 @@ def test_a_file_that_is_no_cache_is_refused_where_it_is_named_and_else_told_and_
         tune(asked(model, "b", price_cache=model.parent))
 
 
-def test_prices_that_do_not_hold_cost_builds_and_no_speed(model: Path, workers: Workers) -> None:
+def test_wrong_prices_cost_builds_but_no_speed(model: Path, workers: Workers) -> None:
     """Every price that the cache tells is a hundredth of what it was: the run's own count."""
     usual = tune(asked(model, "a"))
     cache = model.parent / "prices.json"
@@ -137,23 +137,23 @@ def test_prices_that_do_not_hold_cost_builds_and_no_speed(model: Path, workers: 
     assert misled.summary["final_ms"] == usual.summary["final_ms"]
 
 
-def test_a_place_that_cannot_be_written_is_told_if_the_user_has_named_it(
+def test_a_named_file_that_cannot_be_written_is_noted(
     model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     notes = Notes()
-    tune(asked(model, "a", price_cache=usual_place()), notes)
+    tune(asked(model, "a", price_cache=usual_path()), notes)
     assert not notes.told
     tune(asked(model, "b", price_cache=Path("/dev/null/prices.json")), notes)
     assert [note.partition(": cannot")[0] for note in notes.told] == ["prices are not kept for other models"]
 
 
-def test_the_usual_place_is_where_users_keep_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_usual_file_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert usual_place() == tmp_path / "qdqtune" / "prices.json"
+    assert usual_path() == tmp_path / "qdqtune" / "prices.json"
     monkeypatch.setenv("XDG_CACHE_HOME", "caches")  # relative ones do not count, as the standard has it
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert usual_place() == tmp_path / ".cache" / "qdqtune" / "prices.json"
+    assert usual_path() == tmp_path / ".cache" / "qdqtune" / "prices.json"
 
 
 class _Ended(Exception):

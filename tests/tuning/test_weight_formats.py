@@ -86,7 +86,7 @@ def ways(tmp_path: Path, telling: Telling, graph: Model, layers: Sequence[Layer]
         return asked.ways(subject(graph), settings, cast(Runner, telling), store, lambda: layers or LAYERS)
 
 
-def test_what_an_engine_refuses_or_does_not_draw_in_or_is_slow_at_is_not_searched_for(tmp_path: Path) -> None:
+def test_formats_that_are_refused_not_fused_or_slow_are_not_searched_for(tmp_path: Path) -> None:
     ms = {"float": 1.0} | {s.name: 0.4 for s in weight_formats("onnxruntime")} | {"w4b128": 1.2}
     engine = Telling(ms, apart=["w8"], refused=["w4b32a"])
     found = ways(tmp_path, engine, model())
@@ -98,7 +98,7 @@ def test_what_an_engine_refuses_or_does_not_draw_in_or_is_slow_at_is_not_searche
     assert engine.asked == count  # the store remembers
 
 
-def test_a_product_takes_what_all_its_layers_take_and_its_part_of_one_that_runs_several(tmp_path: Path) -> None:
+def test_the_time_of_a_product_is_the_sum_over_its_layers_and_its_part_of_shared_ones(tmp_path: Path) -> None:
     class Halving(Telling):
         def report(self, path: Path, *_: Any) -> tuple[Layer, ...] | Failure:
             layers = super().report(path)
@@ -127,10 +127,10 @@ def test_a_product_is_tried_on_the_rows_of_each_workload(tmp_path: Path) -> None
     engine = cast(Runner, SimpleNamespace(report=report, feed=lambda _: None))
     with Store(tmp_path / "state.yaml", {}) as store:
         assert asked.ways(own, settings, engine, store, lambda: LAYERS) == {}
-    assert asked_of[0] == ([(1, 0.75), (64, 0.25)], f"storages_1+64x{SIZE}x{SIZE}")
+    assert asked_of[0] == ([(1, 0.75), (64, 0.25)], f"weight_formats_1+64x{SIZE}x{SIZE}")
 
 
-def test_models_with_nothing_to_gain_are_asked_nothing(tmp_path: Path) -> None:
+def test_models_with_nothing_to_gain_are_not_measured(tmp_path: Path) -> None:
     engine = Telling({"float": 1.0})
     small = build("net (float[1,64] x) => (float[1,64] y) { [m0] y = MatMul(x, w) }", {"w": normal(64, 64)})
     assert ways(tmp_path, engine, small) == {}
@@ -141,7 +141,7 @@ def test_models_with_nothing_to_gain_are_asked_nothing(tmp_path: Path) -> None:
     assert engine.asked == 0
 
 
-def test_formats_that_the_engine_has_not_are_refused_in_words(tmp_path: Path) -> None:
+def test_formats_that_the_engine_lacks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadOption, match=r"no kernels for weights stored as 'w2'; it has w4, w8.*, and int8 for pairs"):
         Settings(tmp_path / "m.onnx", formats=("int8", "w2"))
     with pytest.raises(BadOption, match="names nothing"):
@@ -182,7 +182,7 @@ def test_a_run_of_weights_alone_ends_to_end_and_goes_on(tmp_path: Path) -> None:
     assert head["fingerprint"]["formats"] == ["w8", "w4"]
 
 
-def test_what_products_meet_is_looked_at_once_a_weight_is_rounded_by_it(tmp_path: Path) -> None:
+def test_moments_are_computed_when_the_first_weight_is_rounded(tmp_path: Path) -> None:
     graph, looked = model(), []
 
     class Looked(list[Any]):
@@ -212,8 +212,8 @@ def test_what_products_meet_is_looked_at_once_a_weight_is_rounded_by_it(tmp_path
     assert asked.products_of(called, own) is not no_moments, "workloads are data as well"
 
 
-def test_what_products_meet_has_to_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_have_to_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asked, "MOST_MOMENTS", 2 * 8 * SIZE**2 - 1)
     told = Settings(Path("m.onnx"), calibration_data="d.npz", weight_rounding="gptq")
-    with pytest.raises(BadOption, match=r"would hold 0\.0 GB of what products of this model meet"):
+    with pytest.raises(BadOption, match=r"would hold 0\.0 GB of second moments of activations"):
         asked.products_of(told, subject(model()))

@@ -51,7 +51,7 @@ from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.records import ConversationRecord, StoredPlacement, TimedPlacement
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.store import Store, may_continue
-from qdqtune.tuning.subject import DTYPES
+from qdqtune.tuning.subject import FLOAT_TYPES
 from qdqtune.types import Edge, Placement
 
 log = logging.getLogger("qdqtune.autotune")
@@ -82,7 +82,7 @@ class QDQAutotunerBase:
         is_half = any(info.dtype in HALF for info in self.graph.tensors.values())
         if self.graph.opset < OPSET and (is_half or self.config.default_quant_type == "fp8"):
             self.graph = load_proto(self.onnx_model, min_opset=OPSET)
-        dtype = onnx.TensorProto.DataType.Value(DTYPES[self.config.default_dq_dtype])
+        dtype = onnx.TensorProto.DataType.Value(FLOAT_TYPES[self.config.default_dq_dtype])
         self.graph = with_float_type(self.graph, dtype)
         self.initialized = True
         self._reset(pattern_cache)

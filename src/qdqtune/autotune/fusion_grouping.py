@@ -13,7 +13,7 @@ from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import EngineFailure, parsed_json, reading
 from qdqtune.graph.loading import load
 from qdqtune.graph.operators import COMPUTE
-from qdqtune.tuning.subgraphs.extraction import borders
+from qdqtune.tuning.subgraphs.groups import borders
 from qdqtune.types import Failure
 
 DEFAULT_QUANTIZABLE_OPS = frozenset({*COMPUTE, "Einsum"})

@@ -16,7 +16,7 @@ from qdqtune.autotune.insertion_points import (
 from qdqtune.errors import BadOption
 from qdqtune.search import region as search
 from qdqtune.search.regions.region import ChildInput, NodeInput, RegionOutput, Scheme
-from qdqtune.tuning.subject import DTYPES
+from qdqtune.tuning.subject import FLOAT_TYPES
 from qdqtune.types import QuantType
 
 
@@ -54,7 +54,7 @@ class Config:
         Raises:
             BadOption: a value is none of those that there are.
         """
-        for name, known in (("default_quant_type", get_args(QuantType)), ("default_dq_dtype", tuple(DTYPES))):
+        for name, known in (("default_quant_type", get_args(QuantType)), ("default_dq_dtype", tuple(FLOAT_TYPES))):
             if getattr(self, name) not in known:
                 raise BadOption(f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}")
         return search.Config(**{f.name: getattr(self, f.name) for f in fields(search.Config)})

@@ -9,7 +9,7 @@ from onnx.utils import Extractor
 
 from qdqtune.autotune.errors import NotInGraphError
 from qdqtune.autotune.graphs import GraphLike, Surgeon, as_model, as_proto
-from qdqtune.tuning.subgraphs.extraction import borders
+from qdqtune.tuning.subgraphs.groups import borders
 
 
 def extract_subgraph(graph: GraphLike, input_tensor_names: Sequence[str], output_tensor_names: Sequence[str]) -> bytes:

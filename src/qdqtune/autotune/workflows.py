@@ -31,7 +31,7 @@ from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.tuning.folder import LOGS, REGION_MODELS
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.observer import Several, Silent, State
+from qdqtune.tuning.observer import Observers, Silent, State
 from qdqtune.tuning.settings import EFFORTS, Settings
 from qdqtune.types import QuantType, Trial
 
@@ -76,6 +76,7 @@ def region_pattern_autotuning_workflow(
         output_dir=output,
         engine=benchmark.spec,
         mode="region",
+        precision="fp32",
         quant_type=quant_type,
         default_dq_dtype=default_dq_dtype,
         node_filter=tuple(node_filter_list or ()),
@@ -93,7 +94,7 @@ def region_pattern_autotuning_workflow(
     )
     logs = RegionLogs(output, tuned)
     with progress.shown(verbose=verbose) as observer:
-        result = tune(settings, Several((observer, logs)))
+        result = tune(settings, Observers((observer, logs)))
     logs.finish()
     cache = PatternCache.load(settings.state.with_name(f"{settings.state.stem}_pattern_cache.yaml"))
     autotuner = QDQAutotuner(onnx.load(path))

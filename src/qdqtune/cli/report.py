@@ -24,7 +24,7 @@ from qdqtune.explanation.words import builds, built, duration, samples
 from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.timing.ratios import Ratio, speed
 from qdqtune.tuning.estimate import Estimate
-from qdqtune.tuning.modes.mode import GroupOutcome
+from qdqtune.tuning.records import GroupOutcome
 from qdqtune.tuning.result import Result
 
 LARGEST_UNITS = 12

@@ -21,7 +21,7 @@ from qdqtune.options import REQUIRED, TEXT, Option, option
 from qdqtune.tuning.estimate import Estimate, estimate
 from qdqtune.tuning.folder import FINAL, REPORT
 from qdqtune.tuning.front import pick as pick_point
-from qdqtune.tuning.observer import Observer, Several
+from qdqtune.tuning.observer import Observer, Observers
 
 NO_IMPROVEMENT = 3
 """The exit code where nothing faster was found."""
@@ -99,7 +99,7 @@ def run(
     settings = options.settings(command_line())
     try:
         with progress.shown(quiet=quiet, verbose=verbose) as observer:
-            heard = observer if listener is None else Several((observer, listener))
+            heard = observer if listener is None else Observers((observer, listener))
             found = estimate(settings, heard) if dry_run else tune(settings, heard)
     except KeyboardInterrupt:
         without = " without --restart" if settings.restart else ""

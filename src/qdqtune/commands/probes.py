@@ -21,7 +21,7 @@ from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.numerics.bisection import Parts
 from qdqtune.placement.file_pairs import FilePair, with_file_pairs
 from qdqtune.placement.switches import SWITCH
-from qdqtune.tuning.subgraphs.extraction import Resolved, borders, extract
+from qdqtune.tuning.subgraphs.groups import Resolved, borders, extract
 from qdqtune.types import Array, Failure, Sample
 
 NOT_FINITE = 1e3

@@ -25,7 +25,7 @@ from qdqtune.tuning import loop, result
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import SearchOptions
-from qdqtune.tuning.price_file import usual_place
+from qdqtune.tuning.price_cache import usual_path
 from qdqtune.tuning.settings import EFFORTS, FRONT_BUILDS, Settings, looks_until
 from qdqtune.types import Accuracy
 
@@ -143,7 +143,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         """The price file: the named one, else one beside the named timing cache, else the usual one; None for none."""
         if self.price_cache is not None:
             return None if str(self.price_cache) == "none" else self.price_cache
-        return usual_place() if self.timing_cache is None else Path(self.timing_cache).with_suffix(".prices.json")
+        return usual_path() if self.timing_cache is None else Path(self.timing_cache).with_suffix(".prices.json")
 
 
 @dataclass(frozen=True, repr=False)

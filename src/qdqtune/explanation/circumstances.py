@@ -13,7 +13,7 @@ from qdqtune.explanation.report_values import Fact
 from qdqtune.explanation.words import duration
 from qdqtune.tuning.finished import FinishedRun
 from qdqtune.tuning.folder import BASELINE, FINAL
-from qdqtune.tuning.run_files import RunLog
+from qdqtune.tuning.run_log import RunLog
 
 SAME_NAMES = ("calibration_samples", "seed", "time_limit")
 """Settings with numbers whose option of `compare` has the same name."""

@@ -36,8 +36,7 @@ from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.fingerprint import Fingerprint
 from qdqtune.tuning.finished import FinishedRun
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT
-from qdqtune.tuning.modes.mode import GroupOutcome
-from qdqtune.tuning.records import PricesRecord, RangesRecord
+from qdqtune.tuning.records import GroupOutcome, PricesRecord, RangesRecord
 from qdqtune.tuning.subject import edges_within, filtered
 from qdqtune.types import Edge, Layer, Placement, Trial
 

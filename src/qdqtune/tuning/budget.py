@@ -1,4 +1,4 @@
-"""Time: what a run may spend of it, phase by phase, so that a time budget bounds the whole."""
+"""What a run may spend: builds, and of a time budget what calibration, search and proof may take each."""
 
 from __future__ import annotations
 
@@ -12,45 +12,41 @@ from qdqtune.calibration.observe import outputs_on, passes
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.reading import TooSlow
 from qdqtune.calibration.samples import Samples
-from qdqtune.numerics.fitting import inferences
+from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.front import POINTS
-from qdqtune.timing.ratios import BUILD_LOOKS, PAIRS
+from qdqtune.timing.ratios import BUILD_LOOKS, PAIRS, Plan, judge
 from qdqtune.tuning.bench import Bench
-from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.observer import Observer, State
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Sample, Trial
 
 PROOF_SHARE = 0.3
-"""Of a time budget, what the proof may take."""
+"""The share of a time budget that the proof may take. Chosen, not measured."""
 
 FRONT_SHARE = 0.5
-"""The same where the proof is of a front, which is all that the search is for."""
+"""The same for the proof of a front, whose points are all that the search is for. Chosen, not measured."""
 
 LEAST_ROUNDS = 12
-"""Rounds without which a comparison decides nothing."""
+"""Rounds that a comparison needs to decide anything: its first look, see `settings.EFFORTS`."""
 
 FITTING_SHARE = 0.25
-"""Of the time that is left when calibration begins, what it may take."""
+"""The share of the time that is left when calibration begins that it may take. Chosen, not measured."""
 
-INFERENCES = 16 * 48
-"""That comparing ways to calibrate takes, all in all: samples times what is tried."""
+COMPARING_INFERENCES = 16 * 48
+"""Inferences that comparing calibration methods takes: samples times what is tried on each."""
 
 SHOWN = 2.0
-"""Inferences that take as long as one which shows the values of a batch of tensors, and counting these."""
-
-PAIRED = 2.0
-"""Inferences that take as long as one with pairs that nothing fuses."""
-
-FITTED_BUILDS = 3
-"""Builds that judging numbers takes: without pairs, with them, and with what biases miss."""
+"""The time of an inference that shows the values of a batch of tensors, counting these included, in inferences.
+Estimated, not measured."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a search may spend: builds, of which one candidate may take `each`; and time, None without a limit.
+    """What a search may spend: `builds`, of which one candidate may take `each`; and time.
 
-    `deadline` is when it has to end, by `time.monotonic`, so that one more candidate and the proof have theirs until
-    the run `ends`. `proof` is when the proof looks, `points` how many points a front may have.
+    `deadline` is when the search has to end, by `time.monotonic`, so that one more candidate and the proof are done by
+    the time at which the run `ends`; both None without a time budget. `proof` are the rounds at which the proof looks,
+    `points` how many points a front may have, `proof_seconds` what a proof takes that its first look decides.
     """
 
     builds: int
@@ -60,14 +56,13 @@ class Budget:
     ends: float | None = None
     points: int = POINTS
     proof_seconds: float = 0.0
-    """What the proof takes where its first look decides."""
 
     @staticmethod
     def of(settings: Settings, bench: Bench, ends: float | None) -> Budget:
-        """The budget of a run that has to end at that time, and whose search begins now."""
+        """The budget of a run whose search begins now, and which has to end at `ends`."""
         each_round = settings.plan.round_seconds(bench.floats.turn_seconds)
-        files_met = 1 + bool(settings.from_qdq or settings.fix_inputs)  # the float model, and then the user's own
-        counts = files_met * len(settings.thread_counts)
+        opponents = 1 + bool(settings.from_qdq or settings.fix_inputs)  # the float model, and then the user's file
+        counts = opponents * len(settings.thread_counts)
         if settings.time_budget is None or ends is None:
             takes = 2 * counts * (2 * bench.floats.build_seconds + each_round * settings.proof[0])
             return Budget(settings.search_builds, settings.trial_builds, None, settings.proof, proof_seconds=takes)
@@ -78,18 +73,18 @@ class Budget:
         most = int(share * settings.time_budget / (2 * counts * files * each_round))
         proof = tuple(n for n in settings.proof if n <= most) or (max(LEAST_ROUNDS, min(most, settings.proof[0])),)
         rounds = each_round * proof[0] + settings.plan.start_seconds(bench.floats.turn_seconds)
-        meeting = (1 + files) * bench.floats.build_seconds + files * rounds
-        # Two pairs of builds are bounded to some 15 %: four, where they are cheap, decide on smaller gains.
-        pairs = next((n for n in BUILD_LOOKS[1::-1] if n * counts * meeting <= share * settings.time_budget), PAIRS)
-        proving = (PAIRS if settings.front else pairs) * counts * meeting
+        comparison = (1 + files) * bench.floats.build_seconds + files * rounds
+        # Two pairs of builds decide gains of some 15 %; four, where they are cheap, decide smaller ones.
+        pairs = next((n for n in BUILD_LOOKS[1::-1] if n * counts * comparison <= share * settings.time_budget), PAIRS)
+        proving = (PAIRS if settings.front else pairs) * counts * comparison
         return Budget(
-            settings.search_builds,
-            settings.trial_builds,
-            ends - bench.trial_seconds - proving,
-            proof,
-            ends,
-            files,
-            proving,
+            builds=settings.search_builds,
+            each=settings.trial_builds,
+            deadline=ends - bench.trial_seconds - proving,
+            proof=proof,
+            ends=ends,
+            points=files,
+            proof_seconds=proving,
         )
 
     @property
@@ -99,26 +94,26 @@ class Budget:
 
     @property
     def is_late(self) -> bool:
-        """Whether nothing may begin any more but the proof of what was found."""
+        """Whether the search has to end."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     @property
     def excuse(self) -> str | None:
-        """Why nothing was tried, if that is for want of time."""
+        """What to tell the user if there was no time for a candidate."""
         if not self.is_late or self.ends is None or self.deadline is None:
             return None
         needed = f"{self.ends - self.deadline:.0f} s beside reading the model and calibration"
         return f"--time-budget had no room for a candidate: one and its proof take some {needed}; give more"
 
     def shortfall(self, trials: Sequence[Trial]) -> str | None:
-        """What to say where time has ended a search that had builds left; asked when it has just ended."""
+        """What to tell the user if time has ended a search that had builds left. To be called as soon as it ended."""
         if not trials or not self.is_late or builds_of(trials) + self.each > self.builds:
             return None
         spent = f"{1 + builds_of(trials)} of {1 + self.builds} builds"
         return f"--time-budget has ended the search after {spent}: with more time the same command goes on from there"
 
     def lacks(self, seconds: float) -> bool:
-        """Whether what takes so many seconds would end too late."""
+        """Whether something that takes so many seconds would end after the run has to."""
         return self.ends is not None and time.monotonic() + seconds > self.ends
 
     def is_spent(self, trials: Sequence[Trial]) -> bool:
@@ -126,59 +121,109 @@ class Budget:
         return builds_of(trials) + self.each > self.builds or self.is_late
 
     def room(self, trials: Sequence[Trial]) -> int:
-        """How many candidates may follow, if each takes no more than one build: more are not begun, lest what they
-        take is measured in vain."""
+        """How many candidates may follow, if each takes one build."""
         return self.builds - self.each - builds_of(trials) + 1
+
+    def state(self, trials: Sequence[Trial], plan: Plan, seconds: float, *, replayed: bool) -> State:
+        """Where a run stands after the last of these trials, which have taken so many seconds."""
+        best, built, left = best_of(trials), builds_of(trials), self.seconds_left
+        pace = seconds / built * (self.builds - built)
+        expected = (pace if left is None else max(0.0, min(pace, left))) + self.proof_seconds
+        floats, last = ratios_to_float(trials, plan), trials[-1]
+        own, against = judge(last, plan), floats[last.against]
+        ratio = None if own is None else own.scaled(against)
+        return State(
+            builds=1 + built,
+            limit=1 + self.builds,
+            best_ratio=floats[best],
+            best=best,
+            seconds=seconds,
+            seconds_left=expected,
+            replayed=replayed,
+            ratio=ratio,
+            against_ratio=against,
+        )
 
 
 def builds_of(trials: Sequence[Trial]) -> int:
-    """What trials have spent."""
+    """The builds that trials have spent."""
     return sum(t.builds for t in trials)
+
+
+def affordable_proof(
+    settings: Settings, bench: Bench, ends: float | None, note: Callable[[str], None]
+) -> tuple[Settings, Budget]:
+    """The budget of a run, and its settings with the proof that it has time for: fewer rounds, and if the user names no
+    numbers of threads, the search's number alone. `note` tells the user of the latter."""
+    budget, (own, *others) = Budget.of(settings, bench, ends), settings.thread_counts
+    share = FRONT_SHARE if settings.front else PROOF_SHARE
+    is_too_long = settings.time_budget is not None and budget.proof_seconds > share * settings.time_budget
+    threads = settings.deploy_threads
+    if own is not None and others and threads is None and is_too_long:
+        usual = f"{others[0]} threads, as many as the engine takes by itself, as well"
+        to_insist = f"to do so in any case, give --deploy-threads {own},{others[0]}"
+        note(f"--time-budget has no room to prove the result at {usual}: {to_insist}")
+        threads = (own,)
+        budget = Budget.of(replace(settings, deploy_threads=threads), bench, ends)
+    return replace(settings, deploy_threads=threads, proof=budget.proof), budget
+
+
+# ---------------------------------------------------------------- calibration
 
 
 @dataclass(frozen=True)
 class Calibrating:
-    """How ranges are found, and on what; comparing ways to find them ends where it `is_late`."""
+    """How ranges are found, and on which data; comparing calibration methods ends once it `is_late`."""
 
     prepared: Prepared
     how: Calibration
     is_late: Callable[[], bool]
 
 
-def affordable(prepared: Prepared, how: Calibration, ends: float | None, observer: Observer) -> Calibrating:
-    """Calibration as it was asked for; or by one method where a run that has to end has no room to compare several, and
-    on fewer samples where it has none for a pass over all."""
+@dataclass
+class _SamplesInTime:
+    """Iterates over at most `most` samples, and over fewer once a pass takes longer than `seconds`; later passes then
+    take as few. `note` tells the user once."""
+
+    samples: Samples
+    most: int
+    seconds: float
+    note: Callable[[str], None]
+    is_noted: bool = False
+
+    def __call__(self) -> Iterator[Sample]:
+        started = time.monotonic()
+        for number, sample in enumerate(_until_too_slow(self.samples)):
+            if number and time.monotonic() - started > self.seconds:
+                self.most = min(self.most, number)
+            if number == self.most:
+                if not self.is_noted:
+                    self.note(f"--time-budget has no room for all calibration samples: it takes {self.most}")
+                self.is_noted = True
+                return
+            yield sample
+
+
+def affordable_calibration(prepared: Prepared, how: Calibration, ends: float | None, observer: Observer) -> Calibrating:
+    """Calibration as it was asked for; where a time budget has no room for that, by one method in place of comparing
+    several, and on fewer samples."""
     if ends is None:
         return Calibrating(prepared, how, lambda: False)
     (_, seconds), begun = pace(prepared), time.monotonic()
     left = max(0.0, FITTING_SHARE * (ends - begun))
     share = 0.5
-    if how.method == "auto" and INFERENCES * seconds > left:
+    if how.method == "auto" and COMPARING_INFERENCES * seconds > left:
         observer.note("--time-budget has no room to compare ways to calibrate: ranges by mse, without bias correction")
         how, share = Calibration("mse", how.percentile), 1.0
-    most = max(1, int(share * left / max(seconds * _inferences(prepared, how), 1e-9)))
+    most = max(1, int(share * left / max(seconds * inferences_per_sample(prepared, how), 1e-9)))
     each_pass = share * left / (1 if how.method == "minmax" else _passes(prepared))
-    told: list[str] = []
-
-    def produce() -> Iterator[Sample]:
-        nonlocal most
-        started = time.monotonic()
-        for number, sample in enumerate(_in_time(prepared.calibration)):
-            if number and time.monotonic() - started > each_pass:  # it takes longer than foretold
-                most = min(most, number)
-            if number == most:
-                if not told:
-                    told.append(f"--time-budget has no room for all calibration samples: it takes {most}")
-                    observer.note(told[0])
-                return
-            yield sample
-
+    produce = _SamplesInTime(prepared.calibration, most, each_pass, observer.note)
     limited = replace(prepared.calibration, produce=produce)
     return Calibrating(replace(prepared, calibration=limited), how, lambda: time.monotonic() > begun + left)
 
 
-def _in_time(samples: Samples) -> Iterator[Sample]:
-    """The samples that come before the run has to end, at least one."""
+def _until_too_slow(samples: Samples) -> Iterator[Sample]:
+    """The samples that can be read before the run has to end, at least one."""
     found = False
     try:
         for sample in samples:
@@ -190,7 +235,7 @@ def _in_time(samples: Samples) -> Iterator[Sample]:
 
 
 def pace(prepared: Prepared) -> tuple[float, float]:
-    """Seconds until the float model has run where it is calibrated, and those that a further inference takes.
+    """Seconds that the first inference of the float model takes where it is calibrated, with loading; and the second.
 
     Raises:
         BadModel: ONNX Runtime cannot run the model.
@@ -202,17 +247,9 @@ def pace(prepared: Prepared) -> tuple[float, float]:
     return took[0], took[-1]
 
 
-def calibration_seconds(prepared: Prepared, how: Calibration, start: float, each: float) -> float:
-    """What calibration takes where `pace` is such, fitting included."""
-    count = sum(1 for _ in prepared.calibration)
-    steps = inferences(prepared.shaped, how, count)
-    fitting = steps * PAIRED * each + (FITTED_BUILDS * start if steps else 0.0)
-    return 2 * start + count * _inferences(prepared, how) * each + fitting
-
-
-def _inferences(prepared: Prepared, how: Calibration) -> float:
-    """Inferences that take as long as calibrating on one sample: each pass runs what its tensors need, half of the
-    model on average."""
+def inferences_per_sample(prepared: Prepared, how: Calibration) -> float:
+    """What calibrating on one sample takes, in inferences: each pass runs what its tensors need, half of the model on
+    average."""
     return SHOWN if how.method == "minmax" else SHOWN * (1 + _passes(prepared)) / 2
 
 

@@ -1,4 +1,4 @@
-"""What a run would do, from one build of the float model and two of its inferences where it is calibrated."""
+"""Estimates what a run would take (`--dry-run`), from one build of the float model and two of its inferences."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qdqtune.calibration.calibrate import candidate_tensors
+from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines.runner import insist, temporary_runner, time_limit
 from qdqtune.errors import BaselineFailed
+from qdqtune.numerics.fitting import inferences
 from qdqtune.placement.possible import possible_edges
-from qdqtune.tuning.budget import PAIRED, calibration_seconds, pace
+from qdqtune.tuning.budget import inferences_per_sample, pace
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.tuning.obstacles import check_files
 from qdqtune.tuning.rewritten import most_builds
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import read_journal
@@ -22,16 +24,20 @@ from qdqtune.tuning.subject import open_subject
 from qdqtune.tuning.trial_worker import profiled_runs, trial_seconds
 
 NOISE_INFERENCES = 50
-"""That finding the noise of single tensors takes: up to 256 where not all pairs hold the limits, else none."""
+"""Inferences that measuring the noise of single tensors takes: none if a placement of all pairs holds the limits, else
+up to 256."""
+
+PAIRED = 2.0
+"""The time of an inference with pairs that nothing fuses, in inferences. Estimated, not measured."""
+
+FITTED_BUILDS = 3
+"""Builds that fitting takes: of the model without pairs, with pairs, and with what biases lack."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would do (`--dry-run`). Times in seconds; latency of the float model. `rewrite_builds` are those of
-    `builds` that rewrites may take.
-
-    `notes` say what stands in the way.
-    """
+    """What a run would take, in seconds; `latency` is that of the float model. `rewrite_builds` are those of `builds`
+    that rewrites may take. `notes` are for the user."""
 
     regions: int
     patterns: int
@@ -43,14 +49,17 @@ class Estimate:
 
 
 def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
-    """What `tune` would do, from one build of the float model. Calibrates nothing and leaves nothing behind."""
+    """Estimate what `tune` would take. Calibrates nothing, and leaves no state.
+
+    Raises:
+        QdqtuneError: as `tune` does before its search.
+    """
     observer = observer or Silent()
     with time_limit(settings.time_limit), OutputFolder(settings), temporary_runner(settings.engine) as runner:
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner)
-        check_files(settings, subject.shaped)
         if settings.state.exists() and not settings.restart:
-            read_journal(settings.state)  # which a run opens at this point
+            read_journal(settings.state)  # as a run does at this point: it may be damaged
         runner.feed(subject.mix)
         observer.stage("measuring the float model")
         refused = "the engine cannot run the float model", BaselineFailed
@@ -80,5 +89,20 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     seconds = calibrating + float_model + foretelling + first + trials * per_trial + proof
     if settings.time_budget is not None:
         seconds = min(seconds, settings.time_budget)
-    regions, patterns, builds = subject.region_count, len(subject.patterns), trials + 1 + rewriting
-    return Estimate(regions, patterns, builds, latency, seconds, subject.notes, rewriting)
+    return Estimate(
+        regions=subject.region_count,
+        patterns=len(subject.patterns),
+        builds=trials + 1 + rewriting,
+        latency=latency,
+        seconds=seconds,
+        notes=subject.notes,
+        rewrite_builds=rewriting,
+    )
+
+
+def calibration_seconds(prepared: Prepared, how: Calibration, start: float, each: float) -> float:
+    """Seconds that calibration takes, fitting included, if the first inference takes `start` and others `each`."""
+    count = sum(1 for _ in prepared.calibration)
+    steps = inferences(prepared.shaped, how, count)
+    fitting = steps * PAIRED * each + (FITTED_BUILDS * start if steps else 0.0)
+    return 2 * start + count * inferences_per_sample(prepared, how) * each + fitting

@@ -1,4 +1,4 @@
-"""What tells one run from another: its state file begins with it, and serves no run with another one."""
+"""The fingerprint of a run: its state file begins with it, and is refused by runs with another one."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class CalibrationData(msgspec.Struct, frozen=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """All that makes the measurements of two runs interchangeable. Budgets are no part of it.
+    """Everything that measurements depend on; budgets are no part of it.
 
-    Options come before what follows from them, so that the first difference is the one that the user has made.
+    Options come before entries that follow from them, so that the first difference is the one that the user made.
     """
 
     mode: str
@@ -54,7 +54,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, str]) -> Fingerprint:
-    """What tells this run from others; `engine` is how it describes itself.
+    """The fingerprint of a run; `engine` is the description that the engine gives of itself.
 
     Raises:
         BadOption: a file that an option names cannot be read.

@@ -1,42 +1,85 @@
-"""A finished run read back from its folder: what was asked, what was measured, in order, and what came of it.
+"""Reads a finished run from its folder: summary.json, run.json, placement.yaml, and the records of its state file.
 
-Everything that looks at a run without going on with it reads here: explanations, the report, and other commands.
+Explanations, the report and other commands read a run here. So does `tune` itself: the same command again gets the
+answer of the finished run (`recalled`), as long as every file that the run has left is as it left it. Limits and
+budgets are part of the question; where the model's files and the results lie is not.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from qdqtune.calibration.prepare import Data
 from qdqtune.calibration.samples import digest_of
-from qdqtune.errors import BadState, InputError
+from qdqtune.errors import BadState, InputError, QdqtuneError, parsed_json
+from qdqtune.graph.loading import files_of
+from qdqtune.graph.stamps import content
 from qdqtune.placement.files import read_placement_file
+from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.timing.limits import Limits, wins
 from qdqtune.timing.ratios import MOST_PAIRS, PAIRS, Plan
 from qdqtune.tuning.bench import trial_of
 from qdqtune.tuning.fingerprint import Fingerprint
-from qdqtune.tuning.folder import FRONT, PLACEMENT, RUN
+from qdqtune.tuning.folder import (
+    FRONT,
+    GROUP_MODELS,
+    LOGS,
+    PLACEMENT,
+    PROGRESS,
+    REGION_MODELS,
+    REPORT,
+    RUN,
+    SUMMARY,
+    pattern_cache_of,
+)
 from qdqtune.tuning.records import (
+    AnsweredTrial,
+    AnswerRecord,
     ComparisonRecord,
+    GroupOutcome,
     LayersRecord,
     MetricRecord,
     NoiseRecord,
+    Record,
+    StoredPlacement,
     TrialRecord,
+    plain,
 )
-from qdqtune.tuning.run_files import AtThreads, RunLog, Summary, read_log, read_summary
+from qdqtune.tuning.result import ModeResult, Result
+from qdqtune.tuning.run import Ready
+from qdqtune.tuning.run_log import RunLog, judgement_of
 from qdqtune.tuning.settings import STATE
-from qdqtune.tuning.store import Journal, read_journal
-from qdqtune.types import Layer, Measurement, Placement, Trial
+from qdqtune.tuning.store import Journal, is_transient, read_journal
+from qdqtune.tuning.summary import AtThreads, Summary, read_json, read_summary
+from qdqtune.types import Layer, Measurement, Placement, Proposal, Trial
+
+UNASKED = {
+    "workers",
+    "cores_per_worker",
+    "ray",
+    "output_dir",
+    "state_file",
+    "restart",
+    "time_budget",
+    "time_limit",
+    "command",
+    "price_cache",
+}
+"""Settings that do not change the answer of a finished run. A time budget is handled apart: one that was too short may
+have left something to find."""
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that has ended: its summary, its fingerprint, and the records of its state file."""
+    """A run that has ended; `records` are those of its state file."""
 
     folder: Path
     summary: Summary
@@ -45,39 +88,39 @@ class FinishedRun:
 
     @cached_property
     def log(self) -> RunLog | None:
-        """Its run.json; None where that is gone.
+        """Its run.json; None if the file is gone.
 
         Raises:
             BadOption: it is damaged.
         """
-        return read_log(self.folder)
+        return read_json(self.folder / RUN, RunLog)
 
     @property
     def limits(self) -> Limits:
-        """What candidates had to hold."""
-        told = self.summary
-        return Limits(told["min_sqnr_db"], told["max_drop"], told["metric_before"], told["min_agreement"])
+        """The limits on accuracy that candidates had to hold."""
+        summary = self.summary
+        return Limits(summary["min_sqnr_db"], summary["max_drop"], summary["metric_before"], summary["min_agreement"])
 
     @property
     def plan(self) -> Plan:
-        """How candidates were judged."""
+        """The rounds by which candidates were judged."""
         return self.fingerprint.rounds
 
     @property
     def proof_plan(self) -> Plan:
-        """How the proof was judged, as far as that is known."""
+        """The rounds by which the proof was judged; those of candidates if run.json is gone."""
         return self.plan if self.log is None else replace(self.plan, looks=self.log.proof)
 
     @property
     def here(self) -> Summary | AtThreads:
-        """The times and the ratio of what ships at the number of threads that the search and its layers ran with."""
+        """Times and ratio of the shipped model at the number of threads that the search ran with."""
         rows, threads = self.summary["by_threads"], self.summary["engine"].get("threads")
         return next((row for row in rows if str(row["threads"]) == threads), self.summary)
 
     @property
     def float_ms(self) -> float:
-        """What the float model took that pairs were placed in, as rounds have measured it: the user's file, or what
-        rewrites have made of it."""
+        """The ms of the float model that pairs were placed in, measured by rounds: the user's file, or the rewritten
+        float."""
         gave = self.summary["rewrites"].get("gave")
         if gave is None:
             return self.here["baseline_ms"]
@@ -86,34 +129,34 @@ class FinishedRun:
 
     @cached_property
     def float_layers(self) -> tuple[Layer, ...]:
-        """The layers of the float build. Inferences that are profiled take longer than others: their times are shares
-        of what rounds have measured, and add up to it."""
+        """The layers of the float build. Profiled inferences take longer than others, so layer times are scaled to
+        add up to what rounds have measured."""
         layers = self._layers("")
-        told = sum(layer.time_ms or 0.0 for layer in layers)
-        if not told:
+        total = sum(layer.time_ms or 0.0 for layer in layers)
+        if not total:
             return layers
-        scale = self.float_ms / told
+        scale = self.float_ms / total
         return tuple(replace(x, time_ms=None if x.time_ms is None else scale * x.time_ms) for x in layers)
 
     @cached_property
     def history(self) -> tuple[Trial, ...]:
-        """The candidates of the search in its order, and which it took: as run.json has it, or else all that were
-        measured."""
-        found = list(self._trials())
-        if self.log is None or not self.log.trials:
-            followed = {record.against for record in self.records.of(TrialRecord)} | {self.final.digest}
-            taken = (t.placement.digest in followed and wins(t, self.plan) for _, t in found)
-            return tuple(replace(t, accepted=is_taken) for (_, t), is_taken in zip(found, taken, strict=True))
-        trials = dict(found)
-        rows = [(number, row) for number, row in enumerate(self.log.trials, 1) if row.of in trials]
-        return tuple(
-            replace(trials[row.of], number=number, holds=row.holds, metric=row.metric, accepted=row.accepted)
-            for number, row in rows
-        )
+        """The trials of the search in its order, judged as run.json has it; without run.json all that were measured,
+        judged by the limits of the run."""
+        trials = measured_trials(self.records)
+        if self.log is not None and self.log.trials:
+            rows = enumerate(self.log.trials, 1)
+            return tuple(
+                replace(trials[row.of], number=number, holds=row.holds, metric=row.metric, accepted=row.accepted)
+                for number, row in rows
+                if row.of in trials
+            )
+        judged = tuple(map(self._judged, trials.values()))
+        followed = {record.against for record in self.records.of(TrialRecord)} | {self.final.digest}
+        return tuple(replace(t, accepted=t.placement.digest in followed and wins(t, self.plan)) for t in judged)
 
     @cached_property
     def final(self) -> Placement:
-        """What was tuned and ships; empty where the float model or the user's file does.
+        """The tuned placement that ships; empty if the float model or the user's file ships.
 
         Raises:
             BadOption: placement.yaml is missing or damaged.
@@ -123,13 +166,13 @@ class FinishedRun:
 
     @property
     def final_layers(self) -> tuple[Layer, ...]:
-        """The layers of what was tuned and ships."""
-        told = (trial.layers for trial in reversed(self.history) if trial.placement == self.final and trial.layers)
-        return self._layers(self.final.digest) or next(told, ())
+        """The layers of the tuned model that ships."""
+        found = (trial.layers for trial in reversed(self.history) if trial.placement == self.final and trial.layers)
+        return self._layers(self.final.digest) or next(found, ())
 
     @property
     def proof(self) -> tuple[Measurement, ...]:
-        """The rounds of what ships against the float model, a pair of builds each; empty where nothing is proven."""
+        """The rounds of the shipped against the float model, for each pair of builds; empty if nothing is proven."""
         if self.summary["shipped"] != "tuned":
             return ()
         kinds = ("proof", "given") if self.summary["ratio_to_given"] is not None else ("given", "proof", "front")
@@ -137,36 +180,45 @@ class FinishedRun:
             keys = (f"{kind}:{self.final.digest}:{number}" for number in range(MOST_PAIRS))
             results = (r.result.samples for key in keys if (r := self.records.get(ComparisonRecord, key)))
             measured = tuple(filter(None, results))
-            if len(measured) >= (1 if kind == "front" else PAIRS):  # where points stand together, one may do
+            if len(measured) >= (1 if kind == "front" else PAIRS):  # for a point of a front one pair may be enough
                 return measured
         return ()
 
     @property
     def alone(self) -> Mapping[str, float]:
-        """What rounding each tensor alone does: power of the error over that of the output. Empty if it was not
-        asked."""
+        """By tensor, the power of the output error that rounding it alone causes, over the power of the output; empty
+        if it was not measured."""
         return next((record.alone for record in self.records.of(NoiseRecord) if record.failure is None), {})
 
     def _layers(self, of: str) -> tuple[Layer, ...]:
         record = self.records.get(LayersRecord, of)
         return () if record is None else record.layers
 
-    def _trials(self) -> Iterator[tuple[str, Trial]]:
-        """All candidates that were measured, in that order, with what they hold as far as it is known, behind what
-        their records are of. Those whose opponent is unknown are left out."""
-        metrics = {record.of.rpartition(":")[2]: record.value for record in self.records.of(MetricRecord)}
-        known, limits = {Placement().digest: Placement()}, self.limits
-        for record in self.records.of(TrialRecord):
-            if record.against in known:
-                trial = trial_of(len(known), record, known[record.against])
-                known[trial.placement.digest] = trial.placement
-                metric = metrics.get(trial.placement.digest)
-                if not limits.is_exact_enough(trial.accuracy):
-                    trial = replace(trial, holds=False)
-                elif limits.max_drop is not None:
-                    holds = None if metric is None else limits.is_good_enough(metric)
-                    trial = replace(trial, metric=metric, holds=holds)
-                yield record.of, trial
+    def _judged(self, trial: Trial) -> Trial:
+        metric = self._metrics.get(trial.placement.digest)
+        if not self.limits.is_exact_enough(trial.accuracy):
+            return replace(trial, holds=False)
+        if self.limits.max_drop is None:
+            return trial
+        return replace(trial, metric=metric, holds=None if metric is None else self.limits.is_good_enough(metric))
+
+    @cached_property
+    def _metrics(self) -> Mapping[str, float | None]:
+        return {record.of.rpartition(":")[2]: record.value for record in self.records.of(MetricRecord)}
+
+
+def measured_trials(records: Journal) -> dict[str, Trial]:
+    """All trials that were measured, in that order, by what their records are `of`. Those that were compared with an
+    unknown placement are left out."""
+    known, trials = {Placement().digest: Placement()}, {}
+    for record in records.of(TrialRecord):
+        if record.against in known:
+            trials[record.of] = trial = trial_of(len(known), record, known[record.against])
+            known[trial.placement.digest] = trial.placement
+    return trials
+
+
+# ---------------------------------------------------------------- reading
 
 
 def read_run(folder: Path, state: Path | None = None) -> FinishedRun:
@@ -191,7 +243,8 @@ def read_run(folder: Path, state: Path | None = None) -> FinishedRun:
 
 
 def data_beside(file: Path) -> Data | None:
-    """What the run was fed whose folder a model file lies in, while its files of samples are as they were; else None.
+    """The calibration data of the run that wrote a model file; None if the file lies in no folder of a run, or if the
+    data have changed since.
 
     Folders may come from elsewhere: code that they name is not imported.
     """
@@ -202,8 +255,114 @@ def data_beside(file: Path) -> Data | None:
         run = read_run(folder)
         source = None if run.log is None else run.log.settings.get("calibration_data")
         is_same = isinstance(source, str) and digest_of(source) == run.fingerprint.calibration_data.digest
-    except InputError:  # no folder of ours, or one that was altered
+    except InputError:  # the folder holds no run, or was altered
         return None
     given = run.fingerprint.input_shapes
     shapes = {name: tuple(size for size in sizes if size is not None) for name, sizes in given.items()}
     return Data(source, input_shapes=shapes) if is_same and shapes == given else None
+
+
+# ---------------------------------------------------------------- the answer to the same command
+
+
+def remember(result: Result, ready: Ready) -> None:
+    """Write the answer of a run to its state file; nothing if a failure was transient, as the run would try it again.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    if any(map(is_transient, ready.store.of(Record))):
+        return
+    rows, (of, _) = result.recorded.rows, _questions(ready)
+    record = AnswerRecord(
+        of=of,
+        shipped=result.shipped,
+        placement=StoredPlacement.of(result.placement),
+        ratio=result.ratio,
+        notes=result.notes,
+        trials=tuple(
+            AnsweredTrial(**judgement_of(t), pattern=t.proposal.pattern, wants_layers=t.proposal.wants_layers)
+            for t in result.history
+        ),
+        summary=_summary_digest(result.summary),
+        files=dict(_files(ready)),
+        units=tuple(row for row in rows if isinstance(row, UnitPrice)),
+        groups=tuple(row for row in rows if isinstance(row, GroupOutcome)),
+    )
+    if ready.store.get(AnswerRecord, of) != record:
+        ready.store.put(record)
+
+
+def recalled(ready: Ready) -> Result | None:
+    """The answer that the same command has got before; None if there is none, or if files have changed since."""
+    found = (ready.store.get(AnswerRecord, of) for of in _questions(ready))
+    if (record := next(filter(None, found), None)) is None:
+        return None
+    try:
+        summary = parsed_json((ready.output.path / SUMMARY).read_text(encoding="utf-8"))
+        files = dict(_files(ready))
+    except (OSError, ValueError, QdqtuneError):
+        return None
+    if files != record.files or not isinstance(summary, dict) or _summary_digest(summary) != record.summary:
+        return None
+    trials = measured_trials(ready.store.journal)
+    if not all(row.of in trials for row in record.trials):
+        return None
+    history = tuple(_answered(n, row, trials[row.of]) for n, row in enumerate(record.trials, 1))
+    ready.observer.stage("this run has finished before: nothing is measured again")
+    return Result(
+        shipped=record.shipped,
+        placement=record.placement.placement,
+        ratio=record.ratio,
+        summary=summary,
+        history=history,
+        notes=record.notes,
+        recorded=ModeResult(record.units or record.groups),
+    )
+
+
+def _answered(number: int, row: AnsweredTrial, trial: Trial) -> Trial:
+    proposal = Proposal(row.origin, trial.placement, row.pattern, row.predicted, row.wants_layers)
+    return replace(trial, number=number, proposal=proposal, metric=row.metric, holds=row.holds, accepted=row.accepted)
+
+
+def _questions(ready: Ready) -> tuple[str, str]:
+    """Digests of all settings that matter and of the files that they name: as was asked, and without a time budget, as
+    the answer of a run without a time budget is as good."""
+    settings = ready.settings
+    asked = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in UNASKED}
+    more = (path for path in (settings.qdq_baseline, settings.pattern_cache) if path is not None and path.is_file())
+    asked |= {
+        "deploy_threads": settings.thread_counts,
+        "metric": ready.evaluation.digest if ready.evaluation else None,
+        "files": content([*files_of(settings.model), *more]),
+    }
+    bounded, free = (
+        hashlib.sha256(json.dumps(plain({**asked, **limit}, "deterministic")).encode()).hexdigest()[:16]
+        for limit in ({"time_budget": settings.time_budget}, {"time_budget": None})
+    )
+    return bounded, free
+
+
+def _files(ready: Ready) -> Iterator[tuple[str, str]]:
+    """The files that a run leaves, by name, with digests of their content. Logs and files that hold seconds are left
+    out.
+
+    Models that show parts of a run only have to exist: where their constants lie depends on the order of writing. So
+    does the file of progress, which holds the lines of the state file as they were when it was last written.
+
+    Raises:
+        BadModel: one cannot be read.
+    """
+    for name in sorted(ready.output.ours):
+        path, top = ready.output.path / name, Path(name).parts[0]
+        if path.is_file() and top not in (SUMMARY, RUN, REPORT, LOGS):
+            yield name, "" if top in (REGION_MODELS, GROUP_MODELS, PROGRESS) else content([path])
+    if (patterns := pattern_cache_of(ready.settings.state)).is_file():
+        yield "pattern cache", content([patterns])
+
+
+def _summary_digest(summary: Mapping[str, Any]) -> str:
+    """16 hex digits of summary.json, whose seconds only have to be numbers."""
+    kept = {name: isinstance(v, int | float) if name.endswith("seconds") else v for name, v in summary.items()}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]

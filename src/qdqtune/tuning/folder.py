@@ -1,7 +1,7 @@
-"""The output folder of a run: locked, and with a list of what in it is ours.
+"""The output folder of a run: it is locked, and has a list of the files that runs have written there.
 
-Nothing that an input refers to is written, and nothing is overwritten or deleted that is not on the list, or that lies
-elsewhere behind a link. A name that a run needs and that somebody else's file has is refused before the run begins.
+Files that an input refers to are never written. Files that are not on the list, or that lie elsewhere behind a link,
+are never overwritten or deleted: a run that would need the name of such a file is refused before it begins.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ from qdqtune.graph.may_write import (
     replaceable,
 )
 from qdqtune.graph.outputs import SCRATCH
-from qdqtune.tuning.price_file import read_cache, usual_place
+from qdqtune.tuning.price_cache import read_cache, usual_path
 from qdqtune.tuning.settings import STATE, Settings
 from qdqtune.tuning.store import BEGINNING, may_continue
 
 LOGS = "logs"
 BASELINE, FINAL = "baseline.onnx", "optimized_final.onnx"
 RAW = "optimized_raw.onnx"
-"""In subgraph mode: all groups that gain alone, whether or not the whole model gains by them."""
+"""Subgraph mode: the model with all groups that gain alone, whether or not the whole model gains by them."""
 
 PLACEMENT, SUMMARY = "placement.yaml", "summary.json"
 RUN, REPORT = "run.json", "report.html"
 UNITS, PROGRESS = "units.json", "autotune_cache.json"
-REGION_MODELS, PARTS, FRONT = "region_models", "subgraphs", "front"
+REGION_MODELS, GROUP_MODELS, FRONT = "region_models", "subgraphs", "front"
 
-OURS = {
+WRITTEN = {
     LOGS: ("*.log", "*.json"),
     REGION_MODELS: ("region_*.onnx", CONSTANTS),
-    PARTS: ("group_*.onnx", CONSTANTS),
+    GROUP_MODELS: ("group_*.onnx", CONSTANTS),
     FRONT: ("exact*.onnx*", "exact*.yaml", "*db*.onnx*", "*db*.yaml"),
 }
-"""Folders below, and how the files are named that we write there."""
+"""Subfolders, and the names of files that runs write there."""
 
 
 class OutputFolder:
-    """The output folder of one run, made if it is missing. A context manager; one process at a time."""
+    """The output folder of one run, made if it is missing, and locked against other processes. A context manager."""
 
     def __init__(self, settings: Settings) -> None:
-        """Make the folder, take it, and list the files that this run will write.
+        """Make and lock the folder, and list the files that this run will write.
 
         Raises:
-            BadOption: an input or somebody else's file would be overwritten.
-            BadState: another run is at work there.
+            BadOption: an input, or a file that no run has written, would be overwritten.
+            BadState: another run uses the folder.
             OutputError: it cannot be written, or a link leads out of it.
         """
         self.path = settings.output_dir
@@ -77,7 +77,7 @@ class OutputFolder:
         self._made = tuple(folder for folder in (logs, *logs.parents) if is_new and not folder.exists())
         with writing(f"to {self.path}"):
             logs.mkdir(parents=True, exist_ok=True)
-            self._file = _taken(self.path)
+            self._file = _locked(self.path)
             remove_left(self.path, SCRATCH)
         for name in _names(settings):
             self.claim(self.path / name, is_folder=name.endswith("/"))
@@ -90,7 +90,7 @@ class OutputFolder:
             self._leave_no_trace()
 
     def _leave_no_trace(self) -> None:
-        """Remove the list and the folders that this run has made, where it ends before it has written anything."""
+        """Remove the list and the folders that this run has made if it ends before it has written a file."""
         logs, files = self.path / LOGS, [self.path / name for name in (*self._ours, STATE)]
         if logs in self._made and not any(logs.iterdir()) and not any(file.is_file() for file in files):
             self._list.unlink()
@@ -99,7 +99,7 @@ class OutputFolder:
 
     @property
     def ours(self) -> frozenset[str]:
-        """What is on the list."""
+        """The names on the list."""
         return frozenset(self._ours)
 
     def claim(self, path: Path, *, is_folder: bool = False) -> Path:
@@ -117,7 +117,7 @@ class OutputFolder:
         return path
 
     def clear(self, folder: str) -> Path:
-        """Delete the files of ours in a folder below, and the folder if it holds no others.
+        """Delete the listed files of a subfolder, and the subfolder if it holds no others.
 
         Raises:
             OutputError: one cannot be deleted, or lies elsewhere, behind a link.
@@ -133,38 +133,40 @@ class OutputFolder:
 
 
 def check_run(settings: Settings, written: Inputs | None = None) -> None:
-    """Ask whether a run may write all that its settings name, and what it writes to its folder. `written` is what the
-    same command writes beside it.
+    """Check that a run may write all files that its settings name, and those of its folder. `written` are other files
+    that the same command writes.
 
     Raises:
-        BadOption, BadState, OutputError: it may not.
+        BadOption, BadState, OutputError: it may not write one.
     """
     folder, names, read = settings.output_dir, _names(settings), {**_inputs(settings), **(written or {})}
     if (folder / LIST).is_file() and (folder / LIST).stat().st_size and not is_list(folder / LIST):
         raise BadOption(f"{folder / LIST} is not of qdqtune's making: move it, or choose another --output-dir")
-    below = [path for name in OURS for path in (folder / name).glob("**/*")]
+    below = [path for name in WRITTEN for path in (folder / name).glob("**/*")]
     of_state, beside = _state_option(settings), [settings.state, pattern_cache_of(settings.state)]
     for option, outputs in (("--output-dir", [*(folder / name for name in names), *below]), (of_state, beside)):
         if (found := overwritten(outputs, read)) is not None:
             file, what = found
             hint = "" if what == "model" else f", the {what},"
             raise BadOption(f"{file}{hint} would be overwritten: choose another {option}")
-    for path in (folder / LIST, *(folder / name for name in OURS), *below):
+    for path in (folder / LIST, *(folder / name for name in WRITTEN), *below):
         check_inside(path, folder)
         if path.is_relative_to(folder / LOGS) or path.name == LIST:
             check_single(path)
     ours = listed(folder)
-    parts = [path for part in _folders(settings, ours) for named in OURS[part] for path in (folder / part).glob(named)]
+    parts = [
+        path for part in _folders(settings, ours) for named in WRITTEN[part] for path in (folder / part).glob(named)
+    ]
     check_names(folder, [*names, *(path.relative_to(folder).as_posix() for path in parts)])
     own = [folder / name for name in names if not name.endswith("/")]
     check_outputs([*_elsewhere(settings)], {**read, "result of this run": own})
 
 
 def check_names(folder: Path, names: Iterable[str]) -> None:
-    """Refuse names in the folder of a run which files have that are not on its list, or that lead out of it.
+    """Check names in the folder of a run: each is free or on its list, and leads to no place outside.
 
     Raises:
-        BadOption, OutputError: there is such a name.
+        BadOption, OutputError: one is not.
     """
     ours, home = listed(folder), real(folder)
     for name in names:
@@ -182,21 +184,23 @@ def _state_option(settings: Settings) -> str:
 
 
 def _elsewhere(settings: Settings) -> Iterator[Output]:
-    """The files of a run that need not lie in its folder."""
+    """The files that a run writes and that need not lie in its folder."""
     state, prices, times = settings.state, settings.price_cache, settings.engine.options.get("timing_cache")
     option = _state_option(settings)
     has_begun = state.is_file() and state.stat().st_size > 0
     yield Output(state, option, may_continue, is_appended=True, makes_folder=True)
     patterns = replaceable(RECORD)
     yield Output(pattern_cache_of(state), option, lambda file: has_begun and patterns(file), makes_folder=True)
-    if prices is not None and prices != usual_place():  # nobody has named that one: what is wrong with it is told
+    if (
+        prices is not None and prices != usual_path()
+    ):  # the user has named no other: if this one is damaged, the run notes it
         yield Output(prices, "--price-cache", lambda file: read_cache(file) is not None, makes_folder=True)
     if isinstance(times, str):
         yield timing_cache(Path(times), "--timing-cache")
 
 
 def lines_of_state(progress: Path) -> list[str]:
-    """The lines of a state file that a file of progress holds; none where it is no such file of this version."""
+    """The lines of a state file that a file of progress holds; none if it is no such file of this version."""
     try:
         lines = parsed_json(progress.read_text(encoding="utf-8"))["state"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
@@ -206,9 +210,9 @@ def lines_of_state(progress: Path) -> list[str]:
 
 
 def restored_state(settings: Settings) -> str | None:
-    """Make the state file of the file of progress, where that is all that is left of a run in subgraph mode.
+    """Restore the state file of a run in subgraph mode from its file of progress, if only that is left.
 
-    Gives what to tell the user; None where there was nothing to do.
+    Returns a note for the user; None if there was nothing to do.
 
     Raises:
         OutputError: the state file cannot be written.
@@ -223,11 +227,11 @@ def restored_state(settings: Settings) -> str | None:
     return f"{settings.state} is gone: this run goes on from {path}; --restart starts over"
 
 
-def _taken(folder: Path) -> IO[bytes]:
-    """The list of an output folder, locked until it is closed, or its process has ended in whatever way.
+def _locked(folder: Path) -> IO[bytes]:
+    """The list of an output folder, opened and locked. Closing it, or the end of the process, unlocks it.
 
     Raises:
-        BadState: another run has it.
+        BadState: another run has locked it.
         OutputError: it is a link out of the folder, or has another name as well.
     """
     check_inside(folder / LIST, folder)
@@ -247,38 +251,38 @@ def _taken(folder: Path) -> IO[bytes]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Keep runs out of an output folder meanwhile; where there is no list, none writes to it.
+    """Lock an output folder against runs, if it is one.
 
     Raises:
-        BadState: a run is at work there.
+        BadState: a run uses it.
         OutputError: the list cannot be written.
     """
     with ExitStack() as stack:
         if (folder / LIST).is_file():
             with writing(folder / LIST):
-                stack.enter_context(_taken(folder))
+                stack.enter_context(_locked(folder))
         yield
 
 
 def _folders(settings: Settings, listed: set[str]) -> Iterator[str]:
-    """The folders below in which a run of these settings may overwrite what it finds."""
+    """The subfolders in which a run with these settings may overwrite files."""
     if f"{LOGS}/" not in listed:
         yield LOGS
     if settings.mode == "region":
         yield REGION_MODELS
     if settings.mode == "subgraph":
-        yield PARTS
+        yield GROUP_MODELS
     if settings.front:
         yield FRONT
 
 
 def _names(settings: Settings) -> list[str]:
-    """What a run of these settings may write right into its folder, that of its logs among it."""
+    """The names that a run with these settings may write in its folder, the folder of logs included."""
     return [*_files(settings), f"{LOGS}/"]
 
 
 def _files(settings: Settings) -> Iterator[str]:
-    """The files that a run of these settings may write right into its folder."""
+    """The files that a run with these settings may write in its folder."""
     models = [BASELINE, FINAL]
     yield from (PLACEMENT, SUMMARY, RUN, REPORT)
     if settings.mode == "cut":
@@ -292,7 +296,7 @@ def _files(settings: Settings) -> Iterator[str]:
         yield model
         yield data_of(Path(model)).name
     given = settings.model.parent
-    if settings.from_qdq and real(given) != real(settings.output_dir):  # it may ship as it is
+    if settings.from_qdq and real(given) != real(settings.output_dir):  # it may be copied as the result
         beside = (
             file for file in files_of(settings.model)[1:] if file.is_relative_to(given) and ".." not in file.parts
         )

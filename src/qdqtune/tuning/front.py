@@ -26,9 +26,9 @@ from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, REPORT, SUM
 from qdqtune.tuning.meeting import Opponents, confirmed
 from qdqtune.tuning.proof import Proof, Standing, copy_model, foremost, is_held, prove, rows_by_workload, rows_of
 from qdqtune.tuning.records import plain
+from qdqtune.tuning.result import write_placement_of
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.run_files import FrontPoint, Summary, read_summary
-from qdqtune.tuning.summary import write_placement_of
+from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
 from qdqtune.tuning.threads import places
 from qdqtune.types import Failure, Measurement, Mix, Placement, Trial
 

@@ -1,4 +1,7 @@
-"""What rounding does to the outputs, foretold before the search: each tensor alone, and whole placements."""
+"""What rounding does to the outputs, found before anything is built: for each tensor alone, and for placements.
+
+Noise is the power of the error of the outputs over the power of the outputs.
+"""
 
 from __future__ import annotations
 
@@ -22,122 +25,127 @@ from qdqtune.tuning.records import NoiseRecord, PredictionRecord, WeightNoiseRec
 from qdqtune.tuning.run import Run
 from qdqtune.types import Accuracy, Edge, Failure, NumericFormat, Placement, WeightFormat
 
-NOTHING = 0.01
-"""Share of the noise that a limit allows, below which a block is not worth dividing."""
+NEGLIGIBLE_SHARE = 0.01
+"""Share of the noise that a limit allows: tensors that together cause less are not measured one by one. Chosen, not
+measured."""
 
+TIME_SHARE = 0.25
+"""Share of the time that is left that measuring the noise of single tensors may take. Chosen, not measured."""
 
-SHARE = 0.25
-"""Of the time that is left, what finding the noise of single tensors may take."""
+LEAST_SECONDS = 300.0
+"""Seconds that it may always take without a time budget; beyond that, `TIME_SHARE` of what the builds of the search
+take. Chosen, not measured."""
 
-LONG = 300.0
-"""Seconds that it may take in any case; without a time budget beyond that `SHARE` of what the search's builds take."""
-
-MEMORY = 2**30
-"""Bytes of models that are held side by side to find the noise of single tensors, if one alone is not larger."""
+BYTES_AT_ONCE = 2**30
+"""Bytes of models that are held at a time to measure the noise of single tensors, if one alone is not larger. Chosen,
+not measured."""
 
 SAMPLED = 64
-"""Outputs of a weight that tell how much a weight format takes from it."""
+"""Output channels of a weight on which the error of a weight format is computed."""
 
 TINY = 1e-12
+"""Keeps ratios of powers finite."""
 
-FINE = 1e-7
-"""Relative noise (70 dB) down to which a front tells tensors apart."""
+FRONT_FLOOR = 1e-7
+"""Noise (70 dB) down to which tensors are told apart for a front. Chosen, not measured."""
 
 
-def foresee(run: Run) -> Noise | None:
-    """`noise_of` a run, for searches that need it at once: None as well if even the placement of all pairs holds the
-    limits."""
+def binding_noise_of(run: Run) -> Noise | None:
+    """`noise_of` a run; None as well if even the placement of all pairs holds the limits, so that none of them binds.
+
+    For searches that need noise at once.
+    """
     noise = noise_of(run)
     return None if noise is None or noise.is_harmless else noise
 
 
 def noise_of(run: Run) -> Noise | None:
-    """What the search knows about noise without building anything. Unless a front is asked for, None if nothing limits
-    noise.
+    """The noise of tensors and placements, for a search; None if nothing limits noise and no front is asked for.
 
-    Noise of single tensors takes long to measure on a large model, and what is built first does not ask for it: it is
-    found when a search does, and then read from the store. Where ONNX Runtime does not run the model with switches, or
-    no time is left, all values count the same, and the builds tell the rest.
+    Measuring single tensors takes long on a large model, and the first builds do not need it: it is done when a search
+    reads the values, and then stored. Where ONNX Runtime cannot run the model with each pair switched on and off, or no
+    time is left, all tensors count the same.
     """
     subject, limits = run.subject, run.limits
-    loudest = {edge: min(shares, key=lambda s: (s.bytes_per_weight, s.name)) for edge, shares in run.ways.items()}
+    coarsest = {edge: min(shares, key=lambda s: (s.bytes_per_weight, s.name)) for edge, shares in run.ways.items()}
     is_front = run.settings.front
     if run.budget.is_late or (not limits.are_set and not is_front):
         return None
-    floor = FINE if is_front else NOTHING * limits.max_noise if limits.max_noise is not None else 0.0
-    share = SHARE / 2 if loudest else SHARE
+    floor = FRONT_FLOOR if is_front else NEGLIGIBLE_SHARE * limits.max_noise if limits.max_noise is not None else 0.0
+    share = TIME_SHARE / 2 if coarsest else TIME_SHARE
     tensors = sorted({e.tensor for e in subject.possible})
     stored = [(e.tensor, weight_format.name) for e, shares in run.ways.items() for weight_format in shares]
 
-    def brought(placement: Placement) -> float | None:
-        accuracy = foretold(run, placement)
+    def noise_at(placement: Placement) -> float | None:
+        accuracy = predicted_accuracy(run, placement)
         return None if accuracy is None else accuracy.noise
 
-    def harmless() -> bool:
+    def is_harmless() -> bool:
         if is_front or limits.max_drop is not None or run.budget.is_late:
             return False
-        run.observer.stage("foretelling what rounding does to the outputs")
-        fullest = (foretold(run, p) for p in (Placement(subject.possible), Placement.of((), loudest.items())) if p)
-        holds = all(f is not None and limits.is_exact_enough(f) for f in fullest)
+        run.observer.stage("predicting what rounding does to the outputs")
+        fullest = Placement(subject.possible), Placement.of((), coarsest.items())
+        accuracies = (predicted_accuracy(run, p) for p in fullest if p)
+        holds = all(f is not None and limits.is_exact_enough(f) for f in accuracies)
         run.observer.stage(SEARCHING)
         return holds
 
-    def of_values() -> Mapping[str, float]:
-        return dict.fromkeys(tensors, 1.0) if run.budget.is_late else _of_values(run, tensors, floor, share)
+    def tensor_noise() -> Mapping[str, float]:
+        return dict.fromkeys(tensors, 1.0) if run.budget.is_late else _tensor_noise(run, tensors, floor, share)
 
-    def of_weights() -> Mapping[tuple[str, str], float]:
-        if run.budget.is_late or not loudest:
+    def weight_noise() -> Mapping[tuple[str, str], float]:
+        if run.budget.is_late or not coarsest:
             return dict.fromkeys(stored, 1.0)
-        return _of_weights(run, loudest, floor, share)
+        return _weight_noise(run, coarsest, floor, share)
 
-    if is_front:  # whose points are offered by it
-        return Noise(subject.shaped, of_values(), limits.max_noise, brought, of_weights())
-    alone, of_storages = Awaited(tensors, of_values), Awaited(stored, of_weights)
-    return Noise(subject.shaped, alone, limits.max_noise, brought, of_storages, harmless)
+    if is_front:  # its points are proposed by noise
+        return Noise(subject.shaped, tensor_noise(), limits.max_noise, noise_at, weight_noise())
+    alone, of_formats = Awaited(tensors, tensor_noise), Awaited(stored, weight_noise)
+    return Noise(subject.shaped, alone, limits.max_noise, noise_at, of_formats, is_harmless)
 
 
-def _side_by_side(run: Run) -> int:
-    """How many processes of the model with switches may run on this host: as many as there are workers, on whose cores
-    nothing is measured meanwhile, but no more than there are cores, or than `MEMORY` has room for."""
+def _processes(run: Run) -> int:
+    """How many processes may run the model to measure noise: one for each worker, as nothing else runs meanwhile, but
+    no more than there are cores, or than `BYTES_AT_ONCE` has room for."""
     size = sum(file.stat().st_size for file in files_of(run.settings.model))
-    return max(1, min(1 + len(run.others), usable_cores(), MEMORY // max(size, 1)))
+    return max(1, min(1 + len(run.others), usable_cores(), BYTES_AT_ONCE // max(size, 1)))
 
 
-def _latest(run: Run, share: float) -> float:
-    """When measuring noise has to end that may take a share of the time that is left, or of the time of all builds."""
+def _deadline(run: Run, share: float) -> float:
+    """When measuring noise has to end: after a share of the time that is left, or of the time of all builds."""
     deadline, now = run.bench.deadline, time.monotonic()
     if deadline is None:
-        return now + max(LONG, share * run.budget.builds * run.bench.trial_seconds)
+        return now + max(LEAST_SECONDS, share * run.budget.builds * run.bench.trial_seconds)
     return now + share * (deadline - now)
 
 
-def _of_values(run: Run, tensors: Iterable[str], floor: float, share: float) -> Mapping[str, float]:
-    """What rounding each value does to the outputs, measured where no run has."""
+def _tensor_noise(run: Run, tensors: Iterable[str], floor: float, share: float) -> Mapping[str, float]:
+    """The noise of rounding each tensor alone: from the state file, or measured."""
     subject, of = run.subject, f"{floor:.3g}"
     record = run.store.get(NoiseRecord, of)
     if record is None:
-        model = scaled(subject.shaped, subject.ranges.factors)  # whose values the ranges are of
+        model = scaled(subject.shaped, subject.ranges.factors)  # the ranges are those of the equalized model
         values = each_value(model, subject.ranges, subject.numbers, subject.possible)
         alone, failure = _measured(run, "rounding each tensor", model, values, floor, share)
-        told = dict.fromkeys(tensors, 1.0) if alone is None else alone
-        record = run.store.put(NoiseRecord(of=of, alone=told, failure=failure))
+        noise = dict.fromkeys(tensors, 1.0) if alone is None else alone
+        record = run.store.put(NoiseRecord(of=of, alone=noise, failure=failure))
     return record.alone
 
 
-def _of_weights(
-    run: Run, loudest: Mapping[Edge, WeightFormat], floor: float, share: float
+def _weight_noise(
+    run: Run, coarsest: Mapping[Edge, WeightFormat], floor: float, share: float
 ) -> Mapping[tuple[str, str], float]:
-    """What weights that alone are quantized do to the outputs, by tensor and name of the weight format: measured in the
-    one that keeps least, and in the others as much less as the weights themselves lose less."""
+    """The noise of storing each weight in fewer bits, by tensor and name of the weight format: measured in the format
+    that keeps least, and for other formats scaled by the error of the weight itself."""
     model, of = run.subject.shaped, f"{floor:.3g}"
     record = run.store.get(WeightNoiseRecord, of)
     if record is None:
-        weights = stored_weights(model, loudest)
+        weights = stored_weights(model, coarsest)
         alone, failure = _measured(run, "storing each weight in fewer bits", model, weights, floor, share)
-        shares = {edge: lost(model, edge, weight_format) for edge, weight_format in loudest.items()}
-        noise = shares if alone is None else {edge: alone[edge.tensor] for edge in loudest}
+        shares = {edge: error_of(model, edge, weight_format) for edge, weight_format in coarsest.items()}
+        noise = shares if alone is None else {edge: alone[edge.tensor] for edge in coarsest}
         stored = tuple(
-            (edge.tensor, weight_format.name, noise[edge] * lost(model, edge, weight_format) / shares[edge])
+            (edge.tensor, weight_format.name, noise[edge] * error_of(model, edge, weight_format) / shares[edge])
             for edge, weight_formats in run.ways.items()
             for weight_format in weight_formats
         )
@@ -148,8 +156,8 @@ def _of_weights(
 def _measured(
     run: Run, what: str, model: Model, pairs: Mapping[Edge, Quantization | StoredWeight], floor: float, share: float
 ) -> tuple[dict[str, float] | None, Failure | None]:
-    """What each of some tensors does to the outputs, within a share of the time that is left; None, and why, where
-    ONNX Runtime does not tell."""
+    """The noise of each tensor alone, measured within a share of the time that is left; or None and the reason, if ONNX
+    Runtime cannot run the model. `what` names the measurement to the user."""
     run.observer.stage(f"measuring what {what} does to the outputs")
 
     def thinned(fewer: int, wanted: int, seconds: float) -> None:
@@ -164,8 +172,8 @@ def _measured(
         run.subject.accuracy,
         floor=floor,
         listener=run.observer,
-        deadline=_latest(run, share),
-        workers=_side_by_side(run),
+        deadline=_deadline(run, share),
+        workers=_processes(run),
         budget=run.runner.memory,
         on_fewer=thinned,
     )
@@ -173,8 +181,8 @@ def _measured(
     return (None, alone) if isinstance(alone, Failure) else (alone, None)
 
 
-def lost(model: Model, edge: Edge, weight_format: WeightFormat) -> float:
-    """The power of what a weight format takes from a weight over that of the weight, by some of its outputs."""
+def error_of(model: Model, edge: Edge, weight_format: WeightFormat) -> float:
+    """The power of the error of a weight in a weight format over that of the weight, on `SAMPLED` of its outputs."""
     weight = weight_at(model, edge)
     assert weight is not None  # only weights have weight formats
     values = np.asarray(weight.array(), np.float32)
@@ -183,8 +191,9 @@ def lost(model: Model, edge: Edge, weight_format: WeightFormat) -> float:
     return max(float(np.square(store(values, weight_format).values() - values).sum()) / max(power, TINY), TINY)
 
 
-def foretold(run: Run, placement: Placement) -> Accuracy | None:
-    """How far the outputs of a placement will be from the float model's, asked once; None where nothing can be said."""
+def predicted_accuracy(run: Run, placement: Placement) -> Accuracy | None:
+    """The accuracy of a placement by simulation, from the state file if it has it; None if there is no time, or the
+    simulation fails."""
     of = placement.digest
     record = run.store.get(PredictionRecord, of)
     if record is None and run.budget.is_late:
@@ -202,6 +211,6 @@ def foretold(run: Run, placement: Placement) -> Accuracy | None:
 def each_value(
     model: Model, ranges: Ranges, numbers: NumericFormat, possible: frozenset[Edge]
 ) -> dict[Edge, Quantization]:
-    """A pair on each value, for `sensitivities`: that of the first tensor which holds it."""
+    """A pair on each value, for `sensitivities`: of the tensors that hold the same value, on the first."""
     aliases = Noise(model, {}).aliases
     return {e: quantization(model, ranges, numbers, e) for e in possible if e.tensor not in aliases}

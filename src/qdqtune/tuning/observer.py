@@ -1,4 +1,4 @@
-"""What a run tells while it goes on. `report` shows it to people; tests and embedders may ignore it."""
+"""Events of a run while it goes on: stages, progress, trials and notes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from qdqtune.timing.ratios import Ratio
 from qdqtune.types import Deaf, Listener, Placement, Trial
 
 SEARCHING = "searching"
-"""The stage in which candidates are measured; what a search has to find out on the way interrupts it."""
+"""The stage in which candidates are measured. Other stages, such as measuring noise, may interrupt it."""
 
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands after a trial: builds spent and allowed, the float model's among both, and best/float as the
-    accepted ratios multiply.
+    """The progress of a run after a trial.
 
-    `seconds_left` are those of the whole run, proof included.
-    `ratio` is the trial's own to the float model, None if it failed; `against_ratio` that of what it was compared with.
+    `builds` were spent and `limit` are allowed, the float model's build included in both. `best_ratio` is the time of
+    the best placement over the float model's: the product of the accepted ratios. `seconds_left` is an estimate for the
+    whole run, proof included. `replayed`: the trial was read from the state file. `ratio` is the trial's ratio to the
+    float model, None if it failed; `against_ratio` that of the placement that it was compared with.
     """
 
     builds: int
@@ -35,38 +36,38 @@ class State:
 
 
 class Cancel(Protocol):
-    """What tells that a call is to end, set from another thread: a `threading.Event`, say."""
+    """Set from another thread to end a call: a `threading.Event`, for example."""
 
     def is_set(self) -> bool:
-        """Whether it is."""
+        """Whether the call is to end."""
         ...
 
 
 def check_cancel(cancel: Cancel) -> None:
-    """End the call if that was asked for.
+    """Raise if the call is to end.
 
     Raises:
-        Cancelled: it was.
+        Cancelled: it is.
     """
     if cancel.is_set():
         raise Cancelled("cancelled: what was measured is kept, and the same call goes on from there")
 
 
 class Observer(Listener, Protocol):
-    """Receives the stages and trials of a run, in order, in the thread that runs it. What it raises ends the run, and
-    what was measured is kept. A subclass may leave out what it does not care for."""
+    """Receives the events of a run, in order, in the thread that runs it. An exception that it raises ends the run, and
+    what was measured is kept. A subclass may leave out methods that it does not need."""
 
     def note(self, text: str) -> None:
-        """What the user should know at once."""
+        """A sentence that the user should see at once."""
         return
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        """A candidate was measured (or found in the state of an earlier run)."""
+        """A candidate was measured, or read from the state file."""
         return
 
 
 class Silent(Deaf):
-    """An observer that says nothing."""
+    """An observer that ignores every event."""
 
     def note(self, text: str) -> None:
         """Ignore it."""
@@ -75,31 +76,31 @@ class Silent(Deaf):
         """Ignore it."""
 
 
-class Several:
-    """Observers that hear the same, one after the other, until the call is cancelled; each of them what it has a method
-    for."""
+class Observers:
+    """Passes events on to several observers in turn, as far as these have a method for them. Raises Cancelled once the
+    call is cancelled."""
 
     def __init__(self, observers: Sequence[Observer], cancel: Cancel | None = None) -> None:
         self._observers, self._cancel = observers, cancel
 
-    def _tell(self, what: str, *told: object) -> None:
+    def _pass_on(self, what: str, *arguments: object) -> None:
         for observer in self._observers:
-            getattr(observer, what, lambda *_: None)(*told)
+            getattr(observer, what, lambda *_: None)(*arguments)
         if self._cancel is not None:
             check_cancel(self._cancel)
 
     def stage(self, text: str) -> None:
         """See `Observer`."""
-        self._tell("stage", text)
+        self._pass_on("stage", text)
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """See `Observer`."""
-        self._tell("trial", trial, outcome, state)
+        self._pass_on("trial", trial, outcome, state)
 
     def progress(self, done: int, total: int | None) -> None:
         """See `Observer`."""
-        self._tell("progress", done, total)
+        self._pass_on("progress", done, total)
 
     def note(self, text: str) -> None:
         """See `Observer`."""
-        self._tell("note", text)
+        self._pass_on("note", text)

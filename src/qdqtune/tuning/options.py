@@ -1,4 +1,4 @@
-"""The options of a search, and those that other commands share with it."""
+"""The options of a search, and options that other commands share with it."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ Rounding = Literal["nearest", "gptq"]
 Division = Literal["auto", "names", "topology"]
 FloatType = Literal["float16", "float32", "bfloat16"]
 Switched = Literal["auto"] | float | None
-"""A limit: a number, the usual one, or none."""
+"""A limit: a number, the usual one ("auto"), or none."""
 
 
 def quant_type_option(help: str) -> Any:
-    """The numbers that pairs hold: `quant_type`."""
+    """The option `quant_type`: the number format of pairs."""
     return option(choice("int8", "fp8"), "int8", help, "Model", short="numbers of the pairs")
 
 
 def precision_option(default: Precision | None = None) -> Any:
-    """The type of what carries no pair: `precision`; None is as the engine is usually used."""
+    """The option `precision`: the type of values without a pair. With None, the engine's usual type is taken."""
     return option(
         choice(*get_args(Precision)),
         default,
@@ -64,7 +64,7 @@ def precision_option(default: Precision | None = None) -> Any:
 
 
 def regions_option() -> Any:
-    """How a graph is divided: `regions`."""
+    """The option `regions`: how a graph is divided."""
     return option(
         choice("auto", "names", "topology"),
         "auto",
@@ -75,23 +75,23 @@ def regions_option() -> Any:
 
 
 class ThreadCounts(Several):
-    """Numbers of threads, such as 1,4,16; None of no text."""
+    """Reads numbers of threads, such as 1,4,16; None if the option is not given."""
 
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...] | None:
         """See click."""
         given = [value] if isinstance(value, str | int) else value or ()
-        told = [count for one in given for count in str(one).replace(" ", "").split(",")]
-        if wrong := [count for count in told if not re.fullmatch(r"[1-9][0-9]{0,3}", count)]:
+        counts = [count for one in given for count in str(one).replace(" ", "").split(",")]
+        if wrong := [count for count in counts if not re.fullmatch(r"[1-9][0-9]{0,3}", count)]:
             self.fail(f"{wrong[0]!r} is no number of threads: give 1,4,16", param, ctx)
-        if value is not None and not told:
+        if value is not None and not counts:
             self.fail("no number of threads is named: give some, such as 1,4,16", param, ctx)
-        return tuple(dict.fromkeys(map(int, told))) or None
+        return tuple(dict.fromkeys(map(int, counts))) or None
 
 
 def deploy_threads_option() -> Any:
-    """The numbers of threads at which a result has to hold: `deploy_threads`."""
+    """The option `deploy_threads`: the numbers of threads at which a result has to hold."""
     return option(
         ThreadCounts(),
         None,
@@ -114,8 +114,8 @@ MODEL = Reads(_model_files, "model")
 
 
 class Wildcards(Several):
-    """Wildcards of node names: themselves, or a file with one a line, where empty lines and those that begin with # do
-    not count."""
+    """Reads wildcards of node names: a sequence of them, or a file with one a line. Empty lines and lines that begin
+    with # are skipped."""
 
     name = "path"
     typed = FILE
@@ -138,10 +138,9 @@ class Wildcards(Several):
 
 @dataclass(kw_only=True)
 class SearchOptions(DataOptions, CacheOption, RewriteOption, FixOption, WorkerOptions):
-    """What a search is told, as its user says it.
+    """The options of a search that `Settings` takes as the user gives them.
 
-    What `Settings` say otherwise than the user (which engine, how many builds, when comparisons look) is not here: see
-    `commands.tune.TuneOptions`.
+    Options from which settings are derived (engine, builds, rounds) are in `commands.tune.TuneOptions`.
     """
 
     output_dir: File = option(

@@ -1,102 +1,148 @@
-"""The price cache: a file in which runs leave what they have learned of prices, for the next model on the same engine.
+"""The price cache: a file in which runs leave the prices that they learned, for other models on the same engine.
 
-And what each has found for its model, so that a later run of it in another mode begins there. The file holds a section
-for each engine, version, chip, number of threads and numeric format. What a run begins with goes into its state file,
-so that it is resumed as it began whatever has become of the cache meanwhile.
+It also keeps the placement that was found for each model, so that a later run of the model in another mode begins with
+it. The file has a section for each combination of engine, version, chip, number of threads and numeric format. A run
+copies what it begins with to its state file, so that changes of the cache make no difference when it is resumed.
 """
 
 from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
 from qdqtune.errors import OutputError, writing
 from qdqtune.graph.outputs import appearing
-from qdqtune.search.costs.priors import NOTHING, Prior, packed, unpacked
-from qdqtune.tuning.price_file import VERSION, Conditions, PriceCache, Section, read_cache, usual_place
+from qdqtune.search.costs.priors import NOTHING, Prices, Prior, packed, unpacked
 from qdqtune.tuning.records import PricesRecord, StoredPlacement, TrialRecord
-from qdqtune.tuning.run import Run
-from qdqtune.types import Placement
+from qdqtune.tuning.store import Store
+from qdqtune.tuning.subject import Subject
+from qdqtune.types import NumericFormat, Placement
+
+VERSION = 1
 
 MODELS = 32
-"""Models whose placement is kept, those that were tuned last."""
-
-EARLIER = "earlier run"
-"""What the placement of one is called."""
+"""Models whose placement a section keeps, those that were tuned last. Chosen, not measured."""
 
 SECTIONS = 16
-"""Engines whose prices a file keeps, those that were used last."""
+"""Sections that a file keeps, those that were used last. Chosen, not measured."""
+
+EARLIER = "earlier run"
+"""The origin of a placement that comes from the cache, as users read it."""
 
 
-def known(run: Run) -> Prior:
-    """The prices that the run begins with."""
-    record = _record(run)
-    return NOTHING if record is None else unpacked(record.prices)
+class PriceConditions(msgspec.Struct, frozen=True):
+    """What prices depend on besides the fusion groups themselves."""
+
+    engine: dict[str, str]
+    quant_type: str
+    numeric_format: NumericFormat
 
 
-def found_before(run: Run) -> dict[str, Placement]:
-    """What an earlier run has shipped for the same model, in whichever mode: a seed, under a name for people."""
-    record = _record(run)
-    if record is None or record.found is None or not (placement := record.found.placement):
-        return {}
-    return {EARLIER: Placement.of(placement.edges & run.subject.possible, placement.compressed)}
+class Section(msgspec.Struct, frozen=True):
+    """What runs under the same conditions have learned; `models` are placements by fingerprint, the latest last."""
+
+    conditions: PriceConditions
+    prices: Prices
+    models: dict[str, StoredPlacement]
 
 
-def _record(run: Run) -> PricesRecord | None:
-    """What the run begins with: as its state file has it, or as the cache does if nothing was measured yet."""
-    record = run.store.get(PricesRecord)
+class PriceCache(msgspec.Struct, frozen=True):
+    """The file; the section that was used last is the last."""
+
+    version: int
+    sections: tuple[Section, ...] = ()
+
+    def section(self, conditions: PriceConditions) -> Section | None:
+        """The section for these conditions, if there is one."""
+        return next((section for section in self.sections if section.conditions == conditions), None)
+
+
+def usual_path() -> Path:
+    """The cache that is used where the user names none: in the user's cache folder, as freedesktop.org defines it."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if Path(given).is_absolute() else Path.home() / ".cache") / "qdqtune" / "prices.json"
+
+
+def read_cache(path: Path) -> PriceCache | None:
+    """The cache, empty where there is no file; None if the file is no price cache, or cannot be read."""
+    try:
+        cache = msgspec.json.decode(path.read_bytes(), type=PriceCache)
+    except (FileNotFoundError, NotADirectoryError):
+        return PriceCache(VERSION)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return cache if cache.version == VERSION else None
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What a run takes from earlier ones: prices, and by origin the placement that was found for the same model."""
+
+    prices: Prior = NOTHING
+    found: Mapping[str, Placement] = field(default_factory=dict)
+
+
+def earlier(
+    path: Path | None, conditions: PriceConditions, subject: Subject, store: Store, note: Callable[[str], None]
+) -> Earlier:
+    """What a run begins with: as its state file has it, or as the cache does if nothing was measured yet. `note` tells
+    the user of a file that cannot be used."""
+    record = store.get(PricesRecord)
     if record is None:
-        if run.settings.price_cache is None or any(run.store.of(TrialRecord)):
-            return None
-        if (cache := read_cache(run.settings.price_cache)) is None:
-            file = run.settings.price_cache
+        if path is None or any(store.of(TrialRecord)):
+            return Earlier()
+        if (cache := read_cache(path)) is None:
             other = "no price cache of this version (delete it, or name another with --price-cache)"
-            why = "a folder, and --price-cache names a file" if file.is_dir() else other
-            run.observer.note(f"{file} is {why}: the search goes on without")
+            why = "a folder, and --price-cache names a file" if path.is_dir() else other
+            note(f"{path} is {why}: the search goes on without")
             cache = PriceCache(VERSION)
-        section = _section(cache, run)
-        prior = NOTHING if section is None else unpacked(section.prices)
-        found = None if section is None else section.models.get(run.subject.model.fingerprint)
-        record = run.store.put(PricesRecord(prices=packed(_concerning(run, prior)), found=found))
-    return record
+        section = cache.section(conditions)
+        prices = NOTHING if section is None else _with_operators_of(subject, unpacked(section.prices))
+        known = None if section is None else section.models.get(subject.model.fingerprint)
+        record = store.put(PricesRecord(prices=packed(prices), found=known))
+    found = Placement() if record.found is None else record.found.placement
+    seeds = {EARLIER: Placement.of(found.edges & subject.possible, found.compressed)} if found else {}
+    return Earlier(unpacked(record.prices), seeds)
 
 
-def remember(run: Run, final: Placement, learned: Prior = NOTHING) -> None:
-    """Leave for others what a run has learned that has found something faster, and for the same model what it ships:
-    prices that have led a search nowhere would keep later ones from looking further. Where the usual place cannot be
-    written, nobody minds."""
-    if (path := run.settings.price_cache) is None or not final:
+def add(
+    path: Path | None,
+    conditions: PriceConditions,
+    model: str,
+    final: Placement,
+    learned: Prior,
+    note: Callable[[str], None],
+) -> None:
+    """Add the placement that ships for a model (by fingerprint) and the prices that its search has learned.
+
+    Nothing is added if no placement ships: prices that led a search nowhere would keep later ones from looking further.
+    If a file that the user has named cannot be written, `note` says so.
+    """
+    if path is None or not final or (cache := read_cache(path)) is None:
         return
-    if (cache := read_cache(path)) is None:
-        return
-    old = _section(cache, run)
+    old = cache.section(conditions)
     before, models = (NOTHING, {}) if old is None else (unpacked(old.prices), dict(old.models))
-    models.pop(run.subject.model.fingerprint, None)
-    models[run.subject.model.fingerprint] = StoredPlacement.of(final)
-    kept = Section(_conditions(run), packed(before.updated(learned)), dict(list(models.items())[-MODELS:]))
-    sections = [*(section for section in cache.sections if section is not old), kept][-SECTIONS:]
+    models.pop(model, None)
+    models[model] = StoredPlacement.of(final)
+    section = Section(conditions, packed(before.updated(learned)), dict(list(models.items())[-MODELS:]))
+    sections = [*(other for other in cache.sections if other is not old), section][-SECTIONS:]
     try:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         with appearing(path) as fresh:
             fresh.write_bytes(msgspec.json.encode(PriceCache(VERSION, tuple(sections))))
     except OutputError as error:
-        if path != usual_place():
-            run.observer.note(f"prices are not kept for other models: {error}")
+        if path != usual_path():
+            note(f"prices are not kept for other models: {error}")
 
 
-def _concerning(run: Run, prior: Prior) -> Prior:
-    """Of a prior, what is about operators that the model has."""
-    own = {node.op for node in run.subject.shaped.nodes}
-    kinds = {kind for kind, operators in prior.operators.items() if own.issuperset(operators.split(","))}
-    shares = {key: share for key, share in prior.shares.items() if key[0] in kinds}
-    operators = {kind: prior.operators[kind] for kind in kinds}
+def _with_operators_of(subject: Subject, prior: Prior) -> Prior:
+    """The prices of fusion groups whose operators the model has."""
+    own = {node.op for node in subject.shaped.nodes}
+    operators = {kind: names for kind, names in prior.operators.items() if own.issuperset(names.split(","))}
+    shares = {key: share for key, share in prior.shares.items() if key[0] in operators}
     return Prior(shares, operators, prior.conversions, prior.splits, prior.per_consumer)
-
-
-def _section(cache: PriceCache, run: Run) -> Section | None:
-    """The section for what the run measures under."""
-    return next((section for section in cache.sections if section.conditions == _conditions(run)), None)
-
-
-def _conditions(run: Run) -> Conditions:
-    return Conditions(run.runner.describe(), run.settings.quant_type, run.subject.numbers)

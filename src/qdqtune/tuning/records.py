@@ -1,15 +1,16 @@
-"""What a run writes to its state file: one struct for each kind of line, packed and checked by msgspec.
+"""The records of a state file: one struct for each kind of line, packed and checked by msgspec.
 
-A struct is found by its kind and by `of`, which says what it is about where a run has several of the kind. Ranges,
-rounds, layers and other values are stored as they are, and a line is refused where one of them cannot be made.
+A record is found by its kind and by `of`, which says what it is about if a run has several of the kind. A line is
+refused if a value in it, such as ranges, rounds or layers, is invalid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from math import prod
+from operator import or_
 from pathlib import PurePath
 from typing import Any, Literal, TypeVar
 
@@ -19,9 +20,7 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.search.costs.priors import Prices
 from qdqtune.timing.ratios import Ratio
-from qdqtune.tuning.modes.mode import GroupOutcome
 from qdqtune.types import (
-    TRANSIENT,
     Accuracy,
     Edge,
     Failure,
@@ -32,7 +31,7 @@ from qdqtune.types import (
 )
 
 Shipped = Literal["tuned", "baseline", "given"]
-"""What optimized_final.onnx is: the tuned model, the float model, or a copy of the user's file."""
+"""The content of optimized_final.onnx: the tuned model, the float model, or a copy of the user's file."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
@@ -45,13 +44,13 @@ R = TypeVar("R", bound=Record)
 
 
 class StoredPlacement(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
-    """A placement as JSON: the edges with a pair, and the weights stored in fewer bits with the name of how."""
+    """A placement as JSON: the edges with a pair, and the weights that are stored in fewer bits with their formats."""
 
     pairs: tuple[Edge, ...] = ()
     weights: tuple[tuple[Edge, str], ...] = ()
 
     def __post_init__(self) -> None:
-        _ = self.placement  # refuses what no placement can hold
+        _ = self.placement  # raises if it is none
 
     @classmethod
     def of(cls, placement: Placement) -> StoredPlacement:
@@ -66,19 +65,19 @@ class StoredPlacement(msgspec.Struct, frozen=True, omit_defaults=True, dict=True
         """The placement.
 
         Raises:
-            ValueError: a weight is stored in two ways, or in one that does not exist.
+            ValueError: a weight has two formats, or one that does not exist.
         """
         return Placement.of(self.pairs, ((edge, WeightFormat.named(name)) for edge, name in self.weights))
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a comparison gave: its rounds, or why there are none."""
+    """The result of a comparison: its rounds, or why there are none."""
 
     samples: Measurement | None = None
     failure: Failure | None = None
 
     def __post_init__(self) -> None:
-        _insist_on_one(self.samples, self.failure)
+        _check_one(self.samples, self.failure)
 
     @classmethod
     def of(cls, result: Measurement | Failure) -> Outcome:
@@ -89,18 +88,18 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     def result(self) -> Measurement | Failure:
         """The result."""
         found = self.samples or self.failure
-        assert found is not None  # as was checked when it was made
+        assert found is not None  # checked when it was made
         return found
 
 
-def _insist_on_one(value: object, failure: Failure | None) -> None:
-    """Refuse a record that holds neither a value nor a failure, or both."""
+def _check_one(value: object, failure: Failure | None) -> None:
+    """Raise if a record holds neither a value nor a failure, or both."""
     if (value is None) == (failure is None):
         raise ValueError("there is either a value or a failure")
 
 
 class HeadRecord(Record, frozen=True, tag="run"):
-    """The first line: the version of the file, that of what makes candidates, and the fingerprint of the run."""
+    """The first line: versions of the file and of the code that makes candidates, and the fingerprint of the run."""
 
     version: int
     candidates: int
@@ -111,13 +110,13 @@ class HeadRecord(Record, frozen=True, tag="run"):
 
 
 class RangesRecord(Record, frozen=True, tag="ranges"):
-    """What calibration found."""
+    """The ranges that calibration found."""
 
     ranges: Ranges
 
 
 class TrialRecord(Record, frozen=True, tag="trial"):
-    """A candidate against another placement, whose digest `against` is; see `Trial`."""
+    """A candidate compared with another placement, whose digest is `against`; see `Trial`."""
 
     origin: str
     against: str
@@ -137,60 +136,53 @@ class MetricRecord(Record, frozen=True, tag="metric"):
     failure: Failure | None = None
 
     def __post_init__(self) -> None:
-        _insist_on_one(self.value, self.failure)
+        _check_one(self.value, self.failure)
 
     @property
     def result(self) -> float | Failure:
         """The value, or why there is none."""
         found = self.value if self.failure is None else self.failure
-        assert found is not None  # as was checked when it was made
+        assert found is not None  # checked when it was made
         return found
 
 
 class LayersRecord(Record, frozen=True, tag="layers"):
-    """The layer report of a placement, that of the float model without `of`."""
+    """The layer report of a placement; without `of`, that of the float model."""
 
     layers: tuple[Layer, ...] = ()
     failure: Failure | None = None
 
 
 class RepeatabilityRecord(Record, frozen=True, tag="repeatability"):
-    """The outputs of the float model against those of the same build once more."""
+    """The outputs of the float model compared with those of a second run of the same build."""
 
     accuracy: Accuracy
 
 
 class RewriteRecord(Record, frozen=True, tag="rewrite"):
-    """A rewritten model against the one before, and the builds that it took."""
+    """A rewritten model compared with the one before, and the builds that it took."""
 
     result: Outcome
     builds: int
 
 
 Form = Literal["float", "pairs"]
-"""How two models meet: both in float, or both with pairs where the engine's rules place them."""
+"""How two models are compared: both in float, or both with pairs where the engine's rules place them."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A rewrite, on top of those kept before it, and its ratio to the model without it; None where it failed."""
+    """A rewrite, made after those kept before it, and its ratio to the model without it; None if it failed."""
 
     name: str
     form: Form
     ratio: Ratio | None
     kept: bool
 
-    @property
-    def row(self) -> dict[str, Any]:
-        """The row of summary.json."""
-        ends = self.ratio or Ratio(1.0, None, None)
-        known = {"ratio": ends.median, "low": ends.low, "high": ends.high} if self.ratio else {"ratio": None}
-        return {"name": self.name, "form": self.form, **known, "kept": self.kept}
-
 
 @dataclass(frozen=True)
 class Found:
-    """The rewrites that were tried before the search, in the order in which they are made."""
+    """The rewrites that were tried before the search, in this order."""
 
     tried: tuple[Tried, ...] = ()
     builds: int = 0
@@ -198,12 +190,12 @@ class Found:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that are kept."""
+        """The names of rewrites that are kept."""
         return tuple(one.name for one in self.tried if one.kept)
 
     @property
     def gave(self) -> float:
-        """The ratio of the rewritten model to the user's, as each was measured."""
+        """The ratio of the rewritten model to the user's: the product of those of its rewrites."""
         return prod(one.ratio.median for one in self.tried if one.kept and one.ratio)
 
 
@@ -211,7 +203,7 @@ NO_REWRITES = Found()
 
 
 class RewritesRecord(Record, frozen=True, tag="rewrites"):
-    """What the rewrites gave."""
+    """The rewrites that were tried, and their results."""
 
     found: Found
 
@@ -224,88 +216,119 @@ class BatchRecord(Record, frozen=True, tag="batch"):
 
 
 class PricesRecord(Record, frozen=True, tag="prices"):
-    """What the price cache knew when the run began, and the placement that an earlier run has found."""
+    """The prices of the price cache when the run began, and the placement that an earlier run has found."""
 
     prices: Prices
     found: StoredPlacement | None = None
 
 
 class NoiseRecord(Record, frozen=True, tag="noise"):
-    """The power that rounding each tensor alone adds to the outputs; all alike where measuring it failed."""
+    """The noise that rounding each tensor alone causes; the same for all if measuring it failed."""
 
     alone: dict[str, float]
     failure: Failure | None = None
 
 
 class WeightNoiseRecord(Record, frozen=True, tag="weight noise"):
-    """The same of weights, by tensor and name of the weight format."""
+    """The noise that storing each weight alone causes, by tensor and name of the weight format."""
 
     stored: tuple[tuple[str, str, float], ...]
     failure: Failure | None = None
 
 
 class PredictionRecord(Record, frozen=True, tag="prediction"):
-    """How exact a placement is by simulation."""
+    """The accuracy of a placement by simulation."""
 
     accuracy: Accuracy | None = None
     failure: Failure | None = None
 
     def __post_init__(self) -> None:
-        _insist_on_one(self.accuracy, self.failure)
+        _check_one(self.accuracy, self.failure)
 
 
 class ComparisonRecord(Record, frozen=True, tag="comparison"):
-    """Two files on fresh builds, and digests of what the files held."""
+    """Two files compared on fresh builds, and digests of their content."""
 
     result: Outcome
     files: tuple[str, str]
 
 
 class PointRecord(Record, frozen=True, tag="point"):
-    """How exact a build for the front is, and its layers."""
+    """The accuracy of a build for the front, and its layers."""
 
     accuracy: Accuracy | None = None
     layers: tuple[Layer, ...] = ()
     failure: Failure | None = None
 
     def __post_init__(self) -> None:
-        _insist_on_one(self.accuracy, self.failure)
+        _check_one(self.accuracy, self.failure)
 
 
 class PartRecord(Record, frozen=True, tag="part"):
-    """The layers of a group built alone in float."""
+    """The layers of a fusion group built alone in float."""
 
     layers: tuple[Layer, ...] = ()
     failure: Failure | None = None
 
 
 class SchemeRecord(Record, frozen=True, tag="scheme"):
-    """A scheme of a group against its float form; `result` is None where its layers leave no hope."""
+    """A scheme of a fusion group compared with float; `result` is None if its layers already show that it is slower."""
 
     result: Outcome | None = None
     layers: tuple[Layer, ...] = ()
 
 
 class WeightFormatsRecord(Record, frozen=True, tag="weight formats"):
-    """The share of a float product's time that each weight format of its weight takes, by the size of the product."""
+    """By size of a matrix product, the share of the float product's time that each weight format takes."""
 
     shares: dict[str, dict[str, float]]
 
 
-# ---------------------------------------------------------------- what a finished run answered
+# ---------------------------------------------------------------- the result of a finished run
 
 
-class AnsweredTrial(msgspec.Struct, frozen=True):
-    """A trial of a finished run: `of` its record, what was proposed, and what the record does not know."""
+@dataclass(frozen=True)
+class GroupOutcome:
+    """A row of subgraph mode's table: one fusion group. Times in ms; those of the group alone leave out the conversions
+    between floats and integers at its inputs and outputs.
+
+    `kind` is a number that equal groups share, None if the group was not timed. `scheme` is the one that was accepted,
+    or else the best one; None if there is none. `gain_in_model` is the time that the group saves in the whole model,
+    conversions included; None where the engine reports no layers.
+    """
+
+    nodes: tuple[str, ...]
+    operators: tuple[str, ...]
+    kind: int | None
+    scheme: str | None
+    float_ms: float
+    quantized_ms: float | None
+    gain_in_model: float | None
+    kept: bool
+    why: str
+
+    @property
+    def gain_alone(self) -> float | None:
+        """The ms that the scheme saved alone."""
+        return None if self.quantized_ms is None else self.float_ms - self.quantized_ms
+
+
+class JudgedTrial(msgspec.Struct, frozen=True, kw_only=True):
+    """What was proposed for a trial, and how its result was judged, which the trial's record `of` holds."""
 
     of: str
     origin: str
-    pattern: str
     predicted: float | None
-    wants_layers: bool
-    metric: float | None
-    holds: bool | None
     accepted: bool
+    holds: bool | None
+    metric: float | None
+
+
+class AnsweredTrial(JudgedTrial, frozen=True, kw_only=True):
+    """A trial of a finished run."""
+
+    pattern: str
+    wants_layers: bool
 
 
 class AnswerRecord(Record, frozen=True, tag="finished"):
@@ -333,8 +356,8 @@ class TimedPlacement(msgspec.Struct, frozen=True):
 
 
 class ConversationRecord(Record, frozen=True, tag="conversation"):
-    """Where a script that measures by itself has come to: latencies by digest of the placement, and by digest of the
-    pattern the schemes that were tried."""
+    """The progress of a script that measures by itself: latencies by digest of the placement, and the schemes that were
+    tried by digest of the pattern."""
 
     baseline_ms: float | None
     best: TimedPlacement
@@ -342,29 +365,7 @@ class ConversationRecord(Record, frozen=True, tag="conversation"):
     patterns: dict[str, tuple[TimedPlacement, ...]]
 
 
-RECORDS = (
-    HeadRecord
-    | RangesRecord
-    | TrialRecord
-    | MetricRecord
-    | LayersRecord
-    | RepeatabilityRecord
-    | RewriteRecord
-    | RewritesRecord
-    | BatchRecord
-    | PricesRecord
-    | NoiseRecord
-    | WeightNoiseRecord
-    | PredictionRecord
-    | ComparisonRecord
-    | PointRecord
-    | PartRecord
-    | SchemeRecord
-    | WeightFormatsRecord
-    | AnswerRecord
-    | ConversationRecord
-)
-DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(RECORDS)
+DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(reduce(or_, Record.__subclasses__()))
 
 
 def parsed(line: bytes) -> Record:
@@ -385,14 +386,7 @@ def plain(value: object, order: Literal["deterministic"] | None = None) -> Any:
 
 
 def _plain(value: Any) -> object:
-    """What msgspec does not know: other maps than dictionaries, paths, and numbers of NumPy."""
+    """For types that msgspec does not know: maps that are no dictionaries, paths, and numbers of NumPy."""
     if isinstance(value, Mapping):
         return dict(value)
     return str(value) if isinstance(value, PurePath) else value.item()
-
-
-def is_transient(record: Record) -> bool:
-    """Whether a record holds a failure that another try may not have."""
-    parts = (record, getattr(record, "result", None), getattr(record, "check", None))
-    failures: Iterable[Failure | None] = (getattr(part, "failure", None) for part in parts)
-    return any(failure is not None and failure.stage in TRANSIENT for failure in failures)

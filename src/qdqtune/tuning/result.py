@@ -1,24 +1,60 @@
-"""What a run gives back."""
+"""What a run gives back, and what it writes at its end: summary.json, run.json, placement.yaml, the pattern cache."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import platform
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from qdqtune.timing.ratios import Ratio
-from qdqtune.tuning.modes.mode import Recorded
-from qdqtune.tuning.records import Shipped
+from qdqtune.engines import threads_of
+from qdqtune.graph.outputs import write_json
+from qdqtune.numerics.accuracy import concern
+from qdqtune.placement import files
+from qdqtune.placement.reading import count_pairs
+from qdqtune.search import ratios_to_float
+from qdqtune.search.costs.explanation import UnitPrice
+from qdqtune.search.front import MeasuredPoint, named, spread, undominated
+from qdqtune.search.regions import cache
+from qdqtune.timing.ratios import Plan, Ratio
+from qdqtune.tuning import advice
+from qdqtune.tuning.folder import PLACEMENT, RUN, SUMMARY, pattern_cache_of
+from qdqtune.tuning.proof import Proof, lost, rows_by_workload, rows_of
+from qdqtune.tuning.records import GroupOutcome, Shipped, Tried
+from qdqtune.tuning.run import Run
+from qdqtune.tuning.run_log import RunLogWriter
+from qdqtune.tuning.summary import FORMAT
 from qdqtune.types import Placement, Trial
+from qdqtune.version import __version__
+
+MOST_UNBEATEN = 8
+"""Candidates that summary.json lists of those that no other one beat. Chosen, not measured."""
+
+
+@dataclass(frozen=True)
+class ModeResult:
+    """What a mode knows at the end of a run.
+
+    `rows` are a table for people, the largest first; each mode has its own type. `summary` goes into summary.json,
+    `files` hold JSON by the name of a file beside it.
+    """
+
+    rows: Sequence[UnitPrice] | Sequence[GroupOutcome] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came out: the placement that ships (empty without an improvement), the summary, and every trial.
+    """The placement that ships (empty without an improvement), summary.json, and every trial.
 
-    `ratio` is final to baseline on the shipped files; None where nothing better was found. `shipped` says what
-    optimized_final.onnx is: the tuned model, the baseline, or a copy of the user's file. `recorded` is what the mode
-    knows besides.
+    `ratio` is the time of the final model over that of the float model, None where nothing faster was found. `shipped`
+    says what optimized_final.onnx is: the tuned model, the float model, or a copy of the user's file. `recorded` is
+    what the mode knows besides.
     """
 
     shipped: Shipped
@@ -27,14 +63,208 @@ class Result:
     summary: Mapping[str, Any]
     history: tuple[Trial, ...]
     notes: tuple[str, ...]
-    recorded: Recorded = field(default_factory=Recorded)
+    recorded: ModeResult = field(default_factory=ModeResult)
 
     @property
     def improved(self) -> bool:
-        """Whether the shipped model is faster than the baseline, beyond noise."""
+        """Whether the shipped model is faster than the float model, beyond noise."""
         return self.shipped == "tuned"
 
     @property
     def unmet(self) -> bool:
-        """Whether candidates were faster, but none of them holds the limits on accuracy."""
+        """Whether candidates were faster, but none of these holds the limits on accuracy."""
         return self.summary["constraint_met"] is False
+
+
+def conclude(
+    run: Run,
+    history: Sequence[Trial],
+    proof: Proof,
+    recorded: ModeResult,
+    *,
+    front: Sequence[Mapping[str, Any]] | None,
+    shortfall: str | None,
+    log: RunLogWriter,
+) -> Result:
+    """Write what a run has found to its output folder.
+
+    Args:
+        run: the run.
+        history: its trials, those of the front included.
+        proof: what ships, and how it compares with the float model.
+        recorded: what the mode knows.
+        front: the rows of summary.json of the points of a front, if one was asked for.
+        shortfall: what to tell the user if the search has run out of time.
+        log: the observer that has followed the run.
+
+    Raises:
+        OutputError: a file cannot be written.
+    """
+    _write_placements(history, proof, run)
+    summary = summary_of(history, proof, run) | ({} if front is None else {"front": front})
+    if history or not run.budget.is_late:
+        run.bench.layers(proof.placement)  # kept in the state file for the report
+    summary |= {**recorded.summary, "seconds": round(log.all_seconds, 3)}
+    notes = (*run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes)
+    notes = (*notes, *_doubts(history, proof, run, shortfall))
+    contents = {SUMMARY: summary, RUN: log.content(history, run, notes), **recorded.files}
+    for name, content in contents.items():
+        write_json(run.settings.output_dir / name, content)
+    return Result(
+        shipped=proof.shipped,
+        placement=proof.placement,
+        ratio=proof.ratio,
+        summary=summary,
+        history=tuple(history),
+        notes=notes,
+        recorded=recorded,
+    )
+
+
+def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | None) -> Iterator[str]:
+    """What the user should know about the result, and do about it."""
+    settings, standings = run.settings, proof.standings
+    shipped = next((t.accuracy for t in history if t.placement == proof.placement and t.accuracy is not None), None)
+    yield from lost(standings, run.subject.mix)
+    doubts = [None if shipped is None else concern(shipped), shortfall]
+    if proof.ratio is None:
+        doubts += [advice.undecided(history, settings.plan), None if history else run.budget.excuse]
+    else:
+        doubts.append(advice.wide(proof.ratio))
+    doubts.append(advice.elsewhere(threads_of(settings.engine), [(s.threads, s.ratio) for s in standings]))
+    yield from filter(None, doubts)
+
+
+def _write_placements(history: Sequence[Trial], proof: Proof, run: Run) -> None:
+    """Write placement.yaml and the pattern cache.
+
+    Raises:
+        OutputError: a file cannot be written.
+    """
+    settings, subject, final = run.settings, run.subject, proof.placement
+    write_placement_of(final, settings.output_dir / PLACEMENT, run)
+    caches = cache.cache_of(
+        subject.model,
+        subject.patterns,
+        (final, proof.ratio.median if proof.ratio else 1.0),
+        history,
+        settings.plan,
+        minimum_distance=settings.config.pattern_cache_minimum_distance,
+        maximum_entries=settings.config.pattern_cache_max_entries_per_pattern,
+    )
+    cache.write_cache(pattern_cache_of(settings.state), caches, subject.patterns)
+
+
+def write_placement_of(placement: Placement, path: Path, run: Run) -> None:
+    """Write a placement of a run's model.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    settings = run.settings
+    engine, calibration = settings.engine.name, settings.calibration.chosen(run.subject.ranges)
+    how = calibration, run.subject.rewrites, settings.weight_rounding
+    recorded = files.PlacementFile(placement, settings.quant_type, engine, settings.fix_inputs, *how)
+    files.write_placement(path, recorded, settings.model.name)
+
+
+def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]:
+    """What summary.json holds in every mode, without the front and the seconds of the run."""
+    settings, subject, final, tuned = run.settings, run.subject, proof.placement, proof.ratio
+    accuracy = next((t.accuracy for t in history if t.placement == final), None)
+    predicted = next((t.proposal.predicted for t in history if t.placement == final), None)
+    description = run.runner.describe()
+    summary = {
+        "format": FORMAT,
+        "model": str(settings.model),
+        "engine": description,
+        "mode": settings.mode,
+        "state_file": None if settings.state_file is None else str(settings.state.absolute()),
+        "rewrites": _rewrites(run, proof),
+        "shipped": proof.shipped,
+        "baseline_ms": proof.float_seconds * 1e3,
+        "final_ms": proof.final_seconds * 1e3,
+        "ratio": tuned.median if tuned else 1.0,
+        "ratio_low": tuned.low if tuned else None,
+        "ratio_high": tuned.high if tuned else None,
+        "ratio_to_given": proof.to_given.median if tuned and proof.to_given else None,
+        "by_threads": rows_of(proof.standings),
+        **({"workloads": rows_by_workload(proof.standings, subject.mix)} if len(subject.mix) > 1 else {}),
+        "builds": 1 + run.found.builds + sum(t.builds for t in history),
+        "proof_builds": proof.builds,
+        "predicted_ratio": predicted,
+        "predicted_ms": None if predicted is None else predicted * proof.float_seconds * 1e3,
+        "trials": len(history),
+        "engine_seconds": round(run.runner.engine_seconds, 3),
+        "patterns": len(subject.patterns),
+        "regions": subject.region_count,
+        "pairs": count_pairs(final),
+        **({"weights": dict(Counter(s.name for s in final.weight_formats.values()))} if final.compressed else {}),
+        "edges": len(final),
+        "output_sqnr_db": None if accuracy is None else accuracy.sqnr_db,
+        "output_accuracy": None if accuracy is None else asdict(accuracy),
+        "fastest_without_limits": _fastest(history, proof, run),
+        "met": list(_met(history, proof, settings.plan)),
+        "accuracy_samples": len(subject.accuracy) if subject.prepared.tells_accuracy else 0,
+        "accuracy_held_out": subject.held_out,
+        "seed": settings.seed,
+        "versions": {
+            "qdqtune": __version__,
+            "onnx": version("onnx"),
+            "python": platform.python_version(),
+            settings.engine.name: description.get("version", ""),
+        },
+    }
+    after = run.bench.metric(final) if settings.evaluate and final else run.limits.before
+    return summary | run.limits.summary(history, settings.plan, after)
+
+
+def _rewrites(run: Run, proof: Proof) -> dict[str, Any]:
+    """The rewrites of the float model before pairs were placed, and the ratio due to them where it was measured."""
+    made, found = run.subject.rewrites, run.found
+    row: dict[str, Any] = {"folded": made.folded, "names": list(made.names)}
+    if found.tried:
+        row |= {"tried": [_tried(one) for one in found.tried], "builds": found.builds}
+    if found.names and proof.ratio is not None:
+        row |= {"gave": found.gave, "placement_gave": proof.ratio.median / found.gave}
+    return row
+
+
+def _tried(rewrite: Tried) -> dict[str, Any]:
+    ratio = rewrite.ratio
+    ends = {} if ratio is None else {"low": ratio.low, "high": ratio.high}
+    median = None if ratio is None else ratio.median
+    return {"name": rewrite.name, "form": rewrite.form, "ratio": median, **ends, "kept": rewrite.kept}
+
+
+def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[str, Any]]:
+    """Candidates that no other one beat in both latency and accuracy, as the search measured them; and the one that
+    ships, which need not look best among those that cannot be told apart."""
+    unbeaten = undominated(history, plan)
+    ratios = ratios_to_float(history, plan)
+    shipped = [MeasuredPoint(ratios[t.placement], t) for t in history if t.placement == proof.placement][-1:]
+    points = (p for p in spread(unbeaten, MOST_UNBEATEN) if p.trial.placement != proof.placement)
+    for name, point in named(sorted([*points, *shipped], key=lambda p: p.ratio)).items():
+        accuracy = point.trial.accuracy
+        yield {
+            "name": name,
+            "number": point.trial.number,
+            "origin": point.trial.proposal.origin,
+            "ratio": point.ratio,
+            "sqnr_db": point.trial.sqnr_db,
+            "agreement": None if accuracy is None else accuracy.agreement,
+            "pairs": count_pairs(point.trial.placement),
+            **({"weights": len(point.trial.placement.compressed)} if point.trial.placement.compressed else {}),
+            "holds_limits": point.trial.holds is not False,
+            "shipped": point.trial.placement == proof.placement,
+        }
+
+
+def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, float | None] | None:
+    """What the limits cost: the fastest candidate that misses them, if it is faster than the one that ships."""
+    ratios = ratios_to_float(history, run.settings.plan)
+    missing = [(ratios[t.placement], t.sqnr_db) for t in history if t.holds is False and t.placement in ratios]
+    fastest = min(missing, key=lambda pair: pair[0], default=None)
+    if fastest is None or fastest[0] >= (proof.ratio.median if proof.ratio else 1.0):
+        return None
+    return {"ratio": fastest[0], "sqnr_db": fastest[1]}

@@ -1,92 +1,191 @@
-"""The run log, run.json: what was asked, on which machine, and what became of each candidate, in order."""
+"""The run log, run.json: what was asked, on which machine, and when each candidate came; and how long the run took."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
-from typing import Any
+from math import isfinite
+from typing import Any, TypedDict
 
-from qdqtune.engines import devices
+import msgspec
+
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.devices import usable_cores
+from qdqtune.graph.outputs import write_json
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.bench import job_of
+from qdqtune.tuning.folder import LOGS
 from qdqtune.tuning.observer import Silent, State
-from qdqtune.tuning.records import plain
+from qdqtune.tuning.records import JudgedTrial, plain
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.run_files import LoggedTrial, Machine, RunLog
 from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.summary import FORMAT
 from qdqtune.types import Trial
 
-OWN_FORM = {"model", "output_dir", "engine", "calibration", "config", "plan", "state_file", "command", "restart"}
-"""Fields of the settings that stand elsewhere in the log, or say nothing of what was measured."""
+SECONDS_FILE = "seconds.json"
+"""The file among the logs with the seconds that the run has taken so far, earlier sessions included."""
+
+UPDATE_SECONDS = 1.0
+"""Seconds between two updates of that file, at the least."""
+
+ELSEWHERE = {"model", "output_dir", "engine", "calibration", "config", "plan", "state_file", "command", "restart"}
+"""Fields of the settings that stand elsewhere in the log, or make no difference to what was measured."""
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """Where a run was measured; `load` is how many processes wanted the cores when it began and when it ended."""
+
+    cores: int
+    load: tuple[float | None, float | None]
+    system: str
+
+
+class LoggedTrial(JudgedTrial, frozen=True, kw_only=True):
+    """A trial in the order of the search, and the seconds from the beginning of the session to its end. `replayed`: it
+    was read from the state file of an earlier session."""
+
+    seconds: float | None
+    replayed: bool
+
+
+class ReadSettings(TypedDict, total=False):
+    """The settings in the log that are read again; the log holds those that differ from the defaults."""
+
+    calibration_data: str | None
+    calibration_samples: int | None
+    seed: int
+    time_limit: float
+    fix_inputs: dict[str, float | int | str]
+    input_shapes: dict[str, list[int]]
+    workloads: list[str]
+
+
+class RunLog(msgspec.Struct, frozen=True, kw_only=True):
+    """run.json. Seconds count from the beginning of the session."""
+
+    format: int = FORMAT
+    begun: str
+    command: tuple[str, ...]
+    settings: dict[str, Any]
+    engine: EngineSpec
+    calibration: str
+    machine: Machine
+    plan: Plan
+    proof: tuple[int, ...]
+    stages: tuple[tuple[str, float], ...]
+    trials: tuple[LoggedTrial, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    def __post_init__(self) -> None:
+        msgspec.convert(self.settings, ReadSettings)  # raises if one has another type
+
+
+def judgement_of(trial: Trial) -> dict[str, Any]:
+    """The fields of a `JudgedTrial`."""
+    return {
+        "of": job_of(trial.placement, trial.against),
+        "origin": trial.proposal.origin,
+        "predicted": trial.proposal.predicted,
+        "accepted": trial.accepted,
+        "holds": trial.holds,
+        "metric": trial.metric,
+    }
 
 
 class RunLogWriter(Silent):
-    """An observer that keeps when each stage and each trial came, in seconds since it was made."""
+    """An observer that notes when each stage and each trial came, in seconds since it was made.
 
-    def __init__(self) -> None:
+    It also writes to disk how long the run has taken, so that a run which is ended and resumed counts all its time.
+    """
+
+    def __init__(self, settings: Settings) -> None:
         self._begun, self._clock = datetime.now(UTC), time.monotonic()
         self._load = _load()
         self._stages: list[tuple[str, float]] = []
         self._times: dict[int, tuple[float, bool]] = {}
+        self._path, self._written = settings.output_dir / LOGS / SECONDS_FILE, self._clock
+        is_resumed = settings.state.exists() and not settings.restart
+        self._earlier = self._read() if is_resumed else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of this session."""
+        return time.monotonic() - self._clock
+
+    @property
+    def all_seconds(self) -> float:
+        """Seconds of all sessions of the run."""
+        return self._earlier + self.seconds
 
     def stage(self, text: str) -> None:
         """See `Observer`."""
-        self._stages.append((text, self._seconds()))
+        self._stages.append((text, self.seconds))
+        self._write()
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """See `Observer`."""
-        self._times[trial.number] = self._seconds(), state.replayed
+        self._times[trial.number] = self.seconds, state.replayed
+        self._write()
 
-    def content(self, history: Sequence[Trial], run: Run, notes: tuple[str, ...], seconds: float) -> Mapping[str, Any]:
-        """What run.json holds."""
+    def progress(self, done: int, total: int | None) -> None:
+        """See `Observer`."""
+        self._write()
+
+    def content(self, history: Sequence[Trial], run: Run, notes: tuple[str, ...]) -> Mapping[str, Any]:
+        """The JSON values of run.json."""
         settings = run.settings
         method = settings.calibration.chosen(run.subject.ranges).method
         log = RunLog(
             begun=self._begun.isoformat(timespec="seconds"),
             command=settings.command,
-            settings=_chosen(settings),
+            settings=_changed(settings),
             engine=settings.engine,
             calibration=f"{method} on {run.subject.prepared.samples.origin}",
-            machine=Machine(devices.usable_cores(), (self._load, _load()), platform.platform()),
+            machine=Machine(usable_cores(), (self._load, _load()), platform.platform()),
             plan=settings.plan,
             proof=settings.proof,
             stages=tuple((text, round(seconds, 2)) for text, seconds in self._stages),
             trials=tuple(map(self._logged, history)),
             notes=notes,
-            seconds=round(seconds, 2),
+            seconds=round(self.seconds, 2),
         )
-        told: Mapping[str, Any] = plain(log)
-        return told
+        values: Mapping[str, Any] = plain(log)
+        return values
 
     def _logged(self, trial: Trial) -> LoggedTrial:
         seconds, replayed = self._times.get(trial.number, (None, False))
-        return LoggedTrial(
-            of=job_of(trial.placement, trial.against),
-            origin=trial.proposal.origin,
-            predicted=trial.proposal.predicted,
-            accepted=trial.accepted,
-            holds=trial.holds,
-            metric=trial.metric,
-            seconds=None if seconds is None else round(seconds, 2),
-            replayed=replayed,
-        )
+        rounded = None if seconds is None else round(seconds, 2)
+        return LoggedTrial(**judgement_of(trial), seconds=rounded, replayed=replayed)
 
-    def _seconds(self) -> float:
-        return time.monotonic() - self._clock
+    def _write(self) -> None:
+        now = time.monotonic()
+        if now - self._written >= UPDATE_SECONDS and self._path.parent.is_dir():
+            write_json(self._path, {"seconds": round(self._earlier + now - self._clock, 1)})
+            self._written = now
+
+    def _read(self) -> float:
+        try:
+            seconds = json.loads(self._path.read_text(encoding="utf-8"))["seconds"]
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
+            return 0.0  # damaged, or deleted
+        return float(seconds) if isinstance(seconds, float | int) and isfinite(seconds) and seconds >= 0 else 0.0
 
 
-def _chosen(settings: Settings) -> dict[str, Any]:
-    """What was asked for beside the defaults."""
+def _changed(settings: Settings) -> dict[str, Any]:
+    """The settings that differ from the defaults."""
     usual = Settings(settings.model)
-    names = (f.name for f in fields(settings) if f.name not in OWN_FORM)
-    chosen = {name: value for name in names if (value := getattr(settings, name)) != getattr(usual, name)}
+    names = (f.name for f in fields(settings) if f.name not in ELSEWHERE)
+    changed = {name: value for name in names if (value := getattr(settings, name)) != getattr(usual, name)}
     if settings.workloads:
-        chosen["workloads"] = [str(file) for file in settings.workloads]
-    told: dict[str, Any] = plain(chosen)
-    return told
+        changed["workloads"] = [str(file) for file in settings.workloads]
+    values: dict[str, Any] = plain(changed)
+    return values
 
 
 def _load() -> float | None:

@@ -1,4 +1,4 @@
-"""What a tuning run is told, and the presets of `--effort`."""
+"""The settings of a tuning run, and the presets of `--effort`."""
 
 from __future__ import annotations
 
@@ -13,36 +13,35 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import checked_weight_format
 from qdqtune.engines.runner import TIME_LIMIT
 from qdqtune.errors import BadOption
-from qdqtune.graph.float16 import Precision
 from qdqtune.graph.rewrites import allowed
 from qdqtune.numerics.accuracy import FLOOR_DB
-from qdqtune.options import Option
 from qdqtune.search.region import Config
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, least_rounds
-from qdqtune.tuning.options import Mode, SearchOptions, precision_option
+from qdqtune.tuning.options import Mode, SearchOptions
 from qdqtune.tuning.threads import counts_of
 
 FRONT_LEAST, FRONT_BUILDS = 12, 25
-"""Builds of a run for a front, the proof of its points included: the least, and the usual number."""
+"""Builds of a run for a front (least, usual), the proof of its points included. Chosen, not measured."""
 
 SEED_BUILDS = 12
-"""Builds that region mode gives to the cut before it begins by itself: the same number in every budget, so that a
-larger one goes on where a smaller one has ended."""
+"""Builds that cut mode has at the beginning of region mode: the same in every budget, so that a run with a larger
+budget continues one with a smaller. Chosen, not measured."""
 
 PROOF_BUILDS = 4
 """Builds of one comparison of the proof: two of each file."""
 
 STATE = "autotuner_state.yaml"
-"""The state file in the output folder."""
+"""The name of the state file in the output folder."""
 
 MOST_DB = 1000
-"""The largest ratio that a limit can name: float64 itself has some 300 dB."""
+"""The largest limit in dB: float64 itself has some 300 dB."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much a run may spend: schemes per region, builds by mode, and when comparisons and the final proof look."""
+    """How much a run may spend: schemes per region, builds by mode, and the numbers of rounds after which comparisons
+    of candidates (`looks`) and of the proof are judged."""
 
     schemes_per_region: int
     builds: Mapping[Mode, int]
@@ -60,23 +59,25 @@ EFFORTS: Mapping[str, Effort] = MappingProxyType(
 
 
 def looks_until(last: int, looks: tuple[int, ...]) -> tuple[int, ...]:
-    """When a comparison of at most `last` rounds looks, that would look at `looks`."""
+    """The `looks` of a comparison that ends after `last` rounds."""
     return (*(n for n in looks if n < last), last)
 
 
 @dataclass(kw_only=True)
 class Settings(SearchOptions):
-    """Everything that a tuning run is told. Budgets (`builds`, `time_budget`) may grow when a run is resumed.
+    """The settings of a tuning run: the options of a search, and what follows from other options of `tune`.
+
+    Budgets (`builds`, `time_budget`), limits on accuracy and workers may change when a run is resumed.
 
     `builds` is what the search may spend, the float model's build included. Each comparison of the proof takes 4 more:
-    it needs one, or two for a model that has pairs, for each of at most two candidates, and if both fail another. For a
-    `front` it is what search and proof may spend together.
-    `evaluate` names the user's metric (see `measurement.metric`). What was measured under other limits serves.
-    `accuracy_samples` is the most samples that outputs are compared on.
-    `price_cache` is a file of prices that runs leave for each other; None is none.
-    `workloads` are calls of different shapes that are timed as one mix, and without `calibration_data` the samples.
-    `command` is what was typed, for the record alone.
-    `workers` and where they are is no part of what was measured: a run goes on with any number of them.
+    one comparison, or two for a model that has pairs, for each of at most two candidates, and another if both fail. For
+    a `front` it is what search and proof may spend together.
+    `evaluate` names the user's metric (see `numerics.metric`).
+    `accuracy_samples` is the most samples on which outputs are compared.
+    `price_cache` is the file in which runs leave prices for each other.
+    `workloads` are calls of different shapes that are timed as one mix; they are the samples if there are no
+    `calibration_data`.
+    `command` is the command line, for the run log only.
 
     Raises:
         BadOption: options exclude each other, or leave nothing to do.
@@ -84,7 +85,6 @@ class Settings(SearchOptions):
 
     model: Path = field(kw_only=False)
     engine: EngineSpec = field(default_factory=lambda: EngineSpec("onnxruntime"))
-    precision: Option[Precision | None, Precision | None] = precision_option("fp32")
     calibration_data: str | None = None
     accuracy_samples: int = 32
     calibration: Calibration = CLOSEST
@@ -141,12 +141,12 @@ class Settings(SearchOptions):
 
     @property
     def has_pairs(self) -> bool:
-        """Whether the search may place pairs."""
+        """Whether pairs may be placed."""
         return self.formats is None or self.quant_type in self.formats
 
     @property
     def limits(self) -> Limits:
-        """The limits on accuracy, before the float model is evaluated."""
+        """The limits on accuracy, without the metric of the float model."""
         if self.evaluate is None:
             return Limits(FLOOR_DB if self.min_sqnr == "auto" else self.min_sqnr, None, None, self.min_agreement)
         return Limits(
@@ -160,30 +160,30 @@ class Settings(SearchOptions):
 
     @property
     def proof_plan(self) -> Plan:
-        """When the proof looks: first at the least number of rounds that can decide. Each of its pairs of builds spends
-        the whole error of a comparison, and each number of threads at which a file may win a part of it."""
+        """The rounds of the proof: its first look is at the least number of rounds that can decide. The error of a
+        comparison is divided among the numbers of threads, as a file may win at each."""
         error, rest = self.plan.error / len(self.thread_counts), self.proof[1:]
         first = max(self.proof[0], least_rounds(error, 1 + len(rest)))
         return replace(self.plan, looks=(first, *(n for n in rest if n > first)), error=error)
 
     @property
     def checks_wins(self) -> bool:
-        """Whether a win is repeated on a second build: where hundreds of candidates try, luck wins too often."""
+        """Whether a win is repeated on a second build: among hundreds of candidates, some win by luck."""
         return self.mode == "region"
 
     @property
     def trial_builds(self) -> int:
-        """Builds that one candidate may take."""
+        """Builds that one candidate may take at most."""
         return 3 if self.checks_wins else 1
 
     @property
     def seed_builds(self) -> int:
-        """Builds that the cut has in region mode."""
+        """Builds that cut mode has at the beginning of region mode."""
         return SEED_BUILDS if self.cut_seed else 0
 
     @property
     def search_builds(self) -> int:
-        """Builds that candidates may spend: all but the float model's."""
+        """Builds that candidates may take: all but the float model's."""
         return self.builds - 1
 
     @property

@@ -1,8 +1,8 @@
-"""What a run has found so far, on disk: an append-only file, one record a line.
+"""The state file of a run: everything it has measured, in an append-only file with one record a line.
 
-The file is YAML (a list) and each record is JSON behind "- ", so both kinds of reader can read it. Every record ends
-with a checksum of its text. A run that dies while it writes leaves a torn last record, which is dropped; any other
-damage is refused, because a search that goes on from wrong numbers ships a wrong model.
+The file is a YAML list of JSON records, so readers of both formats can read it. Every record ends with a checksum. A
+run that is killed while it writes leaves an incomplete last record, which is dropped; any other damage is refused,
+because a search that goes on from wrong numbers ships a wrong model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,30 +21,31 @@ from typing import IO, Any, Self, cast
 from qdqtune.errors import BadState, OutputError, reading, writing
 from qdqtune.graph.may_write import check_inside, check_single
 from qdqtune.graph.stamps import NOTHING, Stamps
-from qdqtune.tuning.records import HeadRecord, R, Record, is_transient, parsed, plain
+from qdqtune.tuning.records import HeadRecord, R, Record, parsed, plain
+from qdqtune.types import TRANSIENT, Failure
 
 VERSION = 1
-CANDIDATES = 3
-"""The version of what makes candidates (loading, scales, insertion): raised where equal placements become other files,
-so that no run mixes two kinds. A test holds what they are."""
+CANDIDATE_VERSION = 3
+"""The version of the code that makes candidates (loading, scales, insertion): raised when the files of equal placements
+change, so that no run mixes two kinds. A test notices such a change."""
 
-RECORD = b'- {"kind": "'
-BEGINNING = RECORD + b'run", '
-"""How every state file begins."""
+RECORD_START = b'- {"kind": "'
+BEGINNING = RECORD_START + b'run", '
+"""The beginning of every state file."""
 
 BARE_EXPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|\d+\.\d+|(\d+)e')
-"""Strings, numbers with a point, and (as group 1) the 1 of 1e-05, a number that YAML wants to be written 1.0e-05."""
+"""Matches strings, numbers with a point, and (as group 1) the 1 of 1e-05, which YAML reads only as 1.0e-05."""
 
 LABELS: Mapping[tuple[str, ...], str] = {
     ("rounds", "looks"): "rounds of comparisons (--effort)",
     ("graph_json",): "graph JSON",
 }
-"""What differences of the fingerprint are called that their names do not explain."""
+"""Names for users of entries of the fingerprint whose own names do not explain them."""
 
 
 @dataclass(frozen=True)
 class Journal:
-    """What a state file holds: its first record, all others by kind and subject, and the bytes that they take."""
+    """The content of a state file: its first record, all others by kind and `of`, and the bytes that they take."""
 
     head: HeadRecord
     records: dict[tuple[type[Record], str], Record] = field(default_factory=dict)
@@ -60,15 +61,15 @@ class Journal:
 
 
 class Store:
-    """The records of one run. A context manager; one process at a time.
+    """The state file of one run, locked against other processes. A context manager.
 
-    The first record is the run's fingerprint: opening a file that another model, engine or option has written is
-    refused with the difference named.
+    The first record is the run's fingerprint. A file of a run with another model, engine or option is refused, and the
+    difference is named.
     """
 
     def __init__(self, path: Path, fingerprint: object, *, restart: bool = False, given: Stamps = NOTHING) -> None:
-        """Open or create `path` for a run of that fingerprint, a struct or a map. Nothing is written once the files
-        `given` have changed.
+        """Open or create `path` for a run with that fingerprint, a struct or a map. Nothing more is written once one of
+        the files `given` has changed.
 
         Raises:
             BadState: the file is damaged, belongs to another run, or is in use.
@@ -80,15 +81,15 @@ class Store:
         check_single(path)
         with writing(path):
             path.touch()
-            # Unbuffered: what a full disk has refused must not come up again when the file is closed.
+            # Unbuffered: what could not be written to a full disk must not be written again on closing.
             self._file: IO[bytes] = path.open("r+b", buffering=0)
         try:
             self._lock()
             if restart:
-                if not RECORD.startswith(self._file.read(len(RECORD))):
+                if not RECORD_START.startswith(self._file.read(len(RECORD_START))):
                     raise BadState(f"{path} is no state file: choose another --state-file, or remove it")
                 self._file.truncate(0)
-            self._journal = self._opened(json.loads(json.dumps(plain(fingerprint, "deterministic"))))
+            self.journal = self._opened(json.loads(json.dumps(plain(fingerprint, "deterministic"))))
         except BaseException:
             self._file.close()
             raise
@@ -100,16 +101,16 @@ class Store:
         self._file.close()
 
     def __len__(self) -> int:
-        return len(self._journal.records)
+        return len(self.journal.records)
 
     def get(self, kind: type[R], of: str = "") -> R | None:
         """The record of a kind about something, if this run or an earlier one has written it."""
-        return self._journal.get(kind, of)
+        return self.journal.get(kind, of)
 
     def put(self, record: R) -> R:
-        """Write a record for good: when this returns, it survives a kill.
+        """Write a record to disk; it survives a kill of the process.
 
-        A transient failure is known until this run ends and not written: the next one tries again.
+        A transient failure is not written, but known until the run ends: the next run tries again.
 
         Raises:
             BadModel: a file of the user's is not what it was when the run began.
@@ -118,28 +119,28 @@ class Store:
         self._given.check()
         if not is_transient(record):
             self._append(record)
-        self._journal.records[type(record), record.of] = record
+        self.journal.records[type(record), record.of] = record
         return record
 
     def of(self, kind: type[R]) -> tuple[R, ...]:
         """All records of a kind, in the order in which they were written."""
-        return self._journal.of(kind)
+        return self.journal.of(kind)
 
     def lines(self) -> list[str]:
-        """The whole records of the file as it stands, its head first, a line each."""
+        """The lines of the file, without an incomplete last one."""
         self._file.seek(0)
         return self._file.read().decode().split("\n")[:-1]
 
     def check_candidates(self) -> None:
-        """Refuse to go on with what another version has begun that makes other candidates.
+        """Check that the candidates in the file were made by the code of this version.
 
         Raises:
-            BadState: it is such a file.
+            BadState: they were not.
         """
-        if (made_by := self._journal.head.candidates) != CANDIDATES:
+        if (made_by := self.journal.head.candidates) != CANDIDATE_VERSION:
             raise BadState(
                 f"{self.path} was made by a version of qdqtune whose candidates are others ({made_by}, now "
-                f"{CANDIDATES}): use that version, another --output-dir, or --restart to start over"
+                f"{CANDIDATE_VERSION}): use that version, another --output-dir, or --restart to start over"
             )
 
     def _lock(self) -> None:
@@ -166,7 +167,7 @@ class Store:
         content = self._file.read()
         if (journal := _journal(content, self.path)) is None:
             self._file.truncate(0)
-            head = HeadRecord(version=VERSION, candidates=CANDIDATES, fingerprint=fingerprint)
+            head = HeadRecord(version=VERSION, candidates=CANDIDATE_VERSION, fingerprint=fingerprint)
             self._append(head)
             return Journal(head)
         _compare(journal.head.fingerprint, fingerprint, self.path)
@@ -175,22 +176,29 @@ class Store:
         return journal
 
 
+def is_transient(record: Record) -> bool:
+    """Whether a record holds a failure that may not occur again."""
+    parts = (record, getattr(record, "result", None), getattr(record, "check", None))
+    failures: Iterable[Failure | None] = (getattr(part, "failure", None) for part in parts)
+    return any(failure is not None and failure.stage in TRANSIENT for failure in failures)
+
+
 def may_continue(path: Path) -> bool:
-    """Whether a run may go on with a file, or start over in it: it begins as state files do, as far as it goes.
+    """True if a file is a state file, empty, or the beginning of one, so that a run may go on or start over in it.
 
     Raises:
-        BadState: it does not, or is one of ModelOpt's autotuner.
+        BadState: it is another file, or a state file of ModelOpt's autotuner.
     """
     with path.open("rb") as file:
         start = file.read(2 * len(BEGINNING))
     _refuse_modelopt(start, path)
-    if not start.startswith(RECORD[: len(start)]):
+    if not start.startswith(RECORD_START[: len(start)]):
         raise BadState(f"{path} is no state file: choose another --state-file, or remove it")
     return True
 
 
 def read_journal(path: Path) -> Journal | None:
-    """Read a state file without opening it for a run; None where no whole line was written yet.
+    """Read a state file without locking it; None if it has no complete line yet.
 
     Raises:
         BadState: it is damaged, or no state file of this version.
@@ -226,7 +234,7 @@ def line_of(values: Mapping[str, Any]) -> bytes:
     """JSON values as a line of a state file.
 
     Raises:
-        ValueError: a number is infinite or none.
+        ValueError: a number is infinite or not a number.
     """
     text = json.dumps(values, separators=(", ", ": "), allow_nan=False)
     text = BARE_EXPONENT.sub(lambda m: f"{m[1]}.0e" if m[1] else m[0], text)
@@ -241,16 +249,16 @@ def _parsed(line: bytes, path: Path, number: int) -> Record:
         return parsed((text + "}").encode())
     except ValueError as error:
         raise BadState(
-            f"{path}, line {number} is damaged: it holds what no run writes; restore the file, or use --restart"
+            f"{path}, line {number} is damaged: it is no record of a run; restore the file, or use --restart"
         ) from error
 
 
 def _compare(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
-    """Refuse a fingerprint that is not that of the file, by its first difference."""
+    """Refuse a fingerprint that differs from that of the file, and name the first difference."""
     for names, was, now in _differences(old, new, ()):
         words = " ".join(names).replace("_", " ").split()
-        told = LABELS.get(names, " ".join(dict.fromkeys(words)))  # the name of the engine is called "engine engine"
-        made = f"with {told} {_shown(was)}, now it is {_shown(now)}"
+        label = LABELS.get(names, " ".join(dict.fromkeys(words)))  # "engine engine" becomes "engine"
+        made = f"with {label} {_shown(was)}, now it is {_shown(now)}"
         if names == ("model",):
             made = "with another model, or the file has changed since then"
         raise BadState(
@@ -259,9 +267,9 @@ def _compare(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None
 
 
 def _differences(old: Any, new: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """The values that differ, by the names that lead to them."""
+    """The differing values of two nested maps, with the names that lead to them."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        own = names[-1] if names else None  # an engine of another name differs in its device and version, too
+        own = names[-1] if names else None  # first the engine's name: another engine differs in device and version, too
         for name in sorted((*new, *sorted(old.keys() - new.keys())), key=lambda name: name != own):
             yield from _differences(old.get(name), new.get(name), (*names, name))
     elif old != new:

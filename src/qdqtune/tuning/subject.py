@@ -1,4 +1,4 @@
-"""The model under tuning, made ready: float graph, samples and ranges, patterns, and where pairs may stand."""
+"""The model under tuning, made ready: float graph, samples and ranges, patterns, and the edges that may get pairs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from qdqtune.calibration.matching import from_file
 from qdqtune.calibration.prepare import Data, Prepared, prepare
 from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Ranges
+from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.formats import usual_precision
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
-from qdqtune.errors import BadModel, BadOption
+from qdqtune.errors import BadModel, BadOption, EngineUnavailable
 from qdqtune.graph.float16 import OPSET, Precision, converted, load_as, load_for
 from qdqtune.graph.loading import load, with_float_type
 from qdqtune.graph.model import Model
@@ -28,28 +29,34 @@ from qdqtune.placement import engine_rules, rules
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import Reading, is_quantized, read_placement
 from qdqtune.placement.stripping import strip_pairs
-from qdqtune.search.regions import discovery, patterns
+from qdqtune.search.regions import cache, discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.tuning.budget import affordable
+from qdqtune.tuning.budget import affordable_calibration
 from qdqtune.tuning.observer import Observer
-from qdqtune.tuning.obstacles import insist_on_device
 from qdqtune.tuning.records import RangesRecord
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
+from qdqtune.tuning.subgraphs import groups
 from qdqtune.types import Edge, Mix, NumericFormat, Placement, Sample
 
 FOREMOST = ("imported", "static", "compute")
-"""Suggestions that cut and subgraph mode build in any case: the user's, the usual static quantizer's, and the least
-one, in which every compute operator gives floats."""
+"""Suggestions that cut and subgraph mode always build: the user's, that of the usual static quantizer, and the one with
+fewest pairs, in which every compute operator gives floats."""
 
-DTYPES = {"float16": "FLOAT16", "float32": "FLOAT", "bfloat16": "BFLOAT16"}
+WITHOUT_GPU = (
+    "without a GPU: `qdqtune quantize MODEL --engine tensorrt -o quantized.onnx` places pairs by rules, and "
+    "`qdqtune check quantized.onnx --engine tensorrt-rtx --target sm89` builds it for a GPU that is not here"
+)
+
+FLOAT_TYPES = {"float16": "FLOAT16", "float32": "FLOAT", "bfloat16": "BFLOAT16"}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """See the module. `accuracy` is what the outputs are compared on, `mix` what is timed.
+    """The model under tuning. Outputs are compared on the samples of `accuracy`; the workloads of `mix` are timed.
 
-    `imported` holds the pairs of a Q/DQ model that the user gave.
+    `imported` holds the pairs of a Q/DQ model that the user gave, `possible` the edges that may get pairs. `ranges` and
+    `possible` are empty until the model is `calibrated`.
     """
 
     prepared: Prepared
@@ -66,26 +73,26 @@ class Subject:
 
     @property
     def model(self) -> Model:
-        """What ships."""
+        """The float model, with the sizes that the user's file leaves open."""
         return self.prepared.model
 
     @property
     def shaped(self) -> Model:
-        """The same graph with the measurement's input shapes."""
+        """The same graph with the input shapes of the measurement."""
         return self.prepared.shaped
 
     @property
     def feed(self) -> Sample:
-        """The inputs of most calls, where one has to stand for all."""
+        """The inputs of the most frequent workload, where one has to stand for all."""
         return dict(max(self.mix, key=lambda workload: workload.share).inputs)
 
     @property
     def held_out(self) -> bool:
-        """Whether calibration does not see the samples for accuracy."""
+        """Whether the samples of `accuracy` are kept out of calibration."""
         return self.prepared.is_held_out
 
     def suggestions(self) -> dict[str, Placement]:
-        """Whole-model placements to try first: the user's own, then those of the rules."""
+        """Placements of the whole model to try first, by origin: the user's own, then those of the rules."""
         given = {}
         if self.imported is not None:
             own = self.imported.placement
@@ -94,19 +101,23 @@ class Subject:
         return given | {name: p for name, p in ruled.items() if p not in given.values()}
 
     def foremost(self) -> dict[str, Placement]:
-        """Those of the suggestions that are `FOREMOST`."""
+        """The suggestions that are always built, see `FOREMOST`."""
         given = self.suggestions()
         return {name: given[name] for name in FOREMOST if name in given}
 
 
 def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None = None) -> Subject:
-    """Read the model and the calibration data's first sample, find regions and patterns. Nothing is run.
+    """Read the model and the first sample of the calibration data; find regions and patterns. Nothing is run.
+
+    Without `rewrites`, those of the settings are made, and the other files that the settings name are read once, so
+    that what is wrong with them is found before the run begins.
 
     Raises:
         InputError: model, data or options cannot be used, or not together.
         EngineUnavailable: the engine times nothing here.
     """
-    insist_on_device(settings.engine, runner)
+    check_device(settings.engine, runner)
+    are_files_checked = rewrites is not None
     rewrites = rewrites or (Rewrites() if settings.from_qdq else allowed(settings.rewrites))
     numbers = runner.numeric_format(settings.quant_type)
     notes: list[str] = []
@@ -114,19 +125,22 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
     wanted: Precision = settings.precision or usual
     model, imported = _loaded(settings, numbers, wanted, rewrites)
     check_inputs(settings.engine, model)
-    asked = settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed
-    data = Data(*asked, settings.workloads)
+    source = settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed
+    data = Data(*source, settings.workloads)
     prepared = prepare(model, data, fixed=settings.fix_inputs, most=settings.accuracy_samples)
     kept: Collection[str] = ()
     if not settings.from_qdq:
         floor = settings.limits.min_sqnr
-        prepared, half, told = in_half_precision(prepared, settings.precision, usual, floor)
+        prepared, half, half_notes = in_half_precision(prepared, settings.precision, usual, floor)
         kept, wanted = (half.kept.keys(), half.precision) if half is not None else ((), "fp32")
-        notes += told
+        notes += half_notes
     shaped = prepared.shaped
     imported = imported or _baseline(settings, prepared.model, wanted, kept)
-    if imported is not None:
-        imported = _told(imported, notes)
+    if imported is not None and imported.unmatched:
+        notes.append(
+            f"{len(imported.unmatched)} pairs of the Q/DQ model have no counterpart and were left out "
+            f"(the first: {imported.unmatched[0]})"
+        )
     if prepared.samples.is_random:
         come = "scales come" if settings.calibration_cache is None else "the SQNR comes"
         notes.append(f"no --calibration-data: {come} from random inputs, so latency is real but accuracy is not")
@@ -141,15 +155,17 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
     )
     grouped = patterns.group(shaped, regions)
     chosen = filtered(shaped, grouped, settings.node_filter)
+    if not are_files_checked:
+        _check_files(settings, shaped)
     return Subject(
-        prepared,
-        numbers,
-        prepared.judging,
-        mix,
-        chosen,
-        len(regions.leaves) + len(regions.composites),
-        imported,
-        tuple(notes),
+        prepared=prepared,
+        numbers=numbers,
+        accuracy=prepared.judging,
+        mix=mix,
+        patterns=chosen,
+        region_count=len(regions.leaves) + len(regions.composites),
+        imported=imported,
+        notes=tuple(notes),
         rewrites=rewrites,
     )
 
@@ -157,18 +173,24 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
 def calibrated(
     subject: Subject, settings: Settings, store: Store, observer: Observer, ends: float | None = None
 ) -> Subject:
-    """The subject with ranges: from the store if an earlier run has found them, else by one pass over the samples, of
-    which there are fewer where the run has to end soon."""
+    """The subject with ranges: from the state file if it has them, else found on the samples, or on fewer of them if
+    the run has to end soon.
+
+    Raises:
+        BadModel: the model has no tensor that could be quantized.
+        InputError: the calibration cache or the samples cannot be used.
+    """
     record = store.get(RangesRecord)
     if settings.calibration_cache is not None:
         matched = from_file(settings.calibration_cache, subject.shaped, settings.model)
         subject = replace(subject, notes=(*subject.notes, *matched.notes()))
         record = record or store.put(RangesRecord(ranges=matched.ranges))
     if record is None:
-        given = affordable(subject.prepared, settings.calibration, ends, observer)
-        prepared = replace(given.prepared, calibration=_counted(given.prepared.calibration, observer))
-        placed = partial(_ruled, subject, settings)
-        found = fitted(prepared, given.how, subject.numbers, placed, given.is_late, observer)
+        affordable = affordable_calibration(subject.prepared, settings.calibration, ends, observer)
+        samples = _counted(affordable.prepared.calibration, observer)
+        prepared = replace(affordable.prepared, calibration=samples)
+        placed = partial(_placement_by_rules, subject, settings)
+        found = fitted(prepared, affordable.how, subject.numbers, placed, affordable.is_late, observer)
         record = store.put(RangesRecord(ranges=found))
     ranges = record.ranges
     if subject.imported is not None and settings.from_qdq:
@@ -185,7 +207,7 @@ def calibrated(
 
 
 def _counted(samples: Samples, observer: Observer) -> Samples:
-    """The samples, each pass over them told."""
+    """The samples, with progress reported on each pass over them."""
 
     def produce() -> Iterator[Sample]:
         for number, sample in enumerate(samples, 1):
@@ -195,9 +217,9 @@ def _counted(samples: Samples, observer: Observer) -> Samples:
     return replace(samples, produce=produce)
 
 
-def _ruled(subject: Subject, settings: Settings, ranges: Ranges) -> Placement:
-    """The placement that numbers are for: that of the engine's rules, of which a search takes parts. None where the
-    user brings numbers."""
+def _placement_by_rules(subject: Subject, settings: Settings, ranges: Ranges) -> Placement:
+    """The placement that ranges are fitted for: that of the engine's rules, of which a search takes parts. Empty if the
+    scales are the user's."""
     if settings.from_qdq:
         return Placement()
     possible = possible_edges(subject.shaped, ranges)
@@ -205,7 +227,7 @@ def _ruled(subject: Subject, settings: Settings, ranges: Ranges) -> Placement:
 
 
 def _usual_precision(settings: Settings, runner: Runner) -> Precision:
-    """What stays in float where the user does not say it; a model that came with pairs stays as it is."""
+    """The type of values without pairs if the user does not say it; a model that came with pairs keeps its type."""
     if settings.from_qdq or settings.precision is not None:
         return "fp32"
     return usual_precision(settings.engine.name, runner.describe().get("version", ""))
@@ -214,7 +236,7 @@ def _usual_precision(settings: Settings, runner: Runner) -> Precision:
 def _loaded(
     settings: Settings, numbers: NumericFormat, precision: Precision, rewrites: Rewrites
 ) -> tuple[Model, Reading | None]:
-    """The float model, and the pairs that came with it. One that comes with pairs has its `precision` already."""
+    """The float model, and the pairs that came with it, which are None for a float file."""
     fixed = settings.fix_inputs
     if settings.from_qdq:
         model = _typed(settings, load_as(settings.model, precision, fixed, numbers.opset, rewrites=rewrites))
@@ -232,7 +254,7 @@ def _loaded(
 
 
 def _baseline(settings: Settings, model: Model, precision: Precision, kept: Collection[str]) -> Reading | None:
-    """The pairs of another file for `model`, if one is given."""
+    """The pairs of `--qdq-baseline` for `model`, if that is given."""
     if settings.qdq_baseline is None:
         return None
     baseline = load(settings.qdq_baseline)
@@ -250,25 +272,16 @@ def _baseline(settings: Settings, model: Model, precision: Precision, kept: Coll
 def _typed(settings: Settings, model: Model) -> Model:
     if settings.default_dq_dtype is None:
         return model
-    return with_float_type(model, onnx.TensorProto.DataType.Value(DTYPES[settings.default_dq_dtype]))
-
-
-def _told(reading: Reading, notes: list[str]) -> Reading:
-    if reading.unmatched:
-        notes.append(
-            f"{len(reading.unmatched)} pairs of the Q/DQ model have no counterpart and were left out "
-            f"(the first: {reading.unmatched[0]})"
-        )
-    return reading
+    return with_float_type(model, onnx.TensorProto.DataType.Value(FLOAT_TYPES[settings.default_dq_dtype]))
 
 
 def edges_within(found: tuple[Pattern, ...]) -> frozenset[Edge]:
-    """The edges in instances of patterns: where pairs may stand if a node filter leaves these."""
+    """The edges in instances of patterns: those that may get pairs if a node filter leaves only these."""
     return frozenset(e for p in found for parts in p.edges.values() for edges in parts.values() for e in edges)
 
 
 def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...]) -> tuple[Pattern, ...]:
-    """The patterns with an instance that holds a node whose name matches one of the wildcards (all without any)."""
+    """The patterns with an instance in which the name of a node matches a wildcard; without wildcards all."""
     if not wildcards:
         return found
     names = {n.index for n in model.nodes if any(fnmatchcase(n.name, w) for w in wildcards)}
@@ -276,3 +289,33 @@ def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...
     if not chosen:
         raise BadOption("--node-filter-list matches no node of the model")
     return chosen
+
+
+def check_device(spec: EngineSpec, runner: Runner) -> None:
+    """Refuse an engine that can time nothing here.
+
+    Raises:
+        EngineUnavailable: it cannot be opened, or builds for a device that this machine does not have.
+    """
+    try:
+        device = runner.describe().get("device")
+    except EngineUnavailable as error:
+        if spec.name in TENSORRT_FAMILY:
+            raise EngineUnavailable(f"{str(error).rstrip('.')}; {WITHOUT_GPU}") from error
+        raise
+    if device == "none":
+        raise EngineUnavailable(f"{spec.name} builds here but times nothing, and a search needs times; {WITHOUT_GPU}")
+
+
+def _check_files(settings: Settings, model: Model) -> None:
+    """Read the files that a run of `model`, in the shapes of the measurement, reads later.
+
+    Raises:
+        InputError: one is missing, damaged, or of another model.
+    """
+    if settings.pattern_cache is not None:
+        cache.read_cache(settings.pattern_cache)
+    if settings.graph_json is not None:
+        groups.from_file(model, settings.graph_json)
+    if settings.calibration_cache is not None:
+        from_file(settings.calibration_cache, model, settings.model)

@@ -1,8 +1,9 @@
-"""Which weights may be stored in fewer bits, and what that gains: asked of the engine once, in one small model.
+"""Which weights may be stored in fewer bits, and how much time that saves: measured on the engine, in small models.
 
-Formats that an engine declares are tried on products of the sizes that the model has: whether a kernel draws the
-DequantizeLinear in, and how long it takes beside the float product. What takes longer there is not searched for: a
-decode step of a language model has much to gain, a convolutional network with one small product nothing.
+The weight formats that an engine declares are tried on matrix products of the sizes that the model has: whether the
+engine fuses the DequantizeLinear into the product, and how long it takes compared with the float product. Formats that
+take longer are not searched for. A decode step of a language model gains much by them, a convolutional network with one
+small product nothing.
 """
 
 from __future__ import annotations
@@ -35,42 +36,42 @@ from qdqtune.tuning.subject import Subject
 from qdqtune.types import Array, Edge, Failure, Layer, Placement, WeightFormat, Workload
 
 LEAST_BYTES = 2**20
-"""Weights of fewer bytes in all stay in a cache: reading less of them gains nothing."""
+"""Weights of fewer bytes in all fit in a cache: reading less of them gains nothing. Estimated, not measured."""
 
 LEAST_SHARE = 0.1
-"""Of the float model's time: products that take less are not worth builds of their own."""
+"""Share of the float model's time: products that take less are not worth builds of their own. Chosen, not measured."""
 
 PAYS = 1.05
-"""Share of the time of the float product that a weight format may take to be searched for: a product alone finds its
-weights in a cache, which flatters floats."""
+"""Share of the float product's time that a weight format may take to be searched for. It may be above 1, as a product
+alone finds its weights in a cache, where floats lose less than in the model. Chosen, not measured."""
 
 MOST_KINDS = 6
-"""Sizes of products that are tried, those that take most time."""
+"""Sizes of products that are tried: those that take most time."""
 
 MOST_WEIGHTS = 2**21
-"""Of one product that is tried: a larger one is tried with fewer outputs."""
+"""Elements of a weight that is tried: a larger product is tried with fewer outputs."""
 
-COPIES, TOGETHER = (3, 8), 2**22
-"""Of each product that is tried, the least and the most, and the weights that they are to have together: a model reads
-its weights from memory, and so do they then; and the median of several says more than one."""
+PRODUCT_COPIES, TOGETHER = (3, 8), 2**22
+"""Copies of each product that is tried (least, most), and the elements of weights that they are to have together: then
+they read their weights from memory, as a model does, and the median of several copies is less noisy than one."""
 
-RUNS = (4, 24)
-"""Inferences of a product in float and in each weight format: the least and the most."""
+PRODUCT_RUNS = (4, 24)
+"""Inferences of a product in float and in each weight format (least, most)."""
 
 OPERATIONS = 2e10
-"""That these may take in all, multiplications with their additions: about a second."""
+"""Multiplications with additions that these may take in all: about a second."""
 
 MOST_MOMENTS = 2**31
-"""Bytes of what products meet that are held for rounding by it."""
+"""Bytes of second moments of activations that are held for `--weight-rounding gptq`."""
 
 UNTIMED = 0.5
-"""What a weight format is presumed to take where the engine tells no times."""
+"""Share of the float product's time that a weight format is assumed to take if the engine reports no times."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A product: rows of the activation in each workload, inputs and outputs of the weight, and its type
-    (onnx.TensorProto.*)."""
+    """The size of a matrix product: rows of the activation in each workload, inputs and outputs of the weight, and the
+    type (onnx.TensorProto.*)."""
 
     rows: tuple[int, ...]
     inputs: int
@@ -79,21 +80,23 @@ class Size:
 
     @property
     def key(self) -> str:
-        """It in records."""
+        """The size in records of the state file."""
         return f"{self.name} {self.dtype}"
 
     @property
     def name(self) -> str:
-        """Its sizes."""
+        """The size without its type, for names of files and logs."""
         return f"{'+'.join(map(str, self.rows))}x{self.inputs}x{self.outputs}"
 
 
 def ways(
     subject: Subject, settings: Settings, runner: Runner, store: Store, float_layers: Callable[[], Sequence[Layer]]
 ) -> Ways:
-    """The weight formats that each weight may have and the share of its float time that it takes alone; none where the
-    user wants none, the engine has none, or the model has nothing to gain."""
-    wanted = wanted_storages(settings)
+    """By weight, the weight formats that it may have, and the share of the float product's time that each takes.
+
+    Empty if the user wants none, the engine has none, or the model has nothing to gain.
+    """
+    wanted = wanted_formats(settings)
     weights = {e: w for e in storable_edges(subject.shaped) if (w := weight_at(subject.shaped, e)) is not None}
     chosen = {e.node for e in (subject.possible if settings.node_filter else weights)}
     weights = {e: w for e, w in weights.items() if w.node.op != "Gather" and e.node in chosen}
@@ -122,8 +125,8 @@ def ways(
     return found
 
 
-def wanted_storages(settings: Settings) -> tuple[WeightFormat, ...]:
-    """What the engine declares of what the user wants."""
+def wanted_formats(settings: Settings) -> tuple[WeightFormat, ...]:
+    """The weight formats of the engine that the user wants."""
     engine = settings.engine.name
     if settings.engine.options.get("provider", "CPUExecutionProvider") != "CPUExecutionProvider":
         return ()
@@ -133,8 +136,8 @@ def wanted_storages(settings: Settings) -> tuple[WeightFormat, ...]:
 
 
 def products_of(settings: Settings, subject: Subject) -> Moments:
-    """What products meet whose weights may be stored, where rounding is to account for it: found on the calibration
-    data once the first weight is written.
+    """The second moments of the activations of products, for rounding their weights by `gptq`: found on the calibration
+    data when the first weight is written. Nothing if weights are rounded to the nearest.
 
     Raises:
         BadOption: that would take too much memory.
@@ -142,22 +145,22 @@ def products_of(settings: Settings, subject: Subject) -> Moments:
     if settings.weight_rounding == "nearest":
         return no_moments
     sizes = product_inputs(subject.shaped, storable_edges(subject.shaped))
-    needed = sum(12 * inputs**2 for inputs in sizes.values())  # the moment, and what its inverse says in float32
+    needed = sum(12 * inputs**2 for inputs in sizes.values())  # a moment in float64, a factor of its inverse in float32
     if needed > MOST_MOMENTS:
         raise BadOption(
-            f"--weight-rounding gptq would hold {needed / 1e9:.1f} GB of what products of this model meet: round to "
-            "the nearest instead"
+            f"--weight-rounding gptq would hold {needed / 1e9:.1f} GB of second moments of activations: round to the "
+            "nearest instead"
         )
     tensors, samples = sorted(sizes), subject.prepared.calibration
 
-    def met(model: Model) -> Awaited[str, Array]:
+    def moments_of(model: Model) -> Awaited[str, Array]:
         return Awaited(tensors, lambda: moments(model, tensors, samples))
 
-    return met
+    return moments_of
 
 
 def _spent(model: Model, layers: Sequence[Layer], weights: Mapping[Edge, Weight]) -> dict[Edge, float]:
-    """The share of the float model's time that each product takes; of its weights' bytes where no times are told."""
+    """The share of the float model's time that each product takes; without layer times, of the weights' bytes."""
     total = sum(layer.time_ms or 0.0 for layer in layers)
     if not total:
         every = sum(w.constant.nbytes for w in weights.values())
@@ -167,7 +170,7 @@ def _spent(model: Model, layers: Sequence[Layer], weights: Mapping[Edge, Weight]
 
 
 def _by_workload(subject: Subject) -> list[Model]:
-    """The model in the sizes of each of several workloads."""
+    """The model in the shapes of each workload."""
     shapes = [{name: a.shape for name, a in w.inputs.items() if name in subject.shaped.inputs} for w in subject.mix]
     return [with_input_shapes(subject.shaped, s) for s in shapes] if len(shapes) > 1 else [subject.shaped]
 
@@ -179,7 +182,7 @@ def _size(by_workload: Sequence[Model], weight: Weight) -> Size:
 
 
 def _nearest(size: Size, kinds: Sequence[Size]) -> Size:
-    """That of the sizes that is the most alike: in rows first."""
+    """The most similar of some sizes: by rows first, then by the size of the weight."""
 
     def distance(other: Size) -> tuple[float, float]:
         work = size.inputs * size.outputs / (other.inputs * other.outputs)
@@ -189,13 +192,13 @@ def _nearest(size: Size, kinds: Sequence[Size]) -> Size:
 
 
 def _tried(size: Size, wanted: Sequence[WeightFormat], subject: Subject, runner: Runner) -> Iterator[tuple[str, float]]:
-    """The share of a float product's time that each weight format takes; those that the engine refuses, or does not
-    draw into the product, are absent."""
+    """The share of the float product's time that each weight format takes, without formats that the engine refuses or
+    does not fuse into the product."""
     able = [s for s in wanted if s.block is None or size.inputs % s.block == 0]
     layers = _layers(size, able, subject, runner)
-    if isinstance(layers, Failure):  # one that the engine refuses spoils all
+    if isinstance(layers, Failure):  # if the engine refuses one format, it refuses the model with all
         alone = {s: _layers(size, [s], subject, runner) for s in able} if len(able) > 1 else {}
-        able = [s for s, told in alone.items() if not isinstance(told, Failure)]
+        able = [s for s, found in alone.items() if not isinstance(found, Failure)]
         layers = _layers(size, able, subject, runner)
         if isinstance(layers, Failure):
             return
@@ -209,12 +212,12 @@ def _tried(size: Size, wanted: Sequence[WeightFormat], subject: Subject, runner:
 
 
 def _parts_of(layer: Layer, name: str, what: str) -> list[str]:
-    """The nodes of a layer that are a product of that name, or its weight's; what numbers them stands behind."""
+    """The nodes of a layer whose names begin with a weight format and "product" or "weight"; a number follows."""
     return [node for node in layer.nodes if node.startswith(f"{name}_{what}")]
 
 
 def _time(layers: Sequence[Layer], name: str) -> float | None:
-    """The ms of one product: an engine may run it in several layers, or several in one."""
+    """The ms of one product. An engine may run it in several layers, or several products in one layer."""
     spent: dict[str, float] = {}
     for layer in layers:
         if layer.time_ms is not None:
@@ -227,8 +230,8 @@ def _time(layers: Sequence[Layer], name: str) -> float | None:
 def _layers(
     size: Size, wanted: Sequence[WeightFormat], subject: Subject, runner: Runner
 ) -> tuple[Layer, ...] | Failure:
-    """What the engine runs of one product in float and in each weight format, side by side."""
-    copies = min(max(COPIES[0], TOGETHER // (size.inputs * _columns(size))), COPIES[1])
+    """The layers of a model that holds one product in float and in each weight format, several copies of each."""
+    copies = min(max(PRODUCT_COPIES[0], TOGETHER // (size.inputs * _columns(size))), PRODUCT_COPIES[1])
     model = _side_by_side(size, wanted, copies)
     stored = [(Edge(f"{s.name}_weight{n}", f"{s.name}_product{n}", 1), s) for s in wanted for n in range(copies)]
     dtype = helper.tensor_dtype_to_np_dtype(size.dtype)
@@ -238,15 +241,15 @@ def _layers(
         for rows, workload in zip(size.rows, subject.mix, strict=True)
     )
     once = sum(size.rows) * size.inputs * _columns(size) * (1 + len(wanted)) * copies
-    runs = int(min(max(OPERATIONS / once, RUNS[0]), RUNS[1]))
+    runs = int(min(max(OPERATIONS / once, PRODUCT_RUNS[0]), PRODUCT_RUNS[1]))
     with temporary_folder() as folder, writing(folder):
-        path = folder / "storages.onnx"
+        path = folder / "weight_formats.onnx"
         save(Inserter(model, Ranges({}), subject.numbers).insert(Placement.of((), stored)), path)
-        return runner.report(path, mix, runs, f"storages_{size.name}")
+        return runner.report(path, mix, runs, f"weight_formats_{size.name}")
 
 
 def _columns(size: Size) -> int:
-    """Outputs of the product that stands for all of such a size."""
+    """Outputs of the product that is tried for a size."""
     return max(1, min(size.outputs, MOST_WEIGHTS // size.inputs))
 
 
@@ -263,6 +266,6 @@ def _side_by_side(size: Size, wanted: Sequence[WeightFormat], copies: int) -> Mo
             nodes.append(helper.make_node("MatMul", ["x", f"{name}_weight{copy}"], [result], f"{name}_product{copy}"))
             outputs.append(helper.make_tensor_value_info(result, size.dtype, [rows, columns]))
     given = [helper.make_tensor_value_info("x", size.dtype, [rows, size.inputs])]
-    graph = helper.make_graph(nodes, "storages", given, outputs)
+    graph = helper.make_graph(nodes, "weight_formats", given, outputs)
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     return Model(proto, large)

@@ -1,26 +1,43 @@
-"""Which nodes an engine runs together: groups from its own layer report, or from one that TensorRT wrote elsewhere."""
+"""Which nodes an engine runs together, and such a group of nodes as a model of its own.
+
+Groups come from the engine's own layer report, from a report that TensorRT wrote elsewhere, or from rules. A group that
+was cut out reads the tensors that other nodes make, and gives those that other nodes read. Names stay as they are, so
+that edges, ranges and scales of the whole model hold in it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import onnx
+from onnx import TensorProto, helper
 
+from qdqtune.calibration.observe import outputs_on, with_outputs
+from qdqtune.engines.memory import MemoryBudget
+from qdqtune.engines.tensorrt.options import Span
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
-from qdqtune.graph.model import Model
+from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.search.costs.units import Group, usual_groups
-from qdqtune.types import Edge, Layer
+from qdqtune.types import Array, Edge, Layer, Sample
+
+Sizes = Mapping[str, tuple[int, ...]]
+"""Tensor to its shape."""
+
+SHAPE_LENGTH = 64
+"""Computed integer vectors up to this length are taken for shapes. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """Every node of a model once: in a group, or among those that the engine computes in advance.
+    """Every node of a model once: in a group, or among those that the engine computes in advance (`folded`).
 
-    `nameless` are layers that name no node of the model, `origin` says for people where the groups come from.
+    `nameless` are layers that name no node of the model; `origin` says in words where the groups come from.
     """
 
     groups: tuple[Group, ...]
@@ -29,7 +46,7 @@ class Grouping:
     origin: str
 
     def lines(self) -> list[str]:
-        """The whole of it for a log."""
+        """A text for the log, line by line."""
         head = f"{len(self.groups)} groups {self.origin}"
         groups = [f"  {' + '.join(group)}" for group in self.groups]
         folded = [f"{len(self.folded)} nodes are computed in advance: {', '.join(self.folded)}"] if self.folded else []
@@ -38,8 +55,8 @@ class Grouping:
 
 
 def from_layers(model: Model, layers: Sequence[Layer], origin: str) -> Grouping:
-    """The nodes of each layer as a group. A node that two layers name is the first one's; one that none does stands
-    alone."""
+    """One group for each layer. A node that two layers name belongs to the first; a node that no layer names is a
+    group of its own."""
     taken: set[str] = set()
     groups: list[Group] = []
     folded: list[str] = []
@@ -60,10 +77,10 @@ def from_layers(model: Model, layers: Sequence[Layer], origin: str) -> Grouping:
 
 
 def from_file(model: Model, path: Path) -> Grouping:
-    """The groups of a graph.json, as trtexec's --exportLayerInfo writes it.
+    """The groups of a layer report that trtexec --exportLayerInfo wrote.
 
     Raises:
-        BadOption: it cannot be read, is cut short, or is of another model.
+        BadOption: the file cannot be read, is cut short, or is of another model.
     """
     try:
         layers = read_report(path, None, _named(model))
@@ -73,14 +90,124 @@ def from_file(model: Model, path: Path) -> Grouping:
 
 
 def by_rules(model: Model, possible: frozenset[Edge]) -> Grouping:
-    """Compute operators with what engines usually fuse into them: for engines that report no layers."""
+    """Compute operators with the nodes that engines usually fuse into them: for engines that report no layers."""
     layers = [Layer(group[0], tuple(group), "", None, "compute") for group in usual_groups(model, possible)]
     return from_layers(model, layers, "as engines usually fuse, since this one reports no layers")
 
 
 def _named(model: Model) -> onnx.ModelProto:
-    """The graph with a name for each constant, as what reads a report asks for."""
+    """The graph with an initializer for each large constant: `read_report` looks up names in it."""
     proto = deepcopy(model.proto)
     for name in model.large:
         proto.graph.initializer.add(name=name)
     return proto
+
+
+# ---------------------------------------------------------------- a group as a model of its own
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The shape of every tensor while measuring; `spans` has the smallest and largest shape of tensors that vary."""
+
+    sizes: Sizes
+    spans: Mapping[str, Span] = field(default_factory=dict)
+
+
+def resolve(
+    model: Model, shaped: Model, sample: Sample, spans: Mapping[str, Span], budget: MemoryBudget | None = None
+) -> Resolved:
+    """Shapes of all tensors, by shape inference; those that it does not find, by running the model once.
+
+    Args:
+        model: with the sizes that the user's file leaves open.
+        shaped: the same graph with the input shapes of the measurement.
+        sample: the inputs of the measurement.
+        spans: the shapes that each dynamic input may take, for engines that are given ranges of shapes.
+        budget: the memory budget of the engines, which hold builds meanwhile.
+
+    Raises:
+        BadOption: a span does not fit the model.
+        BadModel: ONNX Runtime cannot run the model.
+    """
+    sizes = {name: np.shape(array) for name, array in sample.items()} | _known(shaped)
+    made = [t for node in shaped.nodes for t in node.outputs if t]
+    if unknown := [t for t in made if t not in sizes and t in shaped.tensors]:
+        nodes = [helper.make_node("Shape", [t], [f"__shape_{i}"], f"__shape_{i}") for i, t in enumerate(unknown)]
+        (shapes,) = outputs_on(with_outputs(shaped, nodes), [sample], budget)
+        sizes |= {t: tuple(map(int, shapes[node.output[0]])) for t, node in zip(unknown, nodes, strict=True)}
+    varying = {name: span for name, span in spans.items() if name in model.inputs and span.low != span.high}
+    if not varying:
+        return Resolved(sizes)
+    low, usual, high = (
+        _known(with_input_shapes(model, {n: s[i] for n, s in spans.items() if n in model.inputs})) for i in range(3)
+    )
+    both = {t: Span(low[t], usual[t], high[t]) for t in low if t in usual and t in high and low[t] != high[t]}
+    return Resolved(sizes, both)
+
+
+def _known(model: Model) -> dict[str, tuple[int, ...]]:
+    sizes = ((name, info.sizes) for name, info in model.tensors.items())
+    return {name: known for name, known in sizes if known is not None}
+
+
+def borders(model: Model, nodes: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Inputs and outputs of a group of nodes: tensors that it reads from other nodes (no constants), and tensors of it
+    that other nodes read."""
+    made = {t for n in nodes for t in model.nodes[n].outputs if t}
+    read = dict.fromkeys(t for n in nodes for t in (*model.nodes[n].inputs, *model.nodes[n].captures) if t)
+    inside = set(nodes)
+    leaving = (
+        t for n in nodes for t in model.nodes[n].outputs if t and any(u.node not in inside for u in model.uses(t))
+    )
+    return tuple(t for t in read if t not in made and t not in model.constants), tuple(leaving)
+
+
+def is_shape(model: Model, tensor: str, sizes: Sizes) -> bool:
+    """Whether a computed tensor holds the shape of another one, judged by its type and length."""
+    info = model.tensors.get(tensor)
+    integer = info is not None and info.dtype in (TensorProto.INT64, TensorProto.INT32)
+    size = sizes.get(tensor, (SHAPE_LENGTH + 1,))
+    return integer and tensor in model.producers and len(size) <= 1 and int(np.prod(size)) <= SHAPE_LENGTH
+
+
+def extract(model: Model, nodes: Sequence[int], resolved: Resolved, baked: Mapping[str, Array]) -> Model:
+    """A group of nodes as a model of its own, which shares the weights of the whole model.
+
+    Inputs have the shape of the measurement, or open sizes where they vary; those in `baked` become constants.
+
+    Raises:
+        BadOption: the type of an input or output of the group is unknown.
+    """
+    reads, writes = borders(model, nodes)
+    inputs = tuple(t for t in reads if t not in baked)
+    used = {t for n in nodes for t in (*model.nodes[n].inputs, *model.nodes[n].captures)}
+    proto = onnx.ModelProto(
+        ir_version=model.proto.ir_version, opset_import=model.proto.opset_import, functions=model.proto.functions
+    )
+    graph = proto.graph
+    graph.name = "part"
+    graph.node.extend(model.proto.graph.node[n] for n in nodes)
+    graph.initializer.extend(t for t in model.proto.graph.initializer if t.name in used)
+    graph.initializer.extend(Constant.of(baked[t]).to_proto(t) for t in reads if t in baked)
+    spans = {} if len(inputs) < len(reads) else resolved.spans
+    graph.input.extend(_value(model, t, _open(resolved.sizes.get(t), spans.get(t))) for t in inputs)
+    graph.output.extend(_value(model, t, _open(resolved.sizes.get(t), spans.get(t))) for t in writes)
+    made = {t for n in nodes for t in model.nodes[n].outputs if t} - set(writes)
+    known = (t for t in sorted(made) if t in model.tensors)
+    graph.value_info.extend(_value(model, t, _open(resolved.sizes.get(t), spans.get(t))) for t in known)
+    large = {name: c for name, c in model.large.items() if name in used}
+    return Model(proto, large)
+
+
+def _open(size: tuple[int, ...] | None, span: Span | None) -> tuple[int | None, ...] | None:
+    if span is None:
+        return size
+    return tuple(low if low == high else None for low, high in zip(span.low, span.high, strict=True))
+
+
+def _value(model: Model, tensor: str, shape: Sequence[int | None] | None) -> onnx.ValueInfoProto:
+    info = model.tensors.get(tensor)
+    if info is None:
+        raise BadOption(f"the type of tensor {tensor!r} is unknown")
+    return helper.make_tensor_value_info(tensor, info.dtype, None if shape is None else list(shape))

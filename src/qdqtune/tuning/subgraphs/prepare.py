@@ -1,7 +1,4 @@
-"""Subgraph mode before the search: group the nodes as the engine fuses them, and time each distinct group alone.
-
-Every answer of the engine goes to the store at once, so that a run that goes on asks nothing twice.
-"""
+"""Subgraph mode: times each distinct fusion group alone before the search, and reports what came of each after it."""
 
 from __future__ import annotations
 
@@ -9,42 +6,85 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from qdqtune.engines.tensorrt.options import spans
 from qdqtune.errors import writing
 from qdqtune.graph.operators import work
-from qdqtune.graph.outputs import appearing
+from qdqtune.graph.outputs import appearing, write_json
 from qdqtune.search.costs.attribution import Priced, attribute
-from qdqtune.search.costs.profiles import passing, select, signature
+from qdqtune.search.costs.optimum import nearest
+from qdqtune.search.costs.profiles import Profile, passing, select, signature
 from qdqtune.search.costs.units import Partition, Unit, by_bits, partition
 from qdqtune.search.subgraph import SubgraphSearch
+from qdqtune.tuning.folder import LOGS, PROGRESS
+from qdqtune.tuning.observer import Silent, State
+from qdqtune.tuning.records import GroupOutcome
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.store import Store
 from qdqtune.tuning.subgraphs import groups
-from qdqtune.tuning.subgraphs.extraction import Resolved, resolve
-from qdqtune.tuning.subgraphs.groups import Grouping
+from qdqtune.tuning.subgraphs.groups import Grouping, Resolved, resolve
 from qdqtune.tuning.subgraphs.profiler import GroupKind, Profiler
-from qdqtune.tuning.subgraphs.progress import CacheFile
 from qdqtune.tuning.subject import Subject
-from qdqtune.types import Layer, Placement
+from qdqtune.types import Layer, Placement, Trial
 
-LOG = "subgraphs.log"
+GROUP_LOG = "subgraphs.log"
 
 SMALL = 0.002
-"""Equal groups that together take less than this share of the model are not measured."""
+"""Equal groups that together take less than this share of the model's time are not measured. Chosen, not measured."""
 
 PATIENCE = 0.5
-"""Share of the time that is left for the search after which no further group is timed alone: what gains has to meet the
-whole model as well, or it was timed in vain."""
+"""Share of the search's time after which no further group is timed alone: groups that gain have to be tried on the
+whole model as well, or they were timed in vain. Chosen, not measured."""
+
+
+class ProgressFile(Silent):
+    """An observer that writes the progress of a run to a file, for people and scripts; anew after each result.
+
+    The file also holds the lines of the state file. If that is lost, it is made again from them (`restored_state`).
+    Every method raises OutputError if the file cannot be written.
+    """
+
+    def __init__(self, folder: Path, parts: Partition, kinds: Sequence[GroupKind], store: Store) -> None:
+        self._path, self._store = folder / PROGRESS, store
+        self._left = len(kinds)
+        names = {u.number: [parts.model.nodes[n].name for n in u.nodes] for kind in kinds for u in kind.units}
+        self._groups: dict[int, dict[str, Any]] = {
+            k.number: {"groups": [names[u.number] for u in k.units]} for k in kinds
+        }
+        self._validation: list[dict[str, Any]] = []
+
+    def timed(self, kind: GroupKind, profile: Profile) -> None:
+        """Add a kind of group that was timed alone, now or in an earlier session."""
+        self._groups[kind.number] |= {
+            "float_ms": profile.float_ms,
+            "schemes_ms": {option.scheme: option.ms for option in profile.options},
+            "failures": dict(profile.failures),
+        }
+        self._left -= 1
+        self._write()
+
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
+        """See `Observer`."""
+        row = {"number": trial.number, "origin": trial.proposal.origin, "edges": len(trial.placement)}
+        self._validation.append(row | {"verdict": outcome, "best_ratio": state.best_ratio})
+        self._write()
+
+    def _write(self) -> None:
+        phase = "timing groups alone" if self._left else "validating on the whole model"
+        content = {"phase": phase, "profiling": list(self._groups.values()), "validation": self._validation}
+        write_json(self._path, content | {"state": self._store.lines()})
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """What the search starts from. `progress` is to hear of it, `why` says by group why it was not measured."""
+    """The groups timed alone, and the `search` that starts from them. `progress` is an observer of that search; `why`
+    says by group why it was not measured."""
 
     search: SubgraphSearch
-    progress: CacheFile
+    progress: ProgressFile
     kinds: tuple[GroupKind, ...]
     why: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -52,7 +92,7 @@ class Profiled:
     engine_seconds: float = 0.0
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json says of the groups as a whole."""
+        """The keys of summary.json about all groups."""
         return {
             "group_kinds": len(self.kinds),
             "groups_accepted": len(self.search.gains),
@@ -65,7 +105,7 @@ def profile(run: Run) -> Profiled:
     """Group the nodes of a model, time the distinct groups alone, and select those that gain.
 
     Raises:
-        QdqtuneError: the --graph-json is of no use, a file cannot be written, or the engine cannot run the float model.
+        QdqtuneError: --graph-json cannot be used, a file cannot be written, or the engine cannot run the float model.
     """
     settings, subject, observer = run.settings, run.subject, run.observer
     deadline = run.budget.deadline
@@ -74,37 +114,37 @@ def profile(run: Run) -> Profiled:
         deadline = now + PATIENCE * (deadline - now)
     observer.stage("grouping as the engine fuses")
     layers = run.bench.layers()
-    timed = any(layer.time_ms for layer in layers)
+    is_timed = any(layer.time_ms for layer in layers)
     grouped = _grouped(settings, subject, layers)
     parts = partition(subject.shaped, subject.possible, grouped.groups, run.ways)
     times = _float_times(parts, layers)
     resolved = resolve(subject.model, subject.shaped, subject.feed, spans(settings.engine), run.runner.memory)
     kinds, why = _kinds(parts, grouped, resolved, times)
-    progress = CacheFile(settings.output_dir, parts, kinds, run.store)
-    with Profiler(run, parts, resolved, timed=timed) as profiler:
+    progress = ProgressFile(settings.output_dir, parts, kinds, run.store)
+    with Profiler(run, parts, resolved, timed=is_timed) as profiler:
         by_kind = profiler.all(kinds, observer, progress.timed, deadline)
     profiles = {u.number: passing(parts, u, times[u.number]) for u in parts.units}
     profiles |= {unit.number: by_kind[kind.number] for kind in kinds for unit in kind.units}
-    # Some kernels are slow alone and fast between others: they are found in a placement of the whole model only.
+    # Some kernels are slow alone and fast between others: only a placement of the whole model shows that.
     search = SubgraphSearch(
         select(parts, profiles),
         subject.foremost() | by_bits(run.ways),
-        layers if timed else (),
+        layers if is_timed else (),
         settings.plan,
         settings.incremental_validation,
     )
-    notes = _notes(grouped, layers, timed)
-    with writing(log := settings.output_dir / "logs" / LOG):
+    notes = _notes(grouped, layers, is_timed)
+    with writing(log := settings.output_dir / LOGS / GROUP_LOG):
         log.write_text("\n".join([*grouped.lines(), *notes, ""]), encoding="utf-8")
     return Profiled(search, progress, kinds, why, notes, profiler.builds, profiler.engine_seconds)
 
 
 def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> Grouping:
-    """The groups of the user's file, of the engine's report, or by rule; and the report as a file where trtexec wrote
-    one."""
+    """The groups of --graph-json, of the engine's layer report, or by rules. A report that trtexec wrote is copied to
+    the output folder."""
     if settings.graph_json is not None:
         return groups.from_file(subject.shaped, settings.graph_json)
-    exported = settings.output_dir / "logs" / "baseline.graph.json"
+    exported = settings.output_dir / LOGS / "baseline.graph.json"
     if exported.exists():
         stem = settings.output_dir / f"{settings.model.stem}.fp16"
         copies = {".graph.json": exported, ".build.log": exported.with_name("baseline.log")}
@@ -117,7 +157,7 @@ def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> G
 
 
 def _float_times(parts: Partition, layers: Sequence[Layer]) -> list[float]:
-    """The float ms of each group; without layer times its work, which orders the groups as well."""
+    """The float ms of each group; without layer times its number of operations."""
     model, total = parts.model, sum(layer.time_ms or 0.0 for layer in layers)
     if not total:
         return [sum(work(model, model.nodes[n]) for n in unit.nodes) for unit in parts.units]
@@ -127,7 +167,7 @@ def _float_times(parts: Partition, layers: Sequence[Layer]) -> list[float]:
 def _kinds(
     parts: Partition, grouped: Grouping, resolved: Resolved, times: Sequence[float]
 ) -> tuple[tuple[GroupKind, ...], dict[int, str]]:
-    """Equal groups together, those that take the most time first; and by group why it is not worth a measurement."""
+    """Kinds of equal groups, those that take the most time first; and why the other groups are not measured."""
     why: dict[int, str] = {}
     alike: dict[str, list[Unit]] = {}
     for unit in parts.units:
@@ -148,11 +188,64 @@ def _kinds(
     return tuple(GroupKind(i, tuple(units), ms) for i, (ms, units) in enumerate(worth, 1)), why
 
 
-def _notes(grouped: Grouping, layers: Sequence[Layer], timed: bool) -> tuple[str, ...]:
+def _notes(grouped: Grouping, layers: Sequence[Layer], is_timed: bool) -> tuple[str, ...]:
     notes = []
     if grouped.nameless:
-        notes.append(f"{len(grouped.nameless)} layers of the report name no node of the model: see logs/{LOG}")
-    if not timed:
+        notes.append(f"{len(grouped.nameless)} layers of the report name no node of the model: see logs/{GROUP_LOG}")
+    if not is_timed:
         what = "no layer times" if layers else "no layers"
         notes.append(f"the engine reports {what}: groups were compared by their total latency, reformats included")
     return tuple(notes)
+
+
+# ---------------------------------------------------------------- the table at the end
+
+
+def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> tuple[GroupOutcome, ...]:
+    """A row for every group, those that take the most time in float first."""
+    search, parts = profiled.search, profiled.search.parts
+    builds = search.builds(history)
+    saved = (
+        [a - b for a, b in zip(search.spent(builds[Placement()]), search.spent(builds[final]), strict=True)]
+        if final in builds
+        else None
+    )
+    kinds = {unit.number: kind.number for kind in profiled.kinds for unit in kind.units}
+    running = nearest(parts, final).quantized
+    rows = []
+    for unit in parts.units:
+        profile = search.selection.profiles[unit.number]
+        chosen = search.selection.option(unit.number) or profile.best
+        kept = unit.number in running or parts.way(unit, final) is not None
+        nodes = [parts.model.nodes[n] for n in unit.nodes]
+        row = GroupOutcome(
+            nodes=tuple(n.name for n in nodes),
+            operators=tuple(n.op for n in nodes),
+            kind=kinds.get(unit.number),
+            scheme=chosen.scheme if chosen else None,
+            float_ms=profile.float_ms,
+            quantized_ms=chosen.ms if chosen else None,
+            gain_in_model=saved[unit.number] if saved and final else None,
+            kept=kept,
+            why=_why(unit.number, profiled, profile, final, kept=kept, is_tried=bool(history)),
+        )
+        rows.append(row)
+    return tuple(sorted(rows, key=lambda r: (-r.float_ms, r.nodes)))
+
+
+def _why(number: int, profiled: Profiled, profile: Profile, final: Placement, *, kept: bool, is_tried: bool) -> str:
+    """In words, why a group runs in 8 bits or in float."""
+    accepted = profiled.search.selection.option(number) is not None
+    if kept:
+        best = profile.best
+        is_slower_alone = best is None or best.ms >= profile.float_ms
+        return "kept: joins neighbours" if not accepted else "kept: saves conversions" if is_slower_alone else "kept"
+    if number in profiled.why and not accepted:
+        return profiled.why[number]
+    if not profile.options and profile.failures:
+        scheme, reason = next(iter(profile.failures.items()))
+        return f"scheme {scheme} fails: {reason}" if scheme else reason
+    if accepted:
+        return "slower in the model" if final else "model not faster" if is_tried else "not tried in the model"
+    best = profile.best
+    return "slower alone" if best is None or best.ms >= profile.float_ms else "conversions cost more"

@@ -1,6 +1,6 @@
-"""Timing groups alone: each distinct group becomes a model of its own, and meets its own float form in paired rounds.
+"""Times fusion groups alone: each distinct group becomes a model of its own, and its schemes are compared with float.
 
-Every answer of the engine goes to the store at once, so that a run that goes on asks nothing twice.
+Every result is written to the state file at once, so that a resumed run measures nothing twice.
 """
 
 from __future__ import annotations
@@ -33,31 +33,34 @@ from qdqtune.search.costs.profiles import Answer, Profile, profile_of, schemes, 
 from qdqtune.search.costs.units import Partition, Unit
 from qdqtune.timing.pairing import rounds_of
 from qdqtune.timing.ratios import Plan, compare
-from qdqtune.tuning.folder import LOGS, PARTS
+from qdqtune.tuning.folder import GROUP_MODELS, LOGS
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.records import Outcome, PartRecord, R, SchemeRecord
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.subgraphs.extraction import Resolved, borders, extract, is_shape
+from qdqtune.tuning.subgraphs.groups import Resolved, borders, extract, is_shape
 from qdqtune.types import Array, Edge, Failure, Layer, Measurement, Placement
 
-ROUNDS = Plan(looks=(5, 9), slot_seconds=0.001, warmup=1)
-"""Rounds of a part against its float form. They weigh groups; what is faster is decided on the whole model."""
+GROUP_ROUNDS = Plan(looks=(5, 9), slot_seconds=0.001, warmup=1)
+"""Rounds of a group with pairs against the same group in float: few, as what ships is decided on the whole model."""
 
-CLEAR = 0.1
-"""A ratio this far from 1 needs no second look."""
+DECISIVE = 0.1
+"""A ratio this far from 1 needs no second look. Chosen, not measured."""
 
 PROFILED_RUNS = 6
+"""Inferences behind a layer report of a group. Chosen, not measured."""
 
-HOPE = 0.98
-"""A scheme whose layers take more than this share of the float ones is not timed any further."""
+HOPELESS_SHARE = 0.98
+"""A scheme whose layers take more than this share of the float layers' time is not timed further. Chosen, not measured.
+"""
 
 AT_ONCE = 2**28
-"""Bytes of boundary tensors that are held at a time."""
+"""Bytes of inputs of groups that are held at a time. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class GroupKind:
-    """Groups that are equal. `number` counts kinds by falling time; `ms` is the float time of all its groups."""
+    """Equal groups. `number` counts kinds, the one that takes most time first; `ms` is the float time of all its
+    groups."""
 
     number: int
     units: tuple[Unit, ...]
@@ -65,7 +68,7 @@ class GroupKind:
 
     @property
     def first(self) -> Unit:
-        """The group that is measured for all."""
+        """The group that is measured for all of the kind."""
         return self.units[0]
 
     @property
@@ -76,7 +79,8 @@ class GroupKind:
 
 @dataclass(frozen=True)
 class _Part:
-    """A kind's first group as a model of its own, and the schemes to try on it."""
+    """The first group of a kind as a model of its own, which is written to `path`, and the schemes to try on it. `key`
+    is what its records in the state file begin with."""
 
     kind: GroupKind
     model: Model
@@ -86,10 +90,10 @@ class _Part:
 
 
 class Profiler:
-    """Builds groups as models of their own and times their schemes, in an engine process of its own on each device of
-    the run: groups side by side where there are several.
+    """Builds groups as models of their own and times their schemes, on each device of the run in an engine process of
+    its own.
 
-    A context manager. The models stay in the folder `subgraphs`, with one file for all their weights.
+    A context manager. The models stay in the folder `subgraphs`, with one file for all weights.
     """
 
     def __init__(self, run: Run, parts: Partition, resolved: Resolved, *, timed: bool) -> None:
@@ -99,12 +103,12 @@ class Profiler:
         settings = run.settings
         self._subject, self._parts, self._resolved, self._store = run.subject, parts, resolved, run.store
         self._timed, self._seed, self._budget = timed, settings.seed, run.runner.memory
-        self._output, self._folder = run.output, run.output.clear(PARTS)
+        self._output, self._folder = run.output, run.output.clear(GROUP_MODELS)
         with writing(self._folder):
             self._folder.mkdir(exist_ok=True)
         self._constants = ConstantFile(run.output.claim(self._folder / CONSTANTS))
         spec = with_spans(settings.engine, resolved.spans)
-        logs = run.output.path / LOGS / PARTS
+        logs = run.output.path / LOGS / GROUP_MODELS
         self._pool = WorkerPool(list(_beside(run, spec, logs)), run.observer.note, repeat_after=None)
         self._writing = RLock()
 
@@ -125,9 +129,9 @@ class Profiler:
         done: Callable[[GroupKind, Profile], None],
         deadline: float | None,
     ) -> dict[int, Profile]:
-        """The profile of each kind by number. A kind that cannot be built, or that comes too late, has no options.
+        """The profile of each kind by number. A kind has no options if it cannot be built, or if no time is left.
 
-        `done` is told each profile at once. `deadline` is a time of `time.monotonic`.
+        `done` is called with each profile at once. Nothing begins after the `deadline`, a time of `time.monotonic`.
         """
         profiles: dict[int, Profile] = {}
 
@@ -147,8 +151,10 @@ class Profiler:
                 waiting.append(part)
         for batch in self._in_passes(waiting):
             values = self._values(batch)
-            tell = self._teller(len(kinds), observer)
-            jobs = [partial(self._in_time, part=part, values=values, deadline=deadline, tell=tell) for part in batch]
+            report = self._reporter(len(kinds), observer)
+            jobs = [
+                partial(self._in_time, part=part, values=values, deadline=deadline, report=report) for part in batch
+            ]
             with closing(self._pool.results(jobs)) as results:
                 for number, in_time in results:
                     kind = batch[number].kind
@@ -159,8 +165,8 @@ class Profiler:
                         observer.progress(len(profiles), len(kinds))
         return profiles
 
-    def _teller(self, count: int, observer: Observer) -> Callable[[GroupKind], None]:
-        """What says which group is timed; of several at a time only how many are done."""
+    def _reporter(self, count: int, observer: Observer) -> Callable[[GroupKind], None]:
+        """A function that reports which group is timed. With several devices, only how many are done is reported."""
         if len(self._pool) == 1:
             return lambda kind: observer.stage(f"timing group {kind.number} of {count} alone: {self._name(kind)}")
         observer.stage(f"timing {count} groups alone, {len(self._pool)} at a time")
@@ -172,12 +178,12 @@ class Profiler:
         part: _Part,
         values: Mapping[str, Array],
         deadline: float | None,
-        tell: Callable[[GroupKind], None],
+        report: Callable[[GroupKind], None],
     ) -> bool:
-        """Measure a part on one device, unless it is too late."""
+        """Measure a part on one device; False if the deadline has passed."""
         if deadline is not None and time.monotonic() > deadline:
             return False
-        tell(part.kind)
+        report(part.kind)
         runner.feed({name: values[name] for name in part.model.inputs})
         self._measure(part, runner)
         return True
@@ -188,14 +194,14 @@ class Profiler:
         return f"{'+'.join(n.op for n in nodes[:4])}{'...' if len(nodes) > 4 else ''} ({nodes[0].name}{more})"
 
     def _baked(self, kinds: Sequence[GroupKind]) -> dict[str, Array]:
-        """The values of the shapes that groups read."""
+        """The values of computed shapes that groups read: they become constants."""
         model = self._subject.shaped
         reads = dict.fromkeys(t for kind in kinds for t in borders(model, kind.first.nodes)[0])
         computed = [t for t in reads if is_shape(model, t, self._resolved.sizes)]
         return values_on(model, computed, self._subject.feed, self._budget) if computed else {}
 
     def _extracted(self, kind: GroupKind, baked: Mapping[str, Array]) -> _Part | str:
-        """The part with the files of its schemes' names; or why there is none."""
+        """The first group of a kind as a model, and its schemes; or the reason why it cannot be a model."""
         parts, unit = self._parts, kind.first
         try:
             model = extract(self._subject.shaped, unit.nodes, self._resolved, baked)
@@ -221,7 +227,8 @@ class Profiler:
         return {name: f"{part.key}:{placement.digest}" for name, placement in part.schemes.items()}
 
     def _recorded(self, part: _Part) -> Profile:
-        """The profile that the store's records add up to; files for the parts, also for those timed earlier."""
+        """The profile of a part from its records. The file of the part is written, also if it was timed in an earlier
+        session."""
         base = self._store.get(PartRecord, part.key)
         with appearing(part.path) as fresh:
             self._constants.save(part.model, fresh)
@@ -240,7 +247,7 @@ class Profiler:
     # ---- the engine
 
     def _in_passes(self, waiting: Sequence[_Part]) -> Iterator[list[_Part]]:
-        """Parts divided so that the tensors that they read fit in memory together; a larger one goes alone."""
+        """Parts in batches whose inputs fit in memory together; a larger part is a batch of its own."""
         batch: list[_Part] = []
         used = 0
         for part in waiting:
@@ -258,14 +265,14 @@ class Profiler:
         return dtype.itemsize * int(np.prod(self._resolved.sizes.get(tensor, ())))
 
     def _values(self, batch: Sequence[_Part]) -> dict[str, Array]:
-        """What the parts read when the model runs on its sample."""
+        """The inputs of the parts when the model runs on its sample."""
         wanted = list(dict.fromkeys(t for part in batch for t in part.model.inputs))
         fed = {t: np.asarray(self._subject.feed[t]) for t in wanted if t in self._subject.feed}
         made = [t for t in wanted if t not in fed]
         return fed | (values_on(self._subject.shaped, made, self._subject.feed, self._budget) if made else {})
 
     def _measure(self, part: _Part, runner: Runner) -> None:
-        """Ask the engine for all that the store does not have yet."""
+        """Measure everything of a part that the state file does not have."""
         with self._writing:
             self._constants.save(part.model, part.path)
         handle = _loaded(runner, part.path)
@@ -285,7 +292,7 @@ class Profiler:
                 path = part.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', name)}.onnx")
                 with self._writing:
                     self._constants.save(inserter.insert(part.schemes[name]), self._output.claim(path))
-                self._kept(self._asked(runner, part, name, handle, path, base.layers))
+                self._kept(self._scheme(runner, part, name, handle, path, base.layers))
                 path.unlink()
         runner.unload(handle)
 
@@ -293,10 +300,10 @@ class Profiler:
         with self._writing:
             return self._store.put(record)
 
-    def _asked(
+    def _scheme(
         self, runner: Runner, part: _Part, scheme: str, float_form: Handle, path: Path, floats: Sequence[Layer]
     ) -> SchemeRecord:
-        """One scheme: its layers, and rounds unless they leave no hope."""
+        """Measure one scheme: its layers, and rounds unless the layers show that it is slower."""
         handle, key = _loaded(runner, path), self._keys(part)[scheme]
         if isinstance(handle, Failure):
             return SchemeRecord(of=key, result=Outcome.of(handle))
@@ -306,9 +313,9 @@ class Profiler:
             result, layers = layers, ()
         else:
             known = profile_of(part.model, floats, [Answer(scheme, part.schemes[scheme], None, layers)])
-            if not self._timed or any(option.ms < HOPE * known.float_ms for option in known.options):
-                rounds = rounds_of(runner, float_form, handle, ROUNDS, self._seed)
-                result = compare(rounds, ROUNDS, decided=lambda r: abs(r.median - 1) > CLEAR)
+            if not self._timed or any(option.ms < HOPELESS_SHARE * known.float_ms for option in known.options):
+                rounds = rounds_of(runner, float_form, handle, GROUP_ROUNDS, self._seed)
+                result = compare(rounds, GROUP_ROUNDS, decided=lambda r: abs(r.median - 1) > DECISIVE)
         runner.unload(handle)
         return SchemeRecord(of=key, result=None if result is None else Outcome.of(result), layers=layers)
 
@@ -319,12 +326,13 @@ class Profiler:
 def _loaded(runner: Runner, path: Path) -> Handle | Failure:
     try:
         return runner.load(path, path.name.removesuffix(".onnx"))
-    except InputError as error:  # an option that fits the whole model, but not this part of it
+    except InputError as error:  # an option of the engine that fits the whole model, but not this part
         return Failure("build", str(error))
 
 
 def _beside(run: Run, spec: EngineSpec, logs: Path) -> Iterator[Runner]:
-    """An engine process on each device of the run. Groups are small: where there are several, nothing bounds them."""
+    """An engine process on each device of the run; with several devices, groups are small enough to need no memory
+    budget."""
     if not run.others:
         yield run.runner.on_same_device(spec, logs)
     else:

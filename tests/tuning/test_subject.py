@@ -13,7 +13,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.graph.files import save
 from qdqtune.graph.model import Model
-from qdqtune.tuning.obstacles import insist_on_device
+from qdqtune.tuning.subject import check_device
 
 BRANCHING = """net (int64 rate, float[1,8] x) => (float[1,8] y) {
     [test] is_fast = Equal(rate, fast)
@@ -94,14 +94,14 @@ class Described:
 
 @pytest.mark.parametrize("engine", ["tensorrt", "trtexec", "tensorrt-rtx"])
 @pytest.mark.parametrize("device", ["none", EngineUnavailable("TensorRT cannot be loaded")])
-def test_without_a_gpu_the_way_is_named(engine: str, device: str | Exception) -> None:
+def test_without_a_gpu_the_error_names_other_commands(engine: str, device: str | Exception) -> None:
     way = "quantize MODEL --engine tensorrt.*check quantized.onnx --engine tensorrt-rtx --target sm89"
     with pytest.raises(EngineUnavailable, match=way):
-        insist_on_device(EngineSpec(engine), Described(device))  # type: ignore[arg-type]
+        check_device(EngineSpec(engine), Described(device))  # type: ignore[arg-type]
 
 
-def test_others_are_left_alone() -> None:
-    insist_on_device(EngineSpec("onnxruntime"), Described("CPU"))  # type: ignore[arg-type]
+def test_engines_with_a_device_are_accepted() -> None:
+    check_device(EngineSpec("onnxruntime"), Described("CPU"))  # type: ignore[arg-type]
     for error in (EngineUnavailable("no plug-in"), BadOption("no such option")):
         with pytest.raises(type(error), match=rf"^{error}$"):
-            insist_on_device(EngineSpec("openvino"), Described(error))  # type: ignore[arg-type]
+            check_device(EngineSpec("openvino"), Described(error))  # type: ignore[arg-type]

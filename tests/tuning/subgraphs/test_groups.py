@@ -1,10 +1,10 @@
-"""Groups as models of their own: they compute what the whole model computes there, on the same weights."""
+"""Groups of layer reports: every node once. Groups as models of their own: they compute what the whole model does."""
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Callable
-from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -12,14 +12,14 @@ import pytest
 
 from models import attention, build, conv_net, feeds, normal, ranges, run, tapped
 from qdqtune.calibration.observe import values_on
-from qdqtune.engines import EngineSpec
-from qdqtune.engines.tensorrt.options import SHAPE_OPTIONS, Span, check_inputs, spans, with_spans
+from qdqtune.engines.tensorrt.options import Span
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.placement.possible import possible_edges
-from qdqtune.tuning.subgraphs.extraction import Resolved, borders, extract, is_shape, resolve
-from qdqtune.tuning.subgraphs.groups import by_rules
+from qdqtune.tuning.subgraphs import groups
+from qdqtune.tuning.subgraphs.groups import Resolved, borders, by_rules, extract, is_shape, resolve
+from qdqtune.types import Layer
 
 RESHAPED = """net (float[N,4,6] x, float[2,3] z) => (float[N,M,2] y) {
     [rows] s = Shape <start=0, end=1> (x)
@@ -105,52 +105,77 @@ def test_a_border_of_unknown_type_is_refused() -> None:
         extract(Model(proto, model.large), [1], Resolved({}), {})
 
 
-def test_shapes_in_options_and_in_trtexec_arguments() -> None:
-    options = {"min_shapes": {"x": [1, 8]}, "max_shapes": {"x": [9, 8]}, "opt_shapes": {"x": [4, 8], "z": [3]}}
-    found = {"x": ((1, 8), (4, 8), (9, 8)), "z": ((3,), (3,), (3,))}
-    assert spans(EngineSpec("tensorrt", options)) == found
-    text = "--stronglyTyped --minShapes=x:1x8 --optShapes=x:4x8,z:3 --maxShapes=x:9x8"
-    spec = EngineSpec("trtexec", {"trtexec_args": text, "builder_level": 1})
-    assert spans(spec) == found
-    assert spans(EngineSpec("trtexec", {"trtexec_args": "--shapes=x:2x8"})) == {"x": ((2, 8),) * 3}
-    assert spans(EngineSpec("onnxruntime", options)) == {}
-    other = with_spans(spec, {"t": Span((1,), (2,), (3,))})
-    assert other.options["trtexec_args"] == "--stronglyTyped"
-    assert other.options["builder_level"] == 1
-    assert spans(other) == {"t": ((1,), (2,), (3,))}
-    assert not set(with_spans(spec, {}).options) & set(SHAPE_OPTIONS)
+def layer(name: str, *nodes: str, kind: str = "compute") -> Layer:
+    return Layer(name, nodes, "FP32", 1.0, kind)  # type: ignore[arg-type]
+
+
+def exported(folder: Path, *names: str) -> Path:
+    path = folder / "graph.json"
+    path.write_text(json.dumps({"Layers": [{"Name": name, "LayerType": "Convolution"} for name in names]}))
+    return path
+
+
+def test_each_node_is_in_one_group_in_graph_order() -> None:
+    model = conv_net()
+    names = [node.name for node in model.nodes]
+    report = [
+        layer("b", names[2], names[1]),
+        layer("a", names[0], names[2], "of no use"),
+        layer("copy", kind="reformat"),
+    ]
+    found = groups.from_layers(model, report, "from a test")
+    assert found.groups[:2] == ((names[0],), (names[1], names[2]))
+    assert [name for group in found.groups for name in group] == names
+    assert found.nameless == ("copy",)
+    assert "layer 'copy' names no node of the model" in found.lines()
+    assert found.lines()[0] == f"{len(names) - 1} groups from a test"
+
+
+def test_nodes_that_are_computed_in_advance_are_in_no_group() -> None:
+    model = conv_net()
+    names = [node.name for node in model.nodes]
+    found = groups.from_layers(model, [layer("folded", names[3], kind="folded")], "")
+    assert found.folded == (names[3],)
+    assert (names[3],) not in found.groups
+    assert sorted([*found.folded, *(n for g in found.groups for n in g)]) == sorted(names)
+
+
+def test_groups_of_a_file_that_tensorrt_wrote(tmp_path: Path) -> None:
+    model = build(
+        "net (float[1,8] x) => (float[1,8] y) {[a] t = MatMul(x, w) [b] u = Relu(t) [c] y = MatMul(u, v)}",
+        {"w": normal(8, 200, scale=0.1), "v": normal(200, 8, seed=1)},
+    )
+    assert model.large  # its names are not in the protobuf, and still no strangers
+    path = exported(tmp_path, "w + a + b", "Reformatting CopyNode for Input Tensor 0 to v + c", "v + c")
+    found = groups.from_file(model, path)
+    assert found.groups == (("a", "b"), ("c",))
+    assert len(found.nameless) == 1
+    assert found.lines()[0] == "2 groups from graph.json"
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("--optShapes=x:4x8,n:3", None),
-        ("--minShapes=x:1x8 --optShapes=x:4x8 --maxShapes=x:9x8", None),
-        ("--optShapes=z:4", "shapes given for 'z': the model's inputs are x, n"),
-        ("--optShapes=x:4", "input 'x' has 2 dimensions, and cannot have sizes 4"),
-        ("--optShapes=x:4x9", "input 'x': dimension 1 is 8, and cannot have sizes 4x9"),
-        ("--minShapes=x:4x8 --optShapes=x:2x8", "must rise, not 4x8, 2x8"),
+        ('{"Layers": [{"Name": "of", "LayerType"', "cut short"),
+        (json.dumps({"Layers": [{"Name": "somebody + else"}]}), "another model"),
+        (json.dumps([1, 2]), "no list 'Layers'"),
+        (None, "cannot read"),
     ],
 )
-def test_shapes_that_no_input_can_have_are_refused(text: str, words: str | None) -> None:
-    model = build("net (float[N,8] x, int64[2] n) => (float[A,B] y) {y = Reshape(x, n)}")
-    spec = EngineSpec("trtexec", {"trtexec_args": text})
-    with nullcontext() if words is None else pytest.raises(BadOption, match=re.escape(words)):
-        check_inputs(spec, model)
+def test_an_unusable_report_is_refused_in_one_line(tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "graph.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(BadOption, match=words) as error:
+        groups.from_file(conv_net(), path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["--optShapes=x", "--minShapes=x:1xN", "--optShapes='x:1"])
-def test_shapes_that_cannot_be_read_are_refused(text: str) -> None:
-    with pytest.raises(BadOption, match="trtexec_args"):
-        spans(EngineSpec("trtexec", {"trtexec_args": text}))
-
-
-@pytest.mark.parametrize(("engine", "taken"), [("trtexec", False), ("tensorrt", True)])
-def test_input_names_that_trtexec_cannot_be_told_of(engine: str, taken: bool) -> None:
-    model = build("net (float[2,8] x) => (float[2,8] y) { y = Relu(x) }", {})
-    renamed = onnx.compose.add_prefix(model.to_proto(), "a,'")
-    if taken:
-        check_inputs(EngineSpec(engine), Model(renamed))
-    else:
-        with pytest.raises(BadOption, match="rename the input"):
-            check_inputs(EngineSpec(engine), Model(renamed))
+def test_without_a_report_rules_say_what_engines_fuse() -> None:
+    model = conv_net()
+    found = groups.by_rules(model, possible_edges(model, ranges(model)))
+    assert ("stem", "stem_relu") in found.groups
+    assert sorted(n for g in found.groups for n in g) == sorted(n.name for n in model.nodes)
+    matrices = attention()
+    assert all(len(g) == 1 for g in groups.by_rules(matrices, frozenset()).groups)

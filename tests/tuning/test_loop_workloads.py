@@ -107,7 +107,7 @@ def model(tmp_path: Path) -> Path:
     return written(tmp_path, decoder(), CALLS)
 
 
-def test_the_mean_of_all_calls_is_what_counts_and_each_is_told(model: Path, workers: Workers) -> None:
+def test_the_mean_over_calls_decides_and_each_workload_is_reported(model: Path, workers: Workers) -> None:
     result = tune(settings(model, WEIGHTS))
     final = model.parent / "out" / "optimized_final.onnx"
     assert result.ratio is not None
@@ -153,7 +153,7 @@ def test_a_run_goes_on_and_other_workloads_are_refused(model: Path, workers: Wor
         tune(settings(model, {}, calibration_data=str(model.with_name("prefill.npz"))))
 
 
-def test_a_front_tells_each_workload_of_each_point(model: Path, workers: Workers) -> None:
+def test_a_front_reports_each_workload_of_each_point(model: Path, workers: Workers) -> None:
     result = tune(settings(model, WEIGHTS, front=True, builds=16))
     for row in result.summary["front"]:
         file = model.parent / "out" / row["file"]
@@ -347,7 +347,7 @@ def test_layers_have_the_times_of_the_average_call() -> None:
     assert other == (layer("c", 2.0), layer("d", 4.0))
 
 
-def test_compare_tells_each_workload(model: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_reports_each_workload(model: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qdqtune.commands.compare.LONG", 0.0)
     tune(settings(model, WEIGHTS))
     final = model.parent / "out" / "optimized_final.onnx"
@@ -386,7 +386,7 @@ def test_an_engine_for_ranges_of_sizes_is_told_those_of_all_workloads(model: Pat
     assert built_for(asked, files, ["past"]) == asked
 
 
-def test_a_workload_that_got_slower_is_told() -> None:
+def test_a_workload_that_got_slower_is_noted() -> None:
     mix = as_workloads((Workload({}, 0.8, "decode"), Workload({}, 0.2, "prefill")))
     slow, fast = Standing(4, Ratio(1.25, 1.2, 1.3), 1.0, 1.25), Standing(4, Ratio(0.5, 0.4, 0.6), 1.0, 0.5)
     one, four = (Standing(count, Ratio(0.8, 0.7, 0.9), 1.0, 0.8, (fast, x)) for count, x in ((1, fast), (4, slow)))

@@ -74,7 +74,7 @@ def test_it_finds_what_cut_mode_finds_and_writes_its_files(tmp_path: Path) -> No
     assert run(load(out / "optimized_raw.onnx"), [sample])[0].keys() == {"y"}
 
 
-def test_the_table_tells_what_became_of_each_group(tmp_path: Path) -> None:
+def test_the_table_has_a_row_for_each_group(tmp_path: Path) -> None:
     result = subgraph_run(tmp_path)
     rows = {row.nodes[0]: row for row in result.recorded.rows}
     assert sorted(n for row in result.recorded.rows for n in row.nodes) == sorted(n.name for n in mixed().nodes)
@@ -125,7 +125,7 @@ def test_a_run_goes_on_from_the_file_of_progress_alone(tmp_path: Path, workers: 
         subgraph_run(tmp_path)
 
 
-def test_a_killed_run_goes_on_without_asking_twice(tmp_path: Path, call: Call) -> None:
+def test_a_killed_run_goes_on_without_measuring_twice(tmp_path: Path, call: Call) -> None:
     model, state = write(mixed(), tmp_path), tmp_path / "out" / "autotuner_state.yaml"
     command = ["tune", str(model), "-o", str(tmp_path / "out"), "--mode", "subgraph", "--engine", "fake", "--no-report",
                "--calibration-data", str(model.with_suffix(".npz")), "--calibration-method", "minmax",
@@ -162,7 +162,7 @@ def test_equal_groups_are_timed_once(tmp_path: Path) -> None:
     assert result.improved
 
 
-def test_without_layer_times_total_latency_is_compared_and_said_so(tmp_path: Path) -> None:
+def test_without_layer_times_total_latency_is_compared_and_a_note_says_so(tmp_path: Path) -> None:
     result = subgraph_run(tmp_path, engine=EngineSpec("fake", {"hide_times": True}))
     assert result.improved
     assert any("total latency" in note for note in result.notes)
@@ -171,7 +171,7 @@ def test_without_layer_times_total_latency_is_compared_and_said_so(tmp_path: Pat
     assert all(row.gain_in_model is None for row in result.recorded.rows)
 
 
-def test_groups_that_do_not_build_are_told_and_skipped(tmp_path: Path) -> None:
+def test_groups_that_do_not_build_are_listed_and_skipped(tmp_path: Path) -> None:
     result = subgraph_run(tmp_path, engine=EngineSpec("fake", {"faults": {"refuse": "softmax"}}))
     rows = {row.nodes[0]: row for row in result.recorded.rows}
     assert rows["softmax"].why.startswith("scheme activation-only")
@@ -189,7 +189,7 @@ def test_nothing_faster_ships_the_baseline(tmp_path: Path) -> None:
     assert raw == baseline  # no group gains
 
 
-def test_without_validation_all_groups_are_one_question(tmp_path: Path) -> None:
+def test_without_validation_all_groups_are_one_candidate(tmp_path: Path) -> None:
     result = subgraph_run(tmp_path, incremental_validation=False)
     assert [t.proposal.origin for t in result.history] == ["all groups"]
     assert result.improved
@@ -221,7 +221,7 @@ def test_groups_of_a_given_file(tmp_path: Path, call: Call) -> None:
     ("text", "words"),
     [('{"Layers": [{"Na', "cut short"), ('{"Layers": ["conv7", "conv8"]}', "another model"), (None, "cannot read")],
 )
-def test_a_file_of_groups_that_is_of_no_use_ends_the_run_in_one_line(
+def test_an_unusable_file_of_groups_ends_the_run_in_one_line(
     tmp_path: Path, call: Call, text: str | None, words: str
 ) -> None:
     model, graph = write(mixed(), tmp_path), tmp_path / "graph.json"
@@ -248,7 +248,7 @@ def trt_run(folder: Path, program: str, **options: Any) -> Result:
     )
     spec = EngineSpec("trtexec", {"trtexec": program, **options})
     return tune(settings(write(model, folder), mode="subgraph", engine=spec, plan=ONCE, proof=(1,), builds=2,
-                         input_shapes={"x": (4, 8)}, calibration_data=None))  # fmt: skip
+                         input_shapes={"x": (4, 8)}, calibration_data=None, precision="fp32"))  # fmt: skip
 
 
 def test_trtexec_writes_the_groups_and_builds_parts_for_the_shapes_that_were_given(tmp_path: Path) -> None:

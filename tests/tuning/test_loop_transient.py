@@ -74,7 +74,7 @@ def test_one_kill_at_any_build_changes_nothing(model: Path, workers: Workers, mo
 
 
 @pytest.mark.parametrize(("mode", "error"), [("cut", SHORT[0]), *(("subgraph", error) for error in SHORT)])
-def test_what_failed_so_is_not_remembered(model: Path, workers: Workers, mode: str, error: BaseException) -> None:
+def test_transient_failures_are_not_stored(model: Path, workers: Workers, mode: str, error: BaseException) -> None:
     expected = run(model, mode, "whole")
     workers.refused = raising(error, is_tuned if mode == "cut" else lambda b: "group" in b.path.name)
     failed = run(model, mode)
@@ -86,7 +86,7 @@ def test_what_failed_so_is_not_remembered(model: Path, workers: Workers, mode: s
     assert shipped(model.parent / "out") == shipped(model.parent / "whole")
 
 
-def test_what_the_engine_refuses_is_remembered(model: Path, workers: Workers) -> None:
+def test_refused_builds_are_stored(model: Path, workers: Workers) -> None:
     workers.refused = lambda build: "no kernel for Add" if build.log.stem == "trial_002" else None
     first = run(model, "cut")
     assert [t.result.stage for t in first.history if isinstance(t.result, Failure)] == ["build"]
@@ -114,7 +114,7 @@ def test_killed_workers_during_the_proof_drop_no_comparison(model: Path, workers
 
 
 @pytest.mark.parametrize("error", SHORT)
-def test_a_proof_that_fails_so_is_tried_again(model: Path, workers: Workers, error: BaseException) -> None:
+def test_a_proof_with_a_transient_failure_is_tried_again(model: Path, workers: Workers, error: BaseException) -> None:
     expected = run(model, "cut", "whole")
     workers.refused = raising(error, lambda build: build.path.name in ("optimized_final.onnx", "model.onnx"))
     with pytest.raises(BaselineFailed, match="failed on the finished files"):

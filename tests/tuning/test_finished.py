@@ -84,7 +84,7 @@ def test_a_run_without_an_improvement_answers_as_well(tmp_path: Path, workers: W
 
 @pytest.mark.parametrize("name", ["optimized_final.onnx", "placement.yaml", "summary.json", "units.json"])
 @pytest.mark.parametrize("how", ["changed", "gone"])
-def test_results_that_are_not_as_they_were_left_are_written_again(model: Path, name: str, how: str) -> None:
+def test_changed_or_missing_results_are_written_again(model: Path, name: str, how: str) -> None:
     run(model)
     path = model.parent / "out" / name
     before, text = left(model), path.read_bytes()
@@ -96,7 +96,7 @@ def test_results_that_are_not_as_they_were_left_are_written_again(model: Path, n
 
 
 @pytest.mark.parametrize("change", [{"min_sqnr": 60.0}, {"builds": 9}, {"accuracy_samples": 2}])
-def test_another_question_gets_an_answer_of_its_own(model: Path, change: dict[str, Any]) -> None:
+def test_other_settings_get_a_result_of_their_own(model: Path, change: dict[str, Any]) -> None:
     run(model)
     before = len(rows(model.parent / "out" / STATE))
     tune(settings(model, **MODES["cut"] | change))
@@ -104,7 +104,7 @@ def test_another_question_gets_an_answer_of_its_own(model: Path, change: dict[st
     assert [row["kind"] for row in more].count("finished") == 1
 
 
-def test_what_would_be_tried_again_is_not_finished(model: Path, workers: Workers) -> None:
+def test_a_run_with_a_transient_failure_is_not_finished(model: Path, workers: Workers) -> None:
     def killed(build: Build) -> str | None:
         if build.log.stem == "trial_002":
             raise EOFError
@@ -138,7 +138,7 @@ def test_a_run_that_ended_within_its_time_answers_at_once(model: Path, workers: 
 
 def test_a_version_that_makes_other_candidates_ships_nothing_else(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, before = run(model), left(model)
-    monkeypatch.setattr(store, "CANDIDATES", store.CANDIDATES + 1)
+    monkeypatch.setattr(store, "CANDIDATE_VERSION", store.CANDIDATE_VERSION + 1)
     assert run(model).history == first.history
     with pytest.raises(BadState, match="version of qdqtune whose candidates are others"):
         tune(settings(model, **MODES["cut"] | {"builds": 9}))
@@ -280,12 +280,12 @@ CANDIDATES = {
     "int8": "1300b475543fc534",
     "fp8": "de8707f3588ee4d2",
 }
-"""What insertion made of one network when `store.CANDIDATES` was given its number."""
+"""What insertion made of one network when `store.CANDIDATE_VERSION` was given its number."""
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_candidates_are_those_of_their_version(name: str) -> None:
-    """Where this fails on purpose, raise `store.CANDIDATES`: runs that were begun before must not go on."""
+    """Where this fails on purpose, raise `store.CANDIDATE_VERSION`: runs that were begun before must not go on."""
     model = conv_net()
     numbers = FORMATS[name]
     found = Ranges({name: Range(-1 - i / 8, 2 + i / 8) for i, name in enumerate(sorted(model.tensors))})

@@ -1,0 +1,220 @@
+"""The modes of a search: what each one measures before the search, and what it knows after it.
+
+A further mode is a function here, and a line in `MODES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+from qdqtune.errors import writing
+from qdqtune.graph.files import CONSTANTS, ConstantFile
+from qdqtune.graph.outputs import appearing
+from qdqtune.placement.insertion import Inserter
+from qdqtune.search import Seeded, Strategy
+from qdqtune.search.costs import explanation
+from qdqtune.search.costs.guess import guesses
+from qdqtune.search.costs.noise import Noise
+from qdqtune.search.costs.priors import NOTHING
+from qdqtune.search.costs.units import by_bits
+from qdqtune.search.cut import CutSearch
+from qdqtune.search.front import FrontSearch
+from qdqtune.search.latency import GroupedSearch
+from qdqtune.search.region import QUIETER, RegionSearch
+from qdqtune.search.regions import cache
+from qdqtune.search.subgraph import SubgraphSearch, narrowed
+from qdqtune.tuning.folder import RAW, REGION_MODELS, UNITS
+from qdqtune.tuning.noise import binding_noise_of, noise_of
+from qdqtune.tuning.observer import Observer, Silent, State
+from qdqtune.tuning.result import ModeResult
+from qdqtune.tuning.run import Run
+from qdqtune.tuning.subgraphs.prepare import Profiled, outcomes, profile
+from qdqtune.tuning.weight_formats import products_of
+from qdqtune.types import Placement, Trial
+
+FEW_BUILDS = (
+    "what earlier runs have learned holds for this model: few builds had to do; --price-cache none searches in full"
+)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A mode made ready for one run.
+
+    `strategy` proposes candidates. `record` is called when the search has ended, with its trials and the placement that
+    ships, and may write files of its own. `observers` are told of each trial before the observer of the run is.
+    """
+
+    strategy: Strategy
+    record: Callable[[Sequence[Trial], Placement], ModeResult]
+    observers: tuple[Observer, ...] = ()
+
+
+# ---------------------------------------------------------------- cut
+
+
+def cut(run: Run) -> Mode:
+    """Price fusion groups by the layer times of builds; without layer times, by the latency of whole builds."""
+    subject, noise = run.subject, noise_of(run)
+    if (by_layers := cut_search(run, noise)) is not None:
+        record = partial(_record_units, run, by_layers)
+        if not run.settings.front or noise is None:
+            return Mode(by_layers, record)
+        builds = run.settings.builds - run.found.builds
+        return Mode(FrontSearch(by_layers, noise, builds, len(run.settings.thread_counts)), record)
+    suggestions = subject.suggestions()
+    if noise is not None and not noise.is_harmless:
+        suggestions[QUIETER] = guesses(subject.shaped, subject.possible, noise)(noise.levels(())[0])
+    seeds = {**run.earlier.found, **suggestions, **by_bits(run.ways)}
+    strategy = GroupedSearch(subject.shaped, subject.possible, seeds, run.width)
+    return Mode(strategy, partial(_record_placement, run))
+
+
+def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
+    """The search that prices fusion groups by layer times; None if the engine reports none, or no time is left to ask
+    it for them."""
+    if run.budget.is_late:
+        return None
+    subject, layers = run.subject, run.bench.layers()
+    if not any(layer.time_ms for layer in layers):
+        return None
+    first = subject.foremost()
+    spares = {name: p for name, p in subject.suggestions().items() if name not in first}
+    return CutSearch(
+        model=subject.shaped,
+        possible=subject.possible,
+        float_layers=layers,
+        seeds=first,
+        plan=run.settings.plan,
+        noise=noise,
+        spares=spares,
+        width=run.learning_width,
+        ways=run.ways,
+        prior=NOTHING
+        if run.settings.front
+        else run.earlier.prices,  # else it would save builds that a front is made of
+        found=run.earlier.found,
+    )
+
+
+def _record_units(run: Run, by_layers: CutSearch, history: Sequence[Trial], final: Placement) -> ModeResult:
+    """What each fusion group costs with pairs and in float; prices and placement go to the price cache."""
+    run.add_prices(final, by_layers.lessons(history) if history else NOTHING)
+    units = explanation.explain(by_layers.costs(history, final), final)
+    notes = (FEW_BUILDS,) if by_layers.is_as_foretold(history) else ()
+    return ModeResult(units, files={UNITS: {"units": explanation.record(units)}}, notes=notes)
+
+
+def _record_placement(run: Run, history: Sequence[Trial], final: Placement) -> ModeResult:
+    """Nothing but the placement in the price cache."""
+    run.add_prices(final)
+    return ModeResult()
+
+
+# ---------------------------------------------------------------- region
+
+
+def region(run: Run) -> Mode:
+    """Vary placements pattern by pattern, starting from what cut mode finds in its first builds."""
+    settings, subject, noise = run.settings, run.subject, binding_noise_of(run)
+    by_region = RegionSearch(
+        model=subject.shaped,
+        patterns=subject.patterns,
+        possible=subject.possible,
+        seeds={
+            **run.earlier.found,
+            **subject.suggestions(),
+            **by_bits(run.ways, lambda p: noise is None or noise.fits(p, ())),
+        },
+        cached=cache.read_cache(settings.pattern_cache) if settings.pattern_cache else {},
+        config=settings.config,
+        plan=settings.plan,
+        seed=settings.seed,
+        noise=noise,
+        within=guesses(subject.shaped, subject.possible, noise),
+        width=run.width,
+        ways=run.ways,
+    )
+    by_cut = cut_search(run, noise) if settings.seed_builds > 0 else None
+    strategy = by_region if by_cut is None else Seeded(by_cut, by_region, settings.seed_builds)
+    models = RegionModels(run)
+
+    def record(history: Sequence[Trial], final: Placement) -> ModeResult:
+        models.finish(history)
+        return _record_placement(run, history, final)
+
+    return Mode(strategy, record, (models,))
+
+
+class RegionModels(Silent):
+    """Writes for each region the whole model with the placement with which the region last won.
+
+    The models share a file of constants of their own, so that they can be opened while the search goes on.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._output, subject = run.output, run.subject
+        self._folder = run.output.clear(REGION_MODELS)
+        rounding = products_of(run.settings, subject)
+        self._inserter = Inserter(subject.model, subject.ranges, subject.numbers, rounding)
+        regions = ((pattern.digest, pattern.instances[0]) for pattern in subject.patterns)
+        self._names = {digest: f"region_{region.id}_level_{region.level}.onnx" for digest, region in regions}
+        self._written: dict[str, Placement] = {}
+        self._constants: ConstantFile | None = None
+
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
+        """Write the model of a trial that is the best so far."""
+        if state.best == trial.placement and (name := self._names.get(trial.proposal.pattern)):
+            self._write(name, trial.placement)
+
+    def finish(self, history: Sequence[Trial]) -> None:
+        """Leave the models whose placement was accepted: of several in a batch that win, one is."""
+        won = {self._names.get(t.proposal.pattern, ""): t.placement for t in history if t.accepted}
+        for name, placement in won.items():
+            if name and self._written.get(name) != placement:
+                self._write(name, placement)
+        for name in self._written.keys() - won.keys():
+            with writing(self._folder / name):
+                (self._folder / name).unlink()
+        if self._constants is not None:
+            self._constants.__exit__()
+
+    def _write(self, name: str, placement: Placement) -> None:
+        path = self._output.claim(self._folder / name)
+        if self._constants is None:
+            with writing(self._folder):
+                self._folder.mkdir(exist_ok=True)
+            self._constants = ConstantFile(self._output.claim(self._folder / CONSTANTS))
+        with appearing(path) as fresh:
+            self._constants.save(self._inserter.insert(placement), fresh)
+        self._written[name] = placement
+
+
+# ---------------------------------------------------------------- subgraph
+
+
+def subgraph(run: Run) -> Mode:
+    """Time every distinct fusion group alone, then try what gains on the whole model."""
+    profiled = profile(run)
+    run.candidates.write_whole(profiled.search.raw, run.settings.output_dir / RAW)
+    search, noise = profiled.search, binding_noise_of(run)
+    seeds = {**run.earlier.found, **search.seeds}
+    search = replace(search, seeds=seeds, by_cut=cut_search(run, noise) if search.incremental else None)
+    strategy = narrowed(search, noise)
+    return Mode(strategy, partial(_record_groups, run, strategy, profiled), (profiled.progress,))
+
+
+def _record_groups(
+    run: Run, search: SubgraphSearch, profiled: Profiled, history: Sequence[Trial], final: Placement
+) -> ModeResult:
+    """What became of every fusion group; prices and placement go to the price cache."""
+    run.add_prices(final, search.by_cut.lessons(history) if search.by_cut and history else NOTHING)
+    rows = outcomes(profiled, history, final)
+    summary = profiled.summary() | {"groups": [asdict(row) for row in rows]}
+    return ModeResult(rows, summary, notes=profiled.notes)
+
+
+MODES: Mapping[str, Callable[[Run], Mode]] = {"cut": cut, "region": region, "subgraph": subgraph}
+"""The modes by the name that `--mode` has."""
