@@ -13,11 +13,11 @@ from qdqtune.engines.fake import _CostModel
 from qdqtune.graph.model import Model
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.attribution import Priced, Times, attribute
+from qdqtune.search.costs.attribution import BuildTimes, TimedBuild, attribute
+from qdqtune.search.costs.observations import behind, state, stored_in
 from qdqtune.search.costs.optimum import cut, everything
-from qdqtune.search.costs.prices import HOPE, learn, lessons
+from qdqtune.search.costs.prices import UNMEASURED_SHARE, learn, learned_prior
 from qdqtune.search.costs.priors import Prices, packed, unpacked
-from qdqtune.search.costs.samples import behind, state, stored_in
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.types import Edge, Layer, Placement
 from region_models import resnet
@@ -45,9 +45,9 @@ def layer(time: float, *nodes: str) -> Layer:
     return Layer(nodes[0] if nodes else "reformat", nodes, "FP32", time, "compute" if nodes else "reformat")
 
 
-def times(placement: Placement = EMPTY, quantize=None, dequantize=None, copies=None, **nodes: float) -> Times:
+def times(placement: Placement = EMPTY, quantize=None, dequantize=None, copies=None, **nodes: float) -> BuildTimes:
     dequantize = dequantize or {}
-    return Times(placement, nodes, quantize or {}, dequantize, copies or dict.fromkeys(dequantize, 1))
+    return BuildTimes(placement, nodes, quantize or {}, dequantize, copies or dict.fromkeys(dequantize, 1))
 
 
 FLOAT = {"a": 10.0, "b": 10.0, "c": 3.0, "d": 10.0}
@@ -60,7 +60,7 @@ def placed(parts: Partition, running: str, stored: str = "") -> Placement:
 def test_attribution_adds_up_to_the_scaled_latency() -> None:
     conversions = layer(1.0, "u_DequantizeLinear"), layer(1.0, "u_DequantizeLinear_2"), layer(0.5, "t_QuantizeLinear")
     layers = (layer(2.0, "a", "t_QuantizeLinear"), layer(1.0), layer(4.0, "b", "c"), *conversions)
-    found = attribute(chain(), Priced(Placement(), layers, 0.5), 38.0)
+    found = attribute(chain(), TimedBuild(Placement(), layers, 0.5), 38.0)
     scale = 0.5 * 38.0 / 9.5
     assert found.nodes["a"] == pytest.approx(2.0 * scale)
     assert found.nodes["b"] + found.nodes["c"] == pytest.approx(5.0 * scale)  # with the reformat in front
@@ -71,7 +71,7 @@ def test_attribution_adds_up_to_the_scaled_latency() -> None:
 
 
 def test_a_report_without_times_gives_none() -> None:
-    found = attribute(chain(), Priced(Placement(), (Layer("a", ("a",), "", None, "compute"),)), 0.0)
+    found = attribute(chain(), TimedBuild(Placement(), (Layer("a", ("a",), "", None, "compute"),)), 0.0)
     assert sum(found.nodes.values()) == 0
 
 
@@ -103,7 +103,7 @@ def test_pairs_inside_a_unit_say_nothing_about_it() -> None:
 def test_unseen_units_are_hoped_to_be_fast() -> None:
     costs = learn(parts_of(chain()), [times(**FLOAT)])
     assert [p.as_float for p in costs.prices] == [10.0, 10.0, 3.0, 10.0]
-    assert [p.as_quantized for p in costs.prices] == [HOPE * p.as_float for p in costs.prices]
+    assert [p.as_quantized for p in costs.prices] == [UNMEASURED_SHARE * p.as_float for p in costs.prices]
     assert not any(p.seen for p in costs.prices)
 
 
@@ -111,14 +111,14 @@ def test_what_earlier_runs_have_learned_is_a_share_of_the_float_time_and_gives_w
     """The third unit was never built in 8 bits: it has what units of its operators have."""
     parts = parts_of(chain())
     seen = times(placed(parts, "ab", "tu"), {}, {}, a=2.0, b=2.0, c=3.0, d=10.0)
-    told = lessons(parts, [times(**FLOAT), seen])
+    told = learned_prior(parts, [times(**FLOAT), seen])
     assert unpacked(msgspec.json.decode(msgspec.json.encode(packed(told)), type=Prices)) == told
     twice = {name: 2 * ms for name, ms in FLOAT.items()}
     costs = learn(parts, [times(**twice)], told)
     assert [(p.as_quantized, p.seen) for p in costs.prices] == [
         (4.0, True),
         (4.0, True),
-        (HOPE * 6.0, False),
+        (UNMEASURED_SHARE * 6.0, False),
         (4.0, True),
     ]
     own = learn(parts, [times(**twice), times(placed(parts, "ab", "tu"), {}, {}, a=9.0, b=9.0, c=6.0, d=20.0)], told)
@@ -191,7 +191,9 @@ def test_equal_units_that_the_float_build_took_unequal_time_for_share_nothing() 
     parts = parts_of(chain())
     built = times(placed(parts, "a", "t"), {}, {"t": 0.5}, a=4.0, b=10.0, c=3.0, d=30.0)
     costs = learn(parts, [times(**FLOAT | {"d": 30.0}), built])
-    assert [p.as_quantized for p in costs.prices] == pytest.approx([4.0, 4.0, HOPE * 3.0, HOPE * 30.0])
+    assert [p.as_quantized for p in costs.prices] == pytest.approx(
+        [4.0, 4.0, UNMEASURED_SHARE * 3.0, UNMEASURED_SHARE * 30.0]
+    )
     assert [p.as_float for p in costs.prices] == [10.0, 10.0, 3.0, 30.0]
     alike = learn(parts, [times(**FLOAT | {"d": 14.0}), built])
     assert alike.prices[3].as_quantized == pytest.approx(4.0)
@@ -255,13 +257,13 @@ def test_the_fake_engines_builds_are_predicted_exactly() -> None:
     parts = parts_of(model)
     inserter = Inserter(model, ranges(model), INT8)
 
-    def priced(placement: Placement) -> tuple[Times, float]:
+    def timed_builds(placement: Placement) -> tuple[BuildTimes, float]:
         found = _CostModel(inserter.insert(placement).to_proto(), 1)
-        return attribute(model, Priced(placement, found.layers()), 1e3 * found.seconds), 1e3 * found.seconds
+        return attribute(model, TimedBuild(placement, found.layers()), 1e3 * found.seconds), 1e3 * found.seconds
 
     whole = everything(parts)
-    base, seconds = priced(Placement())
-    built, quantized_seconds = priced(parts.placement(whole))
+    base, seconds = timed_builds(Placement())
+    built, quantized_seconds = timed_builds(parts.placement(whole))
     costs = learn(parts, [base, built])
     assert costs.total(Decision()) == pytest.approx(seconds)
     assert costs.total(whole) == pytest.approx(quantized_seconds)
@@ -272,14 +274,14 @@ def test_recorded_reports_of_tensorrt_are_attributed(export: str) -> None:
     """To a model of other names nothing can be attributed, and to one of its names everything."""
     report = report_of(export)
     total = sum(found.time_ms or 0.0 for found in report)
-    stranger = attribute(chain(), Priced(Placement(), report), total)
+    stranger = attribute(chain(), TimedBuild(Placement(), report), total)
     assert not stranger.nodes
     parts = parts_of(chain())
     costs = learn(parts, [times(**FLOAT), stranger])
     assert np.isfinite(costs.total(cut(costs)))
     named = [n for found in report for n in found.nodes if "QuantizeLinear" not in n]
     model = lookalike(list(dict.fromkeys(named)))
-    found = attribute(model, Priced(Placement(), report, 0.5), total)
+    found = attribute(model, TimedBuild(Placement(), report, 0.5), total)
     spent = sum((*found.nodes.values(), *found.quantize.values(), *found.dequantize.values()))
     assert 0.8 * 0.5 * total < spent <= 0.5 * total * (1 + 1e-9)  # what runs behind the last node has no owner
 

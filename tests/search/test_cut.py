@@ -260,7 +260,7 @@ def test_seeds_are_priced_in_the_first_batch() -> None:
 @pytest.mark.parametrize(("limit", "third"), [(1.0, "single nodes"), (0.5, "cut")])
 def test_nodes_apart_come_last_where_they_miss_the_limit(limit: float, third: str) -> None:
     bench = Bench(mixed())
-    noise = Noise(bench.model, {}, limit, foretold=lambda p: 0.9 if p.edges == every.placement.edges else 0.1)
+    noise = Noise(bench.model, {}, limit, simulate=lambda p: 0.9 if p.edges == every.placement.edges else 0.1)
     search = replace(bench.search(), noise=noise)
     (every,) = search._apart(())
     history = [bench.measured(1, search.propose([])[0], Placement())]

@@ -18,9 +18,9 @@ from qdqtune.engines.fake import latency
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.explanation import UnitPrice
+from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.search.costs.units import Decision
-from qdqtune.search.latency import GroupedSearch
+from qdqtune.search.grouped import GroupedSearch
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
 from qdqtune.types import Measurement, Placement, Trial

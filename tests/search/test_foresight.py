@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from qdqtune.search import as_foretold, best_of, foreseen
+from qdqtune.search import as_predicted, best_of, upcoming_placements
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Edge, Placement, Proposal, Trial
 
@@ -34,6 +34,6 @@ class Around:
     ],
 )
 def test_it_takes_for_granted_what_is_foretold_and_guesses_no_lessons(proposal: Proposal, expected: list[str]) -> None:
-    coming = islice(foreseen(Around(), [], [proposal], Plan()), 2)
+    coming = islice(upcoming_placements(Around(), [], [proposal], Plan()), 2)
     assert list(coming) == [named(name).placement for name in expected]
-    assert (best_of(as_foretold([], [proposal], Plan())) == proposal.placement) == (expected[:1] == ["cut.1"])
+    assert (best_of(as_predicted([], [proposal], Plan())) == proposal.placement) == (expected[:1] == ["cut.1"])

@@ -9,7 +9,7 @@ import pytest
 
 from models import attention, build, normal
 from qdqtune.graph.model import Model
-from qdqtune.search.costs.noise import DOUBT, STEP, Noise
+from qdqtune.search.costs.noise import DOUBT, QUIETER_FACTOR, Noise
 from qdqtune.search.costs.optimum import cut, cut_holding, cut_within
 from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, Partition, partition
@@ -56,10 +56,10 @@ class TestWhatIsForetold:
         paired, stored = on("a"), Placement.of((), [(weight, weight_format)])
         both = Placement(paired.edges, stored.compressed)
         noise = Noise(chain(), {"a": 0.03}, 0.1, lambda _: 0.04, {("w", weight_format.name): 0.01})
-        told = noise.heeding([trial(paired, db=4.0), trial(stored, db=14.0)])
-        assert told.brought(stored) == pytest.approx(0.04)
-        assert told.brought(paired) == pytest.approx(10**-0.4)
-        assert told.brought(both) == pytest.approx(0.04 * (0.03 * 10**-0.4 / 0.04 + 0.01) / 0.04)
+        told = noise.corrected([trial(paired, db=4.0), trial(stored, db=14.0)])
+        assert told.expected(stored) == pytest.approx(0.04)
+        assert told.expected(paired) == pytest.approx(10**-0.4)
+        assert told.expected(both) == pytest.approx(0.04 * (0.03 * 10**-0.4 / 0.04 + 0.01) / 0.04)
         assert noise.fits(stored, [trial(paired, db=4.0)])
         assert not noise.fits(paired, [trial(paired, db=4.0)])
 
@@ -68,7 +68,9 @@ class TestWhatIsForetold:
         assert noise.allowed([trial(on("a"), db=10)]) == np.inf
         assert noise.levels([trial(on("a"), db=10)]) == (np.inf,) * 3
         bad, good = trial(on("a", "w"), metric=0.1, holds=False), trial(on("x"), metric=0.9)
-        assert noise.levels([bad]) == pytest.approx([0.75 / STEP, 0.75 / STEP**0.5, 0.75 / STEP**0.25])
+        assert noise.levels([bad]) == pytest.approx(
+            [0.75 / QUIETER_FACTOR, 0.75 / QUIETER_FACTOR**0.5, 0.75 / QUIETER_FACTOR**0.25]
+        )
         assert noise.levels([bad, good])[0] == pytest.approx(np.sqrt(0.75 * 0.01))
         assert max(noise.levels([bad, good])) < noise.allowed([bad, good]) < 0.75
 
@@ -134,12 +136,12 @@ def test_of_what_takes_about_as_long_the_cut_takes_what_brings_less_noise() -> N
     prices = tuple(Price(1.0, 1.0, stored={loud: 0.5, quiet: ms}) for ms in (0.505, 0.7))
     noise = Noise(model, {}, 0.1, stored={(t, s.name): n for t in "vw" for s, n in ((loud, 0.03), (quiet, 0.001))})
     found = cut_holding(Costs(parts, prices, {}, {}), noise, 0.1)
-    assert dict(found.ways) == {0: quiet, 1: loud}
+    assert dict(found.weight_formats) == {0: quiet, 1: loud}
 
 
 def test_nothing_is_quantized_where_noise_comes_from_no_value_that_is_known() -> None:
     costs, noise = made_up(mixed())
-    unknown = Noise(noise.model, {}, limit=0.1, foretold=lambda placement: 0.5 if placement else 0.0)
+    unknown = Noise(noise.model, {}, limit=0.1, simulate=lambda placement: 0.5 if placement else 0.0)
     assert cut_holding(costs, unknown, 0.1) == Decision()
 
 

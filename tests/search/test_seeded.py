@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qdqtune.engines import EngineSpec
-from qdqtune.search import Seeded
+from qdqtune.search import TwoStage
 from qdqtune.search.region import Config
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
@@ -37,7 +37,7 @@ class Numbered:
         return (proposal,) if len(own) < self.count else ()
 
 
-def origins(search: Seeded, *, builds_each: int = 1) -> list[str]:
+def origins(search: TwoStage, *, builds_each: int = 1) -> list[str]:
     """What a search proposes until it ends."""
     history: list[Trial] = []
     while batch := search.propose(history):
@@ -60,13 +60,13 @@ def origins(search: Seeded, *, builds_each: int = 1) -> list[str]:
 def test_the_second_search_begins_where_the_first_one_ends(
     ideas: int, builds: int, each: int, expected: list[str]
 ) -> None:
-    search = Seeded(Numbered(0, ideas, wants_layers=True), Numbered(10, 3, wants_layers=False), builds)
+    search = TwoStage(Numbered(0, ideas, wants_layers=True), Numbered(10, 3, wants_layers=False), builds)
     assert origins(search, builds_each=each) == expected
 
 
 def test_it_never_goes_back() -> None:
     """Also where the first search would have builds left and ideas again."""
-    search = Seeded(Numbered(0, 9, wants_layers=True), Numbered(10, 9, wants_layers=False), builds=9)
+    search = TwoStage(Numbered(0, 9, wants_layers=True), Numbered(10, 9, wants_layers=False), builds=9)
     (other,) = search.second.propose(())
     history = [Trial(1, other, Placement(), SAME)]
     assert search.first.propose(history)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from models import attention, build, conv_net, normal, ranges, tapped
 from qdqtune.graph.model import Model
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.attribution import Times, group_cost
+from qdqtune.search.costs.attribution import BuildTimes, group_ms
 from qdqtune.search.costs.units import Decision, Partition, fusion_groups, inner_edges, partition, split
 from qdqtune.types import Edge, Layer, Placement
 from region_models import networks
@@ -104,11 +104,11 @@ def test_nobody_goes_through_all_edges_for_each_group() -> None:
     """Large graphs have thousands of groups: that would take as long as the square of their number."""
     model = conv_net()
     possible = Walked(possible_edges(model, ranges(model)))
-    times = Times(Placement(possible), {}, {}, {}, {})
+    times = BuildTimes(Placement(possible), {}, {}, {}, {})
     Walked.times = 0
     for node in model.nodes:
         assert not inner_edges(model, [node.name], possible)
-        group_cost(model, [node.name], times)
+        group_ms(model, [node.name], times)
     assert Walked.times == 1
 
 

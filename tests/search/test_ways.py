@@ -10,11 +10,12 @@ import pytest
 
 from models import build, normal, ranges
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.attribution import Times
+from qdqtune.search.costs.attribution import BuildTimes
+from qdqtune.search.costs.decisions import decision_of, margin
 from qdqtune.search.costs.noise import Noise
-from qdqtune.search.costs.optimum import cut, cut_within, decision_of, margin
+from qdqtune.search.costs.optimum import cut, cut_within
 from qdqtune.search.costs.prices import Costs, Price, learn
-from qdqtune.search.costs.units import Decision, Partition, by_bits, partition
+from qdqtune.search.costs.units import Decision, Partition, partition, weights_by_bits
 from qdqtune.search.cut import CutSearch
 from qdqtune.types import Edge, Layer, Placement, WeightFormat
 
@@ -26,11 +27,11 @@ NET = """net (float[4,64] x) => (float[4,64] y) {
 }"""
 MODEL = build(NET, {f"w{i}": normal(64, 64, seed=i) for i in range(3)})
 W4, W8 = WeightFormat(4, 32), WeightFormat(8)
-WAYS = {Edge(f"w{i}", node, 1): {W4: 0.4, W8: 0.6} for i, node in enumerate("acd")}
+SHARES = {Edge(f"w{i}", node, 1): {W4: 0.4, W8: 0.6} for i, node in enumerate("acd")}
 
 
 def parts() -> Partition:
-    return partition(MODEL, possible_edges(MODEL, ranges(MODEL)), [], WAYS)
+    return partition(MODEL, possible_edges(MODEL, ranges(MODEL)), [], SHARES)
 
 
 def made_up(seed: int) -> Costs:
@@ -69,7 +70,7 @@ def test_the_cut_takes_the_least_way_of_every_unit(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_with_a_price_on_noise_each_way_has_its_own(seed: int) -> None:
     costs = made_up(seed)
-    stored = {(e.tensor, s.name): 0.03 / s.bits * (1 + i) for i, e in enumerate(WAYS) for s in (W4, W8)}
+    stored = {(e.tensor, s.name): 0.03 / s.bits * (1 + i) for i, e in enumerate(SHARES) for s in (W4, W8)}
     noise = Noise(MODEL, dict.fromkeys(("x", "q", "r", "w0", "w1", "w2"), 0.002), limit=0.01, stored=stored)
 
     def value(decision: Decision, price: float) -> float:
@@ -100,10 +101,10 @@ def test_a_decision_survives_as_a_placement_and_its_margin_asks_for_the_best_oth
 
 def test_prices_come_from_builds_and_for_what_was_not_built_from_products_alone() -> None:
     """Equal units share what was measured; a DQ that no kernel drew in is the unit's own."""
-    units, (first, *_) = parts(), WAYS
+    units, (first, *_) = parts(), SHARES
     nodes = {"a": 1.0, "b": 0.1, "c": 1.0, "d": 1.0}
-    floats = Times(Placement(), nodes, {}, {}, {})
-    built = Times(Placement.of((), [(first, W4)]), nodes | {"a": 0.3}, {}, {"w0": 0.2}, {"w0": 1})
+    floats = BuildTimes(Placement(), nodes, {}, {}, {})
+    built = BuildTimes(Placement.of((), [(first, W4)]), nodes | {"a": 0.3}, {}, {"w0": 0.2}, {"w0": 1})
     costs = learn(units, [floats, built])
     assert [price.stored.get(W4) for price in costs.prices] == pytest.approx([0.5, None, 0.5, 0.5])
     assert [price.stored.get(W8) for price in costs.prices] == pytest.approx([0.6, None, 0.6, 0.6])
@@ -113,24 +114,26 @@ def test_prices_come_from_builds_and_for_what_was_not_built_from_products_alone(
 
 def test_the_first_builds_have_every_weight_in_4_and_in_8_bits() -> None:
     layers = [Layer(n.name, (n.name,), "FP32", 1.0, "compute") for n in MODEL.nodes]
-    search = CutSearch(MODEL, possible_edges(MODEL, ranges(MODEL)), layers, ways=WAYS)
+    search = CutSearch(MODEL, possible_edges(MODEL, ranges(MODEL)), layers, format_shares=SHARES)
     first = {p.origin: p.placement for p in search.propose([])}
     assert list(first) == ["weights in 4 bits", "fused units", "weights in 8 bits"]  # as promised, alone
-    assert first["weights in 4 bits"] == Placement.of((), dict.fromkeys(WAYS, W4).items())
-    assert [p.origin for p in replace(search, ways={}).propose([])] == ["fused units"]
+    assert first["weights in 4 bits"] == Placement.of((), dict.fromkeys(SHARES, W4).items())
+    assert [p.origin for p in replace(search, format_shares={}).propose([])] == ["fused units"]
 
 
 def test_what_does_not_hold_the_limits_in_4_bits_has_the_loudest_in_8() -> None:
     layers = [Layer(n.name, (n.name,), "FP32", 1.0, "compute") for n in MODEL.nodes]
     stored = {(f"w{i}", s.name): power * 2.0**-s.bits for i, power in enumerate((0.01, 0.2, 0.01)) for s in (W4, W8)}
     noise = Noise(MODEL, {}, 0.01, stored=stored)
-    noise = replace(noise, foretold=noise.predicted)
-    search = CutSearch(MODEL, possible_edges(MODEL, ranges(MODEL)), layers, ways=WAYS, noise=noise)
+    noise = replace(noise, simulate=noise.predicted)
+    search = CutSearch(MODEL, possible_edges(MODEL, ranges(MODEL)), layers, format_shares=SHARES, noise=noise)
     first = {p.origin: p.placement for p in search.propose([])}
     assert list(first) == ["weights in fewer bits", "fused units", "weights in 8 bits"]
-    assert [first["weights in fewer bits"].weight_formats[edge] for edge in WAYS] == [W4, W8, W4]
-    alone = {edge: {W4: 0.5, W8: 0.45} for edge in WAYS}  # where 8 bits are as fast in a product alone
-    assert _named(replace(search, ways=alone)) == {name: first[name] for name in first if name.startswith("weights")}
+    assert [first["weights in fewer bits"].weight_formats[edge] for edge in SHARES] == [W4, W8, W4]
+    alone = {edge: {W4: 0.5, W8: 0.45} for edge in SHARES}  # where 8 bits are as fast in a product alone
+    assert _named(replace(search, format_shares=alone)) == {
+        name: first[name] for name in first if name.startswith("weights")
+    }
 
 
 def _named(search: CutSearch) -> dict[str, Placement]:
@@ -139,14 +142,14 @@ def _named(search: CutSearch) -> dict[str, Placement]:
 
 def test_of_storages_that_take_as_long_the_one_that_keeps_more_is_built() -> None:
     shares = {WeightFormat(4, 128): 0.30, WeightFormat(4, 32): 0.32, WeightFormat(4, 32, symmetric=False): 0.50}
-    (found,) = by_bits({Edge("w0", "a", 1): shares}).values()
+    (found,) = weights_by_bits({Edge("w0", "a", 1): shares}).values()
     assert found.weight_formats == {Edge("w0", "a", 1): WeightFormat(4, 32)}
-    assert by_bits({Edge("w0", "a", 1): {WeightFormat(8): 0.95}}) == {}
+    assert weights_by_bits({Edge("w0", "a", 1): {WeightFormat(8): 0.95}}) == {}
 
 
 def test_what_holds_no_limit_is_stored_more_exactly() -> None:
     edge = Edge("w0", "a", 1)
     ways = {edge: {WeightFormat(4, 128): 0.30, WeightFormat(4, 32, symmetric=False): 0.50}}
     fast, exact = (Placement.of((), [(edge, weight_format)]) for weight_format in ways[edge])
-    assert by_bits(ways, lambda p: p == fast) == {"weights in 4 bits": fast}
-    assert by_bits(ways, lambda p: p == exact) == {"weights in 4 bits": exact}
+    assert weights_by_bits(ways, lambda p: p == fast) == {"weights in 4 bits": fast}
+    assert weights_by_bits(ways, lambda p: p == exact) == {"weights in 4 bits": exact}

@@ -18,7 +18,7 @@ from qdqtune.cli.progress import failure
 from qdqtune.cli.streams import escaped
 from qdqtune.commands.compare import Row
 from qdqtune.explanation.words import builds, built, decibels, duration, rewrites_gave, samples, title
-from qdqtune.search.costs.explanation import UnitPrice
+from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.timing.ratios import Ratio, speed
 from qdqtune.tuning.estimate import Estimate
 from qdqtune.tuning.modes.mode import GroupOutcome

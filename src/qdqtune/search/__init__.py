@@ -35,7 +35,7 @@ def ratios_to_float(history: Sequence[Trial], plan: Plan) -> dict[Placement, flo
     return ratios
 
 
-def as_foretold(history: Sequence[Trial], batch: Sequence[Proposal], plan: Plan) -> list[Trial]:
+def as_predicted(history: Sequence[Trial], batch: Sequence[Proposal], plan: Plan) -> list[Trial]:
     """The history with a batch that turns out as prices foretell, or no faster where they do not."""
     imagined, best, ratios = list(history), best_of(history), ratios_to_float(history, plan)
     for proposal in batch:
@@ -46,19 +46,19 @@ def as_foretold(history: Sequence[Trial], batch: Sequence[Proposal], plan: Plan)
     return imagined
 
 
-def foreseen(
+def upcoming_placements(
     strategy: Strategy, history: Sequence[Trial], batch: Sequence[Proposal], plan: Plan
 ) -> Iterator[Placement]:
-    """What a strategy is going to propose behind a batch, the soonest first: if that turns out `as_foretold`, and
+    """What a strategy is going to propose behind a batch, the soonest first: if that turns out `as_predicted`, and
     teaches nothing else. Nothing behind what is built to be learned from."""
     while batch and all(p.predicted is not None or not p.wants_layers for p in batch):
-        history = as_foretold(history, batch, plan)
+        history = as_predicted(history, batch, plan)
         batch = strategy.propose(history)
         yield from (proposal.placement for proposal in batch)
 
 
 @dataclass(frozen=True)
-class Seeded:
+class TwoStage:
     """`first`, which learns from layers, until it has no ideas or has spent `builds`; then `second`, which does not."""
 
     first: Strategy

@@ -38,23 +38,24 @@ from math import inf
 
 from qdqtune.graph.model import Model
 from qdqtune.search import best_of, ratios_to_float
-from qdqtune.search.costs.attribution import CONVERSION, Times, attribute, group_cost, inner_pairs, priced
+from qdqtune.search.costs.attribution import CONVERSION, BuildTimes, attribute, group_ms, inner_pairs, timed_builds
+from qdqtune.search.costs.decisions import decision_of, flip, margins
 from qdqtune.search.costs.noise import RESERVE, Noise
-from qdqtune.search.costs.optimum import cut, cut_holding, cut_within, decision_of, everything, flip, margins
-from qdqtune.search.costs.prices import Costs, learn, lessons
-from qdqtune.search.costs.priors import NOTHING, Prior, Split, digest
+from qdqtune.search.costs.optimum import cut, cut_holding, cut_within, everything
+from qdqtune.search.costs.prices import Costs, learn, learned_prior
+from qdqtune.search.costs.priors import NO_PRIOR, Prior, Split, digest
 from qdqtune.search.costs.units import (
     Decision,
+    FormatShares,
     Group,
-    Ways,
-    by_bits,
-    by_bytes,
     expected_share,
     fusion_groups,
     inner_edges,
     kind_of,
     partition,
+    shares_by_bytes,
     split,
+    weights_by_bits,
 )
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
@@ -62,24 +63,24 @@ from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
 CUT = "cut"
 """What the optimum of the prices is called."""
 
-QUANTIZED = 0.6
+USUAL_SHARE = 0.6
 """Share of their float time that products usually take with pairs, at most."""
 
-POLISH = 3
+POLISHED_KINDS = 3
 """Kinds of units that one build of the polish decides otherwise; its layers price each of them by itself."""
 
-COVERED = 0.9
+COVERED_SHARE = 0.9
 """Share of the time that pairs may save, in float, whose prices earlier runs must know for builds that only teach to be
 left out."""
 
-HOLDS = 0.1
+BUILD_SPREAD = 0.1
 """By what share a build may take longer than foretold without a doubt about the prices: what builds of the same file
 differ by, and a little more."""
 
-ENOUGH = 2
+ENOUGH_BUILDS = 2
 """Candidates that are built where they hold."""
 
-CLOSE = 0.02
+CLOSE_SHARE = 0.02
 """A decision is worth a build of its own if the other way is predicted to cost at most this share of the best, or twice
 that where builds disagree about the prices."""
 
@@ -87,7 +88,7 @@ that where builds disagree about the prices."""
 @dataclass(frozen=True)
 class CutSearch:
     """See the module. `float_layers` is the report of the float build; `seeds` are placements to price besides, and
-    `spares` those to price when the prices lead no further. `width` is how many to propose at a time: behind the
+    `fallbacks` those to price when the prices lead no further. `width` is how many to propose at a time: behind the
     optimum what is close to the best so far, so that each build prices other units. `ways` are the weight formats
     that weights may have. `prior` is what earlier runs have learned, and `found` what one has shipped for the model."""
 
@@ -97,11 +98,11 @@ class CutSearch:
     seeds: Mapping[str, Placement] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
     noise: Noise | None = None
-    spares: Mapping[str, Placement] = field(default_factory=dict)
+    fallbacks: Mapping[str, Placement] = field(default_factory=dict)
     width: int = 1
-    ways: Ways = field(default_factory=dict)
-    prior: Prior = NOTHING
-    found: Mapping[str, Placement] = field(default_factory=dict)
+    format_shares: FormatShares = field(default_factory=dict)
+    prior: Prior = NO_PRIOR
+    shipped_before: Mapping[str, Placement] = field(default_factory=dict)
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`. The first batch prices every unit, as the engine fuses and as the seeds have it. Nodes apart
@@ -110,7 +111,7 @@ class CutSearch:
         runs have priced nearly all, the cut comes first, behind what one has found for this model."""
         has_cut = any(t.proposal.predicted is not None for t in history)
         apart = [p for p in self._apart(history) if self._is_free or self._may_hold(p.placement)] if has_cut else []
-        known = _named(self.found) if self.is_covered else (*self._first, *apart)
+        known = _named(self.shipped_before) if self.is_covered else (*self._first, *apart)
         if first := _untried(known, history):
             return first
         tried = {t.placement for t in history} | {Placement()}
@@ -131,12 +132,12 @@ class CutSearch:
         """Whether earlier runs have priced the units that take nearly all of the time that pairs may save."""
         if not self.prior:
             return False
-        costs = self._foretold
+        costs = self._prior_costs
         able = [(p.as_float, p.seen) for u, p in zip(costs.partition.units, costs.prices, strict=True) if u.inputs]
-        return sum(ms for ms, seen in able if seen) >= COVERED * sum(ms for ms, _ in able)
+        return sum(ms for ms, seen in able if seen) >= COVERED_SHARE * sum(ms for ms, _ in able)
 
     @cached_property
-    def _foretold(self) -> Costs:
+    def _prior_costs(self) -> Costs:
         """Prices by earlier runs alone."""
         return self.costs(())
 
@@ -156,27 +157,27 @@ class CutSearch:
         What is likely to ship as it is comes first, where no time is left to build all: fewer bits come last where they
         promise less than pairs usually give."""
         bits = self._in_bits()
-        rest = {name: p for name, p in bits.items() if expected_share(self.ways, p) >= QUANTIZED}
-        seeds = dict(self.found) | {n: p for n, p in bits.items() if n not in rest} | dict(self.seeds)
+        rest = {name: p for name, p in bits.items() if expected_share(self.format_shares, p) >= USUAL_SHARE}
+        seeds = dict(self.shipped_before) | {n: p for n, p in bits.items() if n not in rest} | dict(self.seeds)
         return (*_named(seeds), self._whole("fused units", self.groups), *_named(rest))
 
     def _in_bits(self) -> dict[str, Placement]:
         """All weights in 4 bits, and in 8; where 4 miss the limits, the best of both by what products take alone. Where
         those are 8 bits throughout, it has the fewest bytes that hold: a model reads its weights from farther away than
         products alone, and only a build of it tells what fewer bits gain."""
-        bits = by_bits(self.ways)
+        bits = weights_by_bits(self.format_shares)
         held = {name: p for name, p in bits.items() if self._may_hold(p)}
         if held == bits or self.noise is None or self.noise.limit is None:
             return bits
-        for ways in (self.ways, by_bytes(self.ways)):
+        for ways in (self.format_shares, shares_by_bytes(self.format_shares)):
             mixed = self._mixed(ways, self.noise, RESERVE * self.noise.limit)
             if mixed and self._may_hold(mixed) and mixed not in held.values():
                 return {"weights in fewer bits": mixed} | held
-        return held or by_bits(self.ways, self._may_hold)
+        return held or weights_by_bits(self.format_shares, self._may_hold)
 
-    def _mixed(self, ways: Ways, noise: Noise, limit: float) -> Placement:
+    def _mixed(self, ways: FormatShares, noise: Noise, limit: float) -> Placement:
         """The weights alone in what takes the least by such shares within a limit on noise."""
-        costs = self._foretold if ways is self.ways else replace(self, ways=ways)._foretold
+        costs = self._prior_costs if ways is self.format_shares else replace(self, format_shares=ways)._prior_costs
         floats = tuple(replace(p, as_quantized=inf) for p in costs.prices)
         costs = replace(costs, prices=floats)
         return costs.partition.placement(cut_within(costs, noise, limit))
@@ -191,7 +192,7 @@ class CutSearch:
         able = (group for group, edges, _ in self._members if edges)
         apart = [group for group in able if not any(j.issuperset(group) for j in joined.get(group[0], ()))]
         spent = {node: layer.time_ms or 0.0 for layer in self.float_layers for node in layer.nodes}
-        takes_time = sum(spent[group[0]] for group in apart) >= CLOSE * self.float_ms
+        takes_time = sum(spent[group[0]] for group in apart) >= CLOSE_SHARE * self.float_ms
         return (self._single_nodes,) if takes_time else ()
 
     @cached_property
@@ -215,8 +216,8 @@ class CutSearch:
         """The optimum of what is known (if it was built already, the prices are at a fixed point), what is near to the
         best placement, and the spares."""
         optima = []
-        is_known = self.is_as_foretold(history)
-        if is_known and len(history) >= ENOUGH:
+        is_known = self.is_as_predicted(history)
+        if is_known and len(history) >= ENOUGH_BUILDS:
             return
         for decision in self._optima(costs, history):
             if not is_known or self._is_worth(costs, decision, best_of(history)):
@@ -231,17 +232,17 @@ class CutSearch:
             if self.noise is None or self._is_free or self.noise.fits(proposal.placement, history):
                 yield proposal
 
-    def is_as_foretold(self, history: Sequence[Trial]) -> bool:
+    def is_as_predicted(self, history: Sequence[Trial]) -> bool:
         """Whether the best so far is as fast as earlier runs foretell, who have priced nearly all of the model."""
         if not (best := best_of(history)) or not self.is_covered:
             return False
-        costs = self._foretold
+        costs = self._prior_costs
         told = costs.total(decision_of(costs, best)) / self.float_ms
-        return ratios_to_float(history, self.plan)[best] <= (1 + HOLDS) * told
+        return ratios_to_float(history, self.plan)[best] <= (1 + BUILD_SPREAD) * told
 
     def _is_worth(self, costs: Costs, decision: Decision, best: Placement) -> bool:
         """Whether a decision is foretold to gain more than builds of equal ones differ by."""
-        return costs.total(decision) < (1 - CLOSE) * costs.total(decision_of(costs, best))
+        return costs.total(decision) < (1 - CLOSE_SHARE) * costs.total(decision_of(costs, best))
 
     def _optima(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Decision]:
         """The optimum of the prices; within the limits on noise, if there are any: as they are foretold to be held, or
@@ -249,7 +250,7 @@ class CutSearch:
         if self.noise is None or self._is_free:
             yield cut(costs)
         elif (bound := self.noise.bound(history)) is not None:
-            yield cut_holding(costs, self.noise.heeding(history), bound)
+            yield cut_holding(costs, self.noise.corrected(history), bound)
         else:
             for level in self.noise.levels(history):
                 yield cut_within(costs, self.noise, level)
@@ -263,14 +264,14 @@ class CutSearch:
         best = best_of(history)
         ratio = ratios_to_float(history, self.plan)[best]
         base = decision_of(costs, best)
-        close = CLOSE * ratio * self.float_ms
+        close = CLOSE_SHARE * ratio * self.float_ms
         ranked: list[tuple[float, str]] = []
         for kind, loss in margins(costs, base).items():
             doubt = min(2 * costs.doubt.get(kind, 0.0), close)
             if stuck or loss <= doubt + close:
                 ranked.append((loss - doubt, kind))
         kinds = [kind for _, kind in sorted(ranked)]
-        groups = [kinds[i : i + POLISH] for i in range(0, len(kinds), POLISH)]
+        groups = [kinds[i : i + POLISHED_KINDS] for i in range(0, len(kinds), POLISHED_KINDS)]
         for group in (*groups, *([kind] for kind in kinds)):
             other = flip(costs, base, group)
             predicted = ratio + (costs.total(other) - costs.total(base)) / self.float_ms
@@ -278,8 +279,8 @@ class CutSearch:
 
     def _hopeful(self, costs: Costs, history: Sequence[Trial], *, stuck: bool) -> Iterator[Proposal]:
         """The spares that are not foretold to be clearly slower than the best so far."""
-        slowest = (1 + HOLDS) * costs.total(decision_of(costs, best_of(history)))
-        for spare in _named(self.spares):
+        slowest = (1 + BUILD_SPREAD) * costs.total(decision_of(costs, best_of(history)))
+        for spare in _named(self.fallbacks):
             if stuck or costs.total(decision_of(costs, spare.placement)) <= slowest:
                 yield spare
 
@@ -299,13 +300,13 @@ class CutSearch:
         ones, which no prices led to, a faster one. In any case the one of `shipped`, which has its own pieces as units.
         """
         times = self._times(history, shipped)
-        parts = partition(self.model, self.possible, list(self._units(times, shipped)), self.ways)
+        parts = partition(self.model, self.possible, list(self._units(times, shipped)), self.format_shares)
         return learn(parts, times, self.prior)
 
-    def lessons(self, history: Sequence[Trial]) -> Prior:
+    def learned_prior(self, history: Sequence[Trial]) -> Prior:
         """What the builds so far have shown, for later runs: of units, and of how fusion groups are divided."""
         times = self._times(history)
-        parts = partition(self.model, self.possible, list(self._units(times, None)), self.ways)
+        parts = partition(self.model, self.possible, list(self._units(times, None)), self.format_shares)
         floats = {kind: sum(times[0].nodes.get(n, 0.0) for n in group) for group, _, kind in self._members}
         divided = self._divided(times)
         splits = {
@@ -314,14 +315,14 @@ class CutSearch:
             for group, _, kind in self._members
             if kind in divided and floats[kind] > 0 and (known := self._kind(group, sized=sized))
         }
-        return replace(lessons(parts, times), splits=splits)
+        return replace(learned_prior(parts, times), splits=splits)
 
-    def _times(self, history: Sequence[Trial], shipped: Placement | None = None) -> list[Times]:
+    def _times(self, history: Sequence[Trial], shipped: Placement | None = None) -> list[BuildTimes]:
         """Those of the builds so far in the order in which they count, the float build's first."""
-        floats, *others = priced(history, self.plan, self.float_layers)
+        floats, *others = timed_builds(history, self.plan, self.float_layers)
         first = {t.placement for t in history if t.proposal.predicted is None}
-        guesses = sorted((b for b in others if b.placement in first), key=lambda build: -build.ratio)
-        rising = (*guesses, *(b for b in others if b.placement not in first))
+        placement_within = sorted((b for b in others if b.placement in first), key=lambda build: -build.ratio)
+        rising = (*placement_within, *(b for b in others if b.placement not in first))
         ordered = (floats, *sorted(rising, key=lambda build: build.placement == shipped))
         return [attribute(self.model, build, self.float_ms) for build in ordered]
 
@@ -330,7 +331,7 @@ class CutSearch:
         """The fusion groups with the edges within, and their kinds."""
         return [(group, inner_edges(self.model, group, self.possible), self._kind(group)) for group in self.groups]
 
-    def _units(self, times: Sequence[Times], shipped: Placement | None) -> Iterator[Group]:
+    def _units(self, times: Sequence[BuildTimes], shipped: Placement | None) -> Iterator[Group]:
         """The float build's groups, each divided as it ran fastest when it was quantized; equal groups alike. Those
         that `shipped` runs in 8 bits are divided as they are there."""
         paired = {e.node for e in shipped.edges} if shipped is not None else set[str]()
@@ -340,23 +341,23 @@ class CutSearch:
                 yield from split(self.model, group, inner_pairs(edges, shipped))
                 continue
             before = sum(times[0].nodes.get(node, 0.0) for node in group)
-            known = {how: share * before for how, share in self._divided_before(group).items()}
+            known = {how: share * before for how, share in self._divided_earlier(group).items()}
             prices = known | divided.get(kind, {})
             best = min(prices, key=lambda o: (prices[o], len(o), sorted(o)), default=frozenset[int]())
             yield from split(self.model, group, {edges[i] for i in best if i < len(edges)})
 
-    def _divided_before(self, group: Group) -> Mapping[Split, float]:
+    def _divided_earlier(self, group: Group) -> Mapping[Split, float]:
         """The shares of its float time that earlier runs have told of a group by how it was divided."""
         known = self.prior.splits
         alike = (digest(self._kind(group, sized=sized)) for sized in (True, False) if known)
         return next((known[one] for one in alike if one in known), {})
 
-    def _divided(self, times: Sequence[Times]) -> dict[str, dict[Split, float]]:
+    def _divided(self, times: Sequence[BuildTimes]) -> dict[str, dict[Split, float]]:
         """By kind of fusion group, the least ms that one took by how it was divided."""
         found: dict[str, dict[Split, float]] = {}
         for group, edges, kind in self._members:
             for build in times:
-                spent = group_cost(self.model, group, build)
+                spent = group_ms(self.model, group, build)
                 if spent is not None:
                     pairs = inner_pairs(edges, build.placement)
                     chosen = frozenset(i for i, e in enumerate(edges) if e in pairs)

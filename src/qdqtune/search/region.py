@@ -20,15 +20,15 @@ from qdqtune.graph.operators import work
 from qdqtune.placement.possible import consistent
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.noise import DOUBT, Noise
-from qdqtune.search.costs.units import Ways
+from qdqtune.search.costs.units import FormatShares
 from qdqtune.search.regions import patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.search.regions.region import Point, Scheme
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Edge, Placement, Proposal, Trial, WeightFormat
 
-QUIETER = "within the limits"
-TRIES = 6
+WITHIN_LIMITS = "within the limits"
+LIMIT_TRIES = 6
 """How often placements are proposed that only the limits on accuracy ask for: noise is foretold better with each."""
 
 BATCH = 4
@@ -78,7 +78,7 @@ class RegionSearch:
     noise: Noise | None = None
     within: Callable[[float], Placement] = lambda _: Placement()
     width: int = BATCH
-    ways: Ways = field(default_factory=dict)
+    format_shares: FormatShares = field(default_factory=dict)
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`."""
@@ -112,7 +112,7 @@ class RegionSearch:
             yield Proposal(idea.origin, placement, idea.pattern)
 
     def _ideas(self, history: Sequence[Trial]) -> Iterator[Proposal]:
-        offered = {"pattern cache": self._recalled(), **self.seeds}
+        offered = {"pattern cache": self._from_cache(), **self.seeds}
         suggestions = {name: c for name, p in offered.items() if (c := consistent(self.model, p))}
         waiting = [name for name, p in suggestions.items() if not any(t.placement == p for t in history)]
         for name in waiting:
@@ -122,13 +122,15 @@ class RegionSearch:
         best = best_of(history)
         ranked = self._ranked(suggestions, history)
         ideas = chain(
-            self._together(history, best), self._alternatives(best, ranked), self._mutations(best, len(history))
+            self._merged_winners(history, best), self._alternatives(best, ranked), self._mutations(best, len(history))
         )
         if self.noise is None:
             yield from ideas
             return
-        if sum(t.proposal.origin == QUIETER for t in history) < TRIES:  # again when builds have shown more about noise
-            yield from (Proposal(QUIETER, self.within(level)) for level in self.noise.levels(history))
+        if (
+            sum(t.proposal.origin == WITHIN_LIMITS for t in history) < LIMIT_TRIES
+        ):  # again when builds have shown more about noise
+            yield from (Proposal(WITHIN_LIMITS, self.within(level)) for level in self.noise.levels(history))
         yield from (idea for idea in ideas if self._may_hold(consistent(self.model, idea.placement), history))
 
     def _may_hold(self, placement: Placement, history: Sequence[Trial]) -> bool:
@@ -138,7 +140,7 @@ class RegionSearch:
             return noise is None or noise.fits(placement, history)
         return noise.predicted(placement) <= DOUBT * noise.allowed(history)
 
-    def _recalled(self) -> Placement:
+    def _from_cache(self) -> Placement:
         """The fastest cached scheme of every pattern that has one."""
         edges: set[Edge] = set()
         stored: dict[Edge, WeightFormat] = {}
@@ -146,7 +148,7 @@ class RegionSearch:
             for scheme in islice(self.cached.get(pattern.digest, ()), 1):
                 edges |= self._edges(pattern, scheme.points)
                 stored |= self._stored(pattern, scheme)
-        return _placed(edges, stored)
+        return _placement(edges, stored)
 
     def _ranked(self, suggestions: Mapping[str, Placement], history: Sequence[Trial]) -> list[tuple[str, Placement]]:
         """Suggestions by measured ratio to the float model, whatever they were compared with; without failures."""
@@ -154,7 +156,7 @@ class RegionSearch:
         known = [(name, p) for name, p in suggestions.items() if p in ratios]
         return sorted(known, key=lambda item: ratios[item[1]])
 
-    def _together(self, history: Sequence[Trial], best: Placement) -> Iterator[Proposal]:
+    def _merged_winners(self, history: Sequence[Trial], best: Placement) -> Iterator[Proposal]:
         """Pattern changes that beat an earlier best without being taken, on top of the present best."""
         for trial in reversed(history[-2 * max(BATCH, self.width) :]):
             ratio = judge(trial, self.plan)
@@ -173,7 +175,7 @@ class RegionSearch:
         ordered = sorted(self.patterns, key=lambda p: (-self._work(p), p.digest))
         domains = {p.digest: self._domain(p) for p in ordered}
         fewest_first = sorted(ranked[2:], key=lambda item: len(item[1]))
-        first, later = self._storages()
+        first, later = self._weight_options()
         offers = [(f"as {name}", p) for name, p in (*ranked[1:2], *fewest_first[:1])]
         offers += [("float", Placement()), *first]
         offers += [(f"as {name}", p) for name, p in (*fewest_first[1:], *ranked[:1])]
@@ -184,19 +186,19 @@ class RegionSearch:
                 yield Proposal(name, _within(best, domain, offered), pattern.digest)
         for pattern in ordered:
             for scheme in self.cached.get(pattern.digest, ()):
-                offered = _placed(self._edges(pattern, scheme.points), self._stored(pattern, scheme))
+                offered = _placement(self._edges(pattern, scheme.points), self._stored(pattern, scheme))
                 yield Proposal("cached", _within(best, domains[pattern.digest], offered), pattern.digest)
 
-    def _storages(self) -> tuple[list[tuple[str, Placement]], list[tuple[str, Placement]]]:
+    def _weight_options(self) -> tuple[list[tuple[str, Placement]], list[tuple[str, Placement]]]:
         """All weights in one weight format, for each by name; apart those that promise most with 4 bits and with 8."""
         shares: dict[WeightFormat, list[float]] = {}
-        for each in self.ways.values():
+        for each in self.format_shares.values():
             for weight_format, share in each.items():
                 shares.setdefault(weight_format, []).append(share)
         ordered = sorted(shares, key=lambda s: (sum(shares[s]) / len(shares[s]), s.name))
         best = {bits: next(s for s in ordered if s.bits == bits) for bits in {s.bits for s in ordered}}
         offers = [
-            (f"weights as {s.name}", Placement.of((), ((e, s) for e, each in self.ways.items() if s in each)))
+            (f"weights as {s.name}", Placement.of((), ((e, s) for e, each in self.format_shares.items() if s in each)))
             for s in ordered
         ]
         chosen = [s in best.values() for s in ordered]
@@ -216,7 +218,7 @@ class RegionSearch:
             edges, stored = set(best.edges), dict(best.weight_formats)
             for point in flipped:
                 own = self._edges(pattern, [point])
-                able = self._able(pattern, point)
+                able = self._formats_of(pattern, point)
                 turn = int(rng.integers(1 + len(able))) if able else 0
                 if turn == 0:
                     edges = edges - own if own <= edges else edges | own
@@ -225,18 +227,24 @@ class RegionSearch:
                 is_so = all(stored.get(e) == s for e, s in fresh.items())
                 edges -= own
                 stored = {e: s for e, s in stored.items() if e not in fresh} | ({} if is_so else fresh)
-            yield Proposal("mutated", _placed(edges, stored), pattern.digest)
+            yield Proposal("mutated", _placement(edges, stored), pattern.digest)
 
-    def _able(self, pattern: Pattern, point: Point) -> list[WeightFormat]:
+    def _formats_of(self, pattern: Pattern, point: Point) -> list[WeightFormat]:
         """The weight formats that the weights of a point may have in every instance."""
-        if not self.ways:
+        if not self.format_shares:
             return []
-        first, *others = [self.ways.get(e, {}) for edges in pattern.edges.values() for e in edges[point]] or [{}]
+        first, *others = [self.format_shares.get(e, {}) for edges in pattern.edges.values() for e in edges[point]] or [
+            {}
+        ]
         return [s for s in first if all(s in other for other in others)]
 
     def _stored(self, pattern: Pattern, scheme: Scheme) -> dict[Edge, WeightFormat]:
         """What a scheme says of weights, as far as they may be stored so."""
-        return {e: s for e, s in patterns.stored(pattern, scheme.weight_formats).items() if s in self.ways.get(e, {})}
+        return {
+            e: s
+            for e, s in patterns.stored(pattern, scheme.weight_formats).items()
+            if s in self.format_shares.get(e, {})
+        }
 
     def _edges(self, pattern: Pattern, points: Sequence[Point] | frozenset[Point]) -> frozenset[Edge]:
         """What some insertion points of a pattern mean, over all instances."""
@@ -249,7 +257,7 @@ class RegionSearch:
         inside = {n for r in pattern.instances for n in r.all_nodes()}
         names = {self.model.nodes[n].name for n in inside}
         made = {t for n in inside for t in self.model.nodes[n].outputs}
-        weights = (e for e in self.ways if e.node in names)
+        weights = (e for e in self.format_shares if e.node in names)
         return frozenset(e for e in self.possible if e.node in names or e.tensor in made).union(weights)
 
     def _work(self, pattern: Pattern) -> float:
@@ -257,7 +265,7 @@ class RegionSearch:
         return sum(work(self.model, self.model.nodes[n]) for r in pattern.instances for n in r.all_nodes())
 
 
-def _placed(edges: Iterable[Edge], weight_formats: Mapping[Edge, WeightFormat]) -> Placement:
+def _placement(edges: Iterable[Edge], weight_formats: Mapping[Edge, WeightFormat]) -> Placement:
     """A placement of pairs, and of weight formats where none stands."""
     own = frozenset(edges)
     return Placement.of(own, ((e, s) for e, s in weight_formats.items() if e not in own))
@@ -267,4 +275,4 @@ def _within(best: Placement, domain: frozenset[Edge], offered: Placement) -> Pla
     """A placement that is another one's within some edges."""
     weight_formats = {e: s for e, s in best.weight_formats.items() if e not in domain}
     weight_formats |= {e: s for e, s in offered.weight_formats.items() if e in domain}
-    return _placed((best.edges - domain) | (offered.edges & domain), weight_formats)
+    return _placement((best.edges - domain) | (offered.edges & domain), weight_formats)

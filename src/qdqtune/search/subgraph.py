@@ -15,20 +15,21 @@ from itertools import takewhile
 
 from qdqtune.graph.model import Model
 from qdqtune.search import best_of
-from qdqtune.search.costs.attribution import Times, attribute, priced
+from qdqtune.search.costs.attribution import BuildTimes, attribute, timed_builds
+from qdqtune.search.costs.decisions import nearest
 from qdqtune.search.costs.noise import RESERVE, Noise
-from qdqtune.search.costs.optimum import cut_holding, cut_within, nearest
-from qdqtune.search.costs.profiles import Selection
+from qdqtune.search.costs.optimum import cut_holding, cut_within
+from qdqtune.search.costs.profiles import GroupSelection
 from qdqtune.search.costs.units import Partition
 from qdqtune.search.cut import CUT, CutSearch
-from qdqtune.search.region import QUIETER
+from qdqtune.search.region import WITHIN_LIMITS
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Edge, Layer, Placement, Proposal, Trial, WeightFormat
 
-WORTH = 0.002
+WORTH_A_CHANGE = 0.002
 """A group is changed only where that is expected to save this share of the model's time."""
 
-ACROSS = 2
+OPTIMUM_BUILDS = 2
 """Builds of what their prices lead to at most, as long as each is faster than all before."""
 
 WORTH_A_BUILD = 0.03
@@ -57,7 +58,7 @@ class SubgraphSearch:
     what the layers of these builds lead to, groups divided and joined as they ran fastest.
     """
 
-    selection: Selection
+    selection: GroupSelection
     seeds: Mapping[str, Placement] = field(default_factory=dict)
     float_layers: Sequence[Layer] = ()
     plan: Plan = field(default_factory=Plan)
@@ -67,21 +68,21 @@ class SubgraphSearch:
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`. One at a time: each answer decides what is asked next."""
         tried = {t.placement for t in history} | {Placement()}
-        fixed = {Placement(): "", self.raw: "all groups"}
+        fixed = {Placement(): "", self.all_accepted: "all groups"}
         if self.incremental and not self._is_timed:
-            fixed.setdefault(self.selection.bridged().placement(), "all groups and what lies between")
+            fixed.setdefault(self.selection.with_followers().placement(), "all groups and what lies between")
         for name, placement in self.seeds.items() if self.incremental else ():
             fixed.setdefault(placement, name)
         for placement, name in fixed.items():
             if placement not in tried:
-                predicted = self.selection.ratio if placement == self.raw else None
+                predicted = self.selection.ratio if placement == self.all_accepted else None
                 return (Proposal(name, placement, predicted=predicted, wants_layers=True),)
         if not self.incremental:
             return ()
         asked = len(fixed) - 1
         crossing = list(takewhile(lambda t: t.proposal.origin == CUT, history[asked:]))
         asked += len(crossing)
-        if self.by_cut is not None and len(crossing) < ACROSS and all(t.accepted for t in crossing):
+        if self.by_cut is not None and len(crossing) < OPTIMUM_BUILDS and all(t.accepted for t in crossing):
             for proposal in self.by_cut.optima(history[:asked]):
                 if proposal.placement not in tried:
                     return (proposal,)
@@ -98,14 +99,14 @@ class SubgraphSearch:
         return self.parts.model
 
     @cached_property
-    def raw(self) -> Placement:
+    def all_accepted(self) -> Placement:
         """All accepted groups together."""
         return self.selection.placement()
 
     @cached_property
-    def gains(self) -> Mapping[int, float]:
+    def savings(self) -> Mapping[int, float]:
         """By accepted group, the ms that it is expected to save; the best first."""
-        return dict(sorted(self.selection.gains().items(), key=lambda item: (-item[1], item[0])))
+        return dict(sorted(self.selection.savings().items(), key=lambda item: (-item[1], item[0])))
 
     @cached_property
     def total_ms(self) -> float:
@@ -120,10 +121,10 @@ class SubgraphSearch:
         """The next batch that has no answer yet. Batches and their halves follow from the answers so far."""
         answers = {t.placement: i for i, t in enumerate(history)}
         base, lost = best_of(history[:asked]), set[int]()
-        has_won = any(t.placement == self.raw and t.accepted for t in history[:asked])
+        has_won = any(t.placement == self.all_accepted and t.accepted for t in history[:asked])
         faster = self._faster_elsewhere(base, history[:asked])
-        accepted = (Change(n, self.raw, saved) for n, saved in self.gains.items())
-        missing = [change for change in accepted if self._differs(change.number, base, self.raw)]
+        accepted = (Change(n, self.all_accepted, saved) for n, saved in self.savings.items())
+        missing = [change for change in accepted if self._differs(change.number, base, self.all_accepted)]
         pending = [faster if faster or has_won else missing]
         least = WORTH_A_BUILD * self.total_ms if has_won else 0.0
         while pending:
@@ -154,7 +155,7 @@ class SubgraphSearch:
         best: dict[int, Change] = {}
         for placement, times in builds.items():
             for number, (mine, other) in enumerate(zip(now, self.spent(times), strict=True)):
-                least = best[number].saved if number in best else WORTH * self.total_ms
+                least = best[number].saved if number in best else WORTH_A_CHANGE * self.total_ms
                 if mine - other > least and self._differs(number, base, placement):
                     best[number] = Change(number, placement, mine - other)
         return sorted(best.values(), key=lambda change: (-change.saved, change.number))
@@ -163,18 +164,18 @@ class SubgraphSearch:
         """Whether two placements treat a group differently, or one stores what it writes and the other does not."""
         unit = self.parts.units[number]
         own = any((e in a) != (e in b) for e in (*unit.inputs, *unit.weights, *unit.inner))
-        own = own or self.parts.way(unit, a) != self.parts.way(unit, b)
+        own = own or self.parts.format_in(unit, a) != self.parts.format_in(unit, b)
         leaving = [self.parts.edges[t] for t in unit.outputs if t in self.parts.edges]
         return own or any(all(e in a for e in edges) != all(e in b for e in edges) for edges in leaving)
 
-    def builds(self, history: Sequence[Trial]) -> dict[Placement, Times]:
+    def builds(self, history: Sequence[Trial]) -> dict[Placement, BuildTimes]:
         """The layer times of every build that has a report, the float one first."""
         if not self._is_timed:
             return {}
-        builds = priced(history, self.plan, self.float_layers)
+        builds = timed_builds(history, self.plan, self.float_layers)
         return {build.placement: attribute(self.model, build, self.total_ms) for build in builds}
 
-    def spent(self, times: Times) -> list[float]:
+    def spent(self, times: BuildTimes) -> list[float]:
         """The ms of each group in a build. A Q is for those that read it, and that of an output of the model for
         the group that made it, as every DQ is."""
         parts, total = self.parts, self.parts.spent(times.nodes)
@@ -213,9 +214,9 @@ class SubgraphSearch:
             if stands:
                 edges.add(edge)
         paired = {edge.node for edge in edges}
-        return Placement.of(edges, ((e, s) for e, s in self._storages(base, taken) if e.node not in paired))
+        return Placement.of(edges, ((e, s) for e, s in self._weight_formats(base, taken) if e.node not in paired))
 
-    def _storages(self, base: Placement, taken: Mapping[int, Placement]) -> Iterator[tuple[Edge, WeightFormat]]:
+    def _weight_formats(self, base: Placement, taken: Mapping[int, Placement]) -> Iterator[tuple[Edge, WeightFormat]]:
         """How weights are stored in a mixed placement, each as the placement has it that its group is taken from."""
         for placement in {base, *taken.values()}:
             for edge, weight_format in placement.weight_formats.items():
@@ -231,14 +232,14 @@ def _saved(batch: Batch) -> float:
     return sum(change.saved for change in batch)
 
 
-def narrowed(search: SubgraphSearch, noise: Noise | None) -> SubgraphSearch:
+def with_quiet_seeds(search: SubgraphSearch, noise: Noise | None) -> SubgraphSearch:
     """A subgraph search that also tries what its own prices say within the limit on noise, and within less."""
     if noise is None or noise.limit is None:
         return search
     costs, seeds = search.selection.costs, dict(search.seeds)
     if (bound := noise.bound(())) is not None:
-        return replace(search, seeds=seeds | {QUIETER: search.parts.placement(cut_holding(costs, noise, bound))})
+        return replace(search, seeds=seeds | {WITHIN_LIMITS: search.parts.placement(cut_holding(costs, noise, bound))})
     for share in (RESERVE, RESERVE / 2):
         quiet = search.parts.placement(cut_within(costs, noise, share * noise.limit))
-        seeds[f"{QUIETER}, {share:.0%} of the noise"] = quiet
+        seeds[f"{WITHIN_LIMITS}, {share:.0%} of the noise"] = quiet
     return replace(search, seeds=seeds)

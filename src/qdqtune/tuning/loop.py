@@ -12,7 +12,7 @@ from qdqtune.engines import threads_of
 from qdqtune.engines.build_queue import Urgency
 from qdqtune.graph.outputs import write_json
 from qdqtune.numerics.accuracy import concern
-from qdqtune.search import Strategy, as_foretold, best_of, foreseen, ratios_to_float
+from qdqtune.search import Strategy, as_predicted, best_of, ratios_to_float, upcoming_placements
 from qdqtune.search.front import FrontSearch
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import Plan, judge
@@ -129,9 +129,9 @@ def _foresee(strategy: Strategy, history: Sequence[Trial], batch: Sequence[Propo
     nothing beats the best candidate expected so far."""
     room, plan = run.budget.room(history) - len(batch), run.settings.plan
     room = max(0, min(builders := run.runner.build_queue.builders, room))
-    coming = tuple(islice(foreseen(strategy, history, batch, plan), room))
+    coming = tuple(islice(upcoming_placements(strategy, history, batch, plan), room))
     run.bench.begin(coming, Urgency.NEXT)
-    begin_proof(best_of(as_foretold(history, batch, plan)) if len(coming) < builders else Placement(), run)
+    begin_proof(best_of(as_predicted(history, batch, plan)) if len(coming) < builders else Placement(), run)
 
 
 def _state(trials: Sequence[Trial], plan: Plan, budget: Budget, seconds: float, replayed: bool) -> State:

@@ -11,7 +11,7 @@ import msgspec
 
 from qdqtune.errors import OutputError, writing
 from qdqtune.graph.outputs import appearing
-from qdqtune.search.costs.priors import NOTHING, Prior, packed, unpacked
+from qdqtune.search.costs.priors import NO_PRIOR, Prior, packed, unpacked
 from qdqtune.tuning.price_file import VERSION, Conditions, PriceCache, Section, read_cache, usual_place
 from qdqtune.tuning.records import PricesRecord, StoredPlacement, TrialRecord
 from qdqtune.tuning.run import Run
@@ -30,7 +30,7 @@ SECTIONS = 16
 def known(run: Run) -> Prior:
     """The prices that the run begins with."""
     record = _record(run)
-    return NOTHING if record is None else unpacked(record.prices)
+    return NO_PRIOR if record is None else unpacked(record.prices)
 
 
 def found_before(run: Run) -> dict[str, Placement]:
@@ -54,13 +54,13 @@ def _record(run: Run) -> PricesRecord | None:
             run.observer.note(f"{file} is {why}: the search goes on without")
             cache = PriceCache(VERSION)
         section = _section(cache, run)
-        prior = NOTHING if section is None else unpacked(section.prices)
+        prior = NO_PRIOR if section is None else unpacked(section.prices)
         found = None if section is None else section.models.get(run.subject.model.fingerprint)
         record = run.store.put(PricesRecord(prices=packed(_concerning(run, prior)), found=found))
     return record
 
 
-def remember(run: Run, final: Placement, learned: Prior = NOTHING) -> None:
+def remember(run: Run, final: Placement, learned: Prior = NO_PRIOR) -> None:
     """Leave for others what a run has learned that has found something faster, and for the same model what it ships:
     prices that have led a search nowhere would keep later ones from looking further. Where the usual place cannot be
     written, nobody minds."""
@@ -69,7 +69,7 @@ def remember(run: Run, final: Placement, learned: Prior = NOTHING) -> None:
     if (cache := read_cache(path)) is None:
         return
     old = _section(cache, run)
-    before, models = (NOTHING, {}) if old is None else (unpacked(old.prices), dict(old.models))
+    before, models = (NO_PRIOR, {}) if old is None else (unpacked(old.prices), dict(old.models))
     models.pop(run.subject.model.fingerprint, None)
     models[run.subject.model.fingerprint] = StoredPlacement.of(final)
     kept = Section(_conditions(run), packed(before.updated(learned)), dict(list(models.items())[-MODELS:]))

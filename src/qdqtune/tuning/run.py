@@ -23,7 +23,7 @@ from qdqtune.graph.stamps import Stamps
 from qdqtune.numerics.metric import Evaluation, load_evaluation
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement.insertion import Inserter
-from qdqtune.search.costs.units import Ways
+from qdqtune.search.costs.units import FormatShares
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.pairing import FRESH, begin_pairs
 from qdqtune.tuning.bench import Bench
@@ -85,7 +85,7 @@ class Run(Ready):
     learning_width: int = 1
 
     @cached_property
-    def ways(self) -> Ways:
+    def ways(self) -> FormatShares:
         """The weight formats that weights may have; the engine is asked of them the first time."""
         if self.budget.is_late:
             return {}

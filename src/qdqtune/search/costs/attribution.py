@@ -20,7 +20,7 @@ CONVERSION = re.compile(r"^(?P<tensor>.*)_(?P<op>Quantize|Dequantize)Linear(_\d+
 
 
 @dataclass(frozen=True)
-class Priced:
+class TimedBuild:
     """A build: where its pairs stood, what its layers took, and its latency as a ratio to the float build's."""
 
     placement: Placement
@@ -28,16 +28,16 @@ class Priced:
     ratio: float = 1.0
 
 
-def priced(history: Sequence[Trial], plan: Plan, float_layers: Sequence[Layer]) -> tuple[Priced, ...]:
+def timed_builds(history: Sequence[Trial], plan: Plan, float_layers: Sequence[Layer]) -> tuple[TimedBuild, ...]:
     """The float build and every candidate with a report and a ratio, in order."""
     ratios = ratios_to_float(history, plan)
     reported = ((t.placement, t.layers) for t in history if t.layers and t.placement in ratios)
-    floats = Priced(Placement(), tuple(float_layers))
-    return (floats, *(Priced(placement, layers, ratios[placement]) for placement, layers in reported))
+    floats = TimedBuild(Placement(), tuple(float_layers))
+    return (floats, *(TimedBuild(placement, layers, ratios[placement]) for placement, layers in reported))
 
 
 @dataclass(frozen=True)
-class Times:
+class BuildTimes:
     """A build's layer times in ms by what they were spent on: nodes of the model, and conversions of tensors."""
 
     placement: Placement
@@ -53,7 +53,7 @@ class Times:
         return frozenset(e.tensor for e in self.placement.edges)
 
 
-def attribute(model: Model, build: Priced, float_ms: float) -> Times:
+def attribute(model: Model, build: TimedBuild, float_ms: float) -> BuildTimes:
     """Spread a report over nodes and tensors, scaled so that it adds up to the latency that the rounds found.
 
     A layer of several nodes is shared out by their work. Layers that name nothing (reformats) are charged to the next
@@ -83,17 +83,17 @@ def attribute(model: Model, build: Priced, float_ms: float) -> Times:
             waiting += own
     if waiting and nodes:
         nodes[next(reversed(nodes))] += waiting
-    return Times(build.placement, nodes, converted["Quantize"], converted["Dequantize"], copies)
+    return BuildTimes(build.placement, nodes, converted["Quantize"], converted["Dequantize"], copies)
 
 
-class Spent(NamedTuple):
+class NodeTime(NamedTuple):
     """What a node took in a build, in ms: by itself, and the conversions that count with it."""
 
     own: float = 0.0
     conversions: float = 0.0
 
 
-def spent_by(model: Model, placement: Placement, layers: Sequence[Layer], ms: float) -> Mapping[str, Spent]:
+def node_times(model: Model, placement: Placement, layers: Sequence[Layer], ms: float) -> Mapping[str, NodeTime]:
     """What every node took in a build, all of them together `ms`; nothing where the engine told no times.
 
     A conversion counts once: a Q with the node that writes the value (of an input of the model with its first reader),
@@ -101,8 +101,8 @@ def spent_by(model: Model, placement: Placement, layers: Sequence[Layer], ms: fl
     """
     if not any(layer.time_ms for layer in layers):
         return {}
-    times = attribute(model, Priced(placement, tuple(layers)), ms)
-    spent = {node.name: Spent(times.nodes.get(node.name, 0.0)) for node in model.nodes}
+    times = attribute(model, TimedBuild(placement, tuple(layers)), ms)
+    spent = {node.name: NodeTime(times.nodes.get(node.name, 0.0)) for node in model.nodes}
     for paid, from_writer in ((times.quantize, True), (times.dequantize, False)):
         for tensor, took in paid.items():
             maker = model.maker(tensor)
@@ -113,7 +113,7 @@ def spent_by(model: Model, placement: Placement, layers: Sequence[Layer], ms: fl
     return spent
 
 
-def group_cost(model: Model, group: Collection[str], times: Times) -> float | None:
+def group_ms(model: Model, group: Collection[str], times: BuildTimes) -> float | None:
     """What a fusion group took in a build that has pairs on all edges that enter and leave it; None in any other."""
     inside = {model.index_of[n] for n in group}
     made = {t for n in inside for t in model.nodes[n].outputs}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-LARGEST = 2**30
+CAPACITY = 2**30
 """SciPy's flows are 32-bit and wrap without a word: all finite capacities together stay below this."""
 
 
@@ -92,7 +92,7 @@ def _integers(costs: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.int64], in
     """
     finite = np.isfinite(costs)
     total = costs[finite].sum()
-    room = LARGEST - len(costs)  # rounding may add half a unit to each cost
+    room = CAPACITY - len(costs)  # rounding may add half a unit to each cost
     factor = 2.0 ** np.floor(np.log2(room / total)) if total > 0 else 0.0
     scaled = np.rint(np.where(finite, costs, 0.0) * factor).astype(np.int64)
     infinite = int(scaled.sum()) + 1

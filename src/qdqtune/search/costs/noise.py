@@ -26,16 +26,16 @@ DOUBT = 1.25
 
 SHARES = (RESERVE, 1.0, DOUBT)
 
-NEAR = 0.1
+WITHIN_FACTOR = 0.1
 """Builds whose noise is within a factor of ten of the limit tell how exact the foretelling is there."""
 
-MARGIN = 0.98
+LIMIT_SHARE = 0.98
 """Share of the limit that is aimed at: engines and simulation differ by a tenth of a dB."""
 
-STEP = 4.0
+QUIETER_FACTOR = 4.0
 """How many times less noise is tried next while nothing has held a limit on the metric."""
 
-PARTS = (0.5, 0.75, 0.875)
+BETWEEN = (0.5, 0.75, 0.875)
 """How far from what held a limit on the metric to what did not, in logarithms."""
 
 
@@ -45,7 +45,7 @@ class Noise:
 
     `alone` is the relative noise that quantizing a value brings to the worst output; values are known by the first
     tensor that holds them, `aliases` knows the others. `limit` is the most noise that the output SQNR allows; None if
-    only the user's metric counts, and then trials tell how much noise it takes. `foretold` gives the noise of a whole
+    only the user's metric counts, and then trials tell how much noise it takes. `simulate` gives the noise of a whole
     placement without a build, None where it cannot. `stored` is what weights alone bring, by tensor and name of the
     weight format. `harmless` finds out whether all that may be placed holds the limits, so that nobody needs to ask.
     """
@@ -53,7 +53,7 @@ class Noise:
     model: Model
     alone: Mapping[str, float]
     limit: float | None = None
-    foretold: Callable[[Placement], float | None] | None = field(default=None, compare=False)
+    simulate: Callable[[Placement], float | None] | None = field(default=None, compare=False)
     stored: Mapping[tuple[str, str], float] = field(default_factory=dict)
     harmless: Callable[[], bool] = field(default=lambda: False, compare=False)
     pairs: float = 1.0
@@ -90,9 +90,9 @@ class Noise:
         """What a weight brings that alone is quantized."""
         return self.weights * self.stored.get((edge.tensor, weight_format.name), 0.0)
 
-    def brought(self, placement: Placement) -> float:
+    def expected(self, placement: Placement) -> float:
         """Noise of a placement as it is foretold, as much more as builds have shown; else as `predicted`."""
-        noise = None if self.foretold is None else self.foretold(placement)
+        noise = None if self.simulate is None else self.simulate(placement)
         return self.predicted(placement) if noise is None else noise * self._excess(placement)
 
     def _excess(self, placement: Placement) -> float:
@@ -106,22 +106,22 @@ class Noise:
         return of_both / plain if plain > 0 else max(self.pairs, self.weights)
 
     def bound(self, history: Sequence[Trial]) -> float | None:
-        """The most that `brought` may be; None if nothing is foretold, or no limit is known."""
-        if self.limit is None or self.foretold is None or any(t.metric is not None for t in history):
+        """The most that `expected` may be; None if nothing is foretold, or no limit is known."""
+        if self.limit is None or self.simulate is None or any(t.metric is not None for t in history):
             return None
-        return MARGIN * self.limit
+        return LIMIT_SHARE * self.limit
 
-    def heeding(self, history: Sequence[Trial]) -> Noise:
+    def corrected(self, history: Sequence[Trial]) -> Noise:
         """It, as much more as builds near the limit were noisier than foretold."""
         limit, worst = self.limit, {True: 1.0, False: 1.0}
-        if limit is None or self.foretold is None:
+        if limit is None or self.simulate is None:
             return self
         for trial in history:
             measured = 0.0 if trial.accuracy is None else trial.accuracy.noise
-            foretold = self.foretold(trial.placement) if measured > NEAR * limit else None
-            if foretold is not None and NEAR * limit < foretold < limit / NEAR:
+            simulate = self.simulate(trial.placement) if measured > WITHIN_FACTOR * limit else None
+            if simulate is not None and WITHIN_FACTOR * limit < simulate < limit / WITHIN_FACTOR:
                 kind = bool(trial.placement.edges)
-                worst[kind] = max(worst[kind], measured / foretold)
+                worst[kind] = max(worst[kind], measured / simulate)
         return replace(self, pairs=worst[True], weights=worst[False])
 
     def fits(self, placement: Placement, history: Sequence[Trial]) -> bool:
@@ -130,7 +130,7 @@ class Noise:
         if bound is None:
             allowed = self.allowed(history)
             return allowed == inf or self.predicted(placement) <= allowed
-        return self.heeding(history).brought(placement) <= bound
+        return self.corrected(history).expected(placement) <= bound
 
     def allowed(self, history: Sequence[Trial]) -> float:
         """The most that `predicted` may be for a placement to hold the limits, as trials tell; inf: no bound yet."""
@@ -143,8 +143,8 @@ class Noise:
         held, failed = self._by_metric(history)
         if failed == inf:
             return tuple(share * bound for share in SHARES)
-        held = held or failed / STEP**2
-        return tuple(min(bound, held ** (1 - part) * failed**part) for part in PARTS)
+        held = held or failed / QUIETER_FACTOR**2
+        return tuple(min(bound, held ** (1 - part) * failed**part) for part in BETWEEN)
 
     def _by_limit(self, history: Sequence[Trial]) -> float:
         limit = self.limit
@@ -154,8 +154,8 @@ class Noise:
         known = [(real, predicted) for real, predicted in measured if real > 0 and predicted > 0]
         if not known:
             return limit
-        real, foretold = min(known, key=lambda pair: abs(log(pair[0] / limit)))
-        return foretold * limit / real
+        real, simulate = min(known, key=lambda pair: abs(log(pair[0] / limit)))
+        return simulate * limit / real
 
     def _by_metric(self, history: Sequence[Trial]) -> tuple[float, float]:
         """The most noise that has held the limit on the metric, and the least that has not; 0 and inf if none has."""

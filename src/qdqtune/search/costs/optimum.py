@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import numpy as np
 
 from qdqtune.search.costs.mincut import Problem, solve
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.prices import Costs
-from qdqtune.search.costs.samples import state, stored_in
 from qdqtune.search.costs.units import Decision, Partition, Unit
 from qdqtune.types import Placement, WeightFormat
 
 BISECTIONS = 20
 
-FORETOLD_BISECTIONS = 8
+SIMULATED_BISECTIONS = 8
 """As many where each placement on the way is simulated, which takes longer than a cut."""
 
 RAISES = 20
 """How often a price on noise is raised, eightfold each time: what brings noise at all has one long before."""
 
-NEAR_LIMIT = 0.9
+CLOSE_TO_LIMIT = 0.9
 """Share of the limit, foretold so, from which on closer is not worth the next simulation: 0.5 dB."""
 
 
-EVEN = 0.01
+EQUAL_TIME = 0.01
 """What is foretold to take longer by no more than this share takes as long: builds of one file differ by that."""
 
-RESTS = 1e-3
-"""A sum that changes by this share of what its guessed parts change by rests on one of them."""
-
-STEPS = 6
+QUIET_CUTS = 6
 """Cuts that look for what brings less noise and takes as long."""
 
 
@@ -51,16 +46,16 @@ def cut_within(costs: Costs, noise: Noise, allowed: float) -> Decision:
 def cut_holding(costs: Costs, noise: Noise, limit: float) -> Decision:
     """The optimum at the lowest price on noise at which the outputs are foretold to hold a limit on it; or what is
     foretold to take as long and brings less."""
-    found, price = _cheapest(costs, noise, limit, noise.brought, FORETOLD_BISECTIONS, NEAR_LIMIT * limit)
-    most, quiet, low, high = (1 + EVEN) * costs.total(found), found, price, 0.0
-    for _ in range(STEPS if found != Decision() else 0):
-        middle = np.sqrt(low * high) if low and high else high / 8 or 8 * low or EVEN * costs.float_ms / limit
+    found, price = _cheapest(costs, noise, limit, noise.expected, SIMULATED_BISECTIONS, CLOSE_TO_LIMIT * limit)
+    most, quiet, low, high = (1 + EQUAL_TIME) * costs.total(found), found, price, 0.0
+    for _ in range(QUIET_CUTS if found != Decision() else 0):
+        middle = np.sqrt(low * high) if low and high else high / 8 or 8 * low or EQUAL_TIME * costs.float_ms / limit
         decision = cut(costs, noise, middle)
         if costs.total(decision) <= most:
             quiet, low = decision, middle
         else:
             high = middle
-    return quiet if noise.brought(costs.partition.placement(quiet)) <= limit else found
+    return quiet if noise.expected(costs.partition.placement(quiet)) <= limit else found
 
 
 def _cheapest(
@@ -73,26 +68,26 @@ def _cheapest(
         decision = cut(costs, noise, price)
         return decision, amount(costs.partition.placement(decision))
 
-    found, brought = at(0.0)
-    if brought <= allowed:
+    found, expected = at(0.0)
+    if expected <= allowed:
         return found, 0.0
     total = costs.float_ms
     low, high = 0.0, total / allowed  # where all the noise that is allowed costs as much as the whole float model
-    found, brought = at(high)
+    found, expected = at(high)
     for _ in range(RAISES):
-        if brought <= allowed:
+        if expected <= allowed:
             break
         low, high = high, high * 8
-        found, brought = at(high)
+        found, expected = at(high)
     else:
         return Decision(), high
     for _ in range(bisections):
-        if brought >= enough:
+        if expected >= enough:
             break
         middle = np.sqrt(low * high) if low else high / 8
         decision, noisy = at(middle)
         if noisy <= allowed:
-            found, brought, high = decision, noisy, middle
+            found, expected, high = decision, noisy, middle
         else:
             low = middle
     return found, high
@@ -111,7 +106,7 @@ class Formulation:
     problem: Problem
     runs: Sequence[int]
     stored: Mapping[str, int]
-    ways: Mapping[int, WeightFormat]
+    weight_formats: Mapping[int, WeightFormat]
     parts: Partition
 
     def decision(self, answers: Sequence[bool]) -> Decision:
@@ -119,19 +114,19 @@ class Formulation:
         quantized = frozenset(unit for unit, number in enumerate(self.runs) if answers[number])
         stored = (tensor for tensor, number in self.stored.items() if answers[number])
         found = Decision.of(quantized, stored)
-        able = (u for u in self.parts.units if u.number in self.ways and u.number not in quantized)
-        ways = ((u.number, self.ways[u.number]) for u in able if not self.parts.is_fed(u, found))
-        return replace(found, ways=frozenset(ways))
+        able = (u for u in self.parts.units if u.number in self.weight_formats and u.number not in quantized)
+        formats = ((u.number, self.weight_formats[u.number]) for u in able if not self.parts.is_fed(u, found))
+        return replace(found, weight_formats=frozenset(formats))
 
 
 def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Formulation:
     """`Costs.total`, and a price on noise, as a minimum cut: a unit in float takes the least of its ways to be so."""
     parts, problem = costs.partition, Problem()
-    priced = list(zip(parts.units, costs.prices, strict=True))
-    floats = [costs.way(u.number, _charge(parts, u, noise, price, costs.float_ms)) for u in parts.units]
+    timed_builds = list(zip(parts.units, costs.prices, strict=True))
+    floats = [costs.cheapest_float(u.number, _charge(parts, u, noise, price, costs.float_ms)) for u in parts.units]
     runs = [
         problem.decision(ms, p.as_quantized if u.inputs else np.inf)
-        for (u, p), (ms, _) in zip(priced, floats, strict=True)
+        for (u, p), (ms, _) in zip(timed_builds, floats, strict=True)
     ]
     disturbed = [problem.decision() for _ in parts.units]
     for amid, run, own in zip(disturbed, runs, costs.prices, strict=True):
@@ -203,95 +198,3 @@ def _charge_noise(
             if value not in rounded:
                 rounded[value] = problem.decision(if_yes=min(price * alone, most))
             problem.charge(decision, rounded[value], np.inf)
-
-
-def decision_of(costs: Costs, placement: Placement) -> Decision:
-    """The decision that a placement comes nearest to; the cheaper one where it can be read in two ways."""
-    parts = costs.partition
-    decision = nearest(parts, placement)
-    for unit in parts.units:
-        if unit.number not in decision.quantized and state(unit, parts, placement) == "handing":
-            tensors = [e.tensor for e in unit.inputs]
-            decision = min(
-                decision,
-                replace(decision, quantized=decision.quantized | {unit.number}),
-                key=lambda d: costs.of_unit(unit, d) + sum(costs.of_tensor(t, d) for t in tensors),
-            )
-    return decision
-
-
-def nearest(parts: Partition, placement: Placement) -> Decision:
-    """The units that a placement makes run quantized, at least in part, and the tensors that it keeps in 8 bits.
-
-    A unit without weights that reads such tensors and hands floats over counts as a float one behind DQs.
-    """
-    states = [state(u, parts, placement) for u in parts.units]
-    stored = stored_in(parts, placement, states)
-    ways = ((u.number, way) for u in parts.units if (way := parts.way(u, placement)) is not None)
-
-    def runs(unit: Unit) -> bool:
-        how = states[unit.number]
-        if how == "handing":
-            return bool(unit.weights) or any(e.tensor not in stored for e in unit.inputs)
-        return how in ("quantized", "mixed")
-
-    return Decision.of((unit.number for unit in parts.units if runs(unit)), stored, ways)
-
-
-def margins(costs: Costs, decision: Decision) -> dict[str, float]:
-    """By kind of unit, what it would cost in ms to decide otherwise for one unit of it, all else as it is; summed over
-    its units."""
-    sums: dict[str, float] = {}
-    for unit in costs.partition.units:
-        if unit.inputs and costs.prices[unit.number].as_float > 0:
-            sums[unit.kind] = sums.get(unit.kind, 0.0) + margin(costs, decision, unit)
-    return sums
-
-
-def margin(costs: Costs, decision: Decision, unit: Unit) -> float:
-    """What it would cost in ms to decide otherwise for one unit, all else as it is."""
-    parts = costs.partition
-    leaving = [t for t in unit.outputs if t in parts.edges]
-    near = {user for t in leaving for user in parts.users[t] if user is not None}
-    near |= {parts.producer[t] for t in parts.storable(unit)}
-    units = [parts.units[n] for n in {unit.number} | near]
-    tensors = {*leaving, *(e.tensor for e in unit.inputs)}
-
-    def cost(decided: Decision) -> float:
-        return sum(costs.of_unit(u, decided) for u in units) + sum(costs.of_tensor(t, decided) for t in tensors)
-
-    return cost(other(parts, decision, [unit.number], usual_ways(costs, [unit.number]))) - cost(decision)
-
-
-def is_shown_by(costs: Costs, decision: Decision, unit: Unit) -> bool:
-    """Whether builds have shown every price that the margin of a unit depends on."""
-    return abs(margin(costs.raised, decision, unit) - margin(costs, decision, unit)) < RESTS * (costs.float_ms or 1.0)
-
-
-def usual_ways(costs: Costs, units: Iterable[int]) -> dict[int, WeightFormat]:
-    """The cheapest weight formats of the weights of some units in float; none for those that are cheapest with
-    floats."""
-    return {number: way for number in units if (way := costs.way(number)[1]) is not None}
-
-
-def flip(costs: Costs, decision: Decision, kinds: Collection[str]) -> Decision:
-    """The decision with all units of some kinds the other way."""
-    units = [u.number for u in costs.partition.units if u.kind in kinds and u.inputs]
-    return other(costs.partition, decision, units, usual_ways(costs, units))
-
-
-def other(
-    parts: Partition,
-    decision: Decision,
-    units: Collection[int],
-    ways: Mapping[int, WeightFormat] = MappingProxyType({}),
-) -> Decision:
-    """A decision with some units the other way: what units store that become quantized, and all else as it was; those
-    that become float have their weights as in `ways`. What a unit with stored weights reads stays a float for it."""
-    changed = decision.quantized ^ frozenset(units)
-    kept = {n: way for n, way in decision.ways if n not in changed}
-    kept |= {n: ways[n] for n in units if n not in changed and n in ways}
-    written = (t for n in units if n in changed for t in parts.units[n].outputs if t in parts.edges)
-    fresh = {t for t in written if kept.keys().isdisjoint(parts.users[t])}
-    lost = {t for n in units if n not in changed for t in parts.units[n].outputs}
-    return Decision.of(changed, (decision.stored | fresh) - lost, kept.items())

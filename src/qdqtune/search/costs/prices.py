@@ -29,22 +29,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qdqtune.search.costs.attribution import Times
-from qdqtune.search.costs.priors import DISTURBED, NOTHING, Prior, Seen, between, digest
-from qdqtune.search.costs.samples import Behind, Conversion, Sample, Samples, State, bytes_of, gathered
+from qdqtune.search.costs.attribution import BuildTimes
+from qdqtune.search.costs.observations import Behind, Conversion, Observations, State, UnitKey, bytes_of, observe
+from qdqtune.search.costs.priors import DISTURBED, NO_PRIOR, PriceKey, Prior, digest, neighbours_digest
 from qdqtune.search.costs.units import Decision, Partition, Unit, kind_of
 from qdqtune.types import WeightFormat
 
 WITHIN: tuple[Behind, ...] = ("quantized", "both")
 BEHIND: tuple[Behind, ...] = ("float",)
 
-HOPE = 0.25
+UNMEASURED_SHARE = 0.25
 """An unseen quantized unit is hoped to take this share of its float time."""
 
 EXTRAS = ("disturbed", "behind_float", "handing")
 """Fields of a price that are guessed from other kinds of units."""
 
-LOW = 0.25
+LOW_QUANTILE = 0.25
 """Which quantile of these is taken, since what is guessed too high is never tried."""
 
 
@@ -119,14 +119,14 @@ class Costs:
             amid_pairs = any(t in decision.stored for t in entering) or any(
                 self._is_read(t, decision) for t in unit.outputs
             )
-            way = None if self.partition.is_fed(unit, decision) else decision.way.get(unit.number)
+            way = None if self.partition.is_fed(unit, decision) else decision.format_of.get(unit.number)
             plain = price.as_float if way is None else price.stored.get(way, price.as_float)
             return plain + (price.disturbed if amid_pairs else 0.0)
         leaving = sum(t not in decision.stored for t in unit.outputs if t in self.partition.edges)
         extra = price.behind_float * sum(t not in decision.stored for t in entering)
         return price.as_quantized + extra + price.handing * leaving
 
-    def way(
+    def cheapest_float(
         self, unit: int, charge: Callable[[WeightFormat], float] = lambda _: 0.0
     ) -> tuple[float, WeightFormat | None]:
         """The least ms of a unit in float, and how its weights are stored then; `charge` is what a weight format
@@ -150,27 +150,27 @@ class Costs:
         return tensor in partition.edges and any(u in decision.quantized for u in partition.users[tensor])
 
 
-def learn(partition: Partition, builds: Sequence[Times], prior: Prior = NOTHING) -> Costs:
+def learn(partition: Partition, builds: Sequence[BuildTimes], prior: Prior = NO_PRIOR) -> Costs:
     """Prices from the builds so far, the first of them the float model's; a later build counts before an earlier one,
     being nearer to the solution. What no build has shown is as in earlier runs."""
-    partition, samples = gathered(partition, builds)
+    partition, samples = observe(partition, builds)
     return _priced(partition, samples, prior)
 
 
-def lessons(partition: Partition, builds: Sequence[Times]) -> Prior:
+def learned_prior(partition: Partition, builds: Sequence[BuildTimes]) -> Prior:
     """What the builds so far have shown, for later runs."""
-    partition, samples = gathered(partition, builds)
+    partition, samples = observe(partition, builds)
     seen = {key: median(sampled) for key, sampled in samples.units.items() if sampled}
     floats: dict[str, float] = {}
     for where in ("quantized", "float"):  # behind the graph's inputs alone, all that is stored is in 8 bits
         floats |= {kind: ms for (kind, how, b), ms in seen.items() if (how, b) == ("float", where) and ms > 0}
-    taken: dict[Seen, float] = {
+    taken: dict[PriceKey, float] = {
         (k, how, b): ms / floats[k] for (k, how, b), ms in seen.items() if k in floats and how != "float"
     }
     taken |= {(k, DISTURBED, ""): ms / floats[k] for k, ms in samples.disturbed.items() if k in floats}
-    found = NOTHING
+    found = NO_PRIOR
     for known in reversed(_known_as(partition)):
-        shares: dict[Seen, float] = {(digest(known[k]), how, b): share for (k, how, b), share in taken.items()}
+        shares: dict[PriceKey, float] = {(digest(known[k]), how, b): share for (k, how, b), share in taken.items()}
         operators = {digest(known[u.kind]): operators_of(u, partition) for u in partition.units if u.kind in floats}
         conversions = {
             (op, _between(partition, tensor, known)): (bytes_of(partition.model, tensor), ms)
@@ -202,11 +202,11 @@ def _between(partition: Partition, tensor: str, known: Mapping[str, str]) -> str
     def kind(number: int | None) -> str:
         return "" if number is None else known[partition.units[number].kind]
 
-    return between(kind(partition.producer.get(tensor)), map(kind, partition.users[tensor]))
+    return neighbours_digest(kind(partition.producer.get(tensor)), map(kind, partition.users[tensor]))
 
 
 @dataclass(frozen=True)
-class _Earlier:
+class _PriorLookup:
     """What earlier runs have shown of a partition: in models of the same sizes, or else in those of others."""
 
     partition: Partition
@@ -237,12 +237,12 @@ class _Earlier:
         """The share of a unit of which nobody has seen any like it."""
         operators, where = operators_of(unit, self.partition), ("quantized", "both", "float")
         keys = ((operators, "quantized", w) for w in where)
-        return next((self.prior.usual[key] for key in keys if key in self.prior.usual), HOPE)
+        return next((self.prior.by_operators[key] for key in keys if key in self.prior.by_operators), UNMEASURED_SHARE)
 
 
-def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
+def _priced(partition: Partition, samples: Observations, prior: Prior) -> Costs:
     fixed, per_byte = _line(samples.sizes or prior.sizes)
-    earlier, guessed = _Earlier(partition, prior), set[tuple[Conversion, str]]()
+    earlier, guessed = _PriorLookup(partition, prior), set[tuple[Conversion, str]]()
 
     def conversion(tensor: str, op: Conversion, seen: Mapping[str, float]) -> float:
         if tensor in seen:
@@ -254,7 +254,7 @@ def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
 
     medians = {key: median(sampled) for key, sampled in samples.units.items() if sampled}
     kinds = {unit.kind: unit for unit in partition.units}
-    shown = {kind: _shown(unit, medians, samples, earlier) for kind, unit in kinds.items()}
+    shown = {kind: _kind_prices(unit, medians, samples, earlier) for kind, unit in kinds.items()}
     sizes = {t: bytes_of(partition.model, t) for t in partition.edges}
     quantize = {t: conversion(t, "quantize", samples.quantize) for t in partition.edges}
     dequantize = {t: conversion(t, "dequantize", samples.dequantize) for t in partition.edges}
@@ -275,7 +275,7 @@ def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
                 g = max(g or 0.0, own.handed - c0 - sum(dequantize[t] for t in entering))
         stored = _stored(partition, unit, c0, medians, corrections)
         ways = frozenset(s.name for s in stored if (unit.kind, s.name, "float") not in medians)
-        known.append(_Known(Price(c0, c1, seen=seen is not None, stored=stored, guessed=ways), g, e1, o))
+        known.append(_PartialPrice(Price(c0, c1, seen=seen is not None, stored=stored, guessed=ways), g, e1, o))
     prices = _completed(partition, known)
     doubt: dict[str, float] = {}
     for (kind, _, _), told in samples.medians.items():
@@ -284,7 +284,7 @@ def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
     return Costs(partition, prices, quantize, dequantize, per_consumer, doubt, frozenset(guessed))
 
 
-class _Shown(NamedTuple):
+class _KindPrices(NamedTuple):
     """What builds, or else earlier runs, have shown of a kind of unit, in ms; None where none has."""
 
     as_float: float
@@ -301,7 +301,9 @@ class _Shown(NamedTuple):
     """The share of its float time that it is hoped to take where nothing was seen."""
 
 
-def _shown(unit: Unit, medians: Mapping[Sample, float], samples: Samples, earlier: _Earlier) -> _Shown:
+def _kind_prices(
+    unit: Unit, medians: Mapping[UnitKey, float], samples: Observations, earlier: _PriorLookup
+) -> _KindPrices:
     def measured(how: State, *where: Behind) -> float | None:
         return next((medians[key] for w in where if (key := (unit.kind, how, w)) in medians), None)
 
@@ -320,10 +322,10 @@ def _shown(unit: Unit, medians: Mapping[Sample, float], samples: Samples, earlie
     disturbed = samples.disturbed.get(unit.kind)
     if disturbed is None and (share := earlier.share(unit, DISTURBED, "")) is not None:
         disturbed = as_float * share
-    return _Shown(as_float, inside, outside, handed_inside, handed, more, disturbed, earlier.guessed(unit))
+    return _KindPrices(as_float, inside, outside, handed_inside, handed, more, disturbed, earlier.guessed(unit))
 
 
-class _Known(NamedTuple):
+class _PartialPrice(NamedTuple):
     """The price of a unit, and the extras of it that builds have shown; None where none has."""
 
     price: Price
@@ -332,7 +334,7 @@ class _Known(NamedTuple):
     handing: float | None
 
 
-def _completed(partition: Partition, known: Sequence[_Known]) -> tuple[Price, ...]:
+def _completed(partition: Partition, known: Sequence[_PartialPrice]) -> tuple[Price, ...]:
     """Prices with all their extras. What no build has shown of a kind is what the others of the same operators have
     shown, as a share of their float time: a kernel that takes no 8 bits, or gives no floats, does so in no shape."""
     names = [tuple(partition.model.nodes[n].op for n in unit.nodes) for unit in partition.units]
@@ -343,9 +345,9 @@ def _completed(partition: Partition, known: Sequence[_Known]) -> tuple[Price, ..
             if ms is not None and one.price.as_float > 0:
                 shares.setdefault((operators, extra), {})[unit.kind] = ms / one.price.as_float
 
-    usual = {key: max(0.0, float(np.quantile(list(alike.values()), LOW))) for key, alike in shares.items()}
+    usual = {key: max(0.0, float(np.quantile(list(alike.values()), LOW_QUANTILE))) for key, alike in shares.items()}
 
-    def completed(operators: tuple[str, ...], one: _Known, extra: str) -> float:
+    def completed(operators: tuple[str, ...], one: _PartialPrice, extra: str) -> float:
         ms: float | None = getattr(one, extra)
         return one.price.as_float * usual.get((operators, extra), 0.0) if ms is None else ms
 
@@ -359,7 +361,7 @@ def _completed(partition: Partition, known: Sequence[_Known]) -> tuple[Price, ..
     return tuple(prices)
 
 
-def _corrections(partition: Partition, samples: Samples) -> Mapping[int, float]:
+def _corrections(partition: Partition, samples: Observations) -> Mapping[int, float]:
     """By bits, what units that store their weights so have taken over what their products alone had promised."""
     sums: dict[int, list[float]] = {}
     for unit in {u.kind: u for u in partition.units if partition.compressible(u)}.values():
@@ -374,7 +376,11 @@ def _corrections(partition: Partition, samples: Samples) -> Mapping[int, float]:
 
 
 def _stored(
-    partition: Partition, unit: Unit, as_float: float, medians: Mapping[Sample, float], corrections: Mapping[int, float]
+    partition: Partition,
+    unit: Unit,
+    as_float: float,
+    medians: Mapping[UnitKey, float],
+    corrections: Mapping[int, float],
 ) -> dict[WeightFormat, float]:
     """The ms of a float unit by how its weights are stored: measured, or as its products take alone, corrected by what
     builds have shown of others with as many bits."""

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-Seen = tuple[str, str, str]
+PriceKey = tuple[str, str, str]
 """Digest of a unit's kind, its state or the name of the weight format of its weights, and what it reads; see
 `prices`."""
 
@@ -26,16 +26,16 @@ Split = frozenset[int]
 DISTURBED = "disturbed"
 """In place of a state: what a float unit takes more among pairs."""
 
-LARGEST = 100.0
+MAX_SHARE = 100.0
 """Shares beyond are no prices but accidents."""
 
-LOW = 0.25
+LOW_QUANTILE = 0.25
 """Which quantile of the shares of equal operators stands for one that was not seen."""
 
 DECIMALS = 5
 """Of shares, and of ms and bytes of conversions, as they are written."""
 
-MOST = 20_000
+MAX_ROWS = 20_000
 """Rows of each sort that are kept, the latest: some megabytes."""
 
 
@@ -44,7 +44,7 @@ class Prior:
     """Shares of float time by what was seen, the operators of each kind, the ms of conversions by what they stand
     between (with the bytes of the tensor), and the shares that fusion groups took as they were divided."""
 
-    shares: Mapping[Seen, float] = field(default_factory=dict)
+    shares: Mapping[PriceKey, float] = field(default_factory=dict)
     operators: Mapping[str, str] = field(default_factory=dict)
     conversions: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     splits: Mapping[str, Mapping[Split, float]] = field(default_factory=dict)
@@ -54,12 +54,12 @@ class Prior:
         return bool(self.shares)
 
     @cached_property
-    def usual(self) -> Mapping[Seen, float]:
+    def by_operators(self) -> Mapping[PriceKey, float]:
         """Shares by operators in place of a kind: less than most kinds of these have taken, so that it is tried."""
-        found: dict[Seen, list[float]] = {}
+        found: dict[PriceKey, list[float]] = {}
         for (kind, how, behind), share in self.shares.items():
             found.setdefault((self.operators[kind], how, behind), []).append(share)
-        return {key: float(np.quantile(shares, LOW)) for key, shares in found.items()}
+        return {key: float(np.quantile(shares, LOW_QUANTILE)) for key, shares in found.items()}
 
     @cached_property
     def sizes(self) -> tuple[tuple[float, float], ...]:
@@ -76,18 +76,18 @@ class Prior:
             shares,
             operators,
             _latest(self.conversions, newer.conversions),
-            dict(list(splits.items())[-MOST:]),
+            dict(list(splits.items())[-MAX_ROWS:]),
             self.per_consumer or newer.per_consumer,
         )
 
 
-NOTHING = Prior()
+NO_PRIOR = Prior()
 
 
 def _latest(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, Any]:
     """Both, what is new last."""
     kept = {key: value for key, value in old.items() if key not in new}
-    return dict(list({**kept, **new}.items())[-MOST:])
+    return dict(list({**kept, **new}.items())[-MAX_ROWS:])
 
 
 def digest(kind: str) -> str:
@@ -95,7 +95,7 @@ def digest(kind: str) -> str:
     return hashlib.sha256(kind.encode()).hexdigest()[:16]
 
 
-def between(producer: str, users: Iterable[str]) -> str:
+def neighbours_digest(producer: str, users: Iterable[str]) -> str:
     """What a conversion stands between, by the kinds of the units: empty ones for the graph."""
     return digest("\n".join([producer, *sorted(users)]))
 
@@ -129,10 +129,10 @@ def packed(prior: Prior) -> Prices:
 
 def unpacked(prices: Prices) -> Prior:
     """The prior of `packed`; numbers that cannot be prices are left out."""
-    units = [row for row in prices.units if 0 <= row[4] <= LARGEST]
+    units = [row for row in prices.units if 0 <= row[4] <= MAX_SHARE]
     splits: dict[str, dict[Split, float]] = {}
     for kind, split, share in prices.splits:
-        if 0 <= share <= LARGEST:
+        if 0 <= share <= MAX_SHARE:
             splits.setdefault(kind, {})[frozenset(split)] = share
     return Prior(
         {(kind, how, reads): share for kind, _, how, reads, share in units},

@@ -17,14 +17,14 @@ from qdqtune.graph.operators import COMPUTE
 from qdqtune.placement import rules
 from qdqtune.types import Edge, Layer, Placement, WeightFormat
 
-Ways = Mapping[Edge, Mapping[WeightFormat, float]]
+FormatShares = Mapping[Edge, Mapping[WeightFormat, float]]
 """Uses of weights, the weight formats that each may have, and the share of the float time that its product takes alone
 so."""
 
-WORTH = 0.8
+WORTHWHILE_SHARE = 0.8
 """Mean share of the float time of products, alone, below which a build of all weights in so many bits is worth it."""
 
-NEAR = 1.1
+NEARLY_FASTEST = 1.1
 """Weight formats that take up to this factor longer than the fastest are as good: the one that keeps more of the
 weights."""
 
@@ -56,30 +56,30 @@ class Decision:
 
     quantized: frozenset[int] = frozenset()
     stored: frozenset[str] = frozenset()
-    ways: frozenset[tuple[int, WeightFormat]] = frozenset()
+    weight_formats: frozenset[tuple[int, WeightFormat]] = frozenset()
 
     @staticmethod
     def of(
-        quantized: Iterable[int], stored: Iterable[str] = (), ways: Iterable[tuple[int, WeightFormat]] = ()
+        quantized: Iterable[int], stored: Iterable[str] = (), weight_formats: Iterable[tuple[int, WeightFormat]] = ()
     ) -> Decision:
         """The decision for some units and tensors."""
-        return Decision(frozenset(quantized), frozenset(stored), frozenset(ways))
+        return Decision(frozenset(quantized), frozenset(stored), frozenset(weight_formats))
 
     @cached_property
-    def way(self) -> Mapping[int, WeightFormat]:
+    def format_of(self) -> Mapping[int, WeightFormat]:
         """The weight format of a unit's weights, by its number; those that keep floats are absent."""
-        return dict(self.ways)
+        return dict(self.weight_formats)
 
 
 @dataclass(frozen=True)
 class Partition:
-    """All units of a model. Only `possible` edges ever carry a pair, and `ways` are the weight formats that weights may
-    have: a unit that runs in float has them all in one, which no other unit sees."""
+    """All units of a model. Only `possible` edges ever carry a pair. `format_shares` are the weight formats that
+    weights may have: a unit that runs in float has all its weights in one format, which affects no other unit."""
 
     model: Model
     possible: frozenset[Edge]
     units: tuple[Unit, ...]
-    ways: Ways = field(default_factory=dict)
+    format_shares: FormatShares = field(default_factory=dict)
 
     @cached_property
     def owner(self) -> Mapping[str, int]:
@@ -115,7 +115,7 @@ class Partition:
     @cached_property
     def _compressible(self) -> Mapping[int, tuple[Edge, ...]]:
         found: dict[int, list[Edge]] = {}
-        for edge in sorted(self.ways):
+        for edge in sorted(self.format_shares):
             found.setdefault(self.owner[edge.node], []).append(edge)
         return {number: tuple(edges) for number, edges in found.items()}
 
@@ -125,15 +125,15 @@ class Partition:
 
     def weight_formats(self, unit: Unit) -> tuple[WeightFormat, ...]:
         """The weight formats that all these weights of a unit may have."""
-        first, *others = [self.ways[e] for e in self.compressible(unit)] or [{}]
+        first, *others = [self.format_shares[e] for e in self.compressible(unit)] or [{}]
         return tuple(s for s in first if all(s in other for other in others))
 
     def share(self, unit: Unit, weight_format: WeightFormat) -> float:
         """What a unit's products take so, alone, as a share of their float time."""
-        shares = [self.ways[e].get(weight_format, 1.0) for e in self.compressible(unit)]
+        shares = [self.format_shares[e].get(weight_format, 1.0) for e in self.compressible(unit)]
         return sum(shares) / len(shares)
 
-    def way(self, unit: Unit, placement: Placement) -> WeightFormat | None:
+    def format_in(self, unit: Unit, placement: Placement) -> WeightFormat | None:
         """The weight format of a unit's weights in a placement, if it is one for all of them."""
         if not placement.compressed:
             return None
@@ -164,7 +164,7 @@ class Partition:
         reads it; a float unit has its weights as its way says."""
         edges = {e for n in decision.quantized for e in (*self.units[n].inputs, *self.units[n].weights)}
         edges.update(e for t in decision.stored for e in self.edges.get(t, ()))
-        floats = ((self.units[n], s) for n, s in decision.ways if n not in decision.quantized)
+        floats = ((self.units[n], s) for n, s in decision.weight_formats if n not in decision.quantized)
         compressed = ((e, s) for u, s in floats if not self.is_fed(u, decision) for e in self.compressible(u))
         return Placement.of(edges, compressed)
 
@@ -175,7 +175,10 @@ class Partition:
 
 
 def partition(
-    model: Model, possible: frozenset[Edge], groups: Iterable[Collection[str]], ways: Ways = MappingProxyType({})
+    model: Model,
+    possible: frozenset[Edge],
+    groups: Iterable[Collection[str]],
+    format_shares: FormatShares = MappingProxyType({}),
 ) -> Partition:
     """Units of the given groups of node names; every node that is in none is a unit of its own."""
     taken: set[int] = set()
@@ -189,7 +192,7 @@ def partition(
     for edge in possible:
         by_node.setdefault(edge.node, []).append(edge)
     units = tuple(_unit(model, by_node, number, nodes) for number, nodes in enumerate(sorted(sets)))
-    return Partition(model, possible, units, ways)
+    return Partition(model, possible, units, format_shares)
 
 
 def fusion_groups(model: Model, layers: Sequence[Layer]) -> list[Group]:
@@ -268,7 +271,7 @@ def usual_groups(model: Model, possible: frozenset[Edge]) -> list[list[str]]:
     return list({id(group): group for group in group_of.values()}.values())
 
 
-def ways_in(placements: Iterable[Placement]) -> Ways:
+def formats_in(placements: Iterable[Placement]) -> FormatShares:
     """The weight formats that weights have in some placements, of which nothing else is known."""
     found: dict[Edge, dict[WeightFormat, float]] = {}
     for placement in placements:
@@ -277,38 +280,40 @@ def ways_in(placements: Iterable[Placement]) -> Ways:
     return found
 
 
-def expected_share(ways: Ways, placement: Placement) -> float:
+def expected_share(format_shares: FormatShares, placement: Placement) -> float:
     """The mean share of the float time that products take, alone, whose weights a placement stores."""
-    shares = [ways[edge][weight_format] for edge, weight_format in placement.compressed]
+    shares = [format_shares[edge][weight_format] for edge, weight_format in placement.compressed]
     return sum(shares) / len(shares)
 
 
-def by_bits(ways: Ways, holds: Callable[[Placement], bool] = lambda _: True) -> dict[str, Placement]:
+def weights_by_bits(
+    format_shares: FormatShares, holds: Callable[[Placement], bool] = lambda _: True
+) -> dict[str, Placement]:
     """Every weight in 4 bits, and every one in 8, as far as they may be: in the weight format that is the fastest
     alone, or keeps more of the weights and takes hardly longer; in the one that keeps most of them where that does not
     hold what it has to. Not where products gain little so: a cut may still take some."""
     seeds = {}
-    for bits in sorted({s.bits for shares in ways.values() for s in shares}):
-        for nearness in (NEAR, inf):
-            stored, expected = _of_bits(ways, bits, nearness)
+    for bits in sorted({s.bits for shares in format_shares.values() for s in shares}):
+        for nearness in (NEARLY_FASTEST, inf):
+            stored, expected = _of_bits(format_shares, bits, nearness)
             placement = Placement.of((), stored.items())
-            if sum(expected) < WORTH * len(expected):
+            if sum(expected) < WORTHWHILE_SHARE * len(expected):
                 seeds[f"weights in {bits} bits"] = placement
                 if holds(placement):
                     break
     return seeds
 
 
-def by_bytes(ways: Ways) -> Ways:
+def shares_by_bytes(format_shares: FormatShares) -> FormatShares:
     """The same weight formats with their sizes, in shares of float32, in place of what products take."""
-    return {edge: {s: s.bytes_per_weight / 4 for s in shares} for edge, shares in ways.items()}
+    return {edge: {s: s.bytes_per_weight / 4 for s in shares} for edge, shares in format_shares.items()}
 
 
-def _of_bits(ways: Ways, bits: int, nearness: float) -> tuple[dict[Edge, WeightFormat], list[float]]:
+def _of_bits(format_shares: FormatShares, bits: int, nearness: float) -> tuple[dict[Edge, WeightFormat], list[float]]:
     """Of the weight formats of each weight that take up to so many times as long as the fastest with so many bits, the
     one that keeps most of it, and the shares that these take."""
     stored, expected = {}, []
-    for edge, shares in ways.items():
+    for edge, shares in format_shares.items():
         able = {s: share for s, share in shares.items() if s.bits == bits}
         near = [s for s, share in able.items() if share <= nearness * min(able.values())]
         if near:

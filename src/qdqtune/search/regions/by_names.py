@@ -9,15 +9,15 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import ELEMENTWISE
 from qdqtune.search.regions.by_topology import Flow, Outline
 
-MOST = 0.6
-"""The share of nodes that must carry module names for `speaks` to say so."""
+NAMED_SHARE = 0.6
+"""The share of nodes that must carry module names for `has_module_names` to say so."""
 
 Path = tuple[str, ...]
 
 
-def speaks(model: Model) -> bool:
+def has_module_names(model: Model) -> bool:
     """Whether most nodes have names such as `/a/b/Op`."""
-    return sum(len(_path(n.name) or ()) > 0 for n in model.nodes) > MOST * len(model.nodes)
+    return sum(len(_path(n.name) or ()) > 0 for n in model.nodes) > NAMED_SHARE * len(model.nodes)
 
 
 def outline(flow: Flow, whole: int) -> Outline:

@@ -59,7 +59,7 @@ class Regions:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     """Nobody looks for garbage meanwhile: among so many tuples, which all stay, that takes a fourth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -70,7 +70,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@_uncollected()
+@_without_garbage_collection()
 def find(
     model: Model,
     method: Literal["auto", "names", "topology"] = "auto",
@@ -86,7 +86,7 @@ def find(
     not divided. Method auto takes names where more than 60 % of the nodes have them.
     """
     if method == "auto":
-        method = "names" if by_names.speaks(model) else "topology"
+        method = "names" if by_names.has_module_names(model) else "topology"
     flow = Flow(model)
     blocks = by_topology.nest(flow, min_topdown_size)
     groups = by_names.outline(flow, min_topdown_size) if method == "names" else by_topology.outline(flow, blocks)
@@ -113,25 +113,25 @@ def _without_wrappers(flow: Flow, groups: Outline) -> Outline:
 
 
 @dataclass(eq=False)
-class _Draft:
+class _Node:
     """A region in the making. `nodes` has those of its children, too."""
 
     nodes: list[int]
-    children: Sequence[_Draft] = ()
+    children: Sequence[_Node] = ()
 
 
-def _tree(groups: Outline, parts: Sequence[list[int]]) -> _Draft:
+def _tree(groups: Outline, parts: Sequence[list[int]]) -> _Node:
     """Leaves in their groups; a group that would hold one region only is that region."""
-    held: list[list[_Draft]] = [[] for _ in groups.parent]
+    held: list[list[_Node]] = [[] for _ in groups.parent]
     for nodes in parts:
-        held[groups.home[nodes[0]]].append(_Draft(nodes))
+        held[groups.home[nodes[0]]].append(_Node(nodes))
     for group in range(len(held) - 1, 0, -1):
         if len(held[group]) > 1:
             children = sorted(held[group], key=lambda d: d.nodes[0])
-            held[group] = [_Draft(sorted(n for d in children for n in d.nodes), children)]
+            held[group] = [_Node(sorted(n for d in children for n in d.nodes), children)]
         held[groups.parent[group]] += held[group]
     top = sorted(held[0], key=lambda d: d.nodes[0])
-    return _Draft(sorted(n for d in top for n in d.nodes), top)
+    return _Node(sorted(n for d in top for n in d.nodes), top)
 
 
 class _Assembly:
@@ -141,9 +141,9 @@ class _Assembly:
         self._model, self._structure = structure.model, structure
         self.listings: dict[Region, Listing] = {}
 
-    def root(self, draft: _Draft) -> Region:
+    def root(self, draft: _Node) -> Region:
         """The whole hierarchy. Not recursive: hierarchies can be deep."""
-        order: list[tuple[_Draft, int]] = []
+        order: list[tuple[_Node, int]] = []
         stack = [(draft, -1)]
         while stack:
             order.append(stack.pop())
@@ -156,7 +156,7 @@ class _Assembly:
         made_here = tuple(t for t in model.outputs if t in model.producers)
         return Region(-1, -1, RegionType.ROOT, (), tuple(made[id(c)] for c in draft.children), used, made_here)
 
-    def _region(self, draft: _Draft, level: int, number: int, made: dict[int, Region]) -> Region:
+    def _region(self, draft: _Node, level: int, number: int, made: dict[int, Region]) -> Region:
         listing = self._structure.listing([c.nodes for c in draft.children] or [draft.nodes])
         outputs = tuple(self._model.nodes[listing.nodes[n]].outputs[k] for n, k in listing.exits)
         children = tuple(made.pop(id(c)) for c in draft.children)

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qdqtune.search import Strategy
-from qdqtune.search.costs.explanation import explain, record
-from qdqtune.search.costs.guess import guesses
+from qdqtune.search.costs.decisions import explain, record
 from qdqtune.search.costs.noise import Noise
-from qdqtune.search.costs.priors import NOTHING
-from qdqtune.search.costs.units import by_bits
+from qdqtune.search.costs.priors import NO_PRIOR
+from qdqtune.search.costs.units import weights_by_bits
 from qdqtune.search.cut import CutSearch
 from qdqtune.search.front import FrontSearch
-from qdqtune.search.latency import GroupedSearch
-from qdqtune.search.region import QUIETER
+from qdqtune.search.grouped import GroupedSearch, placement_within
+from qdqtune.search.region import WITHIN_LIMITS
 from qdqtune.tuning import price_cache
 from qdqtune.tuning.folder import UNITS
 from qdqtune.tuning.modes.mode import Recorded
@@ -40,9 +39,9 @@ class Cut:
         if self.by_layers is None:
             price_cache.remember(self.run, final)
             return Recorded()
-        price_cache.remember(self.run, final, self.by_layers.lessons(history) if history else NOTHING)
+        price_cache.remember(self.run, final, self.by_layers.learned_prior(history) if history else NO_PRIOR)
         units = explain(self.by_layers.costs(history, final), final)
-        notes = (KNOWN,) if self.by_layers.is_as_foretold(history) else ()
+        notes = (KNOWN,) if self.by_layers.is_as_predicted(history) else ()
         return Recorded(units, files={UNITS: {"units": record(units)}}, notes=notes)
 
 
@@ -58,8 +57,8 @@ def prepare(run: Run) -> Cut:
         return Cut(strategy, by_layers, run)
     suggestions = subject.suggestions()
     if noise is not None and not noise.is_harmless:
-        suggestions[QUIETER] = guesses(subject.shaped, subject.possible, noise)(noise.levels(())[0])
-    seeds = price_cache.found_before(run) | suggestions | by_bits(run.ways)
+        suggestions[WITHIN_LIMITS] = placement_within(subject.shaped, subject.possible, noise)(noise.levels(())[0])
+    seeds = price_cache.found_before(run) | suggestions | weights_by_bits(run.ways)
     return Cut(GroupedSearch(subject.shaped, subject.possible, seeds, run.width), None, run)
 
 
@@ -82,6 +81,6 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
         spares,
         run.learning_width,
         run.ways,
-        NOTHING if run.settings.front else price_cache.known(run),  # or it would be spared the builds that it is for
+        NO_PRIOR if run.settings.front else price_cache.known(run),  # or it would be spared the builds that it is for
         price_cache.found_before(run),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from qdqtune.search import Strategy
-from qdqtune.search.costs.explanation import UnitPrice
+from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.tuning.observer import Observer
 from qdqtune.types import Placement, Trial
 

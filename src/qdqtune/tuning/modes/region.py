@@ -9,9 +9,9 @@ from qdqtune.errors import writing
 from qdqtune.graph.files import CONSTANTS, ConstantFile
 from qdqtune.graph.outputs import appearing
 from qdqtune.placement.insertion import Inserter
-from qdqtune.search import Seeded, Strategy
-from qdqtune.search.costs.guess import guesses
-from qdqtune.search.costs.units import by_bits
+from qdqtune.search import Strategy, TwoStage
+from qdqtune.search.costs.units import weights_by_bits
+from qdqtune.search.grouped import placement_within
 from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import cache
 from qdqtune.tuning import price_cache
@@ -98,17 +98,17 @@ def prepare(run: Run) -> Region:
         possible=subject.possible,
         seeds=price_cache.found_before(run)
         | subject.suggestions()
-        | by_bits(run.ways, lambda p: noise is None or noise.fits(p, ())),
+        | weights_by_bits(run.ways, lambda p: noise is None or noise.fits(p, ())),
         cached=cache.read_cache(settings.pattern_cache) if settings.pattern_cache else {},
         config=settings.config,
         plan=settings.plan,
         seed=settings.seed,
         noise=noise,
-        within=guesses(subject.shaped, subject.possible, noise),
+        within=placement_within(subject.shaped, subject.possible, noise),
         width=run.width,
-        ways=run.ways,
+        format_shares=run.ways,
     )
     by_cut = cut_search(run, noise) if settings.seed_builds > 0 else None
     return Region(
-        by_region if by_cut is None else Seeded(by_cut, by_region, settings.seed_builds), RegionModels(run), run
+        by_region if by_cut is None else TwoStage(by_cut, by_region, settings.seed_builds), RegionModels(run), run
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from qdqtune.search.costs.priors import NOTHING
-from qdqtune.search.subgraph import SubgraphSearch, narrowed
+from qdqtune.search.costs.priors import NO_PRIOR
+from qdqtune.search.subgraph import SubgraphSearch, with_quiet_seeds
 from qdqtune.tuning import price_cache
 from qdqtune.tuning.folder import RAW
 from qdqtune.tuning.modes.cut import cut_search
@@ -35,7 +35,7 @@ class Subgraph:
     def record(self, history: Sequence[Trial], final: Placement) -> Recorded:
         """What became of every group; what ships goes into the price cache."""
         by_cut = self.strategy.by_cut
-        price_cache.remember(self.run, final, by_cut.lessons(history) if by_cut and history else NOTHING)
+        price_cache.remember(self.run, final, by_cut.learned_prior(history) if by_cut and history else NO_PRIOR)
         groups = outcomes(self.profiled, history, final)
         return Recorded(groups, self.profiled.summary() | {"groups": record(groups)}, notes=self.profiled.notes)
 
@@ -43,8 +43,8 @@ class Subgraph:
 def prepare(run: Run) -> Subgraph:
     """Time the groups alone."""
     profiled = profile(run)
-    run.candidates.write_whole(profiled.search.raw, run.settings.output_dir / RAW)
+    run.candidates.write_whole(profiled.search.all_accepted, run.settings.output_dir / RAW)
     search, noise = profiled.search, foresee(run)
     seeds = price_cache.found_before(run) | dict(search.seeds)
     search = replace(search, seeds=seeds, by_cut=cut_search(run, noise) if search.incremental else None)
-    return Subgraph(narrowed(search, noise), profiled, run)
+    return Subgraph(with_quiet_seeds(search, noise), profiled, run)

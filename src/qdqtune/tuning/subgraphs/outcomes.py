@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
-from qdqtune.search.costs.optimum import nearest
+from qdqtune.search.costs.decisions import nearest
 from qdqtune.search.costs.profiles import Profile
 from qdqtune.tuning.modes.mode import GroupOutcome
 from qdqtune.tuning.subgraphs.prepare import Profiled
@@ -27,7 +27,7 @@ def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
     for unit in parts.units:
         profile = search.selection.profiles[unit.number]
         chosen = search.selection.option(unit.number) or profile.best
-        kept = unit.number in running or parts.way(unit, final) is not None
+        kept = unit.number in running or parts.format_in(unit, final) is not None
         nodes = [parts.model.nodes[n] for n in unit.nodes]
         row = GroupOutcome(
             nodes=tuple(n.name for n in nodes),

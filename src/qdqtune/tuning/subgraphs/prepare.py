@@ -15,9 +15,9 @@ from qdqtune.engines import shapes
 from qdqtune.errors import writing
 from qdqtune.graph.operators import work
 from qdqtune.graph.outputs import appearing
-from qdqtune.search.costs.attribution import Priced, attribute
-from qdqtune.search.costs.profiles import passing, select, signature
-from qdqtune.search.costs.units import Partition, Unit, by_bits, partition
+from qdqtune.search.costs.attribution import TimedBuild, attribute
+from qdqtune.search.costs.profiles import passthrough_profile, select, signature
+from qdqtune.search.costs.units import Partition, Unit, partition, weights_by_bits
 from qdqtune.search.subgraph import SubgraphSearch
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
@@ -55,7 +55,7 @@ class Profiled:
         """What summary.json says of the groups as a whole."""
         return {
             "group_kinds": len(self.kinds),
-            "groups_accepted": len(self.search.gains),
+            "groups_accepted": len(self.search.savings),
             "group_builds": self.builds,
             "group_engine_seconds": round(self.engine_seconds, 3),
         }
@@ -83,12 +83,12 @@ def profile(run: Run) -> Profiled:
     progress = CacheFile(settings.output_dir, parts, kinds, run.store)
     with Profiler(run, parts, resolved, timed=timed) as profiler:
         by_kind = profiler.all(kinds, observer, progress.timed, deadline)
-    profiles = {u.number: passing(parts, u, times[u.number]) for u in parts.units}
+    profiles = {u.number: passthrough_profile(parts, u, times[u.number]) for u in parts.units}
     profiles |= {unit.number: by_kind[kind.number] for kind in kinds for unit in kind.units}
     # Some kernels are slow alone and fast between others: they are found in a placement of the whole model only.
     search = SubgraphSearch(
         select(parts, profiles),
-        subject.foremost() | by_bits(run.ways),
+        subject.foremost() | weights_by_bits(run.ways),
         layers if timed else (),
         settings.plan,
         settings.incremental_validation,
@@ -121,7 +121,7 @@ def _float_times(parts: Partition, layers: Sequence[Layer]) -> list[float]:
     model, total = parts.model, sum(layer.time_ms or 0.0 for layer in layers)
     if not total:
         return [sum(work(model, model.nodes[n]) for n in unit.nodes) for unit in parts.units]
-    return parts.spent(attribute(model, Priced(Placement(), tuple(layers)), total).nodes)
+    return parts.spent(attribute(model, TimedBuild(Placement(), tuple(layers)), total).nodes)
 
 
 def _kinds(

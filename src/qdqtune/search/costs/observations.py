@@ -15,7 +15,7 @@ import onnx
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements
-from qdqtune.search.costs.attribution import Times
+from qdqtune.search.costs.attribution import BuildTimes
 from qdqtune.search.costs.units import Partition, Unit
 from qdqtune.types import Edge, Placement
 
@@ -64,29 +64,29 @@ def stored_in(partition: Partition, placement: Placement, states: Sequence[State
     )
 
 
-Sample = tuple[str, str, Behind]
+UnitKey = tuple[str, str, Behind]
 """Kind of unit, its state or the name of the weight format of its weights, and what it reads."""
 
 
 @dataclass
-class Samples:
+class Observations:
     """Prices seen so far, those of the latest build that has any. Units are known by kind."""
 
-    units: dict[Sample, list[float]] = field(default_factory=dict)
+    units: dict[UnitKey, list[float]] = field(default_factory=dict)
     disturbed: dict[str, float] = field(default_factory=dict)
     """By kind, what a float unit takes more among pairs."""
     quantize: dict[str, float] = field(default_factory=dict)
     dequantize: dict[str, float] = field(default_factory=dict)
     sizes: list[tuple[float, float]] = field(default_factory=list)
-    medians: dict[Sample, list[float]] = field(default_factory=dict)
+    medians: dict[UnitKey, list[float]] = field(default_factory=dict)
     per_consumer: bool = False
 
 
-def gathered(partition: Partition, builds: Sequence[Times]) -> tuple[Partition, Samples]:
+def observe(partition: Partition, builds: Sequence[BuildTimes]) -> tuple[Partition, Observations]:
     """What builds have shown, the first of them the float model's; and the units, equal ones told apart where the float
     build took unequal time for them."""
     before = partition.spent(builds[0].nodes)
-    partition, samples = _told_apart(partition, before, sum(builds[0].nodes.values())), Samples()
+    partition, samples = _told_apart(partition, before, sum(builds[0].nodes.values())), Observations()
     for times in builds:
         _take(samples, partition, times, before)
     return partition, samples
@@ -111,7 +111,7 @@ def _told_apart(parts: Partition, before: Sequence[float], float_ms: float) -> P
     return replace(parts, units=tuple(units))
 
 
-def _take(samples: Samples, partition: Partition, times: Times, before: Sequence[float]) -> None:
+def _take(samples: Observations, partition: Partition, times: BuildTimes, before: Sequence[float]) -> None:
     """Add what a build has shown; `before` is what the float build took for each unit."""
     states = [state(u, partition, times.placement) for u in partition.units]
     stored = stored_in(partition, times.placement, states)
@@ -122,7 +122,7 @@ def _take(samples: Samples, partition: Partition, times: Times, before: Sequence
     paid = _conversions(
         partition, times, paired, states, [a / b if b > 0 else 0.0 for a, b in zip(took, before, strict=True)]
     )
-    fresh: dict[Sample, list[float]] = {}
+    fresh: dict[UnitKey, list[float]] = {}
     more: dict[str, list[float]] = {}
     for unit, how, spent in zip(partition.units, states, took, strict=True):
         if how in ("quantized", "handing"):
@@ -130,7 +130,7 @@ def _take(samples: Samples, partition: Partition, times: Times, before: Sequence
             if how == "quantized":
                 spent += sum(times.quantize.get(t, 0.0) for t in unit.outputs)
         given = any(t in paired for t in unit.outputs)
-        if (way := partition.way(unit, times.placement)) is not None:
+        if (way := partition.format_in(unit, times.placement)) is not None:
             # A DQ of weights that no kernel drew in runs for the unit alone.
             spent += sum(times.dequantize.get(e.tensor, 0.0) for e in partition.compressible(unit))
             if how == "float":
@@ -154,7 +154,7 @@ def _take(samples: Samples, partition: Partition, times: Times, before: Sequence
         getattr(samples, op)[tensor] = 0.0
 
 
-def _absorbed(partition: Partition, times: Times, states: Sequence[State]) -> Iterator[tuple[str, Conversion]]:
+def _absorbed(partition: Partition, times: BuildTimes, states: Sequence[State]) -> Iterator[tuple[str, Conversion]]:
     """Conversions between a float and a quantized unit that no layer ran by itself: a kernel did them on the way."""
     placed = times.placement.edges
     for tensor, edges in partition.edges.items():
@@ -168,7 +168,7 @@ def _absorbed(partition: Partition, times: Times, states: Sequence[State]) -> It
 
 def _conversions(
     partition: Partition,
-    times: Times,
+    times: BuildTimes,
     paired: Mapping[str, Sequence[Edge]],
     states: Sequence[State],
     slowness: Sequence[float],

@@ -8,16 +8,25 @@ best are asked for again at the end.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import work
+from qdqtune.graph.operators import COMPUTE, elements, work
 from qdqtune.search import best_of
-from qdqtune.search.costs.optimum import nearest, other
+from qdqtune.search.costs.decisions import nearest, other
+from qdqtune.search.costs.noise import Noise
+from qdqtune.search.costs.optimum import cut_within
+from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Partition, Unit, partition, usual_groups
 from qdqtune.types import Edge, Placement, Proposal, Trial
+
+ELEMENTS = 0.2
+"""Elements that are copied in the time of one multiplication."""
+
+QUANTIZED = 0.4
+"""Share of its float time that a compute operator takes in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -89,3 +98,25 @@ class GroupedSearch:
 
 def _halves(groups: Sequence[Sequence[Unit]]) -> list[Sequence[Unit]]:
     return [half for g in groups if len(g) > 1 for half in (g[: len(g) // 2], g[len(g) // 2 :])]
+
+
+def placement_within(model: Model, possible: frozenset[Edge], noise: Noise | None) -> Callable[[float], Placement]:
+    """The guess for a sum of noise that is allowed; the float model if nothing is known about noise."""
+    if noise is None:
+        return lambda _: Placement()
+    parts = partition(model, possible, usual_groups(model, possible))
+    # Prices in elements that are copied.
+    border = {tensor: elements(model, tensor) for tensor in parts.edges}
+    costs = Costs(parts, tuple(_price(model, unit) for unit in parts.units), quantize=border, dequantize=border)
+
+    def guess(allowed: float) -> Placement:
+        return parts.placement(cut_within(costs, noise, allowed))
+
+    return guess
+
+
+def _price(model: Model, unit: Unit) -> Price:
+    nodes = [model.nodes[n] for n in unit.nodes]
+    copied = sum(work(model, n) for n in nodes if n.op not in COMPUTE)
+    computed = ELEMENTS * sum(work(model, n) for n in nodes if n.op in COMPUTE)
+    return Price(copied + computed, copied + QUANTIZED * computed)
