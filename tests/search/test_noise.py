@@ -41,8 +41,8 @@ class TestWhatIsForetold:
     def test_values_that_are_only_moved_count_once(self) -> None:
         noise = Noise(chain(), {"a": 0.25, "w": 0.5})
         assert noise.value("c") == noise.value("b") == noise.value("a") == "a"
-        assert noise.predicted(on("b", "c", "w")) == 0.75
-        assert noise.predicted(on("x")) == 0
+        assert noise.summed(on("b", "c", "w")) == 0.75
+        assert noise.summed(on("x")) == 0
 
     def test_the_build_nearest_to_the_limit_corrects_the_sum(self) -> None:
         noise = Noise(chain(), {"a": 0.25, "w": 0.5}, limit=0.1)
@@ -101,15 +101,15 @@ class TestACutWithinLimits:
         costs, noise = made_up(make())
         assert cut_within(costs, noise, np.inf) == cut(costs)
         silent = costs.partition.placement(cut_within(costs, noise, 1e-12))
-        assert noise.predicted(silent) == 0
+        assert noise.summed(silent) == 0
 
     def test_less_room_takes_longer_and_is_kept_to(self, make) -> None:
         costs, noise = made_up(make())
-        whole = noise.predicted(costs.partition.placement(cut(costs)))
+        whole = noise.summed(costs.partition.placement(cut(costs)))
         times: list[float] = []
         for share in (1.0, 0.8, 0.5, 0.3, 0.1, 0.03):
             decision = cut_within(costs, noise, share * whole)
-            assert noise.predicted(costs.partition.placement(decision)) <= share * whole
+            assert noise.summed(costs.partition.placement(decision)) <= share * whole
             times.append(costs.total(decision))
         assert times == sorted(times)
         assert times[0] < times[-1]
@@ -118,11 +118,11 @@ class TestACutWithinLimits:
         """The cut lies on the convex front: whatever beats it in time makes more noise."""
         costs, noise = made_up(make())
         parts = costs.partition
-        whole = noise.predicted(parts.placement(cut(costs)))
+        whole = noise.summed(parts.placement(cut(costs)))
         found = [cut_within(costs, noise, share * whole) for share in (0.7, 0.4, 0.2)]
         for other in _random_decisions(parts, 2000):
             for decision in found:
-                if noise.predicted(parts.placement(other)) <= noise.predicted(parts.placement(decision)):
+                if noise.summed(parts.placement(other)) <= noise.summed(parts.placement(decision)):
                     assert costs.total(other) >= costs.total(decision) - 1e-6
 
 
@@ -134,7 +134,9 @@ def test_of_what_takes_about_as_long_the_cut_takes_what_brings_less_noise() -> N
     ways = {Edge("v", "a", 1): {loud: 0.5, quiet: 0.5}, Edge("w", "c", 1): {loud: 0.5, quiet: 0.5}}
     parts = partition(model, frozenset(), [], ways)
     prices = tuple(Price(1.0, 1.0, stored={loud: 0.5, quiet: ms}) for ms in (0.505, 0.7))
-    noise = Noise(model, {}, 0.1, stored={(t, s.name): n for t in "vw" for s, n in ((loud, 0.03), (quiet, 0.001))})
+    noise = Noise(
+        model, {}, 0.1, weight_noise={(t, s.name): n for t in "vw" for s, n in ((loud, 0.03), (quiet, 0.001))}
+    )
     found = cut_holding(Costs(parts, prices, {}, {}), noise, 0.1)
     assert dict(found.weight_formats) == {0: quiet, 1: loud}
 

@@ -71,16 +71,16 @@ def test_the_cut_takes_the_least_way_of_every_unit(seed: int) -> None:
 def test_with_a_price_on_noise_each_way_has_its_own(seed: int) -> None:
     costs = made_up(seed)
     stored = {(e.tensor, s.name): 0.03 / s.bits * (1 + i) for i, e in enumerate(SHARES) for s in (W4, W8)}
-    noise = Noise(MODEL, dict.fromkeys(("x", "q", "r", "w0", "w1", "w2"), 0.002), limit=0.01, stored=stored)
+    noise = Noise(MODEL, dict.fromkeys(("x", "q", "r", "w0", "w1", "w2"), 0.002), limit=0.01, weight_noise=stored)
 
     def value(decision: Decision, price: float) -> float:
-        return costs.total(decision) + price * noise.predicted(costs.partition.placement(decision))
+        return costs.total(decision) + price * noise.summed(costs.partition.placement(decision))
 
     for price in (1.0, 20.0, 200.0):
         found = value(cut(costs, noise, price), price)
         assert found == pytest.approx(min(value(d, price) for d in every_decision(costs.partition)))
     held = cut_within(costs, noise, 0.01)
-    assert noise.predicted(costs.partition.placement(held)) <= 0.01
+    assert noise.summed(costs.partition.placement(held)) <= 0.01
 
 
 def test_a_decision_survives_as_a_placement_and_its_margin_asks_for_the_best_other_way() -> None:
@@ -124,8 +124,8 @@ def test_the_first_builds_have_every_weight_in_4_and_in_8_bits() -> None:
 def test_what_does_not_hold_the_limits_in_4_bits_has_the_loudest_in_8() -> None:
     layers = [Layer(n.name, (n.name,), "FP32", 1.0, "compute") for n in MODEL.nodes]
     stored = {(f"w{i}", s.name): power * 2.0**-s.bits for i, power in enumerate((0.01, 0.2, 0.01)) for s in (W4, W8)}
-    noise = Noise(MODEL, {}, 0.01, stored=stored)
-    noise = replace(noise, simulate=noise.predicted)
+    noise = Noise(MODEL, {}, 0.01, weight_noise=stored)
+    noise = replace(noise, simulate=noise.summed)
     search = CutSearch(MODEL, possible_edges(MODEL, ranges(MODEL)), layers, format_shares=SHARES, noise=noise)
     first = {p.origin: p.placement for p in search.propose([])}
     assert list(first) == ["weights in fewer bits", "fused units", "weights in 8 bits"]

@@ -310,7 +310,7 @@ class _Reasons:
             return ""
         now, flipped = parts.placement(self._decision), parts.placement(other(parts, self._decision, [unit.number]))
         before, fresh = ({noise.value(e.tensor) for e in p.edges} for p in (now, flipped))
-        alone = sum(noise.alone.get(value, 0.0) for value in fresh - before)
+        alone = sum(noise.value_noise.get(value, 0.0) for value in fresh - before)
         if not alone or self._foretold + alone <= self._allowed:
             return ""
         most = self._facts.limits.min_sqnr
@@ -323,7 +323,7 @@ class _Reasons:
     @cached_property
     def _foretold(self) -> float:
         noise = self._facts.noise
-        return 0.0 if noise is None else noise.predicted(self.parts.placement(self._decision))
+        return 0.0 if noise is None else noise.summed(self.parts.placement(self._decision))
 
     @cached_property
     def _allowed(self) -> float:

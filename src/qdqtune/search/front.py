@@ -264,11 +264,11 @@ class FrontSearch:
 
     def _summed_db(self, known: Mapping[Placement, float]) -> Callable[[Placement], float]:
         """The SQNR of a placement by its sum, from that of known ones in dB."""
-        sums = np.array([_db(self.noise.predicted(placement)) for placement in known])
+        sums = np.array([_db(self.noise.summed(placement)) for placement in known])
         off = np.array(list(known.values())) - sums
 
         def level(placement: Placement) -> float:
-            summed = _db(self.noise.predicted(placement))
+            summed = _db(self.noise.summed(placement))
             like = np.argsort(np.abs(sums - summed), kind="stable")[:SIMILAR_SUMS]
             return summed + (float(off[like].mean()) if len(like) else 0.0)
 
@@ -278,7 +278,7 @@ class FrontSearch:
         """The optima of rising prices on noise, each once, the float model at their end. Between two prices that have
         the same optimum all others have it, too."""
         fastest = cut(costs)
-        loudest = self.noise.predicted(costs.partition.placement(fastest))
+        loudest = self.noise.summed(costs.partition.placement(fastest))
         if loudest <= 0:
             return fastest, Decision()
         prices = NOISE_PRICES * costs.total(fastest) / loudest

@@ -138,7 +138,7 @@ class RegionSearch:
         noise = self.noise
         if noise is None or noise.bound(history) is not None:
             return noise is None or noise.fits(placement, history)
-        return noise.predicted(placement) <= DOUBT * noise.allowed(history)
+        return noise.summed(placement) <= DOUBT * noise.allowed(history)
 
     def _from_cache(self) -> Placement:
         """The fastest cached scheme of every pattern that has one."""

@@ -17,11 +17,12 @@ from qdqtune.timing.ratios import Plan
 from qdqtune.types import Edge, Layer, Placement, Trial
 
 CONVERSION = re.compile(r"^(?P<tensor>.*)_(?P<op>Quantize|Dequantize)Linear(_\d+)?$")
+"""Names of the Q and DQ nodes that insertion adds, by the tensor that they convert."""
 
 
 @dataclass(frozen=True)
 class TimedBuild:
-    """A build: where its pairs stood, what its layers took, and its latency as a ratio to the float build's."""
+    """A build with a layer report: its placement, its layers, and its latency as a ratio to the float build's."""
 
     placement: Placement
     layers: tuple[Layer, ...]
@@ -29,7 +30,7 @@ class TimedBuild:
 
 
 def timed_builds(history: Sequence[Trial], plan: Plan, float_layers: Sequence[Layer]) -> tuple[TimedBuild, ...]:
-    """The float build and every candidate with a report and a ratio, in order."""
+    """The float build and every candidate with a layer report and a ratio, in order."""
     ratios = ratios_to_float(history, plan)
     reported = ((t.placement, t.layers) for t in history if t.layers and t.placement in ratios)
     floats = TimedBuild(Placement(), tuple(float_layers))
@@ -38,7 +39,7 @@ def timed_builds(history: Sequence[Trial], plan: Plan, float_layers: Sequence[La
 
 @dataclass(frozen=True)
 class BuildTimes:
-    """A build's layer times in ms by what they were spent on: nodes of the model, and conversions of tensors."""
+    """The layer times of a build in ms, by node of the model and by converted tensor."""
 
     placement: Placement
     nodes: Mapping[str, float]
@@ -54,10 +55,10 @@ class BuildTimes:
 
 
 def attribute(model: Model, build: TimedBuild, float_ms: float) -> BuildTimes:
-    """Spread a report over nodes and tensors, scaled so that it adds up to the latency that the rounds found.
+    """Divide a layer report among nodes and tensors, scaled so that the sum is the latency measured in paired rounds.
 
-    A layer of several nodes is shared out by their work. Layers that name nothing (reformats) are charged to the next
-    one that does, for whose sake they run; the last ones to the node before them.
+    A layer of several nodes is divided by their work. Layers that name no node (reformats) count for the next layer
+    that does, since they run for it; the last ones count for the node before them.
     """
     total = sum(layer.time_ms or 0.0 for layer in build.layers)
     scale = build.ratio * float_ms / total if total > 0 else 0.0
@@ -87,14 +88,14 @@ def attribute(model: Model, build: TimedBuild, float_ms: float) -> BuildTimes:
 
 
 class NodeTime(NamedTuple):
-    """What a node took in a build, in ms: by itself, and the conversions that count with it."""
+    """The ms of a node in a build: its own, and those of the conversions that count with it."""
 
     own: float = 0.0
     conversions: float = 0.0
 
 
 def node_times(model: Model, placement: Placement, layers: Sequence[Layer], ms: float) -> Mapping[str, NodeTime]:
-    """What every node took in a build, all of them together `ms`; nothing where the engine told no times.
+    """The time of every node in a build that takes `ms` in all; empty where the engine reports no times.
 
     A conversion counts once: a Q with the node that writes the value (of an input of the model with its first reader),
     a DQ with its first reader (where none but the graph reads it with the writer).
@@ -114,7 +115,8 @@ def node_times(model: Model, placement: Placement, layers: Sequence[Layer], ms: 
 
 
 def group_ms(model: Model, group: Collection[str], times: BuildTimes) -> float | None:
-    """What a fusion group took in a build that has pairs on all edges that enter and leave it; None in any other."""
+    """The ms of a fusion group, its conversions included, in a build with pairs on all its outer float tensors; else
+    None."""
     inside = {model.index_of[n] for n in group}
     made = {t for n in inside for t in model.nodes[n].outputs}
     entering = {t for n in inside for t in model.nodes[n].inputs if t and t not in made and t not in model.constants}

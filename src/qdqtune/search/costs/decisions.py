@@ -12,11 +12,11 @@ from qdqtune.search.costs.units import Decision, Partition, Unit
 from qdqtune.types import Placement, WeightFormat
 
 DEPENDS = 1e-3
-"""A sum that changes by this share of what its guessed parts change by rests on one of them."""
+"""A margin depends on an unmeasured price if it changes by more than this share of what such prices are raised by."""
 
 
 def decision_of(costs: Costs, placement: Placement) -> Decision:
-    """The decision that a placement comes nearest to; the cheaper one where it can be read in two ways."""
+    """The decision nearest to a placement; the cheaper one where it can be read in two ways."""
     parts = costs.partition
     decision = nearest(parts, placement)
     for unit in parts.units:
@@ -33,11 +33,11 @@ def decision_of(costs: Costs, placement: Placement) -> Decision:
 def nearest(parts: Partition, placement: Placement) -> Decision:
     """The units that a placement makes run quantized, at least in part, and the tensors that it keeps in 8 bits.
 
-    A unit without weights that reads such tensors and hands floats over counts as a float one behind DQs.
+    A unit without weights that reads such tensors and writes floats counts as a float unit behind DQs.
     """
     states = [state(u, parts, placement) for u in parts.units]
     stored = stored_in(parts, placement, states)
-    ways = ((u.number, way) for u in parts.units if (way := parts.format_in(u, placement)) is not None)
+    formats = ((u.number, own) for u in parts.units if (own := parts.format_in(u, placement)) is not None)
 
     def runs(unit: Unit) -> bool:
         how = states[unit.number]
@@ -45,12 +45,12 @@ def nearest(parts: Partition, placement: Placement) -> Decision:
             return bool(unit.weights) or any(e.tensor not in stored for e in unit.inputs)
         return how in ("quantized", "mixed")
 
-    return Decision.of((unit.number for unit in parts.units if runs(unit)), stored, ways)
+    return Decision.of((unit.number for unit in parts.units if runs(unit)), stored, formats)
 
 
 def margins(costs: Costs, decision: Decision) -> dict[str, float]:
-    """By kind of unit, what it would cost in ms to decide otherwise for one unit of it, all else as it is; summed over
-    its units."""
+    """By kind of unit, what the other decision for a single unit would cost in ms, all else unchanged, summed over the
+    units of the kind."""
     sums: dict[str, float] = {}
     for unit in costs.partition.units:
         if unit.inputs and costs.prices[unit.number].as_float > 0:
@@ -59,7 +59,7 @@ def margins(costs: Costs, decision: Decision) -> dict[str, float]:
 
 
 def margin(costs: Costs, decision: Decision, unit: Unit) -> float:
-    """What it would cost in ms to decide otherwise for one unit, all else as it is."""
+    """What the other decision for one unit would cost in ms, all else unchanged."""
     parts = costs.partition
     leaving = [t for t in unit.outputs if t in parts.edges]
     near = {user for t in leaving for user in parts.users[t] if user is not None}
@@ -74,18 +74,17 @@ def margin(costs: Costs, decision: Decision, unit: Unit) -> float:
 
 
 def is_shown_by(costs: Costs, decision: Decision, unit: Unit) -> bool:
-    """Whether builds have shown every price that the margin of a unit depends on."""
+    """Whether builds have measured every price that the margin of a unit depends on."""
     return abs(margin(costs.raised, decision, unit) - margin(costs, decision, unit)) < DEPENDS * (costs.float_ms or 1.0)
 
 
 def cheapest_formats(costs: Costs, units: Iterable[int]) -> dict[int, WeightFormat]:
-    """The cheapest weight formats of the weights of some units in float; none for those that are cheapest with
-    floats."""
-    return {number: way for number in units if (way := costs.cheapest_float(number)[1]) is not None}
+    """The cheapest weight formats of some units in float; none for those that are cheapest with float weights."""
+    return {number: chosen for number in units if (chosen := costs.cheapest_float(number)[1]) is not None}
 
 
 def flip(costs: Costs, decision: Decision, kinds: Collection[str]) -> Decision:
-    """The decision with all units of some kinds the other way."""
+    """The decision with all units of some kinds decided the other way."""
     units = [u.number for u in costs.partition.units if u.kind in kinds and u.inputs]
     return other(costs.partition, decision, units, cheapest_formats(costs, units))
 
@@ -94,13 +93,13 @@ def other(
     parts: Partition,
     decision: Decision,
     units: Collection[int],
-    ways: Mapping[int, WeightFormat] = MappingProxyType({}),
+    weight_formats: Mapping[int, WeightFormat] = MappingProxyType({}),
 ) -> Decision:
-    """A decision with some units the other way: what units store that become quantized, and all else as it was; those
-    that become float have their weights as in `ways`. What a unit with stored weights reads stays a float for it."""
+    """A decision with some units the other way: outputs of units that become quantized are stored, unless a reader has
+    stored weights; units that become float get their weight format from `weight_formats`. All else is unchanged."""
     changed = decision.quantized ^ frozenset(units)
-    kept = {n: way for n, way in decision.weight_formats if n not in changed}
-    kept |= {n: ways[n] for n in units if n not in changed and n in ways}
+    kept = {n: chosen for n, chosen in decision.weight_formats if n not in changed}
+    kept |= {n: weight_formats[n] for n in units if n not in changed and n in weight_formats}
     written = (t for n in units if n in changed for t in parts.units[n].outputs if t in parts.edges)
     fresh = {t for t in written if kept.keys().isdisjoint(parts.users[t])}
     lost = {t for n in units if n not in changed for t in parts.units[n].outputs}
@@ -109,11 +108,11 @@ def other(
 
 @dataclass(frozen=True)
 class UnitPrice:
-    """One unit. All times in ms, as the search predicts them beside the final decisions about the units around it.
+    """One unit. All times in ms, as predicted with the final decisions about the units around it.
 
-    `boundary_ms` is what the conversions and float outputs at its borders cost as decided, those that neighbours
-    share included. `margin_ms` is what the other decision would cost more; None where the unit can only be float, as
-    `unpriced` says.
+    `boundary_ms` is the cost of conversions and float outputs at its borders as decided, those shared with neighbours
+    included. `margin_ms` is what the other decision would cost more; None where the unit can only be float, for the
+    reason `unpriced`.
     """
 
     nodes: tuple[str, ...]
@@ -130,7 +129,7 @@ class UnitPrice:
     """Whether its quantized time was measured, not guessed."""
     unpriced: str = ""
     weight_format: str = ""
-    """How its weights are stored where they alone are quantized, and what each way would take."""
+    """The weight format where its weights alone are quantized; `stored_ms` has its time in each format."""
     stored_ms: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -138,15 +137,15 @@ def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
     """A row for every unit, the largest time in float first.
 
     `quantize_ms`, `dequantize_ms` and `handing_ms` are the prices for its outputs: of a Q behind it as a float, of a DQ
-    in front of a float consumer, and of handing floats over while it runs quantized.
+    in front of a float consumer, and of writing floats while it runs quantized.
     """
     decision, parts = decision_of(costs, placement), costs.partition
     rows = []
     for unit in parts.units:
         price, able = costs.prices[unit.number], bool(unit.inputs)
         quantized = unit.number in decision.quantized
-        leaving, way = [t for t in unit.outputs if t in parts.edges], decision.format_of.get(unit.number)
-        plain = price.as_float if way is None else price.stored[way]
+        leaving, chosen = [t for t in unit.outputs if t in parts.edges], decision.format_of.get(unit.number)
+        plain = price.as_float if chosen is None else price.stored[chosen]
         extra = costs.of_unit(unit, decision) - (price.as_quantized if quantized else plain)
         around = {*leaving, *(e.tensor for e in unit.inputs)}
         conversions = sum(costs.of_tensor(t, decision) for t in around)
@@ -163,7 +162,7 @@ def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
             margin_ms=margin(costs, decision, unit) if able else None,
             seen=price.seen,
             unpriced="" if able else "no pair can stand on its inputs",
-            weight_format="" if way is None or quantized else way.name,
+            weight_format="" if chosen is None or quantized else chosen.name,
             stored_ms={weight_format.name: ms for weight_format, ms in price.stored.items()},
         )
         rows.append(row)

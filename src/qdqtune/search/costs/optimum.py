@@ -1,4 +1,4 @@
-"""The minimum cut of the prices, and what can be asked of it."""
+"""The cheapest decision for given prices as a minimum cut, also within a limit on noise."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from qdqtune.search.costs.units import Decision, Partition, Unit
 from qdqtune.types import Placement, WeightFormat
 
 BISECTIONS = 20
+"""Steps of the bisection for a price on noise. Chosen, not measured."""
 
 SIMULATED_BISECTIONS = 8
-"""As many where each placement on the way is simulated, which takes longer than a cut."""
+"""The same where each placement on the way is simulated, which takes longer than a cut."""
 
 RAISES = 20
-"""How often a price on noise is raised, eightfold each time: what brings noise at all has one long before."""
+"""How often a price on noise is raised, eightfold each time: any value with noise has a high enough price long
+before."""
 
 CLOSE_TO_LIMIT = 0.9
-"""Share of the limit, foretold so, from which on closer is not worth the next simulation: 0.5 dB."""
+"""Share of the limit (0.5 dB) from which on coming closer is not worth another simulation."""
 
 
 EQUAL_TIME = 0.01
-"""What is foretold to take longer by no more than this share takes as long: builds of one file differ by that."""
+"""Predicted times that differ by no more than this share count as equal: builds of one file differ by that."""
 
 QUIET_CUTS = 6
-"""Cuts that look for what brings less noise and takes as long."""
+"""Cuts that look for a decision with less noise that takes equal time. Chosen, not measured."""
 
 
 def everything(parts: Partition) -> Decision:
@@ -39,13 +41,13 @@ def everything(parts: Partition) -> Decision:
 
 
 def cut_within(costs: Costs, noise: Noise, allowed: float) -> Decision:
-    """The optimum of the prices at the lowest price on noise that keeps its sum within what is allowed."""
-    return _cheapest(costs, noise, allowed, noise.predicted, BISECTIONS, allowed)[0]
+    """The optimum at the lowest price on noise that keeps the sum of noise within what is allowed."""
+    return _cheapest(costs, noise, allowed, noise.summed, BISECTIONS, allowed)[0]
 
 
 def cut_holding(costs: Costs, noise: Noise, limit: float) -> Decision:
-    """The optimum at the lowest price on noise at which the outputs are foretold to hold a limit on it; or what is
-    foretold to take as long and brings less."""
+    """The optimum at the lowest price on noise at which the expected noise is within a limit; or a decision with equal
+    time and less noise."""
     found, price = _cheapest(costs, noise, limit, noise.expected, SIMULATED_BISECTIONS, CLOSE_TO_LIMIT * limit)
     most, quiet, low, high = (1 + EQUAL_TIME) * costs.total(found), found, price, 0.0
     for _ in range(QUIET_CUTS if found != Decision() else 0):
@@ -61,47 +63,49 @@ def cut_holding(costs: Costs, noise: Noise, limit: float) -> Decision:
 def _cheapest(
     costs: Costs, noise: Noise, allowed: float, amount: Callable[[Placement], float], bisections: int, enough: float
 ) -> tuple[Decision, float]:
-    """`enough` noise ends the search for more within what is allowed. Where none of it has a price, because the noise
-    of single values does not tell where that of a placement comes from, nothing is quantized. The price comes too."""
+    """The optimum at the lowest price on noise that keeps `amount` within what is allowed, and that price; the search
+    ends early at `enough` noise. If no price does, because the noise of single values does not explain that of
+    placements, nothing is quantized."""
 
     def at(price: float) -> tuple[Decision, float]:
         decision = cut(costs, noise, price)
         return decision, amount(costs.partition.placement(decision))
 
-    found, expected = at(0.0)
-    if expected <= allowed:
+    found, noise_found = at(0.0)
+    if noise_found <= allowed:
         return found, 0.0
     total = costs.float_ms
     low, high = 0.0, total / allowed  # where all the noise that is allowed costs as much as the whole float model
-    found, expected = at(high)
+    found, noise_found = at(high)
     for _ in range(RAISES):
-        if expected <= allowed:
+        if noise_found <= allowed:
             break
         low, high = high, high * 8
-        found, expected = at(high)
+        found, noise_found = at(high)
     else:
         return Decision(), high
     for _ in range(bisections):
-        if expected >= enough:
+        if noise_found >= enough:
             break
         middle = np.sqrt(low * high) if low else high / 8
         decision, noisy = at(middle)
         if noisy <= allowed:
-            found, expected, high = decision, noisy, middle
+            found, noise_found, high = decision, noisy, middle
         else:
             low = middle
     return found, high
 
 
 def cut(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Decision:
-    """The optimum of the prices, that of noise in ms included."""
+    """The cheapest decision, with a price in ms on its noise."""
     formulation = formulate(costs, noise, price)
     return formulation.decision(solve(formulation.problem))
 
 
 @dataclass(frozen=True)
 class Formulation:
-    """Prices as a minimum cut, and the numbers of its decisions to run a unit quantized, and to store a tensor."""
+    """Prices as a minimum cut: the numbers of its decisions to run a unit quantized and to store a tensor, and the
+    cheapest weight format of float units."""
 
     problem: Problem
     runs: Sequence[int]
@@ -110,7 +114,7 @@ class Formulation:
     parts: Partition
 
     def decision(self, answers: Sequence[bool]) -> Decision:
-        """What an assignment says of units and tensors."""
+        """The decision about units and tensors that an assignment stands for."""
         quantized = frozenset(unit for unit, number in enumerate(self.runs) if answers[number])
         stored = (tensor for tensor, number in self.stored.items() if answers[number])
         found = Decision.of(quantized, stored)
@@ -120,13 +124,15 @@ class Formulation:
 
 
 def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Formulation:
-    """`Costs.total`, and a price on noise, as a minimum cut: a unit in float takes the least of its ways to be so."""
+    """`Costs.total` and a price on noise as a minimum cut; a float unit takes its cheapest weight format."""
     parts, problem = costs.partition, Problem()
-    timed_builds = list(zip(parts.units, costs.prices, strict=True))
-    floats = [costs.cheapest_float(u.number, _charge(parts, u, noise, price, costs.float_ms)) for u in parts.units]
+    priced = list(zip(parts.units, costs.prices, strict=True))
+    floats = [
+        costs.cheapest_float(u.number, _noise_charge(parts, u, noise, price, costs.float_ms)) for u in parts.units
+    ]
     runs = [
         problem.decision(ms, p.as_quantized if u.inputs else np.inf)
-        for (u, p), (ms, _) in zip(timed_builds, floats, strict=True)
+        for (u, p), (ms, _) in zip(priced, floats, strict=True)
     ]
     disturbed = [problem.decision() for _ in parts.units]
     for amid, run, own in zip(disturbed, runs, costs.prices, strict=True):
@@ -173,7 +179,7 @@ def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> F
     return Formulation(problem, runs, stored, ways, parts)
 
 
-def _charge(
+def _noise_charge(
     parts: Partition, unit: Unit, noise: Noise | None, price: float, most: float
 ) -> Callable[[WeightFormat], float]:
     """What the noise of a unit's weights costs in each weight format."""
@@ -189,8 +195,8 @@ def _charge(
 def _charge_noise(
     problem: Problem, rounding: Sequence[tuple[int, str]], noise: Noise, price: float, most: float
 ) -> None:
-    """Charge each value once if any of the decisions that round one of its tensors is yes; `most` forbids as well as
-    any higher price, and keeps the others exact."""
+    """Charge each value once if any of the decisions that round one of its tensors is yes. No charge is above `most`: a
+    higher one forbids no more, and would cost the others precision."""
     rounded: dict[str, int] = {}
     for decision, tensor in rounding:
         value = noise.value(tensor)

@@ -1,9 +1,9 @@
-"""Fusion groups alone: which schemes to try on one, and what the measurements say of all of them together.
+"""Fusion groups timed alone: which schemes to try on one, and which groups run quantized by these times.
 
-A scheme is known by points, that is by positions within the group, so that what was measured on one group holds for all
-that are equal. A group's own price leaves out the Q of what it reads and the DQ of what it hands over: alone it pays
-both, in the model its neighbours may be in 8 bits as well. These conversions have prices of their own, and which groups
-run in 8 bits follows from both by the minimum cut of `qdqtune.search.cut`.
+A scheme is written as points, positions within the group, so that a measurement holds for all equal groups. A group's
+own time leaves out the Q of what it reads and the DQ of what it writes: alone it pays both, in the model its neighbours
+may be quantized as well. These conversions have prices of their own, and the minimum cut of `qdqtune.search.cut`
+decides by both which groups run quantized.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ GroupPoint = tuple[int, int]
 """Input `slot` of the group's node number `n` as (n, slot); all uses of the group's output number `k` as (-1, k)."""
 
 MAX_SCHEMES = 10
+"""Schemes with pairs that are tried on one group, at most. Chosen, not measured."""
 
 MIN_SAVING = 0.01
-"""A group must gain this share of its float time to be worth the change."""
+"""A group is quantized only if that saves this share of its float time: less is noise of the measurement. Chosen, not
+measured."""
 
 
 @dataclass(frozen=True)
 class PricedScheme:
-    """What one scheme of a group took alone, in ms, beside the group's own `Profile.float_ms`.
+    """The ms of a group alone in one scheme, to compare with `Profile.float_ms`.
 
-    `ratio` is that of the whole part to its float form, None where its layers left no hope. `quantize` are the Qs of
-    what it reads, `dequantize` the DQs of what it writes, by the first point of the tensor. `weight_format` is that of
-    its weights where they alone are in fewer bits: it has no points then.
+    `ratio` is that of the whole subgraph to its float form, None where it was not timed in rounds since its layers were
+    too slow. `quantize` are the Qs of what it reads, `dequantize` the DQs of what it writes, by the first point of the
+    tensor. `weight_format` is set, and `points` is empty, where weights alone are stored in fewer bits.
     """
 
     scheme: str
@@ -55,7 +57,7 @@ class PricedScheme:
 
 @dataclass(frozen=True)
 class Profile:
-    """What is known of a group alone; `failures` says by scheme why there is no option of it."""
+    """The times of a group alone; `failures` has a reason for each scheme without one."""
 
     float_ms: float
     options: tuple[PricedScheme, ...] = ()
@@ -67,13 +69,15 @@ class Profile:
         return min(self.options, key=lambda o: o.ms, default=None)
 
 
-def schemes(model: Model, possible: frozenset[Edge], ways: FormatShares = MappingProxyType({})) -> dict[str, Placement]:
+def schemes(
+    model: Model, possible: frozenset[Edge], format_shares: FormatShares = MappingProxyType({})
+) -> dict[str, Placement]:
     """Schemes to try on a group that stands alone as `model`, by name, each placement once and none empty.
 
-    An activation never goes without its weight; "output" means that what the group writes is stored in 8 bits too. Of
-    the weight formats that all its weights may have, that which promises most with 4 bits and with 8 are tried.
+    An activation never carries a pair without its weight; "output" means that what the group writes is stored in 8 bits
+    too. Of the weight formats that all its weights may have, the fastest with 4 bits and the fastest with 8 are tried.
     """
-    parts = partition(model, possible, [[node.name for node in model.nodes]], ways)
+    parts = partition(model, possible, [[node.name for node in model.nodes]], format_shares)
     (unit,) = parts.units
     outputs = Placement.of(e for e in possible if e.is_graph_output)
     full = consistent(model, Placement.of((*unit.inputs, *unit.weights)) | rules.compute_inputs(model, possible))
@@ -95,12 +99,12 @@ def schemes(model: Model, possible: frozenset[Edge], ways: FormatShares = Mappin
 
 
 def points_of(model: Model, placement: Placement) -> frozenset[GroupPoint]:
-    """A placement on a part as points."""
+    """The points of a placement on a group that stands alone."""
     return frozenset((-1 if e.is_graph_output else model.index_of[e.node], e.index) for e in placement)
 
 
 def edges_of(parts: Partition, unit: Unit, points: Collection[GroupPoint]) -> frozenset[Edge]:
-    """What points mean for one group in the whole model, as far as pairs may stand there."""
+    """The edges of some points of a group in the whole model, where pairs may stand."""
     edges: set[Edge] = set()
     for number, index in points:
         if number < 0:
@@ -137,9 +141,9 @@ def signature(parts: Partition, unit: Unit, sizes: Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class SchemeResult:
-    """What the engine said to one scheme of a part: its layers, and its rounds (b) against the float form (a).
+    """The measurement of one scheme: the layers, and the paired rounds (b) against the float form (a).
 
-    There are no rounds where the layers left no hope, and no layers where the engine reports no times.
+    There are no rounds where the layers were too slow already, and no layers where the engine reports none.
     """
 
     scheme: str
@@ -149,18 +153,18 @@ class SchemeResult:
 
 
 def profile_of(model: Model, floats: Sequence[Layer], answers: Sequence[SchemeResult]) -> Profile:
-    """A part priced by its layers, reformats left out, since the neighbours' layouts decide about them; by its total
-    latency if there are no layers.
+    """The profile of a group: by its layers, without reformats, which depend on the neighbours' layouts; by its latency
+    where there are no layers.
 
     Args:
-        model: the part.
+        model: the group alone.
         floats: its layers in float.
-        answers: to all its schemes.
+        answers: the results of all its schemes.
     """
     failures = {a.scheme: a.result.reason for a in answers if isinstance(a.result, Failure)}
     good = [(a, a.result) for a in answers if not isinstance(a.result, Failure)]
     if floats:
-        float_ms = sum(layer.time_ms or 0.0 for layer in _own(model, floats))
+        float_ms = sum(layer.time_ms or 0.0 for layer in _without_reformats(model, floats))
         return Profile(float_ms, tuple(_by_layers(model, floats, a, measured) for a, measured in good), failures)
     rounds = [(a, measured) for a, measured in good if measured is not None]
     float_ms = 1e3 * float(np.median([s for _, m in rounds for s in m.a])) if rounds else 0.0
@@ -177,8 +181,8 @@ def profile_of(model: Model, floats: Sequence[Layer], answers: Sequence[SchemeRe
 def _by_layers(
     model: Model, floats: Sequence[Layer], answer: SchemeResult, measured: Measurement | None
 ) -> PricedScheme:
-    """The layers say what the time went to, the paired rounds how much it was."""
-    own = _own(model, answer.layers)
+    """The time from the paired rounds, divided by the layers."""
+    own = _without_reformats(model, answer.layers)
     before, after, counted = (sum(x.time_ms or 0.0 for x in group) for group in (floats, answer.layers, own))
     ratio = None if measured is None else _ratio(measured)
     total = counted if ratio is None or not after else counted * ratio * before / after
@@ -199,12 +203,13 @@ def _ratio(measured: Measurement) -> float:
     return float(np.median(np.asarray(measured.b) / np.asarray(measured.a)))
 
 
-def _own(model: Model, layers: Sequence[Layer]) -> list[Layer]:
+def _without_reformats(model: Model, layers: Sequence[Layer]) -> list[Layer]:
     return [x for x in layers if x.kind not in ("reformat", "copy") or any(n in model.index_of for n in x.nodes)]
 
 
 def passthrough_profile(parts: Partition, unit: Unit, float_ms: float) -> Profile:
-    """A group too small to be measured that hands values on: in 8 bits it is taken to cost what it costs in float."""
+    """The profile of a group that is too small to be measured: if it only passes values on, it is assumed to take its
+    float time in 8 bits as well; otherwise it stays in float."""
     nodes = [parts.model.nodes[n] for n in unit.nodes]
     if not unit.inputs or unit.weights or any(n.domain or n.op not in operators.MOVERS for n in nodes):
         return Profile(float_ms)
@@ -216,7 +221,7 @@ def passthrough_profile(parts: Partition, unit: Unit, float_ms: float) -> Profil
 
 @dataclass(frozen=True)
 class GroupSelection:
-    """Which groups run in 8 bits, and which store their weights in fewer bits, by prices that were taken alone."""
+    """Which groups run quantized, and which store their weights in fewer bits, by times that were taken alone."""
 
     costs: Costs
     decision: Decision
@@ -228,19 +233,19 @@ class GroupSelection:
         return self.costs.partition
 
     def option(self, number: int) -> PricedScheme | None:
-        """The scheme of a group: the one that stores its outputs where that is decided; None for a float one that keeps
-        its weights."""
+        """The chosen scheme of a group: of a quantized one the scheme that stores its outputs if the decision does;
+        None for a float one with float weights."""
         if number not in self.decision.quantized:
-            way = self.decision.format_of.get(number)
-            own = self.profiles[number].options if way is not None else ()
-            return next((option for option in own if option.weight_format == way), None)
+            chosen = self.decision.format_of.get(number)
+            own = self.profiles[number].options if chosen is not None else ()
+            return next((option for option in own if option.weight_format == chosen), None)
         unit = self.parts.units[number]
         storing, handing = _storing_and_handing(self.parts, unit, self.profiles[number])
         stores = all(t in self.decision.stored for t in unit.outputs if t in self.parts.edges)
         return (storing or handing) if stores else (handing or storing)
 
     def placement(self) -> Placement:
-        """The pairs of all schemes; a tensor that is stored in 8 bits has them on all its edges."""
+        """The pairs of all chosen schemes; a tensor that is stored in 8 bits has them on all its edges."""
         edges = {e for t in self.decision.stored for e in self.parts.edges.get(t, ())}
         for number in self.decision.quantized:
             option = self.option(number)
@@ -249,9 +254,10 @@ class GroupSelection:
         return Placement.of(edges, self.parts.placement(self.decision).compressed)
 
     def with_followers(self) -> GroupSelection:
-        """With the groups that read only what accepted ones write: alone they paid conversions that fall away there.
+        """With the groups that read only what quantized ones write: the conversions that they paid alone are not needed
+        there.
 
-        For prices that have these conversions in them, since the engine tells no layer times.
+        For times without layers, which include these conversions.
         """
         parts, quantized, stored = self.parts, set(self.decision.quantized), set(self.decision.stored)
         for unit in parts.units:
@@ -260,8 +266,8 @@ class GroupSelection:
             if unit.number not in quantized and storing is not None and follows:
                 quantized.add(unit.number)
                 stored.update(t for t in (*entering, *unit.outputs) if t in parts.edges)
-        ways = (pair for pair in self.decision.weight_formats if pair[0] not in quantized)
-        return replace(self, decision=Decision.of(quantized, stored, ways))
+        formats = (pair for pair in self.decision.weight_formats if pair[0] not in quantized)
+        return replace(self, decision=Decision.of(quantized, stored, formats))
 
     def savings(self) -> Mapping[int, float]:
         """By group that is not as in the float model, the ms that it is expected to save, conversions included."""
@@ -278,15 +284,15 @@ class GroupSelection:
 
 
 def select(parts: Partition, profiles: Mapping[int, Profile]) -> GroupSelection:
-    """The cheapest selection of groups for prices that were taken alone."""
+    """The cheapest selection of groups for times that were taken alone."""
     costs = prices(parts, profiles)
     return GroupSelection(costs, cut(costs), profiles)
 
 
 def prices(parts: Partition, profiles: Mapping[int, Profile]) -> Costs:
-    """Prices of all groups, in ms; what neighbours do to each other is not known yet.
+    """Prices of all groups in ms, without effects of neighbours on each other, which are not known yet.
 
-    A group without a scheme is given a price in 8 bits that no model pays.
+    A group without a scheme gets a quantized price above any possible sum.
     """
     never = 1.0 + 2.0 * sum(profiles[u.number].float_ms for u in parts.units)
     quantize, dequantize = (_conversions(parts, profiles, which) for which in ("quantize", "dequantize"))
@@ -328,7 +334,8 @@ def _storing_and_handing(
 
 
 def _conversions(parts: Partition, profiles: Mapping[int, Profile], which: str) -> dict[str, float]:
-    """The price of a Q or DQ of every tensor between groups: as measured, or by the median price of an element."""
+    """The price of a Q or DQ (`which`) of every tensor between groups: measured, or by the median price of an
+    element."""
     seen: dict[str, list[float]] = {}
     for unit in parts.units:
         for option in profiles[unit.number].options:
