@@ -1,8 +1,8 @@
-"""Region discovery: the graph as a hierarchy of parts that are tuned together.
+"""Region discovery: the graph as a hierarchy of regions that are tuned together.
 
-Phase 1 divides the nodes into top regions, bottom-up, by divergence and convergence (`topology`) or by the modules of
-the program that made the graph (`names`). Phase 2 refines those that are large or hold several heavy operators into
-composites, down to leaves: a heavy operator with its epilogue, or a short sequence (`leaves`).
+Phase 1 divides the nodes into top regions: by divergence and convergence of the graph (topology), or by the modules of
+the PyTorch program, which its exporter left in node names (names). Phase 2 refines those that are large or hold several
+heavy operators into composites, down to leaves (`leaves`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Regions:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Nobody looks for garbage meanwhile: among so many tuples, which all stay, that takes a fourth of the time."""
+    """Disable Python's garbage collection meanwhile: it would take a fourth of the time, and all these objects stay."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -98,7 +98,8 @@ def find(
 
 
 def _without_wrappers(flow: Flow, groups: Outline) -> Outline:
-    """Give up groups of groups that hold most of the model's heavy operators: nobody tunes an encoder as one region."""
+    """Remove groups of groups that hold most of the model's heavy operators: a whole encoder is too large to be tuned
+    as one region."""
     heavy, children = [0] * len(groups.parent), [0] * len(groups.parent)
     for node, home in enumerate(groups.home):
         heavy[home] += flow.heavy[flow.first + node]
@@ -113,38 +114,38 @@ def _without_wrappers(flow: Flow, groups: Outline) -> Outline:
 
 
 @dataclass(eq=False)
-class _Node:
-    """A region in the making. `nodes` has those of its children, too."""
+class _Tree:
+    """A region without a number. `nodes` includes those of its children."""
 
     nodes: list[int]
-    children: Sequence[_Node] = ()
+    children: Sequence[_Tree] = ()
 
 
-def _tree(groups: Outline, parts: Sequence[list[int]]) -> _Node:
-    """Leaves in their groups; a group that would hold one region only is that region."""
-    held: list[list[_Node]] = [[] for _ in groups.parent]
+def _tree(groups: Outline, parts: Sequence[list[int]]) -> _Tree:
+    """The leaves in their groups; a group that would hold only one region is replaced by it."""
+    held: list[list[_Tree]] = [[] for _ in groups.parent]
     for nodes in parts:
-        held[groups.home[nodes[0]]].append(_Node(nodes))
+        held[groups.home[nodes[0]]].append(_Tree(nodes))
     for group in range(len(held) - 1, 0, -1):
         if len(held[group]) > 1:
             children = sorted(held[group], key=lambda d: d.nodes[0])
-            held[group] = [_Node(sorted(n for d in children for n in d.nodes), children)]
+            held[group] = [_Tree(sorted(n for d in children for n in d.nodes), children)]
         held[groups.parent[group]] += held[group]
     top = sorted(held[0], key=lambda d: d.nodes[0])
-    return _Node(sorted(n for d in top for n in d.nodes), top)
+    return _Tree(sorted(n for d in top for n in d.nodes), top)
 
 
 class _Assembly:
-    """Makes regions out of drafts: numbers, levels, borders."""
+    """Makes regions of such trees, with numbers, levels and borders."""
 
     def __init__(self, structure: Structure) -> None:
         self._model, self._structure = structure.model, structure
         self.listings: dict[Region, Listing] = {}
 
-    def root(self, draft: _Node) -> Region:
-        """The whole hierarchy. Not recursive: hierarchies can be deep."""
-        order: list[tuple[_Node, int]] = []
-        stack = [(draft, -1)]
+    def root(self, tree: _Tree) -> Region:
+        """The whole hierarchy, without recursion, since hierarchies can be deep."""
+        order: list[tuple[_Tree, int]] = []
+        stack = [(tree, -1)]
         while stack:
             order.append(stack.pop())
             stack.extend((child, order[-1][1] + 1) for child in reversed(order[-1][0].children))
@@ -154,14 +155,14 @@ class _Assembly:
         model = self._model
         used = tuple(t for t in model.inputs if any(n != -1 for n, _ in model.uses(t)))
         made_here = tuple(t for t in model.outputs if t in model.producers)
-        return Region(-1, -1, RegionType.ROOT, (), tuple(made[id(c)] for c in draft.children), used, made_here)
+        return Region(-1, -1, RegionType.ROOT, (), tuple(made[id(c)] for c in tree.children), used, made_here)
 
-    def _region(self, draft: _Node, level: int, number: int, made: dict[int, Region]) -> Region:
-        listing = self._structure.listing([c.nodes for c in draft.children] or [draft.nodes])
+    def _region(self, tree: _Tree, level: int, number: int, made: dict[int, Region]) -> Region:
+        listing = self._structure.listing([c.nodes for c in tree.children] or [tree.nodes])
         outputs = tuple(self._model.nodes[listing.nodes[n]].outputs[k] for n, k in listing.exits)
-        children = tuple(made.pop(id(c)) for c in draft.children)
+        children = tuple(made.pop(id(c)) for c in tree.children)
         region_type = RegionType.COMPOSITE if children else RegionType.LEAF
-        nodes = () if children else tuple(draft.nodes)
+        nodes = () if children else tuple(tree.nodes)
         region = Region(number, level, region_type, nodes, children, listing.borders, outputs)
         self.listings[region] = listing
         return region
