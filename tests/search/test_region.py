@@ -343,7 +343,7 @@ def with_weight_formats(**changes: Any) -> tuple[RegionSearch, Pattern]:
     return search("blocks", format_shares=ways, seeds={}, **changes), own
 
 
-def test_storages_of_weights_are_schemes_of_a_pattern() -> None:
+def test_weight_formats_are_schemes_of_a_pattern() -> None:
     strategy, pattern = with_weight_formats(config=Config(schemes_per_region=50))
     model, _, possible, _ = parts("blocks")
     everywhere = Placement.of(rules.placements(model, possible)["compute"].edges)
@@ -363,7 +363,7 @@ def test_storages_of_weights_are_schemes_of_a_pattern() -> None:
         assert placement == consistent(model, placement)
 
 
-def test_a_pattern_cache_knows_the_storages_of_weights(tmp_path: Path) -> None:
+def test_a_pattern_cache_holds_weight_formats(tmp_path: Path) -> None:
     strategy, pattern = with_weight_formats()
     model = strategy.model
     stored = Placement.of((), ((e, W4) for e in strategy.format_shares))

@@ -193,9 +193,7 @@ class _Led(CutSearch):
 
 
 @pytest.mark.parametrize(("is_led_astray", "accepted"), [(False, 2), (True, 1)])
-def test_what_the_prices_of_the_first_builds_lead_to_is_tried_while_it_is_faster(
-    is_led_astray: bool, accepted: int
-) -> None:
+def test_the_optimum_of_the_first_builds_is_tried_while_it_is_faster(is_led_astray: bool, accepted: int) -> None:
     search = search_of(ladder(), seeds={})
     parts = search.parts
     led = {str(n): parts.placement(Decision.of(range(2 * n))) for n in (2, 4, 6)}

@@ -39,7 +39,7 @@ from math import inf
 
 from qdqtune.graph.model import Model
 from qdqtune.search import best_of, ratios_to_float
-from qdqtune.search.costs.attribution import CONVERSION, BuildTimes, attribute, group_ms, inner_pairs, timed_builds
+from qdqtune.search.costs.attribution import CONVERSION, BuildTimes, attribute, group_ms, timed_builds
 from qdqtune.search.costs.decisions import decision_of, flip, margins
 from qdqtune.search.costs.noise import RESERVE, Noise
 from qdqtune.search.costs.optimum import cut, cut_holding, cut_within, everything
@@ -124,10 +124,6 @@ class CutSearch:
             if len(fresh) == self.width:
                 break
         return tuple(fresh.values())
-
-    def first(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """The proposals that price every unit, without those that were tried."""
-        return _untried((*self._first, *self._apart(history)), history)
 
     @cached_property
     def is_covered(self) -> bool:
@@ -227,7 +223,7 @@ class CutSearch:
                 yield optima[-1]
         if is_known:
             return
-        yield from self.first(history)
+        yield from _untried((*self._first, *self._apart(history)), history)
         failed = {t.placement for t in history if judge(t, self.plan) is None}
         stuck = any(proposal.placement in failed for proposal in optima)
         for proposal in chain(
@@ -343,7 +339,7 @@ class CutSearch:
         divided = self._divided(times)
         for group, edges, kind in self._members:
             if shipped is not None and not paired.isdisjoint(group):
-                yield from split(self.model, group, inner_pairs(edges, shipped))
+                yield from split(self.model, group, {e for e in edges if e in shipped})
                 continue
             before = sum(times[0].nodes.get(node, 0.0) for node in group)
             known = {how: share * before for how, share in self._divided_earlier(group).items()}
@@ -364,8 +360,7 @@ class CutSearch:
             for build in times:
                 spent = group_ms(self.model, group, build)
                 if spent is not None:
-                    pairs = inner_pairs(edges, build.placement)
-                    chosen = frozenset(i for i, e in enumerate(edges) if e in pairs)
+                    chosen = frozenset(i for i, e in enumerate(edges) if e in build.placement)
                     own = found.setdefault(kind, {})
                     own[chosen] = min(spent, own.get(chosen, spent))
         return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -114,23 +114,6 @@ class PredictedPoint:
         return float(10 ** (-self.tradeoff.db / 10))
 
 
-class HasTradeoff(Protocol):
-    """A measured or predicted point."""
-
-    @property
-    def tradeoff(self) -> Tradeoff:
-        """Its latency and accuracy."""
-
-
-T = TypeVar("T", bound=HasTradeoff)
-
-
-def farthest(candidates: Iterable[T], taken: Sequence[Tradeoff], near: float = NEAREST) -> T | None:
-    """The point that is farthest from all that are taken; None if each is nearer than `near` to one of them."""
-    found = max(candidates, key=lambda p: min((p.tradeoff.apart(t) for t in taken), default=np.inf), default=None)
-    return found if found is not None and all(found.tradeoff.apart(t) >= near for t in taken) else None
-
-
 @dataclass(frozen=True)
 class MeasuredPoint:
     """A measured placement: its median ratio to the float model, by way of its opponents, and its trial."""
@@ -148,9 +131,14 @@ class MeasuredPoint:
         """Its measured latency and accuracy."""
         return Tradeoff(self.ratio, self.trial.exactness)
 
-    def beats(self, other: MeasuredPoint) -> bool:
-        """Whether it is at least as good in both, and better in one."""
-        return self.tradeoff.beats(other.tradeoff)
+
+T = TypeVar("T", bound=MeasuredPoint | PredictedPoint)
+
+
+def farthest(candidates: Iterable[T], taken: Sequence[Tradeoff], near: float = NEAREST) -> T | None:
+    """The point that is farthest from all that are taken; None if each is nearer than `near` to one of them."""
+    found = max(candidates, key=lambda p: min((p.tradeoff.apart(t) for t in taken), default=np.inf), default=None)
+    return found if found is not None and all(found.tradeoff.apart(t) >= near for t in taken) else None
 
 
 def undominated(history: Sequence[Trial], plan: Plan) -> tuple[MeasuredPoint, ...]:
@@ -158,7 +146,7 @@ def undominated(history: Sequence[Trial], plan: Plan) -> tuple[MeasuredPoint, ..
     ratios = ratios_to_float(history, plan)
     last = {t.placement: t for t in history if t.placement in ratios and t.accuracy is not None}
     points = [MeasuredPoint(ratios[p], t) for p, t in last.items() if ratios[p] < 1]
-    return tuple(sorted((p for p in points if not any(o.beats(p) for o in points)), key=lambda p: p.ratio))
+    return unbeaten(points)
 
 
 def spread(points: Sequence[MeasuredPoint], count: int) -> tuple[MeasuredPoint, ...]:
@@ -324,11 +312,11 @@ def is_too_noisy(noise: float, limit: float | None) -> bool:
     return limit is not None and noise > MAX_EXCESS_NOISE * limit
 
 
-def unbeaten(candidates: Iterable[PredictedPoint]) -> tuple[PredictedPoint, ...]:
-    """The points that no other one is predicted to beat, the fastest first."""
-    known = tuple(candidates)
-    kept = (o for o in known if not any(other.tradeoff.beats(o.tradeoff) for other in known))
-    return tuple(sorted(kept, key=lambda o: o.tradeoff.ratio))
+def unbeaten(points: Iterable[T]) -> tuple[T, ...]:
+    """The points that no other one beats, the fastest first."""
+    known = tuple(points)
+    kept = (p for p in known if not any(other.tradeoff.beats(p.tradeoff) for other in known))
+    return tuple(sorted(kept, key=lambda p: p.tradeoff.ratio))
 
 
 def _db(noise: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import is_float, work
 from qdqtune.search import ratios_to_float
 from qdqtune.timing.ratios import Plan
-from qdqtune.types import Edge, Layer, Placement, Trial
+from qdqtune.types import Layer, Placement, Trial
 
 CONVERSION = re.compile(r"^(?P<tensor>.*)_(?P<op>Quantize|Dequantize)Linear(_\d+)?$")
 """Names of the Q and DQ nodes that insertion adds, by the tensor that they convert."""
@@ -126,8 +126,3 @@ def group_ms(model: Model, group: Collection[str], times: BuildTimes) -> float |
     spent = sum(times.nodes.get(n, 0.0) for n in group)
     spent += sum(times.quantize.get(t, 0.0) for t in made)
     return spent + sum(times.dequantize.get(t, 0.0) for t in made | entering)
-
-
-def inner_pairs(edges: Iterable[Edge], placement: Placement) -> frozenset[Edge]:
-    """Those of a group's inner edges that carry a pair."""
-    return frozenset(e for e in edges if e in placement)

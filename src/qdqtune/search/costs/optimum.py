@@ -137,8 +137,8 @@ def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> F
     disturbed = [problem.decision() for _ in parts.units]
     for amid, run, own in zip(disturbed, runs, costs.prices, strict=True):
         problem.charge(amid, run, own.disturbed)
-    ways = {number: way for number, (_, way) in enumerate(floats) if way is not None}
-    fed = {number: problem.decision() for number in ways}
+    formats = {number: chosen for number, (_, chosen) in enumerate(floats) if chosen is not None}
+    fed = {number: problem.decision() for number in formats}
     for number, plain in fed.items():  # behind a stored tensor its weights stay floats
         problem.charge(plain, runs[number], costs.prices[number].as_float - floats[number][0])
     stored = {tensor: problem.decision() for tensor in parts.edges}
@@ -176,7 +176,7 @@ def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> F
                 problem.charge(runs[user], kept, costs.prices[user].behind_float)
     if noise is not None and price > 0:
         _charge_noise(problem, rounding, noise, price, costs.float_ms)
-    return Formulation(problem, runs, stored, ways, parts)
+    return Formulation(problem, runs, stored, formats, parts)
 
 
 def _noise_charge(

@@ -32,7 +32,7 @@ import numpy as np
 
 from qdqtune.search.costs.attribution import BuildTimes
 from qdqtune.search.costs.observations import Behind, Conversion, Observations, State, UnitKey, bytes_of, observe
-from qdqtune.search.costs.priors import DISTURBED, LOW_QUANTILE, NO_PRIOR, PriceKey, Prior, digest, neighbours_digest
+from qdqtune.search.costs.priors import DISTURBED, LOW_QUANTILE, NO_PRIOR, PriceKey, Prior, digest
 from qdqtune.search.costs.units import Decision, Partition, Unit, kind_of
 from qdqtune.types import WeightFormat
 
@@ -205,7 +205,8 @@ def _neighbours(partition: Partition, tensor: str, names: Mapping[str, str]) -> 
     def kind(number: int | None) -> str:
         return "" if number is None else names[partition.units[number].kind]
 
-    return neighbours_digest(kind(partition.producer.get(tensor)), map(kind, partition.users[tensor]))
+    users = sorted(map(kind, partition.users[tensor]))
+    return digest("\n".join([kind(partition.producer.get(tensor)), *users]))
 
 
 @dataclass(frozen=True)

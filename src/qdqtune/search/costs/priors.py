@@ -8,7 +8,7 @@ is kept but sizes and times. Measurements of the present run always take precede
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -94,11 +94,6 @@ def _latest(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, Any]:
 def digest(kind: str) -> str:
     """16 hex digits that stand for a kind of unit."""
     return hashlib.sha256(kind.encode()).hexdigest()[:16]
-
-
-def neighbours_digest(producer: str, users: Iterable[str]) -> str:
-    """A digest of the units around a conversion, by their kinds; an empty kind stands for the graph."""
-    return digest("\n".join([producer, *sorted(users)]))
 
 
 class Prices(msgspec.Struct, frozen=True):

@@ -126,9 +126,9 @@ class _Labelling:
         for n in reversed(self._part.order):
             new[n] = _mix(labels[n], below[n])
             for role, producers in self._inner[n]:
-                told = _mix(new[n], role)
+                label = _mix(new[n], role)
                 for producer in producers:
-                    below[producer] += told
+                    below[producer] += label
         return new
 
     def _enter(self, labels: Mapping[int, int]) -> dict[str, int]:
@@ -136,13 +136,13 @@ class _Labelling:
 
     def _sweep_producers(self, labels: Mapping[int, int], borders: Mapping[str, int]) -> dict[int, int]:
         """Each label with those of the node's inputs, theirs with their inputs', and so on."""
-        new, told = dict[int, int](), dict[int, dict[str, int]]()
+        new, by_role = dict[int, int](), dict[int, dict[str, int]]()
         for n in self._part.order:
             inputs, above = self._structure.inputs[n], 0
             for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
-                if role not in told:
-                    told[role] = {}
-                in_role = told[role]
+                if role not in by_role:
+                    by_role[role] = {}
+                in_role = by_role[role]
                 if (value := in_role.get(tensor.name)) is None:
                     if tensor.producer in new:
                         known = _mix(new[tensor.producer], tensor.position)
@@ -193,9 +193,9 @@ class _Numbering:
     def _sorted_level(self, level: Iterable[int]) -> Iterator[int]:
         label = self._part.labels.nodes.__getitem__
         for _, alike in groupby(sorted(level, key=label), label):
-            yield from self._told_apart(list(alike))
+            yield from self._ordered(list(alike))
 
-    def _told_apart(self, alike: list[int]) -> list[int]:
+    def _ordered(self, alike: list[int]) -> list[int]:
         if len(alike) > 1:
             prints = self._structure.fingerprints
             alike.sort(key=lambda n: (self._surroundings(n), prints[n], n))

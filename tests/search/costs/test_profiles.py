@@ -184,7 +184,7 @@ def test_the_selection_is_the_best_of_all_for_the_exact_engine() -> None:
     assert chosen.option(parts.owner["soft"]) is None
 
 
-def test_noise_is_no_reason_to_quantize() -> None:
+def test_a_saving_within_the_noise_is_no_reason_to_quantize() -> None:
     parts, profiles = measured_alone(chain())
     same = {
         number: Profile(p.float_ms, tuple(PricedScheme(o.scheme, o.points, 0.995 * p.float_ms) for o in p.options))
@@ -193,7 +193,7 @@ def test_noise_is_no_reason_to_quantize() -> None:
     assert select(parts, same).decision.quantized == frozenset()
 
 
-def test_total_latencies_leave_out_what_lies_between_until_it_is_bridged() -> None:
+def test_without_layers_groups_between_quantized_ones_are_added() -> None:
     parts, profiles = measured_alone(chain())
     dear = {
         number: replace(profile, options=tuple(
@@ -208,7 +208,7 @@ def test_total_latencies_leave_out_what_lies_between_until_it_is_bridged() -> No
     assert chosen.placement().edges < with_followers.placement().edges
 
 
-def test_a_small_group_that_hands_values_on_may_follow_its_neighbours() -> None:
+def test_a_small_group_that_passes_values_on_may_follow_its_neighbours() -> None:
     model = build("net (float[2,8] x) => (float[8,2] y) {[a] t = Transpose <perm=[1,0]> (x) [b] y = Tanh(t)}")
     parts = parts_of(model)
     moving, other = parts.units
