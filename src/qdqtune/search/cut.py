@@ -32,7 +32,7 @@ exact.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from math import inf
@@ -97,6 +97,7 @@ class CutSearch:
     model: Model
     possible: frozenset[Edge]
     float_layers: Sequence[Layer]
+    _: KW_ONLY
     seeds: Mapping[str, Placement] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
     noise: Noise | None = None

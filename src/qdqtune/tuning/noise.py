@@ -91,9 +91,11 @@ def noise_of(run: Run) -> Noise | None:
         return _of_weights(run, loudest, floor, share)
 
     if is_front:  # whose points are offered by it
-        return Noise(subject.shaped, of_values(), limits.max_noise, brought, of_weights())
+        return Noise(subject.shaped, of_values(), limits.max_noise, simulate=brought, weight_noise=of_weights())
     alone, of_storages = Awaited(tensors, of_values), Awaited(stored, of_weights)
-    return Noise(subject.shaped, alone, limits.max_noise, brought, of_storages, harmless)
+    return Noise(
+        subject.shaped, alone, limits.max_noise, simulate=brought, weight_noise=of_storages, check_harmless=harmless
+    )
 
 
 def _side_by_side(run: Run) -> int:

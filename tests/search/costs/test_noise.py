@@ -49,7 +49,9 @@ class TestEstimatedNoise:
         weight, weight_format = Edge("w", "node", 1), WeightFormat(4, 32)
         paired, stored = on("a"), Placement.of((), [(weight, weight_format)])
         both = Placement(paired.edges, stored.compressed)
-        noise = Noise(chain(), {"a": 0.03}, 0.1, lambda _: 0.04, {("w", weight_format.name): 0.01})
+        noise = Noise(
+            chain(), {"a": 0.03}, 0.1, simulate=lambda _: 0.04, weight_noise={("w", weight_format.name): 0.01}
+        )
         told = noise.corrected([trial(paired, db=4.0), trial(stored, db=14.0)])
         assert told.expected(stored) == pytest.approx(0.04)
         assert told.expected(paired) == pytest.approx(10**-0.4)

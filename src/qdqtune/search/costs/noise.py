@@ -10,7 +10,7 @@ that rounds more often than the file says does so at pairs, and takes stored wei
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from math import inf, log
 
@@ -60,6 +60,7 @@ class Noise:
     model: Model
     value_noise: Mapping[str, float]
     limit: float | None = None
+    _: KW_ONLY
     simulate: Callable[[Placement], float | None] | None = field(default=None, compare=False)
     weight_noise: Mapping[tuple[str, str], float] = field(default_factory=dict)
     check_harmless: Callable[[], bool] = field(default=lambda: False, compare=False)

@@ -70,17 +70,17 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
     if not any(layer.time_ms for layer in layers):
         return None
     first = subject.foremost()
-    spares = {name: p for name, p in subject.suggestions().items() if name not in first}
+    fallbacks = {name: p for name, p in subject.suggestions().items() if name not in first}
     return CutSearch(
         subject.shaped,
         subject.possible,
         layers,
-        first,
-        run.settings.plan,
-        noise,
-        spares,
-        run.learning_width,
-        run.ways,
-        NO_PRIOR if run.settings.front else price_cache.known(run),  # or it would be spared the builds that it is for
-        price_cache.found_before(run),
+        seeds=first,
+        plan=run.settings.plan,
+        noise=noise,
+        fallbacks=fallbacks,
+        width=run.learning_width,
+        format_shares=run.ways,
+        prior=NO_PRIOR if run.settings.front else price_cache.known(run),  # a front needs all builds for its points
+        shipped_before=price_cache.found_before(run),
     )
