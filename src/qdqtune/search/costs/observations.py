@@ -38,7 +38,7 @@ def state(unit: Unit, partition: Partition, placement: Placement) -> State:
     """The state of a unit in a placement."""
     placed = placement.edges
     if not placed.isdisjoint(unit.inner):
-        return "mixed"  # not the unit any more
+        return "mixed"  # the engine cannot run it as one kernel
     entering = [e in placed for e in unit.inputs]
     weights = [e in placed for e in unit.weights]
     if not any(entering):
@@ -71,7 +71,7 @@ UnitKey = tuple[str, str, Behind]
 
 @dataclass
 class Observations:
-    """Measured times of units by kind, and of conversions by tensor; each entry comes from the latest build that has
+    """Measured times of units by kind, and of conversions by tensor. Each entry comes from the latest build that has
     it."""
 
     units: dict[UnitKey, list[float]] = field(default_factory=dict)
@@ -80,8 +80,11 @@ class Observations:
     quantize: dict[str, float] = field(default_factory=dict)
     dequantize: dict[str, float] = field(default_factory=dict)
     sizes: list[tuple[float, float]] = field(default_factory=list)
+    """Bytes and ms of all conversions that ran."""
     medians: dict[UnitKey, list[float]] = field(default_factory=dict)
+    """The median of each build with the key: their spread is the doubt about a price."""
     per_consumer: bool = False
+    """Whether a DQ ran for each consumer of a tensor."""
 
 
 def observe(partition: Partition, builds: Sequence[BuildTimes]) -> tuple[Partition, Observations]:
@@ -133,7 +136,7 @@ def _take(found: Observations, partition: Partition, times: BuildTimes, before: 
                 spent += sum(times.quantize.get(t, 0.0) for t in unit.outputs)
         given = any(t in paired for t in unit.outputs)
         if (chosen := partition.format_in(unit, times.placement)) is not None:
-            # A DQ of weights that no kernel drew in runs for the unit alone.
+            # A DQ of weights that runs by itself counts for the unit.
             spent += sum(times.dequantize.get(e.tensor, 0.0) for e in partition.compressible(unit))
             if how == "float":
                 fresh.setdefault((unit.kind, chosen.name, "float"), []).append(spent)

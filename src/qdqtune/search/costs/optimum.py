@@ -75,7 +75,7 @@ def _cheapest(
     if noise_found <= allowed:
         return found, 0.0
     total = costs.float_ms
-    low, high = 0.0, total / allowed  # where all the noise that is allowed costs as much as the whole float model
+    low, high = 0.0, total / allowed  # at which the allowed noise costs as much as the float model takes
     found, noise_found = at(high)
     for _ in range(RAISES):
         if noise_found <= allowed:
@@ -152,7 +152,7 @@ def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> F
             problem.if_yes[kept] = np.inf  # a graph input comes as a float
         else:
             problem.charge(kept, runs[producer], np.inf)
-            handing = costs.prices[producer].handing  # below zero, storing is charged to the other side of the sum
+            handing = costs.prices[producer].handing  # below zero, it is charged for storing instead
             problem.charge(runs[producer], kept, max(0.0, handing))
             problem.if_yes[runs[producer]] = max(0.0, problem.if_yes[runs[producer]] + min(0.0, handing))
             problem.if_yes[kept] += max(0.0, -handing)

@@ -172,7 +172,7 @@ def _blocks(flow: Flow) -> list[Block]:
     for vertex in flow.order:
         if len(flow.after[vertex]) > 1 and ends[vertex] >= 0:
             starts_of.setdefault(_epilogue(flow, ends[vertex]), []).append(flow.position[vertex])
-    # of the many blocks that can end at one node (dense connections, masks) the innermost and the outermost say it all
+    # many blocks can end at one node (dense connections, masks): the innermost and the outermost are enough
     return [Block(start, end) for end, starts in starts_of.items() for start in sorted({min(starts), max(starts)})]
 
 

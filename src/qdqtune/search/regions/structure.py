@@ -227,7 +227,7 @@ class _Numbering:
         several = len(unknown) > 1 and len(set(unknown)) > 1
         alike = several and self._part.are_used_alike(unknown)
         keys: list[tuple[int, ...]]
-        if alike and len(unknown) == len(free):  # most nodes that are a leaf each: what `_key` says, less what is equal
+        if alike and len(unknown) == len(free):  # usual for leaves of one node: `_key` without its equal parts
             prints = self._structure.fingerprints
             keys = [(prints[t.producer] if t.producer >= 0 else 0, t.producer, t.position) for t in free]
         else:
