@@ -245,12 +245,12 @@ class FrontSearch:
 
     def _scale(self, costs: Costs, history: Sequence[Trial]) -> float:
         """The measured saving of builds as a multiple of the predicted one."""
-        gains = []
+        factors = []
         for placement, ratio in ratios_to_float(history, self.by_cut.plan).items():
-            simulated = costs.total(decision_of(costs, placement)) / costs.float_ms
-            if placement and simulated <= WORTHWHILE_RATIO:
-                gains.append((1 - ratio) / (1 - simulated))
-        return float(np.clip(np.median(gains), *SCALE_RANGE)) if gains else 1.0
+            predicted = costs.total(decision_of(costs, placement)) / costs.float_ms
+            if placement and predicted <= WORTHWHILE_RATIO:
+                factors.append((1 - ratio) / (1 - predicted))
+        return float(np.clip(np.median(factors), *SCALE_RANGE)) if factors else 1.0
 
     def _summed_db(self, known: Mapping[Placement, float]) -> Callable[[Placement], float]:
         """A function that estimates the SQNR of a placement by its sum of noise, corrected by placements with known

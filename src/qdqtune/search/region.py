@@ -129,9 +129,7 @@ class RegionSearch:
         if self.noise is None:
             yield from ideas
             return
-        if (
-            sum(t.proposal.origin == WITHIN_LIMITS for t in history) < LIMIT_TRIES
-        ):  # again when builds have shown more about noise
+        if sum(t.proposal.origin == WITHIN_LIMITS for t in history) < LIMIT_TRIES:
             yield from (Proposal(WITHIN_LIMITS, self.within(level)) for level in self.noise.levels(history))
         yield from (idea for idea in ideas if self._may_hold(consistent(self.model, idea.placement), history))
 
