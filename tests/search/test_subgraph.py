@@ -197,7 +197,7 @@ def test_the_optimum_of_the_first_builds_is_tried_while_it_is_faster(is_led_astr
     search = search_of(ladder(), seeds={})
     parts = search.parts
     led = {str(n): parts.placement(Decision.of(range(2 * n))) for n in (2, 4, 6)}
-    by_cut = _Led(parts.model, parts.possible, (), led, PLAN)
+    by_cut = _Led(parts.model, parts.possible, (), seeds=led, plan=PLAN)
     faster = {led["2"]: 50.0, led["4"]: 90.0 if is_led_astray else 40.0, led["6"]: 30.0}
     history = played(replace(search, by_cut=by_cut), lambda p: faster.get(p, 100.0))
     crossing = [t.placement for t in history if t.proposal.origin == CUT]
