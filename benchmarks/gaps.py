@@ -31,7 +31,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.search import best_of
-from qdqtune.search.costs.optimum import decision_of
+from qdqtune.search.costs.decisions import decision_of
 from qdqtune.search.costs.prices import Costs
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune

@@ -36,7 +36,7 @@ from qdqtune.graph.model import Model
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.attribution import Times
+from qdqtune.search.costs.attribution import BuildTimes
 from qdqtune.search.costs.optimum import cut
 from qdqtune.search.costs.prices import learn
 from qdqtune.search.costs.units import partition, usual_groups
@@ -189,13 +189,13 @@ def searched(model: Model) -> tuple[float, float, float, float]:
     return prices, found, proposed, all_pairs
 
 
-def times(model: Model, placement: Placement, seed: int) -> Times:
+def times(model: Model, placement: Placement, seed: int) -> BuildTimes:
     """Layer times of a build, drawn."""
     drawn = np.random.default_rng(seed).exponential(size=(3, len(model.nodes)))
     nodes = {node.name: float(ms) for node, ms in zip(model.nodes, drawn[0], strict=True)}
     tensors = {edge.tensor for edge in placement if edge.tensor not in model.constants}
     quantize, dequantize = (dict(zip(sorted(tensors), map(float, ms), strict=False)) for ms in drawn[1:])
-    return Times(placement, nodes, quantize, dequantize, dict.fromkeys(tensors, 1))
+    return BuildTimes(placement, nodes, quantize, dequantize, dict.fromkeys(tensors, 1))
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from qdqtune.explanation.page import render
 from qdqtune.explanation.report import bars, report_of_run
 from qdqtune.explanation.report_values import Headline, Report
 from qdqtune.graph.model import Model
-from qdqtune.search.costs.attribution import spent_by
+from qdqtune.search.costs.attribution import node_times
 from qdqtune.tuning.subgraphs.groups import from_layers
 from qdqtune.types import Edge, Layer, Placement
 
@@ -68,7 +68,7 @@ def made_up(count: int) -> Report:
     placement = Placement.of(Edge(node.inputs[0], node.name, 0) for node in model.nodes if node.index % 4)
     rans = []
     for told, pairs in ((layers, Placement()), (after, placement)):
-        rans.append(Ran(pairs, told, spent_by(model, pairs, told, 400.0)))
+        rans.append(Ran(pairs, told, node_times(model, pairs, told, 400.0)))
     grouped = from_layers(model, layers, "")
     whys = {
         name: f"8 bits take 0.004 ms with the conversions around it, float would take {0.01 * (1 + i % 7):.3g} ms"

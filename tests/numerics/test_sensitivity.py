@@ -47,8 +47,8 @@ def test_each_value_alone_is_as_the_inserter_rounds_it(name: str) -> None:
     model = NETS[name]()
     possible = possible_edges(model, ranges(model))
     noise = Noise(model, alone(model))
-    assert set(noise.alone) == {noise.value(e.tensor) for e in possible}
-    for value, found in noise.alone.items():
+    assert set(noise.value_noise) == {noise.value(e.tensor) for e in possible}
+    for value, found in noise.value_noise.items():
         placement = Placement.of(e for e in possible if noise.value(e.tensor) == value)
         assert found == pytest.approx(noise_of(model, placement, PLAIN), rel=0.1, abs=1e-9), value
 
@@ -59,7 +59,7 @@ def test_the_sum_predicts_the_noise_of_a_placement(numbers: str) -> None:
     noise = Noise(model, alone(model, FORMATS[numbers]))
     for placement in rules.placements(model, possible_edges(model, ranges(model))).values():
         real = noise_of(model, placement, FORMATS[numbers])
-        assert abs(10 * np.log10(noise.predicted(placement) / real)) < 4
+        assert abs(10 * np.log10(noise.summed(placement) / real)) < 4
 
 
 def test_half_precision_is_rounded_as_well() -> None:

@@ -24,6 +24,7 @@ from qdqtune.search.cut import CutSearch
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
 from runs import mixed
+from stored_weights import MODEL, SHARES, W4, W8
 
 PLAN = Plan((12,), slot_seconds=0.0)
 BUILDS = 11
@@ -258,9 +259,9 @@ def test_seeds_are_priced_in_the_first_batch() -> None:
 
 
 @pytest.mark.parametrize(("limit", "third"), [(1.0, "single nodes"), (0.5, "cut")])
-def test_nodes_apart_come_last_where_they_miss_the_limit(limit: float, third: str) -> None:
+def test_single_nodes_come_last_where_they_miss_the_limit(limit: float, third: str) -> None:
     bench = Bench(mixed())
-    noise = Noise(bench.model, {}, limit, foretold=lambda p: 0.9 if p.edges == every.placement.edges else 0.1)
+    noise = Noise(bench.model, {}, limit, simulate=lambda p: 0.9 if p.edges == every.placement.edges else 0.1)
     search = replace(bench.search(), noise=noise)
     (every,) = search._apart(())
     history = [bench.measured(1, search.propose([])[0], Placement())]
@@ -280,3 +281,31 @@ def test_attention_and_convolutions_improve_or_stay_float() -> None:
         bench = Bench(model)
         history = bench.played()
         assert bench.seconds(best_of(history)) <= bench.float_seconds
+
+
+def test_the_first_builds_have_every_weight_in_4_and_in_8_bits() -> None:
+    layers = [Layer(n.name, (n.name,), "FP32", 1.0, "compute") for n in MODEL.nodes]
+    search = CutSearch(MODEL, possible_edges(MODEL, ranges(MODEL)), layers, format_shares=SHARES)
+    first = {p.origin: p.placement for p in search.propose([])}
+    assert list(first) == ["weights in 4 bits", "fused units", "weights in 8 bits"]  # as promised, alone
+    assert first["weights in 4 bits"] == Placement.of((), dict.fromkeys(SHARES, W4).items())
+    assert [p.origin for p in replace(search, format_shares={}).propose([])] == ["fused units"]
+
+
+def test_where_4_bits_miss_the_limits_the_noisiest_weights_have_8() -> None:
+    layers = [Layer(n.name, (n.name,), "FP32", 1.0, "compute") for n in MODEL.nodes]
+    stored = {(f"w{i}", s.name): power * 2.0**-s.bits for i, power in enumerate((0.01, 0.2, 0.01)) for s in (W4, W8)}
+    noise = Noise(MODEL, {}, 0.01, weight_noise=stored)
+    noise = replace(noise, simulate=noise.summed)
+    search = CutSearch(MODEL, possible_edges(MODEL, ranges(MODEL)), layers, format_shares=SHARES, noise=noise)
+    first = {p.origin: p.placement for p in search.propose([])}
+    assert list(first) == ["weights in fewer bits", "fused units", "weights in 8 bits"]
+    assert [first["weights in fewer bits"].weight_formats[edge] for edge in SHARES] == [W4, W8, W4]
+    alone = {edge: {W4: 0.5, W8: 0.45} for edge in SHARES}  # where 8 bits are as fast in a product alone
+    assert _named(replace(search, format_shares=alone)) == {
+        name: first[name] for name in first if name.startswith("weights")
+    }
+
+
+def _named(search: CutSearch) -> dict[str, Placement]:
+    return {p.origin: p.placement for p in search.propose([]) if p.origin.startswith("weights")}

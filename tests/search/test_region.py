@@ -336,22 +336,22 @@ def test_impossible_constants_are_refused(wrong: dict[str, int]) -> None:
 W4, W8 = WeightFormat(4, 32), WeightFormat(8)
 
 
-def with_ways(**changes: Any) -> tuple[RegionSearch, Pattern]:
+def with_weight_formats(**changes: Any) -> tuple[RegionSearch, Pattern]:
     """A search whose products may have their weights in fewer bits, and the pattern of the products that go up."""
     model, grouped, *_ = parts("blocks")
     ways = {Edge(n.inputs[1], n.name, 1): {W4: 0.4, W8: 0.6} for n in model.nodes if n.op == "MatMul"}
     own = next(p for p in grouped if any(model.nodes[n].name == "up0" for n in p.instances[0].all_nodes()))
-    return search("blocks", ways=ways, seeds={}, **changes), own
+    return search("blocks", format_shares=ways, seeds={}, **changes), own
 
 
-def test_storages_of_weights_are_schemes_of_a_pattern() -> None:
-    strategy, pattern = with_ways(config=Config(schemes_per_region=50))
+def test_weight_formats_are_schemes_of_a_pattern() -> None:
+    strategy, pattern = with_weight_formats(config=Config(schemes_per_region=50))
     model, _, possible, _ = parts("blocks")
     everywhere = Placement.of(rules.placements(model, possible)["compute"].edges)
     ideas = list(strategy.variations(pattern, everywhere, [everywhere] * 20, 5))
     stored = next(idea.placement for idea in ideas if idea.origin == "weights as w4b32")
     inside = {model.nodes[n].name for r in pattern.instances for n in r.all_nodes()}
-    assert {e: s for e, s in strategy.ways.items() if e.node in inside} == {
+    assert {e: s for e, s in strategy.format_shares.items() if e.node in inside} == {
         e: {W4: 0.4, W8: 0.6} for e in stored.weight_formats
     }
     assert set(stored.weight_formats.values()) == {W4}
@@ -364,10 +364,10 @@ def test_storages_of_weights_are_schemes_of_a_pattern() -> None:
         assert placement == consistent(model, placement)
 
 
-def test_a_pattern_cache_knows_the_storages_of_weights(tmp_path: Path) -> None:
-    strategy, pattern = with_ways()
+def test_a_pattern_cache_holds_weight_formats(tmp_path: Path) -> None:
+    strategy, pattern = with_weight_formats()
     model = strategy.model
-    stored = Placement.of((), ((e, W4) for e in strategy.ways))
+    stored = Placement.of((), ((e, W4) for e in strategy.format_shares))
     limits = {"minimum_distance": 4, "maximum_entries": 2}
     rows = cache.cache_of(model, [pattern], (stored, 0.4), (), Plan(), **limits)
     cache.write_cache(tmp_path / "cache.yaml", rows, [pattern])
@@ -379,4 +379,4 @@ def test_a_pattern_cache_knows_the_storages_of_weights(tmp_path: Path) -> None:
     inside = {model.nodes[n].name for r in pattern.instances for n in r.all_nodes()}
     assert first.placement == Placement.of((), ((e, s) for e, s in stored.weight_formats.items() if e.node in inside))
     assert patterns.place(model, [pattern], {pattern.digest: scheme}) == first.placement
-    assert not replace(strategy, cached=known, ways={}).propose(())[0].placement.weight_formats
+    assert not replace(strategy, cached=known, format_shares={}).propose(())[0].placement.weight_formats

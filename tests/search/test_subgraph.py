@@ -13,8 +13,8 @@ from qdqtune.graph.model import Model
 from qdqtune.placement import rules
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
-from qdqtune.search.costs.attribution import Times
-from qdqtune.search.costs.profiles import Option, Profile, select
+from qdqtune.search.costs.attribution import BuildTimes
+from qdqtune.search.costs.profiles import PricedScheme, Profile, select
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CUT, CutSearch
 from qdqtune.search.subgraph import Change, SubgraphSearch
@@ -41,7 +41,7 @@ def search_of(model: Model, **changes: object) -> SubgraphSearch:
     for unit in parts.units:
         points = frozenset({(0, 0), (0, 1)})
         gain = 0.5 - unit.number / 1000
-        options = (Option("full", points, 1.0 - gain),) if unit.weights else ()
+        options = (PricedScheme("full", points, 1.0 - gain),) if unit.weights else ()
         profiles[unit.number] = Profile(1.0, options)
     return SubgraphSearch(select(parts, profiles), plan=PLAN, **changes)  # type: ignore[arg-type]
 
@@ -93,14 +93,14 @@ def test_bad_groups_are_found_by_halving(bad: set[str]) -> None:
 def test_the_best_expected_gain_is_tried_first() -> None:
     search = search_of(ladder())
     history = played(search, lambda p: 100.0 + len(p))
-    assert list(search.gains) == sorted(search.gains, key=lambda n: -search.gains[n])
+    assert list(search.savings) == sorted(search.savings, key=lambda n: -search.savings[n])
     assert quantized(search.parts, history[1].placement) == {f"m{k}" for k in range(GROUPS // 2)}
     assert best_of(history) == Placement()
 
 
 def test_a_batch_that_does_not_build_is_halved_as_well() -> None:
     search = search_of(ladder())
-    history = played(search, with_bad(search.parts, ()), refused={search.raw})
+    history = played(search, with_bad(search.parts, ()), refused={search.all_accepted})
     assert history[0].result == Failure("build", "refused")
     assert quantized(search.parts, best_of(history)) >= {f"m{k}" for k in range(GROUPS // 2)}
 
@@ -116,7 +116,7 @@ def test_placements_by_rule_meet_the_best_so_far() -> None:
     rule = rules.static(model, search.parts.possible)
     history = played(search_of(model, seeds={"static": rule}), with_bad(search.parts, ()))
     assert [t.proposal.origin for t in history[:2]] == ["all groups", "static"]
-    assert history[1].against == search.raw
+    assert history[1].against == search.all_accepted
 
 
 def test_any_part_of_a_history_leads_to_the_same_next_question() -> None:
@@ -164,7 +164,7 @@ def test_layers_of_a_build_tell_which_groups_to_take_back() -> None:
 def test_a_q_of_an_output_is_for_the_group_that_made_it() -> None:
     search = search_of(ladder(2))
     placement = Placement.of(e for e in search.parts.possible if e.is_graph_output)
-    times = Times(placement, {"m0": 1.0, "t1": 2.0}, {"b1": 0.5, "b2": 4.0}, {}, {})
+    times = BuildTimes(placement, {"m0": 1.0, "t1": 2.0}, {"b1": 0.5, "b2": 4.0}, {}, {})
     assert search.spent(times) == [1.0, 0.5, 0.0, 6.0]
 
 
@@ -193,13 +193,11 @@ class _Led(CutSearch):
 
 
 @pytest.mark.parametrize(("is_led_astray", "accepted"), [(False, 2), (True, 1)])
-def test_what_the_prices_of_the_first_builds_lead_to_is_tried_while_it_is_faster(
-    is_led_astray: bool, accepted: int
-) -> None:
+def test_the_optimum_of_the_first_builds_is_tried_while_it_is_faster(is_led_astray: bool, accepted: int) -> None:
     search = search_of(ladder(), seeds={})
     parts = search.parts
     led = {str(n): parts.placement(Decision.of(range(2 * n))) for n in (2, 4, 6)}
-    by_cut = _Led(parts.model, parts.possible, (), led, PLAN)
+    by_cut = _Led(parts.model, parts.possible, (), seeds=led, plan=PLAN)
     faster = {led["2"]: 50.0, led["4"]: 90.0 if is_led_astray else 40.0, led["6"]: 30.0}
     history = played(replace(search, by_cut=by_cut), lambda p: faster.get(p, 100.0))
     crossing = [t.placement for t in history if t.proposal.origin == CUT]

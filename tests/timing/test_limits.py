@@ -24,7 +24,7 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.rules import everything
 from qdqtune.search.costs.units import Decision, partition
-from qdqtune.search.region import QUIETER
+from qdqtune.search.region import WITHIN_LIMITS
 from qdqtune.timing.limits import Limits, is_unmet, outcome, wins
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
@@ -232,7 +232,7 @@ def test_other_searches_try_a_guess_within_the_limit(
     result = tune(settings(model, min_sqnr=limit, **other))
     assert result.summary["ratio"] == pytest.approx(min(ratio for ratio, db in every if db >= limit), rel=1e-3)
     assert result.summary["output_sqnr_db"] >= limit
-    assert other["mode"] == "subgraph" or any(t.proposal.origin.startswith(QUIETER) for t in result.history)
+    assert other["mode"] == "subgraph" or any(t.proposal.origin.startswith(WITHIN_LIMITS) for t in result.history)
 
 
 @pytest.mark.usefixtures("workers")

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from qdqtune.calibration.equalization import Factor
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadState, OutputError
-from qdqtune.search.costs.explanation import UnitPrice
+from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.search.costs.priors import Prices
 from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning import records as kinds

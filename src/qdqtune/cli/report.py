@@ -21,7 +21,7 @@ from qdqtune.cli.streams import escaped
 from qdqtune.commands.compare import Row
 from qdqtune.commands.tune import is_judged, result_rows
 from qdqtune.explanation.words import builds, built, duration, samples
-from qdqtune.search.costs.explanation import UnitPrice
+from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.timing.ratios import Ratio, speed
 from qdqtune.tuning.estimate import Estimate
 from qdqtune.tuning.records import GroupOutcome

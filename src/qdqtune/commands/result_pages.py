@@ -17,7 +17,7 @@ from qdqtune.explanation.report_values import Fact, Headline, Map, Report, Repor
 from qdqtune.explanation.words import title
 from qdqtune.graph.model import Model
 from qdqtune.placement.reading import count_pairs
-from qdqtune.search.costs.attribution import spent_by
+from qdqtune.search.costs.attribution import node_times
 from qdqtune.timing.ratios import Plan, ratio
 from qdqtune.tuning.subgraphs.groups import by_rules, from_layers
 from qdqtune.types import Layer, Placement
@@ -162,7 +162,7 @@ def of_quantize(options: QuantizeOptions, done: Quantized, model: Model, typed: 
 def _map(model: Model, layers: Sequence[Layer], whys: Mapping[str, str] | None = None) -> Map:
     grouped = from_layers(model, layers, "")
     total = sum(layer.time_ms or 0.0 for layer in layers)
-    ran = Ran(Placement(), layers, spent_by(model, Placement(), layers, total))
+    ran = Ran(Placement(), layers, node_times(model, Placement(), layers, total))
     return draw(model, grouped.groups, frozenset(grouped.folded), ran, None, {}, whys or {}, "")
 
 

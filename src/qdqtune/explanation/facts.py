@@ -24,11 +24,11 @@ from qdqtune.placement.files import every_edge, read_placement_file
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import placement_in
 from qdqtune.search import ratios_to_float
-from qdqtune.search.costs.attribution import Spent, spent_by
+from qdqtune.search.costs.attribution import NodeTime, node_times
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.prices import Costs
-from qdqtune.search.costs.priors import NOTHING, Prior, unpacked
-from qdqtune.search.costs.units import ways_in
+from qdqtune.search.costs.priors import NO_PRIOR, Prior, unpacked
+from qdqtune.search.costs.units import formats_in
 from qdqtune.search.cut import CutSearch
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.timing.limits import Limits
@@ -75,7 +75,7 @@ class Facts:
     limits: Limits = field(default_factory=Limits)
     plan: Plan = field(default_factory=Plan)
     noise: Noise | None = None
-    prior: Prior = NOTHING
+    prior: Prior = NO_PRIOR
     alone: Mapping[str, Alone] = field(default_factory=dict)
     in_float: Mapping[str, str] = field(default_factory=dict)
 
@@ -102,12 +102,12 @@ class Facts:
         return sum(layer.time_ms or 0.0 for layer in self.float_layers)
 
     @cached_property
-    def float_spent(self) -> Mapping[str, Spent]:
+    def float_spent(self) -> Mapping[str, NodeTime]:
         """The time of each node in the float model; empty if the engine gives no times."""
-        return spent_by(self.model, Placement(), self.float_layers, self.float_ms)
+        return node_times(self.model, Placement(), self.float_layers, self.float_ms)
 
     @cached_property
-    def spent(self) -> Mapping[str, Spent]:
+    def spent(self) -> Mapping[str, NodeTime]:
         """The time of each node in the shipped model; empty if unknown."""
         if not self.placement:
             return self.float_spent
@@ -115,15 +115,17 @@ class Facts:
         if ms is None:
             ratio = ratios_to_float(self.history, self.plan).get(self.placement)
             ms = None if ratio is None else ratio * self.float_ms
-        return {} if ms is None else spent_by(self.model, self.placement, self.shipped_layers, ms)
+        return {} if ms is None else node_times(self.model, self.placement, self.shipped_layers, ms)
 
     @cached_property
     def costs(self) -> Costs | None:
         """Prices of all units, given the shipped placement; None if the engine gives no layer times."""
         if not any(layer.time_ms for layer in self.float_layers):
             return None
-        ways = ways_in([self.placement, *(t.placement for t in self.history)])
-        search = CutSearch(self.model, self.possible, self.float_layers, plan=self.plan, ways=ways, prior=self.prior)
+        formats = formats_in([self.placement, *(t.placement for t in self.history)])
+        search = CutSearch(
+            self.model, self.possible, self.float_layers, plan=self.plan, format_shares=formats, prior=self.prior
+        )
         return search.costs(self.history, self.placement)
 
     @cached_property
@@ -164,7 +166,7 @@ def facts_of(run: FinishedRun) -> Facts:
         limits=limits,
         plan=run.plan,
         noise=Noise(shaped, run.alone, limits.max_noise) if run.alone else None,
-        prior=NOTHING if known is None else unpacked(known.prices),
+        prior=NO_PRIOR if known is None else unpacked(known.prices),
         alone=dict(_alone(summary.get("groups", ()))),
     )
     return _with_engine(facts, folder / FINAL, recorded.engine)

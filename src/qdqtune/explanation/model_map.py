@@ -16,7 +16,7 @@ from qdqtune.explanation.reasons import is_float, is_low
 from qdqtune.explanation.report_values import Map, MapBlock, MapGroup, MapNode
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import ASKS_SHAPE, QDQ, REARRANGES
-from qdqtune.search.costs.attribution import Spent
+from qdqtune.search.costs.attribution import NodeTime
 from qdqtune.types import Edge, Layer, Placement
 
 MOST_CELLS = 240
@@ -47,7 +47,7 @@ class Ran:
 
     placement: Placement
     layers: Sequence[Layer] = ()
-    spent: Mapping[str, Spent] = field(default_factory=dict)
+    spent: Mapping[str, NodeTime] = field(default_factory=dict)
 
     def own(self, nodes: Iterable[str]) -> float | None:
         """The time of some nodes without their conversions; None if unknown."""

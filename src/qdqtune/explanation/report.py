@@ -18,7 +18,7 @@ from qdqtune.explanation.words import built, decibels, duration, rewrites_gave, 
 from qdqtune.graph.operators import QDQ
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
-from qdqtune.search.costs.attribution import spent_by
+from qdqtune.search.costs.attribution import node_times
 from qdqtune.search.front import undominated
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import Ratio, judge, ratio
@@ -107,7 +107,7 @@ def _shown(run: FinishedRun, facts: Facts) -> tuple[Ran, str] | None:
     if not known:
         return None
     best = min(known, key=lambda t: (t.holds is False, ratios[t.placement]))
-    spent = spent_by(facts.model, best.placement, best.layers or (), ratios[best.placement] * facts.float_ms)
+    spent = node_times(facts.model, best.placement, best.layers or (), ratios[best.placement] * facts.float_ms)
     return Ran(best.placement, best.layers or (), spent), f"candidate {best.number}"
 
 

@@ -20,10 +20,10 @@ from qdqtune.explanation.values import NOT_TAKEN, Explanation, Tally, tally
 from qdqtune.graph.model import Node
 from qdqtune.placement.possible import refusal
 from qdqtune.search import ratios_to_float
-from qdqtune.search.costs.attribution import Spent
-from qdqtune.search.costs.optimum import decision_of, is_shown_by, margin, nearest, other, usual_ways
+from qdqtune.search.costs.attribution import NodeTime
+from qdqtune.search.costs.decisions import cheapest_formats, decision_of, is_shown_by, margin, nearest, other
 from qdqtune.search.costs.units import Decision, Partition, Unit, partition, usual_groups
-from qdqtune.search.cut import CLOSE
+from qdqtune.search.cut import CLOSE_SHARE
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import judge, speed
 from qdqtune.types import Failure, Layer, Placement, Trial, WeightFormat
@@ -99,11 +99,13 @@ class _Reasons:
         if costs is None:
             return None
         numbers = {row.unit: self.parts.owner[row.unit[0]] for row in rows}
-        stored = {numbers[row.unit] for row in rows if decision.way.get(numbers[row.unit]) and not row.quantized}
+        stored = {numbers[row.unit] for row in rows if decision.format_of.get(numbers[row.unit]) and not row.quantized}
         in_part = {row.unit for row in rows if row.quantized and numbers[row.unit] not in decision.quantized}
         turned = [n for unit, n in numbers.items() if n not in stored and unit not in in_part]
-        plain = replace(decision, ways=frozenset(pair for pair in decision.ways if pair[0] not in stored))
-        flipped = other(self.parts, plain, turned, usual_ways(costs, turned))
+        plain = replace(
+            decision, weight_formats=frozenset(pair for pair in decision.weight_formats if pair[0] not in stored)
+        )
+        flipped = other(self.parts, plain, turned, cheapest_formats(costs, turned))
         alone = sum(row.margin_ms or 0.0 for row in rows if row.unit in in_part)
         return costs.total(flipped) - costs.total(decision) + alone
 
@@ -160,7 +162,7 @@ class _Reasons:
         )
         if costs is None or verdict.ms is None:
             verdict = replace(verdict, unknown=_UNTIMED)
-        if (way := self._decision.way.get(unit.number)) is not None and not quantized:
+        if (way := self._decision.format_of.get(unit.number)) is not None and not quantized:
             return self._stored(unit, way, verdict)
         if not unit.inputs:
             return self._barred(unit, verdict)
@@ -169,7 +171,7 @@ class _Reasons:
         more, is_shown = margin(costs, self._decision, unit), is_shown_by(costs, self._decision, unit)
         verdict = replace(verdict, margin_ms=more, measured=is_shown)
         if quantized:
-            usual = costs.way(unit.number)[1]
+            usual = costs.cheapest_float(unit.number)[1]
             otherwise = "float" if usual is None else f"float with weights stored as {usual.name}"
             return self._in_8_bits(unit, replace(verdict, otherwise=otherwise))
         if any(is_low(layer.precision) for layer in self._layers(unit)):
@@ -268,7 +270,7 @@ class _Reasons:
     def _is_close(self, verdict: Explanation) -> bool:
         """Whether the two ways differ by less than the smallest difference that the search regards."""
         assert verdict.margin_ms is not None
-        return abs(verdict.margin_ms) <= CLOSE * self._facts.float_ms / 2
+        return abs(verdict.margin_ms) <= CLOSE_SHARE * self._facts.float_ms / 2
 
     def _without_kernel(self, unit: Unit) -> str:
         """A text if the engine ran the unit in float in every build that had pairs around it; else empty."""
@@ -291,7 +293,7 @@ class _Reasons:
             return ""
         now, flipped = parts.placement(self._decision), parts.placement(other(parts, self._decision, [unit.number]))
         before, fresh = ({noise.value(e.tensor) for e in p.edges} for p in (now, flipped))
-        alone = sum(noise.alone.get(value, 0.0) for value in fresh - before)
+        alone = sum(noise.value_noise.get(value, 0.0) for value in fresh - before)
         if not alone or self._predicted + alone <= self._allowed:
             return ""
         most = self._facts.limits.min_sqnr
@@ -304,7 +306,7 @@ class _Reasons:
     @cached_property
     def _predicted(self) -> float:
         noise = self._facts.noise
-        return 0.0 if noise is None else noise.predicted(self.parts.placement(self._decision))
+        return 0.0 if noise is None else noise.summed(self.parts.placement(self._decision))
 
     @cached_property
     def _allowed(self) -> float:
@@ -348,7 +350,7 @@ class _Reasons:
 _UNTIMED = "the builds of this run have no layer times, so that single nodes have no price"
 
 
-def _sum(names: Sequence[str], spent: Mapping[str, Spent]) -> float | None:
+def _sum(names: Sequence[str], spent: Mapping[str, NodeTime]) -> float | None:
     """The time of some nodes, conversions included; None if unknown."""
     return sum(sum(spent[name]) for name in names) if spent else None
 

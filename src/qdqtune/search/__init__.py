@@ -1,4 +1,4 @@
-"""Strategies look at the trials so far and say what to measure next. They are pure functions of those trials."""
+"""Search strategies: pure functions from the trials so far to the placements to measure next."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def ratios_to_float(history: Sequence[Trial], plan: Plan) -> dict[Placement, flo
     return ratios
 
 
-def as_foretold(history: Sequence[Trial], batch: Sequence[Proposal], plan: Plan) -> list[Trial]:
-    """The history with a batch that turns out as prices foretell, or no faster where they do not."""
+def as_predicted(history: Sequence[Trial], batch: Sequence[Proposal], plan: Plan) -> list[Trial]:
+    """The history extended by a batch, as if each build took its predicted ratio, or 1.0 where nothing is predicted.
+    The first of the batch counts as accepted if it is predicted to be faster."""
     imagined, best, ratios = list(history), best_of(history), ratios_to_float(history, plan)
     for proposal in batch:
         ratio = 1.0 if proposal.predicted is None else proposal.predicted / ratios.get(best, 1.0)
@@ -46,20 +47,21 @@ def as_foretold(history: Sequence[Trial], batch: Sequence[Proposal], plan: Plan)
     return imagined
 
 
-def foreseen(
+def upcoming_placements(
     strategy: Strategy, history: Sequence[Trial], batch: Sequence[Proposal], plan: Plan
 ) -> Iterator[Placement]:
-    """What a strategy is going to propose behind a batch, the soonest first: if that turns out `as_foretold`, and
-    teaches nothing else. Nothing behind what is built to be learned from."""
+    """The placements that a strategy would propose after a batch, the soonest first, if the batch turned out
+    `as_predicted`. Nothing comes after a proposal without a prediction whose layers the strategy wants to see."""
     while batch and all(p.predicted is not None or not p.wants_layers for p in batch):
-        history = as_foretold(history, batch, plan)
+        history = as_predicted(history, batch, plan)
         batch = strategy.propose(history)
         yield from (proposal.placement for proposal in batch)
 
 
 @dataclass(frozen=True)
-class Seeded:
-    """`first`, which learns from layers, until it has no ideas or has spent `builds`; then `second`, which does not."""
+class TwoStage:
+    """Two strategies in a row: `first`, which reads the layers of its builds, until it proposes nothing or has spent
+    `builds`; then `second`."""
 
     first: Strategy
     second: Strategy

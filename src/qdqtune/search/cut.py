@@ -1,5 +1,5 @@
-"""Cut search: price every unit from layer reports, take the exact optimum of the prices as a minimum cut, build it,
-read its layers, and cut again.
+"""Cut search: price every unit from layer reports, find the cheapest decision as a minimum cut, build it, read its
+layers, and cut again.
 
 Let x_u say that unit u runs quantized, s_t that its output t is stored in 8 bits, r_t that 8-bit values of t exist,
 a_t that all its consumers run quantized, w_u that u reads or writes a tensor of which 8-bit values exist. The predicted
@@ -8,109 +8,113 @@ time is
     sum_u  c0_u (1 - x_u) + c1_u x_u
   + sum_u  g_u w_u (1 - x_u)        a float unit among pairs
          + e_u x_u (1 - s_t)        for each t that u reads: a quantized unit behind a float one
-         + o_u x_u (1 - s_t)        for each t that u writes: it hands a float over
-  + sum_t  q_t r_t (1 - s_t)        a Q runs behind a float
+         + o_u x_u (1 - s_t)        for each t that u writes: it writes floats
+  + sum_t  q_t r_t (1 - s_t)        a Q runs behind a float unit
          + d_t s_t (1 - a_t)        a DQ runs in front of float consumers; or
          + sum_v d_t s_t (1 - x_v)  one in front of each, where the engine does so
     with  s_t <= x_u,  x_v <= r_t,  a_t <= x_v,  s_t <= w_v,  r_t <= w_u
 
 and each term charges one yes against one no, so that a minimum cut is the exact optimum over all placements.
 
-Where accuracy is limited, a price lambda on noise comes on top:
+Where accuracy is limited, a price lambda on noise is added:
 
   + lambda sum_v n_v y_v            value v is rounded, which brings noise n_v to the outputs
     with  r_t <= y_v,  s_t <= y_v  for each tensor t that holds v,  x_u <= y_v  for each weight v of u
 
-The lowest price at which the optimum keeps within the noise that the limits allow is found by bisection. How much the
-sum may be is learned from the builds (`search.costs.noise`).
+The lowest price whose optimum keeps within the allowed noise is found by bisection. How large the sum of noise may be
+is learned from the builds (`search.costs.noise`).
 
 Where an engine has kernels for weights that alone are quantized, c0_u is the least of u's float time and of its times
-with the weights so stored, and with lambda each has its noise on top: no neighbour sees it, so the cut stays exact.
+in each weight format, and with lambda each has its noise on top. This does not depend on neighbours, so the cut stays
+exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from math import inf
 
 from qdqtune.graph.model import Model
 from qdqtune.search import best_of, ratios_to_float
-from qdqtune.search.costs.attribution import CONVERSION, Times, attribute, group_cost, inner_pairs, priced
+from qdqtune.search.costs.attribution import CONVERSION, BuildTimes, attribute, group_ms, timed_builds
+from qdqtune.search.costs.decisions import decision_of, flip, margins
 from qdqtune.search.costs.noise import RESERVE, Noise
-from qdqtune.search.costs.optimum import cut, cut_holding, cut_within, decision_of, everything, flip, margins
-from qdqtune.search.costs.prices import Costs, learn, lessons
-from qdqtune.search.costs.priors import NOTHING, Prior, Split, digest
+from qdqtune.search.costs.optimum import cut, cut_holding, cut_within, everything
+from qdqtune.search.costs.prices import Costs, learn, learned_prior
+from qdqtune.search.costs.priors import NO_PRIOR, Prior, Split, digest
 from qdqtune.search.costs.units import (
     Decision,
+    FormatShares,
     Group,
-    Ways,
-    by_bits,
-    by_bytes,
     expected_share,
     fusion_groups,
     inner_edges,
     kind_of,
     partition,
+    shares_by_bytes,
     split,
+    weights_by_bits,
 )
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
 
 CUT = "cut"
-"""What the optimum of the prices is called."""
+"""The origin of proposals that are the optimum of the prices."""
 
-QUANTIZED = 0.6
-"""Share of their float time that products usually take with pairs, at most."""
+USUAL_SHARE = 0.6
+"""Share of their float time that products usually take with pairs, at most. Chosen, not measured."""
 
-POLISH = 3
+POLISHED_KINDS = 3
 """Kinds of units that one build of the polish decides otherwise; its layers price each of them by itself."""
 
-COVERED = 0.9
-"""Share of the time that pairs may save, in float, whose prices earlier runs must know for builds that only teach to be
-left out."""
+COVERED_SHARE = 0.9
+"""If earlier runs know the prices of units with this share of the quantizable float time, builds that only measure
+prices are left out. Chosen, not measured."""
 
-HOLDS = 0.1
-"""By what share a build may take longer than foretold without a doubt about the prices: what builds of the same file
-differ by, and a little more."""
+BUILD_SPREAD = 0.1
+"""By what share a build may take longer than predicted without a doubt about the prices: builds of the same file differ
+by a little less."""
 
-ENOUGH = 2
-"""Candidates that are built where they hold."""
+ENOUGH_BUILDS = 2
+"""Candidates that are built where the predictions of earlier runs are right."""
 
-CLOSE = 0.02
-"""A decision is worth a build of its own if the other way is predicted to cost at most this share of the best, or twice
-that where builds disagree about the prices."""
+CLOSE_SHARE = 0.02
+"""A decision is close, and worth a build of its own, if the other way is predicted to cost at most this share of the
+best, or twice that where builds disagree about the prices. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class CutSearch:
-    """See the module. `float_layers` is the report of the float build; `seeds` are placements to price besides, and
-    `spares` those to price when the prices lead no further. `width` is how many to propose at a time: behind the
-    optimum what is close to the best so far, so that each build prices other units. `ways` are the weight formats
-    that weights may have. `prior` is what earlier runs have learned, and `found` what one has shipped for the model."""
+    """See the module. `float_layers` is the layer report of the float build; `seeds` are placements to build first, and
+    `fallbacks` those to build when the prices lead no further. `width` is how many to propose at a time: after the
+    optimum what is close to the best so far, so that each build prices other units. `format_shares` are the weight
+    formats that weights may have. `prior` is what earlier runs have learned, `shipped_before` what one has shipped for
+    this model."""
 
     model: Model
     possible: frozenset[Edge]
     float_layers: Sequence[Layer]
+    _: KW_ONLY
     seeds: Mapping[str, Placement] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
     noise: Noise | None = None
-    spares: Mapping[str, Placement] = field(default_factory=dict)
+    fallbacks: Mapping[str, Placement] = field(default_factory=dict)
     width: int = 1
-    ways: Ways = field(default_factory=dict)
-    prior: Prior = NOTHING
-    found: Mapping[str, Placement] = field(default_factory=dict)
+    format_shares: FormatShares = field(default_factory=dict)
+    prior: Prior = NO_PRIOR
+    shipped_before: Mapping[str, Placement] = field(default_factory=dict)
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """See `Strategy`. The first batch prices every unit, as the engine fuses and as the seeds have it. Nodes apart
-        come behind the first cut, which they hardly change where time ends the search soon (benchmarks/findings.md), or
-        last where they may not ship; not at all where the engine fuses in 8 bits as it does in float. Where earlier
-        runs have priced nearly all, the cut comes first, behind what one has found for this model."""
+        """See `Strategy`. The first batch prices every unit, grouped as the engine fuses in float, and in the seeds.
+        Single nodes follow after the first cut, which they hardly change where time ends the search soon
+        (benchmarks/findings.md), or last where they may miss the limits; not at all where the engine fuses in 8 bits as
+        it does in float. Where earlier runs have priced nearly all, the cut comes first, after `shipped_before`."""
         has_cut = any(t.proposal.predicted is not None for t in history)
         apart = [p for p in self._apart(history) if self._is_free or self._may_hold(p.placement)] if has_cut else []
-        known = _named(self.found) if self.is_covered else (*self._first, *apart)
+        known = _named(self.shipped_before) if self.is_covered else (*self._first, *apart)
         if first := _untried(known, history):
             return first
         tried = {t.placement for t in history} | {Placement()}
@@ -122,21 +126,17 @@ class CutSearch:
                 break
         return tuple(fresh.values())
 
-    def first(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """What prices every unit and was not tried yet."""
-        return _untried((*self._first, *self._apart(history)), history)
-
     @cached_property
     def is_covered(self) -> bool:
-        """Whether earlier runs have priced the units that take nearly all of the time that pairs may save."""
+        """Whether earlier runs have priced units with nearly all of the quantizable float time."""
         if not self.prior:
             return False
-        costs = self._foretold
+        costs = self._prior_costs
         able = [(p.as_float, p.seen) for u, p in zip(costs.partition.units, costs.prices, strict=True) if u.inputs]
-        return sum(ms for ms, seen in able if seen) >= COVERED * sum(ms for ms, _ in able)
+        return sum(ms for ms, seen in able if seen) >= COVERED_SHARE * sum(ms for ms, _ in able)
 
     @cached_property
-    def _foretold(self) -> Costs:
+    def _prior_costs(self) -> Costs:
         """Prices by earlier runs alone."""
         return self.costs(())
 
@@ -152,37 +152,37 @@ class CutSearch:
 
     @cached_property
     def _first(self) -> tuple[Proposal, ...]:
-        """What earlier runs have found, all weights in fewer bits, the seeds, and everything quantized in coarse units.
-        What is likely to ship as it is comes first, where no time is left to build all: fewer bits come last where they
-        promise less than pairs usually give."""
+        """What earlier runs have shipped, all weights in fewer bits, the seeds, and everything quantized in fused
+        units. Placements that may ship come first, in case the time ends; weights in fewer bits come last where they
+        are expected to gain less than pairs usually do."""
         bits = self._in_bits()
-        rest = {name: p for name, p in bits.items() if expected_share(self.ways, p) >= QUANTIZED}
-        seeds = dict(self.found) | {n: p for n, p in bits.items() if n not in rest} | dict(self.seeds)
+        rest = {name: p for name, p in bits.items() if expected_share(self.format_shares, p) >= USUAL_SHARE}
+        seeds = dict(self.shipped_before) | {n: p for n, p in bits.items() if n not in rest} | dict(self.seeds)
         return (*_named(seeds), self._whole("fused units", self.groups), *_named(rest))
 
     def _in_bits(self) -> dict[str, Placement]:
-        """All weights in 4 bits, and in 8; where 4 miss the limits, the best of both by what products take alone. Where
-        those are 8 bits throughout, it has the fewest bytes that hold: a model reads its weights from farther away than
-        products alone, and only a build of it tells what fewer bits gain."""
-        bits = by_bits(self.ways)
+        """All weights in 4 bits, and in 8; where 4 bits miss the limits, the best mixture by the times of products
+        alone. Where that is 8 bits throughout, the mixture with the fewest bytes that holds: products alone read
+        weights from a nearer cache than the model does, so only a build shows what fewer bits save."""
+        bits = weights_by_bits(self.format_shares)
         held = {name: p for name, p in bits.items() if self._may_hold(p)}
         if held == bits or self.noise is None or self.noise.limit is None:
             return bits
-        for ways in (self.ways, by_bytes(self.ways)):
-            mixed = self._mixed(ways, self.noise, RESERVE * self.noise.limit)
+        for shares in (self.format_shares, shares_by_bytes(self.format_shares)):
+            mixed = self._mixed(shares, self.noise, RESERVE * self.noise.limit)
             if mixed and self._may_hold(mixed) and mixed not in held.values():
                 return {"weights in fewer bits": mixed} | held
-        return held or by_bits(self.ways, self._may_hold)
+        return held or weights_by_bits(self.format_shares, self._may_hold)
 
-    def _mixed(self, ways: Ways, noise: Noise, limit: float) -> Placement:
-        """The weights alone in what takes the least by such shares within a limit on noise."""
-        costs = self._foretold if ways is self.ways else replace(self, ways=ways)._foretold
+    def _mixed(self, shares: FormatShares, noise: Noise, limit: float) -> Placement:
+        """The cheapest weight formats by the given shares within a limit on noise, without pairs."""
+        costs = self._prior_costs if shares is self.format_shares else replace(self, format_shares=shares)._prior_costs
         floats = tuple(replace(p, as_quantized=inf) for p in costs.prices)
         costs = replace(costs, prices=floats)
         return costs.partition.placement(cut_within(costs, noise, limit))
 
     def _apart(self, history: Sequence[Trial]) -> tuple[Proposal, ...]:
-        """Everything quantized, in single nodes, where fusion groups that take some time fall apart in 8 bits."""
+        """Everything quantized in single nodes, where fusion groups that take some time are not fused in 8 bits."""
         joined: dict[str, list[frozenset[str]]] = {}
         for nodes in {frozenset(layer.nodes) for trial in history for layer in trial.layers or ()}:
             if any(map(CONVERSION.match, nodes)):
@@ -191,7 +191,7 @@ class CutSearch:
         able = (group for group, edges, _ in self._members if edges)
         apart = [group for group in able if not any(j.issuperset(group) for j in joined.get(group[0], ()))]
         spent = {node: layer.time_ms or 0.0 for layer in self.float_layers for node in layer.nodes}
-        takes_time = sum(spent[group[0]] for group in apart) >= CLOSE * self.float_ms
+        takes_time = sum(spent[group[0]] for group in apart) >= CLOSE_SHARE * self.float_ms
         return (self._single_nodes,) if takes_time else ()
 
     @cached_property
@@ -203,7 +203,7 @@ class CutSearch:
         return Proposal(name, parts.placement(everything(parts)), wants_layers=True)
 
     def _may_hold(self, placement: Placement) -> bool:
-        """Whether a placement may hold the limits on noise, before anything is built."""
+        """Whether a placement is expected to hold the limits on noise, before anything is built."""
         return self.noise is None or self.noise.fits(placement, ())
 
     @property
@@ -212,11 +212,11 @@ class CutSearch:
         return self.noise is None or self.noise.is_harmless
 
     def _later(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
-        """The optimum of what is known (if it was built already, the prices are at a fixed point), what is near to the
-        best placement, and the spares."""
+        """The optimum of the prices (if it was built already, the prices are at a fixed point), placements near the
+        best one, and the fallbacks."""
         optima = []
-        is_known = self.is_as_foretold(history)
-        if is_known and len(history) >= ENOUGH:
+        is_known = self.is_as_predicted(history)
+        if is_known and len(history) >= ENOUGH_BUILDS:
             return
         for decision in self._optima(costs, history):
             if not is_known or self._is_worth(costs, decision, best_of(history)):
@@ -224,32 +224,35 @@ class CutSearch:
                 yield optima[-1]
         if is_known:
             return
-        yield from self.first(history)
+        yield from _untried((*self._first, *self._apart(history)), history)
         failed = {t.placement for t in history if judge(t, self.plan) is None}
         stuck = any(proposal.placement in failed for proposal in optima)
-        for proposal in chain(self._polish(costs, history, stuck=stuck), self._hopeful(costs, history, stuck=stuck)):
+        for proposal in chain(
+            self._polish(costs, history, stuck=stuck), self._promising_fallbacks(costs, history, stuck=stuck)
+        ):
             if self.noise is None or self._is_free or self.noise.fits(proposal.placement, history):
                 yield proposal
 
-    def is_as_foretold(self, history: Sequence[Trial]) -> bool:
-        """Whether the best so far is as fast as earlier runs foretell, who have priced nearly all of the model."""
+    def is_as_predicted(self, history: Sequence[Trial]) -> bool:
+        """Whether the best so far is as fast as prices of earlier runs predict, where these cover nearly all of the
+        model."""
         if not (best := best_of(history)) or not self.is_covered:
             return False
-        costs = self._foretold
-        told = costs.total(decision_of(costs, best)) / self.float_ms
-        return ratios_to_float(history, self.plan)[best] <= (1 + HOLDS) * told
+        costs = self._prior_costs
+        predicted = costs.total(decision_of(costs, best)) / self.float_ms
+        return ratios_to_float(history, self.plan)[best] <= (1 + BUILD_SPREAD) * predicted
 
     def _is_worth(self, costs: Costs, decision: Decision, best: Placement) -> bool:
-        """Whether a decision is foretold to gain more than builds of equal ones differ by."""
-        return costs.total(decision) < (1 - CLOSE) * costs.total(decision_of(costs, best))
+        """Whether a decision is predicted to save more than builds of one file differ by."""
+        return costs.total(decision) < (1 - CLOSE_SHARE) * costs.total(decision_of(costs, best))
 
     def _optima(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Decision]:
-        """The optimum of the prices; within the limits on noise, if there are any: as they are foretold to be held, or
-        at several guesses of how much noise holds them."""
+        """The optimum of the prices, within the limits on noise if there are any: by expected noise, or at several
+        guesses of the sum of noise that holds them."""
         if self.noise is None or self._is_free:
             yield cut(costs)
         elif (bound := self.noise.bound(history)) is not None:
-            yield cut_holding(costs, self.noise.heeding(history), bound)
+            yield cut_holding(costs, self.noise.corrected(history), bound)
         else:
             for level in self.noise.levels(history):
                 yield cut_within(costs, self.noise, level)
@@ -258,54 +261,54 @@ class CutSearch:
         """The best placement with its closest decisions made otherwise: a few kinds of units together, so that the
         build prices each of them anew, and then each kind alone. Prices that builds disagree about come first.
 
-        `stuck`: no prices lead further, since what they led to fails; then every kind is tried, the nearest first.
+        `stuck`: the prices only lead to builds that fail; then every kind is tried, the closest first.
         """
         best = best_of(history)
         ratio = ratios_to_float(history, self.plan)[best]
         base = decision_of(costs, best)
-        close = CLOSE * ratio * self.float_ms
+        close = CLOSE_SHARE * ratio * self.float_ms
         ranked: list[tuple[float, str]] = []
         for kind, loss in margins(costs, base).items():
             doubt = min(2 * costs.doubt.get(kind, 0.0), close)
             if stuck or loss <= doubt + close:
                 ranked.append((loss - doubt, kind))
         kinds = [kind for _, kind in sorted(ranked)]
-        groups = [kinds[i : i + POLISH] for i in range(0, len(kinds), POLISH)]
+        groups = [kinds[i : i + POLISHED_KINDS] for i in range(0, len(kinds), POLISHED_KINDS)]
         for group in (*groups, *([kind] for kind in kinds)):
             other = flip(costs, base, group)
             predicted = ratio + (costs.total(other) - costs.total(base)) / self.float_ms
             yield Proposal("polish", costs.partition.placement(other), predicted=predicted, wants_layers=True)
 
-    def _hopeful(self, costs: Costs, history: Sequence[Trial], *, stuck: bool) -> Iterator[Proposal]:
-        """The spares that are not foretold to be clearly slower than the best so far."""
-        slowest = (1 + HOLDS) * costs.total(decision_of(costs, best_of(history)))
-        for spare in _named(self.spares):
+    def _promising_fallbacks(self, costs: Costs, history: Sequence[Trial], *, stuck: bool) -> Iterator[Proposal]:
+        """The fallbacks that are not predicted to be clearly slower than the best so far."""
+        slowest = (1 + BUILD_SPREAD) * costs.total(decision_of(costs, best_of(history)))
+        for spare in _named(self.fallbacks):
             if stuck or costs.total(decision_of(costs, spare.placement)) <= slowest:
                 yield spare
 
     def optima(self, history: Sequence[Trial]) -> Iterator[Proposal]:
-        """What prices of the builds so far lead to, whoever has proposed them, if that is clearly faster than they."""
+        """The optimum of prices from any builds, if it is predicted to be clearly faster than the best so far."""
         costs, best = self.costs(history), best_of(history)
         worth = (decision for decision in self._optima(costs, history) if self._is_worth(costs, decision, best))
         return (self._proposal(costs, decision) for decision in worth)
 
     def _proposal(self, costs: Costs, decision: Decision) -> Proposal:
-        """A decision as something to build, with the ratio to float that the prices predict."""
+        """The proposal of a decision, with the predicted ratio to float."""
         predicted, placement = costs.total(decision) / self.float_ms, costs.partition.placement(decision)
         return Proposal(CUT, placement, predicted=predicted, wants_layers=True)
 
     def costs(self, history: Sequence[Trial], shipped: Placement | None = None) -> Costs:
-        """Prices of the units that the builds so far suggest. Where builds disagree, a later one counts; of the first
-        ones, which no prices led to, a faster one. In any case the one of `shipped`, which has its own pieces as units.
-        """
+        """Prices of units as the builds so far suggest to divide them. Where builds disagree, later ones take
+        precedence; of the first ones, which no prices led to, faster ones. In any case the build of `shipped`, whose
+        groups become the units."""
         times = self._times(history, shipped)
-        parts = partition(self.model, self.possible, list(self._units(times, shipped)), self.ways)
+        parts = partition(self.model, self.possible, list(self._units(times, shipped)), self.format_shares)
         return learn(parts, times, self.prior)
 
-    def lessons(self, history: Sequence[Trial]) -> Prior:
-        """What the builds so far have shown, for later runs: of units, and of how fusion groups are divided."""
+    def learned_prior(self, history: Sequence[Trial]) -> Prior:
+        """What the builds so far have shown, for later runs: prices of units, and how fusion groups are split."""
         times = self._times(history)
-        parts = partition(self.model, self.possible, list(self._units(times, None)), self.ways)
+        parts = partition(self.model, self.possible, list(self._units(times, None)), self.format_shares)
         floats = {kind: sum(times[0].nodes.get(n, 0.0) for n in group) for group, _, kind in self._members}
         divided = self._divided(times)
         splits = {
@@ -314,52 +317,51 @@ class CutSearch:
             for group, _, kind in self._members
             if kind in divided and floats[kind] > 0 and (known := self._kind(group, sized=sized))
         }
-        return replace(lessons(parts, times), splits=splits)
+        return replace(learned_prior(parts, times), splits=splits)
 
-    def _times(self, history: Sequence[Trial], shipped: Placement | None = None) -> list[Times]:
-        """Those of the builds so far in the order in which they count, the float build's first."""
-        floats, *others = priced(history, self.plan, self.float_layers)
+    def _times(self, history: Sequence[Trial], shipped: Placement | None = None) -> list[BuildTimes]:
+        """The times of the builds so far in rising precedence, the float build's first."""
+        floats, *others = timed_builds(history, self.plan, self.float_layers)
         first = {t.placement for t in history if t.proposal.predicted is None}
-        guesses = sorted((b for b in others if b.placement in first), key=lambda build: -build.ratio)
-        rising = (*guesses, *(b for b in others if b.placement not in first))
+        placement_within = sorted((b for b in others if b.placement in first), key=lambda build: -build.ratio)
+        rising = (*placement_within, *(b for b in others if b.placement not in first))
         ordered = (floats, *sorted(rising, key=lambda build: build.placement == shipped))
         return [attribute(self.model, build, self.float_ms) for build in ordered]
 
     @cached_property
     def _members(self) -> list[tuple[Group, tuple[Edge, ...], str]]:
-        """The fusion groups with the edges within, and their kinds."""
+        """The fusion groups with their inner edges and their kinds."""
         return [(group, inner_edges(self.model, group, self.possible), self._kind(group)) for group in self.groups]
 
-    def _units(self, times: Sequence[Times], shipped: Placement | None) -> Iterator[Group]:
-        """The float build's groups, each divided as it ran fastest when it was quantized; equal groups alike. Those
-        that `shipped` runs in 8 bits are divided as they are there."""
+    def _units(self, times: Sequence[BuildTimes], shipped: Placement | None) -> Iterator[Group]:
+        """The float build's groups, each split as it ran fastest when it was quantized, equal groups alike. Those that
+        `shipped` runs in 8 bits are split as they are there."""
         paired = {e.node for e in shipped.edges} if shipped is not None else set[str]()
         divided = self._divided(times)
         for group, edges, kind in self._members:
             if shipped is not None and not paired.isdisjoint(group):
-                yield from split(self.model, group, inner_pairs(edges, shipped))
+                yield from split(self.model, group, {e for e in edges if e in shipped})
                 continue
             before = sum(times[0].nodes.get(node, 0.0) for node in group)
-            known = {how: share * before for how, share in self._divided_before(group).items()}
+            known = {how: share * before for how, share in self._divided_earlier(group).items()}
             prices = known | divided.get(kind, {})
             best = min(prices, key=lambda o: (prices[o], len(o), sorted(o)), default=frozenset[int]())
             yield from split(self.model, group, {edges[i] for i in best if i < len(edges)})
 
-    def _divided_before(self, group: Group) -> Mapping[Split, float]:
-        """The shares of its float time that earlier runs have told of a group by how it was divided."""
+    def _divided_earlier(self, group: Group) -> Mapping[Split, float]:
+        """The shares of its float time that earlier runs have measured for a group, by how it was split."""
         known = self.prior.splits
         alike = (digest(self._kind(group, sized=sized)) for sized in (True, False) if known)
         return next((known[one] for one in alike if one in known), {})
 
-    def _divided(self, times: Sequence[Times]) -> dict[str, dict[Split, float]]:
-        """By kind of fusion group, the least ms that one took by how it was divided."""
+    def _divided(self, times: Sequence[BuildTimes]) -> dict[str, dict[Split, float]]:
+        """By kind of fusion group, the least ms that one took by how it was split."""
         found: dict[str, dict[Split, float]] = {}
         for group, edges, kind in self._members:
             for build in times:
-                spent = group_cost(self.model, group, build)
+                spent = group_ms(self.model, group, build)
                 if spent is not None:
-                    pairs = inner_pairs(edges, build.placement)
-                    chosen = frozenset(i for i, e in enumerate(edges) if e in pairs)
+                    chosen = frozenset(i for i, e in enumerate(edges) if e in build.placement)
                     own = found.setdefault(kind, {})
                     own[chosen] = min(spent, own.get(chosen, spent))
         return found
@@ -369,7 +371,7 @@ class CutSearch:
 
 
 def _untried(proposals: Iterable[Proposal], history: Sequence[Trial]) -> tuple[Proposal, ...]:
-    """Each placement once."""
+    """The proposals whose placements were not tried, each placement once."""
     tried = {t.placement for t in history} | {Placement()}
     return tuple({p.placement: p for p in proposals if p.placement not in tried}.values())
 

@@ -1,9 +1,9 @@
-"""Front search: placements that trade latency for accuracy, from the fastest to the most exact.
+"""Front search: placements that trade latency for accuracy, from the fastest to the most accurate.
 
-The search itself is that of the cut, so that what it finds is there as well. Then a price on noise gives one placement
-each: the optimum of time plus price times noise, which no other placement beats in both as far as prices and sums of
-noise are right. Where two neighbours of these lie far apart, parts of what tells them apart lie between. They are
-offered without a build of their own: the proof, which builds every point anyway, shows where they are.
+Builds are spent as in cut search, so that the fastest placement is found as well. Further points come from predictions:
+for each price on noise, the optimum of time plus price times noise is a placement that no other beats in both, as far
+as prices and sums of noise are right. Between neighbours that differ much, mixtures of the two are added. Predicted
+points get no build in the search, since the proof builds and measures every point anyway.
 """
 
 from __future__ import annotations
@@ -11,85 +11,88 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from qdqtune.search import best_of, ratios_to_float
+from qdqtune.search.costs.decisions import decision_of, other
 from qdqtune.search.costs.noise import Noise
-from qdqtune.search.costs.optimum import cut, decision_of, other
+from qdqtune.search.costs.optimum import cut
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import EQUAL_DB, Placement, Proposal, Trial
 
-POINTS = 8
-"""The most points of a front that are proven."""
+MAX_POINTS = 8
+"""The most points of a front that are proven. Chosen, not measured."""
 
-ENOUGH = 6
-"""How many points a front is to have."""
+TARGET_POINTS = 6
+"""How many points a front should have. Chosen, not measured."""
 
-SPARE = 2
-"""Builds that are kept for points in place of those that do not prove themselves."""
+SPARE_BUILDS = 2
+"""Builds that are kept to replace points that do not prove to be faster than float."""
 
-LEAST_SEARCHED = 6
+MIN_SEARCH_BUILDS = 6
 """Builds that the search has in any case: the float model's, those that price every unit, and the optimum."""
 
-USUAL = 8
-"""Builds that a search without a front has: where fewer have found nothing to ship, this one goes on as long."""
+USUAL_SEARCH_BUILDS = 8
+"""Builds of a search without a front: where fewer have found nothing to ship, the search goes on to this number."""
 
-PRICES = np.logspace(-3, 8, 45)
+NOISE_PRICES = np.logspace(-3, 8, 45)
 """Prices on noise, as multiples of the one at which the noise of the fastest placement costs as much as its time."""
 
-BEYOND = 10.0
-"""How many times the noise that a limit allows is still of interest."""
+MAX_EXCESS_NOISE = 10.0
+"""Points with more than this multiple of the allowed noise are left out. Chosen, not measured."""
 
-GAIN = 0.96
-"""A placement is worth a build if it is predicted to take at most this share of the float model's time: smaller gains
+WORTHWHILE_RATIO = 0.96
+"""A placement is worth a build if it is predicted to take at most this share of the float model's time: smaller savings
 are hardly proven on two pairs of builds."""
 
-LOUD = 100.0
-"""The SQNR in dB beyond which more makes no difference."""
+MAX_DB = 100.0
+"""The SQNR in dB above which differences do not count. Chosen, not measured."""
 
-DECADE = 0.5
-"""Share of the float model's time that counts as much as a factor of ten in noise: how far apart two points are."""
+DECADE_SHARE = 0.5
+"""The share of the float model's time that counts as much as a factor of ten in noise, for distances between measured
+points. Chosen, not measured."""
 
-APART = (0.05, 2.0)
-"""Two points are one apart if their times differ by this share, and their SQNR by so many dB: less of either, and luck
-decides whether one beats the other."""
+DISTANCE_UNITS = (0.05, 2.0)
+"""Two points have distance one if their times differ by this share and their SQNR by so many dB; with less, chance
+decides which one beats the other."""
 
 NEAR, NEAREST = 0.25, 0.03
-"""Points nearer to each other than this share of `APART` are one point; where a front would have too few, this one."""
+"""Points nearer to each other than this distance count as one; the second value where a front would have too few
+points."""
 
-PARTS = 6
-"""Into how many parts what tells two neighbours apart is divided."""
+STRETCHES = 6
+"""The number of parts into which the difference of two neighbours is divided. Chosen, not measured."""
 
-FLIPPED = 16
-"""How many units are decided the other way in each optimum."""
+FLIPPED_UNITS = 16
+"""How many units are decided the other way in each optimum, one at a time. Chosen, not measured."""
 
-OFFERED = 24
-"""How many placements are offered at once."""
+MAX_CANDIDATES = 24
+"""How many predicted points are returned at once. Chosen, not measured."""
 
-LIKE = 2
-"""From how many known placements it is learned how far sums of noise are off: those whose sums are the nearest."""
+SIMILAR_SUMS = 2
+"""How many placements with known SQNR correct the sum of noise of another one: those with the nearest sums."""
 
-SCALES = (0.5, 2.0)
-"""How far what builds gain may be from what prices foretell, to be believed of others."""
+SCALE_RANGE = (0.5, 2.0)
+"""Limits of the factor by which measured savings correct predicted ones. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """Where a placement lies, or is foretold to lie: its share of the float model's time, and its SQNR in dB."""
+    """A time as a share of the float model's, and an SQNR in dB, measured or predicted."""
 
     ratio: float
     db: float
 
     def apart(self, other: Tradeoff) -> float:
-        """How far two are from each other: as far as the nearer of both counts."""
-        share, db = APART
-        times = abs(np.log(self.ratio / other.ratio)) / share
-        return float(min(times, abs(min(self.db, LOUD) - min(other.db, LOUD)) / db))
+        """The distance of two, in `DISTANCE_UNITS`: the smaller one of the distances in time and in SQNR."""
+        share, db = DISTANCE_UNITS
+        predicted_ratios = abs(np.log(self.ratio / other.ratio)) / share
+        return float(min(predicted_ratios, abs(min(self.db, MAX_DB) - min(other.db, MAX_DB)) / db))
 
     def beats(self, other: Tradeoff) -> bool:
         """Whether it is at least as good in both, and better in one."""
@@ -98,12 +101,12 @@ class Tradeoff:
 
 @dataclass(frozen=True)
 class PredictedPoint:
-    """A placement that no build has seen, and where it is foretold to lie."""
+    """A placement without a build, and its predicted tradeoff."""
 
     placement: Placement
     tradeoff: Tradeoff
     is_simulated: bool = False
-    """Whether its noise was simulated, and not summed up."""
+    """Whether its noise was simulated, rather than summed over values."""
 
     @property
     def noise(self) -> float:
@@ -111,58 +114,46 @@ class PredictedPoint:
         return float(10 ** (-self.tradeoff.db / 10))
 
 
-class Placed(Protocol):
-    """What lies somewhere."""
-
-    @property
-    def tradeoff(self) -> Tradeoff:
-        """Where."""
-
-
-Somewhere = TypeVar("Somewhere", bound=Placed)
-
-
-def farthest(offers: Iterable[Somewhere], taken: Sequence[Tradeoff], near: float = NEAREST) -> Somewhere | None:
-    """The one that is farthest from all that is taken; None if each is `near` to one of these."""
-    found = max(offers, key=lambda o: min((o.tradeoff.apart(t) for t in taken), default=np.inf), default=None)
-    return found if found is not None and all(found.tradeoff.apart(t) >= near for t in taken) else None
-
-
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """A measured placement: its median ratio to the float model over all that it was compared with, and its trial."""
+    """A measured placement: its median ratio to the float model, by way of its opponents, and its trial."""
 
     ratio: float
     trial: Trial
 
     @property
     def placement(self) -> Placement:
-        """What was measured."""
+        """The measured placement."""
         return self.trial.placement
 
     @property
     def tradeoff(self) -> Tradeoff:
-        """Where it was measured."""
+        """Its measured latency and accuracy."""
         return Tradeoff(self.ratio, self.trial.exactness)
 
-    def beats(self, other: MeasuredPoint) -> bool:
-        """Whether it is at least as good in both, and better in one."""
-        return self.tradeoff.beats(other.tradeoff)
+
+T = TypeVar("T", bound=MeasuredPoint | PredictedPoint)
+
+
+def farthest(candidates: Iterable[T], taken: Sequence[Tradeoff], near: float = NEAREST) -> T | None:
+    """The point that is farthest from all that are taken; None if each is nearer than `near` to one of them."""
+    found = max(candidates, key=lambda p: min((p.tradeoff.apart(t) for t in taken), default=np.inf), default=None)
+    return found if found is not None and all(found.tradeoff.apart(t) >= near for t in taken) else None
 
 
 def undominated(history: Sequence[Trial], plan: Plan) -> tuple[MeasuredPoint, ...]:
-    """What was measured, faster than float, and is beaten by nothing else in both; the fastest first."""
+    """The measured points that are faster than float and that no other one beats, the fastest first."""
     ratios = ratios_to_float(history, plan)
     last = {t.placement: t for t in history if t.placement in ratios and t.accuracy is not None}
     points = [MeasuredPoint(ratios[p], t) for p, t in last.items() if ratios[p] < 1]
-    return tuple(sorted((p for p in points if not any(o.beats(p) for o in points)), key=lambda p: p.ratio))
+    return unbeaten(points)
 
 
 def spread(points: Sequence[MeasuredPoint], count: int) -> tuple[MeasuredPoint, ...]:
-    """At most `count` of the points, the two ends among them and the others far from each other; in their order."""
+    """At most `count` of the points, in their order: the two ends, and others far from each other."""
     if len(points) <= count:
         return tuple(points)
-    where = np.array([(p.ratio / DECADE, -min(p.trial.exactness, LOUD) / 10) for p in points])
+    where = np.array([(p.ratio / DECADE_SHARE, -min(p.trial.exactness, MAX_DB) / 10) for p in points])
     chosen = [0, len(points) - 1]
     while len(chosen) < count:
         distances = np.abs(where[:, None] - where[chosen][None]).max(axis=2).min(axis=1)
@@ -185,95 +176,103 @@ def named(points: Sequence[MeasuredPoint]) -> dict[str, MeasuredPoint]:
 
 @dataclass(frozen=True)
 class FrontSearch:
-    """See the module. `by_cut` knows the noise of every value; `builds` is what search and proof may spend together, at
-    so many numbers of threads as `places` says."""
+    """See the module. `by_cut` knows the noise of every value; `builds` is what search and proof may spend together,
+    with a proof at each of `thread_counts` numbers of threads."""
 
     by_cut: CutSearch
     noise: Noise
     builds: int
-    places: int = 1
+    thread_counts: int = 1
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """See `Strategy`: what the cut proposes, until the builds are left that the proof of the points takes."""
-        points = ENOUGH if self.builds < 2 * (2 + 2 * POINTS) else POINTS
-        proof = self.places * 2 * (1 + points) + SPARE
-        least = LEAST_SEARCHED if best_of(history) else min(USUAL, self.builds)
+        """See `Strategy`: the proposals of the cut, until only the builds that the proof takes are left."""
+        points = TARGET_POINTS if self.builds < 2 * (2 + 2 * MAX_POINTS) else MAX_POINTS
+        proof = self.thread_counts * 2 * (1 + points) + SPARE_BUILDS
+        least = MIN_SEARCH_BUILDS if best_of(history) else min(USUAL_SEARCH_BUILDS, self.builds)
         most = max(least, self.builds - proof)
         left = most - 1 - sum(t.builds for t in history)
         return self.by_cut.propose(history)[: max(0, left)]
 
-    def offers(
-        self, times: Sequence[tuple[Placement, float]], history: Sequence[Trial], heard: Mapping[Placement, float]
+    def candidates(
+        self,
+        predicted_ratios: Sequence[tuple[Placement, float]],
+        history: Sequence[Trial],
+        simulated_db: Mapping[Placement, float],
     ) -> tuple[PredictedPoint, ...]:
-        """What may be points of the front, of what `times` have, far from each other. Noise is what was `heard` in a
-        simulation, an SQNR in dB by placement, or else the sum of what values bring alone, off as it is for placements
-        with such sums."""
+        """The placements of `predicted_ratios` that may be points of the front, far from each other, at most
+        `MAX_CANDIDATES`. `simulated_db` has the SQNR of those that were simulated; that of others is estimated from the
+        noise of their values."""
         chosen = list[PredictedPoint]()
-        best = unbeaten(self._quiet(times, history, heard))
-        while len(chosen) < OFFERED and (found := farthest(best, [o.tradeoff for o in chosen])) is not None:
+        best = unbeaten(self._within_noise(predicted_ratios, history, simulated_db))
+        while len(chosen) < MAX_CANDIDATES and (found := farthest(best, [o.tradeoff for o in chosen])) is not None:
             chosen.append(found)
         return tuple(chosen)
 
-    def foretold(self, offer: PredictedPoint) -> PredictedPoint:
-        """The offer with its noise as simulated."""
+    def simulated(self, point: PredictedPoint) -> PredictedPoint:
+        """The point with its noise as simulated."""
         return replace(
-            offer, tradeoff=Tradeoff(offer.tradeoff.ratio, _db(self.noise.brought(offer.placement))), is_simulated=True
+            point, tradeoff=Tradeoff(point.tradeoff.ratio, _db(self.noise.expected(point.placement))), is_simulated=True
         )
 
-    def times(self, history: Sequence[Trial]) -> tuple[tuple[Placement, float], ...]:
-        """What is worth a build and had none, and the share of the float model's time that prices foretell of it, as
-        far as builds have shown those to be off."""
+    def predicted_ratios(self, history: Sequence[Trial]) -> tuple[tuple[Placement, float], ...]:
+        """Placements without a build that are predicted to be fast enough to be worth one, with their predicted ratio
+        to the float model, corrected by what builds have shown."""
         costs = self.by_cut.costs(history)
-        path, scale = self._path(costs), self._scale(costs, history)
+        path, scale = self._optima_by_noise_price(costs), self._scale(costs, history)
         tried = {t.placement for t in history} | {Placement()}
         built = tuple(decision_of(costs, p.placement) for p in undominated(history, self.by_cut.plan))
         decisions = dict.fromkeys((*path, *between(costs, path), *flipped(costs, (*path, *built))))
         ratios = ((d, 1 - scale * (1 - costs.total(d) / costs.float_ms)) for d in decisions)
-        worth = ((costs.partition.placement(d), ratio) for d, ratio in ratios if ratio <= GAIN)
+        worth = ((costs.partition.placement(d), ratio) for d, ratio in ratios if ratio <= WORTHWHILE_RATIO)
         return tuple((placement, ratio) for placement, ratio in worth if placement not in tried)
 
-    def _quiet(
-        self, times: Sequence[tuple[Placement, float]], history: Sequence[Trial], heard: Mapping[Placement, float]
+    def _within_noise(
+        self,
+        predicted_ratios: Sequence[tuple[Placement, float]],
+        history: Sequence[Trial],
+        simulated_db: Mapping[Placement, float],
     ) -> Iterator[PredictedPoint]:
+        """The predicted points that are not too noisy."""
         known = {t.placement: t.exactness for t in history if t.sqnr_db is not None}
-        summed_db = self._level({**heard, **known})
-        for placement, ratio in times:
-            db = heard.get(placement)
-            offer = PredictedPoint(
+        summed_db = self._summed_db({**simulated_db, **known})
+        for placement, ratio in predicted_ratios:
+            db = simulated_db.get(placement)
+            point = PredictedPoint(
                 placement, Tradeoff(ratio, summed_db(placement) if db is None else db), db is not None
             )
-            if not is_beyond(offer.noise, self.noise.limit):
-                yield offer
+            if not is_too_noisy(point.noise, self.noise.limit):
+                yield point
 
     def _scale(self, costs: Costs, history: Sequence[Trial]) -> float:
-        """What builds have gained, as a multiple of what their layers' prices add up to."""
-        gains = []
+        """The measured saving of builds as a multiple of the predicted one."""
+        factors = []
         for placement, ratio in ratios_to_float(history, self.by_cut.plan).items():
-            foretold = costs.total(decision_of(costs, placement)) / costs.float_ms
-            if placement and foretold <= GAIN:
-                gains.append((1 - ratio) / (1 - foretold))
-        return float(np.clip(np.median(gains), *SCALES)) if gains else 1.0
+            predicted = costs.total(decision_of(costs, placement)) / costs.float_ms
+            if placement and predicted <= WORTHWHILE_RATIO:
+                factors.append((1 - ratio) / (1 - predicted))
+        return float(np.clip(np.median(factors), *SCALE_RANGE)) if factors else 1.0
 
-    def _level(self, known: Mapping[Placement, float]) -> Callable[[Placement], float]:
-        """The SQNR of a placement by its sum, from that of known ones in dB."""
-        sums = np.array([_db(self.noise.predicted(placement)) for placement in known])
+    def _summed_db(self, known: Mapping[Placement, float]) -> Callable[[Placement], float]:
+        """A function that estimates the SQNR of a placement by its sum of noise, corrected by placements with known
+        SQNR in dB."""
+        sums = np.array([_db(self.noise.summed(placement)) for placement in known])
         off = np.array(list(known.values())) - sums
 
         def level(placement: Placement) -> float:
-            summed = _db(self.noise.predicted(placement))
-            like = np.argsort(np.abs(sums - summed), kind="stable")[:LIKE]
+            summed = _db(self.noise.summed(placement))
+            like = np.argsort(np.abs(sums - summed), kind="stable")[:SIMILAR_SUMS]
             return summed + (float(off[like].mean()) if len(like) else 0.0)
 
         return level
 
-    def _path(self, costs: Costs) -> tuple[Decision, ...]:
-        """The optima of rising prices on noise, each once, the float model at their end. Between two prices that have
-        the same optimum all others have it, too."""
+    def _optima_by_noise_price(self, costs: Costs) -> tuple[Decision, ...]:
+        """The optima of rising prices on noise, each once, the float model last. Between two prices with the same
+        optimum all others have it, too."""
         fastest = cut(costs)
-        loudest = self.noise.predicted(costs.partition.placement(fastest))
-        if loudest <= 0:
+        most_noise = self.noise.summed(costs.partition.placement(fastest))
+        if most_noise <= 0:
             return fastest, Decision()
-        prices = PRICES * costs.total(fastest) / loudest
+        prices = NOISE_PRICES * costs.total(fastest) / most_noise
 
         def within(low: int, first: Decision, high: int, last: Decision) -> Iterator[Decision]:
             if first != last and high - low > 1:
@@ -287,11 +286,11 @@ class FrontSearch:
 
 
 def between(costs: Costs, path: Sequence[Decision]) -> Iterator[Decision]:
-    """Between neighbours of a path, and between each of it and its end: the units that only the first of both runs in 8
-    bits are divided in the order of the graph, and stretches of these parts stay so."""
+    """Mixtures of neighbours of a path, and of each decision and the last: the units that only the first of both runs
+    quantized are divided into parts in graph order, and stretches of these parts stay quantized."""
     for first, second in (*pairwise(path), *((decision, path[-1]) for decision in path[:-2])):
         units = sorted(first.quantized - second.quantized)
-        ends = sorted({round(i * len(units) / PARTS) for i in range(PARTS + 1)})
+        ends = sorted({round(i * len(units) / STRETCHES) for i in range(STRETCHES + 1)})
         for start, stop in combinations(ends, 2):
             if stop - start < len(units):
                 yield other(costs.partition, first, [*units[:start], *units[stop:]])
@@ -300,22 +299,24 @@ def between(costs: Costs, path: Sequence[Decision]) -> Iterator[Decision]:
 def flipped(costs: Costs, path: Sequence[Decision]) -> Iterator[Decision]:
     """Each decision of a path with one of the units that take the most time the other way."""
     parts = costs.partition
-    able = sorted((u.number for u in parts.units if u.inputs), key=lambda n: (-costs.prices[n].as_float, n))[:FLIPPED]
+    able = sorted((u.number for u in parts.units if u.inputs), key=lambda n: (-costs.prices[n].as_float, n))[
+        :FLIPPED_UNITS
+    ]
     for decision in path:
         for number in able:
             yield other(parts, decision, [number])
 
 
-def is_beyond(noise: float, limit: float | None) -> bool:
-    """Whether so much noise is too far beyond the limit to be of interest."""
-    return limit is not None and noise > BEYOND * limit
+def is_too_noisy(noise: float, limit: float | None) -> bool:
+    """Whether noise is more than `MAX_EXCESS_NOISE` times the limit."""
+    return limit is not None and noise > MAX_EXCESS_NOISE * limit
 
 
-def unbeaten(offers: Iterable[PredictedPoint]) -> tuple[PredictedPoint, ...]:
-    """Those that no other one is foretold to beat, the fastest first."""
-    known = tuple(offers)
-    kept = (o for o in known if not any(other.tradeoff.beats(o.tradeoff) for other in known))
-    return tuple(sorted(kept, key=lambda o: o.tradeoff.ratio))
+def unbeaten(points: Iterable[T]) -> tuple[T, ...]:
+    """The points that no other one beats, the fastest first."""
+    known = tuple(points)
+    kept = (p for p in known if not any(other.tradeoff.beats(p.tradeoff) for other in known))
+    return tuple(sorted(kept, key=lambda p: p.tradeoff.ratio))
 
 
 def _db(noise: float) -> float:

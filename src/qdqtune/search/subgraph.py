@@ -1,9 +1,9 @@
-"""Subgraph search: what groups gained alone is put together and validated on the whole model.
+"""Subgraph search: the groups that were faster alone are put together and validated on the whole model.
 
-All accepted groups come first, then what rules suggest, each against the best so far, and what the prices of all these
-builds lead to, since engines fuse in 8 bits across groups of the float build. Where all groups together do not win, or
-the layers of a build show groups that ran faster in another build, these groups are changed as one batch: the best
-expected gain first, and in halves where a batch is rejected: b bad ones among n groups cost b log n builds.
+All of these groups come first, then the placements of rules, each against the best so far, and the optimum of the
+prices that these builds show, since engines fuse in 8 bits across groups of the float build. If all groups together do
+not win, or layer times show groups that ran faster in another build, these groups are changed as one batch: the largest
+expected savings first, and in halves where a batch loses. b bad groups among n take b log n builds.
 """
 
 from __future__ import annotations
@@ -15,29 +15,31 @@ from itertools import takewhile
 
 from qdqtune.graph.model import Model
 from qdqtune.search import best_of
-from qdqtune.search.costs.attribution import Times, attribute, priced
+from qdqtune.search.costs.attribution import BuildTimes, attribute, timed_builds
+from qdqtune.search.costs.decisions import nearest
 from qdqtune.search.costs.noise import RESERVE, Noise
-from qdqtune.search.costs.optimum import cut_holding, cut_within, nearest
-from qdqtune.search.costs.profiles import Selection
+from qdqtune.search.costs.optimum import cut_holding, cut_within
+from qdqtune.search.costs.profiles import GroupSelection
 from qdqtune.search.costs.units import Partition
 from qdqtune.search.cut import CUT, CutSearch
-from qdqtune.search.region import QUIETER
+from qdqtune.search.region import WITHIN_LIMITS
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Edge, Layer, Placement, Proposal, Trial, WeightFormat
 
-WORTH = 0.002
-"""A group is changed only where that is expected to save this share of the model's time."""
+WORTH_A_CHANGE = 0.002
+"""A group is changed only where that is expected to save this share of the model's time. Chosen, not measured."""
 
-ACROSS = 2
-"""Builds of what their prices lead to at most, as long as each is faster than all before."""
+OPTIMUM_BUILDS = 2
+"""Builds of the optimum of prices at most, as long as each is faster than all before."""
 
 WORTH_A_BUILD = 0.03
-"""Groups that another build ran faster are changed only where all of them together are expected to save this share."""
+"""Groups that another build ran faster are changed only if that is expected to save this share in all. Chosen, not
+measured."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A group that takes over what another placement has there, and the ms that this is expected to save."""
+    """A group that takes its pairs from another placement, and the ms that this is expected to save."""
 
     number: int
     placement: Placement
@@ -45,19 +47,19 @@ class Change:
 
 
 Batch = Sequence[Change]
-"""Changes that are made together, the most promising first."""
+"""Changes that are made together, the largest saving first."""
 
 
 @dataclass(frozen=True)
 class SubgraphSearch:
     """See the module.
 
-    `seeds` are placements to try besides, in this order; `float_layers` the report of the float build, empty if there
-    is none. Without `incremental` there is one question only: whether all groups together are faster. `by_cut` finds
-    what the layers of these builds lead to, groups divided and joined as they ran fastest.
+    `seeds` are further placements to try, in this order; `float_layers` is the layer report of the float build, empty
+    if there is none. Without `incremental`, only all groups together are tried. `by_cut` finds the optimum of the
+    prices that these builds show, with groups split and joined as they ran fastest.
     """
 
-    selection: Selection
+    selection: GroupSelection
     seeds: Mapping[str, Placement] = field(default_factory=dict)
     float_layers: Sequence[Layer] = ()
     plan: Plan = field(default_factory=Plan)
@@ -65,23 +67,23 @@ class SubgraphSearch:
     by_cut: CutSearch | None = None
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """See `Strategy`. One at a time: each answer decides what is asked next."""
+        """See `Strategy`. One at a time: each result decides what is asked next."""
         tried = {t.placement for t in history} | {Placement()}
-        fixed = {Placement(): "", self.raw: "all groups"}
+        fixed = {Placement(): "", self.all_accepted: "all groups"}
         if self.incremental and not self._is_timed:
-            fixed.setdefault(self.selection.bridged().placement(), "all groups and what lies between")
+            fixed.setdefault(self.selection.with_followers().placement(), "all groups and what lies between")
         for name, placement in self.seeds.items() if self.incremental else ():
             fixed.setdefault(placement, name)
         for placement, name in fixed.items():
             if placement not in tried:
-                predicted = self.selection.ratio if placement == self.raw else None
+                predicted = self.selection.ratio if placement == self.all_accepted else None
                 return (Proposal(name, placement, predicted=predicted, wants_layers=True),)
         if not self.incremental:
             return ()
         asked = len(fixed) - 1
         crossing = list(takewhile(lambda t: t.proposal.origin == CUT, history[asked:]))
         asked += len(crossing)
-        if self.by_cut is not None and len(crossing) < ACROSS and all(t.accepted for t in crossing):
+        if self.by_cut is not None and len(crossing) < OPTIMUM_BUILDS and all(t.accepted for t in crossing):
             for proposal in self.by_cut.optima(history[:asked]):
                 if proposal.placement not in tried:
                     return (proposal,)
@@ -98,18 +100,18 @@ class SubgraphSearch:
         return self.parts.model
 
     @cached_property
-    def raw(self) -> Placement:
+    def all_accepted(self) -> Placement:
         """All accepted groups together."""
         return self.selection.placement()
 
     @cached_property
-    def gains(self) -> Mapping[int, float]:
-        """By accepted group, the ms that it is expected to save; the best first."""
-        return dict(sorted(self.selection.gains().items(), key=lambda item: (-item[1], item[0])))
+    def savings(self) -> Mapping[int, float]:
+        """By accepted group, the ms that it is expected to save; the largest first."""
+        return dict(sorted(self.selection.savings().items(), key=lambda item: (-item[1], item[0])))
 
     @cached_property
     def total_ms(self) -> float:
-        """Time of the float model: the sum of its layers, or of its groups where the engine tells no times."""
+        """Time of the float model: the sum of its layers, or of its groups where the engine reports no times."""
         return sum(layer.time_ms or 0.0 for layer in self.float_layers) or self.selection.costs.float_ms
 
     @property
@@ -117,13 +119,13 @@ class SubgraphSearch:
         return any(layer.time_ms for layer in self.float_layers)
 
     def _validated(self, history: Sequence[Trial], asked: int) -> Iterator[Proposal]:
-        """The next batch that has no answer yet. Batches and their halves follow from the answers so far."""
+        """The next batch without a result. Batches and their halves follow from the results so far."""
         answers = {t.placement: i for i, t in enumerate(history)}
         base, lost = best_of(history[:asked]), set[int]()
-        has_won = any(t.placement == self.raw and t.accepted for t in history[:asked])
+        has_won = any(t.placement == self.all_accepted and t.accepted for t in history[:asked])
         faster = self._faster_elsewhere(base, history[:asked])
-        accepted = (Change(n, self.raw, saved) for n, saved in self.gains.items())
-        missing = [change for change in accepted if self._differs(change.number, base, self.raw)]
+        accepted = (Change(n, self.all_accepted, saved) for n, saved in self.savings.items())
+        missing = [change for change in accepted if self._differs(change.number, base, self.all_accepted)]
         pending = [faster if faster or has_won else missing]
         least = WORTH_A_BUILD * self.total_ms if has_won else 0.0
         while pending:
@@ -146,7 +148,7 @@ class SubgraphSearch:
                 lost.add(batch[0].number)
 
     def _faster_elsewhere(self, base: Placement, history: Sequence[Trial]) -> Batch:
-        """Groups by what they would save if they were as in the build that ran them fastest."""
+        """The groups that ran faster in another build than in that of `base`, with the fastest build of each."""
         builds = self.builds(history)
         if base not in builds:
             return []
@@ -154,29 +156,29 @@ class SubgraphSearch:
         best: dict[int, Change] = {}
         for placement, times in builds.items():
             for number, (mine, other) in enumerate(zip(now, self.spent(times), strict=True)):
-                least = best[number].saved if number in best else WORTH * self.total_ms
+                least = best[number].saved if number in best else WORTH_A_CHANGE * self.total_ms
                 if mine - other > least and self._differs(number, base, placement):
                     best[number] = Change(number, placement, mine - other)
         return sorted(best.values(), key=lambda change: (-change.saved, change.number))
 
     def _differs(self, number: int, a: Placement, b: Placement) -> bool:
-        """Whether two placements treat a group differently, or one stores what it writes and the other does not."""
+        """Whether two placements treat a group differently, or only one stores a tensor that it writes."""
         unit = self.parts.units[number]
         own = any((e in a) != (e in b) for e in (*unit.inputs, *unit.weights, *unit.inner))
-        own = own or self.parts.way(unit, a) != self.parts.way(unit, b)
+        own = own or self.parts.format_in(unit, a) != self.parts.format_in(unit, b)
         leaving = [self.parts.edges[t] for t in unit.outputs if t in self.parts.edges]
         return own or any(all(e in a for e in edges) != all(e in b for e in edges) for edges in leaving)
 
-    def builds(self, history: Sequence[Trial]) -> dict[Placement, Times]:
-        """The layer times of every build that has a report, the float one first."""
+    def builds(self, history: Sequence[Trial]) -> dict[Placement, BuildTimes]:
+        """The layer times of every build with a report, the float one first."""
         if not self._is_timed:
             return {}
-        builds = priced(history, self.plan, self.float_layers)
+        builds = timed_builds(history, self.plan, self.float_layers)
         return {build.placement: attribute(self.model, build, self.total_ms) for build in builds}
 
-    def spent(self, times: Times) -> list[float]:
-        """The ms of each group in a build. A Q is for those that read it, and that of an output of the model for
-        the group that made it, as every DQ is."""
+    def spent(self, times: BuildTimes) -> list[float]:
+        """The ms of each group in a build. A Q counts for the groups that read it, that of an output of the model for
+        the group that writes it; a DQ counts for the writer."""
         parts, total = self.parts, self.parts.spent(times.nodes)
         for tensor, ms in times.quantize.items():
             readers = {parts.owner[e.node] for e in parts.reading.get(tensor, ()) if e.node and e in times.placement}
@@ -196,8 +198,8 @@ class SubgraphSearch:
     def mixed(self, base: Placement, batch: Batch) -> Placement:
         """`base` with some groups as other placements have them.
 
-        Between two groups that are as one placement has them, that one decides. Between others a pair stands where the
-        reader runs in 8 bits and has it, or where the maker keeps the tensor in 8 bits.
+        Between two groups from the same placement, that one decides. Between others a pair stands where the reader runs
+        in 8 bits and has it, or where the writer stores the tensor in 8 bits.
         """
         parts = self.parts
         taken = {change.number: change.placement for change in batch}
@@ -213,10 +215,10 @@ class SubgraphSearch:
             if stands:
                 edges.add(edge)
         paired = {edge.node for edge in edges}
-        return Placement.of(edges, ((e, s) for e, s in self._storages(base, taken) if e.node not in paired))
+        return Placement.of(edges, ((e, s) for e, s in self._weight_formats(base, taken) if e.node not in paired))
 
-    def _storages(self, base: Placement, taken: Mapping[int, Placement]) -> Iterator[tuple[Edge, WeightFormat]]:
-        """How weights are stored in a mixed placement, each as the placement has it that its group is taken from."""
+    def _weight_formats(self, base: Placement, taken: Mapping[int, Placement]) -> Iterator[tuple[Edge, WeightFormat]]:
+        """The weight formats of a mixed placement: each group's from the placement that the group is taken from."""
         for placement in {base, *taken.values()}:
             for edge, weight_format in placement.weight_formats.items():
                 if taken.get(self.parts.owner[edge.node], base) == placement:
@@ -231,14 +233,14 @@ def _saved(batch: Batch) -> float:
     return sum(change.saved for change in batch)
 
 
-def narrowed(search: SubgraphSearch, noise: Noise | None) -> SubgraphSearch:
-    """A subgraph search that also tries what its own prices say within the limit on noise, and within less."""
+def with_quiet_seeds(search: SubgraphSearch, noise: Noise | None) -> SubgraphSearch:
+    """A subgraph search that also tries the optimum of its own prices within the limit on noise, and within less."""
     if noise is None or noise.limit is None:
         return search
     costs, seeds = search.selection.costs, dict(search.seeds)
     if (bound := noise.bound(())) is not None:
-        return replace(search, seeds=seeds | {QUIETER: search.parts.placement(cut_holding(costs, noise, bound))})
+        return replace(search, seeds=seeds | {WITHIN_LIMITS: search.parts.placement(cut_holding(costs, noise, bound))})
     for share in (RESERVE, RESERVE / 2):
         quiet = search.parts.placement(cut_within(costs, noise, share * noise.limit))
-        seeds[f"{QUIETER}, {share:.0%} of the noise"] = quiet
+        seeds[f"{WITHIN_LIMITS}, {share:.0%} of the noise"] = quiet
     return replace(search, seeds=seeds)

@@ -13,7 +13,7 @@ from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.reading import TooSlow
 from qdqtune.calibration.samples import Samples
 from qdqtune.search import best_of, ratios_to_float
-from qdqtune.search.front import POINTS
+from qdqtune.search.front import MAX_POINTS
 from qdqtune.timing.ratios import BUILD_LOOKS, PAIRS, Plan, judge
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.observer import Observer, State
@@ -54,7 +54,7 @@ class Budget:
     deadline: float | None
     proof: tuple[int, ...]
     ends: float | None = None
-    points: int = POINTS
+    points: int = MAX_POINTS
     proof_seconds: float = 0.0
 
     @staticmethod
@@ -69,7 +69,7 @@ class Budget:
         share, files = PROOF_SHARE, 1
         if settings.front:
             least = 2 * counts * (bench.floats.build_seconds + LEAST_ROUNDS * each_round)
-            share, files = FRONT_SHARE, max(2, min(POINTS, int(FRONT_SHARE * settings.time_budget / least)))
+            share, files = FRONT_SHARE, max(2, min(MAX_POINTS, int(FRONT_SHARE * settings.time_budget / least)))
         most = int(share * settings.time_budget / (2 * counts * files * each_round))
         proof = tuple(n for n in settings.proof if n <= most) or (max(LEAST_ROUNDS, min(most, settings.proof[0])),)
         rounds = each_round * proof[0] + settings.plan.start_seconds(bench.floats.turn_seconds)

@@ -22,17 +22,17 @@ from qdqtune.graph.files import data_of
 from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.front import (
-    APART,
-    ENOUGH,
-    GAIN,
+    DISTANCE_UNITS,
     NEAR,
     NEAREST,
+    TARGET_POINTS,
+    WORTHWHILE_RATIO,
     FrontSearch,
     MeasuredPoint,
     PredictedPoint,
     Tradeoff,
     farthest,
-    is_beyond,
+    is_too_noisy,
     undominated,
 )
 from qdqtune.timing.pairing import as_many_pairs_as_needed
@@ -183,7 +183,7 @@ class Candidacy:
         """Those that hold the limits and may be the fastest that do."""
         holding = [e for e in self._standing() if self._run.limits.is_exact_enough(e.trial.accuracy)]
         least = min((e.tradeoff(self._run).ratio for e in holding), default=0.0)
-        return [e for e in holding if e.tradeoff(self._run).ratio <= least * (1 + APART[0])]
+        return [e for e in holding if e.tradeoff(self._run).ratio <= least * (1 + DISTANCE_UNITS[0])]
 
     def excuse(self, count: int, elsewhere: int) -> str:
         """Why there are no more points than so many, in a sentence. `elsewhere` are those that failed only at another
@@ -201,7 +201,9 @@ class Candidacy:
         came = ", ".join(f"{number} {what}" for what, number in sources.items() if number)
         many = f"of {len(self.entries)} candidates that met your model ({came})"
         met = lost and f"{'the only candidate' if is_single else many} {lost}"
-        rest = f"prices foretell no others that differ and take at most {GAIN:.1%} of the float model's time"
+        rest = (
+            f"prices foretell no others that differ and take at most {WORTHWHILE_RATIO:.1%} of the float model's time"
+        )
         if (is_late := self._run.budget.is_late) or self._next() is not None:
             is_timed = self._run.settings.time_budget is not None and (is_late or self._has_builds())
             ended = "--time-budget" if is_timed else f"--builds {self._run.settings.builds}"
@@ -247,7 +249,7 @@ class Candidacy:
         """What the search would ship, the fastest that nothing beats, then what is farthest from all that were met."""
         plan, met = self._run.settings.plan, {entry.trial.placement for entry in self.entries}
         most, ratios = self._run.limits.max_noise, ratios_to_float(self._history, plan)
-        unbeaten = [p for p in undominated(self._history, plan) if not is_beyond(_noise(p.trial), most)]
+        unbeaten = [p for p in undominated(self._history, plan) if not is_too_noisy(_noise(p.trial), most)]
         best = best_of(self._history)
         first = [MeasuredPoint(ratios[best], t) for t in self._history if t.accepted and t.placement == best]
         fastest = [p for p in unbeaten[:1] if all(p.tradeoff.apart(f.tradeoff) >= NEAR for f in first)]
@@ -257,11 +259,11 @@ class Candidacy:
         if self._run.subject.rewrites.names and Placement() not in met:
             return PredictedPoint(Placement(), Tradeoff(1.0, EQUAL_DB), is_simulated=True)
         history = [*self._history, *self.trials]
-        times = () if self._search is None else self._search.times(history)
+        times = () if self._search is None else self._search.predicted_ratios(history)
         points = [p for p in unbeaten if p.trial.placement not in met]
         while True:
             before = len(self._heard)  # what was simulated says more of the others
-            offers = () if self._search is None else self._search.offers(times, history, self._heard)
+            offers = () if self._search is None else self._search.candidates(times, history, self._heard)
             found = self._far([*points, *offers])
             if found is not None or len(self._heard) == before:
                 return found
@@ -269,7 +271,7 @@ class Candidacy:
     def _far(self, candidates: Sequence[MeasuredPoint | PredictedPoint]) -> MeasuredPoint | PredictedPoint | None:
         """The one that is farthest from all that were met, and by all that is known not beaten."""
         standing = [entry.tradeoff(self._run) for entry in self._standing()]
-        near = NEAR if len(standing) >= ENOUGH else NEAREST
+        near = NEAR if len(standing) >= TARGET_POINTS else NEAREST
         taken = [tradeoff for entry in self.entries for tradeoff in entry.tradeoffs(self._run)]
         good = [*(c.tradeoff for c in candidates if isinstance(c, MeasuredPoint)), *standing]
         left = list(candidates)
@@ -285,9 +287,9 @@ class Candidacy:
         """The offer with its noise as simulated; None if it is too noisy, or enough were simulated."""
         if self._search is None or len(self._heard) >= SIMULATED:
             return None
-        known = self._search.foretold(offer)
+        known = self._search.simulated(offer)
         self._heard[offer.placement] = known.tradeoff.db
-        return None if is_beyond(known.noise, self._search.noise.limit) else known
+        return None if is_too_noisy(known.noise, self._search.noise.limit) else known
 
     def _standing(self) -> list[Entry]:
         """Those that prove faster and are not beaten. What the search took stays where a metric decides: what beats it

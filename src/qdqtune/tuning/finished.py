@@ -23,7 +23,7 @@ from qdqtune.errors import BadState, InputError, QdqtuneError, parsed_json
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.stamps import content
 from qdqtune.placement.files import read_placement_file
-from qdqtune.search.costs.explanation import UnitPrice
+from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.timing.limits import Limits, wins
 from qdqtune.timing.ratios import MOST_PAIRS, PAIRS, Plan
 from qdqtune.tuning.bench import trial_of

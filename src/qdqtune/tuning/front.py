@@ -18,7 +18,7 @@ from qdqtune.graph.outputs import appearing, write_json
 from qdqtune.graph.stamps import content
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
-from qdqtune.search.front import ENOUGH, FrontSearch, MeasuredPoint, Tradeoff, named
+from qdqtune.search.front import TARGET_POINTS, FrontSearch, MeasuredPoint, Tradeoff, named
 from qdqtune.timing.ratios import PAIRS, Ratio
 from qdqtune.tuning.accepting import is_alike
 from qdqtune.tuning.candidacy import Candidacy, Entry, move_model
@@ -117,7 +117,7 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
         run.output.clear(FRONT)
     trials, builds = candidacy.trials, candidacy.builds - len(candidacy.trials) + more
     elsewhere = sum(p.ratio.verdict == "faster" for p in proven) - len(held)
-    notes = () if len(kept) >= ENOUGH else (candidacy.excuse(len(kept), max(0, elsewhere)),)
+    notes = () if len(kept) >= TARGET_POINTS else (candidacy.excuse(len(kept), max(0, elsewhere)),)
     if not (holding := [p for p in kept if p.holds and p.builds >= PAIRS]):
         again = best_of(history)  # as without a front, where its builds have not told that it is slower
         tried = {e.trial.placement for e in candidacy.entries if e.trial.placement != again or e.is_slower(run)}

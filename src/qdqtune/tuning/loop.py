@@ -9,7 +9,7 @@ from functools import partial
 from itertools import islice
 
 from qdqtune.engines.build_queue import Urgency
-from qdqtune.search import Strategy, as_foretold, best_of, foreseen
+from qdqtune.search import Strategy, as_predicted, best_of, upcoming_placements
 from qdqtune.search.front import FrontSearch
 from qdqtune.timing.limits import outcome
 from qdqtune.tuning import advice
@@ -106,6 +106,6 @@ def _build_ahead(strategy: Strategy, history: Sequence[Trial], batch: Sequence[P
     if the best candidate expected so far stays the best."""
     room, plan = run.budget.room(history) - len(batch), run.settings.plan
     room = max(0, min(builders := run.runner.build_queue.builders, room))
-    coming = tuple(islice(foreseen(strategy, history, batch, plan), room))
+    coming = tuple(islice(upcoming_placements(strategy, history, batch, plan), room))
     run.bench.begin(coming, Urgency.NEXT)
-    begin_proof(best_of(as_foretold(history, batch, plan)) if len(coming) < builders else Placement(), run)
+    begin_proof(best_of(as_predicted(history, batch, plan)) if len(coming) < builders else Placement(), run)

@@ -13,18 +13,17 @@ from qdqtune.errors import writing
 from qdqtune.graph.files import CONSTANTS, ConstantFile
 from qdqtune.graph.outputs import appearing
 from qdqtune.placement.insertion import Inserter
-from qdqtune.search import Seeded, Strategy
-from qdqtune.search.costs import explanation
-from qdqtune.search.costs.guess import guesses
+from qdqtune.search import Strategy, TwoStage
+from qdqtune.search.costs import decisions
 from qdqtune.search.costs.noise import Noise
-from qdqtune.search.costs.priors import NOTHING
-from qdqtune.search.costs.units import by_bits
+from qdqtune.search.costs.priors import NO_PRIOR
+from qdqtune.search.costs.units import weights_by_bits
 from qdqtune.search.cut import CutSearch
 from qdqtune.search.front import FrontSearch
-from qdqtune.search.latency import GroupedSearch
-from qdqtune.search.region import QUIETER, RegionSearch
+from qdqtune.search.grouped import GroupedSearch, placement_within
+from qdqtune.search.region import WITHIN_LIMITS, RegionSearch
 from qdqtune.search.regions import cache
-from qdqtune.search.subgraph import SubgraphSearch, narrowed
+from qdqtune.search.subgraph import SubgraphSearch, with_quiet_seeds
 from qdqtune.tuning.folder import RAW, REGION_MODELS, UNITS
 from qdqtune.tuning.noise import binding_noise_of, noise_of
 from qdqtune.tuning.observer import Observer, Silent, State
@@ -66,8 +65,8 @@ def cut(run: Run) -> Mode:
         return Mode(FrontSearch(by_layers, noise, builds, len(run.settings.thread_counts)), record)
     suggestions = subject.suggestions()
     if noise is not None and not noise.is_harmless:
-        suggestions[QUIETER] = guesses(subject.shaped, subject.possible, noise)(noise.levels(())[0])
-    seeds = {**run.earlier.found, **suggestions, **by_bits(run.ways)}
+        suggestions[WITHIN_LIMITS] = placement_within(subject.shaped, subject.possible, noise)(noise.levels(())[0])
+    seeds = {**run.earlier.found, **suggestions, **weights_by_bits(run.ways)}
     strategy = GroupedSearch(subject.shaped, subject.possible, seeds, run.width)
     return Mode(strategy, partial(_record_placement, run))
 
@@ -81,7 +80,7 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
     if not any(layer.time_ms for layer in layers):
         return None
     first = subject.foremost()
-    spares = {name: p for name, p in subject.suggestions().items() if name not in first}
+    fallbacks = {name: p for name, p in subject.suggestions().items() if name not in first}
     return CutSearch(
         model=subject.shaped,
         possible=subject.possible,
@@ -89,22 +88,22 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
         seeds=first,
         plan=run.settings.plan,
         noise=noise,
-        spares=spares,
+        fallbacks=fallbacks,
         width=run.learning_width,
-        ways=run.ways,
-        prior=NOTHING
+        format_shares=run.ways,
+        prior=NO_PRIOR
         if run.settings.front
         else run.earlier.prices,  # else it would save builds that a front is made of
-        found=run.earlier.found,
+        shipped_before=run.earlier.found,
     )
 
 
 def _record_units(run: Run, by_layers: CutSearch, history: Sequence[Trial], final: Placement) -> ModeResult:
     """What each fusion group costs with pairs and in float; prices and placement go to the price cache."""
-    run.add_prices(final, by_layers.lessons(history) if history else NOTHING)
-    units = explanation.explain(by_layers.costs(history, final), final)
-    notes = (FEW_BUILDS,) if by_layers.is_as_foretold(history) else ()
-    return ModeResult(units, files={UNITS: {"units": explanation.record(units)}}, notes=notes)
+    run.add_prices(final, by_layers.learned_prior(history) if history else NO_PRIOR)
+    units = decisions.explain(by_layers.costs(history, final), final)
+    notes = (FEW_BUILDS,) if by_layers.is_as_predicted(history) else ()
+    return ModeResult(units, files={UNITS: {"units": decisions.record(units)}}, notes=notes)
 
 
 def _record_placement(run: Run, history: Sequence[Trial], final: Placement) -> ModeResult:
@@ -126,19 +125,19 @@ def region(run: Run) -> Mode:
         seeds={
             **run.earlier.found,
             **subject.suggestions(),
-            **by_bits(run.ways, lambda p: noise is None or noise.fits(p, ())),
+            **weights_by_bits(run.ways, lambda p: noise is None or noise.fits(p, ())),
         },
         cached=cache.read_cache(settings.pattern_cache) if settings.pattern_cache else {},
         config=settings.config,
         plan=settings.plan,
         seed=settings.seed,
         noise=noise,
-        within=guesses(subject.shaped, subject.possible, noise),
+        within=placement_within(subject.shaped, subject.possible, noise),
         width=run.width,
-        ways=run.ways,
+        format_shares=run.ways,
     )
     by_cut = cut_search(run, noise) if settings.seed_builds > 0 else None
-    strategy = by_region if by_cut is None else Seeded(by_cut, by_region, settings.seed_builds)
+    strategy = by_region if by_cut is None else TwoStage(by_cut, by_region, settings.seed_builds)
     models = RegionModels(run)
 
     def record(history: Sequence[Trial], final: Placement) -> ModeResult:
@@ -198,11 +197,11 @@ class RegionModels(Silent):
 def subgraph(run: Run) -> Mode:
     """Time every distinct fusion group alone, then try what gains on the whole model."""
     profiled = profile(run)
-    run.candidates.write_whole(profiled.search.raw, run.settings.output_dir / RAW)
+    run.candidates.write_whole(profiled.search.all_accepted, run.settings.output_dir / RAW)
     search, noise = profiled.search, binding_noise_of(run)
     seeds = {**run.earlier.found, **search.seeds}
     search = replace(search, seeds=seeds, by_cut=cut_search(run, noise) if search.incremental else None)
-    strategy = narrowed(search, noise)
+    strategy = with_quiet_seeds(search, noise)
     return Mode(strategy, partial(_record_groups, run, strategy, profiled), (profiled.progress,))
 
 
@@ -210,7 +209,7 @@ def _record_groups(
     run: Run, search: SubgraphSearch, profiled: Profiled, history: Sequence[Trial], final: Placement
 ) -> ModeResult:
     """What became of every fusion group; prices and placement go to the price cache."""
-    run.add_prices(final, search.by_cut.lessons(history) if search.by_cut and history else NOTHING)
+    run.add_prices(final, search.by_cut.learned_prior(history) if search.by_cut and history else NO_PRIOR)
     rows = outcomes(profiled, history, final)
     summary = profiled.summary() | {"groups": [asdict(row) for row in rows]}
     return ModeResult(rows, summary, notes=profiled.notes)

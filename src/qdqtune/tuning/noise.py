@@ -99,9 +99,11 @@ def noise_of(run: Run) -> Noise | None:
         return _weight_noise(run, coarsest, floor, share)
 
     if is_front:  # its points are proposed by noise
-        return Noise(subject.shaped, tensor_noise(), limits.max_noise, noise_at, weight_noise())
+        return Noise(subject.shaped, tensor_noise(), limits.max_noise, simulate=noise_at, weight_noise=weight_noise())
     alone, of_formats = Awaited(tensors, tensor_noise), Awaited(stored, weight_noise)
-    return Noise(subject.shaped, alone, limits.max_noise, noise_at, of_formats, is_harmless)
+    return Noise(
+        subject.shaped, alone, limits.max_noise, simulate=noise_at, weight_noise=of_formats, check_harmless=is_harmless
+    )
 
 
 def _processes(run: Run) -> int:

@@ -16,7 +16,7 @@ import msgspec
 
 from qdqtune.errors import OutputError, writing
 from qdqtune.graph.outputs import appearing
-from qdqtune.search.costs.priors import NOTHING, Prices, Prior, packed, unpacked
+from qdqtune.search.costs.priors import NO_PRIOR, Prices, Prior, packed, unpacked
 from qdqtune.tuning.records import PricesRecord, StoredPlacement, TrialRecord
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject
@@ -82,7 +82,7 @@ def read_cache(path: Path) -> PriceCache | None:
 class Earlier:
     """What a run takes from earlier ones: prices, and by origin the placement that was found for the same model."""
 
-    prices: Prior = NOTHING
+    prices: Prior = NO_PRIOR
     found: Mapping[str, Placement] = field(default_factory=dict)
 
 
@@ -101,7 +101,7 @@ def earlier(
             note(f"{path} is {why}: the search goes on without")
             cache = PriceCache(VERSION)
         section = cache.section(conditions)
-        prices = NOTHING if section is None else _with_operators_of(subject, unpacked(section.prices))
+        prices = NO_PRIOR if section is None else _with_operators_of(subject, unpacked(section.prices))
         known = None if section is None else section.models.get(subject.model.fingerprint)
         record = store.put(PricesRecord(prices=packed(prices), found=known))
     found = Placement() if record.found is None else record.found.placement
@@ -125,7 +125,7 @@ def add(
     if path is None or not final or (cache := read_cache(path)) is None:
         return
     old = cache.section(conditions)
-    before, models = (NOTHING, {}) if old is None else (unpacked(old.prices), dict(old.models))
+    before, models = (NO_PRIOR, {}) if old is None else (unpacked(old.prices), dict(old.models))
     models.pop(model, None)
     models[model] = StoredPlacement.of(final)
     section = Section(conditions, packed(before.updated(learned)), dict(list(models.items())[-MODELS:]))

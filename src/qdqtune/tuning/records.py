@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from qdqtune.calibration.scales import Ranges
-from qdqtune.search.costs.explanation import UnitPrice
+from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.search.costs.priors import Prices
 from qdqtune.timing.ratios import Ratio
 from qdqtune.types import (

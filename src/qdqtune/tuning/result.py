@@ -16,7 +16,7 @@ from qdqtune.numerics.accuracy import concern
 from qdqtune.placement import files
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
-from qdqtune.search.costs.explanation import UnitPrice
+from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.search.front import MeasuredPoint, named, spread, undominated
 from qdqtune.search.regions import cache
 from qdqtune.timing.ratios import Plan, Ratio

@@ -24,8 +24,8 @@ from qdqtune.graph.stamps import Stamps
 from qdqtune.numerics.metric import Evaluation, load_evaluation
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement.insertion import Inserter
-from qdqtune.search.costs.priors import NOTHING, Prior
-from qdqtune.search.costs.units import Ways
+from qdqtune.search.costs.priors import NO_PRIOR, Prior
+from qdqtune.search.costs.units import FormatShares
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.pairing import FRESH, begin_pairs
 from qdqtune.tuning.bench import Bench
@@ -95,7 +95,7 @@ class Run(Ready):
     learning_width: int = 1
 
     @cached_property
-    def ways(self) -> Ways:
+    def ways(self) -> FormatShares:
         """The formats in which weights may be stored, found out on the engine when this is first read."""
         if self.budget.is_late:
             return {}
@@ -107,7 +107,7 @@ class Run(Ready):
         path, subject = self.settings.price_cache, self.subject
         return earlier(path, self._price_conditions, subject, self.store, self.observer.note)
 
-    def add_prices(self, final: Placement, learned: Prior = NOTHING) -> None:
+    def add_prices(self, final: Placement, learned: Prior = NO_PRIOR) -> None:
         """Leave in the price cache what this run ships, and the prices that it has learned."""
         path, model = self.settings.price_cache, self.subject.model.fingerprint
         add(path, self._price_conditions, model, final, learned, self.observer.note)

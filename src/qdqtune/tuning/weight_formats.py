@@ -27,8 +27,8 @@ from qdqtune.graph.outputs import temporary_folder
 from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import Weight, product_inputs, storable_edges, unstorable, weight_at
-from qdqtune.search.costs.attribution import Priced, attribute
-from qdqtune.search.costs.units import Ways
+from qdqtune.search.costs.attribution import TimedBuild, attribute
+from qdqtune.search.costs.units import FormatShares
 from qdqtune.tuning.records import WeightFormatsRecord
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
@@ -91,7 +91,7 @@ class Size:
 
 def ways(
     subject: Subject, settings: Settings, runner: Runner, store: Store, float_layers: Callable[[], Sequence[Layer]]
-) -> Ways:
+) -> FormatShares:
     """By weight, the weight formats that it may have, and the share of the float product's time that each takes.
 
     Empty if the user wants none, the engine has none, or the model has nothing to gain.
@@ -165,7 +165,7 @@ def _spent(model: Model, layers: Sequence[Layer], weights: Mapping[Edge, Weight]
     if not total:
         every = sum(w.constant.nbytes for w in weights.values())
         return {edge: w.constant.nbytes / every for edge, w in weights.items()}
-    nodes = attribute(model, Priced(Placement(), tuple(layers)), total).nodes
+    nodes = attribute(model, TimedBuild(Placement(), tuple(layers)), total).nodes
     return {edge: nodes.get(edge.node, 0.0) / total for edge in weights}
 
 

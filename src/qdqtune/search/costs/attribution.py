@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -14,31 +14,32 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import is_float, work
 from qdqtune.search import ratios_to_float
 from qdqtune.timing.ratios import Plan
-from qdqtune.types import Edge, Layer, Placement, Trial
+from qdqtune.types import Layer, Placement, Trial
 
 CONVERSION = re.compile(r"^(?P<tensor>.*)_(?P<op>Quantize|Dequantize)Linear(_\d+)?$")
+"""Names of the Q and DQ nodes that insertion adds, by the tensor that they convert."""
 
 
 @dataclass(frozen=True)
-class Priced:
-    """A build: where its pairs stood, what its layers took, and its latency as a ratio to the float build's."""
+class TimedBuild:
+    """A build with a layer report: its placement, its layers, and its latency as a ratio to the float build's."""
 
     placement: Placement
     layers: tuple[Layer, ...]
     ratio: float = 1.0
 
 
-def priced(history: Sequence[Trial], plan: Plan, float_layers: Sequence[Layer]) -> tuple[Priced, ...]:
-    """The float build and every candidate with a report and a ratio, in order."""
+def timed_builds(history: Sequence[Trial], plan: Plan, float_layers: Sequence[Layer]) -> tuple[TimedBuild, ...]:
+    """The float build and every candidate with a layer report and a ratio, in order."""
     ratios = ratios_to_float(history, plan)
     reported = ((t.placement, t.layers) for t in history if t.layers and t.placement in ratios)
-    floats = Priced(Placement(), tuple(float_layers))
-    return (floats, *(Priced(placement, layers, ratios[placement]) for placement, layers in reported))
+    floats = TimedBuild(Placement(), tuple(float_layers))
+    return (floats, *(TimedBuild(placement, layers, ratios[placement]) for placement, layers in reported))
 
 
 @dataclass(frozen=True)
-class Times:
-    """A build's layer times in ms by what they were spent on: nodes of the model, and conversions of tensors."""
+class BuildTimes:
+    """The layer times of a build in ms, by node of the model and by converted tensor."""
 
     placement: Placement
     nodes: Mapping[str, float]
@@ -53,11 +54,11 @@ class Times:
         return frozenset(e.tensor for e in self.placement.edges)
 
 
-def attribute(model: Model, build: Priced, float_ms: float) -> Times:
-    """Spread a report over nodes and tensors, scaled so that it adds up to the latency that the rounds found.
+def attribute(model: Model, build: TimedBuild, float_ms: float) -> BuildTimes:
+    """Divide a layer report among nodes and tensors, scaled so that the sum is the latency measured in paired rounds.
 
-    A layer of several nodes is shared out by their work. Layers that name nothing (reformats) are charged to the next
-    one that does, for whose sake they run; the last ones to the node before them.
+    A layer of several nodes is divided by their work. Layers that name no node (reformats) count for the next layer
+    that does, since they run for it; the last ones count for the node before them.
     """
     total = sum(layer.time_ms or 0.0 for layer in build.layers)
     scale = build.ratio * float_ms / total if total > 0 else 0.0
@@ -83,26 +84,26 @@ def attribute(model: Model, build: Priced, float_ms: float) -> Times:
             waiting += own
     if waiting and nodes:
         nodes[next(reversed(nodes))] += waiting
-    return Times(build.placement, nodes, converted["Quantize"], converted["Dequantize"], copies)
+    return BuildTimes(build.placement, nodes, converted["Quantize"], converted["Dequantize"], copies)
 
 
-class Spent(NamedTuple):
-    """What a node took in a build, in ms: by itself, and the conversions that count with it."""
+class NodeTime(NamedTuple):
+    """The ms of a node in a build: its own, and those of the conversions that count with it."""
 
     own: float = 0.0
     conversions: float = 0.0
 
 
-def spent_by(model: Model, placement: Placement, layers: Sequence[Layer], ms: float) -> Mapping[str, Spent]:
-    """What every node took in a build, all of them together `ms`; nothing where the engine told no times.
+def node_times(model: Model, placement: Placement, layers: Sequence[Layer], ms: float) -> Mapping[str, NodeTime]:
+    """The time of every node in a build that takes `ms` in all; empty where the engine reports no times.
 
     A conversion counts once: a Q with the node that writes the value (of an input of the model with its first reader),
     a DQ with its first reader (where none but the graph reads it with the writer).
     """
     if not any(layer.time_ms for layer in layers):
         return {}
-    times = attribute(model, Priced(placement, tuple(layers)), ms)
-    spent = {node.name: Spent(times.nodes.get(node.name, 0.0)) for node in model.nodes}
+    times = attribute(model, TimedBuild(placement, tuple(layers)), ms)
+    spent = {node.name: NodeTime(times.nodes.get(node.name, 0.0)) for node in model.nodes}
     for paid, from_writer in ((times.quantize, True), (times.dequantize, False)):
         for tensor, took in paid.items():
             maker = model.maker(tensor)
@@ -113,8 +114,9 @@ def spent_by(model: Model, placement: Placement, layers: Sequence[Layer], ms: fl
     return spent
 
 
-def group_cost(model: Model, group: Collection[str], times: Times) -> float | None:
-    """What a fusion group took in a build that has pairs on all edges that enter and leave it; None in any other."""
+def group_ms(model: Model, group: Collection[str], times: BuildTimes) -> float | None:
+    """The ms of a fusion group, its conversions included, in a build with pairs on all its outer float tensors; else
+    None."""
     inside = {model.index_of[n] for n in group}
     made = {t for n in inside for t in model.nodes[n].outputs}
     entering = {t for n in inside for t in model.nodes[n].inputs if t and t not in made and t not in model.constants}
@@ -124,8 +126,3 @@ def group_cost(model: Model, group: Collection[str], times: Times) -> float | No
     spent = sum(times.nodes.get(n, 0.0) for n in group)
     spent += sum(times.quantize.get(t, 0.0) for t in made)
     return spent + sum(times.dequantize.get(t, 0.0) for t in made | entering)
-
-
-def inner_pairs(edges: Iterable[Edge], placement: Placement) -> frozenset[Edge]:
-    """Those of a group's inner edges that carry a pair."""
-    return frozenset(e for e in edges if e in placement)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-LARGEST = 2**30
-"""SciPy's flows are 32-bit and wrap without a word: all finite capacities together stay below this."""
+CAPACITY = 2**30
+"""SciPy's flows are 32-bit integers that wrap without an error: the sum of all finite capacities stays below this."""
 
 
 @dataclass
@@ -86,13 +86,14 @@ def solve(problem: Problem) -> list[bool]:
 
 
 def _integers(costs: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.int64], int]:
-    """Integers whose finite part sums below LARGEST, and what stands for infinite: one more than that sum.
+    """Costs as integers whose finite part sums below `CAPACITY`, and the integer that stands for infinity: one more
+    than that sum.
 
-    The factor is a power of two, so that costs which are small whole numbers stay exact and ties stay ties.
+    The factor is a power of two, so that costs that are small whole numbers stay exact and ties stay ties.
     """
     finite = np.isfinite(costs)
     total = costs[finite].sum()
-    room = LARGEST - len(costs)  # rounding may add half a unit to each cost
+    room = CAPACITY - len(costs)  # rounding may add half a unit to each cost
     factor = 2.0 ** np.floor(np.log2(room / total)) if total > 0 else 0.0
     scaled = np.rint(np.where(finite, costs, 0.0) * factor).astype(np.int64)
     infinite = int(scaled.sum()) + 1

@@ -1,16 +1,16 @@
-"""How much noise a placement brings to the outputs, foretold from what each value brings alone.
+"""How much noise a placement brings to the outputs, estimated from the noise of each of its values.
 
 Noise is relative: the power of the error at an output over the power of the output, 10^(-SQNR/10). Small errors of many
-values hardly know of each other, so their powers add up. How far the sum is off, as engines fuse and round in their own
-way, is learned from the builds: the one whose noise is nearest to the limit gives the factor. Where whole placements
-are foretold by simulation, builds with pairs and builds with stored weights alone say each how far that is off for
-their own kind: an engine that rounds more than the file says does so at pairs, and takes stored weights as they are.
+values are nearly uncorrelated, so their powers add up. Engines fuse and round in their own way; by which factor the sum
+is off is learned from the builds: the one whose noise is nearest to the limit gives it. Where placements can be
+simulated, two factors are learned, one from builds with pairs and one from builds with stored weights alone: an engine
+that rounds more often than the file says does so at pairs, and takes stored weights as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from math import inf, log
 
@@ -19,50 +19,58 @@ from qdqtune.graph.operators import REARRANGES
 from qdqtune.types import Edge, Placement, Trial, WeightFormat
 
 RESERVE = 0.8
-"""Share of what is allowed that a search uses up at first: what just fails is worth nothing."""
+"""Share of the allowed noise that a search uses at first, since a candidate that just misses the limit is lost. Chosen,
+not measured."""
 
 DOUBT = 1.25
-"""How far beyond what is allowed a prediction may lie to be tried in the end, since predictions err."""
+"""A predicted noise of up to this multiple of the allowed one is still tried at the end, since predictions err. Chosen,
+not measured."""
 
 SHARES = (RESERVE, 1.0, DOUBT)
+"""Shares of the bound that are tried one after the other."""
 
-NEAR = 0.1
-"""Builds whose noise is within a factor of ten of the limit tell how exact the foretelling is there."""
+WITHIN_FACTOR = 0.1
+"""Builds count for the correction if their noise is within a factor of ten of the limit: farther away they tell little
+about it."""
 
-MARGIN = 0.98
-"""Share of the limit that is aimed at: engines and simulation differ by a tenth of a dB."""
+LIMIT_SHARE = 0.98
+"""Share of the limit that simulated noise may reach: engine and simulation differ by about a tenth of a dB."""
 
-STEP = 4.0
-"""How many times less noise is tried next while nothing has held a limit on the metric."""
+QUIETER_FACTOR = 4.0
+"""How many times less noise is tried next while no trial has met the limit on the metric. Chosen, not measured."""
 
-PARTS = (0.5, 0.75, 0.875)
-"""How far from what held a limit on the metric to what did not, in logarithms."""
+BETWEEN = (0.5, 0.75, 0.875)
+"""Where to try next between the most noise that met the limit on the metric and the least that did not, as positions on
+a logarithmic scale. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise by value, and what the user allows.
+    """Noise by value, and the limits that the user sets.
 
-    `alone` is the relative noise that quantizing a value brings to the worst output; values are known by the first
-    tensor that holds them, `aliases` knows the others. `limit` is the most noise that the output SQNR allows; None if
-    only the user's metric counts, and then trials tell how much noise it takes. `foretold` gives the noise of a whole
-    placement without a build, None where it cannot. `stored` is what weights alone bring, by tensor and name of the
-    weight format. `harmless` finds out whether all that may be placed holds the limits, so that nobody needs to ask.
+    Fields: `value_noise` is the relative noise that quantizing a value alone brings to the worst output; a value is
+    known by the first tensor that holds it (`aliases`). `weight_noise` is the same for weights stored in fewer bits, by
+    tensor and name of the weight format. `limit` is the most noise that the limit on the output SQNR allows; None if
+    only the user's metric counts, and then trials tell how much noise it takes. `simulate` gives the noise of a whole
+    placement without a build, or None where it cannot. `check_harmless` tells whether everything that may be placed
+    holds the limits, so that noise need not be considered. `pair_factor` and `weight_factor` correct the noise of pairs
+    and of stored weights.
     """
 
     model: Model
-    alone: Mapping[str, float]
+    value_noise: Mapping[str, float]
     limit: float | None = None
-    foretold: Callable[[Placement], float | None] | None = field(default=None, compare=False)
-    stored: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    harmless: Callable[[], bool] = field(default=lambda: False, compare=False)
-    pairs: float = 1.0
-    weights: float = 1.0
+    _: KW_ONLY
+    simulate: Callable[[Placement], float | None] | None = field(default=None, compare=False)
+    weight_noise: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    check_harmless: Callable[[], bool] = field(default=lambda: False, compare=False)
+    pair_factor: float = 1.0
+    weight_factor: float = 1.0
 
     @cached_property
     def is_harmless(self) -> bool:
-        """What `harmless` has found, asked once."""
-        return self.harmless()
+        """The answer of `check_harmless`, computed once."""
+        return self.check_harmless()
 
     def value(self, tensor: str) -> str:
         """The first tensor that holds the values of this one."""
@@ -77,88 +85,93 @@ class Noise:
                 first[node.outputs[0]] = first.get(node.inputs[0], node.inputs[0])
         return first
 
-    def predicted(self, placement: Placement) -> float:
-        """Noise of a placement as the sum of what its values bring alone."""
+    def summed(self, placement: Placement) -> float:
+        """The noise of a placement as the sum of the noise of its values."""
         values = {self.value(e.tensor) for e in placement.edges}
         return sum(map(self.of_value, values)) + sum(self.of_weight(edge, s) for edge, s in placement.compressed)
 
     def of_value(self, value: str) -> float:
-        """What a value brings that carries a pair."""
-        return self.pairs * self.alone.get(value, 0.0)
+        """The corrected noise of a value that carries a pair."""
+        return self.pair_factor * self.value_noise.get(value, 0.0)
 
     def of_weight(self, edge: Edge, weight_format: WeightFormat) -> float:
-        """What a weight brings that alone is quantized."""
-        return self.weights * self.stored.get((edge.tensor, weight_format.name), 0.0)
+        """The corrected noise of a weight that is stored in a weight format."""
+        return self.weight_factor * self.weight_noise.get((edge.tensor, weight_format.name), 0.0)
 
-    def brought(self, placement: Placement) -> float:
-        """Noise of a placement as it is foretold, as much more as builds have shown; else as `predicted`."""
-        noise = None if self.foretold is None else self.foretold(placement)
-        return self.predicted(placement) if noise is None else noise * self._excess(placement)
+    def expected(self, placement: Placement) -> float:
+        """The simulated noise of a placement, corrected; `summed` where it cannot be simulated."""
+        noise = None if self.simulate is None else self.simulate(placement)
+        return self.summed(placement) if noise is None else noise * self._factor(placement)
 
-    def _excess(self, placement: Placement) -> float:
-        """How many times noisier a placement is than foretold: of both kinds as their parts of the sum are."""
-        if self.pairs == self.weights or not placement.compressed:
-            return self.pairs
+    def _factor(self, placement: Placement) -> float:
+        """The correction of a placement's simulated noise: the two factors, weighted by what pairs and stored weights
+        contribute to the sum."""
+        if self.pair_factor == self.weight_factor or not placement.compressed:
+            return self.pair_factor
         if not placement.edges:
-            return self.weights
-        of_pairs, of_both = self.predicted(Placement(placement.edges)), self.predicted(placement)
-        plain = of_pairs / self.pairs + (of_both - of_pairs) / self.weights
-        return of_both / plain if plain > 0 else max(self.pairs, self.weights)
+            return self.weight_factor
+        of_pairs, of_both = self.summed(Placement(placement.edges)), self.summed(placement)
+        plain = of_pairs / self.pair_factor + (of_both - of_pairs) / self.weight_factor
+        return of_both / plain if plain > 0 else max(self.pair_factor, self.weight_factor)
 
     def bound(self, history: Sequence[Trial]) -> float | None:
-        """The most that `brought` may be; None if nothing is foretold, or no limit is known."""
-        if self.limit is None or self.foretold is None or any(t.metric is not None for t in history):
+        """The most that `expected` may be; None without a simulation or a limit on the SQNR, or where trials have a
+        metric."""
+        if self.limit is None or self.simulate is None or any(t.metric is not None for t in history):
             return None
-        return MARGIN * self.limit
+        return LIMIT_SHARE * self.limit
 
-    def heeding(self, history: Sequence[Trial]) -> Noise:
-        """It, as much more as builds near the limit were noisier than foretold."""
+    def corrected(self, history: Sequence[Trial]) -> Noise:
+        """The same with factors from the builds near the limit: the largest ratio of measured to simulated noise, at
+        least 1."""
         limit, worst = self.limit, {True: 1.0, False: 1.0}
-        if limit is None or self.foretold is None:
+        if limit is None or self.simulate is None:
             return self
         for trial in history:
             measured = 0.0 if trial.accuracy is None else trial.accuracy.noise
-            foretold = self.foretold(trial.placement) if measured > NEAR * limit else None
-            if foretold is not None and NEAR * limit < foretold < limit / NEAR:
+            simulated = self.simulate(trial.placement) if measured > WITHIN_FACTOR * limit else None
+            if simulated is not None and WITHIN_FACTOR * limit < simulated < limit / WITHIN_FACTOR:
                 kind = bool(trial.placement.edges)
-                worst[kind] = max(worst[kind], measured / foretold)
-        return replace(self, pairs=worst[True], weights=worst[False])
+                worst[kind] = max(worst[kind], measured / simulated)
+        return replace(self, pair_factor=worst[True], weight_factor=worst[False])
 
     def fits(self, placement: Placement, history: Sequence[Trial]) -> bool:
-        """Whether a placement may hold the limits."""
+        """Whether a placement is expected to hold the limits."""
         bound = self.bound(history)
         if bound is None:
             allowed = self.allowed(history)
-            return allowed == inf or self.predicted(placement) <= allowed
-        return self.heeding(history).brought(placement) <= bound
+            return allowed == inf or self.summed(placement) <= allowed
+        return self.corrected(history).expected(placement) <= bound
 
     def allowed(self, history: Sequence[Trial]) -> float:
-        """The most that `predicted` may be for a placement to hold the limits, as trials tell; inf: no bound yet."""
+        """The most that `summed` may be for a placement to hold the limits, learned from the trials; inf without a
+        bound."""
         return min(self._by_limit(history), RESERVE * self._by_metric(history)[1])
 
     def levels(self, history: Sequence[Trial]) -> tuple[float, ...]:
-        """Sums of noise to aim at, the best guess first: near the bound that the SQNR sets, or between what has held
+        """Sums of noise to aim at, the most promising first: near the bound that the SQNR sets, or between what has met
         the limit on the metric and what has not."""
         bound = self._by_limit(history)
         held, failed = self._by_metric(history)
         if failed == inf:
             return tuple(share * bound for share in SHARES)
-        held = held or failed / STEP**2
-        return tuple(min(bound, held ** (1 - part) * failed**part) for part in PARTS)
+        held = held or failed / QUIETER_FACTOR**2
+        return tuple(min(bound, held ** (1 - part) * failed**part) for part in BETWEEN)
 
     def _by_limit(self, history: Sequence[Trial]) -> float:
         limit = self.limit
         if limit is None:
             return inf
-        measured = ((t.accuracy.noise, self.predicted(t.placement)) for t in history if t.accuracy is not None)
-        known = [(real, predicted) for real, predicted in measured if real > 0 and predicted > 0]
+        measured = ((t.accuracy.noise, self.summed(t.placement)) for t in history if t.accuracy is not None)
+        known = [(real, summed) for real, summed in measured if real > 0 and summed > 0]
         if not known:
             return limit
-        real, foretold = min(known, key=lambda pair: abs(log(pair[0] / limit)))
-        return foretold * limit / real
+        real, summed = min(known, key=lambda pair: abs(log(pair[0] / limit)))
+        return summed * limit / real
 
     def _by_metric(self, history: Sequence[Trial]) -> tuple[float, float]:
-        """The most noise that has held the limit on the metric, and the least that has not; 0 and inf if none has."""
-        judged = [(self.predicted(t.placement), t.holds) for t in history if t.metric is not None]
+        """The most noise that has met the limit on the metric (0 if none has), and the least that has not (inf if
+        none)."""
+        judged = [(self.summed(t.placement), t.holds) for t in history if t.metric is not None]
         failed = min((noise for noise, holds in judged if not holds), default=inf)
         return max((noise for noise, holds in judged if holds and noise < failed), default=0.0), failed

@@ -6,17 +6,18 @@ Every build prices every unit at once, in the state that its placement puts the 
     fed        pairs on some or all inputs, none on its weights           c0 + g
     quantized  pairs on all inputs, and on all uses of its outputs        c1
     handing    pairs on all inputs, not on all uses of its outputs        c1 + o
-    mixed      anything else: says nothing about the unit
+    mixed      anything else: not used for a price
 
-A float unit whose weights are stored in fewer bits has a price for each weight format in place of c0: no neighbour sees
-it. g says that pairs disturb a float unit: they part what the engine would fuse, or an engine moves a Q in front of
-operators that hand values on and runs those in a poor way. A quantized unit may cost e more behind float units than
-behind quantized ones, since engines lay 8-bit tensors out in another way than floats. A Q that runs by itself behind a
-float unit is the price q of its tensor, a DQ that runs in front of a float unit its price d. Conversions that run
-although the units on both sides are quantized belong to the unit that did not absorb them. What was never seen is
-guessed low, so that it is tried: prices of equal units are shared, conversions follow a + b * bytes, and what a unit
-costs more beside floats or pairs is the share of its float time that units of the same operators have shown. Before
-that, what earlier runs have learned of equal units counts (`priors`).
+A float unit whose weights are stored in fewer bits has a price for each weight format in place of c0; it does not
+depend on its neighbours. g is what pairs cost a float unit: they split what the engine would fuse, or the engine moves
+a Q in front of operators that only pass values on and runs those in a slower way. A quantized unit may cost e more
+behind float units than behind quantized ones, since engines use another memory layout for 8-bit tensors. A Q that runs
+by itself behind a float unit is the price q of its tensor, a DQ that runs in front of a float unit its price d.
+Conversions that run although the units on both sides are quantized belong to the unit that did not absorb them.
+
+What no build has measured is guessed low, so that it is tried: prices of equal units are shared, conversions follow
+a + b * bytes, and the extras g, e and o are the share of its float time that units of the same operators have shown.
+What earlier runs have learned of equal units (`priors`) takes precedence over such guesses.
 """
 
 from __future__ import annotations
@@ -29,28 +30,31 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qdqtune.search.costs.attribution import Times
-from qdqtune.search.costs.priors import DISTURBED, NOTHING, Prior, Seen, between, digest
-from qdqtune.search.costs.samples import Behind, Conversion, Sample, Samples, State, bytes_of, gathered
+from qdqtune.search.costs.attribution import BuildTimes
+from qdqtune.search.costs.observations import Behind, Conversion, Observations, State, UnitKey, bytes_of, observe
+from qdqtune.search.costs.priors import DISTURBED, LOW_QUANTILE, NO_PRIOR, PriceKey, Prior, digest
 from qdqtune.search.costs.units import Decision, Partition, Unit, kind_of
 from qdqtune.types import WeightFormat
 
 WITHIN: tuple[Behind, ...] = ("quantized", "both")
+"""What a unit reads among quantized units."""
 BEHIND: tuple[Behind, ...] = ("float",)
+"""What a unit reads behind float units."""
 
-HOPE = 0.25
-"""An unseen quantized unit is hoped to take this share of its float time."""
+UNMEASURED_SHARE = 0.25
+"""The guessed share of its float time that a quantized unit takes, where no unit of its operators was measured. Low, so
+that it is tried; chosen, not measured."""
 
 EXTRAS = ("disturbed", "behind_float", "handing")
 """Fields of a price that are guessed from other kinds of units."""
 
-LOW = 0.25
-"""Which quantile of these is taken, since what is guessed too high is never tried."""
+Extras = Mapping[str, float | None]
+"""The extras of a price in ms by name (`EXTRAS`); None where they are not known."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """A unit in ms."""
+    """The times of a unit in ms."""
 
     as_float: float
     as_quantized: float
@@ -59,19 +63,19 @@ class Price:
     behind_float: float = 0.0
     """Extra of a quantized unit for each tensor that it reads from a float unit."""
     handing: float = 0.0
-    """Extra of a quantized unit for each output that is not stored quantized: less than zero where storing takes time,
-    as where an engine moves the Q behind a Concat into the units in front of it, which then run two."""
+    """Extra of a quantized unit for each output that is not stored in 8 bits. Below zero where storing takes time: an
+    engine may move the Q behind a Concat into the units in front of it, which then run two."""
     seen: bool = False
     """Whether its quantized price was measured, in this run or an earlier one."""
     stored: Mapping[WeightFormat, float] = field(default_factory=dict)
-    """As a float unit whose weights are stored so, in place of `as_float`."""
+    """By weight format, as a float unit whose weights are stored so, in place of `as_float`."""
     guessed: frozenset[str] = frozenset()
-    """Which of `EXTRAS`, and which weight formats by name, no build has shown."""
+    """The names of those `EXTRAS` and weight formats that no build has measured."""
 
     def raised(self, ms: float) -> Price:
-        """The price with all that no build has shown higher by so much."""
+        """The price with everything that no build has measured raised by so many ms."""
         extras = {name: getattr(self, name) + ms for name in EXTRAS if name in self.guessed}
-        stored = {way: paid + ms * (way.name in self.guessed) for way, paid in self.stored.items()}
+        stored = {s: paid + ms * (s.name in self.guessed) for s, paid in self.stored.items()}
         return replace(self, as_quantized=self.as_quantized + ms * (not self.seen), stored=stored, **extras)
 
 
@@ -86,14 +90,14 @@ class Costs:
     per_consumer: bool = False
     """Whether each consumer of a tensor has a DQ of its own."""
     doubt: Mapping[str, float] = field(default_factory=dict)
-    """By kind, how far apart builds that should price a unit of it alike have priced it."""
+    """By kind, how much builds disagree about a price that should be equal in them."""
     guessed: frozenset[tuple[Conversion, str]] = frozenset()
-    """Conversions of tensors that no build has shown."""
+    """Conversions that no build has measured."""
 
     @cached_property
     def raised(self) -> Costs:
-        """The same prices, with all that no build has shown higher by the time of the float model: what comes out
-        otherwise by them rests on a guess."""
+        """The same prices, with everything that no build has measured raised by the time of the float model: a result
+        that changes with them depends on a guess."""
         more = self.float_ms or 1.0
         q, d = (
             {t: ms + more * ((op, t) in self.guessed) for t, ms in paid.items()}
@@ -119,23 +123,22 @@ class Costs:
             amid_pairs = any(t in decision.stored for t in entering) or any(
                 self._is_read(t, decision) for t in unit.outputs
             )
-            way = None if self.partition.is_fed(unit, decision) else decision.way.get(unit.number)
-            plain = price.as_float if way is None else price.stored.get(way, price.as_float)
+            chosen = None if self.partition.is_fed(unit, decision) else decision.format_of.get(unit.number)
+            plain = price.as_float if chosen is None else price.stored.get(chosen, price.as_float)
             return plain + (price.disturbed if amid_pairs else 0.0)
         leaving = sum(t not in decision.stored for t in unit.outputs if t in self.partition.edges)
         extra = price.behind_float * sum(t not in decision.stored for t in entering)
         return price.as_quantized + extra + price.handing * leaving
 
-    def way(
+    def cheapest_float(
         self, unit: int, charge: Callable[[WeightFormat], float] = lambda _: 0.0
     ) -> tuple[float, WeightFormat | None]:
-        """The least ms of a unit in float, and how its weights are stored then; `charge` is what a weight format
-        adds."""
+        """The least ms of a unit in float and its weight format then; `charge` is what a weight format adds."""
         price = self.prices[unit]
         if not price.stored:
             return price.as_float, None
-        ways = [(price.as_float, None), *((ms + charge(s), s) for s, ms in price.stored.items())]
-        return min(ways, key=lambda way: way[0])
+        choices = [(price.as_float, None), *((ms + charge(s), s) for s, ms in price.stored.items())]
+        return min(choices, key=lambda choice: choice[0])
 
     def of_tensor(self, tensor: str, decision: Decision) -> float:
         """The predicted ms of the conversions of one tensor."""
@@ -150,40 +153,40 @@ class Costs:
         return tensor in partition.edges and any(u in decision.quantized for u in partition.users[tensor])
 
 
-def learn(partition: Partition, builds: Sequence[Times], prior: Prior = NOTHING) -> Costs:
-    """Prices from the builds so far, the first of them the float model's; a later build counts before an earlier one,
-    being nearer to the solution. What no build has shown is as in earlier runs."""
-    partition, samples = gathered(partition, builds)
-    return _priced(partition, samples, prior)
+def learn(partition: Partition, builds: Sequence[BuildTimes], prior: Prior = NO_PRIOR) -> Costs:
+    """Prices from the builds so far, the first of them the float model's. Later builds take precedence, since they are
+    nearer to the solution; `prior` serves what no build has measured."""
+    partition, observed = observe(partition, builds)
+    return _priced(partition, observed, prior)
 
 
-def lessons(partition: Partition, builds: Sequence[Times]) -> Prior:
-    """What the builds so far have shown, for later runs."""
-    partition, samples = gathered(partition, builds)
-    seen = {key: median(sampled) for key, sampled in samples.units.items() if sampled}
+def learned_prior(partition: Partition, builds: Sequence[BuildTimes]) -> Prior:
+    """The prices that some builds have shown, for later runs."""
+    partition, observed = observe(partition, builds)
+    seen = {key: median(times) for key, times in observed.units.items() if times}
     floats: dict[str, float] = {}
-    for where in ("quantized", "float"):  # behind the graph's inputs alone, all that is stored is in 8 bits
-        floats |= {kind: ms for (kind, how, b), ms in seen.items() if (how, b) == ("float", where) and ms > 0}
-    taken: dict[Seen, float] = {
-        (k, how, b): ms / floats[k] for (k, how, b), ms in seen.items() if k in floats and how != "float"
+    for reads in ("quantized", "float"):  # a unit that reads graph inputs only counts as reading 8-bit tensors
+        floats |= {kind: ms for (kind, state, b), ms in seen.items() if (state, b) == ("float", reads) and ms > 0}
+    taken: dict[PriceKey, float] = {
+        (k, state, b): ms / floats[k] for (k, state, b), ms in seen.items() if k in floats and state != "float"
     }
-    taken |= {(k, DISTURBED, ""): ms / floats[k] for k, ms in samples.disturbed.items() if k in floats}
-    found = NOTHING
-    for known in reversed(_known_as(partition)):
-        shares: dict[Seen, float] = {(digest(known[k]), how, b): share for (k, how, b), share in taken.items()}
-        operators = {digest(known[u.kind]): operators_of(u, partition) for u in partition.units if u.kind in floats}
+    taken |= {(k, DISTURBED, ""): ms / floats[k] for k, ms in observed.disturbed.items() if k in floats}
+    prior = NO_PRIOR
+    for names in reversed(_names_of_kinds(partition)):
+        shares: dict[PriceKey, float] = {(digest(names[k]), state, b): x for (k, state, b), x in taken.items()}
+        operators = {digest(names[u.kind]): operators_of(u, partition) for u in partition.units if u.kind in floats}
         conversions = {
-            (op, _between(partition, tensor, known)): (bytes_of(partition.model, tensor), ms)
-            for op, paid in (("quantize", samples.quantize), ("dequantize", samples.dequantize))
+            (op, _neighbours(partition, tensor, names)): (bytes_of(partition.model, tensor), ms)
+            for op, paid in (("quantize", observed.quantize), ("dequantize", observed.dequantize))
             for tensor, ms in paid.items()
         }
-        found = found.updated(Prior(shares, operators, conversions, per_consumer=samples.per_consumer))
-    return found
+        prior = prior.updated(Prior(shares, operators, conversions, per_consumer=observed.per_consumer))
+    return prior
 
 
-def _known_as(partition: Partition) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """By kind, what it is known as in other runs, where equal units need not be told apart as they are here: in models
-    of the same sizes, and in those of others."""
+def _names_of_kinds(partition: Partition) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """The names by which later and earlier runs know each kind, whose equal units need not be split as they are here:
+    with the sizes of tensors, and without."""
     kinds = {unit.kind: unit.nodes for unit in partition.units}
     same, others = (
         {kind: kind_of(partition.model, nodes, sized=sized) for kind, nodes in kinds.items()} for sized in (True, False)
@@ -196,53 +199,54 @@ def operators_of(unit: Unit, partition: Partition) -> str:
     return ",".join(partition.model.nodes[n].op for n in unit.nodes)
 
 
-def _between(partition: Partition, tensor: str, known: Mapping[str, str]) -> str:
-    """What a tensor's conversions stand between, in equal models the same; see `_known_as`."""
+def _neighbours(partition: Partition, tensor: str, names: Mapping[str, str]) -> str:
+    """A digest of the kinds of units that a tensor's conversions stand between, under the given names."""
 
     def kind(number: int | None) -> str:
-        return "" if number is None else known[partition.units[number].kind]
+        return "" if number is None else names[partition.units[number].kind]
 
-    return between(kind(partition.producer.get(tensor)), map(kind, partition.users[tensor]))
+    users = sorted(map(kind, partition.users[tensor]))
+    return digest("\n".join([kind(partition.producer.get(tensor)), *users]))
 
 
 @dataclass(frozen=True)
-class _Earlier:
-    """What earlier runs have shown of a partition: in models of the same sizes, or else in those of others."""
+class _PriorLookup:
+    """Prices of earlier runs for a partition: from models of the same sizes, or else of others."""
 
     partition: Partition
     prior: Prior
 
     @cached_property
-    def _known_as(self) -> Sequence[Mapping[str, str]]:
-        return _known_as(self.partition) if self.prior else ()
+    def _names(self) -> Sequence[Mapping[str, str]]:
+        return _names_of_kinds(self.partition) if self.prior else ()
 
     @cached_property
     def _digests(self) -> Sequence[Mapping[str, str]]:
-        return [{kind: digest(text) for kind, text in known.items()} for known in self._known_as]
+        return [{kind: digest(text) for kind, text in names.items()} for names in self._names]
 
-    def share(self, unit: Unit, how: str, *where: str) -> float | None:
-        """The share of its float time that a unit took, in the first of these places in which one has run so."""
-        keys = ((known[unit.kind], how, w) for known in self._digests for w in where)
+    def share(self, unit: Unit, state: str, *reads: str) -> float | None:
+        """The share of its float time that a unit took in a state, for the first of `reads` that is known."""
+        keys = ((names[unit.kind], state, b) for names in self._digests for b in reads)
         return next((self.prior.shares[key] for key in keys if key in self.prior.shares), None)
 
     def conversion(self, tensor: str, op: Conversion, size: float) -> float | None:
-        """The ms of a tensor's conversion, as many bytes as `size` says."""
-        for known in self._known_as:
-            if (paid := self.prior.conversions.get((op, _between(self.partition, tensor, known)))) is not None:
+        """The ms of a tensor's conversion, scaled to its size in bytes."""
+        for names in self._names:
+            if (paid := self.prior.conversions.get((op, _neighbours(self.partition, tensor, names)))) is not None:
                 before, ms = paid
                 return ms * size / before if before > 0 else ms
         return None
 
-    def guessed(self, unit: Unit) -> float:
-        """The share of a unit of which nobody has seen any like it."""
-        operators, where = operators_of(unit, self.partition), ("quantized", "both", "float")
-        keys = ((operators, "quantized", w) for w in where)
-        return next((self.prior.usual[key] for key in keys if key in self.prior.usual), HOPE)
+    def guess(self, unit: Unit) -> float:
+        """The share of its float time that a quantized unit is guessed to take, from units of its operators."""
+        operators = operators_of(unit, self.partition)
+        keys = ((operators, "quantized", reads) for reads in ("quantized", "both", "float"))
+        return next((self.prior.by_operators[key] for key in keys if key in self.prior.by_operators), UNMEASURED_SHARE)
 
 
-def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
-    fixed, per_byte = _line(samples.sizes or prior.sizes)
-    earlier, guessed = _Earlier(partition, prior), set[tuple[Conversion, str]]()
+def _priced(partition: Partition, observed: Observations, prior: Prior) -> Costs:
+    fixed, per_byte = _line(observed.sizes or prior.sizes)
+    earlier, guessed = _PriorLookup(partition, prior), set[tuple[Conversion, str]]()
 
     def conversion(tensor: str, op: Conversion, seen: Mapping[str, float]) -> float:
         if tensor in seen:
@@ -252,120 +256,119 @@ def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
         guessed.add((op, tensor))
         return fixed + per_byte * sizes[tensor]
 
-    medians = {key: median(sampled) for key, sampled in samples.units.items() if sampled}
-    kinds = {unit.kind: unit for unit in partition.units}
-    shown = {kind: _shown(unit, medians, samples, earlier) for kind, unit in kinds.items()}
+    medians = {key: median(times) for key, times in observed.units.items() if times}
     sizes = {t: bytes_of(partition.model, t) for t in partition.edges}
-    quantize = {t: conversion(t, "quantize", samples.quantize) for t in partition.edges}
-    dequantize = {t: conversion(t, "dequantize", samples.dequantize) for t in partition.edges}
-    corrections, known = _corrections(partition, samples), []
+    quantize = {t: conversion(t, "quantize", observed.quantize) for t in partition.edges}
+    dequantize = {t: conversion(t, "dequantize", observed.dequantize) for t in partition.edges}
+    kinds = {unit.kind: unit for unit in partition.units}
+    prices_of = {kind: _kind_prices(unit, medians, observed, earlier) for kind, unit in kinds.items()}
+    corrections = _corrections(partition, observed)
+    known: list[tuple[Price, Extras]] = []
     for unit in partition.units:
-        own, entering = shown[unit.kind], partition.storable(unit)
-        c0, seen = own.as_float, own.outside if own.inside is None else own.inside
-        e1 = None if own.more is None else own.more / max(1, len(entering))
-        there = (e1 or 0.0) * len(entering)
-        c1 = own.guessed * c0 if seen is None else max(0.0, seen - there) if own.inside is None else seen
-        leaving = sum(t in partition.edges for t in unit.outputs)
-        g, o = own.disturbed, None
-        if own.handed is not None:
-            more = own.handed - c1 - (there if own.handed_inside is None else 0.0)
-            is_real = seen is not None and unit.weights  # without weights it may as well run in float behind DQs
-            o = max(-c1 if is_real else 0.0, more) / max(1, leaving)
-            if not unit.weights and entering:  # the same build as a float unit behind DQs
-                g = max(g or 0.0, own.handed - c0 - sum(dequantize[t] for t in entering))
-        stored = _stored(partition, unit, c0, medians, corrections)
-        ways = frozenset(s.name for s in stored if (unit.kind, s.name, "float") not in medians)
-        known.append(_Known(Price(c0, c1, seen=seen is not None, stored=stored, guessed=ways), g, e1, o))
-    prices = _completed(partition, known)
+        own = prices_of[unit.kind]
+        stored = _stored(partition, unit, own.as_float, medians, corrections)
+        unseen = frozenset(s.name for s in stored if (unit.kind, s.name, "float") not in medians)
+        quantized, extras = _split_price(partition, unit, own, dequantize)
+        seen = own.inside is not None or own.outside is not None
+        known.append((Price(own.as_float, quantized, seen=seen, stored=stored, guessed=unseen), extras))
     doubt: dict[str, float] = {}
-    for (kind, _, _), told in samples.medians.items():
-        doubt[kind] = doubt.get(kind, 0.0) + max(told) - min(told)
-    per_consumer = samples.per_consumer or prior.per_consumer
-    return Costs(partition, prices, quantize, dequantize, per_consumer, doubt, frozenset(guessed))
+    for (kind, _, _), times in observed.medians.items():
+        doubt[kind] = doubt.get(kind, 0.0) + max(times) - min(times)
+    per_consumer = observed.per_consumer or prior.per_consumer
+    return Costs(partition, _completed(partition, known), quantize, dequantize, per_consumer, doubt, frozenset(guessed))
 
 
-class _Shown(NamedTuple):
-    """What builds, or else earlier runs, have shown of a kind of unit, in ms; None where none has."""
+def _split_price(
+    partition: Partition, unit: Unit, own: _KindPrices, dequantize: Mapping[str, float]
+) -> tuple[float, Extras]:
+    """The quantized time of a unit, and its extras, from the times of its kind in each state; see the module."""
+    c0, seen = own.as_float, own.outside if own.inside is None else own.inside
+    entering, leaving = partition.storable(unit), sum(t in partition.edges for t in unit.outputs)
+    e = None if own.behind_floats is None else own.behind_floats / max(1, len(entering))
+    for_floats = (e or 0.0) * len(entering)
+    c1 = own.guess * c0 if seen is None else max(0.0, seen - for_floats) if own.inside is None else seen
+    g, o = own.disturbed, None
+    if own.handing is not None:
+        more = own.handing - c1 - (for_floats if own.handing_inside is None else 0.0)
+        is_real = seen is not None and unit.weights  # without weights it may as well run in float behind DQs
+        o = max(-c1 if is_real else 0.0, more) / max(1, leaving)
+        if not unit.weights and entering:  # the same build as a float unit behind DQs
+            g = max(g or 0.0, own.handing - c0 - sum(dequantize[t] for t in entering))
+    return c1, {"disturbed": g, "behind_float": e, "handing": o}
+
+
+class _KindPrices(NamedTuple):
+    """The times of a kind of unit in ms by state, from builds or else from earlier runs; None where neither has any."""
 
     as_float: float
     inside: float | None
     """Quantized, behind quantized units."""
     outside: float | None
     """Quantized, behind float units."""
-    handed_inside: float | None
-    handed: float | None
-    more: float | None
-    """What it takes more behind float units, quantized or handing."""
+    handing_inside: float | None
+    """Handing, behind quantized units."""
+    handing: float | None
+    behind_floats: float | None
+    """The extra time behind float units, quantized or handing."""
     disturbed: float | None
-    guessed: float
-    """The share of its float time that it is hoped to take where nothing was seen."""
+    guess: float
+    """The guessed share of its float time that it takes quantized."""
 
 
-def _shown(unit: Unit, medians: Mapping[Sample, float], samples: Samples, earlier: _Earlier) -> _Shown:
-    def measured(how: State, *where: Behind) -> float | None:
-        return next((medians[key] for w in where if (key := (unit.kind, how, w)) in medians), None)
+def _kind_prices(
+    unit: Unit, medians: Mapping[UnitKey, float], observed: Observations, earlier: _PriorLookup
+) -> _KindPrices:
+    def measured(state: State, *reads: Behind) -> float | None:
+        return next((medians[key] for b in reads if (key := (unit.kind, state, b)) in medians), None)
 
-    def price(how: State, *where: Behind) -> float | None:
-        own = measured(how, *where)
-        share = earlier.share(unit, how, *where) if own is None else None
-        return own if share is None else share * as_float
+    def price(state: State, *reads: Behind) -> float | None:
+        ms = measured(state, *reads)
+        share = earlier.share(unit, state, *reads) if ms is None else None
+        return ms if share is None else share * as_float
 
     as_float = measured("float", "float", "quantized") or 0.0
     inside, outside = price("quantized", *WITHIN), price("quantized", *BEHIND)
-    handed_inside, handed = price("handing", *WITHIN), price("handing", *WITHIN, *BEHIND)
-    apart = ((outside, inside), (price("handing", *BEHIND), handed_inside))
-    more = max((max(0.0, a - b) for a, b in apart if a is not None and b is not None), default=None)
-    if more is None and ((outside is not None and inside is None) or (handed is not None and handed_inside is None)):
-        more = 0.0  # what was seen is what it takes behind floats, and nothing comes on top of that
-    disturbed = samples.disturbed.get(unit.kind)
+    handing_inside, handing = price("handing", *WITHIN), price("handing", *WITHIN, *BEHIND)
+    pairs = ((outside, inside), (price("handing", *BEHIND), handing_inside))
+    more = max((max(0.0, a - b) for a, b in pairs if a is not None and b is not None), default=None)
+    if more is None and ((outside is not None and inside is None) or (handing is not None and handing_inside is None)):
+        more = 0.0  # the time behind floats is all that is known: nothing is added to it
+    disturbed = observed.disturbed.get(unit.kind)
     if disturbed is None and (share := earlier.share(unit, DISTURBED, "")) is not None:
         disturbed = as_float * share
-    return _Shown(as_float, inside, outside, handed_inside, handed, more, disturbed, earlier.guessed(unit))
+    return _KindPrices(as_float, inside, outside, handing_inside, handing, more, disturbed, earlier.guess(unit))
 
 
-class _Known(NamedTuple):
-    """The price of a unit, and the extras of it that builds have shown; None where none has."""
+def _completed(partition: Partition, known: Sequence[tuple[Price, Extras]]) -> tuple[Price, ...]:
+    """Prices with all their extras. Those without a measurement are what other kinds of the same operators have shown,
+    as a share of their float time: whether a kernel reads 8 bits or writes floats does not depend on shapes."""
+    names = [operators_of(unit, partition) for unit in partition.units]
+    shares: dict[tuple[str, str], dict[str, float]] = {}
+    for unit, operators, (price, extras) in zip(partition.units, names, known, strict=True):
+        for name, ms in extras.items():
+            if ms is not None and price.as_float > 0:
+                shares.setdefault((operators, name), {})[unit.kind] = ms / price.as_float
+    usual = {key: max(0.0, float(np.quantile(list(alike.values()), LOW_QUANTILE))) for key, alike in shares.items()}
 
-    price: Price
-    disturbed: float | None
-    behind_float: float | None
-    handing: float | None
-
-
-def _completed(partition: Partition, known: Sequence[_Known]) -> tuple[Price, ...]:
-    """Prices with all their extras. What no build has shown of a kind is what the others of the same operators have
-    shown, as a share of their float time: a kernel that takes no 8 bits, or gives no floats, does so in no shape."""
-    names = [tuple(partition.model.nodes[n].op for n in unit.nodes) for unit in partition.units]
-    shares: dict[tuple[tuple[str, ...], str], dict[str, float]] = {}
-    for unit, operators, one in zip(partition.units, names, known, strict=True):
-        for extra in EXTRAS:
-            ms: float | None = getattr(one, extra)
-            if ms is not None and one.price.as_float > 0:
-                shares.setdefault((operators, extra), {})[unit.kind] = ms / one.price.as_float
-
-    usual = {key: max(0.0, float(np.quantile(list(alike.values()), LOW))) for key, alike in shares.items()}
-
-    def completed(operators: tuple[str, ...], one: _Known, extra: str) -> float:
-        ms: float | None = getattr(one, extra)
-        return one.price.as_float * usual.get((operators, extra), 0.0) if ms is None else ms
-
-    prices = []
-    for operators, one in zip(names, known, strict=True):
-        disturbed, behind_float, handing = (completed(operators, one, extra) for extra in EXTRAS)
-        guessed = one.price.guessed | {extra for extra in EXTRAS if getattr(one, extra) is None}
-        prices.append(
-            replace(one.price, disturbed=disturbed, behind_float=behind_float, handing=handing, guessed=guessed)
+    def completed(operators: str, price: Price, extras: Extras) -> Price:
+        disturbed, behind_float, handing = (
+            price.as_float * usual.get((operators, name), 0.0) if (ms := extras[name]) is None else ms
+            for name in EXTRAS
         )
-    return tuple(prices)
+        guessed = price.guessed | {name for name, ms in extras.items() if ms is None}
+        return replace(price, disturbed=disturbed, behind_float=behind_float, handing=handing, guessed=guessed)
+
+    return tuple(completed(operators, *one) for operators, one in zip(names, known, strict=True))
 
 
-def _corrections(partition: Partition, samples: Samples) -> Mapping[int, float]:
-    """By bits, what units that store their weights so have taken over what their products alone had promised."""
+def _corrections(partition: Partition, observed: Observations) -> Mapping[int, float]:
+    """By bits, the measured time of units that store their weights so, over that predicted from their products
+    alone."""
     sums: dict[int, list[float]] = {}
     for unit in {u.kind: u for u in partition.units if partition.compressible(u)}.values():
-        floats = samples.units.get((unit.kind, "float", "float"), [])
+        floats = observed.units.get((unit.kind, "float", "float"), [])
         for weight_format in partition.weight_formats(unit):
-            seen = samples.units.get((unit.kind, weight_format.name, "float"))
+            seen = observed.units.get((unit.kind, weight_format.name, "float"))
             if seen and floats:
                 own = sums.setdefault(weight_format.bits, [0.0, 0.0])
                 own[0] += float(np.median(seen))
@@ -374,10 +377,14 @@ def _corrections(partition: Partition, samples: Samples) -> Mapping[int, float]:
 
 
 def _stored(
-    partition: Partition, unit: Unit, as_float: float, medians: Mapping[Sample, float], corrections: Mapping[int, float]
+    partition: Partition,
+    unit: Unit,
+    as_float: float,
+    medians: Mapping[UnitKey, float],
+    corrections: Mapping[int, float],
 ) -> dict[WeightFormat, float]:
-    """The ms of a float unit by how its weights are stored: measured, or as its products take alone, corrected by what
-    builds have shown of others with as many bits."""
+    """The ms of a float unit by weight format: measured, or as its products take alone, corrected by what builds have
+    shown for formats with as many bits."""
     found = {}
     for weight_format in partition.weight_formats(unit):
         guess = as_float * partition.share(unit, weight_format) * corrections.get(weight_format.bits, 1.0)
@@ -386,7 +393,7 @@ def _stored(
 
 
 def _line(sizes: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """a and b of a + b * bytes, both at least zero; zeros if nothing was seen."""
+    """a and b of a + b * bytes, both at least zero; zeros without measurements."""
     points = np.array(list(sizes)).reshape(-1, 2)
     if len(points) == 0:
         return 0.0, 0.0

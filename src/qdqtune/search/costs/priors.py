@@ -1,14 +1,14 @@
-"""What earlier runs have learned of prices, for units that the run at hand has not built yet.
+"""Prices that earlier runs have learned, for units that this run has not built yet.
 
-A price travels as a share of the float time of its unit: milliseconds drift from run to run and differ with what else a
-machine does, and every run times its own float build. Units are known by a digest of their kind, so that nothing of a
-model travels but sizes and times. What the run at hand has measured itself always counts before.
+A price is kept as a share of the float time of its unit: milliseconds differ from run to run with the load of a
+machine, and every run times its own float build. Units are known by a digest of their kind, so that nothing of a model
+is kept but sizes and times. Measurements of the present run always take precedence.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,35 +16,36 @@ from typing import Any
 import msgspec
 import numpy as np
 
-Seen = tuple[str, str, str]
-"""Digest of a unit's kind, its state or the name of the weight format of its weights, and what it reads; see
-`prices`."""
+PriceKey = tuple[str, str, str]
+"""Digest of a unit's kind; its state, or the name of the weight format of its weights; and what it reads (see
+`prices`)."""
 
 Split = frozenset[int]
 """Which inner edges of a fusion group carry pairs, by their position."""
 
 DISTURBED = "disturbed"
-"""In place of a state: what a float unit takes more among pairs."""
+"""In place of a state: the extra time of a float unit among pairs."""
 
-LARGEST = 100.0
-"""Shares beyond are no prices but accidents."""
+MAX_SHARE = 100.0
+"""Shares above this are measurement errors, not prices. Chosen, not measured."""
 
-LOW = 0.25
-"""Which quantile of the shares of equal operators stands for one that was not seen."""
+LOW_QUANTILE = 0.25
+"""A kind without a measurement gets this quantile of the shares of kinds with the same operators: a low guess is tried
+and corrected by its build, one that is too high never is. Chosen, not measured."""
 
 DECIMALS = 5
-"""Of shares, and of ms and bytes of conversions, as they are written."""
+"""Decimals of shares, ms and bytes as they are written."""
 
-MOST = 20_000
+MAX_ROWS = 20_000
 """Rows of each sort that are kept, the latest: some megabytes."""
 
 
 @dataclass(frozen=True)
 class Prior:
-    """Shares of float time by what was seen, the operators of each kind, the ms of conversions by what they stand
-    between (with the bytes of the tensor), and the shares that fusion groups took as they were divided."""
+    """Shares of float time by `PriceKey`; the operators of each kind; the bytes and ms of conversions by operator and
+    the units around them; and the shares that fusion groups took by how pairs split them."""
 
-    shares: Mapping[Seen, float] = field(default_factory=dict)
+    shares: Mapping[PriceKey, float] = field(default_factory=dict)
     operators: Mapping[str, str] = field(default_factory=dict)
     conversions: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     splits: Mapping[str, Mapping[Split, float]] = field(default_factory=dict)
@@ -54,20 +55,20 @@ class Prior:
         return bool(self.shares)
 
     @cached_property
-    def usual(self) -> Mapping[Seen, float]:
-        """Shares by operators in place of a kind: less than most kinds of these have taken, so that it is tried."""
-        found: dict[Seen, list[float]] = {}
+    def by_operators(self) -> Mapping[PriceKey, float]:
+        """Shares by operators in place of a kind: the `LOW_QUANTILE` of the kinds with these operators."""
+        found: dict[PriceKey, list[float]] = {}
         for (kind, how, behind), share in self.shares.items():
             found.setdefault((self.operators[kind], how, behind), []).append(share)
-        return {key: float(np.quantile(shares, LOW)) for key, shares in found.items()}
+        return {key: float(np.quantile(shares, LOW_QUANTILE)) for key, shares in found.items()}
 
     @cached_property
     def sizes(self) -> tuple[tuple[float, float], ...]:
-        """Bytes and ms of the conversions that ran by themselves."""
+        """Bytes and ms of the conversions that ran as layers of their own."""
         return tuple((size, ms) for size, ms in self.conversions.values() if ms > 0)
 
     def updated(self, newer: Prior) -> Prior:
-        """With what a later run has learned; of too much the oldest is forgotten."""
+        """The prior with what a later run has learned; beyond `MAX_ROWS` the oldest rows are dropped."""
         shares = _latest(self.shares, newer.shares)
         known = {kind for kind, _, _ in shares}
         operators = {k: v for k, v in {**self.operators, **newer.operators}.items() if k in known}
@@ -76,18 +77,18 @@ class Prior:
             shares,
             operators,
             _latest(self.conversions, newer.conversions),
-            dict(list(splits.items())[-MOST:]),
+            dict(list(splits.items())[-MAX_ROWS:]),
             self.per_consumer or newer.per_consumer,
         )
 
 
-NOTHING = Prior()
+NO_PRIOR = Prior()
 
 
 def _latest(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Both, what is new last."""
+    """Both mappings, the new entries last, cut to the last `MAX_ROWS`."""
     kept = {key: value for key, value in old.items() if key not in new}
-    return dict(list({**kept, **new}.items())[-MOST:])
+    return dict(list({**kept, **new}.items())[-MAX_ROWS:])
 
 
 def digest(kind: str) -> str:
@@ -95,16 +96,11 @@ def digest(kind: str) -> str:
     return hashlib.sha256(kind.encode()).hexdigest()[:16]
 
 
-def between(producer: str, users: Iterable[str]) -> str:
-    """What a conversion stands between, by the kinds of the units: empty ones for the graph."""
-    return digest("\n".join([producer, *sorted(users)]))
-
-
 class Prices(msgspec.Struct, frozen=True):
     """A prior as JSON: rows from the oldest to the latest.
 
-    `units`: digest of the kind, operators, state, what it reads, share. `conversions`: what they stand between, where,
-    bytes, ms. `splits`: digest of the kind, edges with pairs, share.
+    `units`: digest of the kind, operators, state, what it reads, share. `conversions`: operator, digest of the units
+    around it, bytes, ms. `splits`: digest of the kind, edges with pairs, share.
     """
 
     units: tuple[tuple[str, str, str, str, float], ...]
@@ -114,7 +110,7 @@ class Prices(msgspec.Struct, frozen=True):
 
 
 def packed(prior: Prior) -> Prices:
-    """A prior as JSON, its numbers as exact as they are worth writing."""
+    """A prior as JSON."""
     return Prices(
         tuple((kind, prior.operators[kind], how, reads, _rounded(x)) for (kind, how, reads), x in prior.shares.items()),
         tuple((op, where, _rounded(size), _rounded(ms)) for (op, where), (size, ms) in prior.conversions.items()),
@@ -128,11 +124,11 @@ def packed(prior: Prior) -> Prices:
 
 
 def unpacked(prices: Prices) -> Prior:
-    """The prior of `packed`; numbers that cannot be prices are left out."""
-    units = [row for row in prices.units if 0 <= row[4] <= LARGEST]
+    """The prior of `packed`, without numbers that cannot be prices."""
+    units = [row for row in prices.units if 0 <= row[4] <= MAX_SHARE]
     splits: dict[str, dict[Split, float]] = {}
     for kind, split, share in prices.splits:
-        if 0 <= share <= LARGEST:
+        if 0 <= share <= MAX_SHARE:
             splits.setdefault(kind, {})[frozenset(split)] = share
     return Prior(
         {(kind, how, reads): share for kind, _, how, reads, share in units},

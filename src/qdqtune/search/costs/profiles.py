@@ -1,9 +1,9 @@
-"""Fusion groups alone: which schemes to try on one, and what the measurements say of all of them together.
+"""Fusion groups timed alone: which schemes to try on one, and which groups run quantized by these times.
 
-A scheme is known by points, that is by positions within the group, so that what was measured on one group holds for all
-that are equal. A group's own price leaves out the Q of what it reads and the DQ of what it hands over: alone it pays
-both, in the model its neighbours may be in 8 bits as well. These conversions have prices of their own, and which groups
-run in 8 bits follows from both by the minimum cut of `qdqtune.search.cut`.
+A scheme is written as points, positions within the group, so that a measurement holds for all equal groups. A group's
+own time leaves out the Q of what it reads and the DQ of what it writes: alone it pays both, in the model its neighbours
+may be quantized as well. These conversions have prices of their own, and the minimum cut of `qdqtune.search.cut`
+decides by both which groups run quantized.
 """
 
 from __future__ import annotations
@@ -19,60 +19,65 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements
 from qdqtune.placement import rules
 from qdqtune.placement.possible import consistent
-from qdqtune.search.costs.attribution import Priced, attribute
-from qdqtune.search.costs.optimum import cut, margin
+from qdqtune.search.costs.attribution import TimedBuild, attribute
+from qdqtune.search.costs.decisions import margin
+from qdqtune.search.costs.optimum import cut
 from qdqtune.search.costs.prices import Costs, Price
-from qdqtune.search.costs.units import Decision, Partition, Unit, Ways, partition
+from qdqtune.search.costs.units import Decision, FormatShares, Partition, Unit, partition
 from qdqtune.types import Edge, Failure, Layer, Measurement, Placement, WeightFormat
 
-Point = tuple[int, int]
+GroupPoint = tuple[int, int]
 """Input `slot` of the group's node number `n` as (n, slot); all uses of the group's output number `k` as (-1, k)."""
 
-MOST_SCHEMES = 10
+MAX_SCHEMES = 10
+"""Schemes with pairs that are tried on one group, at most. Chosen, not measured."""
 
-NOISE = 0.01
-"""A group must gain this share of its float time to be worth the change."""
+MIN_SAVING = 0.01
+"""A group is quantized only if that saves this share of its float time: less is noise of the measurement. Chosen, not
+measured."""
 
 
 @dataclass(frozen=True)
-class Option:
-    """What one scheme of a group took alone, in ms, beside the group's own `Profile.float_ms`.
+class PricedScheme:
+    """The ms of a group alone in one scheme, to compare with `Profile.float_ms`.
 
-    `ratio` is that of the whole part to its float form, None where its layers left no hope. `quantize` are the Qs of
-    what it reads, `dequantize` the DQs of what it writes, by the first point of the tensor. `weight_format` is that of
-    its weights where they alone are in fewer bits: it has no points then.
+    `ratio` is that of the whole subgraph to its float form, None where it was not timed in rounds since its layers were
+    too slow. `quantize` are the Qs of what it reads, `dequantize` the DQs of what it writes, by the first point of the
+    tensor. `weight_format` is set, and `points` is empty, where weights alone are stored in fewer bits.
     """
 
     scheme: str
-    points: frozenset[Point]
+    points: frozenset[GroupPoint]
     ms: float
     ratio: float | None = None
-    quantize: Mapping[Point, float] = field(default_factory=dict)
-    dequantize: Mapping[Point, float] = field(default_factory=dict)
+    quantize: Mapping[GroupPoint, float] = field(default_factory=dict)
+    dequantize: Mapping[GroupPoint, float] = field(default_factory=dict)
     weight_format: WeightFormat | None = None
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What is known of a group alone; `failures` says by scheme why there is no option of it."""
+    """The times of a group alone; `failures` has a reason for each scheme without one."""
 
     float_ms: float
-    options: tuple[Option, ...] = ()
+    options: tuple[PricedScheme, ...] = ()
     failures: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def best(self) -> Option | None:
+    def best(self) -> PricedScheme | None:
         """The fastest scheme, if there is any."""
         return min(self.options, key=lambda o: o.ms, default=None)
 
 
-def schemes(model: Model, possible: frozenset[Edge], ways: Ways = MappingProxyType({})) -> dict[str, Placement]:
+def schemes(
+    model: Model, possible: frozenset[Edge], format_shares: FormatShares = MappingProxyType({})
+) -> dict[str, Placement]:
     """Schemes to try on a group that stands alone as `model`, by name, each placement once and none empty.
 
-    An activation never goes without its weight; "output" means that what the group writes is stored in 8 bits too. Of
-    the weight formats that all its weights may have, that which promises most with 4 bits and with 8 are tried.
+    An activation never carries a pair without its weight; "output" means that what the group writes is stored in 8 bits
+    too. Of the weight formats that all its weights may have, the fastest with 4 bits and the fastest with 8 are tried.
     """
-    parts = partition(model, possible, [[node.name for node in model.nodes]], ways)
+    parts = partition(model, possible, [[node.name for node in model.nodes]], format_shares)
     (unit,) = parts.units
     outputs = Placement.of(e for e in possible if e.is_graph_output)
     full = consistent(model, Placement.of((*unit.inputs, *unit.weights)) | rules.compute_inputs(model, possible))
@@ -84,7 +89,7 @@ def schemes(model: Model, possible: frozenset[Edge], ways: Ways = MappingProxyTy
             names.setdefault(placement | outputs, f"{name}, output")
         names.setdefault(placement, name)
     names.setdefault(Placement.of(unit.weights), "weight-only")
-    pairs = {name: placement for placement, name in list(names.items())[:MOST_SCHEMES] if placement.edges}
+    pairs = {name: placement for placement, name in list(names.items())[:MAX_SCHEMES] if placement.edges}
     promising = sorted(parts.weight_formats(unit), key=lambda s: (parts.share(unit, s), s.name))
     for weight_format in {s.bits: s for s in reversed(promising)}.values():
         pairs[f"weights as {weight_format.name}"] = Placement.of(
@@ -93,13 +98,13 @@ def schemes(model: Model, possible: frozenset[Edge], ways: Ways = MappingProxyTy
     return pairs
 
 
-def points_of(model: Model, placement: Placement) -> frozenset[Point]:
-    """A placement on a part as points."""
+def points_of(model: Model, placement: Placement) -> frozenset[GroupPoint]:
+    """The points of a placement on a group that stands alone."""
     return frozenset((-1 if e.is_graph_output else model.index_of[e.node], e.index) for e in placement)
 
 
-def edges_of(parts: Partition, unit: Unit, points: Collection[Point]) -> frozenset[Edge]:
-    """What points mean for one group in the whole model, as far as pairs may stand there."""
+def edges_of(parts: Partition, unit: Unit, points: Collection[GroupPoint]) -> frozenset[Edge]:
+    """The edges of some points of a group in the whole model, where pairs may stand."""
     edges: set[Edge] = set()
     for number, index in points:
         if number < 0:
@@ -135,10 +140,10 @@ def signature(parts: Partition, unit: Unit, sizes: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the engine said to one scheme of a part: its layers, and its rounds (b) against the float form (a).
+class SchemeResult:
+    """The measurement of one scheme: the layers, and the paired rounds (b) against the float form (a).
 
-    There are no rounds where the layers left no hope, and no layers where the engine reports no times.
+    There are no rounds where the layers were too slow already, and no layers where the engine reports none.
     """
 
     scheme: str
@@ -147,44 +152,50 @@ class Answer:
     layers: Sequence[Layer] = ()
 
 
-def profile_of(model: Model, floats: Sequence[Layer], answers: Sequence[Answer]) -> Profile:
-    """A part priced by its layers, reformats left out, since the neighbours' layouts decide about them; by its total
-    latency if there are no layers.
+def profile_of(model: Model, floats: Sequence[Layer], answers: Sequence[SchemeResult]) -> Profile:
+    """The profile of a group: by its layers, without reformats, which depend on the neighbours' layouts; by its latency
+    where there are no layers.
 
     Args:
-        model: the part.
+        model: the group alone.
         floats: its layers in float.
-        answers: to all its schemes.
+        answers: the results of all its schemes.
     """
     failures = {a.scheme: a.result.reason for a in answers if isinstance(a.result, Failure)}
     good = [(a, a.result) for a in answers if not isinstance(a.result, Failure)]
     if floats:
-        float_ms = sum(layer.time_ms or 0.0 for layer in _own(model, floats))
+        float_ms = sum(layer.time_ms or 0.0 for layer in _without_reformats(model, floats))
         return Profile(float_ms, tuple(_by_layers(model, floats, a, measured) for a, measured in good), failures)
     rounds = [(a, measured) for a, measured in good if measured is not None]
     float_ms = 1e3 * float(np.median([s for _, m in rounds for s in m.a])) if rounds else 0.0
     options = (
-        Option(a.scheme, points_of(model, a.placement), float_ms * r, r, weight_format=_storage(a.placement))
+        PricedScheme(
+            a.scheme, points_of(model, a.placement), float_ms * r, r, weight_format=_weight_format(a.placement)
+        )
         for a, m in rounds
         for r in [_ratio(m)]
     )
     return Profile(float_ms, tuple(options), failures)
 
 
-def _by_layers(model: Model, floats: Sequence[Layer], answer: Answer, measured: Measurement | None) -> Option:
-    """The layers say what the time went to, the paired rounds how much it was."""
-    own = _own(model, answer.layers)
+def _by_layers(
+    model: Model, floats: Sequence[Layer], answer: SchemeResult, measured: Measurement | None
+) -> PricedScheme:
+    """The time from the paired rounds, divided by the layers."""
+    own = _without_reformats(model, answer.layers)
     before, after, counted = (sum(x.time_ms or 0.0 for x in group) for group in (floats, answer.layers, own))
     ratio = None if measured is None else _ratio(measured)
     total = counted if ratio is None or not after else counted * ratio * before / after
-    times = attribute(model, Priced(answer.placement, tuple(own)), total)
+    times = attribute(model, TimedBuild(answer.placement, tuple(own)), total)
     q = {min((u.node, u.slot) for u in model.uses(t)): ms for t, ms in times.quantize.items() if t in model.inputs}
     d = {(-1, model.outputs.index(t)): ms for t, ms in times.dequantize.items() if t in model.outputs}
     alone = total - sum(q.values()) - sum(d.values())
-    return Option(answer.scheme, points_of(model, answer.placement), alone, ratio, q, d, _storage(answer.placement))
+    return PricedScheme(
+        answer.scheme, points_of(model, answer.placement), alone, ratio, q, d, _weight_format(answer.placement)
+    )
 
 
-def _storage(placement: Placement) -> WeightFormat | None:
+def _weight_format(placement: Placement) -> WeightFormat | None:
     return next(iter(placement.weight_formats.values()), None)
 
 
@@ -192,24 +203,25 @@ def _ratio(measured: Measurement) -> float:
     return float(np.median(np.asarray(measured.b) / np.asarray(measured.a)))
 
 
-def _own(model: Model, layers: Sequence[Layer]) -> list[Layer]:
+def _without_reformats(model: Model, layers: Sequence[Layer]) -> list[Layer]:
     return [x for x in layers if x.kind not in ("reformat", "copy") or any(n in model.index_of for n in x.nodes)]
 
 
-def passing(parts: Partition, unit: Unit, float_ms: float) -> Profile:
-    """A group too small to be measured that hands values on: in 8 bits it is taken to cost what it costs in float."""
+def passthrough_profile(parts: Partition, unit: Unit, float_ms: float) -> Profile:
+    """The profile of a group that is too small to be measured: if it only passes values on, it is assumed to take its
+    float time in 8 bits as well; otherwise it stays in float."""
     nodes = [parts.model.nodes[n] for n in unit.nodes]
     if not unit.inputs or unit.weights or any(n.domain or n.op not in operators.MOVERS for n in nodes):
         return Profile(float_ms)
     inside = {e for n in nodes for e in n.into if e in parts.possible}
     position = {parts.model.nodes[n].name: k for k, n in enumerate(unit.nodes)}
     points = {(position[e.node], e.index) for e in inside} | {(-1, k) for k in range(len(unit.outputs))}
-    return Profile(float_ms, (Option("passing", frozenset(points), float_ms),))
+    return Profile(float_ms, (PricedScheme("passing", frozenset(points), float_ms),))
 
 
 @dataclass(frozen=True)
-class Selection:
-    """Which groups run in 8 bits, and which store their weights in fewer bits, by prices that were taken alone."""
+class GroupSelection:
+    """Which groups run quantized, and which store their weights in fewer bits, by times that were taken alone."""
 
     costs: Costs
     decision: Decision
@@ -220,20 +232,20 @@ class Selection:
         """The groups."""
         return self.costs.partition
 
-    def option(self, number: int) -> Option | None:
-        """The scheme of a group: the one that stores its outputs where that is decided; None for a float one that keeps
-        its weights."""
+    def option(self, number: int) -> PricedScheme | None:
+        """The chosen scheme of a group: of a quantized one the scheme that stores its outputs if the decision does;
+        None for a float one with float weights."""
         if number not in self.decision.quantized:
-            way = self.decision.way.get(number)
-            own = self.profiles[number].options if way is not None else ()
-            return next((option for option in own if option.weight_format == way), None)
+            chosen = self.decision.format_of.get(number)
+            own = self.profiles[number].options if chosen is not None else ()
+            return next((option for option in own if option.weight_format == chosen), None)
         unit = self.parts.units[number]
-        storing, handing = _both(self.parts, unit, self.profiles[number])
+        storing, handing = _storing_and_handing(self.parts, unit, self.profiles[number])
         stores = all(t in self.decision.stored for t in unit.outputs if t in self.parts.edges)
         return (storing or handing) if stores else (handing or storing)
 
     def placement(self) -> Placement:
-        """The pairs of all schemes; a tensor that is stored in 8 bits has them on all its edges."""
+        """The pairs of all chosen schemes; a tensor that is stored in 8 bits has them on all its edges."""
         edges = {e for t in self.decision.stored for e in self.parts.edges.get(t, ())}
         for number in self.decision.quantized:
             option = self.option(number)
@@ -241,26 +253,29 @@ class Selection:
             edges |= edges_of(self.parts, self.parts.units[number], [p for p in points if p[0] >= 0])
         return Placement.of(edges, self.parts.placement(self.decision).compressed)
 
-    def bridged(self) -> Selection:
-        """With the groups that read only what accepted ones write: alone they paid conversions that fall away there.
+    def with_followers(self) -> GroupSelection:
+        """With the groups that read only what quantized ones write: the conversions that they paid alone are not needed
+        there.
 
-        For prices that have these conversions in them, since the engine tells no layer times.
+        For times without layers, which include these conversions.
         """
         parts, quantized, stored = self.parts, set(self.decision.quantized), set(self.decision.stored)
         for unit in parts.units:
-            entering, storing = parts.storable(unit), _both(parts, unit, self.profiles[unit.number])[0]
+            entering, storing = parts.storable(unit), _storing_and_handing(parts, unit, self.profiles[unit.number])[0]
             follows = entering and all(parts.producer[t] in self.decision.quantized for t in entering)
             if unit.number not in quantized and storing is not None and follows:
                 quantized.add(unit.number)
                 stored.update(t for t in (*entering, *unit.outputs) if t in parts.edges)
-        ways = (pair for pair in self.decision.ways if pair[0] not in quantized)
-        return replace(self, decision=Decision.of(quantized, stored, ways))
+        formats = (pair for pair in self.decision.weight_formats if pair[0] not in quantized)
+        return replace(self, decision=Decision.of(quantized, stored, formats))
 
-    def gains(self) -> Mapping[int, float]:
+    def savings(self) -> Mapping[int, float]:
         """By group that is not as in the float model, the ms that it is expected to save, conversions included."""
         units, prices = (self.parts.units[n] for n in sorted(self.decision.quantized)), self.costs.prices
         saved = {u.number: margin(self.costs, self.decision, u) for u in units}
-        return saved | {n: prices[n].as_float - prices[n].stored[way] for n, way in sorted(self.decision.way.items())}
+        return saved | {
+            n: prices[n].as_float - prices[n].stored[way] for n, way in sorted(self.decision.format_of.items())
+        }
 
     @property
     def ratio(self) -> float:
@@ -268,16 +283,16 @@ class Selection:
         return self.costs.total(self.decision) / self.costs.float_ms
 
 
-def select(parts: Partition, profiles: Mapping[int, Profile]) -> Selection:
-    """The cheapest selection of groups for prices that were taken alone."""
+def select(parts: Partition, profiles: Mapping[int, Profile]) -> GroupSelection:
+    """The cheapest selection of groups for times that were taken alone."""
     costs = prices(parts, profiles)
-    return Selection(costs, cut(costs), profiles)
+    return GroupSelection(costs, cut(costs), profiles)
 
 
 def prices(parts: Partition, profiles: Mapping[int, Profile]) -> Costs:
-    """Prices of all groups, in ms; what neighbours do to each other is not known yet.
+    """Prices of all groups in ms, without effects of neighbours on each other, which are not known yet.
 
-    A group without a scheme is given a price in 8 bits that no model pays.
+    A group without a scheme gets a quantized price above any possible sum.
     """
     never = 1.0 + 2.0 * sum(profiles[u.number].float_ms for u in parts.units)
     quantize, dequantize = (_conversions(parts, profiles, which) for which in ("quantize", "dequantize"))
@@ -286,28 +301,30 @@ def prices(parts: Partition, profiles: Mapping[int, Profile]) -> Costs:
 
 
 def _price(parts: Partition, unit: Unit, profile: Profile, never: float) -> Price:
-    storing, giving = _both(parts, unit, profile)
+    storing, giving = _storing_and_handing(parts, unit, profile)
     known = [option.ms for option in (storing, giving) if option is not None]
     leaving = sum(t in parts.edges for t in unit.outputs)
     more = (giving.ms if giving is not None else never) - min(known, default=0.0)
     return Price(
         as_float=profile.float_ms,
-        as_quantized=NOISE * profile.float_ms + min(known, default=profile.float_ms + never),
+        as_quantized=MIN_SAVING * profile.float_ms + min(known, default=profile.float_ms + never),
         handing=max(0.0, more) / leaving if leaving else 0.0,
         seen=bool(known),
         stored={
-            option.weight_format: NOISE * profile.float_ms + option.ms
+            option.weight_format: MIN_SAVING * profile.float_ms + option.ms
             for option in profile.options
             if option.weight_format in parts.weight_formats(unit)
         },
     )
 
 
-def _both(parts: Partition, unit: Unit, profile: Profile) -> tuple[Option | None, Option | None]:
+def _storing_and_handing(
+    parts: Partition, unit: Unit, profile: Profile
+) -> tuple[PricedScheme | None, PricedScheme | None]:
     """The best scheme that stores all outputs in 8 bits, and the best that stores none."""
     leaving = {(-1, k) for k, t in enumerate(unit.outputs) if parts.edges.get(t)}
 
-    def best(options: Iterator[Option]) -> Option | None:
+    def best(options: Iterator[PricedScheme]) -> PricedScheme | None:
         return min(options, key=lambda o: o.ms, default=None)
 
     pairs = [option for option in profile.options if option.weight_format is None]
@@ -317,7 +334,8 @@ def _both(parts: Partition, unit: Unit, profile: Profile) -> tuple[Option | None
 
 
 def _conversions(parts: Partition, profiles: Mapping[int, Profile], which: str) -> dict[str, float]:
-    """The price of a Q or DQ of every tensor between groups: as measured, or by the median price of an element."""
+    """The price of a Q or DQ (`which`) of every tensor between groups: measured, or by the median price of an
+    element."""
     seen: dict[str, list[float]] = {}
     for unit in parts.units:
         for option in profiles[unit.number].options:

@@ -1,7 +1,8 @@
-"""Units: the pieces that are quantized as a whole, and what a decision about them means for the edges.
+"""Units: the sets of nodes that are quantized together, and which pairs a decision about them means.
 
-A unit is a set of nodes that the engine runs as one kernel. No pair stands inside it. Whether it runs quantized is one
-yes or no; whether a tensor that it writes is stored quantized is another: some kernels take 8 bits and give floats.
+A unit is a set of nodes that the engine runs as one kernel; no pair stands inside it. A decision says for each unit
+whether it runs quantized, and for each tensor that a unit writes whether it is stored in 8 bits: some kernels read 8
+bits and write floats.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from qdqtune.graph.operators import COMPUTE
 from qdqtune.placement import rules
 from qdqtune.types import Edge, Layer, Placement, WeightFormat
 
-Ways = Mapping[Edge, Mapping[WeightFormat, float]]
-"""Uses of weights, the weight formats that each may have, and the share of the float time that its product takes alone
-so."""
+FormatShares = Mapping[Edge, Mapping[WeightFormat, float]]
+"""By use of a weight, the weight formats that it may have, each with the time of its product alone as a share of its
+float time."""
 
-WORTH = 0.8
-"""Mean share of the float time of products, alone, below which a build of all weights in so many bits is worth it."""
+WORTHWHILE_SHARE = 0.8
+"""All weights in so many bits are worth a build if their products take on average at most this share of their float
+time. Chosen, not measured."""
 
-NEAR = 1.1
-"""Weight formats that take up to this factor longer than the fastest are as good: the one that keeps more of the
-weights."""
+NEARLY_FASTEST = 1.1
+"""Weight formats that take up to this factor longer than the fastest count as equally fast; the one with the most bits
+per weight is taken. Chosen, not measured."""
 
 Group = tuple[str, ...]
 """Names of nodes that an engine runs together, in graph order."""
@@ -47,39 +49,40 @@ class Unit:
     inner: tuple[Edge, ...]
     outputs: tuple[str, ...]
     kind: str
-    """Equal for units of equal operators, attributes and shapes, which share their measurements."""
+    """Equal for units with equal operators, attributes and shapes, which share their measurements."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Which units run quantized, by number, which tensors stay in 8 bits, and how float units store their weights."""
+    """Which units run quantized, by number, which tensors are stored in 8 bits, and the weight formats of float
+    units."""
 
     quantized: frozenset[int] = frozenset()
     stored: frozenset[str] = frozenset()
-    ways: frozenset[tuple[int, WeightFormat]] = frozenset()
+    weight_formats: frozenset[tuple[int, WeightFormat]] = frozenset()
 
     @staticmethod
     def of(
-        quantized: Iterable[int], stored: Iterable[str] = (), ways: Iterable[tuple[int, WeightFormat]] = ()
+        quantized: Iterable[int], stored: Iterable[str] = (), weight_formats: Iterable[tuple[int, WeightFormat]] = ()
     ) -> Decision:
         """The decision for some units and tensors."""
-        return Decision(frozenset(quantized), frozenset(stored), frozenset(ways))
+        return Decision(frozenset(quantized), frozenset(stored), frozenset(weight_formats))
 
     @cached_property
-    def way(self) -> Mapping[int, WeightFormat]:
-        """The weight format of a unit's weights, by its number; those that keep floats are absent."""
-        return dict(self.ways)
+    def format_of(self) -> Mapping[int, WeightFormat]:
+        """The weight format of each float unit that has one, by its number."""
+        return dict(self.weight_formats)
 
 
 @dataclass(frozen=True)
 class Partition:
-    """All units of a model. Only `possible` edges ever carry a pair, and `ways` are the weight formats that weights may
-    have: a unit that runs in float has them all in one, which no other unit sees."""
+    """All units of a model. Only `possible` edges ever carry a pair. `format_shares` are the weight formats that
+    weights may have: a unit that runs in float has all its weights in one format, which affects no other unit."""
 
     model: Model
     possible: frozenset[Edge]
     units: tuple[Unit, ...]
-    ways: Ways = field(default_factory=dict)
+    format_shares: FormatShares = field(default_factory=dict)
 
     @cached_property
     def owner(self) -> Mapping[str, int]:
@@ -115,7 +118,7 @@ class Partition:
     @cached_property
     def _compressible(self) -> Mapping[int, tuple[Edge, ...]]:
         found: dict[int, list[Edge]] = {}
-        for edge in sorted(self.ways):
+        for edge in sorted(self.format_shares):
             found.setdefault(self.owner[edge.node], []).append(edge)
         return {number: tuple(edges) for number, edges in found.items()}
 
@@ -125,16 +128,16 @@ class Partition:
 
     def weight_formats(self, unit: Unit) -> tuple[WeightFormat, ...]:
         """The weight formats that all these weights of a unit may have."""
-        first, *others = [self.ways[e] for e in self.compressible(unit)] or [{}]
+        first, *others = [self.format_shares[e] for e in self.compressible(unit)] or [{}]
         return tuple(s for s in first if all(s in other for other in others))
 
     def share(self, unit: Unit, weight_format: WeightFormat) -> float:
-        """What a unit's products take so, alone, as a share of their float time."""
-        shares = [self.ways[e].get(weight_format, 1.0) for e in self.compressible(unit)]
+        """The time of a unit's products alone in a weight format, as a share of their float time."""
+        shares = [self.format_shares[e].get(weight_format, 1.0) for e in self.compressible(unit)]
         return sum(shares) / len(shares)
 
-    def way(self, unit: Unit, placement: Placement) -> WeightFormat | None:
-        """The weight format of a unit's weights in a placement, if it is one for all of them."""
+    def format_in(self, unit: Unit, placement: Placement) -> WeightFormat | None:
+        """The weight format of a unit's weights in a placement, if all of them have the same one."""
         if not placement.compressed:
             return None
         found = {placement.weight_formats.get(e) for e in self.compressible(unit)}
@@ -149,7 +152,7 @@ class Partition:
         return self._storable[unit.number]
 
     def spent(self, nodes: Mapping[str, float]) -> list[float]:
-        """What each unit takes of what its nodes take, by name."""
+        """The time of each unit, from the times of nodes by name."""
         names = [node.name for node in self.model.nodes]
         return [sum([nodes.get(names[n], 0.0) for n in unit.nodes]) for unit in self.units]
 
@@ -160,24 +163,27 @@ class Partition:
         return {t: tuple(dict.fromkeys([owner(e.node) for e in edges])) for t, edges in self.edges.items()}
 
     def placement(self, decision: Decision) -> Placement:
-        """What a decision means: a stored tensor has pairs on all its edges, any other only where a quantized unit
-        reads it; a float unit has its weights as its way says."""
+        """The placement of a decision: a stored tensor has pairs on all its edges, any other only where a quantized
+        unit reads it; a float unit has its weights in its weight format."""
         edges = {e for n in decision.quantized for e in (*self.units[n].inputs, *self.units[n].weights)}
         edges.update(e for t in decision.stored for e in self.edges.get(t, ()))
-        floats = ((self.units[n], s) for n, s in decision.ways if n not in decision.quantized)
+        floats = ((self.units[n], s) for n, s in decision.weight_formats if n not in decision.quantized)
         compressed = ((e, s) for u, s in floats if not self.is_fed(u, decision) for e in self.compressible(u))
         return Placement.of(edges, compressed)
 
     def is_fed(self, unit: Unit, decision: Decision) -> bool:
-        """Whether a unit reads a tensor that is stored in 8 bits. If it is a float one, its weights stay floats: behind
-        a DQ engines take stored weights for half of a pair, and no kernel draws them in."""
+        """Whether a unit reads a tensor that is stored in 8 bits. A float unit that does keeps its weights as floats:
+        behind a DQ, engines take stored weights for half of a pair, and no kernel reads them."""
         return any(t in decision.stored for t in self.storable(unit))
 
 
 def partition(
-    model: Model, possible: frozenset[Edge], groups: Iterable[Collection[str]], ways: Ways = MappingProxyType({})
+    model: Model,
+    possible: frozenset[Edge],
+    groups: Iterable[Collection[str]],
+    format_shares: FormatShares = MappingProxyType({}),
 ) -> Partition:
-    """Units of the given groups of node names; every node that is in none is a unit of its own."""
+    """Units of the given groups of node names; every node in none of them is a unit of its own."""
     taken: set[int] = set()
     sets: list[tuple[int, ...]] = []
     for group in groups:
@@ -189,7 +195,7 @@ def partition(
     for edge in possible:
         by_node.setdefault(edge.node, []).append(edge)
     units = tuple(_unit(model, by_node, number, nodes) for number, nodes in enumerate(sorted(sets)))
-    return Partition(model, possible, units, ways)
+    return Partition(model, possible, units, format_shares)
 
 
 def fusion_groups(model: Model, layers: Sequence[Layer]) -> list[Group]:
@@ -206,7 +212,7 @@ def inner_edges(model: Model, group: Collection[str], possible: frozenset[Edge])
 
 
 def split(model: Model, group: Collection[str], cuts: Collection[Edge]) -> list[Group]:
-    """The parts that a group falls into where pairs stand on the inner edges `cuts`."""
+    """The parts that a group is divided into by pairs on the inner edges `cuts`."""
     parent = {name: name for name in group}
 
     def root(name: str) -> str:
@@ -240,8 +246,8 @@ def _unit(model: Model, by_node: Mapping[str, Sequence[Edge]], number: int, node
 
 
 def kind_of(model: Model, nodes: tuple[int, ...], *, sized: bool = True) -> str:
-    """Operators, attributes and shapes of some nodes: equal kinds take equal time. Not `sized`, without the shapes of
-    what they compute: what takes equal shares of its float time in a model with other inputs."""
+    """The operators, attributes and shapes of some nodes as text: equal kinds take equal time. Without `sized`, shapes
+    of activations are left out: such kinds take equal shares of their float time in models with other inputs."""
 
     def shape(tensor: str) -> str:
         info = model.tensors.get(tensor)
@@ -257,7 +263,7 @@ def kind_of(model: Model, nodes: tuple[int, ...], *, sized: bool = True) -> str:
 
 
 def usual_groups(model: Model, possible: frozenset[Edge]) -> list[list[str]]:
-    """Names of nodes that engines usually run together, in groups of more than one: `rules.everything` knows where."""
+    """Names of nodes that engines usually run together, in groups of more than one, from `rules.everything`."""
     inside = [e for e in possible - rules.everything(model, possible).edges if e.node]
     group_of: dict[str, list[str]] = {}
     for edge in sorted(inside, key=lambda e: (model.index_of[e.node], e)):
@@ -268,8 +274,8 @@ def usual_groups(model: Model, possible: frozenset[Edge]) -> list[list[str]]:
     return list({id(group): group for group in group_of.values()}.values())
 
 
-def ways_in(placements: Iterable[Placement]) -> Ways:
-    """The weight formats that weights have in some placements, of which nothing else is known."""
+def formats_in(placements: Iterable[Placement]) -> FormatShares:
+    """The weight formats that weights have in some placements, with share 1 since nothing is known about their time."""
     found: dict[Edge, dict[WeightFormat, float]] = {}
     for placement in placements:
         for edge, weight_format in placement.weight_formats.items():
@@ -277,38 +283,40 @@ def ways_in(placements: Iterable[Placement]) -> Ways:
     return found
 
 
-def expected_share(ways: Ways, placement: Placement) -> float:
-    """The mean share of the float time that products take, alone, whose weights a placement stores."""
-    shares = [ways[edge][weight_format] for edge, weight_format in placement.compressed]
+def expected_share(format_shares: FormatShares, placement: Placement) -> float:
+    """The mean share of the float time of the products whose weights a placement stores."""
+    shares = [format_shares[edge][weight_format] for edge, weight_format in placement.compressed]
     return sum(shares) / len(shares)
 
 
-def by_bits(ways: Ways, holds: Callable[[Placement], bool] = lambda _: True) -> dict[str, Placement]:
-    """Every weight in 4 bits, and every one in 8, as far as they may be: in the weight format that is the fastest
-    alone, or keeps more of the weights and takes hardly longer; in the one that keeps most of them where that does not
-    hold what it has to. Not where products gain little so: a cut may still take some."""
+def weights_by_bits(
+    format_shares: FormatShares, holds: Callable[[Placement], bool] = lambda _: True
+) -> dict[str, Placement]:
+    """Placements with every weight in 4 bits and with every one in 8, as far as the formats allow, by name. A weight
+    gets the fastest format, or one that is `NEARLY_FASTEST` and keeps more of it; where that placement does not satisfy
+    `holds`, the format that keeps most. Nothing where products gain less than `WORTHWHILE_SHARE`."""
     seeds = {}
-    for bits in sorted({s.bits for shares in ways.values() for s in shares}):
-        for nearness in (NEAR, inf):
-            stored, expected = _of_bits(ways, bits, nearness)
+    for bits in sorted({s.bits for shares in format_shares.values() for s in shares}):
+        for nearness in (NEARLY_FASTEST, inf):
+            stored, expected = _of_bits(format_shares, bits, nearness)
             placement = Placement.of((), stored.items())
-            if sum(expected) < WORTH * len(expected):
+            if sum(expected) < WORTHWHILE_SHARE * len(expected):
                 seeds[f"weights in {bits} bits"] = placement
                 if holds(placement):
                     break
     return seeds
 
 
-def by_bytes(ways: Ways) -> Ways:
-    """The same weight formats with their sizes, in shares of float32, in place of what products take."""
-    return {edge: {s: s.bytes_per_weight / 4 for s in shares} for edge, shares in ways.items()}
+def shares_by_bytes(format_shares: FormatShares) -> FormatShares:
+    """The same weight formats with their sizes, as shares of float32, in place of times."""
+    return {edge: {s: s.bytes_per_weight / 4 for s in shares} for edge, shares in format_shares.items()}
 
 
-def _of_bits(ways: Ways, bits: int, nearness: float) -> tuple[dict[Edge, WeightFormat], list[float]]:
-    """Of the weight formats of each weight that take up to so many times as long as the fastest with so many bits, the
-    one that keeps most of it, and the shares that these take."""
+def _of_bits(format_shares: FormatShares, bits: int, nearness: float) -> tuple[dict[Edge, WeightFormat], list[float]]:
+    """For each weight, of the formats with so many bits that take at most `nearness` times as long as the fastest, the
+    one that keeps most of it; and the shares of time of these."""
     stored, expected = {}, []
-    for edge, shares in ways.items():
+    for edge, shares in format_shares.items():
         able = {s: share for s, share in shares.items() if s.bits == bits}
         near = [s for s, share in able.items() if share <= nearness * min(able.values())]
         if near:

@@ -16,14 +16,14 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import ELEMENTWISE, HEAVY, LAST_AXIS_NORMALIZATIONS, REARRANGES, may_be_float
 
 EPILOGUE = 3
-"""Nodes at most that a block draws in behind the point where it converges."""
+"""The most nodes that a block takes in behind the point where it converges. Chosen, not measured."""
 
 NESTING = 6
-"""Levels of blocks at most. Outer blocks of deeper nests are given up: the work stays linear."""
+"""The most levels of blocks. Outer blocks of deeper nests are dropped, so that the work stays linear in the nodes."""
 
 
 CONTINUING = ELEMENTWISE | REARRANGES | LAST_AXIS_NORMALIZATIONS
-"""Operators that a block may draw in behind its convergence."""
+"""Operators that a block may take in behind its convergence."""
 
 
 class Flow:
@@ -125,7 +125,7 @@ def nest(flow: Flow, whole: int) -> Nest:
 
 
 def outline(flow: Flow, found: Nest) -> Outline:
-    """Each block that is not small as a group. Of deep nests only the innermost levels count."""
+    """Each block that is not small as a group. Of deep nests only the innermost levels are kept."""
     height = [0] * len(found.blocks)
     for i in reversed(range(len(found.blocks))):
         if not found.small[i] and found.parent[i] >= 0:
@@ -166,13 +166,13 @@ def _members(flow: Flow, block: Block) -> list[int]:
 
 
 def _blocks(flow: Flow) -> list[Block]:
-    """Every divergence with its convergence, and with what only continues it."""
+    """Every divergence with its convergence and the operators that continue it."""
     ends = post_dominators(flow)
     starts_of: dict[int, list[int]] = {}
     for vertex in flow.order:
         if len(flow.after[vertex]) > 1 and ends[vertex] >= 0:
             starts_of.setdefault(_epilogue(flow, ends[vertex]), []).append(flow.position[vertex])
-    # of the many blocks that can end at one node (dense connections, masks) the innermost and the outermost say it all
+    # many blocks can end at one node (dense connections, masks): the innermost and the outermost are enough
     return [Block(start, end) for end, starts in starts_of.items() for start in sorted({min(starts), max(starts)})]
 
 
@@ -190,7 +190,7 @@ def _epilogue(flow: Flow, vertex: int) -> int:
 
 
 def _without_crossings(found: Sequence[Block], length: int) -> list[Block]:
-    """The shorter one of any two blocks that cross. They do when unrelated branches share a part of the order."""
+    """Of any two blocks that cross the shorter one. Blocks cross where unrelated branches share a part of the order."""
     inner = list(range(length + 1))  # inner[p]: the next border from p on that lies inside no kept block
 
     def open_border(p: int) -> int:

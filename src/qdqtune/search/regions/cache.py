@@ -1,4 +1,4 @@
-"""The pattern cache: schemes that won, by pattern, for the next model."""
+"""The pattern cache: the fastest schemes by pattern, as a file for runs on other models."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Placement, Trial, WeightFormat
 
 
-class Known(Protocol):
-    """What the pattern cache says of a pattern."""
+class CachedPattern(Protocol):
+    """A pattern as far as the cache needs it."""
 
     @property
     def digest(self) -> str:
@@ -27,7 +27,9 @@ class Known(Protocol):
         """As in `Pattern`."""
 
 
-def write_cache(path: Path, caches: Mapping[str, Sequence[tuple[Scheme, float]]], patterns: Iterable[Known]) -> None:
+def write_cache(
+    path: Path, caches: Mapping[str, Sequence[tuple[Scheme, float]]], patterns: Iterable[CachedPattern]
+) -> None:
     """Write a pattern cache: per pattern its schemes with their ratio to what they replaced, best first.
 
     Raises:
@@ -37,9 +39,9 @@ def write_cache(path: Path, caches: Mapping[str, Sequence[tuple[Scheme, float]]]
 
 
 def content_of(
-    caches: Mapping[str, Sequence[tuple[Scheme, float]]], patterns: Iterable[Known]
+    caches: Mapping[str, Sequence[tuple[Scheme, float]]], patterns: Iterable[CachedPattern]
 ) -> dict[str, int | list[dict[str, object]]]:
-    """What `write_cache` writes."""
+    """The content of the file of `write_cache`."""
     entries: list[dict[str, object]] = []
     for pattern in patterns:
         if schemes := caches.get(pattern.digest):
@@ -71,7 +73,8 @@ def cache_of(
     minimum_distance: int,
     maximum_entries: int,
 ) -> dict[str, list[tuple[Scheme, float]]]:
-    """Schemes worth trying again: that of the `final` (placement, ratio), then measured winners that differ enough."""
+    """Schemes worth trying again: that of the `final` placement and its ratio, then measured winners that differ enough
+    from all taken."""
     schemes: dict[str, list[tuple[Scheme, float]]] = {}
     for pattern in patterns:
         region = pattern.instances[0]

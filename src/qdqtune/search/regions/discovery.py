@@ -1,8 +1,8 @@
-"""Region discovery: the graph as a hierarchy of parts that are tuned together.
+"""Region discovery: the graph as a hierarchy of regions that are tuned together.
 
-Phase 1 divides the nodes into top regions, bottom-up, by divergence and convergence (`topology`) or by the modules of
-the program that made the graph (`names`). Phase 2 refines those that are large or hold several heavy operators into
-composites, down to leaves: a heavy operator with its epilogue, or a short sequence (`leaves`).
+Phase 1 divides the nodes into top regions: by divergence and convergence of the graph (topology), or by the modules of
+the PyTorch program, which its exporter left in node names (names). Phase 2 refines those that are large or hold several
+heavy operators into composites, down to leaves (`leaves`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from qdqtune.graph.model import Model
-from qdqtune.search.regions import by_names, by_topology, leaves
+from qdqtune.graph.operators import ELEMENTWISE
+from qdqtune.search.regions import by_topology, leaves
 from qdqtune.search.regions.by_topology import Flow, Outline
 from qdqtune.search.regions.region import Region, RegionType
 from qdqtune.search.regions.structure import Listing, Structure
+
+NAMED_SHARE = 0.6
+"""Method auto takes module names if more than this share of nodes have them. Chosen, not measured."""
+
+Path = tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +65,8 @@ class Regions:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Nobody looks for garbage meanwhile: among so many tuples, which all stay, that takes a fourth of the time."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Disable Python's garbage collection meanwhile: it would take a fourth of the time, and all these objects stay."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -70,7 +76,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@_uncollected()
+@_without_garbage_collection()
 def find(
     model: Model,
     method: Literal["auto", "names", "topology"] = "auto",
@@ -86,10 +92,10 @@ def find(
     not divided. Method auto takes names where more than 60 % of the nodes have them.
     """
     if method == "auto":
-        method = "names" if by_names.speaks(model) else "topology"
+        method = "names" if has_module_names(model) else "topology"
     flow = Flow(model)
     blocks = by_topology.nest(flow, min_topdown_size)
-    groups = by_names.outline(flow, min_topdown_size) if method == "names" else by_topology.outline(flow, blocks)
+    groups = outline_by_names(flow, min_topdown_size) if method == "names" else by_topology.outline(flow, blocks)
     groups = _without_wrappers(flow, groups)
     structure = Structure(model)
     parts = leaves.form(flow, structure, groups, by_topology.units(flow, blocks), max_sequence_size)
@@ -98,7 +104,8 @@ def find(
 
 
 def _without_wrappers(flow: Flow, groups: Outline) -> Outline:
-    """Give up groups of groups that hold most of the model's heavy operators: nobody tunes an encoder as one region."""
+    """Remove groups of groups that hold most of the model's heavy operators: a whole encoder is too large to be tuned
+    as one region."""
     heavy, children = [0] * len(groups.parent), [0] * len(groups.parent)
     for node, home in enumerate(groups.home):
         heavy[home] += flow.heavy[flow.first + node]
@@ -113,38 +120,38 @@ def _without_wrappers(flow: Flow, groups: Outline) -> Outline:
 
 
 @dataclass(eq=False)
-class _Draft:
-    """A region in the making. `nodes` has those of its children, too."""
+class _Tree:
+    """A region without a number. `nodes` includes those of its children."""
 
     nodes: list[int]
-    children: Sequence[_Draft] = ()
+    children: Sequence[_Tree] = ()
 
 
-def _tree(groups: Outline, parts: Sequence[list[int]]) -> _Draft:
-    """Leaves in their groups; a group that would hold one region only is that region."""
-    held: list[list[_Draft]] = [[] for _ in groups.parent]
+def _tree(groups: Outline, parts: Sequence[list[int]]) -> _Tree:
+    """The leaves in their groups; a group that would hold only one region is replaced by it."""
+    held: list[list[_Tree]] = [[] for _ in groups.parent]
     for nodes in parts:
-        held[groups.home[nodes[0]]].append(_Draft(nodes))
+        held[groups.home[nodes[0]]].append(_Tree(nodes))
     for group in range(len(held) - 1, 0, -1):
         if len(held[group]) > 1:
             children = sorted(held[group], key=lambda d: d.nodes[0])
-            held[group] = [_Draft(sorted(n for d in children for n in d.nodes), children)]
+            held[group] = [_Tree(sorted(n for d in children for n in d.nodes), children)]
         held[groups.parent[group]] += held[group]
     top = sorted(held[0], key=lambda d: d.nodes[0])
-    return _Draft(sorted(n for d in top for n in d.nodes), top)
+    return _Tree(sorted(n for d in top for n in d.nodes), top)
 
 
 class _Assembly:
-    """Makes regions out of drafts: numbers, levels, borders."""
+    """Makes regions of such trees, with numbers, levels and borders."""
 
     def __init__(self, structure: Structure) -> None:
         self._model, self._structure = structure.model, structure
         self.listings: dict[Region, Listing] = {}
 
-    def root(self, draft: _Draft) -> Region:
-        """The whole hierarchy. Not recursive: hierarchies can be deep."""
-        order: list[tuple[_Draft, int]] = []
-        stack = [(draft, -1)]
+    def root(self, tree: _Tree) -> Region:
+        """The whole hierarchy, without recursion, since hierarchies can be deep."""
+        order: list[tuple[_Tree, int]] = []
+        stack = [(tree, -1)]
         while stack:
             order.append(stack.pop())
             stack.extend((child, order[-1][1] + 1) for child in reversed(order[-1][0].children))
@@ -154,14 +161,92 @@ class _Assembly:
         model = self._model
         used = tuple(t for t in model.inputs if any(n != -1 for n, _ in model.uses(t)))
         made_here = tuple(t for t in model.outputs if t in model.producers)
-        return Region(-1, -1, RegionType.ROOT, (), tuple(made[id(c)] for c in draft.children), used, made_here)
+        return Region(-1, -1, RegionType.ROOT, (), tuple(made[id(c)] for c in tree.children), used, made_here)
 
-    def _region(self, draft: _Draft, level: int, number: int, made: dict[int, Region]) -> Region:
-        listing = self._structure.listing([c.nodes for c in draft.children] or [draft.nodes])
+    def _region(self, tree: _Tree, level: int, number: int, made: dict[int, Region]) -> Region:
+        listing = self._structure.listing([c.nodes for c in tree.children] or [tree.nodes])
         outputs = tuple(self._model.nodes[listing.nodes[n]].outputs[k] for n, k in listing.exits)
-        children = tuple(made.pop(id(c)) for c in draft.children)
+        children = tuple(made.pop(id(c)) for c in tree.children)
         region_type = RegionType.COMPOSITE if children else RegionType.LEAF
-        nodes = () if children else tuple(draft.nodes)
+        nodes = () if children else tuple(tree.nodes)
         region = Region(number, level, region_type, nodes, children, listing.borders, outputs)
         self.listings[region] = listing
         return region
+
+
+def has_module_names(model: Model) -> bool:
+    """Whether most nodes have names such as `/a/b/Op`."""
+    return sum(len(_path(n.name) or ()) > 0 for n in model.nodes) > NAMED_SHARE * len(model.nodes)
+
+
+def outline_by_names(flow: Flow, whole: int) -> Outline:
+    """Each module as a group, but for small ones: at most `whole` nodes with at most one heavy operator. The node
+    `/encoder/layer.0/attention/self/query/MatMul` lies in module encoder/layer.0/attention/self/query.
+
+    A node without a path belongs to the module of its producer, or else of its user. An elementwise operator that alone
+    uses a module's result belongs to the module.
+    """
+    paths = _paths(flow)
+    sizes: dict[Path, int] = {}
+    heavies: dict[Path, int] = {}
+    for node, path in enumerate(paths):
+        for k in range(1, len(path) + 1):
+            sizes[path[:k]] = sizes.get(path[:k], 0) + 1
+            heavies[path[:k]] = heavies.get(path[:k], 0) + flow.heavy[flow.first + node]
+    group: dict[Path, int] = {(): 0}
+    parent = [0]
+    home = []
+    for path in paths:
+        for k in range(1, len(path) + 1):
+            around, module = group[path[: k - 1]], path[:k]
+            if module in group:
+                continue
+            if sizes[module] <= whole and heavies[module] <= 1:
+                group[module] = around
+            else:
+                group[module] = len(parent)
+                parent.append(around)
+        home.append(group[path])
+    _draw_in(flow, home, parent)
+    return Outline(parent, home)
+
+
+def _path(name: str) -> Path | None:
+    """The module path in a node name, () for a node of the model itself; None where the name has no path."""
+    return tuple(name.split("/")[1:-1]) if name.startswith("/") else None
+
+
+def _paths(flow: Flow) -> list[Path]:
+    paths = [_path(n.name) for n in flow.model.nodes]
+    for vertices, neighbours in ((flow.order, flow.before), (flow.order[::-1], flow.after)):
+        for node in (v - flow.first for v in vertices if v >= flow.first):
+            if paths[node] is None:
+                near = (paths[v - flow.first] for v in neighbours[flow.first + node] if v >= flow.first)
+                paths[node] = next((path for path in near if path is not None), None)
+    return [path or () for path in paths]
+
+
+def _draw_in(flow: Flow, home: list[int], parent: list[int]) -> None:
+    """Move epilogues into the group that feeds them: elementwise nodes right behind it that alone use its result."""
+    level = [0] * len(parent)
+    for g in range(1, len(parent)):
+        level[g] = level[parent[g]] + 1
+
+    def is_inside(g: int, around: int) -> bool:
+        while level[g] > level[around]:
+            g = parent[g]
+        return g == around
+
+    for vertex in flow.order:
+        node = vertex - flow.first
+        if node < 0 or flow.op(node) not in ELEMENTWISE:
+            continue
+        sources = [
+            b
+            for b in flow.before[vertex]
+            if b >= flow.first and len(flow.after[b]) == 1 and flow.is_float[b] and not flow.leaves_graph[b]
+        ]
+        if sources:
+            last = max(sources, key=flow.position.__getitem__)
+            if home[last - flow.first] != home[node] and is_inside(home[last - flow.first], home[node]):
+                home[node] = home[last - flow.first]

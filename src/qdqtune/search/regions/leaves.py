@@ -1,4 +1,5 @@
-"""Leaf regions: what an engine would fuse. A heavy operator and the cheap ones that follow it alone."""
+"""Leaf regions: a heavy operator with the cheap ones that follow it, as an engine would fuse them, or a short
+sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from qdqtune.search.regions.structure import Structure
 
 
 def form(flow: Flow, structure: Structure, outline: Outline, units: Sequence[int], max_size: int) -> list[list[int]]:
-    """Divide the nodes into leaves, none of which crosses a group border, and none above `max_size` but for units.
+    """Divide the nodes into leaves within the groups of the outline, with at most `max_size` nodes unless a unit has
+    more.
 
     `units[n]` is the last node of the unit of node n; a unit whose nodes lie in several groups is ignored. Leaves are
     in graph order of their first nodes, and so are the nodes in each.
@@ -24,7 +26,7 @@ def form(flow: Flow, structure: Structure, outline: Outline, units: Sequence[int
 
 
 class _Clusters:
-    """Sets of nodes that grow; one is named by the last node of the unit that it started with."""
+    """Sets of nodes that grow; each is named after the last node of the unit that it started with."""
 
     def __init__(self, flow: Flow, structure: Structure, outline: Outline, units: Sequence[int], max_size: int) -> None:
         self._flow, self._structure, self._home, self._max_size = flow, structure, outline.home, max_size
@@ -46,10 +48,10 @@ class _Clusters:
         return sorted(sorted(nodes) for nodes in self._members.values())
 
     def follow_producers(self) -> None:
-        """A light unit joins the producer that feeds nothing else: the epilogue of a heavy operator, or a sequence.
+        """Join each light unit to a producer that feeds nothing else: the epilogue of a heavy operator, or a sequence.
 
-        Where several producers offer themselves, an elementwise operator joins the heavy one at the end of the longest
-        path (a residual Add fuses into the last convolution); others, such as Concat, start anew.
+        Of several such producers, an elementwise operator joins the heavy one at the end of the longest path (a
+        residual Add is fused into the last convolution); other operators, such as Concat, start a leaf.
         """
         flow = self._flow
         for unit in self._in_order():
@@ -76,7 +78,8 @@ class _Clusters:
         return max(first, key=lambda b: (texts[b - self._flow.first], prints[b - self._flow.first], b))
 
     def join_consumers(self) -> None:
-        """A light cluster that feeds one cluster joins it; but data do not join a heavy one, which starts a leaf."""
+        """Join each light cluster to its only consumer, unless it feeds activations to a heavy one, which starts a
+        leaf."""
         for cluster in reversed(self._in_order()):
             users = set[int]() if self._heavy[cluster] else self._users(cluster)
             if len(users) == 1:
@@ -89,7 +92,7 @@ class _Clusters:
                     self._join(cluster, user)
 
     def join_producers(self) -> None:
-        """Shape arithmetic joins the one cluster that it looks at."""
+        """Join shape arithmetic to the one cluster whose shapes it reads."""
         flow = self._flow
         for cluster in self._in_order():
             if self._heavy[cluster] or self._gives_floats(cluster):

@@ -4,9 +4,9 @@ A signature is the listing of a region in canonical order (`structure`), so equa
 numbers in a point name corresponding nodes, inputs and child regions in every instance. The nodes of a composite are
 numbered over all its children; children, their inputs and their outputs in the order in which those numbers meet them.
 
-Points. Leaves: each node input that can carry a pair, constants included, and each output. Composites: each
-activation that enters a child, each constant inside (NodeInput), and each output. What only lies inside a child is the
-business of the child's own pattern. Only points that resolve to an edge exist.
+A leaf has a point for each node input that can carry a pair, constants included, and for each output. A composite has
+one for each activation that enters a child, each constant inside (NodeInput), and each output; edges inside a child are
+left to the child's own pattern. Only points that resolve to an edge exist.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ Edges = Mapping[Point, frozenset[Edge]]
 
 @dataclass(frozen=True)
 class Pattern:
-    """Regions of one structure, in graph order. What they have in common is read off the first one's listing."""
+    """Regions of one structure, in graph order. The points are computed from the first one's listing."""
 
     signature: str
     instances: tuple[Region, ...] = field(compare=False, repr=False)
     model: Model = field(compare=False, repr=False)
     listings: Mapping[Region, Listing] = field(compare=False, repr=False)
-    """Of all instances."""
+    """Those of all instances."""
 
     @property
     def type(self) -> RegionType:
-        """Leaves and composites have no patterns in common."""
+        """All instances are leaves, or all are composites."""
         return self.instances[0].type
 
     @cached_property
@@ -80,7 +80,7 @@ def group(model: Model, regions: Regions) -> tuple[Pattern, ...]:
 
 
 def resolve(model: Model, pattern: Pattern, region: Region, scheme: Scheme) -> frozenset[Edge]:
-    """The edges that a scheme of `pattern` means in `region`.
+    """The edges of a scheme of `pattern` in `region`.
 
     Raises:
         ValueError: the region is no instance of the pattern, or the scheme has points that the pattern lacks.
@@ -98,8 +98,9 @@ def scheme_of(
     edges: Collection[Edge],
     weight_formats: Mapping[Edge, WeightFormat] = MappingProxyType({}),
 ) -> Scheme:
-    """The points of `pattern` whose edges in `region` are all among `edges`: what `resolve` undoes; and those of
-    weights that have one of `weight_formats`: what `stored` undoes.
+    """The scheme of `pattern` in `region` for some edges and weight formats: the inverse of `resolve` and `stored`. Its
+    points are those whose edges are all among `edges`, and those whose weights all have the same one of
+    `weight_formats`.
 
     Raises:
         ValueError: the region is no instance of the pattern.
@@ -107,12 +108,12 @@ def scheme_of(
     wanted = edges if isinstance(edges, frozenset | set) else frozenset(edges)
     points = _edges_of(model, pattern, region).items()
     found = ((p, {weight_formats.get(e) for e in own}) for p, own in points if weight_formats)
-    ways = ((p, s) for p, (s, *others) in found if s is not None and not others)
-    return Scheme(frozenset(p for p, own in points if own <= wanted), frozenset(ways))
+    formats = ((p, s) for p, (s, *others) in found if s is not None and not others)
+    return Scheme(frozenset(p for p, own in points if own <= wanted), frozenset(formats))
 
 
 def stored(pattern: Pattern, weight_formats: Iterable[tuple[Point, WeightFormat]]) -> dict[Edge, WeightFormat]:
-    """The weight formats of weights that points of a pattern mean, over all its instances."""
+    """The weight formats by edge that points of a pattern mean, over all its instances."""
     wanted = dict(weight_formats)
     parts = (item for edges in pattern.edges.values() for item in edges.items()) if wanted else ()
     return {edge: wanted[point] for point, own in parts if point in wanted for edge in own}
@@ -122,19 +123,19 @@ def place(model: Model, patterns: Iterable[Pattern], choice: Mapping[str, Scheme
     """The union, over all instances, of the schemes chosen by pattern digest. Patterns without a choice add nothing."""
     chosen = [(p, choice[p.digest]) for p in patterns if p.digest in choice]
     edges = {e for p, scheme in chosen for r in p.instances for e in resolve(model, p, r, scheme)}
-    ways = {e: s for p, scheme in chosen for e, s in stored(p, scheme.weight_formats).items() if e not in edges}
-    return Placement.of(edges, ways.items())
+    formats = {e: s for p, scheme in chosen for e, s in stored(p, scheme.weight_formats).items() if e not in edges}
+    return Placement.of(edges, formats.items())
 
 
-class _Taken(NamedTuple):
-    """An input inside that can carry a pair: node and input by their canonical numbers, and the slot of the file."""
+class _PointInput(NamedTuple):
+    """An input of a node that can carry a pair: node and input by their canonical numbers, and the slot in the file."""
 
     node: int
     number: int
     slot: int
 
 
-class _Entry(NamedTuple):
+class _ChildEntry(NamedTuple):
     """Where an activation enters a child: node of the model and slot, and whether a pair can stand there."""
 
     node: int
@@ -152,7 +153,7 @@ class _Exit(NamedTuple):
 
 
 class _InstanceEdges(Mapping[Region, Edges]):
-    """The edges of each instance, found when they are asked for: many commands never do."""
+    """The edges of each instance, computed on demand: many commands never ask for them."""
 
     def __init__(self, model: Model, points: Sequence[Point], listings: Mapping[Region, Listing]) -> None:
         self._model, self._points, self._listings = model, points, listings
@@ -215,7 +216,7 @@ def _points(region: Region, listing: Listing) -> tuple[Point, ...]:
     child = _children(region, listing)
     entries = _entries(listing, child)
     return (
-        *(NodeInput(taken.node, taken.number) for taken in _node_inputs(listing, child)),
+        *(NodeInput(read.node, read.number) for read in _node_inputs(listing, child)),
         *(ChildInput(c, k) for c in sorted(entries) for k, carries in enumerate(entries[c].values()) if carries),
         *(leaving.point for leaving in _outputs(listing, child)),
     )
@@ -229,8 +230,8 @@ def _edges(model: Model, points: Iterable[Point], region: Region, listing: Listi
         edges_at[point].add(model.nodes[node].into[slot])
 
     child, inside = _children(region, listing), frozenset(listing.nodes)
-    for taken in _node_inputs(listing, child):
-        add(NodeInput(taken.node, taken.number), listing.nodes[taken.node], taken.slot)
+    for read in _node_inputs(listing, child):
+        add(NodeInput(read.node, read.number), listing.nodes[read.node], read.slot)
     numbers = {c: {tensor: k for k, tensor in enumerate(entered)} for c, entered in _entries(listing, child).items()}
     for entry in _entering(listing, child):
         if entry.carries:
@@ -240,22 +241,22 @@ def _edges(model: Model, points: Iterable[Point], region: Region, listing: Listi
     return {point: frozenset(edges) for point, edges in edges_at.items()}
 
 
-def _node_inputs(listing: Listing, child: Mapping[int, int]) -> Iterator[_Taken]:
-    """The inputs that can carry a pair, of a composite the constants only."""
+def _node_inputs(listing: Listing, child: Mapping[int, int]) -> Iterator[_PointInput]:
+    """The inputs that can carry a pair; of a composite the constants only."""
     for number, inputs in enumerate(listing.inputs):
         for k, slot in enumerate(listing.orders[number]):
             if inputs.carries[slot] and not (child and inputs.tensors[slot].source == "activation"):
-                yield _Taken(number, k, slot)
+                yield _PointInput(number, k, slot)
 
 
-def _entering(listing: Listing, child: Mapping[int, int]) -> Iterator[_Entry]:
+def _entering(listing: Listing, child: Mapping[int, int]) -> Iterator[_ChildEntry]:
     """The inputs through which activations enter a child."""
     for number, node in enumerate(listing.nodes if child else ()):
         tensors, _, carries, _ = listing.inputs[number]
         for slot in listing.orders[number]:
             tensor = tensors[slot]
             if tensor.source == "activation" and child.get(tensor.producer) != child[node]:
-                yield _Entry(node, slot, tensor.name, carries[slot])
+                yield _ChildEntry(node, slot, tensor.name, carries[slot])
 
 
 def _entries(listing: Listing, child: Mapping[int, int]) -> Mapping[int, Mapping[str, bool]]:

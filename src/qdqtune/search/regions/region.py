@@ -10,7 +10,7 @@ from qdqtune.types import WeightFormat
 
 
 class RegionType(Enum):
-    """Seed vocabulary: a leaf holds nodes, a composite holds regions, the root is the whole graph."""
+    """ModelOpt's terms: a leaf holds nodes, a composite holds regions, the root is the whole graph."""
 
     LEAF = "LEAF"
     COMPOSITE = "COMPOSITE"
@@ -48,7 +48,7 @@ class Region:
 
 @dataclass(frozen=True, order=True, slots=True)
 class NodeInput:
-    """Pattern-relative: input `input_index` of the pattern's node number `node_index`."""
+    """Input `input_index` of the pattern's node number `node_index`."""
 
     node_index: int
     input_index: int
@@ -56,7 +56,7 @@ class NodeInput:
 
 @dataclass(frozen=True, order=True, slots=True)
 class ChildInput:
-    """Pattern-relative: border input `input_index` of child region number `region_index`."""
+    """Border input `input_index` of the pattern's child region number `region_index`."""
 
     region_index: int
     input_index: int
@@ -64,7 +64,7 @@ class ChildInput:
 
 @dataclass(frozen=True, order=True, slots=True)
 class RegionOutput:
-    """Pattern-relative: output `output_index` of the region's node number `node_index`, or of its child region."""
+    """Output `output_index` of the pattern's node number `node_index`, or of its child region `region_index`."""
 
     output_index: int
     node_index: int | None = None

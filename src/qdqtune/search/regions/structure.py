@@ -1,9 +1,9 @@
-"""Structure without names: which nodes are alike, and how the nodes of a part of the graph are numbered.
+"""Canonical orders: the nodes of a part of the graph, numbered by structure alone.
 
-The numbering is a function of structure: operators, attributes, wiring, types of constants. Names, shapes and the
-order of commutative inputs do not enter. It comes from three passes of Weisfeiler-Lehman labels (what follows a node,
-what precedes it, what follows it again) and a sort by depth. Nodes that are still equal are told apart by their
-surroundings in the whole model, and only then by graph order.
+The numbers depend on operators, attributes, wiring and types of constants; not on names, shapes or the order of
+commutative inputs. They come from three passes of Weisfeiler-Lehman labels (what follows a node, what precedes it, what
+follows it again) and a sort by depth. Nodes that are still equal are told apart by their surroundings in the whole
+model, and only then by graph order.
 """
 
 from __future__ import annotations
@@ -11,59 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby
-from typing import Literal, NamedTuple
+from itertools import groupby
+from typing import NamedTuple
 
-import onnx
-
-from qdqtune.graph.model import GRAPH, Model, Node
-from qdqtune.graph.operators import COMMUTATIVE
-from qdqtune.placement.possible import can_carry
-from qdqtune.search.regions.signature import digest, written
-
-TYPE_LETTERS: Mapping[int, str] = {
-    onnx.TensorProto.UNDEFINED: "?",
-    onnx.TensorProto.DOUBLE: "d",
-    onnx.TensorProto.BOOL: "b",
-    onnx.TensorProto.STRING: "s",
-}
-
-
-FREE = -2
-"""The role of every input that may change places with others."""
-
-
-class Tensor(NamedTuple):
-    """What an input reads: nothing, a constant, or an activation that a node makes (`producer`) or a caller feeds (-1).
-
-    `position` is the tensor's number among the outputs of its producer or the inputs of the graph; `letter` stands for
-    its type, for constants with their rank. Results of nodes have `users` (GRAPH is the graph) and, among them,
-    `carriers`: where a Q/DQ pair can stand.
-    """
-
-    source: Literal["missing", "constant", "activation"]
-    name: str
-    letter: str
-    producer: int = -1
-    position: int = 0
-    users: tuple[int, ...] = ()
-    carriers: tuple[int, ...] = ()
-
-
-MISSING = Tensor("missing", "", "")
-
-
-class Inputs(NamedTuple):
-    """The inputs of one node in the order of the file, from number `captured` on the tensors that its bodies capture.
-
-    `roles` tell what each is to the node: its number, or FREE in a commutative operator and if it is captured. Free
-    inputs come last. Where one `carries`, a Q/DQ pair can stand.
-    """
-
-    tensors: tuple[Tensor, ...]
-    roles: tuple[int, ...]
-    carries: tuple[bool, ...]
-    captured: int
+from qdqtune.search.regions.wiring import FREE, Inputs, Tensor, Wiring
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,68 +34,13 @@ class Listing:
     lines: tuple[str, ...]
 
 
-class Structure:
-    """What is known of the nodes of a model by structure alone. Made once per model, in linear time."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self.texts = tuple([written(n, model) for n in model.nodes])
-        carries = [self._carries(n) for n in model.nodes]
-        self.tensors = self._tensors(carries)
-        """All tensors by name, and the one without."""
-        self.inputs = tuple(map(self._inputs, model.nodes, carries))
-        self._hashes: dict[str, int] = {}
-
-    def _carries(self, node: Node) -> tuple[bool, ...]:
-        at_inputs = [can_carry(self.model, t, node.index, slot) for slot, t in enumerate(node.inputs)]
-        return (*at_inputs, *(False for _ in node.captures))
-
-    def _tensors(self, carries: Sequence[Sequence[bool]]) -> Mapping[str, Tensor]:
-        model = self.model
-        users: dict[str, list[int]] = {t: [] for t in model.producers}
-        carriers: dict[str, list[int]] = {t: [] for t in model.producers}
-        uses = (
-            (t, n.index, c)
-            for n in model.nodes
-            for t, c in zip((*n.inputs, *n.captures), carries[n.index], strict=True)
-        )
-        leaving = ((t, GRAPH, can_carry(model, t, GRAPH, 0)) for t in model.outputs)
-        for tensor, user, carrying in chain(uses, leaving):
-            if tensor in users:
-                users[tensor].append(user)
-                if carrying:
-                    carriers[tensor].append(user)
-        letter = self.type_letter
-        known = {t: Tensor("activation", t, letter(t), -1, i) for i, t in enumerate(model.inputs)}
-        for node in model.nodes:
-            for i, t in enumerate(node.outputs):
-                if t:
-                    known[t] = Tensor("activation", t, letter(t), node.index, i, tuple(users[t]), tuple(carriers[t]))
-        for t, constant in model.constants.items():
-            known[t] = Tensor("constant", t, f"{letter(t)}{len(constant.shape)}")
-        return {**known, "": MISSING}
-
-    def _inputs(self, node: Node, carries: tuple[bool, ...]) -> Inputs:
-        free = node.op in COMMUTATIVE and not node.domain
-        names, count = (*node.inputs, *node.captures), len(node.inputs)
-        tensors = [self.tensors.get(t) or Tensor("activation", t, self.type_letter(t), -1, -1) for t in names]
-        roles = (FREE,) * len(names) if free else (*range(count), *(FREE for _ in node.captures))
-        return Inputs(tuple(tensors), roles, carries, count)
-
-    def type_letter(self, tensor: str) -> str:
-        """The class of a tensor's type: `f` float that can be quantized, `d` double, `i`, `b`, `s`, or `?`."""
-        info = self.model.tensors.get(tensor)
-        return "?" if info is None else "f" if info.is_float else TYPE_LETTERS.get(info.dtype, "i")
-
-    def hash(self, text: str) -> int:
-        """64 bits of a text, remembered."""
-        if text not in self._hashes:
-            self._hashes[text] = int(digest(text.encode()), 16)
-        return self._hashes[text]
+class Structure(Wiring):
+    """The wiring of a model, with canonical orders of its parts."""
 
     @cached_property
     def fingerprints(self) -> Mapping[int, int]:
-        """A label of each node within the whole model: tells apart nodes that look alike inside their own region."""
+        """A label of each node within the whole model: it distinguishes nodes that look alike inside their own
+        region."""
         return _Part(self, [range(len(self.model.nodes))]).labels.nodes
 
     def listing(self, parts: Sequence[Sequence[int]]) -> Listing:
@@ -183,14 +79,14 @@ class _Part:
         return readers
 
     def are_used_alike(self, tensors: Sequence[str]) -> bool:
-        """Whether activations that enter at the same node, one for each use there, have equal labels at a glance."""
+        """Whether activations that enter at the same node, one for each use there, have equal uses."""
         if len(self.order) == 1:
             return len(set(tensors)) == len(tensors)
         return len({tuple(self.entries[t]) for t in tensors}) == 1
 
     @cached_property
     def labels(self) -> _Labels:
-        """Made when they are needed: a chain has only one order."""
+        """Computed on demand: a chain has only one order."""
         return _Labelling(self).run()
 
 
@@ -202,7 +98,7 @@ class _Labels(NamedTuple):
 
 
 class _Labelling:
-    """Makes the labels. The part keeps those and not this, which refers to it: a cycle would wait for the collector."""
+    """Computes the labels. A part refers to the labels and not to this object, which would make a reference cycle."""
 
     def __init__(self, part: _Part) -> None:
         self._part, self._structure = part, part.structure
@@ -230,9 +126,9 @@ class _Labelling:
         for n in reversed(self._part.order):
             new[n] = _mix(labels[n], below[n])
             for role, producers in self._inner[n]:
-                told = _mix(new[n], role)
+                label = _mix(new[n], role)
                 for producer in producers:
-                    below[producer] += told
+                    below[producer] += label
         return new
 
     def _enter(self, labels: Mapping[int, int]) -> dict[str, int]:
@@ -240,13 +136,13 @@ class _Labelling:
 
     def _sweep_producers(self, labels: Mapping[int, int], borders: Mapping[str, int]) -> dict[int, int]:
         """Each label with those of the node's inputs, theirs with their inputs', and so on."""
-        new, told = dict[int, int](), dict[int, dict[str, int]]()
+        new, by_role = dict[int, int](), dict[int, dict[str, int]]()
         for n in self._part.order:
             inputs, above = self._structure.inputs[n], 0
             for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
-                if role not in told:
-                    told[role] = {}
-                in_role = told[role]
+                if role not in by_role:
+                    by_role[role] = {}
+                in_role = by_role[role]
                 if (value := in_role.get(tensor.name)) is None:
                     if tensor.producer in new:
                         known = _mix(new[tensor.producer], tensor.position)
@@ -297,9 +193,9 @@ class _Numbering:
     def _sorted_level(self, level: Iterable[int]) -> Iterator[int]:
         label = self._part.labels.nodes.__getitem__
         for _, alike in groupby(sorted(level, key=label), label):
-            yield from self._told_apart(list(alike))
+            yield from self._ordered(list(alike))
 
-    def _told_apart(self, alike: list[int]) -> list[int]:
+    def _ordered(self, alike: list[int]) -> list[int]:
         if len(alike) > 1:
             prints = self._structure.fingerprints
             alike.sort(key=lambda n: (self._surroundings(n), prints[n], n))
@@ -331,7 +227,7 @@ class _Numbering:
         several = len(unknown) > 1 and len(set(unknown)) > 1
         alike = several and self._part.are_used_alike(unknown)
         keys: list[tuple[int, ...]]
-        if alike and len(unknown) == len(free):  # most nodes that are a leaf each: what `_key` says, less what is equal
+        if alike and len(unknown) == len(free):  # usual for leaves of one node: `_key` without its equal parts
             prints = self._structure.fingerprints
             keys = [(prints[t.producer] if t.producer >= 0 else 0, t.producer, t.position) for t in free]
         else:

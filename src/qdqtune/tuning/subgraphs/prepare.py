@@ -13,10 +13,10 @@ from qdqtune.engines.tensorrt.options import spans
 from qdqtune.errors import writing
 from qdqtune.graph.operators import work
 from qdqtune.graph.outputs import appearing, write_json
-from qdqtune.search.costs.attribution import Priced, attribute
-from qdqtune.search.costs.optimum import nearest
-from qdqtune.search.costs.profiles import Profile, passing, select, signature
-from qdqtune.search.costs.units import Partition, Unit, by_bits, partition
+from qdqtune.search.costs.attribution import TimedBuild, attribute
+from qdqtune.search.costs.decisions import nearest
+from qdqtune.search.costs.profiles import Profile, passthrough_profile, select, signature
+from qdqtune.search.costs.units import Partition, Unit, partition, weights_by_bits
 from qdqtune.search.subgraph import SubgraphSearch
 from qdqtune.tuning.folder import LOGS, PROGRESS
 from qdqtune.tuning.observer import Silent, State
@@ -95,7 +95,7 @@ class Profiled:
         """The keys of summary.json about all groups."""
         return {
             "group_kinds": len(self.kinds),
-            "groups_accepted": len(self.search.gains),
+            "groups_accepted": len(self.search.savings),
             "group_builds": self.builds,
             "group_engine_seconds": round(self.engine_seconds, 3),
         }
@@ -123,12 +123,12 @@ def profile(run: Run) -> Profiled:
     progress = ProgressFile(settings.output_dir, parts, kinds, run.store)
     with Profiler(run, parts, resolved, timed=is_timed) as profiler:
         by_kind = profiler.all(kinds, observer, progress.timed, deadline)
-    profiles = {u.number: passing(parts, u, times[u.number]) for u in parts.units}
+    profiles = {u.number: passthrough_profile(parts, u, times[u.number]) for u in parts.units}
     profiles |= {unit.number: by_kind[kind.number] for kind in kinds for unit in kind.units}
     # Some kernels are slow alone and fast between others: only a placement of the whole model shows that.
     search = SubgraphSearch(
         select(parts, profiles),
-        subject.foremost() | by_bits(run.ways),
+        subject.foremost() | weights_by_bits(run.ways),
         layers if is_timed else (),
         settings.plan,
         settings.incremental_validation,
@@ -161,7 +161,7 @@ def _float_times(parts: Partition, layers: Sequence[Layer]) -> list[float]:
     model, total = parts.model, sum(layer.time_ms or 0.0 for layer in layers)
     if not total:
         return [sum(work(model, model.nodes[n]) for n in unit.nodes) for unit in parts.units]
-    return parts.spent(attribute(model, Priced(Placement(), tuple(layers)), total).nodes)
+    return parts.spent(attribute(model, TimedBuild(Placement(), tuple(layers)), total).nodes)
 
 
 def _kinds(
@@ -216,7 +216,7 @@ def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
     for unit in parts.units:
         profile = search.selection.profiles[unit.number]
         chosen = search.selection.option(unit.number) or profile.best
-        kept = unit.number in running or parts.way(unit, final) is not None
+        kept = unit.number in running or parts.format_in(unit, final) is not None
         nodes = [parts.model.nodes[n] for n in unit.nodes]
         row = GroupOutcome(
             nodes=tuple(n.name for n in nodes),

@@ -29,7 +29,7 @@ from qdqtune.graph.files import CONSTANTS, ConstantFile
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import appearing
 from qdqtune.placement.insertion import Inserter
-from qdqtune.search.costs.profiles import Answer, Profile, profile_of, schemes, signature
+from qdqtune.search.costs.profiles import Profile, SchemeResult, profile_of, schemes, signature
 from qdqtune.search.costs.units import Partition, Unit
 from qdqtune.timing.pairing import rounds_of
 from qdqtune.timing.ratios import Plan, compare
@@ -216,7 +216,9 @@ class Profiler:
             model,
             self._output.claim(self._folder / f"group_{kind.number:03}.onnx"),
             key,
-            schemes(model, frozenset(own), {e: ways for e, ways in parts.ways.items() if e.node in model.index_of}),
+            schemes(
+                model, frozenset(own), {e: ways for e, ways in parts.format_shares.items() if e.node in model.index_of}
+            ),
         )
 
     def _is_known(self, part: _Part) -> bool:
@@ -240,7 +242,7 @@ class Profiler:
         for name, key in self._keys(part).items():
             if record := self._store.get(SchemeRecord, key):
                 result = None if record.result is None else record.result.result
-                answers.append(Answer(name, part.schemes[name], result, record.layers))
+                answers.append(SchemeResult(name, part.schemes[name], result, record.layers))
                 self.builds += 1
         return profile_of(part.model, base.layers, answers)
 
@@ -312,7 +314,7 @@ class Profiler:
         if isinstance(layers, Failure):
             result, layers = layers, ()
         else:
-            known = profile_of(part.model, floats, [Answer(scheme, part.schemes[scheme], None, layers)])
+            known = profile_of(part.model, floats, [SchemeResult(scheme, part.schemes[scheme], None, layers)])
             if not self._timed or any(option.ms < HOPELESS_SHARE * known.float_ms for option in known.options):
                 rounds = rounds_of(runner, float_form, handle, GROUP_ROUNDS, self._seed)
                 result = compare(rounds, GROUP_ROUNDS, decided=lambda r: abs(r.median - 1) > DECISIVE)

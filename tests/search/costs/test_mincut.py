@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqtune.search.costs.mincut import LARGEST, Problem, solve
+from qdqtune.search.costs.mincut import CAPACITY, Problem, solve
 
 COSTS = st.integers(0, 6).map(float) | st.just(inf)
 
@@ -136,5 +136,5 @@ def test_ten_thousand_decisions() -> None:
     for k, (if_no, if_yes) in enumerate(singles.tolist()):
         down, up = steps[k].tolist() if k else (0, 0)
         no, yes = min(no, yes + down) + if_no, min(yes, no + up) + if_yes
-    assert singles.sum() < LARGEST
+    assert singles.sum() < CAPACITY
     assert problem.cost(solve(problem)) == min(no, yes)

@@ -1,6 +1,6 @@
-"""What builds have shown of units and conversions: each build prices every unit in the state that it puts the unit in.
+"""Measured times of units and conversions: each build prices every unit in the state that its placement puts it in.
 
-See `prices` for what the states are.
+The states are described in `prices`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import onnx
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements
-from qdqtune.search.costs.attribution import Times
+from qdqtune.search.costs.attribution import BuildTimes
 from qdqtune.search.costs.units import Partition, Unit
 from qdqtune.types import Edge, Placement
 
@@ -27,17 +27,18 @@ RANKS: Sequence[State] = ("float", "fed", "handing", "mixed", "quantized")
 """From the least quantized to the most."""
 
 UNEQUAL = 1.5
-"""Equal units whose times differ by this factor do not do equal work; less is noise."""
+"""Equal units whose times differ by more than this factor do not do equal work; smaller differences are noise of the
+measurement. Chosen, not measured."""
 
 NEGLIGIBLE = 1e-3
-"""Of the float build's time: below, two layers' times are not told apart."""
+"""Share of the float build's time below which two layer times do not count as different. Chosen, not measured."""
 
 
 def state(unit: Unit, partition: Partition, placement: Placement) -> State:
-    """What a placement makes of a unit."""
+    """The state of a unit in a placement."""
     placed = placement.edges
     if not placed.isdisjoint(unit.inner):
-        return "mixed"  # not the unit any more
+        return "mixed"  # the engine cannot run it as one kernel
     entering = [e in placed for e in unit.inputs]
     weights = [e in placed for e in unit.weights]
     if not any(entering):
@@ -51,49 +52,53 @@ def state(unit: Unit, partition: Partition, placement: Placement) -> State:
 
 
 def behind(unit: Unit, partition: Partition, stored: Container[str]) -> Behind:
-    """Whether the tensors that a unit reads are stored quantized. Those that come from no unit say nothing."""
+    """Whether the tensors that a unit reads are stored in 8 bits; graph inputs do not count."""
     found = {t in stored for t in partition.storable(unit)}
     return "both" if len(found) > 1 else "float" if found == {False} else "quantized"
 
 
 def stored_in(partition: Partition, placement: Placement, states: Sequence[State]) -> frozenset[str]:
-    """The tensors that stay in 8 bits: by pairs on all their edges, behind a unit whose state is quantized."""
+    """The tensors that stay in 8 bits: with pairs on all their edges, written by a unit in state quantized."""
     of, all_paired = partition.producer, placement.edges.issuperset
     return frozenset(
         t for t, es in partition.edges.items() if t in of and states[of[t]] == "quantized" and all_paired(es)
     )
 
 
-Sample = tuple[str, str, Behind]
-"""Kind of unit, its state or the name of the weight format of its weights, and what it reads."""
+UnitKey = tuple[str, str, Behind]
+"""Kind of unit; its state, or the name of the weight format of its weights; and what it reads."""
 
 
 @dataclass
-class Samples:
-    """Prices seen so far, those of the latest build that has any. Units are known by kind."""
+class Observations:
+    """Measured times of units by kind, and of conversions by tensor. Each entry comes from the latest build that has
+    it."""
 
-    units: dict[Sample, list[float]] = field(default_factory=dict)
+    units: dict[UnitKey, list[float]] = field(default_factory=dict)
     disturbed: dict[str, float] = field(default_factory=dict)
-    """By kind, what a float unit takes more among pairs."""
+    """By kind, the extra time of a float unit among pairs."""
     quantize: dict[str, float] = field(default_factory=dict)
     dequantize: dict[str, float] = field(default_factory=dict)
     sizes: list[tuple[float, float]] = field(default_factory=list)
-    medians: dict[Sample, list[float]] = field(default_factory=dict)
+    """Bytes and ms of all conversions that ran."""
+    medians: dict[UnitKey, list[float]] = field(default_factory=dict)
+    """The median of each build with the key: their spread is the doubt about a price."""
     per_consumer: bool = False
+    """Whether a DQ ran for each consumer of a tensor."""
 
 
-def gathered(partition: Partition, builds: Sequence[Times]) -> tuple[Partition, Samples]:
-    """What builds have shown, the first of them the float model's; and the units, equal ones told apart where the float
-    build took unequal time for them."""
+def observe(partition: Partition, builds: Sequence[BuildTimes]) -> tuple[Partition, Observations]:
+    """The observations of some builds, the float model's first; and the partition, with kinds split where the float
+    build took unequal time for equal units."""
     before = partition.spent(builds[0].nodes)
-    partition, samples = _told_apart(partition, before, sum(builds[0].nodes.values())), Samples()
+    partition, found = _split_kinds(partition, before, sum(builds[0].nodes.values())), Observations()
     for times in builds:
-        _take(samples, partition, times, before)
-    return partition, samples
+        _take(found, partition, times, before)
+    return partition, found
 
 
-def _told_apart(parts: Partition, before: Sequence[float], float_ms: float) -> Partition:
-    """The same units, equal ones of a kind each only where the float build took equal time for them.
+def _split_kinds(parts: Partition, before: Sequence[float], float_ms: float) -> Partition:
+    """The same units, with kinds split where the float build took unequal time for units of one kind.
 
     The time of some operators depends on the values: a softmax over masked scores works on subnormal numbers.
     """
@@ -111,8 +116,8 @@ def _told_apart(parts: Partition, before: Sequence[float], float_ms: float) -> P
     return replace(parts, units=tuple(units))
 
 
-def _take(samples: Samples, partition: Partition, times: Times, before: Sequence[float]) -> None:
-    """Add what a build has shown; `before` is what the float build took for each unit."""
+def _take(found: Observations, partition: Partition, times: BuildTimes, before: Sequence[float]) -> None:
+    """Add the times of a build; `before` are the times of the units in the float build."""
     states = [state(u, partition, times.placement) for u in partition.units]
     stored = stored_in(partition, times.placement, states)
     paired: dict[str, list[Edge]] = {}
@@ -122,7 +127,7 @@ def _take(samples: Samples, partition: Partition, times: Times, before: Sequence
     paid = _conversions(
         partition, times, paired, states, [a / b if b > 0 else 0.0 for a, b in zip(took, before, strict=True)]
     )
-    fresh: dict[Sample, list[float]] = {}
+    fresh: dict[UnitKey, list[float]] = {}
     more: dict[str, list[float]] = {}
     for unit, how, spent in zip(partition.units, states, took, strict=True):
         if how in ("quantized", "handing"):
@@ -130,32 +135,33 @@ def _take(samples: Samples, partition: Partition, times: Times, before: Sequence
             if how == "quantized":
                 spent += sum(times.quantize.get(t, 0.0) for t in unit.outputs)
         given = any(t in paired for t in unit.outputs)
-        if (way := partition.way(unit, times.placement)) is not None:
-            # A DQ of weights that no kernel drew in runs for the unit alone.
+        if (chosen := partition.format_in(unit, times.placement)) is not None:
+            # A DQ of weights that runs by itself counts for the unit.
             spent += sum(times.dequantize.get(e.tensor, 0.0) for e in partition.compressible(unit))
             if how == "float":
-                fresh.setdefault((unit.kind, way.name, "float"), []).append(spent)
+                fresh.setdefault((unit.kind, chosen.name, "float"), []).append(spent)
         elif how == "fed" or (how == "float" and given and spent > UNEQUAL * before[unit.number]):
             more.setdefault(unit.kind, []).append(spent - before[unit.number])
         elif how != "mixed":
             fresh.setdefault((unit.kind, how, behind(unit, partition, stored)), []).append(spent)
-    samples.units |= fresh
-    samples.disturbed |= {kind: max(0.0, median(ms)) for kind, ms in more.items()}
+    found.units |= fresh
+    found.disturbed |= {kind: max(0.0, median(ms)) for kind, ms in more.items()}
     for key, ms in fresh.items():
-        samples.medians.setdefault(key, []).append(median(ms))
-    samples.per_consumer |= any(n > 1 for n in times.copies.values())
+        found.medians.setdefault(key, []).append(median(ms))
+    found.per_consumer |= any(n > 1 for n in times.copies.values())
     for op, seen in (("quantize", times.quantize), ("dequantize", times.dequantize)):
         for tensor, spent in seen.items():
             if tensor in partition.edges:
                 each = spent / times.copies[tensor] if op == "dequantize" else spent
-                getattr(samples, op)[tensor] = each
-                samples.sizes.append((bytes_of(partition.model, tensor), each))
+                getattr(found, op)[tensor] = each
+                found.sizes.append((bytes_of(partition.model, tensor), each))
     for tensor, op in _absorbed(partition, times, states):
-        getattr(samples, op)[tensor] = 0.0
+        getattr(found, op)[tensor] = 0.0
 
 
-def _absorbed(partition: Partition, times: Times, states: Sequence[State]) -> Iterator[tuple[str, Conversion]]:
-    """Conversions between a float and a quantized unit that no layer ran by itself: a kernel did them on the way."""
+def _absorbed(partition: Partition, times: BuildTimes, states: Sequence[State]) -> Iterator[tuple[str, Conversion]]:
+    """Conversions between a float and a quantized unit without a layer of their own: a kernel converts while it reads
+    or writes."""
     placed = times.placement.edges
     for tensor, edges in partition.edges.items():
         read = {states[partition.owner[e.node]] for e in edges if e.node and e in placed}
@@ -168,14 +174,14 @@ def _absorbed(partition: Partition, times: Times, states: Sequence[State]) -> It
 
 def _conversions(
     partition: Partition,
-    times: Times,
+    times: BuildTimes,
     paired: Mapping[str, Sequence[Edge]],
     states: Sequence[State],
     slowness: Sequence[float],
 ) -> Mapping[int, float]:
-    """DQs that ran by unit. Each is for the sake of the consumer that is the least quantized, judged by its state and
-    then by its slowness, its time compared with that in the float build: the others absorbed theirs. `paired` are the
-    edges with pairs by tensor."""
+    """DQs that ran, in ms by unit. Each is charged to the consumer that is the least quantized, judged by its state and
+    then by its slowness (its time over that in the float build): the others absorbed theirs. `paired` are the edges
+    with pairs by tensor."""
     paid: dict[int, float] = {}
     for tensor, spent in times.dequantize.items():
         edges = paired.get(tensor, ())
@@ -187,7 +193,7 @@ def _conversions(
 
 
 def bytes_of(model: Model, tensor: str) -> float:
-    """Of a tensor of floats; 0 where its shape is not known."""
+    """The bytes of a tensor of floats; 0 where its shape is not known."""
     info = model.tensors.get(tensor)
     if info is None or info.shape is None:
         return 0.0

@@ -14,11 +14,11 @@ from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import consistent, possible_edges, weight_role
 from qdqtune.search.costs.profiles import (  # fmt: skip
-    Answer,
-    Option,
+    PricedScheme,
     Profile,
+    SchemeResult,
     edges_of,
-    passing,
+    passthrough_profile,
     points_of,
     profile_of,
     schemes,
@@ -108,13 +108,13 @@ def test_reformats_and_conversions_at_the_border_are_no_part_of_a_groups_own_tim
         layer("conv", 1.0, "compute", "stem", "stem_relu"), layer("dq", 0.25, "quantize", "r0_DequantizeLinear"),
     ]  # fmt: skip
     placement = schemes(part, possible)["full, output"]
-    refused = Answer("weight-only", Placement(), Failure("build", "no kernel"))
-    (option,) = profile_of(part, floats, [Answer("s", placement, None, quantized), refused]).options
+    refused = SchemeResult("weight-only", Placement(), Failure("build", "no kernel"))
+    (option,) = profile_of(part, floats, [SchemeResult("s", placement, None, quantized), refused]).options
     assert (option.ms, option.ratio) == (pytest.approx(1.0), None)
     assert option.quantize == {(0, 0): pytest.approx(0.5)}
     assert option.dequantize == {(-1, 0): pytest.approx(0.25)}
     measured = Measurement((1.0, 1.0), (0.95, 0.95))  # the rounds say that all layers took twice as long as profiled
-    profile = profile_of(part, floats, [Answer("s", placement, measured, quantized), refused])
+    profile = profile_of(part, floats, [SchemeResult("s", placement, measured, quantized), refused])
     assert profile.float_ms == 4.0
     assert profile.options[0].ms == pytest.approx(2.0)
     assert profile.failures == {"weight-only": "no kernel"}
@@ -124,7 +124,7 @@ def test_reformats_and_conversions_at_the_border_are_no_part_of_a_groups_own_tim
 def test_without_layers_the_total_latency_counts() -> None:
     parts = parts_of(conv_net())
     part, possible = alone(parts, parts.units[parts.owner["stem"]])
-    answer = Answer("s", schemes(part, possible)["full"], Measurement((0.002,), (0.001,)))
+    answer = SchemeResult("s", schemes(part, possible)["full"], Measurement((0.002,), (0.001,)))
     profile = profile_of(part, [], [answer])
     assert profile.float_ms == pytest.approx(2.0)
     assert profile.options[0].ms == pytest.approx(1.0)
@@ -141,7 +141,9 @@ def measured_alone(model: Model) -> tuple[Partition, dict[int, Profile]]:
         def layers(placement: Placement, inserter: Inserter = inserter) -> tuple[Layer, ...]:
             return CostModel(inserter.insert(placement).to_proto(), 1).layers()
 
-        answers = [Answer(n, p, None, layers(p)) for n, p in schemes(part, possible).items()] if unit.inputs else []
+        answers = (
+            [SchemeResult(n, p, None, layers(p)) for n, p in schemes(part, possible).items()] if unit.inputs else []
+        )
         found[unit.number] = profile_of(part, layers(Placement()), answers)
     return parts, found
 
@@ -177,20 +179,20 @@ def test_the_selection_is_the_best_of_all_for_the_exact_engine() -> None:
     best = min(map(seconds, rules.placements(parts.model, parts.possible).values()))
     assert seconds(chosen.placement()) <= best * 1.0001
     assert chosen.ratio == pytest.approx(seconds(chosen.placement()) / seconds(Placement()), rel=0.15)
-    assert all(gain > 0 for gain in chosen.gains().values())
+    assert all(gain > 0 for gain in chosen.savings().values())
     assert chosen.option(parts.owner["soft"]) is None
 
 
-def test_noise_is_no_reason_to_quantize() -> None:
+def test_a_saving_within_the_noise_is_no_reason_to_quantize() -> None:
     parts, profiles = measured_alone(chain())
     same = {
-        number: Profile(p.float_ms, tuple(Option(o.scheme, o.points, 0.995 * p.float_ms) for o in p.options))
+        number: Profile(p.float_ms, tuple(PricedScheme(o.scheme, o.points, 0.995 * p.float_ms) for o in p.options))
         for number, p in profiles.items()
     }
     assert select(parts, same).decision.quantized == frozenset()
 
 
-def test_total_latencies_leave_out_what_lies_between_until_it_is_bridged() -> None:
+def test_without_layers_groups_between_quantized_ones_are_added() -> None:
     parts, profiles = measured_alone(chain())
     dear = {
         number: replace(profile, options=tuple(
@@ -200,17 +202,19 @@ def test_total_latencies_leave_out_what_lies_between_until_it_is_bridged() -> No
     }  # fmt: skip
     chosen = select(parts, dear)
     assert "skip" not in names(parts, chosen.decision.quantized)
-    bridged = chosen.bridged()
-    assert "skip" in names(parts, bridged.decision.quantized)
-    assert chosen.placement().edges < bridged.placement().edges
+    with_followers = chosen.with_followers()
+    assert "skip" in names(parts, with_followers.decision.quantized)
+    assert chosen.placement().edges < with_followers.placement().edges
 
 
-def test_a_small_group_that_hands_values_on_may_follow_its_neighbours() -> None:
+def test_a_small_group_that_passes_values_on_may_follow_its_neighbours() -> None:
     model = build("net (float[2,8] x) => (float[8,2] y) {[a] t = Transpose <perm=[1,0]> (x) [b] y = Tanh(t)}")
     parts = parts_of(model)
     moving, other = parts.units
-    assert passing(parts, moving, 0.1).options == (Option("passing", frozenset({(0, 0), (-1, 0)}), 0.1),)
-    assert passing(parts, other, 0.1).options == ()
+    assert passthrough_profile(parts, moving, 0.1).options == (
+        PricedScheme("passing", frozenset({(0, 0), (-1, 0)}), 0.1),
+    )
+    assert passthrough_profile(parts, other, 0.1).options == ()
 
 
 def test_weights_are_known_by_their_role() -> None:
@@ -233,20 +237,22 @@ def test_weights_in_fewer_bits_are_schemes_of_a_group() -> None:
     assert stored == {f"weights as {s.name}": {Edge("w0", "a", 1): s} for s in (w4, w8)}
 
     floats = [layer("a", 1.0, "compute", "a")]
-    answer = Answer("weights as w4b32", found["weights as w4b32"], None, [layer("a", 0.3, "compute", "a")])
+    answer = SchemeResult("weights as w4b32", found["weights as w4b32"], None, [layer("a", 0.3, "compute", "a")])
     profile = profile_of(part, floats, [answer])
     assert [(o.weight_format, o.points, o.ms) for o in profile.options] == [(w4, frozenset(), 0.3)]
     assert select(parts, {u.number: Profile(1.0) for u in parts.units}).placement() == Placement()
     chosen = select(parts, {0: profile, 1: Profile(1.0), 2: profile})
     assert chosen.placement() == Placement.of((), [(edge, w4) for edge in ways])
-    assert chosen.gains() == pytest.approx({0: 0.69, 2: 0.69})
+    assert chosen.savings() == pytest.approx({0: 0.69, 2: 0.69})
     option = chosen.option(2)
     assert option is not None
     assert option.scheme == "weights as w4b32"
 
     search = SubgraphSearch(chosen)
     first, last = ways
-    assert search.mixed(Placement(), [Change(0, search.raw, 0.7)]) == Placement.of((), [(first, w4)])
+    assert search.mixed(Placement(), [Change(0, search.all_accepted, 0.7)]) == Placement.of((), [(first, w4)])
     in_pairs = Placement.of(Edge(t, "c", slot) for slot, t in enumerate(("q", "w1")))
-    assert search.mixed(search.raw, [Change(2, in_pairs, 0.7)]) == Placement(in_pairs.edges, frozenset({(first, w4)}))
-    assert search.mixed(in_pairs, [Change(2, search.raw, 0.7)]) == Placement.of((), [(last, w4)])
+    assert search.mixed(search.all_accepted, [Change(2, in_pairs, 0.7)]) == Placement(
+        in_pairs.edges, frozenset({(first, w4)})
+    )
+    assert search.mixed(in_pairs, [Change(2, search.all_accepted, 0.7)]) == Placement.of((), [(last, w4)])

@@ -1,16 +1,18 @@
-"""Region mode begins with the cut's result: when one search hands over to the other, and what that gains."""
+"""What strategies have in common: two in a row, and what one will propose next."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from qdqtune.engines import EngineSpec
-from qdqtune.search import Seeded
+from qdqtune.search import TwoStage, as_predicted, best_of, upcoming_placements
 from qdqtune.search.region import Config
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
 from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
@@ -18,7 +20,9 @@ from runs import cost, mixed, settings, write
 from workers import Workers
 
 STATE = "autotuner_state.yaml"
+
 OF_THE_CUT = {"fused units", "single nodes", "cut", "polish"}
+
 SAME = Measurement((1.0,) * 12, (1.0,) * 12)
 
 
@@ -37,7 +41,7 @@ class Numbered:
         return (proposal,) if len(own) < self.count else ()
 
 
-def origins(search: Seeded, *, builds_each: int = 1) -> list[str]:
+def origins(search: TwoStage, *, builds_each: int = 1) -> list[str]:
     """What a search proposes until it ends."""
     history: list[Trial] = []
     while batch := search.propose(history):
@@ -60,13 +64,13 @@ def origins(search: Seeded, *, builds_each: int = 1) -> list[str]:
 def test_the_second_search_begins_where_the_first_one_ends(
     ideas: int, builds: int, each: int, expected: list[str]
 ) -> None:
-    search = Seeded(Numbered(0, ideas, wants_layers=True), Numbered(10, 3, wants_layers=False), builds)
+    search = TwoStage(Numbered(0, ideas, wants_layers=True), Numbered(10, 3, wants_layers=False), builds)
     assert origins(search, builds_each=each) == expected
 
 
 def test_it_never_goes_back() -> None:
     """Also where the first search would have builds left and ideas again."""
-    search = Seeded(Numbered(0, 9, wants_layers=True), Numbered(10, 9, wants_layers=False), builds=9)
+    search = TwoStage(Numbered(0, 9, wants_layers=True), Numbered(10, 9, wants_layers=False), builds=9)
     (other,) = search.second.propose(())
     history = [Trial(1, other, Placement(), SAME)]
     assert search.first.propose(history)
@@ -133,3 +137,32 @@ def test_without_layer_times_the_rules_come_first(model: Path) -> None:
     seeded = tuned(model, "seeded", builds=10, hide_times=True)
     assert seeded.history == tuned(model, "rules", builds=10, cut_seed=False, hide_times=True).history
     assert not OF_THE_CUT & {t.proposal.origin for t in seeded.history}
+
+
+def named(name: str, predicted: float | None = None, *, wants_layers: bool = False) -> Proposal:
+    return Proposal(name, Placement.of([Edge(name)]), predicted=predicted, wants_layers=wants_layers)
+
+
+class Around:
+    """Proposes variants of the best so far, one at a time."""
+
+    def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
+        best = next((t.proposal.origin for t in history if t.placement == best_of(history)), "float")
+        return (named(f"{best}.{len(history)}"),)
+
+
+@pytest.mark.parametrize(
+    ("proposal", "expected"),
+    [
+        (named("cut", 0.9, wants_layers=True), ["cut.1", "cut.2"]),  # it is foretold to become the best
+        (named("polish", 1.01, wants_layers=True), ["float.1", "float.2"]),
+        (named("variant"), ["float.1", "float.2"]),
+        (named("fused units", wants_layers=True), []),  # what comes next, its layers will tell
+    ],
+)
+def test_upcoming_placements_assume_predictions_and_stop_at_builds_without_one(
+    proposal: Proposal, expected: list[str]
+) -> None:
+    coming = islice(upcoming_placements(Around(), [], [proposal], Plan()), 2)
+    assert list(coming) == [named(name).placement for name in expected]
+    assert (best_of(as_predicted([], [proposal], Plan())) == proposal.placement) == (expected[:1] == ["cut.1"])

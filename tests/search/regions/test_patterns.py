@@ -159,7 +159,7 @@ def test_a_residual_block_has_points_at_the_borders_of_its_leaves_and_at_its_wei
     assert edges[RegionOutput(0, region_index=1)] == {Edge("node6:0", "", 0)}
 
 
-def test_what_cannot_carry_a_pair_is_no_point():
+def test_inputs_that_cannot_carry_a_pair_are_no_points():
     net = Network()
     integers = net.add("Shape", net.add("Relu", "input"), dtype=TensorProto.INT64)
     x = net.add("Reshape", "node0:0", integers)

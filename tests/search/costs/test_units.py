@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 from models import attention, build, conv_net, normal, ranges, tapped
 from qdqtune.graph.model import Model
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.attribution import Times, group_cost
-from qdqtune.search.costs.units import Decision, Partition, fusion_groups, inner_edges, partition, split
-from qdqtune.types import Edge, Layer, Placement
+from qdqtune.search.costs.attribution import BuildTimes, group_ms
+from qdqtune.search.costs.units import (
+    Decision,
+    Partition,
+    fusion_groups,
+    inner_edges,
+    partition,
+    split,
+    weights_by_bits,
+)
+from qdqtune.types import Edge, Layer, Placement, WeightFormat
 from region_models import networks
 
 
@@ -100,15 +108,15 @@ class Walked(frozenset[Edge]):
         return super().__iter__()
 
 
-def test_nobody_goes_through_all_edges_for_each_group() -> None:
+def test_a_group_does_not_walk_all_edges() -> None:
     """Large graphs have thousands of groups: that would take as long as the square of their number."""
     model = conv_net()
     possible = Walked(possible_edges(model, ranges(model)))
-    times = Times(Placement(possible), {}, {}, {}, {})
+    times = BuildTimes(Placement(possible), {}, {}, {}, {})
     Walked.times = 0
     for node in model.nodes:
         assert not inner_edges(model, [node.name], possible)
-        group_cost(model, [node.name], times)
+        group_ms(model, [node.name], times)
     assert Walked.times == 1
 
 
@@ -140,3 +148,18 @@ def test_activations_on_both_sides_are_inputs_not_weights() -> None:
     unit = unit_of(parts_of(attention()), "scores")
     assert {e.tensor for e in unit.inputs} == {"q", "kt"}
     assert unit.weights == ()
+
+
+def test_of_equally_fast_formats_the_one_that_keeps_more_is_taken() -> None:
+    shares = {WeightFormat(4, 128): 0.30, WeightFormat(4, 32): 0.32, WeightFormat(4, 32, symmetric=False): 0.50}
+    (found,) = weights_by_bits({Edge("w0", "a", 1): shares}).values()
+    assert found.weight_formats == {Edge("w0", "a", 1): WeightFormat(4, 32)}
+    assert weights_by_bits({Edge("w0", "a", 1): {WeightFormat(8): 0.95}}) == {}
+
+
+def test_where_the_fast_format_misses_the_limits_the_most_exact_is_taken() -> None:
+    edge = Edge("w0", "a", 1)
+    ways = {edge: {WeightFormat(4, 128): 0.30, WeightFormat(4, 32, symmetric=False): 0.50}}
+    fast, exact = (Placement.of((), [(edge, weight_format)]) for weight_format in ways[edge])
+    assert weights_by_bits(ways, lambda p: p == fast) == {"weights in 4 bits": fast}
+    assert weights_by_bits(ways, lambda p: p == exact) == {"weights in 4 bits": exact}

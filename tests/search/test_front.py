@@ -21,7 +21,7 @@ def offer(ratio: float, db: float) -> PredictedPoint:
     return PredictedPoint(Placement.of([Edge(f"{ratio} {db}", "n", 0)]), Tradeoff(ratio, db))
 
 
-def test_the_one_that_is_far_in_both_comes_next() -> None:
+def test_the_farthest_point_in_time_and_accuracy_comes_next() -> None:
     slow_and_exact, nearly_as_fast, nearly_as_exact = offer(0.8, 40), offer(0.51, 40), offer(0.8, 20.5)
     assert farthest([nearly_as_fast, slow_and_exact, nearly_as_exact], [Tradeoff(0.5, 20)]) is slow_and_exact
     assert farthest([nearly_as_exact], [Tradeoff(0.5, 20)]) is nearly_as_exact
@@ -32,12 +32,12 @@ def test_the_one_that_is_far_in_both_comes_next() -> None:
     assert farthest([], []) is None
 
 
-def test_what_is_beaten_is_not_offered() -> None:
+def test_beaten_points_are_left_out() -> None:
     kept = unbeaten([offer(0.9, 50), offer(0.6, 30), offer(0.7, 29), offer(0.6, 28)])
     assert [(o.tradeoff.ratio, o.tradeoff.db) for o in kept] == [(0.6, 30), (0.9, 50)]
 
 
-def test_stretches_of_what_tells_neighbours_apart_lie_between() -> None:
+def test_mixtures_of_neighbours_lie_between_them() -> None:
     model = build(CHAIN, {"w": normal(8, 8)})
     parts = partition(model, possible_edges(model, ranges(model)), [])
     costs = Costs(parts, (Price(1.0, 0.5),) * 6, dict.fromkeys(parts.edges, 0.1), dict.fromkeys(parts.edges, 0.1))

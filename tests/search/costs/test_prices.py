@@ -1,10 +1,8 @@
-"""Prices from layer reports: nothing is lost, and each price goes to the one that causes it."""
+"""Prices from layer reports: each is charged to the unit or conversion that causes it."""
 
 from __future__ import annotations
 
 import msgspec
-import numpy as np
-import onnx
 import pytest
 
 from models import INT8, build, normal, ranges
@@ -12,16 +10,16 @@ from qdqtune.engines.fake import CostModel
 from qdqtune.graph.model import Model
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.attribution import Priced, Times, attribute
-from qdqtune.search.costs.optimum import cut, everything
-from qdqtune.search.costs.prices import HOPE, learn, lessons
+from qdqtune.search.costs.attribution import BuildTimes, TimedBuild, attribute
+from qdqtune.search.costs.observations import state
+from qdqtune.search.costs.optimum import everything
+from qdqtune.search.costs.prices import UNMEASURED_SHARE, learn, learned_prior
 from qdqtune.search.costs.priors import Prices, packed, unpacked
-from qdqtune.search.costs.samples import behind, state, stored_in
 from qdqtune.search.costs.units import Decision, Partition, partition
-from qdqtune.types import Edge, Layer, Placement
+from qdqtune.types import Edge, Placement
 from region_models import resnet
 from runs import mixed
-from tensorrt_exports import EXPORTS, report_of
+from stored_weights import SHARES, W4, W8, parts
 
 EMPTY = Placement()
 
@@ -41,13 +39,9 @@ def parts_of(model: Model) -> Partition:
     return partition(model, possible_edges(model, ranges(model)), ())
 
 
-def layer(time: float, *nodes: str) -> Layer:
-    return Layer(nodes[0] if nodes else "reformat", nodes, "FP32", time, "compute" if nodes else "reformat")
-
-
-def times(placement: Placement = EMPTY, quantize=None, dequantize=None, copies=None, **nodes: float) -> Times:
+def times(placement: Placement = EMPTY, quantize=None, dequantize=None, copies=None, **nodes: float) -> BuildTimes:
     dequantize = dequantize or {}
-    return Times(placement, nodes, quantize or {}, dequantize, copies or dict.fromkeys(dequantize, 1))
+    return BuildTimes(placement, nodes, quantize or {}, dequantize, copies or dict.fromkeys(dequantize, 1))
 
 
 FLOAT = {"a": 10.0, "b": 10.0, "c": 3.0, "d": 10.0}
@@ -57,75 +51,32 @@ def placed(parts: Partition, running: str, stored: str = "") -> Placement:
     return parts.placement(Decision.of((parts.owner[n] for n in running), stored))
 
 
-def test_attribution_adds_up_to_the_scaled_latency() -> None:
-    conversions = layer(1.0, "u_DequantizeLinear"), layer(1.0, "u_DequantizeLinear_2"), layer(0.5, "t_QuantizeLinear")
-    layers = (layer(2.0, "a", "t_QuantizeLinear"), layer(1.0), layer(4.0, "b", "c"), *conversions)
-    found = attribute(chain(), Priced(Placement(), layers, 0.5), 38.0)
-    scale = 0.5 * 38.0 / 9.5
-    assert found.nodes["a"] == pytest.approx(2.0 * scale)
-    assert found.nodes["b"] + found.nodes["c"] == pytest.approx(5.0 * scale)  # with the reformat in front
-    assert found.nodes["b"] > 50 * found.nodes["c"]  # by work
-    assert found.dequantize == pytest.approx({"u": 2.0 * scale})
-    assert found.copies["u"] == 2
-    assert found.quantize == pytest.approx({"t": 0.5 * scale})
-
-
-def test_a_report_without_times_gives_none() -> None:
-    found = attribute(chain(), Priced(Placement(), (Layer("a", ("a",), "", None, "compute"),)), 0.0)
-    assert sum(found.nodes.values()) == 0
-
-
-def test_states() -> None:
-    parts = parts_of(chain())
-
-    def states(placement: Placement) -> list[str]:
-        return [state(u, parts, placement) for u in parts.units]
-
-    assert states(Placement()) == ["float"] * 4
-    assert states(placed(parts, "abcd", "tuvy")) == ["quantized"] * 4
-    assert states(placed(parts, "a")) == ["handing", "float", "float", "float"]
-    assert states(placed(parts, "a", "t")) == ["quantized", "fed", "float", "float"]
-    assert states(Placement.of([Edge("x", "a", 0)])) == ["fed", "float", "float", "float"]
-    assert states(Placement.of([Edge("w0", "a", 1)]))[0] == "float"
-    two = placed(parts, "ab", "tu")
-    stored = stored_in(parts, two, [state(u, parts, two) for u in parts.units])
-    assert [behind(u, parts, stored) for u in parts.units] == ["quantized", "quantized", "quantized", "float"]
-
-
-def test_pairs_inside_a_unit_say_nothing_about_it() -> None:
-    model = chain()
-    parts = partition(model, possible_edges(model, ranges(model)), [("a", "b")])
-    whole = parts.placement(Decision.of({0}, {"u"}))
-    assert state(parts.units[0], parts, whole) == "quantized"
-    assert state(parts.units[0], parts, whole | Placement.of([Edge("t", "b", 0)])) == "mixed"
-
-
-def test_unseen_units_are_hoped_to_be_fast() -> None:
+def test_units_without_a_measurement_are_guessed_to_be_fast() -> None:
     costs = learn(parts_of(chain()), [times(**FLOAT)])
     assert [p.as_float for p in costs.prices] == [10.0, 10.0, 3.0, 10.0]
-    assert [p.as_quantized for p in costs.prices] == [HOPE * p.as_float for p in costs.prices]
+    assert [p.as_quantized for p in costs.prices] == [UNMEASURED_SHARE * p.as_float for p in costs.prices]
     assert not any(p.seen for p in costs.prices)
 
 
-def test_what_earlier_runs_have_learned_is_a_share_of_the_float_time_and_gives_way_to_builds() -> None:
+def test_prices_of_earlier_runs_are_shares_of_the_float_time_and_builds_take_precedence() -> None:
     """The third unit was never built in 8 bits: it has what units of its operators have."""
     parts = parts_of(chain())
     seen = times(placed(parts, "ab", "tu"), {}, {}, a=2.0, b=2.0, c=3.0, d=10.0)
-    told = lessons(parts, [times(**FLOAT), seen])
+    told = learned_prior(parts, [times(**FLOAT), seen])
     assert unpacked(msgspec.json.decode(msgspec.json.encode(packed(told)), type=Prices)) == told
     twice = {name: 2 * ms for name, ms in FLOAT.items()}
     costs = learn(parts, [times(**twice)], told)
     assert [(p.as_quantized, p.seen) for p in costs.prices] == [
         (4.0, True),
         (4.0, True),
-        (HOPE * 6.0, False),
+        (UNMEASURED_SHARE * 6.0, False),
         (4.0, True),
     ]
     own = learn(parts, [times(**twice), times(placed(parts, "ab", "tu"), {}, {}, a=9.0, b=9.0, c=6.0, d=20.0)], told)
     assert own.prices[0].as_quantized == 9.0
 
 
-def test_a_unit_that_was_only_seen_behind_floats_pays_for_them_once() -> None:
+def test_a_unit_measured_behind_float_units_only_has_no_extra_for_them() -> None:
     """What products take more behind floats is known of the second one. The last has not been anywhere else: that is in
     its price, and not guessed on top of it."""
     text = (
@@ -186,18 +137,20 @@ def test_a_float_unit_may_suffer_from_a_pair_on_what_it_writes() -> None:
     assert learn(parts, [floats, usual]).prices[2].disturbed == 0  # noise
 
 
-def test_equal_units_that_the_float_build_took_unequal_time_for_share_nothing() -> None:
+def test_equal_units_with_unequal_float_times_share_no_price() -> None:
     """The third product works on values that the engine is slow with."""
     parts = parts_of(chain())
     built = times(placed(parts, "a", "t"), {}, {"t": 0.5}, a=4.0, b=10.0, c=3.0, d=30.0)
     costs = learn(parts, [times(**FLOAT | {"d": 30.0}), built])
-    assert [p.as_quantized for p in costs.prices] == pytest.approx([4.0, 4.0, HOPE * 3.0, HOPE * 30.0])
+    assert [p.as_quantized for p in costs.prices] == pytest.approx(
+        [4.0, 4.0, UNMEASURED_SHARE * 3.0, UNMEASURED_SHARE * 30.0]
+    )
     assert [p.as_float for p in costs.prices] == [10.0, 10.0, 3.0, 30.0]
     alike = learn(parts, [times(**FLOAT | {"d": 14.0}), built])
     assert alike.prices[3].as_quantized == pytest.approx(4.0)
 
 
-def test_conversions_that_no_layer_ran_are_free() -> None:
+def test_conversions_without_a_layer_are_free() -> None:
     """The Softmax wrote 8 bits itself, and the product b read them itself in front of the float Softmax."""
     parts = parts_of(chain())
     alone = times(placed(parts, "d", "y"), a=10.0, b=10.0, c=3.0, d=5.0)
@@ -236,7 +189,7 @@ def test_engines_that_run_a_dq_for_each_consumer() -> None:
         assert costs.of_tensor(tensor, Decision.of({producer}, {tensor})) == pytest.approx(0.8)
 
 
-def test_unseen_conversions_follow_a_line() -> None:
+def test_conversions_without_a_measurement_follow_a_line() -> None:
     text = CHAIN.replace("[d] y = MatMul(v, w2)", "[d] y = MatMul(v, w2)\n    [e] z = Concat <axis=0> (y, y, y, y)")
     model = build(text.replace("float[8,64] y", "float[32,64] z"), {f"w{k}": normal(64, 64, seed=k) for k in range(3)})
     parts = parts_of(model)
@@ -255,33 +208,16 @@ def test_the_fake_engines_builds_are_predicted_exactly() -> None:
     parts = parts_of(model)
     inserter = Inserter(model, ranges(model), INT8)
 
-    def priced(placement: Placement) -> tuple[Times, float]:
+    def timed_builds(placement: Placement) -> tuple[BuildTimes, float]:
         found = CostModel(inserter.insert(placement).to_proto(), 1)
-        return attribute(model, Priced(placement, found.layers()), 1e3 * found.seconds), 1e3 * found.seconds
+        return attribute(model, TimedBuild(placement, found.layers()), 1e3 * found.seconds), 1e3 * found.seconds
 
     whole = everything(parts)
-    base, seconds = priced(Placement())
-    built, quantized_seconds = priced(parts.placement(whole))
+    base, seconds = timed_builds(Placement())
+    built, quantized_seconds = timed_builds(parts.placement(whole))
     costs = learn(parts, [base, built])
     assert costs.total(Decision()) == pytest.approx(seconds)
     assert costs.total(whole) == pytest.approx(quantized_seconds)
-
-
-@pytest.mark.parametrize("export", EXPORTS)
-def test_recorded_reports_of_tensorrt_are_attributed(export: str) -> None:
-    """To a model of other names nothing can be attributed, and to one of its names everything."""
-    report = report_of(export)
-    total = sum(found.time_ms or 0.0 for found in report)
-    stranger = attribute(chain(), Priced(Placement(), report), total)
-    assert not stranger.nodes
-    parts = parts_of(chain())
-    costs = learn(parts, [times(**FLOAT), stranger])
-    assert np.isfinite(costs.total(cut(costs)))
-    named = [n for found in report for n in found.nodes if "QuantizeLinear" not in n]
-    model = lookalike(list(dict.fromkeys(named)))
-    found = attribute(model, Priced(Placement(), report, 0.5), total)
-    spent = sum((*found.nodes.values(), *found.quantize.values(), *found.dequantize.values()))
-    assert 0.8 * 0.5 * total < spent <= 0.5 * total * (1 + 1e-9)  # what runs behind the last node has no owner
 
 
 UNLIKE = """net (float[8,64] x) => (float[8,64] y) {
@@ -291,7 +227,7 @@ UNLIKE = """net (float[8,64] x) => (float[8,64] y) {
 }"""
 
 
-def test_what_no_build_has_shown_of_a_kind_is_as_in_others_of_its_operators() -> None:
+def test_unknown_extras_of_a_kind_are_those_of_other_kinds_with_its_operators() -> None:
     parts = parts_of(build(UNLIKE, {"w0": normal(64, 128), "w1": normal(128, 64)}))
     floats = times(a=10.0, b=20.0, c=3.0)
     both = times(placed(parts, "ab", "tu"), a=4.0, b=8.0, c=3.0)
@@ -303,8 +239,14 @@ def test_what_no_build_has_shown_of_a_kind_is_as_in_others_of_its_operators() ->
     assert b == pytest.approx(10.0)  # as large a share of its time in float
 
 
-def lookalike(names: list[str]) -> Model:
-    """A chain of nodes with given names."""
-    nodes = [onnx.helper.make_node("Relu", [f"t{k}"], [f"t{k + 1}"], name) for k, name in enumerate(names)]
-    ends = [onnx.helper.make_tensor_value_info(t, 1, [2, 4]) for t in ("t0", f"t{len(names)}")]
-    return Model(onnx.helper.make_model(onnx.helper.make_graph(nodes, "chain", ends[:1], ends[1:])))
+def test_weight_formats_are_priced_by_builds_or_else_by_products_alone() -> None:
+    """Equal units share what was measured; a DQ that no kernel drew in is the unit's own."""
+    units, (first, *_) = parts(), SHARES
+    nodes = {"a": 1.0, "b": 0.1, "c": 1.0, "d": 1.0}
+    floats = BuildTimes(Placement(), nodes, {}, {}, {})
+    built = BuildTimes(Placement.of((), [(first, W4)]), nodes | {"a": 0.3}, {}, {"w0": 0.2}, {"w0": 1})
+    costs = learn(units, [floats, built])
+    assert [price.stored.get(W4) for price in costs.prices] == pytest.approx([0.5, None, 0.5, 0.5])
+    assert [price.stored.get(W8) for price in costs.prices] == pytest.approx([0.6, None, 0.6, 0.6])
+    assert costs.prices[0].as_float == pytest.approx(1.0)
+    assert not costs.prices[0].seen

@@ -1,0 +1,88 @@
+"""Layer reports by node and tensor: no time is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from test_tensorrt_report import EXPORTS, report_of
+
+from models import build, normal, ranges
+from qdqtune.graph.model import Model
+from qdqtune.placement.possible import possible_edges
+from qdqtune.search.costs.attribution import BuildTimes, TimedBuild, attribute
+from qdqtune.search.costs.optimum import cut
+from qdqtune.search.costs.prices import learn
+from qdqtune.search.costs.units import Partition, partition
+from qdqtune.types import Layer, Placement
+
+EMPTY = Placement()
+
+CHAIN = """net (float[8,64] x) => (float[8,64] y) {
+    [a] t = MatMul(x, w0)
+    [b] u = MatMul(t, w1)
+    [c] v = Softmax(u)
+    [d] y = MatMul(v, w2)
+}"""
+
+
+def chain() -> Model:
+    return build(CHAIN, {f"w{k}": normal(64, 64, seed=k) for k in range(3)})
+
+
+def parts_of(model: Model) -> Partition:
+    return partition(model, possible_edges(model, ranges(model)), ())
+
+
+def layer(time: float, *nodes: str) -> Layer:
+    return Layer(nodes[0] if nodes else "reformat", nodes, "FP32", time, "compute" if nodes else "reformat")
+
+
+def times(placement: Placement = EMPTY, quantize=None, dequantize=None, copies=None, **nodes: float) -> BuildTimes:
+    dequantize = dequantize or {}
+    return BuildTimes(placement, nodes, quantize or {}, dequantize, copies or dict.fromkeys(dequantize, 1))
+
+
+FLOAT = {"a": 10.0, "b": 10.0, "c": 3.0, "d": 10.0}
+
+
+def test_attribution_adds_up_to_the_scaled_latency() -> None:
+    conversions = layer(1.0, "u_DequantizeLinear"), layer(1.0, "u_DequantizeLinear_2"), layer(0.5, "t_QuantizeLinear")
+    layers = (layer(2.0, "a", "t_QuantizeLinear"), layer(1.0), layer(4.0, "b", "c"), *conversions)
+    found = attribute(chain(), TimedBuild(Placement(), layers, 0.5), 38.0)
+    scale = 0.5 * 38.0 / 9.5
+    assert found.nodes["a"] == pytest.approx(2.0 * scale)
+    assert found.nodes["b"] + found.nodes["c"] == pytest.approx(5.0 * scale)  # with the reformat in front
+    assert found.nodes["b"] > 50 * found.nodes["c"]  # by work
+    assert found.dequantize == pytest.approx({"u": 2.0 * scale})
+    assert found.copies["u"] == 2
+    assert found.quantize == pytest.approx({"t": 0.5 * scale})
+
+
+def test_a_report_without_times_gives_none() -> None:
+    found = attribute(chain(), TimedBuild(Placement(), (Layer("a", ("a",), "", None, "compute"),)), 0.0)
+    assert sum(found.nodes.values()) == 0
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_recorded_reports_of_tensorrt_are_attributed(export: str) -> None:
+    """To a model of other names nothing can be attributed, and to one of its names everything."""
+    report = report_of(export)
+    total = sum(found.time_ms or 0.0 for found in report)
+    stranger = attribute(chain(), TimedBuild(Placement(), report), total)
+    assert not stranger.nodes
+    parts = parts_of(chain())
+    costs = learn(parts, [times(**FLOAT), stranger])
+    assert np.isfinite(costs.total(cut(costs)))
+    named = [n for found in report for n in found.nodes if "QuantizeLinear" not in n]
+    model = lookalike(list(dict.fromkeys(named)))
+    found = attribute(model, TimedBuild(Placement(), report, 0.5), total)
+    spent = sum((*found.nodes.values(), *found.quantize.values(), *found.dequantize.values()))
+    assert 0.8 * 0.5 * total < spent <= 0.5 * total * (1 + 1e-9)  # what runs behind the last node has no owner
+
+
+def lookalike(names: list[str]) -> Model:
+    """A chain of nodes with given names."""
+    nodes = [onnx.helper.make_node("Relu", [f"t{k}"], [f"t{k + 1}"], name) for k, name in enumerate(names)]
+    ends = [onnx.helper.make_tensor_value_info(t, 1, [2, 4]) for t in ("t0", f"t{len(names)}")]
+    return Model(onnx.helper.make_model(onnx.helper.make_graph(nodes, "chain", ends[:1], ends[1:])))

@@ -1,0 +1,54 @@
+"""The states of units in a placement."""
+
+from __future__ import annotations
+
+from models import build, normal, ranges
+from qdqtune.graph.model import Model
+from qdqtune.placement.possible import possible_edges
+from qdqtune.search.costs.observations import behind, state, stored_in
+from qdqtune.search.costs.units import Decision, Partition, partition
+from qdqtune.types import Edge, Placement
+
+CHAIN = """net (float[8,64] x) => (float[8,64] y) {
+    [a] t = MatMul(x, w0)
+    [b] u = MatMul(t, w1)
+    [c] v = Softmax(u)
+    [d] y = MatMul(v, w2)
+}"""
+
+
+def chain() -> Model:
+    return build(CHAIN, {f"w{k}": normal(64, 64, seed=k) for k in range(3)})
+
+
+def parts_of(model: Model) -> Partition:
+    return partition(model, possible_edges(model, ranges(model)), ())
+
+
+def placed(parts: Partition, running: str, stored: str = "") -> Placement:
+    return parts.placement(Decision.of((parts.owner[n] for n in running), stored))
+
+
+def test_states() -> None:
+    parts = parts_of(chain())
+
+    def states(placement: Placement) -> list[str]:
+        return [state(u, parts, placement) for u in parts.units]
+
+    assert states(Placement()) == ["float"] * 4
+    assert states(placed(parts, "abcd", "tuvy")) == ["quantized"] * 4
+    assert states(placed(parts, "a")) == ["handing", "float", "float", "float"]
+    assert states(placed(parts, "a", "t")) == ["quantized", "fed", "float", "float"]
+    assert states(Placement.of([Edge("x", "a", 0)])) == ["fed", "float", "float", "float"]
+    assert states(Placement.of([Edge("w0", "a", 1)]))[0] == "float"
+    two = placed(parts, "ab", "tu")
+    stored = stored_in(parts, two, [state(u, parts, two) for u in parts.units])
+    assert [behind(u, parts, stored) for u in parts.units] == ["quantized", "quantized", "quantized", "float"]
+
+
+def test_a_unit_with_pairs_inside_is_mixed() -> None:
+    model = chain()
+    parts = partition(model, possible_edges(model, ranges(model)), [("a", "b")])
+    whole = parts.placement(Decision.of({0}, {"u"}))
+    assert state(parts.units[0], parts, whole) == "quantized"
+    assert state(parts.units[0], parts, whole | Placement.of([Edge("t", "b", 0)])) == "mixed"

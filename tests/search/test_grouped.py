@@ -1,0 +1,67 @@
+"""Grouped search, for engines without layer times."""
+
+from __future__ import annotations
+
+from itertools import chain, combinations
+from pathlib import Path
+
+import pytest
+
+from models import INT8, ranges
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.fake import latency
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import possible_edges
+from qdqtune.search.costs.units import Decision
+from qdqtune.search.grouped import GroupedSearch
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.result import Result
+from qdqtune.types import Measurement, Placement, Trial
+from runs import mixed, settings, write
+
+pytestmark = pytest.mark.usefixtures("workers")
+
+
+def cut_run(folder: Path, **changes: object) -> Result:
+    return tune(settings(write(mixed(), folder), **{"mode": "cut", "builds": 12} | changes))
+
+
+def test_without_layer_times_groups_are_measured(tmp_path: Path) -> None:
+    spec = EngineSpec("fake", {"hide_times": True})
+    blind = cut_run(tmp_path, engine=spec, builds=16)
+    assert blind.recorded.rows == ()
+    assert blind.improved
+    best = cut_run(tmp_path, restart=True)
+    assert blind.summary["final_ms"] == pytest.approx(best.summary["final_ms"], rel=0.02)
+    assert any(t.proposal.origin.startswith("flip") and t.accepted for t in blind.history)
+
+
+def test_grouped_search_asks_the_largest_first_and_nothing_twice() -> None:
+    model = mixed()
+    possible = possible_edges(model, ranges(model))
+    inserter = Inserter(model, ranges(model), INT8)
+    search = GroupedSearch(
+        model, possible, {"static": rules.static(model, possible), "again": rules.static(model, possible)}
+    )
+    history: list[Trial] = []
+    best = Placement()
+    while batch := search.propose(history):
+        for proposal in batch:
+            a, b = (latency(inserter.insert(p).to_proto()) for p in (best, proposal.placement))
+            won = b < a
+            history.append(Trial(len(history) + 1, proposal, best, Measurement((a,), (b,)), accepted=won))
+            best = proposal.placement if won else best
+    assert search.propose(history) == ()
+    origins = [t.proposal.origin for t in history]
+    assert origins[0] == "static"
+    asked = [(t.proposal.origin, t.against) for t in history[1:]]
+    assert len(set(asked)) == len(asked)
+    assert origins[1] == "flip second"
+    assert len({t.placement for t in history}) == len(history)
+    assert Placement() not in {t.placement for t in history}
+    able = [u.number for u in search.units.units if u.inputs]
+    every = (search.units.placement(Decision.of(q, (t for n in q for t in search.units.units[n].outputs)))
+             for q in chain.from_iterable(combinations(able, k) for k in range(len(able) + 1)))  # fmt: skip
+    seconds = {p: latency(inserter.insert(p).to_proto()) for p in every}
+    assert latency(inserter.insert(best).to_proto()) <= 1.02 * min(seconds.values())
