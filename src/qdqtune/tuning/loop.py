@@ -17,14 +17,15 @@ from qdqtune.search.front import FrontSearch
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.tuning import advice
-from qdqtune.tuning.accepting import accepted
 from qdqtune.tuning.answer import recalled, remember
 from qdqtune.tuning.budget import Budget, builds_of
+from qdqtune.tuning.decisions import accepted
 from qdqtune.tuning.folder import RUN, SUMMARY
 from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes.table import MODES
 from qdqtune.tuning.observer import SEARCHING, Observer, Several, Silent, State
-from qdqtune.tuning.proof import Proof, begin_proof, lost, prove
+from qdqtune.tuning.proof import Proof, begin_proof, prove
+from qdqtune.tuning.proof_notes import slower_workloads
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.rewritten import with_rewrites
 from qdqtune.tuning.run import Run, open_run, prepared, written_once
@@ -86,8 +87,8 @@ def _finished(run: Run, watch: Stopwatch, log: RunLogWriter) -> tuple[Result, bo
     doubts = [warning, shortfall, None if proof.ratio is None else advice.wide(proof.ratio)]
     if proof.ratio is None:
         doubts += [advice.undecided(history, settings.plan), None if history else budget.excuse]
-    doubts += [advice.elsewhere(threads_of(settings.engine), [(s.threads, s.ratio) for s in proof.standings])]
-    doubts = [*lost(proof.standings, run.subject.mix), *doubts]
+    doubts += [advice.elsewhere(threads_of(settings.engine), [(s.threads, s.ratio) for s in proof.contexts])]
+    doubts = [*slower_workloads(proof.contexts, run.subject.mix), *doubts]
     notes = (*run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes, *filter(None, doubts))
     told = log.content(history, run, notes, watch.session)
     for name, content in {SUMMARY: summary, RUN: told, **recorded.files}.items():

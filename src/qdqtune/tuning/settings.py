@@ -20,8 +20,8 @@ from qdqtune.options import Option
 from qdqtune.search.region import Config
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, least_rounds
+from qdqtune.tuning.contexts import counts_of
 from qdqtune.tuning.options import Mode, SearchOptions, precision_option
-from qdqtune.tuning.threads import counts_of
 
 FRONT_LEAST, FRONT_BUILDS = 12, 25
 """Builds of a run for a front, the proof of its points included: the least, and the usual number."""
@@ -155,7 +155,7 @@ class Settings(SearchOptions):
 
     @property
     def thread_counts(self) -> tuple[int | None, ...]:
-        """The numbers of threads at which the result is proven, see `threads.counts_of`."""
+        """The numbers of threads at which the result is proven, see `contexts.counts_of`."""
         return counts_of(self.engine, self.deploy_threads, is_here=self.ray is None)
 
     @property

@@ -16,8 +16,9 @@ from qdqtune.search import ratios_to_float
 from qdqtune.search.front import MeasuredPoint, named, spread, undominated
 from qdqtune.search.regions import cache
 from qdqtune.timing.ratios import Plan
+from qdqtune.tuning.compared import rows_by_threads, rows_by_workload
 from qdqtune.tuning.folder import PLACEMENT, pattern_cache_of
-from qdqtune.tuning.proof import Proof, rows_by_workload, rows_of
+from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.run_files import FORMAT
 from qdqtune.types import Placement, Trial
@@ -80,8 +81,8 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "ratio_low": tuned.low if tuned else None,
         "ratio_high": tuned.high if tuned else None,
         "ratio_to_given": proof.to_given.median if tuned and proof.to_given else None,
-        "by_threads": rows_of(proof.standings),
-        **({"workloads": rows_by_workload(proof.standings, subject.mix)} if len(subject.mix) > 1 else {}),
+        "by_threads": rows_by_threads(proof.contexts),
+        **({"workloads": rows_by_workload(proof.contexts, subject.mix)} if len(subject.mix) > 1 else {}),
         "builds": 1 + run.found.builds + sum(t.builds for t in history),
         "proof_builds": proof.builds,
         "predicted_ratio": predicted,
