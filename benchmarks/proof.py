@@ -18,8 +18,8 @@ from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
-from qdqtune.timing.pairing import as_many_pairs_as_needed, fresh_pairs
-from qdqtune.timing.ratios import PAIRS, Plan, across_builds, envelope, ratio
+from qdqtune.timing.pairing import compare_builds, fresh_builds, fresh_pairs
+from qdqtune.timing.ratios import PAIRS, Plan, across_builds, as_many_pairs_as_needed, envelope, ratio
 from qdqtune.tuning.settings import EFFORTS
 from qdqtune.types import Failure, Measurement
 
@@ -31,8 +31,11 @@ AFTER = Plan(EFFORTS["default"].proof)
 
 def before(runner: Runner, a: Path, b: Path) -> tuple[list[Measurement], str]:
     """Each pair of builds until it is decided."""
-    found = [fresh_pairs(runner, a, b, BEFORE, [n], [f"before_{n}"]) for n in range(PAIRS)]
-    measured = [m for pairs in found if not isinstance(pairs, Failure) for m in pairs]
+    measured = []
+    for number in range(PAIRS):
+        with fresh_builds(runner, a, b, f"before_{number}") as pair:
+            found = pair if isinstance(pair, Failure) else compare_builds(runner, *pair, BEFORE, number)
+        measured += [] if isinstance(found, Failure) else [found]
     return measured, envelope([ratio(m, BEFORE) for m in measured]).verdict
 
 
@@ -40,7 +43,7 @@ def after(runner: Runner, a: Path, b: Path) -> tuple[list[Measurement], str]:
     """In turns, and more builds where two agree on too little."""
 
     def measure(numbers: Sequence[int]) -> list[Measurement] | Failure:
-        return fresh_pairs(runner, a, b, AFTER, list(numbers), [f"after_{n}" for n in numbers], to_decide=True)
+        return fresh_pairs(runner, a, b, AFTER, list(numbers), [f"after_{n}" for n in numbers])
 
     measured = as_many_pairs_as_needed(measure, AFTER)
     if isinstance(measured, Failure):

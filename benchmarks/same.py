@@ -25,8 +25,8 @@ from qdqtune.calibration.samples import open_samples
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
-from qdqtune.timing.pairing import as_many_pairs_as_needed, fresh_pairs
-from qdqtune.timing.ratios import MOST_PAIRS, Plan, across_builds, ratio
+from qdqtune.timing.pairing import fresh_pairs
+from qdqtune.timing.ratios import MOST_PAIRS, Plan, across_builds, as_many_pairs_as_needed, ratio
 from qdqtune.tuning.settings import EFFORTS
 from qdqtune.types import Failure, Measurement
 
@@ -65,7 +65,7 @@ class _Builds:
         """The rounds of these pairs."""
         seeds = [self.seed + number for number in numbers]
         names = [f"same_{seed}" for seed in seeds]
-        return fresh_pairs(self.runner, self.file, self.file, self.plan, seeds, names, to_decide=True)
+        return fresh_pairs(self.runner, self.file, self.file, self.plan, seeds, names)
 
 
 def compared(entry: zoo.Entry, setting: Setting, seeds: range, until: float) -> list[Seen]:

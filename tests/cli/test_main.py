@@ -201,7 +201,7 @@ def test_defaults_are_those_of_settings(monkeypatch, call):
 
 
 def test_a_search_runs_at_the_largest_number_of_threads_that_is_deployed(monkeypatch, call):
-    monkeypatch.setattr("qdqtune.tuning.threads.usable_cores", lambda: 16)
+    monkeypatch.setattr("qdqtune.tuning.contexts.usable_cores", lambda: 16)
     for asked, counts in (((), (16, 1, 4)), (("--threads", 4), (4, 1, 16))):
         given = settings_of(monkeypatch, call, "m.onnx", "--deploy-threads", "1,4,16", *asked)
         assert (given.engine.options["threads"], given.thread_counts) == (counts[0], counts)

@@ -17,7 +17,6 @@ from scipy.stats import binom
 from models import build, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.worker import Session
-from qdqtune.timing.pairing import as_many_pairs_as_needed
 from qdqtune.timing.ratios import (
     MOST_PAIRS,
     USUAL,
@@ -25,6 +24,7 @@ from qdqtune.timing.ratios import (
     Ratio,
     Spread,
     across_builds,
+    as_many_pairs_as_needed,
     compare,
     compare_pairs,
     envelope,
@@ -407,7 +407,7 @@ def test_rounds_that_are_unlikely_to_decide_anything_are_not_taken(gain: float, 
     noise = np.exp(0.05 * np.random.default_rng(0).standard_normal((2, 96)))
     pairs = [source(np.ones(96), gain * row / np.median(row)) for row in noise]
     plan = Plan((12, 24, 48, 96))
-    found = compare_pairs(pairs, plan, to_decide=True)
+    found = compare_pairs(pairs, plan)
     assert isinstance(found, list)
     assert [len(m.a) for m in found] == [ends] * 2
     assert on_these_builds([ratio(m, plan) for m in found]).verdict == verdict

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -25,14 +24,10 @@ from qdqtune.graph.outputs import Scratch
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
-from qdqtune.timing.ratios import Plan, Ratio, across_builds, judge, ratio
+from qdqtune.timing.ratios import Plan, judge, ratio
 from qdqtune.tuning.bench import Bench, job_of
 from qdqtune.tuning.candidates import Candidates
-from qdqtune.tuning.meeting import Confirmed, confirm
-from qdqtune.tuning.observer import Silent
-from qdqtune.tuning.run import Run
 from qdqtune.tuning.store import Store
-from qdqtune.tuning.threads import Place
 from qdqtune.tuning.trial_worker import Conditions, TrialWorker, profiled_runs
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal
 from runs import mixed, room_for
@@ -91,12 +86,6 @@ class Setup:
     store: Store
     bench: Bench
     placements: list[Placement]
-
-    @property
-    def run(self) -> Run:
-        """As much of a run as the proof's rounds need."""
-        told = SimpleNamespace(proof_plan=Plan((16,)), seed=7)
-        return cast(Run, SimpleNamespace(settings=told, store=self.store, runner=self.runner, observer=Silent()))
 
     def measure(self, number: int, candidate: Placement, against: Placement = FLOAT) -> Any:
         return next(self.bench.measured(number, [Proposal("test", candidate)], against))
@@ -287,24 +276,6 @@ def test_a_hopeless_candidate_costs_one_look_a_close_one_all(opened: Open) -> No
     setup.runner.timed = 0
     setup.measure(2, close)
     assert setup.runner.timed == 48
-
-
-def test_the_proof_takes_all_rounds_on_two_fresh_builds_of_each_file(opened: Open, tmp_path: Path) -> None:
-    files = [tmp_path / "baseline.onnx", tmp_path / "final.onnx"]
-    setup = opened(speed=lambda path, build: {"baseline": 1.0, "final": 0.8 if build < 2 else 0.82}.get(path.stem, 1.0))
-    for path, placement in zip(files, (FLOAT, setup.placements[0]), strict=True):
-        setup.candidates.write_whole(placement, path)
-    proven = confirm("proof:x", *files, setup.run, Place(None, setup.run.runner))
-    assert isinstance(proven, Confirmed)
-    each = [Ratio(r, r, r) for r in (0.8, 0.82)]
-    assert proven.ratio == across_builds(each, setup.run.settings.proof_plan)
-    assert proven.ratio.median == pytest.approx((0.8 * 0.82) ** 0.5)
-    assert (proven.a_seconds, proven.b_seconds) == (1.0, pytest.approx(0.81))
-    assert [p.name for p in setup.runner.builds] == ["final.onnx", "baseline.onnx"] * 2
-    assert setup.runner.present == set()
-    later = opened()
-    assert confirm("proof:x", *files, later.run, Place(None, later.run.runner)) == proven
-    assert later.runner.builds == []
 
 
 def test_the_whole_file_computes_what_the_candidate_did(opened: Open, tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import json
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,7 +15,6 @@ from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import read_placement
-from qdqtune.tuning.candidacy import Candidacy
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
 from runs import cost, mixed, settings, write
@@ -141,11 +138,3 @@ def test_a_front_ships_as_small_a_gain_as_the_same_run_without_it(model: Path, w
     assert front.shipped == "tuned"
     assert front.summary["ratio"] == pytest.approx(usual.summary["ratio"], abs=0.01)
     assert front.summary["builds"] + front.summary["proof_builds"] <= 25
-
-
-def test_one_candidate_is_told_of_without_a_number() -> None:
-    entry = SimpleNamespace(is_faster=lambda run: True, is_fresh=False)
-    run = SimpleNamespace(budget=SimpleNamespace(is_late=False))
-    only: Any = SimpleNamespace(entries=[entry], trials=(), _run=run, _next=lambda: None)
-    told = Candidacy.excuse(only, count=0, elsewhere=1)
-    assert "the only candidate did not hold at another number of threads" in told

@@ -589,3 +589,11 @@ def test_on_onnx_runtime_the_result_runs_and_is_near_the_float_model(tmp_path: P
     assert all(isinstance(t.result, Measurement) for t in result.history)
     onnx.checker.check_model(out(model, "optimized_final.onnx"), full_check=True)
     assert result.improved == (result.summary["ratio"] < 1)
+
+
+@pytest.mark.usefixtures("workers")
+def test_what_ships_stands_among_what_nothing_beats_and_each_has_a_name(tmp_path: Path) -> None:
+    rows = tune(settings(write(mixed(), tmp_path), mode="cut", builds=12)).summary["met"]
+    assert [row["shipped"] for row in rows].count(True) == 1
+    assert len({row["name"] for row in rows}) == len({row["number"] for row in rows}) == len(rows)
+    assert [row["ratio"] for row in rows] == sorted(row["ratio"] for row in rows)

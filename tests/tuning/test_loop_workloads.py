@@ -29,9 +29,10 @@ from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.timing.ratios import Plan, Ratio
+from qdqtune.tuning.compared import Compared
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
-from qdqtune.tuning.proof import Standing, lost
+from qdqtune.tuning.proof_notes import slower_workloads
 from qdqtune.tuning.run import open_run, prepared, written_once
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Failure, Layer, Measurement, Slot, Workload
@@ -388,10 +389,12 @@ def test_an_engine_for_ranges_of_sizes_is_told_those_of_all_workloads(model: Pat
 
 def test_a_workload_that_got_slower_is_noted() -> None:
     mix = as_workloads((Workload({}, 0.8, "decode"), Workload({}, 0.2, "prefill")))
-    slow, fast = Standing(4, Ratio(1.25, 1.2, 1.3), 1.0, 1.25), Standing(4, Ratio(0.5, 0.4, 0.6), 1.0, 0.5)
-    one, four = (Standing(count, Ratio(0.8, 0.7, 0.9), 1.0, 0.8, (fast, x)) for count, x in ((1, fast), (4, slow)))
-    assert list(lost([one], mix)) == []
-    (line,) = lost([one, four], mix)
+    slow, fast = Compared(Ratio(1.25, 1.2, 1.3), 1.0, 1.25, 4), Compared(Ratio(0.5, 0.4, 0.6), 1.0, 0.5, 4)
+    one, four = (
+        Compared(Ratio(0.8, 0.7, 0.9), 1.0, 0.8, count, by_workload=(fast, x)) for count, x in ((1, fast), (4, slow))
+    )
+    assert list(slower_workloads([one], mix)) == []
+    (line,) = slower_workloads([one, four], mix)
     assert line.startswith(
         "prefill alone (20% of the calls) got slower: 0.80x [0.77x, 0.83x] the speed of float at 4 th"
     )

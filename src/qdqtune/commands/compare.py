@@ -1,15 +1,14 @@
-"""`qdqtune compare`: a user's own files against each other, measured as a search measures its candidates."""
+"""`qdqtune compare`: times a user's files against the first of them, as the proof of a search does."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-import numpy as np
 
 from qdqtune.calibration.inputs import InputSpec, input_specs
 from qdqtune.calibration.options import DataOptions, samples_option
@@ -27,16 +26,17 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.stamps import content
 from qdqtune.numerics.accuracy import accuracy, concern
 from qdqtune.options import Assignments, Option, ValuesByInput, option
-from qdqtune.timing.pairing import as_many_pairs_as_needed, fresh_pairs
-from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict, across_builds, ratio
+from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict
 from qdqtune.tuning import advice
+from qdqtune.tuning.compared import Compared
+from qdqtune.tuning.comparison import Comparer, ComparisonRequest
+from qdqtune.tuning.contexts import Context, counts_of
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import deploy_threads_option
-from qdqtune.tuning.threads import counts_of
 from qdqtune.types import Accuracy, Array, Failure, Measurement, Mix, Sample, Workload
 
-MOST_ROUNDS = 24
-"""Rounds of each pair of builds."""
+DEFAULT_ROUNDS = 24
+"""Rounds of each pair of builds by default. Chosen, not measured."""
 
 
 @dataclass(kw_only=True)
@@ -57,7 +57,7 @@ class CompareOptions(EngineOptions, DataOptions):
         is_rare=True,
     )
     timing_runs: Option[int, int] = option(
-        click.IntRange(12), MOST_ROUNDS, "Rounds per pair of builds.", "Search", is_rare=True
+        click.IntRange(12), DEFAULT_ROUNDS, "Rounds per pair of builds.", "Search", is_rare=True
     )
     warmup_runs: Option[int, int] = option(
         click.IntRange(0), 2, "Inferences of each model before its rounds.", "Search", is_rare=True
@@ -65,14 +65,14 @@ class CompareOptions(EngineOptions, DataOptions):
 
     @property
     def plan(self) -> Plan:
-        """When a comparison looks."""
+        """When a comparison looks: once."""
         return Plan((self.timing_runs,), warmup=self.warmup_runs)
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Shown):
-    """Files against the first, in the order in which they were given, their outputs judged on so many samples (none
-    where these tell no accuracy). `notes` say what to know about it."""
+    """The result of `compare`: a row for each file but the first, in their order, and notes for the user. Outputs were
+    compared on `judged` samples; none where samples tell no accuracy."""
 
     first: str
     rows: tuple[Row, ...]
@@ -140,16 +140,16 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
     return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out)
 
 
-LONG = 20.0
-"""Seconds from which on it is told how long a comparison takes."""
+LONG_COMPARISON = 20.0
+"""Seconds from which on the expected time of a comparison is shown. Chosen, not measured."""
 
-OWN = frozenset({"rounds", "is_same"})
-"""Fields of a row that are not for machines."""
+HIDDEN = frozenset({"rounds", "is_same"})
+"""Fields of a row that JSON leaves out."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one of several workloads says, which is so large a share of all calls: median latencies in ms, ratio b/a."""
+    """One of several workloads alone, which is so large a share of all calls: median latencies in ms, ratio b/a."""
 
     name: str
     share: float
@@ -162,16 +162,15 @@ class Part:
 class Row:
     """One file against the first: median latencies in ms, ratio b/a, and output SQNR against the first in dB.
 
-    `reason` says why there is no ratio; `rounds` are those of each pair of builds. `accuracy` says more of the outputs;
-    `is_same` that both files hold the same. `threads` are those of the engine, where several numbers were asked for,
-    `workloads` tell each of several.
+    `reason` says why there is no ratio; `rounds` are those of each pair of builds. `is_same`: both files hold the same
+    bytes. `threads` is the engine's number where several were asked for; `workloads` has a part for each of several.
     """
 
     file: str
-    first_ms: float | None
-    ms: float | None
-    ratio: Ratio | None
-    sqnr_db: float | None
+    first_ms: float | None = None
+    ms: float | None = None
+    ratio: Ratio | None = None
+    sqnr_db: float | None = None
     reason: str = ""
     rounds: tuple[Measurement, ...] = ()
     accuracy: Accuracy | None = None
@@ -186,7 +185,7 @@ class Row:
 
     @property
     def words(self) -> str:
-        """The verdict for people: of files that cannot be told apart, by how much they may differ at most."""
+        """The verdict for people; an undecided one with how much the files may differ at most."""
         if self.ratio is None or self.ratio.verdict != "undecided":
             return self.verdict or "failed"
         low, high = self.ratio.low, self.ratio.high
@@ -200,9 +199,9 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """The row for machines."""
-        told = asdict(self) | {"verdict": self.verdict}
-        hidden = OWN if self.workloads else OWN | {"workloads"}
-        return {name: value for name, value in told.items() if name not in hidden}
+        fields = asdict(self) | {"verdict": self.verdict}
+        hidden = HIDDEN if self.workloads else HIDDEN | {"workloads"}
+        return {name: value for name, value in fields.items() if name not in hidden}
 
 
 def comparable(files: Sequence[Path]) -> list[Model]:
@@ -234,34 +233,52 @@ def compare_files(
     seed: int = 0,
     observer: Observer | None = None,
 ) -> list[Row]:
-    """Pair the first file with each of the others, on so many fresh builds of both; by default on as many as needed.
-    They are timed on the workloads of a mix, by default on the first sample that they are judged on. Where the samples
-    say nothing of accuracy, none is told.
+    """Compare each other file with the first, on so many fresh builds of both, by default on as many as needed. They
+    are timed on the workloads of `mix`, by default on the first sample of `judging`, on whose samples outputs are
+    compared if these tell accuracy.
 
     Raises:
         EngineFailure: the engine cannot build or run the first file.
     """
-    observer = observer or Silent()
-    observer.stage(f"running {files[0].name}")
+    observer, first = observer or Silent(), files[0]
+    observer.stage(f"running {first.name}")
     timed = mix or (Workload(judging[0]),)
     runner.feed(timed)
-    reference = _outputs(files[0], runner, judging)
+    reference = _outputs(first, runner, judging)
     if isinstance(reference, Failure):
-        raise EngineFailure(f"{files[0]} does not run, so there is nothing to compare with: {reference.reason}")
+        raise EngineFailure(f"{first} does not run, so there is nothing to compare with: {reference.reason}")
     seconds = PAIRS * plan.looks[0] * plan.round_seconds(reference.seconds / len(judging)) * len(timed)
-    told = f": {seconds:.0f} s, more where that does not decide" if seconds >= LONG else ""
-    rows = []
+    told = f": {seconds:.0f} s, more where that does not decide" if seconds >= LONG_COMPARISON else ""
+    comparer, context, rows = Comparer(plan, seed, observer), Context(None, runner), list[Row]()
     for file in files[1:]:
-        observer.stage(f"timing {file.name} against {files[0].name}{told}")
-        pairs = _Pairs(runner, files[0], file, plan, seed, observer)
-        measured = as_many_pairs_as_needed(pairs, plan) if builds is None else pairs(range(builds))
-        if isinstance(measured, Failure):
-            rows.append(Row(str(file), None, None, None, None, measured.reason))
-        else:
-            exact = _accuracy(file, runner, judging, reference.values) if tells_accuracy else None
-            row = _row(files[0], file, measured, plan, exact)
-            rows.append(replace(row, workloads=tuple(_parts(measured, timed, plan))))
+        observer.stage(f"timing {file.name} against {first.name}{told}")
+        compared = comparer.compare(ComparisonRequest("", first, file, context), pairs=builds)
+        if isinstance(compared, Failure):
+            rows.append(Row(str(file), reason=compared.reason))
+            continue
+        exact = _accuracy(file, runner, judging, reference.values) if tells_accuracy else None
+        parts = tuple(
+            Part(workload.name, workload.share, *_milliseconds(part), part.ratio)
+            for workload, part in zip(timed, compared.by_workload, strict=False)
+        )
+        rows.append(
+            Row(
+                str(file),
+                *_milliseconds(compared),
+                compared.ratio,
+                None if exact is None else exact.sqnr_db,
+                rounds=compared.measured,
+                accuracy=exact,
+                is_same=content([first]) == content([file]),
+                workloads=parts,
+            )
+        )
     return rows
+
+
+def _milliseconds(compared: Compared) -> tuple[float, float]:
+    """The median latency of the first file, and that of the other."""
+    return 1e3 * compared.a_seconds, 1e3 * compared.b_seconds
 
 
 def compare_at(
@@ -291,23 +308,6 @@ def compare_at(
     return rows
 
 
-@dataclass(frozen=True)
-class _Pairs:
-    """Fresh builds of two files by number, in rounds."""
-
-    runner: Runner
-    first: Path
-    file: Path
-    plan: Plan
-    seed: int
-    observer: Observer
-
-    def __call__(self, numbers: Sequence[int]) -> list[Measurement] | Failure:
-        """The rounds of these pairs."""
-        seeds, names = [self.seed + n for n in numbers], [f"compare_{n}" for n in numbers]
-        return fresh_pairs(self.runner, self.first, self.file, self.plan, seeds, names, listener=self.observer)
-
-
 def _agree(a: InputSpec, b: InputSpec) -> bool:
     """Whether one array can fit both: an unknown dimension fits every size."""
     if a.dtype != b.dtype or len(a.shape) != len(b.shape):
@@ -319,32 +319,14 @@ def _listed(specs: Mapping[str, InputSpec]) -> str:
     return ", ".join(map(str, specs.values()))
 
 
-def _row(a: Path, file: Path, measured: Sequence[Measurement], plan: Plan, exact: Accuracy | None) -> Row:
-    sqnr, is_same = None if exact is None else exact.sqnr_db, content([a]) == content([file])
-    return Row(str(file), *_judged(measured, plan), sqnr, rounds=tuple(measured), accuracy=exact, is_same=is_same)
-
-
-def _parts(measured: Sequence[Measurement], mix: Mix, plan: Plan) -> Iterator[Part]:
-    """What the pairs of builds say of each of several workloads."""
-    for workload, rounds in zip(mix, zip(*(m.parts for m in measured), strict=True), strict=False):
-        yield Part(workload.name, workload.share, *_judged(rounds, plan))
-
-
-def _judged(measured: Sequence[Measurement], plan: Plan) -> tuple[float, float, Ratio]:
-    """The median milliseconds of either file, and how they compare."""
-    first = 1e3 * float(np.median([s for m in measured for s in m.a]))
-    other = 1e3 * float(np.median([s for m in measured for s in m.b]))
-    return first, other, across_builds([ratio(m, plan) for m in measured], plan)
-
-
-class _Seen(NamedTuple):
+class _Ran(NamedTuple):
     """The outputs on all samples, and the seconds that they took."""
 
     values: list[dict[str, Array]]
     seconds: float
 
 
-def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> _Seen | Failure:
+def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> _Ran | Failure:
     handle = runner.load(file, f"compare_{file.stem}")
     if isinstance(handle, Failure):
         return handle
@@ -352,7 +334,7 @@ def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> _Seen | F
     outputs = runner.outputs(handle, samples)
     seconds = time.monotonic() - begun
     runner.unload(handle)
-    return outputs if isinstance(outputs, Failure) else _Seen(outputs, seconds)
+    return outputs if isinstance(outputs, Failure) else _Ran(outputs, seconds)
 
 
 def _accuracy(

@@ -32,7 +32,7 @@ class Limits:
         return None if self.min_sqnr is None else noise_of(self.min_sqnr)
 
     def is_exact_enough(self, accuracy: Accuracy | None) -> bool:
-        """Whether outputs hold the limits on them; None stands for what failed and has none."""
+        """Whether outputs hold the limits on them. None, the accuracy of a candidate that failed, does."""
         if accuracy is None:
             return True
         ratio, equal = accuracy.sqnr_db, accuracy.agreement
@@ -46,10 +46,10 @@ class Limits:
     def judged(
         self, trial: Trial, rivals: Sequence[Trial], plan: Plan, metric: Callable[[Placement], float | Failure]
     ) -> Trial:
-        """The trial with what it holds.
+        """The trial with its metric, and whether it holds the limits (None: not asked).
 
-        The user's metric takes time, so it is asked for only where the trial would be taken: if it won, faster than
-        any of the rivals that were measured against the same placement.
+        The user's metric takes time. It is computed only for a trial that would be accepted: faster than what it was
+        measured against, and than all `rivals` that were measured against the same.
         """
         if not self.is_exact_enough(trial.accuracy):
             return replace(trial, holds=False)
@@ -65,7 +65,7 @@ class Limits:
         return replace(trial, metric=value, holds=self.is_good_enough(value))
 
     def summary(self, history: Sequence[Trial], plan: Plan, after: float | Failure | None) -> dict[str, float | None]:
-        """The limits and what became of them, for the summary; `after` is the metric of the model that ships."""
+        """The limits and whether they were met, for summary.json; `after` is the metric of the model that ships."""
         unmet = not any(t.accepted for t in history) and is_unmet(history, plan)
         return {
             "min_sqnr_db": self.min_sqnr,
@@ -84,7 +84,7 @@ def wins(trial: Trial, plan: Plan) -> bool:
 
 
 def outcome(trial: Trial, plan: Plan) -> Verdict | Literal["failed", "inaccurate"]:
-    """What came of a judged trial, in one word: of what is slower, that alone."""
+    """The result of a judged trial in one word; a slower one that misses the limits is called slower."""
     ratio = judge(trial, plan)
     if ratio is None:
         return "failed"

@@ -1,4 +1,4 @@
-"""Two files against each other on the engine: a fresh build of each, then interleaved rounds."""
+"""Takes rounds on the engine: of two builds, shared with idle workers, or of fresh builds of two files."""
 
 from __future__ import annotations
 
@@ -11,30 +11,37 @@ from typing import Protocol, TypeVar
 from qdqtune.engines.build_queue import Urgency
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.timing.ratios import BUILD_LOOKS, Plan, Ratio, Rounds, compare_pairs, ratio, wants_builds
+from qdqtune.timing.ratios import Plan, Ratio, Rounds, compare, compare_pairs
 from qdqtune.types import Failure, Listener, Measurement
 
 W = TypeVar("W", contravariant=True)
 
 FRESH = ("final_0", "final_1")
-"""What the first builds of a proof are called."""
+"""The log names of the first builds of a proof."""
 
 FEW = 4
-"""Rounds that a worker takes before it looks again for idle ones, where there are none."""
+"""Rounds that a worker takes before it looks again for idle workers, if there are none. Chosen, not measured."""
 
 
 class RoundsElsewhere(Protocol[W]):
-    """Takes rounds of the same two files on another worker, which builds both for it."""
+    """Takes rounds of the same two files on another worker, which builds both."""
 
     def __call__(self, worker: W, /, *, first: int, count: int) -> Measurement | Failure:
         """`count` rounds from the number `first` on."""
 
 
 def rounds_of(runner: Runner, a: Handle, b: Handle, plan: Plan, seed: int) -> Rounds:
-    """Rounds of two builds, for `timing.compare`."""
+    """The rounds of two builds, for `ratios.compare`."""
     return lambda first, count: runner.rounds(
         a, b, count, seed=seed, first_round=first, slot_seconds=plan.slot_seconds, warmup=plan.warmup
     )
+
+
+def compare_builds(
+    runner: Runner, a: Handle, b: Handle, plan: Plan, seed: int, decided: Callable[[Ratio], bool] | None = None
+) -> Measurement | Failure:
+    """Rounds of two builds until a look decides: see `ratios.compare`."""
+    return compare(rounds_of(runner, a, b, plan, seed), plan, decided=decided)
 
 
 def shared_rounds(
@@ -46,12 +53,12 @@ def shared_rounds(
     *,
     is_built: bool = False,
 ) -> Rounds:
-    """Rounds of which idle workers of the pool take a part, if that pays: building both files, if not `is_built` there
-    when rounds begin, costs each of them `build_seconds`. Rounds that none of them has taken are taken by `own`."""
+    """Rounds of which idle workers of the pool take a part, if that is faster: each has to build both files, which
+    takes `build_seconds`, unless they are built there (`is_built`) when rounds begin. `own` takes all other rounds."""
     seconds = 4 * plan.slot_seconds  # the least that a round takes
 
     def rounds(first: int, count: int) -> Measurement | Failure:
-        """A few at a time, so that workers that have become idle can help with the next ones."""
+        """A few at a time, so that workers that have become idle can take a part of the next ones."""
         total, end, lead = None, first + count, 0.0 if is_built and first == 0 else build_seconds
         while first < end:
             left, share, helpers = end - first, 0, pool.idle_per_task()
@@ -73,7 +80,7 @@ def shared_rounds(
 def _in_parts(
     own: Rounds, elsewhere: RoundsElsewhere[W], pool: WorkerPool[W], first: int, mine: int, starts: range, share: int
 ) -> Measurement | Failure:
-    """The rounds from `first` on: `mine` here, and `share` of them from each of `starts` on other workers."""
+    """The rounds from `first` on: `mine` of them here, and on other workers `share` from each number in `starts`."""
     parts = [partial(elsewhere, first=start, count=share) for start in starts]
     total, others = pool.shared(partial(own, first, mine), parts)
     for start, other in zip(starts, others, strict=True):
@@ -86,8 +93,8 @@ def _in_parts(
 
 @contextmanager
 def fresh_builds(runner: Runner, a: Path, b: Path, log_name: str) -> Iterator[tuple[Handle, Handle] | Failure]:
-    """One build of each file, beside whatever is loaded of them; b first: what reading it takes is free again when a
-    comes, which is the float model as a rule, and the larger one."""
+    """A new build of each file, even if others are loaded. b comes first: the memory to read it is free again when a,
+    usually the float model and larger, is read."""
     with ExitStack() as stack:
         handles: list[Handle] = []
         for file in (b, a):
@@ -101,7 +108,7 @@ def fresh_builds(runner: Runner, a: Path, b: Path, log_name: str) -> Iterator[tu
 
 
 def begin_pairs(runner: Runner, file: Path, log_names: Sequence[str], urgency: Urgency) -> None:
-    """Have the builds of a file made ahead that `fresh_pairs` takes by these names."""
+    """Queue the builds of a file that `fresh_pairs` is going to take by these names."""
     for log_name in log_names:
         runner.build_queue.add(file, f"{log_name}_{file.stem}", urgency)
 
@@ -115,11 +122,9 @@ def fresh_pairs(
     log_names: Sequence[str],
     is_late: Callable[[], bool] = lambda: False,
     listener: Listener | None = None,
-    *,
-    to_decide: bool = False,
 ) -> list[Measurement] | Failure:
-    """Several builds of both files side by side, each pair with a seed and a name, compared in turns until all are
-    decided: see `timing.compare_pairs`. `listener` hears of each turn."""
+    """Build both files several times, each pair with a seed and a name, and compare all pairs in turns until they are
+    decided: see `ratios.compare_pairs`."""
     with ExitStack() as stack:
         runner.build_queue.withdraw(Urgency.NOW)
         begin_pairs(runner, b, log_names[1:], Urgency.NOW)  # the first is built here
@@ -130,23 +135,4 @@ def fresh_pairs(
             if isinstance(pair, Failure):
                 return pair
             pairs.append(rounds_of(runner, *pair, plan, seed))
-        return compare_pairs(pairs, plan, is_late=is_late, listener=listener, to_decide=to_decide)
-
-
-def as_many_pairs_as_needed(
-    measure: Callable[[Sequence[int]], list[Measurement] | Failure],
-    plan: Plan,
-    is_enough: Callable[[Sequence[Ratio]], bool] = lambda _: False,
-) -> list[Measurement] | Failure:
-    """What `measure` gives for pairs of builds by number: more of them where those so far say that builds matter, if
-    they are not enough."""
-    measured: list[Measurement] = []
-    for count in BUILD_LOOKS:
-        more = measure(range(len(measured), count))
-        if isinstance(more, Failure):
-            return more
-        measured += more
-        ratios = [ratio(m, plan) for m in measured]
-        if not wants_builds(ratios, plan) or is_enough(ratios):
-            break
-    return measured
+        return compare_pairs(pairs, plan, is_late=is_late, listener=listener)

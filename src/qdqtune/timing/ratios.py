@@ -49,27 +49,27 @@ class Plan:
             raise ValueError("error lies in (0, 0.5)")
 
     def round_seconds(self, inference: float) -> float:
-        """What a round takes of two models whose inferences take so many seconds."""
+        """The seconds of a round of two models whose inferences take so many seconds."""
         return Slot.of(inference, self.slot_seconds).round_seconds
 
     def start_seconds(self, inference: float) -> float:
-        """What comes before the first round: either model is warmed up, and timed twice to find how many inferences
+        """The seconds before the first round: either model is warmed up, and timed twice to find how many inferences
         fill a slot."""
         return 2 * (self.warmup + 2) * inference
 
 
 def least_rounds(error: float, looks: int) -> int:
-    """The least number of rounds that can decide at one of so many looks: those of a fair coin that always falls on the
-    same side are as rare as the share of the error."""
+    """The least number of rounds that can decide at one of so many looks: a fair coin falls that often on the same side
+    with a chance below the share of the error."""
     return next(n for n in count(1) if 0.5**n <= error / looks)
 
 
-CLOSE = 0.005
-"""Whose ratio is within this of 1 differs by nothing that anybody would notice."""
+EQUAL = 0.005
+"""Files whose ratio is within this of 1 count as equal: more rounds are not worth their time. Chosen, not measured."""
 
 
 def speed(ratio: float) -> str:
-    """How many times as fast something is that takes `ratio` of the time, as people are told everywhere."""
+    """How many times as fast a model is that takes this share of the time, as users see it."""
     return f"{1 / ratio:.2f}x"
 
 
@@ -86,15 +86,15 @@ class Ratio:
 
     @property
     def verdict(self) -> Verdict:
-        """What the interval says of b against a."""
+        """Whether the interval lies below 1 (b is faster), above it, or holds it."""
         if self.high is not None and self.high < 1:
             return "faster"
         return "slower" if self.low is not None and self.low > 1 else "undecided"
 
     @property
     def is_close(self) -> bool:
-        """Whether the interval lies so close around 1 that more rounds could find nothing worth having."""
-        return self.low is not None and self.high is not None and 1 - CLOSE <= self.low <= self.high <= 1 + CLOSE
+        """Whether the interval lies so close around 1 that the files count as equal."""
+        return self.low is not None and self.high is not None and 1 - EQUAL <= self.low <= self.high <= 1 + EQUAL
 
     @property
     def speedup(self) -> str:
@@ -103,7 +103,7 @@ class Ratio:
         return f"{speed(self.median)} [{low}, {high}]"
 
     def scaled(self, by: float) -> Ratio:
-        """Of b to something else, to which a has the ratio `by`."""
+        """The ratio of b to a third model, if that of a to it is `by`."""
         low, high = (None if end is None else by * end for end in (self.low, self.high))
         return Ratio(by * self.median, low, high)
 
@@ -143,13 +143,13 @@ def envelope(ratios: Sequence[Ratio]) -> Ratio:
 
 PAIRS, MOST_PAIRS = 2, 8
 BUILD_LOOKS = (PAIRS, 4, MOST_PAIRS)
-"""After how many pairs of builds a proof looks, where those before have not decided it."""
+"""After how many pairs of builds a comparison of files is judged, unless those before have decided it."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """What is known of how much pairs of builds of the same two files differ for good: the sum of squares of what the
-    logarithms of their ratios deviate by, and how many of these deviations are free."""
+    """How much the ratios of pairs of builds of the same two files differ from pair to pair: the sum of the squared
+    deviations of their logarithms, and the degrees of freedom."""
 
     squares: float
     free: int
@@ -159,16 +159,17 @@ class Spread:
 
 
 USUAL = Spread(3 * 0.015**2, 3)
-"""What is presumed of any model: as if three deviations of 1.5 % had been seen. On ONNX Runtime at one thread the
-standard deviation was 0.3 to 2.4 % (benchmarks/same.py), the more the shorter a model; at eight up to 17 %."""
+"""The spread that is presumed of any model: as if three deviations of 1.5 % had been seen. On ONNX Runtime at one
+thread the standard deviation was 0.3 to 2.4 % (benchmarks/same.py), the more the shorter a model; at eight threads
+up to 17 %."""
 
 
 def spread_of(pairs: Sequence[Sequence[Ratio]]) -> Spread:
-    """What several files show that meet one after the other the same builds of the user's: a row for each of them, with
-    as many pairs of builds as there are of the user's.
+    """The spread of several files that were compared with the same builds of the user's: a row for each file, with a
+    ratio to each of these builds.
 
-    All that a build of the user's has for itself shows in a whole column. So columns and what is left of them are
-    counted apart (analysis of variance in two ways, either file with half of the variance of a ratio).
+    A slow or fast build of the user's file shifts its whole column. So shifts of columns and what they leave are
+    counted apart (two-way analysis of variance, either file with half of the variance of a ratio).
     """
     logs = np.log([[r.median for r in row] for row in pairs])
     if logs.ndim < 2 or logs.shape[1] < 2:
@@ -181,7 +182,7 @@ def spread_of(pairs: Sequence[Sequence[Ratio]]) -> Spread:
 
 
 def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
-    """What pairs of builds say of themselves: the mean of their medians, with what the rounds leave open."""
+    """The ratio of these very pairs of builds: the mean of their medians, with the uncertainty of the rounds alone."""
     logs = np.log([r.median for r in ratios])
 
     def end(ends: Sequence[float | None]) -> float | None:
@@ -195,11 +196,11 @@ def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
 
 
 def across_builds(ratios: Sequence[Ratio], plan: Plan, seen: Spread = USUAL, looks: int = len(BUILD_LOOKS)) -> Ratio:
-    """What pairs of builds say of any builds of the two files.
+    """The ratio of any builds of the two files, estimated from some pairs of builds.
 
-    Two builds of one file differ for good, by memory layout say, so that each pair has a median of its own. Their mean
-    is off as Student's t has it, with the deviations that are known from elsewhere (`seen`) besides their own, and by
-    what the rounds leave open. Each of so many looks spends an equal share of the error.
+    Two builds of one file differ for good, by memory layout say, so that each pair has a median of its own. The
+    interval of their mean is that of Student's t, with the deviations that are known from elsewhere (`seen`) besides
+    their own, widened by the uncertainty of the rounds. Each of so many looks spends an equal share of the error.
     """
     from scipy.special import stdtrit  # slow to import
 
@@ -217,12 +218,12 @@ def across_builds(ratios: Sequence[Ratio], plan: Plan, seen: Spread = USUAL, loo
 
 
 UNLIKELY = 0.05
-"""The chance of a verdict below which further rounds are not worth their time."""
+"""The chance of a verdict below which further rounds are not worth their time. Chosen, not measured."""
 
 
 def is_futile(found: Ratio, rounds: int, plan: Plan) -> bool:
-    """Whether the last look is unlikely to decide what so many rounds have not, if things go on as they are: by then
-    the interval is narrower by the root of the rounds, and the median off by what those that come bring."""
+    """Whether the last look is unlikely to decide what so many rounds have not. By then the interval is narrower by the
+    root of the rounds, and the median has moved by what the rounds to come bring, which is estimated."""
     if found.low is None or found.high is None:
         return False
     quantile = NormalDist().inv_cdf
@@ -232,15 +233,15 @@ def is_futile(found: Ratio, rounds: int, plan: Plan) -> bool:
 
 
 def wants_builds(ratios: Sequence[Ratio], plan: Plan) -> bool:
-    """Whether more pairs of builds would tell: rounds on these show a difference worth having, which is no more than
-    builds may differ by."""
+    """Whether more pairs of builds might decide: these show a difference worth having, which is no larger than builds
+    may differ by."""
     these = on_these_builds(ratios)
-    is_worth_it = these.verdict != "undecided" and abs(np.log(these.median)) > CLOSE
+    is_worth_it = these.verdict != "undecided" and abs(np.log(these.median)) > EQUAL
     return len(ratios) < MOST_PAIRS and bool(is_worth_it) and across_builds(ratios, plan).verdict == "undecided"
 
 
 def overlap(a: Ratio, b: Ratio) -> bool:
-    """Whether two intervals have a part in common; an end that is not known is anywhere."""
+    """Whether two intervals may have a part in common; an unknown end may be anywhere."""
     return all(p.low is None or q.high is None or p.low <= q.high for p, q in ((a, b), (b, a)))
 
 
@@ -259,8 +260,7 @@ Rounds = Callable[[int, int], Measurement | Failure]
 def compare(rounds: Rounds, plan: Plan, *, decided: Callable[[Ratio], bool] | None = None) -> Measurement | Failure:
     """Measure until a look decides, or the rounds are spent. All samples are kept.
 
-    `decided` says when to stop; by default as soon as the interval lies on one side of 1. The search stops a
-    candidate that is slower in the same way as one that is faster: both answers are worth the same.
+    `decided` says when to stop; by default as soon as the interval lies on one side of 1, be it faster or slower.
     """
     done = decided or (lambda r: r.verdict != "undecided")
     total: Measurement | None = None
@@ -282,18 +282,17 @@ def compare_pairs(
     *,
     is_late: Callable[[], bool] = lambda: False,
     listener: Listener | None = None,
-    to_decide: bool = False,
 ) -> list[Measurement] | Failure:
-    """Several pairs of builds of the same two models in turns, look by look, each until it is decided.
+    """Measure several pairs of builds of the same two models in turns, look by look, each until it is decided.
 
-    All end together where more rounds change nothing: where two disagree, or no difference is worth having, or it
-    `is_late`; `to_decide`, where they can be expected to decide nothing, too.
+    All end together where more rounds change nothing: if two pairs disagree, no difference is worth having, further
+    rounds are unlikely to decide, or it `is_late`. `listener` is told of each turn.
     """
     totals: dict[int, Measurement] = {}
-    heard = listener or Deaf()
+    listener = listener or Deaf()
     for turn, look in enumerate(plan.looks):
         for number, rounds in enumerate(pairs):
-            heard.progress(turn * len(pairs) + number, len(plan.looks) * len(pairs))
+            listener.progress(turn * len(pairs) + number, len(plan.looks) * len(pairs))
             known = totals.get(number)
             if known is not None and ratio(known, plan).verdict != "undecided":
                 continue
@@ -306,6 +305,25 @@ def compare_pairs(
         verdicts = {r.verdict for r in found}
         if verdicts in ({"faster"}, {"slower"}) or verdicts >= {"faster", "slower"} or envelope(found).is_close:
             break
-        if is_late() or (to_decide and is_futile(on_these_builds(found), look, plan)):
+        if is_late() or is_futile(on_these_builds(found), look, plan):
             break
     return [totals[number] for number in range(len(pairs))]
+
+
+def as_many_pairs_as_needed(
+    measure: Callable[[Sequence[int]], list[Measurement] | Failure],
+    plan: Plan,
+    is_enough: Callable[[Sequence[Ratio]], bool] = lambda _: False,
+) -> list[Measurement] | Failure:
+    """Measure pairs of builds, given by their numbers, until they decide or more would not help; `is_enough` may stop
+    before."""
+    measured: list[Measurement] = []
+    for pairs in BUILD_LOOKS:
+        more = measure(range(len(measured), pairs))
+        if isinstance(more, Failure):
+            return more
+        measured += more
+        ratios = [ratio(m, plan) for m in measured]
+        if not wants_builds(ratios, plan) or is_enough(ratios):
+            break
+    return measured

@@ -1,4 +1,5 @@
-"""The bench: what the engine says of a candidate. Every answer is kept in the store, and never asked for twice."""
+"""Measures placements on the engine: rounds, outputs, layers, the user's metric. What was measured is kept in the store
+and not measured again."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ FLOAT = Placement()
 class FloatRun:
     """The float model's outputs on the samples, and the seconds of its build and, roughly, of one inference.
 
-    `turn_seconds` are those of a fourth of a round of two builds like it: one inference, or one of each workload, and
-    half of one more for that the shapes change.
+    `turn_seconds` is a fourth of a round of two such builds: one inference; or one of each workload and half as much,
+    because the shapes change.
     """
 
     outputs: Sequence[dict[str, Array]]
@@ -45,17 +46,17 @@ class FloatRun:
 
 
 class Bench:
-    """Measures placements of one model against each other. Its answers may be asked for in any order."""
+    """Measures placements of one model, in any order."""
 
     def __init__(self, pool: WorkerPool[TrialWorker], store: Store, conditions: Conditions) -> None:
         self._pool, self._store, self._conditions = pool, store, conditions
         self.deadline: float | None = None
-        """By this time of `time.monotonic` comparisons decide with what they have."""
+        """The time of `time.monotonic` at which comparisons end with the rounds that they have."""
 
     @property
     def trial_seconds(self) -> float:
-        """What one candidate takes at the least, if it is as fast as the float model; its outputs are foretold as well
-        where they have a limit to hold.
+        """The seconds that a candidate takes at least, if it is as fast as the float model; where its outputs have a
+        limit to hold, they are simulated before.
 
         Raises:
             BaselineFailed: the engine cannot build or run the float model.
@@ -66,11 +67,11 @@ class Bench:
     def measured(
         self, number: int, proposals: Sequence[Proposal], against: Placement, foresee: Callable[[], None] = lambda: None
     ) -> Generator[tuple[Trial, bool]]:
-        """Time candidates against another placement, side by side where there are several devices; and whether each
-        result was in the store. They come in the order of the proposals, `number` is that of the first. `foresee` may
-        begin further builds ahead.
+        """Time candidates against another placement, on several devices side by side: the trials in the order of the
+        proposals, numbered from `number`, each with whether its result was in the store. `foresee` may begin further
+        builds ahead.
 
-        What is measured is written as it comes. Closing the iterator ends what is under way.
+        Results are stored at once. Closing the iterator ends the measurements that are running.
 
         Raises:
             BaselineFailed: the engine cannot run the float model.
@@ -85,7 +86,7 @@ class Bench:
             else:
                 jobs.append(TrialJob(number + place, proposal, against, known))
         with closing(self._answers(jobs, foresee)) as results:
-            # The user's metric asks the first device about each trial: then a batch is measured to its end before that.
+            # The user's metric runs on the first device after each trial: then the whole batch is measured before.
             is_gathered = len(self._pool) > 1 and self._conditions.evaluation is not None
             fresh = iter(list(results)) if is_gathered else results
             for place in range(len(proposals)):
@@ -95,7 +96,7 @@ class Bench:
                 yield done.pop(place)
 
     def _answers(self, jobs: Sequence[TrialJob], foresee: Callable[[], None]) -> Generator[Trial]:
-        """What the engine says of each job, as it comes."""
+        """The trial of each job, as it is done."""
         if not jobs:
             return
         reference = self.floats.outputs
@@ -110,13 +111,13 @@ class Bench:
                 yield trial
 
     def begin(self, placements: Iterable[Placement], urgency: Urgency) -> None:
-        """Have these built ahead, and nothing else that is as urgent."""
+        """Have these built ahead, instead of all others of the same urgency."""
         self._runner.build_queue.withdraw(urgency)
         for placement in placements:
             self._loaded.begin(placement, urgency)
 
     def _known(self, number: int, proposal: Proposal, against: Placement) -> Trial | None:
-        """What an earlier run has measured of a candidate."""
+        """The trial of a candidate that an earlier run has measured."""
         record = self._store.get(TrialRecord, job_of(proposal.placement, against))
         if record is None or (proposal.wants_layers and record.layers is None and record.result.samples is not None):
             return None  # or it was measured by a search that did not ask for layers
@@ -128,12 +129,12 @@ class Bench:
             worker.loaded.keep_only(placement)
 
     def stand_alone(self) -> None:
-        """End all workers but the first, so that nothing runs beside what it measures."""
+        """End all workers but the first, so that it measures alone."""
         for worker in list(self._pool)[1:]:
             worker.runner.close()
 
     def keep(self, trial: Trial) -> None:
-        """Remember a trial that was measured elsewhere."""
+        """Store a trial that was measured elsewhere, unless it is known."""
         record = _record(trial)
         if self._store.get(TrialRecord, record.of) is None:
             self._store.put(record)
@@ -145,7 +146,7 @@ class Bench:
             BadOption: the user's function fails.
         """
         evaluation = self._conditions.evaluation
-        assert evaluation is not None  # nobody asks without --evaluate
+        assert evaluation is not None  # it is asked for with --evaluate only
         of = f"{evaluation.digest}:{placement.digest}"
         record = self._store.get(MetricRecord, of)
         if record is None:
@@ -181,7 +182,7 @@ class Bench:
         return record.layers
 
     def repeatability(self) -> Accuracy:
-        """The float model's outputs against those of the same build once more: what no candidate can exceed.
+        """The float model's outputs against those of the same build run again: no candidate can be more exact.
 
         Raises:
             BaselineFailed: the engine cannot build or run the float model.
@@ -206,7 +207,7 @@ class Bench:
 
     @cached_property
     def floats(self) -> FloatRun:
-        """What a build of the float model has shown.
+        """The float model, built and run.
 
         Raises:
             BaselineFailed: the engine cannot build or run it.
@@ -223,7 +224,7 @@ class Bench:
 
 
 def _record(trial: Trial) -> TrialRecord:
-    """What the store is to remember of a trial."""
+    """The record of a trial."""
     return TrialRecord(
         of=job_of(trial.placement, trial.against),
         origin=trial.proposal.origin,
@@ -239,19 +240,19 @@ def _record(trial: Trial) -> TrialRecord:
 
 
 def remembered(number: int, proposal: Proposal, against: Placement, record: TrialRecord) -> Trial:
-    """What the store remembers of a trial."""
+    """The trial of a record."""
     check = None if record.check is None else record.check.result
     known = record.accuracy if record.result.failure is None else None
     return Trial(number, proposal, against, record.result.result, check, known, record.layers)
 
 
 def trial_of(number: int, record: TrialRecord, against: Placement) -> Trial:
-    """A candidate from its record alone, for who looks at a run without searching on."""
+    """The trial of a record, with the proposal as far as that knows it, for reading a finished run."""
     learned = record.layers is not None
     proposal = Proposal(record.origin, record.placement.placement, record.pattern, record.predicted, learned)
     return remembered(number, proposal, against, record)
 
 
 def job_of(placement: Placement, against: Placement) -> str:
-    """What the record of a trial is about: a hash, so that jobs may run in any order and be found again."""
+    """The name of a trial's record: a hash of both placements, so that jobs may run in any order and be found again."""
     return hashlib.sha256(f"{placement.digest}:{against.digest}".encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Candidates: where a placement becomes a file, and a file a build that the engine holds ready."""
+"""Makes the file of a placement, and the build of a file that the engine holds ready."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from qdqtune.types import Failure, Placement
 
 
 class Candidates:
-    """Files of one model's placements, each written once and as it is asked for, by any of several threads.
-
-    The files lie beside those of `constants`.
-    """
+    """Files of one model's placements, each written when it is first asked for, in the folder of `constants`. Several
+    threads may ask."""
 
     def __init__(self, inserter: Inserter, constants: ConstantFile) -> None:
         self.folder = constants.path.parent
@@ -26,7 +24,7 @@ class Candidates:
         self._used: Counter[Placement] = Counter()
 
     def file(self, placement: Placement) -> Path:
-        """A small file of the placement, which refers to the constants that all candidates share.
+        """A small file of the placement that refers to the constants which all candidates share.
 
         Raises:
             OutputError: it cannot be written.
@@ -38,13 +36,13 @@ class Candidates:
         return path
 
     def keep(self, placement: Placement) -> Path:
-        """The file of a placement, which stays until it was dropped as often as it was kept."""
+        """The file of a placement, which exists until `drop` was called as often as this."""
         with self._lock:
             self._used[placement] += 1
         return self.file(placement)
 
     def drop(self, placement: Placement) -> None:
-        """Delete the file, unless it is kept for another."""
+        """Delete the file, unless another caller keeps it."""
         with self._lock:
             self._used[placement] -= 1
             if self._used[placement] <= 0:
@@ -60,7 +58,7 @@ class Candidates:
 
 
 class Loaded:
-    """Builds of one model's placements on one device, each made once and as it is asked for."""
+    """Builds of one model's placements on one device, each made when it is first asked for."""
 
     def __init__(self, runner: Runner, candidates: Candidates) -> None:
         self._candidates = candidates

@@ -18,83 +18,65 @@ from qdqtune.graph.outputs import appearing, write_json
 from qdqtune.graph.stamps import content
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
-from qdqtune.search.front import TARGET_POINTS, FrontSearch, MeasuredPoint, Tradeoff, named
-from qdqtune.timing.ratios import PAIRS, Ratio
-from qdqtune.tuning.accepting import is_alike
-from qdqtune.tuning.candidacy import Candidacy, Entry, move_model
+from qdqtune.search.front import TARGET_POINTS, FrontSearch, MeasuredPoint, named
+from qdqtune.timing.ratios import PAIRS
+from qdqtune.tuning.compared import judged_together, rows_by_threads, rows_by_workload
+from qdqtune.tuning.comparison import Comparer, SharedBuilds
+from qdqtune.tuning.contexts import open_contexts
+from qdqtune.tuning.decisions import is_proven, is_slower
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, REPORT, SUMMARY, alone, check_names
-from qdqtune.tuning.meeting import Opponents, confirmed
-from qdqtune.tuning.proof import Proof, Standing, copy_model, foremost, is_held, prove, rows_by_workload, rows_of
+from qdqtune.tuning.front_candidates import FrontCandidates, compare_candidates
+from qdqtune.tuning.front_decisions import FrontCandidate, ProvenPoint, front_of, shipped_point, to_compare_in
+from qdqtune.tuning.proof import Proof, copy_model, prove
+from qdqtune.tuning.proof_notes import FrontCounts, short_front
 from qdqtune.tuning.records import plain
 from qdqtune.tuning.result import write_placement_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
-from qdqtune.tuning.threads import places
 from qdqtune.types import Failure, Measurement, Mix, Placement, Trial
 
 
 @dataclass(frozen=True)
-class Proven:
-    """A point of the front as it lies on disk: its time against the user's file, on so many fresh pairs of `builds`.
-
-    `metric` is the user's own, `holds` whether the point holds the limits on accuracy, `content` what the file held.
-    """
-
-    name: str
-    trial: Trial
-    ratio: Ratio
-    float_seconds: float
-    seconds: float
-    metric: float | None
-    holds: bool
-    content: str
-    builds: int
-    standings: tuple[Standing, ...] = ()
-    """The same at each number of threads."""
-
-    def row(self, shipped: Placement, mix: Mix) -> dict[str, Any]:
-        """The row of summary.json."""
-        accuracy, placement = self.trial.accuracy, self.trial.placement
-        assert accuracy is not None  # a point was measured
-        return {
-            "name": self.name,
-            "file": f"{FRONT}/{self.name}.onnx",
-            "content": self.content,
-            "ratio": self.ratio.median,
-            "low": self.ratio.low,
-            "high": self.ratio.high,
-            "sqnr_db": accuracy.sqnr_db,
-            "agreement": accuracy.top1 if accuracy.agreement is None else accuracy.agreement,
-            "metric": self.metric,
-            "pairs": count_pairs(placement),
-            "edges": len(placement),
-            "weights": dict(Counter(weight_format.name for weight_format in placement.weight_formats.values())),
-            "ms": self.seconds * 1e3,
-            "holds_limits": self.holds,
-            "shipped": placement == shipped,
-            "by_threads": rows_of(self.standings),
-            **({"workloads": rows_by_workload(self.standings, mix)} if len(mix) > 1 else {}),
-        }
-
-
-@dataclass(frozen=True)
 class Front:
-    """What ships, and the points that nothing else beats, the fastest first; and the trials of what no search had
+    """What ships, the points that no other one beats, the fastest first, and the trials of what the search had not
     built."""
 
     proof: Proof
-    points: tuple[Proven, ...]
+    points: tuple[ProvenPoint, ...]
     trials: tuple[Trial, ...] = ()
 
     def rows(self, mix: Mix) -> list[dict[str, Any]]:
-        """What summary.json holds of the points."""
-        return [point.row(self.proof.placement, mix) for point in self.points]
+        """The rows `front` of summary.json."""
+        return [_row(point, self.proof.placement, mix) for point in self.points]
+
+
+def _row(point: ProvenPoint, shipped: Placement, mix: Mix) -> dict[str, Any]:
+    accuracy, placement = point.trial.accuracy, point.trial.placement
+    assert accuracy is not None  # a point was measured
+    return {
+        "name": point.name,
+        "file": f"{FRONT}/{point.name}.onnx",
+        "content": point.content,
+        "ratio": point.ratio.median,
+        "low": point.ratio.low,
+        "high": point.ratio.high,
+        "sqnr_db": accuracy.sqnr_db,
+        "agreement": accuracy.top1 if accuracy.agreement is None else accuracy.agreement,
+        "metric": point.metric,
+        "pairs": count_pairs(placement),
+        "edges": len(placement),
+        "weights": dict(Counter(weight_format.name for weight_format in placement.weight_formats.values())),
+        "ms": point.shown.b_seconds * 1e3,
+        "holds_limits": point.holds,
+        "shipped": placement == shipped,
+        "by_threads": rows_by_threads(point.contexts),
+        **({"workloads": rows_by_workload(point.contexts, mix)} if len(mix) > 1 else {}),
+    }
 
 
 def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) -> Front:
-    """Write a file for each point of the front and pair it with the user's own. The fastest that holds the limits
-    ships, of those that cannot be told apart the most exact; where none does, the usual proof decides. Points that do
-    not prove faster, or that others beat, go.
+    """Write a file for each candidate of the front and compare it with the user's own. Candidates that do not prove
+    faster, or that others beat, are deleted. Where no point may ship, the usual proof decides what does.
 
     Raises:
         BaselineFailed: the engine fails on a finished file.
@@ -104,48 +86,113 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     with writing(folder):
         folder.mkdir(exist_ok=True)
     run.candidates.write_whole(Placement(), run.settings.output_dir / BASELINE)
-    candidacy = Candidacy(history, run, search)
-    proven = _proven(candidacy.met(), run)
-    held, more = _everywhere(proven, candidacy.written, run)
-    tradeoffs = [Tradeoff(p.ratio.median, p.trial.exactness) for p in held]
-    kept = [
-        p for p, tradeoff in zip(held, tradeoffs, strict=True) if not any(other.beats(tradeoff) for other in tradeoffs)
-    ]
-    kept.sort(key=lambda p: p.ratio.median)
-    kept = _settled(kept, candidacy.written, run)
-    if not kept:
+    compared = compare_candidates(history, run, search)
+    proven = _proven(compared.promising, run)
+    held, more = _in_other_contexts(proven, compared.files, run)
+    points = _named(front_of(held), compared.files, run)
+    if not points:
         run.output.clear(FRONT)
-    trials, builds = candidacy.trials, candidacy.builds - len(candidacy.trials) + more
-    elsewhere = sum(p.ratio.verdict == "faster" for p in proven) - len(held)
-    notes = () if len(kept) >= TARGET_POINTS else (candidacy.excuse(len(kept), max(0, elsewhere)),)
-    if not (holding := [p for p in kept if p.holds and p.builds >= PAIRS]):
-        again = best_of(history)  # as without a front, where its builds have not told that it is slower
-        tried = {e.trial.placement for e in candidacy.entries if e.trial.placement != again or e.is_slower(run)}
+    builds = compared.builds - len(compared.trials) + more
+    notes = () if len(points) >= TARGET_POINTS else (_short_front(compared, proven, held, len(points), run),)
+    if (best := shipped_point(points)) is None:
+        again = best_of(history)  # tried as without a front, unless it is known to be slower
+        candidates = compared.by_placement.values()
+        tried = {c.placement for c in candidates if c.placement != again or c.is_slower}
         usual = prove([t for t in history if t.placement not in tried], run)
         proof = replace(usual, builds=usual.builds + builds, notes=(*usual.notes, *notes))
-        return Front(proof, tuple(kept), trials)
-    even = [p for p in holding if is_alike(p.ratio, holding[0].ratio)]
-    best = max(even, key=lambda p: (round(p.trial.exactness), -p.ratio.median))
+        return Front(proof, tuple(points), compared.trials)
     run.given.check()
     copy_model(folder / f"{best.name}.onnx", run.settings.output_dir / FINAL)
-    seconds = best.float_seconds, best.seconds
-    proof = Proof("tuned", best.trial.placement, best.ratio, None, *seconds, notes, builds, best.standings)
-    return Front(proof, tuple(kept), trials)
+    seconds = best.shown.a_seconds, best.shown.b_seconds
+    proof = Proof("tuned", best.trial.placement, best.ratio, None, *seconds, notes, builds, best.contexts)
+    return Front(proof, tuple(points), compared.trials)
 
 
-def _settled(kept: Sequence[Proven], written: Mapping[Placement, Path], run: Run) -> list[Proven]:
-    """The points under their names, each with its placement beside it; the files of all others are deleted."""
-    names = named([MeasuredPoint(p.ratio.median, p.trial) for p in kept])
-    settled = []
-    for (name, point), proven in zip(names.items(), kept, strict=True):
-        file = run.output.claim(written[point.trial.placement].with_name(f"{name}.onnx"))
-        move_model(written[point.trial.placement], file, run, point.trial.placement)
-        write_placement_of(point.trial.placement, run.output.claim(file.with_suffix(".yaml")), run)
-        settled.append(replace(proven, name=name, content=content(files_of(file))))
-    for file in written.values():
+def _short_front(
+    compared: FrontCandidates, proven: Sequence[ProvenPoint], held: Sequence[ProvenPoint], points: int, run: Run
+) -> str:
+    """Why the front has so few points."""
+    candidates, settings, spent = compared.by_placement.values(), run.settings, None
+    if (is_late := run.budget.is_late) or compared.has_more():
+        is_timed = settings.time_budget is not None and (is_late or compared.has_builds)
+        spent = "--time-budget" if is_timed else f"--builds {settings.builds}"
+    counts = FrontCounts(
+        points=points,
+        candidates=len(candidates),
+        of_search=sum(not c.is_new for c in candidates),
+        new=len(compared.trials),
+        slow=sum(not c.is_faster for c in candidates),
+        elsewhere=max(0, sum(p.ratio.verdict == "faster" for p in proven) - len(held)),
+    )
+    return short_front(counts, spent)
+
+
+def _named(points: Sequence[ProvenPoint], files: Mapping[Placement, Path], run: Run) -> list[ProvenPoint]:
+    """The points under their names, each with its placement beside it. Files of other candidates are deleted."""
+    names = named([MeasuredPoint(p.ratio.median, p.trial) for p in points])
+    found = []
+    for name, point in zip(names, points, strict=True):
+        placement = point.trial.placement
+        file = run.output.claim(files[placement].with_name(f"{name}.onnx"))
+        _rename(files[placement], file, run, placement)
+        write_placement_of(placement, run.output.claim(file.with_suffix(".yaml")), run)
+        found.append(replace(point, name=name, content=content(files_of(file))))
+    for file in files.values():
         for part in (file, data_of(file)):
             part.unlink(missing_ok=True)
-    return settled
+    return found
+
+
+def _rename(file: Path, target: Path, run: Run, placement: Placement) -> None:
+    """Give the file of a placement another name. One whose constants lie in a file named after it is written again."""
+    if data_of(file).exists():
+        run.output.claim(data_of(target))
+        run.candidates.write_whole(placement, target)
+        return
+    with writing(target):
+        file.replace(target)
+
+
+def _proven(candidates: Sequence[FrontCandidate], run: Run) -> list[ProvenPoint]:
+    """What all pairs of builds of the candidates say together, and the user's metric; without candidates on whose files
+    the engine failed."""
+    found = []
+    threads = threads_of(run.settings.engine)
+    together = judged_together([c.measured for c in candidates], run.settings.proof_plan, threads)
+    for candidate, compared in zip(candidates, together, strict=True):
+        if compared is None:
+            continue
+        trial, holds = candidate.trial, candidate.is_exact
+        metric = run.bench.metric(trial.placement) if run.settings.evaluate else None
+        if metric is not None:
+            holds = holds and not isinstance(metric, Failure) and run.limits.is_good_enough(metric)
+        value = None if isinstance(metric, Failure) else metric
+        found.append(ProvenPoint(trial, (compared,), len(candidate.measured), holds, value))
+    return found
+
+
+def _in_other_contexts(
+    proven: Sequence[ProvenPoint], files: Mapping[Placement, Path], run: Run
+) -> tuple[list[ProvenPoint], int]:
+    """The points that are slower in no context and faster in one, and the builds that it took to know. In contexts
+    other than that of the search a second build is made where the first does not decide."""
+    settings, plan = run.settings, run.settings.proof_plan
+    left, builds = {p.trial.placement: p for p in proven}, 0
+    with open_contexts(settings.engine, settings.thread_counts, run.runner, run.subject.mix) as contexts:
+        if not any(context.is_search for context in contexts):
+            left = {placement: replace(point, contexts=()) for placement, point in left.items()}
+        for context in (context for context in contexts if not context.is_search):
+            measured: dict[Placement, list[Measurement | Failure]] = {placement: [] for placement in left}
+            baseline = settings.output_dir / BASELINE
+            with SharedBuilds(Comparer.of(run), context, settings.model, baseline) as shared:
+                for number in range(PAIRS):
+                    for placement in to_compare_in(measured, number, plan):
+                        measured[placement].append(shared.compare(number, placement.digest, files[placement]))
+                builds += shared.builds
+            together = zip(measured, judged_together(list(measured.values()), plan, context.threads), strict=True)
+            found = {placement: one for placement, one in together if one is not None and not is_slower(one)}
+            left = {p: replace(left[p], contexts=(*left[p].contexts, one)) for p, one in found.items()}
+    return [point for point in left.values() if is_proven(point.contexts)], builds
 
 
 def pick(folder: Path, name: str) -> Mapping[str, Any]:
@@ -206,55 +253,3 @@ def _as_shipped(summary: Summary, row: FrontPoint, rows: Sequence[FrontPoint]) -
     if "workloads" in row:
         picked["workloads"] = row["workloads"]
     return picked
-
-
-def _proven(entries: Sequence[Entry], run: Run) -> list[Proven]:
-    """Points with their measurements, but for those on whose files the engine failed."""
-    found = []
-    plan = run.settings.proof_plan
-    for entry, met in zip(entries, confirmed([entry.measured for entry in entries], plan), strict=True):
-        if met is None:
-            continue
-        trial = entry.trial
-        metric = run.bench.metric(trial.placement) if run.settings.evaluate else None
-        holds = run.limits.is_exact_enough(trial.accuracy)
-        if metric is not None:
-            holds = holds and not isinstance(metric, Failure) and run.limits.is_good_enough(metric)
-        value = None if isinstance(metric, Failure) else metric
-        standing = Standing.of(threads_of(run.settings.engine), met)
-        pairs = len(entry.measured)
-        found.append(Proven("", trial, met.ratio, met.a_seconds, met.b_seconds, value, holds, "", pairs, (standing,)))
-    return found
-
-
-def _everywhere(proven: Sequence[Proven], written: Mapping[Placement, Path], run: Run) -> tuple[list[Proven], int]:
-    """The points that hold at every number of threads, and the builds that it took to know: a second one of what the
-    first does not tell faster."""
-    settings, plan = run.settings, run.settings.proof_plan
-    left = {p.trial.placement: p for p in proven}
-    builds = 0
-    with places(settings.engine, settings.thread_counts, run.runner, run.subject.mix) as found:
-        if not any(place.is_home for place in found):
-            left = {placement: replace(point, standings=()) for placement, point in left.items()}
-        for place in (place for place in found if not place.is_home):
-            measured: dict[Placement, list[Measurement | Failure]] = {placement: [] for placement in left}
-            with Opponents(run, place) as opponents:
-                for number in range(PAIRS):
-                    known = dict(zip(measured, confirmed(list(measured.values()), plan), strict=True))
-                    for placement, met in known.items():
-                        if number == 0 or (met is not None and met.ratio.verdict == "undecided"):
-                            measured[placement].append(opponents.meet(number, placement, written[placement]))
-                builds += opponents.builds
-            for placement, met in zip(measured, confirmed(list(measured.values()), plan), strict=True):
-                point = left.pop(placement)
-                if met is not None:
-                    standing = Standing.of(place.threads, met)
-                    if not standing.is_slower:
-                        left[placement] = replace(point, standings=(*point.standings, standing))
-    return [_told(point) for point in left.values() if is_held(point.standings)], builds
-
-
-def _told(point: Proven) -> Proven:
-    """A point with its ratio from where it is foremost."""
-    best = foremost(point.standings)
-    return replace(point, ratio=best.ratio, float_seconds=best.float_seconds, seconds=best.seconds)

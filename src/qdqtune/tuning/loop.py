@@ -13,7 +13,7 @@ from qdqtune.search import Strategy, as_predicted, best_of, upcoming_placements
 from qdqtune.search.front import FrontSearch
 from qdqtune.timing.limits import outcome
 from qdqtune.tuning import advice
-from qdqtune.tuning.accepting import accepted
+from qdqtune.tuning.decisions import accepted
 from qdqtune.tuning.finished import recalled, remember
 from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes import MODES

@@ -21,8 +21,10 @@ from qdqtune.search.front import MeasuredPoint, named, spread, undominated
 from qdqtune.search.regions import cache
 from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning import advice
+from qdqtune.tuning.compared import rows_by_threads, rows_by_workload
 from qdqtune.tuning.folder import PLACEMENT, RUN, SUMMARY, pattern_cache_of
-from qdqtune.tuning.proof import Proof, lost, rows_by_workload, rows_of
+from qdqtune.tuning.proof import Proof
+from qdqtune.tuning.proof_notes import slower_workloads
 from qdqtune.tuning.records import GroupOutcome, Shipped, Tried
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.run_log import RunLogWriter
@@ -123,9 +125,9 @@ def conclude(
 
 def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | None) -> Iterator[str]:
     """What the user should know about the result, and do about it."""
-    settings, standings = run.settings, proof.standings
+    settings, standings = run.settings, proof.contexts
     shipped = next((t.accuracy for t in history if t.placement == proof.placement and t.accuracy is not None), None)
-    yield from lost(standings, run.subject.mix)
+    yield from slower_workloads(standings, run.subject.mix)
     doubts = [None if shipped is None else concern(shipped), shortfall]
     if proof.ratio is None:
         doubts += [advice.undecided(history, settings.plan), None if history else run.budget.excuse]
@@ -188,8 +190,8 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "ratio_low": tuned.low if tuned else None,
         "ratio_high": tuned.high if tuned else None,
         "ratio_to_given": proof.to_given.median if tuned and proof.to_given else None,
-        "by_threads": rows_of(proof.standings),
-        **({"workloads": rows_by_workload(proof.standings, subject.mix)} if len(subject.mix) > 1 else {}),
+        "by_threads": rows_by_threads(proof.contexts),
+        **({"workloads": rows_by_workload(proof.contexts, subject.mix)} if len(subject.mix) > 1 else {}),
         "builds": 1 + run.found.builds + sum(t.builds for t in history),
         "proof_builds": proof.builds,
         "predicted_ratio": predicted,

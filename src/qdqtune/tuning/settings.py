@@ -18,8 +18,8 @@ from qdqtune.numerics.accuracy import FLOOR_DB
 from qdqtune.search.region import Config
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, least_rounds
+from qdqtune.tuning.contexts import counts_of
 from qdqtune.tuning.options import Mode, SearchOptions
-from qdqtune.tuning.threads import counts_of
 
 FRONT_LEAST, FRONT_BUILDS = 12, 25
 """Builds of a run for a front (least, usual), the proof of its points included. Chosen, not measured."""
@@ -155,7 +155,7 @@ class Settings(SearchOptions):
 
     @property
     def thread_counts(self) -> tuple[int | None, ...]:
-        """The numbers of threads at which the result is proven, see `threads.counts_of`."""
+        """The numbers of threads at which the result is proven, see `contexts.counts_of`."""
         return counts_of(self.engine, self.deploy_threads, is_here=self.ray is None)
 
     @property

@@ -1,6 +1,6 @@
-"""The worker of a search: one device with its engine, where a candidate is timed against another placement.
+"""Times candidates on one device, each against another placement that is built on the same device.
 
-Both are built on the same device. An idle worker takes rounds of a candidate of another one, on builds of its own.
+A worker that is idle takes rounds of the candidate of another worker, on builds of its own.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from qdqtune.tuning.candidates import Candidates, Loaded
 from qdqtune.types import Array, Failure, Measurement, Placement, Proposal, Sample, Trial
 
 FUTILE = 0.997
-"""A candidate whose median ratio is no better than this at a look is not worth more rounds."""
+"""A candidate whose median ratio is no better than this at a look is not worth more rounds. Chosen, not measured."""
 
 PROFILED = (4, 12, 400)
-"""Inferences behind a layer report: the least, those that are enough in most cases, and the most."""
+"""Inferences behind a layer report: the least, the usual number, and the most. Chosen, not measured."""
 
 PROFILED_SECONDS = (0.05, 1.0)
-"""How long they are to take in all: at least, since short layers need many, and at most."""
+"""The seconds that they take in all: at least, since short layers need many, and at most. Chosen, not measured."""
 
 
 Ran = tuple[Handle | Failure, list[dict[str, Array]] | Failure]
@@ -41,9 +41,9 @@ Ran = tuple[Handle | Failure, list[dict[str, Array]] | Failure]
 
 @dataclass(frozen=True)
 class Conditions:
-    """How candidates are measured: in which rounds, on which samples, and by which metric of the user's.
+    """How candidates are measured: by which plan, on which samples, and by which metric of the user's.
 
-    `limits` say which wins are worth a check, `check_wins` whether any is.
+    With `check_wins` a win that holds the `limits` is repeated.
     """
 
     plan: Plan
@@ -54,31 +54,28 @@ class Conditions:
     check_wins: bool = True
 
     def won(self, trial: Trial) -> bool:
-        """Whether a trial is a win as far as it was measured."""
+        """Whether a trial is faster and holds the limits, as far as it was measured."""
         measured = judge(trial, self.plan)
         is_faster = measured is not None and measured.verdict == "faster"
         return is_faster and self.limits.is_exact_enough(trial.accuracy)
 
     def may_be_taken(self, trial: Trial) -> bool:
-        """Whether its build is kept until the batch is judged: a win, or what is no slower and may be more exact."""
+        """Whether a candidate may be accepted, so that its build is kept until the batch is judged."""
         measured = judge(trial, self.plan)
         is_slower = measured is None or measured.verdict == "slower" or measured.median > 1
         return not is_slower and self.limits.is_exact_enough(trial.accuracy)
 
     def needs_check(self, trial: Trial) -> bool:
-        """Whether a win is to be repeated on second builds.
-
-        A win that misses the limit on SQNR is repeated only when another run allows more, and one of a search that
-        learns from layers never: it makes too few candidates for luck.
-        """
+        """Whether a win is to be repeated on second builds. Not in a search that learns from layers: it makes too few
+        candidates to win by luck."""
         is_one_of_many = self.check_wins and not trial.proposal.wants_layers
         return is_one_of_many and trial.check is None and self.won(trial)
 
 
 @dataclass(frozen=True)
 class TrialJob:
-    """One candidate, and the placement that it is timed `against`; `known` is what an earlier run has measured of it,
-    which lacks a check."""
+    """One candidate, and the placement that it is timed `against`; `known` is the trial of an earlier run that has not
+    repeated its win."""
 
     number: int
     proposal: Proposal
@@ -88,8 +85,8 @@ class TrialJob:
 
 @dataclass(frozen=True)
 class Batch:
-    """What trials of a batch have in common: the float model's outputs as the `reference`, the time of `time.monotonic`
-    from which comparisons decide with the rounds that they have, and the pool whose idle workers take rounds."""
+    """What the trials of a batch share: the outputs of the float model as `reference`, the time of `time.monotonic` at
+    which comparisons end with the rounds that they have, and the pool whose idle workers take rounds."""
 
     reference: Sequence[dict[str, Array]]
     deadline: float | None = None
@@ -97,9 +94,9 @@ class Batch:
 
 
 class TrialWorker:
-    """Measures candidates on one device. Times of two devices never meet: each comparison is one of builds made here.
+    """Measures candidates on one device: times of two devices are never compared.
 
-    Several share `candidates`, the files; `number` tells their logs apart.
+    Workers share the files, `candidates`; `number` tells their logs apart.
     """
 
     def __init__(self, runner: Runner, candidates: Candidates, conditions: Conditions, number: int = 0) -> None:
@@ -158,7 +155,7 @@ class TrialWorker:
             return compare(rounds, self._conditions.plan, decided=settled)
 
     def _built(self, job: TrialJob, batch: Batch) -> tuple[Ran, bool]:
-        """A build of a candidate and its outputs; and whether idle workers have built both files meanwhile."""
+        """A build of a candidate with its outputs, and whether idle workers have built both files meanwhile."""
         self._candidates.file(job.proposal.placement)  # written before, so that workers without a task are idle by then
         if batch.pool is None or not self._conditions.plan.slot_seconds:
             return self._ran(job), False
@@ -207,7 +204,7 @@ class TrialWorker:
         *,
         is_built: bool = False,
     ) -> Rounds:
-        """Rounds of two builds here, of which idle workers of the batch take a part, if it has several."""
+        """Rounds of two builds here, of which idle workers of the batch's pool take a part, if it has one."""
         plan = self._conditions.plan
         own = rounds_of(self.runner, a, b, plan, seed)
         if elsewhere is None or batch is None or batch.pool is None:
@@ -216,15 +213,15 @@ class TrialWorker:
 
 
 def trial_seconds(plan: Plan, build: float, seconds: float, turn: float, judged: int) -> float:
-    """What a candidate takes at the least that is as fast as the float model, of which a build, an inference and its
-    part in a round take so many seconds: its build, its outputs on so many samples, the first look of its comparison,
-    and its layers."""
+    """The least seconds that a candidate takes which is as fast as the float model: its build, its outputs on `judged`
+    samples, the first look of its comparison and its layers. A build of the float model takes `build` seconds, an
+    inference `seconds`, and its part in a round `turn`."""
     comparison = plan.start_seconds(turn) + plan.round_seconds(turn) * plan.looks[0]
     return build + judged * seconds + profiled_runs(seconds) * turn + comparison
 
 
 def profiled_runs(seconds: float) -> int:
-    """Inferences for a layer report of a model that takes so many seconds each."""
+    """The number of inferences for a layer report of a model that takes so many seconds each."""
     (least, enough, most), (short, long) = PROFILED, PROFILED_SECONDS
     if seconds * most <= short:
         return most
@@ -232,11 +229,11 @@ def profiled_runs(seconds: float) -> int:
 
 
 def _is_late(begun: float, deadline: float | None) -> bool:
-    """Whether the next look of a comparison would end too late: it takes about as long as all before it."""
+    """Whether the next look of a comparison would end too late: it takes about as long as all before."""
     now = time.monotonic()
     return deadline is not None and now + (now - begun) > deadline
 
 
 def settled(measured: Ratio) -> bool:
-    """Whether more rounds are not worth their time: it is decided, or at best as fast."""
+    """Whether more rounds are not worth their time: the comparison is decided, or shows no gain."""
     return measured.verdict != "undecided" or measured.median > FUTILE

@@ -12,13 +12,11 @@ import pytest
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadOption
-from qdqtune.timing.ratios import Ratio
-from qdqtune.tuning import threads
+from qdqtune.tuning import contexts
+from qdqtune.tuning.contexts import counts_of
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.proof import Standing, foremost, is_held
 from qdqtune.tuning.result import Result
-from qdqtune.tuning.threads import counts_of
 from runs import settings
 from workers import Build, Workers
 
@@ -119,24 +117,6 @@ def test_engines_without_threads_are_asked_nothing(model: Path) -> None:
 # What counts
 
 
-@pytest.mark.parametrize(
-    ("ends", "held"),
-    [
-        ([(0.5, 0.4, 0.6), (0.9, 0.8, 0.95)], True),
-        ([(0.5, 0.4, 0.6), (1.0, 0.98, 1.02)], True),
-        ([(1.0, 0.98, 1.02), (0.5, 0.4, 0.6)], True),
-        ([(0.5, 0.4, 0.6), (1.06, 1.02, 1.1)], False),
-        ([(0.5, 0.4, 0.6), (1.06, 0.9, 1.2)], False),
-        ([(1.0, 0.98, 1.02), (0.99, 0.97, 1.01)], False),
-    ],
-)
-def test_slower_nowhere_and_faster_somewhere(ends: list[tuple[float, float, float]], held: bool) -> None:
-    standings = [Standing(2**n, Ratio(*e), 1.0, e[0]) for n, e in enumerate(ends)]
-    assert is_held(standings) == held
-    if held:
-        assert foremost(standings).ratio.verdict == "faster"
-
-
 def test_the_error_is_shared_by_the_numbers_at_which_a_file_may_win(model: Path) -> None:
     one, two = settings(model, engine=ONE), settings(model, engine=ONE, deploy_threads=(1, 2))
     assert two.proof_plan.error == one.proof_plan.error / 2
@@ -144,8 +124,8 @@ def test_the_error_is_shared_by_the_numbers_at_which_a_file_may_win(model: Path)
 
 
 def test_the_usual_numbers_are_those_of_search_and_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "usual_threads", lambda: 8)
-    monkeypatch.setattr(threads, "usable_cores", lambda: 16)
+    monkeypatch.setattr(contexts, "usual_threads", lambda: 8)
+    monkeypatch.setattr(contexts, "usable_cores", lambda: 16)
     assert counts_of(EngineSpec("onnxruntime"), None) == (1, 8)
     assert counts_of(EngineSpec("openvino", {"threads": 8}), None) == (8,)
     assert counts_of(EngineSpec("onnxruntime", {"threads": 4}), (16, 1, 4)) == (4, 1, 16)
@@ -165,6 +145,6 @@ def test_the_usual_numbers_are_those_of_search_and_engine(monkeypatch: pytest.Mo
 def test_numbers_that_nothing_can_be_proven_at(
     model: Path, monkeypatch: pytest.MonkeyPatch, engine: str, asked: tuple[int, ...], said: str
 ) -> None:
-    monkeypatch.setattr(threads, "usable_cores", lambda: 16)
+    monkeypatch.setattr(contexts, "usable_cores", lambda: 16)
     with pytest.raises(BadOption, match=said):
         settings(model, engine=EngineSpec(engine), deploy_threads=asked)

@@ -1,0 +1,235 @@
+"""Compares model files as they lie on disk: on fresh builds, in interleaved rounds, until it is decided.
+
+`Comparer.compare` answers for two files in a context; the proof and `qdqtune compare` use it. `SharedBuilds` compares
+many files with the same builds of one, as a front does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from qdqtune.engines.runner import Handle
+from qdqtune.errors import BaselineFailed
+from qdqtune.graph.files import nbytes
+from qdqtune.graph.loading import files_of
+from qdqtune.graph.stamps import content
+from qdqtune.timing.pairing import compare_builds, fresh_pairs
+from qdqtune.timing.ratios import PAIRS, Plan, Ratio, as_many_pairs_as_needed, on_these_builds
+from qdqtune.tuning.compared import Compared
+from qdqtune.tuning.contexts import Context
+from qdqtune.tuning.records import ComparisonRecord, Outcome
+from qdqtune.tuning.run import Run
+from qdqtune.tuning.store import Store
+from qdqtune.types import Deaf, Failure, Listener, Measurement
+
+SIDE_BY_SIDE = 512 * 2**20
+"""Bytes of two model files of which two builds each are held at once; of larger ones a pair is built after the other.
+Chosen, not measured."""
+
+LEAST_SECONDS = 3.0
+"""How long a file of a front is compared with one build at least, if its rounds last so long. All files then see the
+same slow changes of the machine. Chosen, not measured."""
+
+MOST_TRIES = 3
+"""How often a comparison of a run is tried whose worker was killed, too slow or short of memory. Chosen, not
+measured."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ComparisonRequest:
+    """A question: how long does file `b` take beside file `a` in a context? Its records have the `key`, the context's
+    suffix and the number of the pair."""
+
+    key: str
+    a: Path
+    b: Path
+    context: Context
+
+
+@dataclass(frozen=True)
+class Comparer:
+    """Compares files by a plan. Pair number n of builds has the seed `seed` + n.
+
+    `store` keeps what was measured, and is asked first; what was measured of files that held anything else does not
+    count. `lacks` tells whether what takes so many seconds would end too late. A transient failure is tried again until
+    it was tried `tries` times.
+    """
+
+    plan: Plan
+    seed: int
+    listener: Listener = field(default_factory=Deaf)
+    store: Store | None = None
+    lacks: Callable[[float], bool] = lambda _: False
+    tries: int = 1
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        """As the files of a run are proven."""
+        settings = run.settings
+        return cls(settings.proof_plan, settings.seed, run.observer, run.store, run.budget.lacks, MOST_TRIES)
+
+    def compare(
+        self, asked: ComparisonRequest, *, pairs: int | None = None, only_not_slower: bool = False
+    ) -> Compared | Failure:
+        """Compare two files on so many pairs of fresh builds, by default on as many as it takes to decide.
+        `only_not_slower`: it is enough to see that b is not slower."""
+        begun = time.monotonic()
+
+        def is_enough(ratios: Sequence[Ratio]) -> bool:
+            is_settled = only_not_slower and on_these_builds(ratios).median <= 1
+            return is_settled or self.lacks(time.monotonic() - begun)
+
+        measure = partial(self._pairs, asked)
+        measured = as_many_pairs_as_needed(measure, self.plan, is_enough) if pairs is None else measure(range(pairs))
+        return measured if isinstance(measured, Failure) else Compared.of(measured, self.plan, asked.context.threads)
+
+    def _pairs(self, asked: ComparisonRequest, numbers: Sequence[int]) -> list[Measurement] | Failure:
+        """Rounds of the pairs of builds with these numbers; those that are not in the store side by side, unless the
+        files are large."""
+        files = self.contents(asked.a, asked.b)
+        keys = {number: f"{asked.key}{asked.context.suffix}:{number}" for number in numbers}
+        known = {number: self.recorded(key, files) for number, key in keys.items()}
+        measured = {number: result for number, result in known.items() if result is not None}
+        missing = [number for number in numbers if number not in measured]
+        size = PAIRS if nbytes(asked.a) + nbytes(asked.b) <= SIDE_BY_SIDE else 1
+        turns = [missing[at : at + size] for at in range(0, len(missing), size)]
+        for done, turn in enumerate(turns):
+            if any(isinstance(result, Failure) for result in measured.values()):
+                break
+            results = self.repeated(partial(self._fresh, asked, turn, len(turns) - done))
+            told: Sequence[Measurement | Failure] = [results] if isinstance(results, Failure) else results
+            for number, result in zip(turn, told, strict=False):
+                measured[number] = self.record(keys[number], files, result)
+        failed = next((result for result in measured.values() if isinstance(result, Failure)), None)
+        return failed or [result for _, result in sorted(measured.items()) if isinstance(result, Measurement)]
+
+    def _fresh(self, asked: ComparisonRequest, numbers: Sequence[int], turns: int) -> list[Measurement] | Failure:
+        """Rounds of fresh pairs of builds. `turns` such calls are to come, this one included: all need room in the time
+        that is left."""
+        begun = time.monotonic()
+        seeds = [self.seed + number for number in numbers]
+        names = [f"final_{number}{asked.context.log_suffix}" for number in numbers]
+
+        def is_late() -> bool:
+            return self.lacks(turns * (time.monotonic() - begun))  # the next look takes about as long as all before
+
+        runner, files = asked.context.runner, (asked.a, asked.b)
+        return fresh_pairs(runner, *files, self.plan, seeds, names, is_late, self.listener)
+
+    def contents(self, a: Path, b: Path) -> tuple[str, str]:
+        """Digests of what two models hold, by which the store tells them from others; empty without a store."""
+        return ("", "") if self.store is None else (content(files_of(a)), content(files_of(b)))
+
+    def recorded(self, key: str, files: tuple[str, str]) -> Measurement | Failure | None:
+        """What the store knows of a pair of builds of files with these contents, of at least the rounds of a first
+        look."""
+        record = None if self.store is None else self.store.get(ComparisonRecord, key)
+        if record is None or record.files != files:
+            return None
+        samples = record.result.samples
+        return record.result.result if samples is None or len(samples.a) >= self.plan.looks[0] else None
+
+    def record(self, key: str, files: tuple[str, str], result: Measurement | Failure) -> Measurement | Failure:
+        """Keep what a pair of builds gave, and return it."""
+        if self.store is not None:
+            self.store.put(ComparisonRecord(of=key, result=Outcome.of(result), files=files))
+        return result
+
+    def repeated(self, measure: Callable[[], T | Failure]) -> T | Failure:
+        """Measure, and again after a transient failure."""
+        result = measure()
+        for _ in range(self.tries - 1):
+            if not (isinstance(result, Failure) and result.is_transient):
+                break
+            result = measure()
+        return result
+
+
+class SharedBuilds:
+    """Builds of the user's file in a context, by number, with which many files are compared one after the other. Builds
+    of `baseline`, the float model as we write it, take their place where the engine does not run `given`. A context
+    manager.
+
+    `builds` counts the builds of all comparisons, those included that were found in the store.
+    """
+
+    def __init__(self, comparer: Comparer, context: Context, given: Path, baseline: Path) -> None:
+        self._comparer, self._context = comparer, context
+        self._given, self._baseline = given, baseline
+        self._handles: dict[int, Handle | None] = {}
+        self._stay = PAIRS if 2 * nbytes(given) <= SIDE_BY_SIDE else 0
+        self.builds = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._unload(list(self._handles))
+
+    def is_open(self, number: int) -> bool:
+        """Whether comparing with that build takes no further build of the user's file."""
+        return number in self._handles
+
+    def compare(
+        self, number: int, digest: str, file: Path, look: Callable[[Handle], None] | None = None
+    ) -> Measurement | Failure:
+        """Rounds of a fresh build of a file, of the placement with that digest, against the build of that number; from
+        the store where it has them, unless the build is to be shown to `look`.
+
+        Raises:
+            BaselineFailed: the engine does not build the float model again.
+        """
+        if number not in self._handles:
+            self._unload([other for other in self._handles if other >= self._stay])
+            self._handles[number] = None
+            self.builds += 1
+        self.builds += 1
+        key = f"front:{digest}{self._context.suffix}:{number}"
+        files = self._comparer.contents(self._given, file)
+        known = self._comparer.recorded(key, files) if look is None else None
+        if known is not None:
+            return known
+        result = self._comparer.repeated(partial(self._fresh, number, file, look))
+        return self._comparer.record(key, files, result)
+
+    def _fresh(self, number: int, file: Path, look: Callable[[Handle], None] | None) -> Measurement | Failure:
+        runner, comparer = self._context.runner, self._comparer
+        handle = runner.load(file, f"front_{number}{self._context.log_suffix}_{file.stem}", fresh=True)
+        if isinstance(handle, Failure):
+            return handle
+        if look is not None:
+            look(handle)
+        shared, begun = self._handle(number), time.monotonic()
+
+        def is_decided(found: Ratio) -> bool:
+            return found.verdict != "undecided" and time.monotonic() - begun >= LEAST_SECONDS
+
+        result = compare_builds(runner, shared, handle, comparer.plan, comparer.seed + number, is_decided)
+        runner.unload(handle)
+        return result
+
+    def _handle(self, number: int) -> Handle:
+        found = self._handles[number]
+        for file, name in ((self._given, "given"), (self._baseline, "baseline")):
+            if found is None:
+                log_name = f"front_{number}{self._context.log_suffix}_{name}"
+                built = self._context.runner.load(file, log_name, fresh=True)
+                if isinstance(built, Failure) and (built.is_transient or name == "baseline"):
+                    raise BaselineFailed(f"the engine does not build the float model again: {built.reason}")
+                found = None if isinstance(built, Failure) else built
+        assert found is not None  # else it has raised
+        self._handles[number] = found
+        return found
+
+    def _unload(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            if (handle := self._handles.pop(number)) is not None:
+                self._context.runner.unload(handle)

@@ -1,0 +1,231 @@
+"""Decides what a search takes and what ships, from what comparisons gave: pure functions of values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from qdqtune.search import ratios_to_float
+from qdqtune.timing.ratios import Plan, Ratio, judge, overlap
+from qdqtune.tuning.compared import Compared, first_faster
+from qdqtune.types import Failure, Placement, Trial
+
+ALIKE = 1.01
+"""Medians within this factor, whose intervals overlap, are taken for equal. Chosen, not measured."""
+
+SLOWER = 1.01
+"""A median above this counts as slower in a context, even if the rounds have not decided it. Chosen, not measured."""
+
+CLEARLY_FASTER = 0.95
+"""A share of the float model's time that is more than builds differ by (`timing.ratios.USUAL`)."""
+
+FINALISTS, MOST_FINALISTS = 2, 5
+"""How many placements are tried for shipping, whatever became of those before; and how many where one before was faster
+but slower in another context. Chosen, not measured."""
+
+
+# ---------------------------------------------------------------- which candidate of a batch is the best so far
+
+
+def is_alike(ratio: Ratio, fastest: Ratio) -> bool:
+    """Whether a ratio is equal to that of the fastest as far as rounds can tell."""
+    return ratio.median <= ALIKE * fastest.median and overlap(ratio, fastest)
+
+
+def accepted(trials: Sequence[Trial], plan: Plan, best: Trial | None = None) -> list[Trial]:
+    """The trials of one batch, at most one of them marked as accepted: the fastest that won, or the most accurate of
+    those that are equal to it. Where none won against the `best` so far, one that is more accurate, and not slower as
+    far as the rounds can tell."""
+    judged = [(ratio, t) for t in trials if t.holds is True and (ratio := judge(t, plan))]
+    alike = [(ratio, t) for ratio, t in judged if ratio.verdict == "faster"]
+    if alike:
+        fastest, _ = min(alike, key=lambda pair: (pair[0].median, -pair[1].number))
+        alike = [(r, t) for r, t in alike if is_alike(r, fastest)]
+    elif best is not None:
+        even = [(r, t) for r, t in judged if r.verdict == "undecided" and r.median <= 1]
+        alike = [(r, t) for r, t in even if round(t.exactness) > round(best.exactness)]
+    if not alike:
+        return list(trials)
+    # Whole dB: less is no reason to prefer one to another.
+    _, chosen = min(alike, key=lambda pair: (-round(pair[1].exactness), pair[0].median, -pair[1].number))
+    return [replace(t, accepted=t is chosen) for t in trials]
+
+
+# ---------------------------------------------------------------- whether a file may ship
+
+
+def is_slower(compared: Compared) -> bool:
+    """Whether a file is slower in a context, or seems to be by more than `SLOWER`."""
+    ratio = compared.ratio
+    return ratio.verdict == "slower" or (ratio.verdict == "undecided" and ratio.median > SLOWER)
+
+
+def is_proven(contexts: Sequence[Compared]) -> bool:
+    """Whether a file is slower in no context, and faster in one."""
+    return not any(map(is_slower, contexts)) and first_faster(contexts).ratio.verdict == "faster"
+
+
+@dataclass(frozen=True)
+class InContext:
+    """A file that may ship, compared in one context with the user's own file (`given`; a failure where the engine does
+    not run that), and with `baseline`, the float model as we write it, unless the user's file is that."""
+
+    given: Compared | Failure
+    baseline: Compared | None = None
+
+    @property
+    def to_float(self) -> Compared:
+        """The file against the float model."""
+        found = self.baseline or self.given
+        assert isinstance(found, Compared)  # one of both was run
+        return found
+
+    @property
+    def to_given(self) -> Ratio | None:
+        """Its time to that of the user's file, if the engine runs it."""
+        return None if isinstance(self.given, Failure) else self.given.ratio
+
+    @property
+    def builds(self) -> int:
+        """The builds that both comparisons took."""
+        return sum(one.builds for one in (self.given, self.baseline) if isinstance(one, Compared))
+
+
+AttemptVerdict = Literal[
+    "ships", "is float", "pairs do not pay", "slower elsewhere", "not faster than given", "not faster"
+]
+"""What became of a file that might ship; of several reasons against it the first."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a run demands of a file that ships.
+
+    `beats_given`: it has to be faster than the user's file, too, because that has pairs or other inputs.
+    `is_rewritten`: the float model is not the user's but rewritten, takes the share `rewrites_gave` of its time, and
+    may ship without pairs.
+    """
+
+    beats_given: bool = False
+    is_rewritten: bool = False
+    rewrites_gave: float = 1.0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A placement whose file was compared so that it may ship: in each context until one said no, which took so many
+    `seconds`; and where it was asked, with the rewritten float model (`without_pairs`)."""
+
+    placement: Placement
+    contexts: tuple[InContext, ...]
+    verdict: AttemptVerdict
+    without_pairs: Compared | None = None
+    seconds: float = 0.0
+
+    @property
+    def to_float(self) -> tuple[Compared, ...]:
+        """The file against the float model in each context."""
+        return tuple(one.to_float for one in self.contexts)
+
+    @property
+    def to_given(self) -> tuple[Ratio, ...]:
+        """Its ratio to the user's file in each context in which that runs."""
+        return tuple(one.to_given for one in self.contexts if one.to_given is not None)
+
+    @property
+    def builds(self) -> int:
+        """The builds that it took."""
+        return sum(one.builds for one in self.contexts) + (self.without_pairs.builds if self.without_pairs else 0)
+
+
+def verdict_of(placement: Placement, contexts: Sequence[InContext], terms: Terms) -> AttemptVerdict:
+    """Whether the file of a placement may ship, before its pairs are compared with none."""
+    to_float = [one.to_float for one in contexts]
+    to_given = [one.to_given for one in contexts if one.to_given is not None]
+    if not placement and not terms.is_rewritten:
+        return "is float"
+    if is_proven(to_float):
+        return "ships" if not terms.beats_given or _beats(to_given) else "not faster than given"
+    first = first_faster(to_float)
+    is_elsewhere = first is not to_float[-1] and first.ratio.verdict == "faster" and is_slower(to_float[-1])
+    return "slower elsewhere" if is_elsewhere else "not faster"
+
+
+def _beats(ratios: Sequence[Ratio]) -> bool:
+    """Whether a file is faster than the user's in some context and slower in none; True if that ran in none."""
+    verdicts = {ratio.verdict for ratio in ratios}
+    return not ratios or ("faster" in verdicts and "slower" not in verdicts)
+
+
+def may_owe_it_to_rewrites(attempt: Attempt, terms: Terms) -> bool:
+    """Whether a file with pairs may be no faster than the rewritten model without any. Then both are compared: pairs
+    cost accuracy, and are not to ship for what rewrites gave."""
+    if attempt.verdict != "ships" or not attempt.placement or not terms.is_rewritten:
+        return False
+    return first_faster(attempt.to_float).ratio.median > CLEARLY_FASTER * terms.rewrites_gave
+
+
+def with_comparison_without_pairs(attempt: Attempt, without_pairs: Compared) -> Attempt:
+    """The attempt, judged by the comparison with the rewritten model, too."""
+    verdict: AttemptVerdict = "ships" if without_pairs.ratio.verdict == "faster" else "pairs do not pay"
+    return replace(attempt, without_pairs=without_pairs, verdict=verdict)
+
+
+# ---------------------------------------------------------------- which files are tried, and which ships
+
+
+@dataclass(frozen=True)
+class Finalists:
+    """Placements that may ship, in the order in which they are tried: the `first` of them whatever became of those
+    before. Behind them the float model, unless it is not to be tried."""
+
+    placements: tuple[Placement, ...] = ()
+    first: int = 0
+    tries_float: bool = True
+
+
+def finalists(history: Sequence[Trial], plan: Plan, *, is_bounded: bool, tries_float: bool) -> Finalists:
+    """The placements that the search accepted, the last one first, of a run whose time `is_bounded` only that; then
+    those that hold the limits and were clearly faster than float, the fastest first."""
+    if is_bounded and not history:
+        return Finalists(tries_float=False)
+    first = [t.placement for t in reversed(history) if t.accepted][: 1 if is_bounded else FINALISTS]
+    ratios = ratios_to_float(history, plan)
+    held = {t.placement: ratios[t.placement] for t in history if t.placement in ratios and t.holds is not False}
+    others = [p for p in sorted(held, key=held.__getitem__) if p and held[p] < CLEARLY_FASTER]
+    return Finalists(tuple(dict.fromkeys([*first, *others]))[:MOST_FINALISTS], len(first), tries_float)
+
+
+def next_finalist(finalists: Finalists, attempts: Sequence[Attempt], *, lacks_time: bool) -> Placement | None:
+    """The placement to try next, the empty one for the float model; None if there is none, or no time for it."""
+    tried = 0
+    for number in range(len(finalists.placements)):
+        verdicts = {attempt.verdict for attempt in attempts[:number]}
+        is_wanted = number < finalists.first or "slower elsewhere" in verdicts
+        if not is_wanted or verdicts & {"pairs do not pay", "ships"}:
+            break
+        if number == len(attempts):
+            return None if number and lacks_time else finalists.placements[number]
+        tried = number + 1
+    if len(attempts) > tried or any(attempt.verdict == "ships" for attempt in attempts):
+        return None
+    return Placement() if finalists.tries_float and not lacks_time else None
+
+
+def shipped(attempts: Sequence[Attempt]) -> Attempt | None:
+    """What ships of all that was tried. One whose pairs do not pay ships if its rewritten float model did not prove
+    itself."""
+    for verdict in ("ships", "pairs do not pay"):
+        if (found := next((a for a in attempts if a.verdict == verdict), None)) is not None:
+            return found
+    return None
+
+
+def keeps_given(attempts: Sequence[Attempt], terms: Terms, *, from_qdq: bool, pairs_hold: bool) -> bool:
+    """Where nothing is proven, whether the user's file ships as it is and not the float model as we write it: if that
+    is slower, or rewritten. A model that came with pairs (`from_qdq`) ships as it is if these hold the limits."""
+    if from_qdq:
+        return pairs_hold
+    to_given = attempts[-1].contexts[0].to_given if attempts else None
+    return terms.is_rewritten or (to_given is not None and to_given.verdict == "slower")

@@ -1,0 +1,299 @@
+"""Finds and compares candidates for a front: placements that the search has built, and others that its prices predict.
+
+What the search would ship is compared first, on as many pairs of builds as without a front. Then one candidate after
+the other is compared with one build of the user's file, which all share, always the one that is farthest from those
+before. A candidate that does not seem faster, or is beaten by others, makes room for another. A second build is made of
+what may ship and of what one does not decide, and more of what two do not decide, while builds are left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+from qdqtune.engines import threads_of
+from qdqtune.engines.runner import Handle
+from qdqtune.graph.files import data_of
+from qdqtune.numerics.accuracy import accuracy, is_finite
+from qdqtune.search import best_of, ratios_to_float
+from qdqtune.search.front import (
+    NEAR,
+    NEAREST,
+    TARGET_POINTS,
+    FrontSearch,
+    MeasuredPoint,
+    PredictedPoint,
+    Tradeoff,
+    farthest,
+    is_too_noisy,
+    undominated,
+)
+from qdqtune.timing.ratios import PAIRS, Ratio, as_many_pairs_as_needed
+from qdqtune.tuning.budget import builds_of
+from qdqtune.tuning.compared import LOOKS
+from qdqtune.tuning.comparison import Comparer, SharedBuilds
+from qdqtune.tuning.contexts import Context
+from qdqtune.tuning.folder import BASELINE, FRONT
+from qdqtune.tuning.front_decisions import (
+    FrontCandidate,
+    FrontTerms,
+    has_builds_for_another,
+    judged,
+    promising,
+    to_compare_again,
+)
+from qdqtune.tuning.records import PointRecord
+from qdqtune.tuning.run import Run
+from qdqtune.tuning.trial_worker import profiled_runs
+from qdqtune.types import EQUAL_DB, Failure, Measurement, Placement, Proposal, Trial
+
+SIMULATED = 72
+"""How many predicted points are simulated at most. Chosen, not measured."""
+
+ByPlacement = dict[Placement, FrontCandidate]
+"""All candidates that were compared, in this order."""
+
+
+def compare_candidates(history: Sequence[Trial], run: Run, search: FrontSearch | None) -> FrontCandidates:
+    """Compare candidates with the user's file while there is room.
+
+    Raises:
+        BaselineFailed: the engine does not build the float model again.
+        OutputError: a file cannot be written.
+    """
+    settings = run.settings
+    terms = FrontTerms(
+        plan=settings.proof_plan,
+        limits=run.limits,
+        builds=settings.builds - 1 - run.found.builds - builds_of(history),
+        elsewhere=len(settings.thread_counts) - 1,
+        rewrites_gave=run.found.gave,
+        stays=best_of(history) if run.limits.max_drop is not None else None,
+    )
+    finder, candidates = PointFinder(history, run, terms, search), ByPlacement()
+    context = Context(threads_of(settings.engine), run.runner)
+    shared = SharedBuilds(Comparer.of(run), context, settings.model, settings.output_dir / BASELINE)
+    comparing = _Comparing(run, terms, shared)
+    with shared:
+        known = -1
+        while known < len(candidates):  # candidates that are decided leave builds for others
+            known = len(candidates)
+            while comparing.has_room(candidates) and (point := finder.next(candidates)) is not None:
+                number = len(history) + len(_new_trials(candidates.values())) + 1
+                candidate = comparing.first(point, number)
+                is_favourite = candidate.placement == best_of(history)
+                candidates[candidate.placement] = comparing.as_without_front(candidate) if is_favourite else candidate
+            comparing.again(candidates)
+    has_builds = comparing.has_builds(candidates)
+    return FrontCandidates(candidates, comparing.files, shared.builds, has_builds, finder)
+
+
+@dataclass(frozen=True)
+class FrontCandidates:
+    """All candidates that were compared with the user's file, the files that were written of them, and the builds that
+    it took. `has_builds` tells whether there were builds for another one."""
+
+    by_placement: ByPlacement
+    files: dict[Placement, Path]
+    builds: int
+    has_builds: bool
+    finder: PointFinder
+
+    @property
+    def promising(self) -> list[FrontCandidate]:
+        """Those that may be points."""
+        return promising(self.by_placement.values(), self.finder.terms.stays)
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """The trials of those that the search had not built."""
+        return _new_trials(self.by_placement.values())
+
+    def has_more(self) -> bool:
+        """Whether there was another candidate to compare."""
+        return self.finder.next(self.by_placement) is not None
+
+
+def _new_trials(candidates: Iterable[FrontCandidate]) -> tuple[Trial, ...]:
+    return tuple(c.trial for c in candidates if c.is_new and c.placement)
+
+
+@dataclass(frozen=True)
+class PointFinder:
+    """Chooses which point is compared next. `simulated` keeps the SQNR in dB of points that were simulated."""
+
+    history: Sequence[Trial]
+    run: Run
+    terms: FrontTerms
+    search: FrontSearch | None
+    simulated: dict[Placement, float] = field(default_factory=dict)
+
+    def next(self, candidates: ByPlacement) -> MeasuredPoint | PredictedPoint | None:
+        """What the search would ship, the fastest that nothing beats, the rewritten float model, and then the point
+        that is farthest from all candidates; None if each is near to one."""
+        plan = self.run.settings.plan
+        most, ratios = self.run.limits.max_noise, ratios_to_float(self.history, plan)
+        unbeaten = [p for p in undominated(self.history, plan) if not is_too_noisy(_noise(p.trial), most)]
+        best = best_of(self.history)
+        first = [MeasuredPoint(ratios[best], t) for t in self.history if t.accepted and t.placement == best]
+        fastest = [p for p in unbeaten[:1] if all(p.tradeoff.apart(f.tradeoff) >= NEAR for f in first)]
+        waiting = [p for p in (*first, *fastest) if p.placement not in candidates]
+        if waiting:
+            return waiting[0]
+        if self.run.subject.rewrites.names and Placement() not in candidates:
+            return PredictedPoint(Placement(), Tradeoff(1.0, EQUAL_DB), is_simulated=True)
+        history = [*self.history, *_new_trials(candidates.values())]
+        times = () if self.search is None else self.search.predicted_ratios(history)
+        points = [p for p in unbeaten if p.placement not in candidates]
+        while True:
+            before = len(self.simulated)  # what was simulated tells more of the others
+            offers = () if self.search is None else self.search.candidates(times, history, self.simulated)
+            found = self._farthest([*points, *offers], candidates)
+            if found is not None or len(self.simulated) == before:
+                return found
+
+    def _farthest(
+        self, offers: Sequence[MeasuredPoint | PredictedPoint], candidates: ByPlacement
+    ) -> MeasuredPoint | PredictedPoint | None:
+        """The offer that is farthest from all candidates, and not beaten as far as is known."""
+        points = [c.tradeoff for c in promising(candidates.values(), self.terms.stays)]
+        near = NEAR if len(points) >= TARGET_POINTS else NEAREST
+        taken = [tradeoff for candidate in candidates.values() for tradeoff in candidate.taken]
+        good = [*(o.tradeoff for o in offers if isinstance(o, MeasuredPoint)), *points]
+        left = list(offers)
+        while True:
+            left = [o for o in left if isinstance(o, MeasuredPoint) or not any(g.beats(o.tradeoff) for g in good)]
+            found = farthest(left, taken, near)
+            if not isinstance(found, PredictedPoint) or found.is_simulated:
+                return found
+            left.remove(found)
+            left += filter(None, [self._simulated(found)])
+
+    def _simulated(self, offer: PredictedPoint) -> PredictedPoint | None:
+        """The offer with its noise as simulated; None if it is too noisy, or enough were simulated."""
+        if self.search is None or len(self.simulated) >= SIMULATED:
+            return None
+        known = self.search.simulated(offer)
+        self.simulated[offer.placement] = known.tradeoff.db
+        return None if is_too_noisy(known.noise, self.search.noise.limit) else known
+
+
+@dataclass(frozen=True)
+class _Comparing:
+    """Writes the `files` of candidates and compares them with the user's, in the context of the search."""
+
+    run: Run
+    terms: FrontTerms
+    shared: SharedBuilds
+    files: dict[Placement, Path] = field(default_factory=dict)
+
+    def has_room(self, candidates: ByPlacement) -> bool:
+        """Whether there are builds, and time, for one more candidate."""
+        points = promising(candidates.values(), self.terms.stays)
+        many = len(points) if self.run.settings.time_budget is None else len(candidates)
+        return self.has_builds(candidates) and many < self.run.budget.points
+
+    def has_builds(self, candidates: ByPlacement) -> bool:
+        """Whether there are builds for one more candidate."""
+        to_open = self._to_open(range(PAIRS))
+        return has_builds_for_another(candidates.values(), self.terms, spent=self.shared.builds, to_open=to_open)
+
+    def _to_open(self, numbers: Sequence[int]) -> int:
+        return sum(not self.shared.is_open(number) for number in numbers)
+
+    def again(self, candidates: ByPlacement) -> None:
+        """Compare candidates on further pairs of builds where those so far do not decide, look by look."""
+        begun = time.monotonic()
+        for few, many in pairwise(LOOKS):
+            if self.run.budget.lacks((many - few) * (time.monotonic() - begun)):
+                break
+            spent, to_open = self.shared.builds, self._to_open(range(few, many))
+            chosen = to_compare_again(candidates.values(), self.terms, few, many, spent=spent, to_open=to_open)
+            for number in range(few, many):
+                for placement in [c.placement for c in chosen]:
+                    known = candidates[placement]
+                    candidates[placement] = self._with(known, (*known.measured, self._measured(number, placement)))
+
+    def as_without_front(self, candidate: FrontCandidate) -> FrontCandidate:
+        """Compare a candidate on as many pairs of builds as it needs and there is room for."""
+        begun, measured = time.monotonic(), list(candidate.measured)
+
+        def measure(numbers: Sequence[int]) -> list[Measurement] | Failure:
+            measured.extend(self._measured(number, candidate.placement) for number in numbers if number)
+            failed = next((m for m in measured if isinstance(m, Failure)), None)
+            return failed or [m for m in measured[numbers[0] :] if isinstance(m, Measurement)]
+
+        def is_enough(ratios: Sequence[Ratio]) -> bool:
+            is_late = self.run.budget.lacks(time.monotonic() - begun)
+            left = self.terms.builds - self.shared.builds - self.terms.elsewhere * 2 * PAIRS
+            return is_late or left < 2 * len(ratios)  # the next look takes as many
+
+        as_many_pairs_as_needed(measure, self.terms.plan, is_enough)
+        return self._with(candidate, measured)
+
+    def _with(self, known: FrontCandidate, measured: Sequence[Measurement | Failure]) -> FrontCandidate:
+        return judged(known.trial, known.expected, measured, self.terms, is_new=known.is_new)
+
+    def _measured(self, number: int, placement: Placement) -> Measurement | Failure:
+        return self.shared.compare(number, placement.digest, self.files[placement])
+
+    def first(self, point: MeasuredPoint | PredictedPoint, number: int) -> FrontCandidate:
+        """Write the file of a point and compare it on one pair of builds. `number` is that of its trial, if the search
+        has not built it."""
+        placement = point.placement
+        self._write(placement)
+        if isinstance(point, MeasuredPoint):
+            measured = (self._measured(0, placement),)
+            return judged(point.trial, point.tradeoff, measured, self.terms, is_new=False)
+        proposal = Proposal("front", placement, predicted=point.tradeoff.ratio)
+        trial = Trial(number, proposal, Placement(), Failure("run", "not measured yet"))
+        store, digest = self.run.store, placement.digest
+
+        def look(handle: Handle) -> None:
+            store.put(self._looked_at(handle, digest))
+
+        is_known = store.get(PointRecord, digest) is not None
+        result = self.shared.compare(0, digest, self.files[placement], None if is_known else look)
+        known = store.get(PointRecord, digest)
+        if known is not None and known.accuracy is not None and isinstance(result, Measurement):
+            holds = self.run.limits.is_exact_enough(known.accuracy)
+            beside = _slower(result, self.terms.rewrites_gave)
+            trial = replace(trial, result=beside, accuracy=known.accuracy, holds=holds, layers=known.layers)
+        else:
+            result = result if known is None or known.failure is None else known.failure
+            trial = replace(trial, result=result)
+        if placement:
+            self.run.bench.keep(trial)
+        return judged(trial, point.tradeoff, (result,), self.terms, is_new=True)
+
+    def _write(self, placement: Placement) -> None:
+        """Write the file of a placement, named by its digest until the points get names."""
+        file = self.run.output.claim(self.run.settings.output_dir / FRONT / f"{placement.digest}.onnx")
+        self.run.output.claim(data_of(file))
+        self.run.candidates.write_whole(placement, file)
+        self.files[placement] = file
+
+    def _looked_at(self, handle: Handle, of: str) -> PointRecord:
+        """How exact a build is, and its layers, from which prices learn."""
+        runner, bench = self.run.runner, self.run.bench
+        outputs = runner.outputs(handle, self.run.subject.accuracy)
+        if isinstance(outputs, Failure):
+            return PointRecord(of=of, failure=outputs)
+        if not is_finite(outputs):
+            return PointRecord(of=of, failure=Failure("output", "the outputs hold NaN or infinite values"))
+        layers = runner.layers(handle, profiled_runs(bench.floats.seconds))
+        told = () if isinstance(layers, Failure) else layers
+        return PointRecord(of=of, accuracy=accuracy(bench.floats.outputs, outputs), layers=told)
+
+
+def _slower(measured: Measurement, by: float) -> Measurement:
+    """A comparison with the user's file as if that took so many times as long."""
+    parts = tuple(_slower(part, by) for part in measured.parts)
+    return Measurement(tuple(by * seconds for seconds in measured.a), measured.b, parts)
+
+
+def _noise(trial: Trial) -> float:
+    return 0.0 if trial.accuracy is None else trial.accuracy.noise

@@ -1,0 +1,98 @@
+"""What users read about the proof: decisions and comparisons as sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from qdqtune.search.front import WORTHWHILE_RATIO
+from qdqtune.tuning import advice
+from qdqtune.tuning.compared import Compared, first_faster
+from qdqtune.tuning.decisions import Attempt, is_slower
+from qdqtune.types import Failure, Mix
+
+REWRITES_ALONE = "no pair is worth its time here: what ships is the float model with its rewrites"
+
+
+def notes_of(attempt: Attempt, model: str) -> Iterator[str]:
+    """Why a file did not ship, and whether the user's file, named `model`, could not be compared with it."""
+    for one in attempt.contexts:
+        if isinstance(one.given, Failure):
+            yield f"the engine does not run {model} as it is, so it was not compared: {one.given.reason}"
+    edges = (
+        f"a candidate of {len(attempt.placement)} edges" if attempt.placement else "the float model with its rewrites"
+    )
+    first, last = first_faster(attempt.to_float), attempt.to_float[-1]
+    match attempt.verdict:
+        case "pairs do not pay" if attempt.without_pairs is not None:
+            speedup = attempt.without_pairs.ratio.speedup
+            yield f"{edges} did not prove more than its rewrites: {speedup} the speed without its pairs"
+        case "slower elsewhere":
+            here = f"{first.ratio.speedup} the speed of float{at_threads(first)}"
+            yield f"{edges} is no gain where it may run: {here}, but {last.ratio.speedup}{at_threads(last)}"
+        case "not faster than given":
+            slowest = max(attempt.to_given, key=lambda ratio: ratio.median)
+            yield f"{edges} did not prove faster than {model}: {advice.unproven(slowest, model)}"
+        case "not faster":
+            yield f"{edges} did not prove faster on fresh builds: {advice.unproven(first.ratio)}"
+
+
+def at_threads(compared: Compared) -> str:
+    """The context in a sentence."""
+    return "" if compared.threads is None else f" at {compared.threads} thread{'s' * (compared.threads != 1)}"
+
+
+def slower_workloads(contexts: Sequence[Compared], mix: Mix) -> Iterator[str]:
+    """A line for each of several workloads that is slower in what ships, with the context in which that is worst."""
+    for number, workload in enumerate(mix if contexts and contexts[0].by_workload else ()):
+        alone = [one.by_workload[number] for one in contexts]
+        worst = max(alone, key=lambda one: one.ratio.median)
+        if is_slower(worst):
+            at = at_threads(worst) if len(contexts) > 1 else ""
+            yield (
+                f"{workload.name} alone ({workload.share:.0%} of the calls) got slower: {worst.ratio.speedup} the "
+                f"speed of float{at}; the others gain more than it loses"
+            )
+
+
+@dataclass(frozen=True)
+class FrontCounts:
+    """How many points a front has, and what became of the other candidates."""
+
+    points: int
+    candidates: int
+    of_search: int
+    """Candidates that the search had built."""
+    new: int
+    """Placements that it had not built."""
+    slow: int
+    elsewhere: int
+    """Those that were slower in another context only."""
+
+    @property
+    def beaten(self) -> int:
+        """Those that lost to other candidates, or on a second pair of builds."""
+        return self.candidates - self.points - self.slow - self.elsewhere
+
+
+def short_front(counts: FrontCounts, spent: str | None) -> str:
+    """Why a front has so few points. `spent` is the option that had no room for another candidate, None where no other
+    was in sight."""
+    reasons = {
+        "did not prove faster than float": counts.slow,
+        "did not hold at another number of threads (--deploy-threads)": counts.elsewhere,
+        "lost to others or on a second pair of builds": counts.beaten,
+    }
+    is_single = counts.candidates == 1
+    of_each = [(number, what) for what, number in reasons.items() if number > 0]
+    lost = ", ".join(what if is_single else f"{number} {what}" for number, what in of_each)
+    sources = {"of the search": counts.of_search, "made for the front": counts.new}
+    came = ", ".join(f"{number} {what}" for what, number in sources.items() if number)
+    many = f"of {counts.candidates} candidates that were compared with your model ({came})"
+    compared = lost and f"{'the only candidate' if is_single else many} {lost}"
+    if spent is None:
+        rest = f"no others are predicted that differ and take at most {WORTHWHILE_RATIO:.1%} of the float model's time"
+    else:
+        rest = f"{spent} has no room for {'others' if counts.candidates else 'any'}: give more"
+    plural = "s" * (counts.points != 1)
+    return f"the front has {counts.points} point{plural}: {'; '.join(filter(None, (compared, rest)))}"

@@ -1,0 +1,58 @@
+"""Decisions of the proof as sentences."""
+
+from __future__ import annotations
+
+import pytest
+
+from qdqtune.timing.ratios import Ratio
+from qdqtune.tuning.compared import Compared
+from qdqtune.tuning.decisions import Attempt, AttemptVerdict, InContext
+from qdqtune.tuning.proof_notes import FrontCounts, notes_of, short_front
+from qdqtune.types import Edge, Failure, Placement
+
+FAST, SLOW = Compared(Ratio(0.5, 0.4, 0.625), 1.0, 0.5, 1), Compared(Ratio(2.0, 1.6, 2.5), 1.0, 2.0, 4)
+
+
+IT = "a candidate of 1 edges"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "note"),
+    [
+        ("ships", None),
+        ("is float", None),
+        ("pairs do not pay", f"{IT} did not prove more than its rewrites: 0.50x [0.40x, 0.62x] the speed without"),
+        (
+            "slower elsewhere",
+            f"{IT} is no gain where it may run: 2.00x [1.60x, 2.50x] the speed of float at 1 thread, but 0.50x "
+            "[0.40x, 0.62x] at 4 threads",
+        ),
+        ("not faster than given", f"{IT} did not prove faster than m.onnx: 0.50x"),
+        ("not faster", f"{IT} did not prove faster on fresh builds: 2.00x [1.60x, 2.50x] the speed of float"),
+    ],
+)
+def test_why_a_file_did_not_ship(verdict: AttemptVerdict, note: str | None) -> None:
+    contexts = InContext(FAST), InContext(SLOW)
+    notes = list(notes_of(Attempt(Placement.of([Edge("t", "n", 0)]), contexts, verdict, SLOW), "m.onnx"))
+    assert len(notes) == (note is not None)
+    assert note is None or notes[0].startswith(note)
+
+
+def test_a_users_file_that_the_engine_does_not_run_is_told() -> None:
+    attempt = Attempt(Placement(), (InContext(Failure("build", "no kernel"), FAST),), "ships")
+    (note,) = notes_of(attempt, "m.onnx")
+    assert note == "the engine does not run m.onnx as it is, so it was not compared: no kernel"
+
+
+def test_why_a_front_is_short() -> None:
+    counts = FrontCounts(points=1, candidates=6, of_search=4, new=2, slow=2, elsewhere=1)
+    assert short_front(counts, "--builds 25") == (
+        "the front has 1 point: of 6 candidates that were compared with your model (4 of the search, 2 made for the "
+        "front) 2 did not prove faster than float, 1 did not hold at another number of threads (--deploy-threads), 2 "
+        "lost to others or on a second pair of builds; --builds 25 has no room for others: give more"
+    )
+    only = FrontCounts(points=0, candidates=1, of_search=1, new=0, slow=0, elsewhere=1)
+    assert "0 points: the only candidate did not hold at another number of threads" in short_front(only, None)
+    none = FrontCounts(points=0, candidates=0, of_search=0, new=0, slow=0, elsewhere=0)
+    assert short_front(none, None).startswith("the front has 0 points: no others are predicted that differ")
+    assert short_front(none, "--builds 14").endswith("--builds 14 has no room for any: give more")
