@@ -29,16 +29,16 @@ import zoo
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph
 from quantizers import write_nncf, write_static
 
-from qdqtune.calibration.methods import AUTO, CLOSEST, Calibration
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import HELD_OUT
+from qdqtune.calibration.scales import AUTO, CLOSEST, Calibration
 from qdqtune.commands.compare import compare_files
 from qdqtune.commands.quantize import quantize
 from qdqtune.commands.quantize_options import Request
 from qdqtune.engines.runner import Runner
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Array, Failure, NumericFormat, Sample

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from models import FP8, INT8, UINT8, Arrays, activations, branching, build, conv_net, embedding, feeds, normal
 from qdqtune.calibration.calibrate import calibrate, candidate_tensors
 from qdqtune.calibration.histograms import Histogram
-from qdqtune.calibration.methods import Calibration, Method
 from qdqtune.calibration.samples import Samples
-from qdqtune.calibration.scales import Range, dequantize, of_range, quantize
+from qdqtune.calibration.scales import Calibration, Method, Range, dequantize, of_range, quantize
 from qdqtune.errors import BadData, BadModel
 from qdqtune.graph.model import Model
 from qdqtune.types import NumericFormat

@@ -13,8 +13,8 @@ import pytest
 from conftest import Call
 from models import conv_net
 from qdqtune.calibration.calibrate import candidate_tensors
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
+from qdqtune.graph.saving import save
 from runs import mixed
 
 SCALES = {"image": 0.031, "r0": 0.02, "p0": 0.017, "k1": 0.05, "c2": 0.013, "r1": 0.011, "c3": 0.007, "cat": 0.019,

@@ -29,7 +29,7 @@ from click.shell_completion import ShellComplete
 
 from conftest import Call
 from models import conv_net
-from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.scales import Calibration
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.cli import files, inspect, main, streams, tune
 from qdqtune.cli.driver import DRIVER

@@ -22,8 +22,8 @@ from qdqtune.autotune import quantization, quantize_command
 from qdqtune.cli import main
 from qdqtune.cli.main import Later, app
 from qdqtune.errors import QdqtuneError
-from qdqtune.graph.may_write import HEAD, LIST, PAGE, mark
 from qdqtune.options import OfRun, Reads, Writes
+from qdqtune.system.checks import HEAD, LIST, PAGE, mark
 from qdqtune.tuning import folder
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.loop import tune

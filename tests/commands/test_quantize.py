@@ -16,17 +16,16 @@ import pytest
 
 import qdqtune
 from models import attention, build, conv_net, embedding, feeds, normal, run
-from qdqtune.calibration.methods import Calibration
-from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.commands import apply as applying
 from qdqtune.commands.quantize import HELD_OUT, quantize
 from qdqtune.commands.quantize_options import Request, Selection
 from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadOption, OutputError
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
 from qdqtune.numerics.fitting import with_known_ranges
 from qdqtune.placement.files import Recorded, write_placement

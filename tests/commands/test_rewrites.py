@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from models import build, feeds, normal
-from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data
+from qdqtune.calibration.scales import Calibration
 from qdqtune.commands import apply as applying
 from qdqtune.commands import debug
 from qdqtune.commands.apply import apply
 from qdqtune.commands.quantize import quantize
 from qdqtune.commands.quantize_options import Request
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites
+from qdqtune.graph.saving import save
 from qdqtune.placement.files import Recorded, read_placement_file, write_placement
 
 pytestmark = pytest.mark.usefixtures("workers")

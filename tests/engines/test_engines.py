@@ -21,7 +21,7 @@ from qdqtune.engines.fake import latency
 from qdqtune.engines.formats import MOVED_ACROSS, ONNXRUNTIME_SHARED
 from qdqtune.engines.onnxruntime import engine as ort_module
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
-from qdqtune.graph.files import save
+from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import NumericFormat, Placement, QType

@@ -26,9 +26,9 @@ from qdqtune.engines.allocation import allocate_workers
 from qdqtune.engines.ray.actor import WorkerActor
 from qdqtune.engines.ray.file_transfer import Receiver, Sender
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
-from qdqtune.graph.cleanup import MARK, locked
-from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.loading import load
+from qdqtune.graph.saving import ConstantFile
+from qdqtune.system.cleanup import MARK, locked
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.settings import Settings

@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.graph import wire
+from qdqtune.graph import protobuf
 from qdqtune.graph.loading import files_of, load
 from qdqtune.graph.model import bodies
 
@@ -116,10 +116,10 @@ def test_large_constants_stay_outside_and_external_ones_on_disk(file: Path, monk
     )
     file.write_bytes(proto.SerializeToString())
     inline = load(file)
-    monkeypatch.setattr(wire, "APART", 0)
+    monkeypatch.setattr(protobuf, "APART", 0)
     (link := file.with_name("link.onnx")).symlink_to(file)
     apart = load(link)
-    assert wire.parsed(link).ByteSize() < 1000
+    assert protobuf.parsed(link).ByteSize() < 1000
     assert apart.fingerprint == inline.fingerprint
     assert apart.constants["w"].data() == inline.constants["w"].data()
     assert files_of(link) == [link]
@@ -473,11 +473,11 @@ GOOD = model("g (float[300] x) => (float[300] y) { [n] y = Add(x, w) }", constan
         (GOOD.SerializeToString().replace(b"Add", b"\xff\xfe\xfd"), "model.onnx: "),
     ],
 )
-@pytest.mark.parametrize("apart", [wire.APART, 0])
+@pytest.mark.parametrize("apart", [protobuf.APART, 0])
 def test_files_that_are_no_models(
     file: Path, content: bytes | None, message: str, apart: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "APART", apart)
+    monkeypatch.setattr(protobuf, "APART", apart)
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(BadModel, match=message) as caught:

@@ -12,9 +12,9 @@ import onnx
 import pytest
 
 from models import feeds
-from qdqtune.calibration.methods import CLOSEST, Calibration
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import Samples
+from qdqtune.calibration.scales import CLOSEST, Calibration
 from qdqtune.engines import EngineSpec
 from qdqtune.tuning.budget import affordable
 from qdqtune.tuning.estimate import estimate

@@ -15,8 +15,8 @@ from qdqtune.calibration.observe import values_on
 from qdqtune.engines import EngineSpec, shapes
 from qdqtune.engines.shapes import Span, check_inputs, spans, with_spans
 from qdqtune.errors import BadOption
+from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import Model
-from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.subgraphs.extraction import Resolved, borders, extract, is_shape, resolve
 from qdqtune.tuning.subgraphs.groups import by_rules

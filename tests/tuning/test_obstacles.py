@@ -11,8 +11,8 @@ from conftest import Call
 from models import build, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, EngineUnavailable
-from qdqtune.graph.files import save
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
 from qdqtune.tuning.obstacles import insist_on_device
 
 BRANCHING = """net (int64 rate, float[1,8] x) => (float[1,8] y) {

@@ -17,10 +17,10 @@ from qdqtune.autotune.graphs import escaped
 from qdqtune.commands.inputs import SamplesLike
 from qdqtune.engines.shapes import read_shapes
 from qdqtune.errors import BadOption
-from qdqtune.graph.files import model_outputs, save, sign
 from qdqtune.graph.loading import files_of, load
-from qdqtune.graph.may_write import check_outputs
-from qdqtune.graph.outputs import appearing
+from qdqtune.graph.saving import model_outputs, save, sign
+from qdqtune.system.checks import check_outputs
+from qdqtune.system.writing import appearing
 from qdqtune.tuning.folder import FINAL
 from qdqtune.types import QuantType
 

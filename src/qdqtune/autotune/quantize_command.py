@@ -19,9 +19,9 @@ from qdqtune.cli.command import Guarded
 from qdqtune.commands.inputs import MODEL
 from qdqtune.engines.options import TIMING_CACHE
 from qdqtune.errors import writing
-from qdqtune.graph.files import model_outputs
-from qdqtune.graph.may_write import LOG, Output, mark, replaceable
+from qdqtune.graph.saving import model_outputs
 from qdqtune.options import FILE, Given, OfRun, Reads, Writes, choice
+from qdqtune.system.checks import LOG, Output, mark, replaceable
 from qdqtune.tuning.folder import SUMMARY
 
 LEVELS = click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False)

@@ -20,14 +20,14 @@ from qdqtune.autotune.pattern_cache import PatternCache
 from qdqtune.autotune.schemes import Config
 from qdqtune.cli import progress
 from qdqtune.engines.shapes import usual_shapes
-from qdqtune.graph.files import model_outputs, signature
 from qdqtune.graph.loading import load
-from qdqtune.graph.may_write import check_outputs
-from qdqtune.graph.outputs import appearing
+from qdqtune.graph.saving import model_outputs, signature
 from qdqtune.placement.reading import is_quantized, strip_pairs
 from qdqtune.search import region as search
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
+from qdqtune.system.checks import check_outputs
+from qdqtune.system.writing import appearing
 from qdqtune.tuning.folder import LOGS, REGION_MODELS
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Several, Silent, State

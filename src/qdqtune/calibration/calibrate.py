@@ -1,7 +1,7 @@
 """Ranges of all candidate tensors in one pass over the samples, in memory that does not grow with their number.
 
-Minimum and maximum are reduced inside the graph. The other methods take a histogram per tensor (see `histograms`), so
-that no value is ever kept.
+Minimum and maximum are reduced inside the graph. The other methods count each tensor's values in a histogram (see
+`histograms`), so that no values are stored.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration.histograms import Histogram
-from qdqtune.calibration.methods import AUTO, Calibration, Method
 from qdqtune.calibration.observe import observe, outputs_on, with_outputs
-from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.calibration.scales import AUTO, Calibration, Method, Range, Ranges
 from qdqtune.graph.model import Model
 from qdqtune.types import NumericFormat, QType, Sample
 

@@ -18,7 +18,7 @@ from onnx import TensorProto
 
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import ASKS_SHAPE, CONVOLUTIONS
-from qdqtune.graph.rewriting import along_outputs
+from qdqtune.graph.rewrites import along_outputs
 from qdqtune.types import Array, Edge
 
 NORMALIZED_BY_CHANNEL = {"BatchNormalization": 1, "LayerNormalization": -1, "RMSNormalization": -1}

@@ -21,9 +21,9 @@ from qdqtune.engines.devices import Device
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadData, BadModel, first_of
-from qdqtune.graph.files import constants_to_share
 from qdqtune.graph.model import Model
-from qdqtune.graph.outputs import temporary_folder
+from qdqtune.graph.saving import constants_to_share
+from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array, Failure, Sample
 
 MEMORY = 2**29

@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import click
 
-from qdqtune.calibration.methods import CLOSEST, Calibration, Method
 from qdqtune.calibration.samples import files_named
+from qdqtune.calibration.scales import CLOSEST, Calibration, Method
 from qdqtune.errors import BadOption
 from qdqtune.graph.rewrites import NAMES as REWRITTEN
 from qdqtune.options import (

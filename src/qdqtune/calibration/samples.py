@@ -22,10 +22,8 @@ from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
-from qdqtune.calibration.callables import imported, users_code
-from qdqtune.calibration.inputs import InputSpec, input_specs, listed
-from qdqtune.calibration.random_inputs import drawn
-from qdqtune.calibration.reading import Patience, few_enough
+from qdqtune.calibration.inputs import InputSpec, drawn, input_specs, listed
+from qdqtune.calibration.user_code import Patience, few_enough, imported, users_code
 from qdqtune.errors import BadData, one_line
 from qdqtune.graph.model import Model
 from qdqtune.types import Array, Sample

@@ -16,9 +16,9 @@ from qdqtune.calibration.samples import Samples, read_arrays, read_sample
 from qdqtune.engines.shapes import Span
 from qdqtune.engines.workloads import as_workloads
 from qdqtune.errors import BadOption
-from qdqtune.graph.may_write import real
 from qdqtune.graph.model import Model
 from qdqtune.options import Option, Reads, Several, option
+from qdqtune.system.checks import real
 from qdqtune.types import Mix, Sample, Workload
 
 

@@ -17,8 +17,8 @@ import click
 from qdqtune.cli.output import say_notes
 from qdqtune.commands.inputs import limited
 from qdqtune.commands.paths import Named, check_paths, typed
-from qdqtune.graph.may_write import PAGE, Output, replaceable
 from qdqtune.options import READ, REQUIRED, SWITCH, Given, Group, Option, Options, Several, Writes, options_of
+from qdqtune.system.checks import PAGE, Output, replaceable
 
 NAMES = 32
 """Columns of an option's name."""

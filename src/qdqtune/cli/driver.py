@@ -13,7 +13,7 @@ from contextlib import suppress
 from qdqtune.cli.command import command_line
 from qdqtune.cli.streams import PARENT
 from qdqtune.errors import EngineUnavailable
-from qdqtune.graph.interpreter import python
+from qdqtune.system.interpreter import python
 
 DRIVER = "QDQTUNE_RAY_DRIVER"
 """The variable that says that this process is it."""

@@ -30,7 +30,7 @@ from qdqtune.engines.devices import Device, leased, pinned
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.process import look
 from qdqtune.explanation.words import duration
-from qdqtune.graph.interpreter import python
+from qdqtune.system.interpreter import python
 
 LOOK_SECONDS = 0.1
 ENDING_SECONDS = 20.0

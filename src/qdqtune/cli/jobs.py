@@ -21,7 +21,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.allocation import allocate_workers
 from qdqtune.engines.devices import ANYWHERE, Device, cores_for, needs_gpu
 from qdqtune.explanation.words import builds, duration
-from qdqtune.graph.interpreter import python
+from qdqtune.system.interpreter import python
 from qdqtune.timing.ratios import speed
 
 WORST = (0, 3, 4)

@@ -9,8 +9,8 @@ from qdqtune.cli.command import command, switch
 from qdqtune.cli.output import print_json
 from qdqtune.explanation.page import write_report
 from qdqtune.explanation.report import report_of_run
-from qdqtune.graph.may_write import PAGE, Output, is_marked, is_of_a_run
 from qdqtune.options import REQUIRED, File, Given, MaybeFile, Options, Reads, Writes, option
+from qdqtune.system.checks import PAGE, Output, is_marked, is_of_a_run
 from qdqtune.tuning.folder import REPORT
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.calibration.matching import Matched
-from qdqtune.calibration.methods import Calibration
-from qdqtune.calibration.moments import Moments, moments, no_moments
 from qdqtune.calibration.options import RangeOptions, check_cache
-from qdqtune.calibration.scales import Ranges
+from qdqtune.calibration.rounding import Moments, moments, no_moments
+from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.commands.inputs import InputOptions, ModelOption
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import OutputOption, Ready, Source, SourceOptions
@@ -19,9 +18,9 @@ from qdqtune.engines.formats import numeric_format, usual_precision
 from qdqtune.engines.options import time_limit_option
 from qdqtune.errors import BadModel
 from qdqtune.explanation.words import placed
-from qdqtune.graph.files import save
 from qdqtune.graph.float16 import load_for
 from qdqtune.graph.rewrites import allowed
+from qdqtune.graph.saving import save
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.options import FILE, REQUIRED, TEXT, Duration, File, MaybeText, option

@@ -14,12 +14,12 @@ from qdqtune.engines.runner import Handle, Runner, unlogged
 from qdqtune.engines.shapes import check_inputs
 from qdqtune.engines.tensorrt.options import is_plan
 from qdqtune.errors import EngineFailure
-from qdqtune.graph.files import model_outputs, sign
 from qdqtune.graph.loading import read
-from qdqtune.graph.may_write import Output, is_of_a_run, mark, replaceable
 from qdqtune.graph.model import Model
-from qdqtune.graph.outputs import appearing
+from qdqtune.graph.saving import model_outputs, sign
 from qdqtune.options import REQUIRED, File, Given, Writes, option
+from qdqtune.system.checks import Output, is_of_a_run, mark, replaceable
+from qdqtune.system.writing import appearing
 from qdqtune.types import Failure
 
 FORMATS = {

@@ -24,9 +24,9 @@ from qdqtune.engines.runner import Runner, unlogged
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.graph.stamps import content
 from qdqtune.numerics.accuracy import accuracy, concern
 from qdqtune.options import Assignments, Option, ValuesByInput, option
+from qdqtune.system.checks import content
 from qdqtune.timing.pairing import as_many_pairs_as_needed, fresh_pairs
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict, across_builds, ratio
 from qdqtune.tuning import advice

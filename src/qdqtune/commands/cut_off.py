@@ -12,8 +12,8 @@ from onnx import helper
 from qdqtune.calibration.observe import with_outputs
 from qdqtune.commands.probes import NOT_FINITE, Outputs, noise
 from qdqtune.engines.runner import Runner, insist
-from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import ConstantFile
 from qdqtune.tuning.subgraphs.extraction import Resolved, borders, extract
 from qdqtune.types import Failure, Sample
 

@@ -29,13 +29,13 @@ from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.float16 import Precision, kept_in, load_for, to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.graph.outputs import temporary_folder
 from qdqtune.graph.rewrites import Rewrites, between
 from qdqtune.numerics.bisection import Culprit, Parts, Verdict, culprits
 from qdqtune.placement.grafting import Kind, StandingPair, representable, standing_pairs
 from qdqtune.placement.moved_channels import moved_channels
 from qdqtune.placement.reading import is_quantized, placement_in, strip_pairs, twins_of
 from qdqtune.placement.stored import tables_of
+from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Placement, Sample, noise_of
 

@@ -21,14 +21,14 @@ import numpy.typing as npt
 import onnx
 
 from qdqtune.calibration.options import samples_option
-from qdqtune.calibration.reading import Patience, few_enough
 from qdqtune.calibration.samples import files_named
+from qdqtune.calibration.user_code import Patience, few_enough
 from qdqtune.calibration.workloads import WorkloadArrays, WorkloadFile
 from qdqtune.engines.runner import TIME_LIMIT, time_limit
 from qdqtune.errors import BadData, BadModel, BadOption, one_line
-from qdqtune.graph.outputs import temporary_folder
 from qdqtune.numerics.metric import Predict
 from qdqtune.options import REQUIRED, Anything, Option, Options, Reads, option
+from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.options import MODEL as MODEL
 from qdqtune.tuning.settings import Settings
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.calibration.equalization import scaled
-from qdqtune.calibration.hidden_work import hidden_work
 from qdqtune.calibration.matching import Matched
-from qdqtune.calibration.moments import moments
 from qdqtune.calibration.observe import MANY
-from qdqtune.calibration.prepare import LEAST_JUDGED, Prepared
+from qdqtune.calibration.prepare import LEAST_JUDGED, Prepared, hidden_work
+from qdqtune.calibration.rounding import moments
 from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.quantize_options import Request, Selection
@@ -31,13 +30,12 @@ from qdqtune.engines.formats import numeric_format, storages_like, usual_precisi
 from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.explanation.words import decibels, placed
-from qdqtune.graph.files import one_constant_file, save
 from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements, integer_operators
-from qdqtune.graph.outputs import temporary_folder
 from qdqtune.graph.rewrites import allowed
+from qdqtune.graph.saving import one_constant_file, save
 from qdqtune.numerics.accuracy import accuracy, concern, cosine, is_finite
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.metric import Evaluation, evaluate, load_evaluation
@@ -46,6 +44,7 @@ from qdqtune.placement.engine_rules import Placed
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import met_by_weights, possible_edges, storable_edges
 from qdqtune.placement.reading import is_quantized
+from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Array, Failure, NumericFormat, Placement
 

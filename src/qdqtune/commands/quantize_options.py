@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from qdqtune.calibration.methods import CLOSEST, Calibration
 from qdqtune.calibration.options import FixOption, RangeOptions, check_cache
+from qdqtune.calibration.scales import CLOSEST, Calibration
 from qdqtune.commands.inputs import METRIC, InputOptions, MetricLike
 from qdqtune.commands.source import OutputOption, Source, SourceOptions
 from qdqtune.engines.formats import FORMATS

@@ -8,18 +8,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qdqtune.calibration.matching import Matched, from_file
-from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.options import CacheOption, DataOptions, RewriteOption
 from qdqtune.calibration.prepare import MOST_JUDGED, Data, Prepared, prepare
-from qdqtune.calibration.scales import Ranges
+from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.workloads import WorkloadFile, spans_of
 from qdqtune.commands.inputs import ModelOption
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.shapes import check_inputs, spans, with_spans
-from qdqtune.graph.files import model_outputs
 from qdqtune.graph.float16 import Precision
+from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import Model
-from qdqtune.graph.shaping import with_input_shapes
+from qdqtune.graph.saving import model_outputs
 from qdqtune.numerics.fitting import fitted
 from qdqtune.numerics.half_precision import by_ranges, in_half
 from qdqtune.options import Given, MaybeFile, Option, Writes, option

@@ -9,9 +9,9 @@ from pathlib import Path
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import insist, unlogged
 from qdqtune.errors import BadModel, EngineFailure, EngineUnavailable
-from qdqtune.graph.files import sign
 from qdqtune.graph.loading import load
-from qdqtune.graph.outputs import appearing
+from qdqtune.graph.saving import sign
+from qdqtune.system.writing import appearing
 
 LOADED_BY = {"fake": "onnxruntime", "onnxruntime": "onnxruntime", "openvino": "openvino"}
 """Engines that load any model in seconds without further options, and the one that loads files for them. TensorRT

@@ -14,7 +14,6 @@ from qdqtune.engines import MODULES, TENSORRT_FAMILY, THREADED, EngineSpec
 from qdqtune.engines.runner import TIME_LIMIT
 from qdqtune.engines.shapes import OPTIONS as SHAPE_OPTIONS
 from qdqtune.engines.tensorrt.options import timing_cache
-from qdqtune.graph.may_write import Output
 from qdqtune.options import (
     ANYTHING,
     COUNT,
@@ -36,6 +35,7 @@ from qdqtune.options import (
     Writes,
     option,
 )
+from qdqtune.system.checks import Output
 
 MOST_THREADS = max(16, os.cpu_count() or 1)
 """More than the machine has slow it down without end: idle ones wait busily."""

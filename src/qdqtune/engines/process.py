@@ -15,9 +15,9 @@ from time import monotonic
 from typing import Any, Protocol
 
 from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
-from qdqtune.graph import cleanup as janitor
-from qdqtune.graph.interpreter import python
-from qdqtune.graph.outputs import WORKERS, Scratch
+from qdqtune.system.cleanup import cleaner
+from qdqtune.system.interpreter import python
+from qdqtune.system.writing import WORKERS, Scratch
 from qdqtune.types import Failure
 
 LOOK_SECONDS = 0.1
@@ -96,7 +96,7 @@ class WorkerProcess:
         Raises:
             EngineUnavailable: another process has the device.
         """
-        janitor.own().hire()
+        cleaner().start()
         with leased(device) as held, pinned(device.cores):
             self._launch(log, held, device.environment)
 

@@ -18,8 +18,8 @@ from qdqtune.engines.memory import SHORT, MemoryBudget
 from qdqtune.engines.process import StartWorker, Worker, WorkerProcess, finish_log, last_lines
 from qdqtune.engines.workloads import as_workloads
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
-from qdqtune.graph.files import nbytes
-from qdqtune.graph.outputs import temporary_folder
+from qdqtune.graph.saving import nbytes
+from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat, QuantType, Slot, Tensors
 
 START_SECONDS = 120.0

@@ -17,8 +17,8 @@ from markupsafe import Markup
 from qdqtune.explanation import charts
 from qdqtune.explanation.report_values import Block, Map, Report
 from qdqtune.explanation.words import duration
-from qdqtune.graph.may_write import PAGE, mark
-from qdqtune.graph.outputs import appearing
+from qdqtune.system.checks import PAGE, mark
+from qdqtune.system.writing import appearing
 from qdqtune.types import EQUAL_DB
 from qdqtune.version import __version__
 

@@ -18,8 +18,9 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from qdqtune.errors import BadModel, reading
-from qdqtune.graph.model import LARGE, Constant, bodies, content_key
-from qdqtune.graph.stamps import Stamps
+from qdqtune.graph.model import Constant, bodies, content_key
+from qdqtune.graph.protobuf import LARGE
+from qdqtune.system.checks import Stamps
 from qdqtune.types import Array
 
 M = TypeVar("M")

@@ -7,7 +7,6 @@ graph inputs in place of the large constants.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from copy import deepcopy
 from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from pathlib import Path
@@ -20,21 +19,15 @@ from onnx import ModelProto, inliner, numpy_helper, version_converter
 
 from qdqtune.errors import BadModel
 from qdqtune.graph.constants import inner_tensors, replace, settle, take_external
-from qdqtune.graph.folding import Names, drop_identities, drop_unused
-from qdqtune.graph.folding import fix_inputs as fix
+from qdqtune.graph.inference import INFERENCE_ERRORS, copied, infer, with_large_inputs, without_large_inputs
 from qdqtune.graph.model import Constant, Model, bodies, captured
-from qdqtune.graph.operators import COMPUTE
+from qdqtune.graph.protobuf import parsed
+from qdqtune.graph.simplifying import Names, drop_identities, drop_unused
+from qdqtune.graph.simplifying import fix_inputs as fix
 from qdqtune.graph.soundness import check_sound, differs, kind_of
-from qdqtune.graph.wire import parsed
 
 OLDEST_OPSET = 7
 """The version converter knows no way up from anything older."""
-
-LONGEST = 2**22
-"""Elements of tensors of one dimension whose values shape inference may follow: it takes 80 bytes for each."""
-
-INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, RuntimeError, ValueError)
-"""What onnx raises from its C++ code; its own error classes have no base in common."""
 
 
 def load(
@@ -64,7 +57,7 @@ def load_proto(proto: ModelProto, *, min_opset: int = 13) -> Model:
     Raises:
         BadModel: the model is invalid, or its opset cannot be raised.
     """
-    return _ready(_copy(proto), Path.cwd() / "model.onnx", {}, min_opset)
+    return _ready(copied(proto), Path.cwd() / "model.onnx", {}, min_opset)
 
 
 def _ready(proto: ModelProto, path: Path, fix_inputs: Mapping[str, float | int | str], min_opset: int) -> Model:
@@ -74,7 +67,7 @@ def _ready(proto: ModelProto, path: Path, fix_inputs: Mapping[str, float | int |
     large = take_external(proto, path.parent, path.name)
     name_nodes(proto.graph)
     settle(proto.graph, large)
-    proto = _copy(proto)
+    proto = copied(proto)
     proto.ir_version = max(proto.ir_version, 4)  # before, constants had to be listed as inputs
     _sort(proto.graph)
     _check(proto, large)
@@ -98,7 +91,7 @@ def with_opset(model: Model, opset: int) -> Model:
     if model.opset >= opset:
         return model
     large = dict(model.large)
-    proto = _with_opset(_copy(model.proto), large, opset)
+    proto = _with_opset(copied(model.proto), large, opset)
     return Model(infer(proto, large), large)
 
 
@@ -114,18 +107,6 @@ def _open_unknown_sizes(graph: onnx.GraphProto) -> None:
             _open_unknown_sizes(body)
 
 
-def with_float_type(model: Model, dtype: int) -> Model:
-    """`model` with `dtype` for the inputs of compute operators whose type shape inference could not find.
-
-    Behind a custom operator types are unknown; what a convolution or a matrix product reads is float all the same.
-    """
-    result = deepcopy(model.proto)
-    unknown = {t for n in model.nodes if n.op in COMPUTE for t in n.inputs[:2]}
-    for tensor in sorted(unknown - set(model.tensors)):
-        result.graph.value_info.append(onnx.helper.make_tensor_value_info(tensor, dtype, None))
-    return Model(result, model.large)
-
-
 def checked(proto: ModelProto, large: Mapping[str, Constant]) -> Model:
     """A model of nodes in any order (which `proto` gets sorted), with its types and shapes inferred.
 
@@ -137,43 +118,13 @@ def checked(proto: ModelProto, large: Mapping[str, Constant]) -> Model:
     return Model(infer(proto, large), large)
 
 
-def infer(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
-    """`proto` with the types and shapes that shape inference finds; as it is if inference fails.
-
-    Inference that follows values holds one for each element of a tensor of one dimension: where one is longer than any
-    shape or index is, values are not followed.
-    """
-    whole = _whole_graph(proto, large)
-    try:
-        inferred = onnx.shape_inference.infer_shapes(whole)
-        if all(_length(v) <= LONGEST for v in _values(inferred.graph) if v.name not in large):
-            inferred = onnx.shape_inference.infer_shapes(whole, data_prop=True)
-    except INFERENCE_ERRORS:
-        return proto
-    return _without_inputs(inferred, large)
-
-
-def _values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
-    """What a graph and its bodies say of tensors."""
-    yield from chain(graph.input, graph.value_info, graph.output)
-    for node in graph.node:
-        for body in bodies(node):
-            yield from _values(body)
-
-
-def _length(value: onnx.ValueInfoProto) -> int:
-    """Elements of a tensor of one dimension; 0 of others."""
-    sizes = value.type.tensor_type.shape.dim
-    return sizes[0].dim_value if len(sizes) == 1 else 0
-
-
 def _drop_false_types(proto: ModelProto, large: Mapping[str, Constant]) -> None:
     """Forget the types and shapes that a file lists for tensors where its nodes make others, in place.
 
     Raises:
         BadModel: an output is listed with another type than its node makes.
     """
-    bare = _whole_graph(proto, large)
+    bare = with_large_inputs(proto, large)
     del bare.graph.value_info[:]
     for value in bare.graph.output:
         value.ClearField("type")
@@ -250,27 +201,6 @@ def data_files(path: Path) -> list[str]:
     return sorted(name for name in named if isinstance(name, str) and "\0" not in name)
 
 
-def _copy(proto: ModelProto) -> ModelProto:
-    """A copy; it has its own memory, so what was taken out of the original does not live on in it."""
-    copy = ModelProto()
-    copy.CopyFrom(proto)
-    return copy
-
-
-def _whole_graph(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
-    """A copy in which the large constants are graph inputs."""
-    copy = _copy(proto)
-    for name, constant in large.items():
-        copy.graph.input.append(onnx.helper.make_tensor_value_info(name, constant.dtype, constant.shape))
-    return copy
-
-
-def _without_inputs(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
-    """Undo `_whole_graph`, in place."""
-    replace(proto.graph.input, [v for v in proto.graph.input if v.name not in large])
-    return proto
-
-
 def node_names(graph: onnx.GraphProto) -> list[str]:
     """The names that `load` gives to the nodes of a file, in its order: unnamed ones are named after operator and
     position, and the second and further users of a name are numbered."""
@@ -305,7 +235,7 @@ def _sort(graph: onnx.GraphProto) -> None:
 
 
 def _check(proto: ModelProto, large: Mapping[str, Constant]) -> None:
-    whole = _whole_graph(proto, large)
+    whole = with_large_inputs(proto, large)
     for info in (*whole.graph.input, *whole.graph.output):
         if info.type.HasField("tensor_type"):
             info.type.tensor_type.shape.SetInParent()  # the checker wants one, engines do without
@@ -326,10 +256,10 @@ def _inlined(proto: ModelProto, large: MutableMapping[str, Constant]) -> ModelPr
     if not proto.functions:
         return proto
     try:
-        inlined = inliner.inline_local_functions(_whole_graph(proto, large), convert_version=True)
+        inlined = inliner.inline_local_functions(with_large_inputs(proto, large), convert_version=True)
     except RuntimeError as error:
         raise BadModel(f"cannot inline the model's functions: {_words(error)}") from error
-    settle(_without_inputs(inlined, large).graph, large)
+    settle(without_large_inputs(inlined, large).graph, large)
     return inlined
 
 
@@ -347,10 +277,10 @@ def _with_opset(proto: ModelProto, large: MutableMapping[str, Constant], target:
         if have < 13 and any(node.op_type == "Hardmax" for node in _all_nodes(proto.graph)):
             raise BadModel(f"cannot convert from opset {have} to {target}: Hardmax changed its meaning; {again}")
         try:
-            converted = version_converter.convert_version(_whole_graph(infer(proto, large), large), target)
+            converted = version_converter.convert_version(with_large_inputs(infer(proto, large), large), target)
         except (version_converter.ConvertError, *INFERENCE_ERRORS) as error:
             raise BadModel(f"cannot convert from opset {have} to {target}: {_words(error)}; {again}") from error
-        proto = _merged(proto, _without_inputs(converted, large), target)
+        proto = _merged(proto, without_large_inputs(converted, large), target)
         settle(proto.graph, large)
         if have < 11:
             _keep_sampling(proto.graph)
@@ -382,7 +312,7 @@ def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 def _merged(original: ModelProto, converted: ModelProto, target: int) -> ModelProto:
     """The converted nodes in the original's frame: the converter knows nothing of metadata and input order."""
-    merged = _copy(original)
+    merged = copied(original)
     for opset in merged.opset_import:
         if opset.domain in ("", "ai.onnx"):
             opset.version = target

@@ -18,14 +18,11 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from qdqtune.graph.fields import field_of
+from qdqtune.graph.protobuf import LARGE, field_of
 from qdqtune.types import Array, Edge
 
 NODE, INITIALIZER = onnx.GraphProto.NODE_FIELD_NUMBER, onnx.GraphProto.INITIALIZER_FIELD_NUMBER
 VALUE_INFO = onnx.GraphProto.VALUE_INFO_FIELD_NUMBER
-
-LARGE = 1024
-"""Constants of this many bytes or more stay outside the protobuf; smaller ones may be shapes that inference reads."""
 
 
 GRAPH = -1

@@ -15,13 +15,13 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.graph.files import ConstantFile, constants_to_share
 from qdqtune.graph.model import Model
-from qdqtune.graph.outputs import temporary_folder
+from qdqtune.graph.saving import ConstantFile, constants_to_share
 from qdqtune.numerics.adjustable import CHANNELS, MOVES, Adjustable, Mode, feeds
 from qdqtune.numerics.criterion import judged
 from qdqtune.placement.bias_correction import by_layer, layers, shrunk_mean
 from qdqtune.placement.insertion import Inserter
+from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array, Edge, Failure, Listener, NumericFormat, Placement, Sample
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qdqtune.calibration.callables import imported, users_code
+from qdqtune.calibration.user_code import imported, users_code
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.types import Array, Failure

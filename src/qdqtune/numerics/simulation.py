@@ -23,11 +23,11 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Runner
-from qdqtune.graph.files import ConstantFile, constants_to_share
 from qdqtune.graph.model import Model, rebuild
-from qdqtune.graph.outputs import temporary_folder
+from qdqtune.graph.saving import ConstantFile, constants_to_share
 from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.placement.insertion import Inserter
+from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Accuracy, Array, Failure, Placement, Sample
 
 MICROSOFT = "com.microsoft"

@@ -15,9 +15,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qdqtune.calibration import blocks
-from qdqtune.calibration.blocks import Stored
-from qdqtune.graph.model import LARGE, Constant, Model
+from qdqtune.calibration import rounding
+from qdqtune.calibration.rounding import Stored
+from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.protobuf import LARGE
 from qdqtune.placement.graph_builder import Draft
 from qdqtune.placement.possible import Weight, storable_edges, unstorable, weight_at
 from qdqtune.types import Array, Edge, Placement, WeightFormat
@@ -151,10 +152,10 @@ class Compressor:
     def _rounded(self, weight: Weight, weight_format: WeightFormat) -> Stored:
         met = weight.node.inputs[0]
         if weight.node.op == "Gather" or met not in self._moments:
-            return blocks.store(weight.array(), weight_format)
+            return rounding.store(weight.array(), weight_format)
         if met not in self._passed_on:
-            self._passed_on[met] = blocks.passed_on(self._moments[met])
-        return blocks.compensated(weight.array(), weight_format, self._passed_on[met])
+            self._passed_on[met] = rounding.passed_on(self._moments[met])
+        return rounding.compensated(weight.array(), weight_format, self._passed_on[met])
 
     def _part(
         self, number: int, key: str, weight: Weight, weight_format: WeightFormat, shape: tuple[int, ...]

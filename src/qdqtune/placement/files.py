@@ -9,15 +9,15 @@ from typing import Any, get_args
 
 import yaml
 
-from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.scales import Calibration
 from qdqtune.errors import BadOption
-from qdqtune.graph.may_write import RECORD, mark
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import is_float
-from qdqtune.graph.outputs import appearing
 from qdqtune.graph.rewrites import Rewrites
 from qdqtune.placement.parsing import parsed_yaml
 from qdqtune.placement.possible import unstorable, weight_at
+from qdqtune.system.checks import RECORD, mark
+from qdqtune.system.writing import appearing
 from qdqtune.types import Edge, Placement, QuantType, WeightFormat
 
 VERSION = 1

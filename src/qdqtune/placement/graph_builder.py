@@ -11,8 +11,8 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from qdqtune.graph.fields import field_of
-from qdqtune.graph.model import INITIALIZER, LARGE, NODE, Constant, Made
+from qdqtune.graph.model import INITIALIZER, NODE, Constant, Made
+from qdqtune.graph.protobuf import LARGE, field_of
 from qdqtune.types import Array
 
 

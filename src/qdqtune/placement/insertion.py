@@ -18,14 +18,14 @@ from onnx import TensorProto, helper
 
 from qdqtune.calibration import scales
 from qdqtune.calibration.equalization import scaled
-from qdqtune.calibration.moments import Moments, no_moments
+from qdqtune.calibration.rounding import Moments, no_moments
 from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.errors import BadModel
-from qdqtune.graph.fields import field_of
-from qdqtune.graph.folding import names_in
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import GRAPH, NODE, Constant, Made, Model, Node, rebuild
 from qdqtune.graph.operators import CLAMPS, COMPUTE
+from qdqtune.graph.protobuf import field_of
+from qdqtune.graph.simplifying import names_in
 from qdqtune.placement.bias_correction import layer_at
 from qdqtune.placement.compression import BLOCKS, Compressor
 from qdqtune.placement.graph_builder import Draft, Fragment, Parameters, converter, with_names

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel
-from qdqtune.graph.loading import infer
+from qdqtune.graph.inference import infer
 from qdqtune.graph.model import FLOATS, GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import KEEPS_SIGN, LOWER_BOUNDS, QDQ
 from qdqtune.placement.insertion import RAW_OUTPUT

@@ -15,8 +15,8 @@ from typing import Any
 
 from qdqtune.errors import QdqtuneError, parsed_json
 from qdqtune.graph.loading import files_of
-from qdqtune.graph.stamps import content
 from qdqtune.search.costs.explanation import UnitPrice
+from qdqtune.system.checks import content
 from qdqtune.tuning.bench import job_of, remembered
 from qdqtune.tuning.folder import LOGS, PARTS, PROGRESS, REGION_MODELS, REPORT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.modes.mode import GroupOutcome, Recorded

@@ -16,10 +16,9 @@ from typing import IO, Self
 from qdqtune.calibration.samples import files_named
 from qdqtune.engines.tensorrt.options import timing_cache
 from qdqtune.errors import BadOption, BadState, parsed_json, writing
-from qdqtune.graph.cleanup import remove_left
-from qdqtune.graph.files import CONSTANTS, data_of
 from qdqtune.graph.loading import files_of
-from qdqtune.graph.may_write import (
+from qdqtune.graph.saving import CONSTANTS, data_of
+from qdqtune.system.checks import (
     HEAD,
     LIST,
     RECORD,
@@ -34,7 +33,8 @@ from qdqtune.graph.may_write import (
     real,
     replaceable,
 )
-from qdqtune.graph.outputs import SCRATCH
+from qdqtune.system.cleanup import remove_left
+from qdqtune.system.writing import SCRATCH
 from qdqtune.tuning.price_file import read_cache, usual_place
 from qdqtune.tuning.settings import STATE, Settings
 from qdqtune.tuning.store import BEGINNING, may_continue

@@ -12,13 +12,13 @@ from typing import Any
 from qdqtune.engines import threads_of
 from qdqtune.engines.acceptance import check_loads
 from qdqtune.errors import BadOption, writing
-from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import files_of
-from qdqtune.graph.outputs import appearing, write_json
-from qdqtune.graph.stamps import content
+from qdqtune.graph.saving import data_of
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
 from qdqtune.search.front import ENOUGH, FrontSearch, MeasuredPoint, Tradeoff, named
+from qdqtune.system.checks import content
+from qdqtune.system.writing import appearing, write_json
 from qdqtune.timing.ratios import PAIRS, Ratio
 from qdqtune.tuning.accepting import is_alike
 from qdqtune.tuning.candidacy import Candidacy, Entry, move_model

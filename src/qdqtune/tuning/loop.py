@@ -10,10 +10,10 @@ from itertools import islice
 
 from qdqtune.engines import threads_of
 from qdqtune.engines.build_queue import Urgency
-from qdqtune.graph.outputs import write_json
 from qdqtune.numerics.accuracy import concern
 from qdqtune.search import Strategy, as_foretold, best_of, foreseen, ratios_to_float
 from qdqtune.search.front import FrontSearch
+from qdqtune.system.writing import write_json
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.tuning import advice

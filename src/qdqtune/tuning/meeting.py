@@ -14,9 +14,9 @@ import numpy as np
 
 from qdqtune.engines.runner import Handle
 from qdqtune.errors import BaselineFailed
-from qdqtune.graph.files import nbytes
 from qdqtune.graph.loading import files_of
-from qdqtune.graph.stamps import content
+from qdqtune.graph.saving import nbytes
+from qdqtune.system.checks import content
 from qdqtune.timing.pairing import as_many_pairs_as_needed, fresh_pairs, rounds_of
 from qdqtune.timing.ratios import (
     BUILD_LOOKS,

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from qdqtune.calibration.blocks import store
 from qdqtune.calibration.equalization import scaled
-from qdqtune.calibration.moments import Awaited
+from qdqtune.calibration.rounding import Awaited, store
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.engines.cpu import cores
 from qdqtune.graph.loading import files_of

@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from qdqtune.errors import OutputError, writing
-from qdqtune.graph.outputs import appearing
 from qdqtune.search.costs.priors import NOTHING, Prior, packed, unpacked
+from qdqtune.system.writing import appearing
 from qdqtune.tuning.price_file import VERSION, Conditions, PriceCache, Section, read_cache, usual_place
 from qdqtune.tuning.records import PricesRecord, StoredPlacement, TrialRecord
 from qdqtune.tuning.run import Run

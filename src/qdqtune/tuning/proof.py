@@ -15,10 +15,10 @@ from typing import Any, Self
 
 from qdqtune.engines.build_queue import Urgency
 from qdqtune.errors import BaselineFailed, writing
-from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import data_files, load
-from qdqtune.graph.outputs import appearing, exchange
+from qdqtune.graph.saving import data_of
 from qdqtune.search import ratios_to_float
+from qdqtune.system.writing import appearing, exchange
 from qdqtune.timing.pairing import FRESH, begin_pairs
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import advice

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from qdqtune.calibration.methods import CLOSEST, Calibration
+from qdqtune.calibration.scales import CLOSEST, Calibration
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import wanted_storage

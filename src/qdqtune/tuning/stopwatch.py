@@ -6,7 +6,7 @@ import json
 import time
 from math import isfinite
 
-from qdqtune.graph.outputs import write_json
+from qdqtune.system.writing import write_json
 from qdqtune.tuning.folder import LOGS
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.settings import Settings

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Self, cast
 
 from qdqtune.errors import BadState, OutputError, reading, writing
-from qdqtune.graph.may_write import check_inside, check_single
-from qdqtune.graph.stamps import NOTHING, Stamps
+from qdqtune.system.checks import NOTHING, Stamps, check_inside, check_single
 from qdqtune.tuning.records import HeadRecord, R, Record, is_transient, parsed, plain
 
 VERSION = 1

@@ -19,7 +19,8 @@ from qdqtune.engines.runner import Runner
 from qdqtune.engines.shapes import check_inputs
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.float16 import OPSET, Precision, converted, load_as, load_for
-from qdqtune.graph.loading import load, with_float_type
+from qdqtune.graph.inference import with_float_type
+from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.numerics.fitting import fitted

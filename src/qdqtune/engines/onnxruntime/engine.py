@@ -22,8 +22,8 @@ from qdqtune.engines.coverage import read_model
 from qdqtune.engines.memory import is_scarce
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
-from qdqtune.graph.files import PROTOBUF_LIMIT, nbytes
 from qdqtune.graph.loading import data_files
+from qdqtune.graph.saving import PROTOBUF_LIMIT, nbytes
 from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
 
 CPU = "CPUExecutionProvider"

@@ -12,7 +12,7 @@ from qdqtune.engines import Engine
 from qdqtune.engines.shapes import Span
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.loading import read
-from qdqtune.graph.may_write import Output
+from qdqtune.system.checks import Output
 
 Shapes = Mapping[str, Sequence[int]]
 """Input name to its sizes; for an input that is itself a shape, to its values."""

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qdqtune.errors import writing
-from qdqtune.graph.files import CONSTANTS, ConstantFile
-from qdqtune.graph.outputs import appearing
+from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search import Seeded, Strategy
 from qdqtune.search.costs.guess import guesses
 from qdqtune.search.costs.units import by_bits
 from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import cache
+from qdqtune.system.writing import appearing
 from qdqtune.tuning import price_cache
 from qdqtune.tuning.folder import REGION_MODELS
 from qdqtune.tuning.modes.cut import cut_search

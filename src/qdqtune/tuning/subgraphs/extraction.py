@@ -17,8 +17,8 @@ from qdqtune.calibration.observe import outputs_on, with_outputs
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.shapes import Span
 from qdqtune.errors import BadOption
+from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import Constant, Model
-from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.types import Array, Sample
 
 Sizes = Mapping[str, tuple[int, ...]]

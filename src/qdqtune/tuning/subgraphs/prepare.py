@@ -14,11 +14,11 @@ from typing import Any
 from qdqtune.engines import shapes
 from qdqtune.errors import writing
 from qdqtune.graph.operators import work
-from qdqtune.graph.outputs import appearing
 from qdqtune.search.costs.attribution import Priced, attribute
 from qdqtune.search.costs.profiles import passing, select, signature
 from qdqtune.search.costs.units import Partition, Unit, by_bits, partition
 from qdqtune.search.subgraph import SubgraphSearch
+from qdqtune.system.writing import appearing
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subgraphs import groups

@@ -24,12 +24,12 @@ from qdqtune.engines import EngineSpec, shapes
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, InputError, writing
-from qdqtune.graph.files import CONSTANTS, ConstantFile
 from qdqtune.graph.model import Model
-from qdqtune.graph.outputs import appearing
+from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.profiles import Answer, Profile, profile_of, schemes, signature
 from qdqtune.search.costs.units import Partition, Unit
+from qdqtune.system.writing import appearing
 from qdqtune.timing.pairing import rounds_of
 from qdqtune.timing.ratios import Plan, compare
 from qdqtune.tuning.folder import LOGS, PARTS

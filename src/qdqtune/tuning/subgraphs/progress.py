@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qdqtune.graph.outputs import write_json
 from qdqtune.search.costs.profiles import Profile
 from qdqtune.search.costs.units import Partition
+from qdqtune.system.writing import write_json
 from qdqtune.tuning.folder import PROGRESS
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.store import Store

@@ -1,18 +1,24 @@
-"""Weights alone become integers: scales of blocks by least squared error, and nothing of graphs.
+"""Rounding of weights that alone are quantized, in the formats of `types.WeightFormat`.
 
-A block is `WeightFormat.block` weights that are summed into one output; its scale and zero point are those with which
-the integers come closest to the weights. Largest values alone would give steps that few large weights widen for all.
+A block is `WeightFormat.block` weights that are summed into one output; its scale and zero point are those with the
+least squared error. Scales from the largest value alone would be too coarse where a few weights are large. With second
+moments of the inputs, `compensated` rounds so that the outputs change least (GPTQ, arXiv 2210.17323).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import TypeVar
 
 import ml_dtypes
 import numpy as np
 
-from qdqtune.types import Array, WeightFormat
+from qdqtune.calibration.observe import observe
+from qdqtune.graph.model import Model
+from qdqtune.types import Array, Sample, WeightFormat
 
 SHRINKS = (1.0, 0.93, 0.86, 0.78, 0.68)
 """Shares of the range of a block that 4 bits are tried on: what lies beyond saturates, which pays where few are large.
@@ -186,3 +192,63 @@ def compensated(weight: Array, weight_format: WeightFormat, upper: Array) -> Sto
             left[i + 1 : last] -= upper[i, i + 1 : last, None] * errors[i - first]
         left[last:] -= upper[first:last, last:].T @ errors
     return Stored(integers.astype(start.integers.dtype), start.scale, start.zero_point)
+
+
+Key = TypeVar("Key")
+Found = TypeVar("Found")
+
+Moments = Callable[[Model], Mapping[str, Array]]
+"""The moments of the tensors that products of a model read, by tensor: of the model as it is, or equalized."""
+
+
+def no_moments(_: Model) -> Mapping[str, Array]:
+    """Of nothing: every weight is rounded to the nearest."""
+    return MappingProxyType({})
+
+
+class Awaited(Mapping[Key, Found]):
+    """What is to be found of some tensors, all of it when the first is asked for."""
+
+    def __init__(self, keys: Iterable[Key], find: Callable[[], Mapping[Key, Found]]) -> None:
+        self._keys, self._find = dict.fromkeys(keys), find
+
+    @cached_property
+    def _found(self) -> Mapping[Key, Found]:
+        return self._find()
+
+    def __getitem__(self, key: Key) -> Found:
+        return self._found[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def moments(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> dict[str, Array]:
+    """The mean of x x^T over the rows x of each tensor [..., in] and all samples, [in, in] in float64.
+
+    Fewer rows than inputs know little of how inputs belong together: the mean is drawn to a multiple of the identity by
+    the share in / (in + rows), so that rounding by it does no worse than rounding to the nearest.
+
+    Raises:
+        BadData: no sample.
+        BadModel: ONNX Runtime cannot run the model.
+    """
+    sums: dict[str, Array] = {}
+    rows: dict[str, int] = {}
+    for tensor, values in observe(model, list(tensors), samples):
+        flat = np.asarray(values, np.float64).reshape(-1, values.shape[-1])
+        sums[tensor] = sums[tensor] + flat.T @ flat if tensor in sums else flat.T @ flat
+        rows[tensor] = rows.get(tensor, 0) + len(flat)
+    return {tensor: _shrunk(total / rows[tensor], rows[tensor]) for tensor, total in sums.items()}
+
+
+def _shrunk(mean: Array, rows: int) -> Array:
+    inputs = len(mean)
+    share = inputs / (inputs + rows)
+    return np.asarray((1 - share) * mean + share * np.trace(mean) / inputs * np.eye(inputs))

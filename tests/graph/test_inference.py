@@ -11,10 +11,10 @@ from onnx import parser
 
 from models import activations, build, feeds, normal
 from qdqtune.errors import BadOption
+from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import REWRITES
-from qdqtune.graph.shaping import with_input_shapes
 
 DYNAMIC = """g (float[batch,3,size] x, float[batch,4] z, float[1] q) => (float[batch,o] y, float[1] u) {
     t = Flatten(x)

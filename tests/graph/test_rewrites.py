@@ -7,7 +7,7 @@ import pytest
 
 from models import Arrays, build, feeds, normal, run
 from qdqtune.graph.model import Model
-from qdqtune.graph.rewriting import folded
+from qdqtune.graph.rewrites import folded
 
 BATCH_NORM = "n = BatchNormalization <epsilon=0.001> (c, gamma, beta, mean, variance)"
 

@@ -10,14 +10,15 @@ from copy import deepcopy
 from pathlib import Path
 from threading import RLock
 
+import onnx
 from onnx import ModelProto, StringStringEntryProto, TensorProto
 
 from qdqtune.errors import writing
 from qdqtune.graph.loading import files_of
-from qdqtune.graph.may_write import Output, is_of_a_run, mark
 from qdqtune.graph.model import Constant, Model, size_of
-from qdqtune.graph.outputs import appearing, temporary_folder
-from qdqtune.graph.wire import messages, parsed, refer
+from qdqtune.graph.protobuf import head, parsed, refer
+from qdqtune.system.checks import Output, is_of_a_run, mark
+from qdqtune.system.writing import appearing, temporary_folder
 
 CONSTANTS, WEIGHTS = "constants.bin", "weights.bin"
 """The usual names of a file that holds the constants of many models, and of one with those of a single one."""
@@ -238,3 +239,30 @@ def constants_to_share() -> Iterator[ConstantFile]:
         return
     with temporary_folder() as folder, ConstantFile(folder / CONSTANTS) as constants:
         yield constants
+
+
+def messages(model: Model, data: Callable[[Constant], bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """A model with all its constants as protobuf writes it, piece by piece: one constant at a time is in memory.
+
+    The model's own fields keep their order: OpenVINO looks at them to know an ONNX file. `data` gives the bytes of a
+    constant.
+    """
+    field = onnx.ModelProto.GRAPH_FIELD_NUMBER
+    ahead, behind = onnx.ModelProto(), onnx.ModelProto()
+    for frame, keeps in ((ahead, field.__gt__), (behind, field.__lt__)):
+        frame.CopyFrom(model.proto)
+        for descriptor, _ in model.proto.ListFields():
+            if not keeps(descriptor.number):
+                frame.ClearField(descriptor.name)
+    graph = model.proto.graph.SerializeToString()
+    heads = []
+    for name, constant in model.large.items():
+        described = TensorProto(name=name, data_type=constant.dtype, dims=constant.shape).SerializeToString()
+        described += head(TensorProto.RAW_DATA_FIELD_NUMBER, constant.nbytes)
+        heads.append(head(onnx.GraphProto.INITIALIZER_FIELD_NUMBER, len(described) + constant.nbytes) + described)
+    size = len(graph) + sum(map(len, heads)) + sum(c.nbytes for c in model.large.values())
+    yield ahead.SerializeToString() + head(field, size) + graph
+    for described, constant in zip(heads, model.large.values(), strict=True):
+        yield described
+        yield data(constant)
+    yield behind.SerializeToString()

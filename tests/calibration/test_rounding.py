@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qdqtune.calibration.blocks import compensated, ends, passed_on, store
+from qdqtune.calibration.rounding import compensated, ends, passed_on, store
 from qdqtune.types import WeightFormat
 
 WEIGHT = np.random.default_rng(0).standard_normal((64, 24)).astype(np.float32)

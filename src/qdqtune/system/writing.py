@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qdqtune.errors import writing
-from qdqtune.graph import cleanup as janitor
-from qdqtune.graph.cleanup import MARK, locked, remove, remove_left
-from qdqtune.graph.may_write import check_inside, real
+from qdqtune.system.checks import check_inside, real
+from qdqtune.system.cleanup import MARK, cleaner, locked, remove, remove_left
 
 SCRATCH = ".qdqtune-"
 """How the names of our folders for temporary files begin."""
@@ -119,7 +118,7 @@ def temporary_folder() -> Scratch:
 class Scratch:
     """A folder of its own for temporary files. A context manager that gives its path and removes it at the end.
 
-    It is locked, so that one whose process was killed is known as left over; such folders are removed by a janitor, or
+    It is locked, so that one whose process was killed is known as left over; such folders are removed by `cleanup`, or
     when the next one is made in the same place.
     """
 
@@ -130,7 +129,7 @@ class Scratch:
             OSError: it cannot be made.
         """
         remove_left(parent, prefix)
-        janitor.own().watch(parent, prefix)
+        cleaner().watch(parent, prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
         self._lock = locked(self.path)
         (self.path / MARK).touch()

@@ -1,24 +1,24 @@
-"""Model files as protobuf has them on disk: read and written piece by piece, where weights would not fit twice.
+"""Fields of protobuf messages as bytes, and model files that are read without their large weights.
 
 https://protobuf.dev/programming-guides/encoding: a message is its fields in any order, each a tag, its length and its
-bytes. So constants may follow on the rest of a graph, and the values of each on what describes it; and what is read may
-leave them out.
+bytes. A field that is written later is merged with an earlier one of the same number.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from onnx import TensorProto
 
 from qdqtune.errors import check_file
-from qdqtune.graph.fields import MESSAGE, head
-from qdqtune.graph.model import LARGE, Constant, Model
+
+LARGE = 1024
+"""Constants of this many bytes or more stay outside the protobuf; smaller ones may be shapes that inference reads."""
 
 APART = 2**28
 """Bytes from which a model file is read without its weights."""
@@ -123,28 +123,22 @@ def refer(tensor: TensorProto, location: str, offset: int, length: int) -> None:
         tensor.external_data.add(key=key, value=str(value))
 
 
-def messages(model: Model, data: Callable[[Constant], bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """A model with all its constants as protobuf writes it, piece by piece: one constant at a time is in memory.
+MESSAGE = 2
+"""The kind of a field that has a length."""
 
-    The model's own fields keep their order: OpenVINO looks at them to know an ONNX file. `data` gives the bytes of a
-    constant.
-    """
-    field = onnx.ModelProto.GRAPH_FIELD_NUMBER
-    ahead, behind = onnx.ModelProto(), onnx.ModelProto()
-    for frame, keeps in ((ahead, field.__gt__), (behind, field.__lt__)):
-        frame.CopyFrom(model.proto)
-        for descriptor, _ in model.proto.ListFields():
-            if not keeps(descriptor.number):
-                frame.ClearField(descriptor.name)
-    graph = model.proto.graph.SerializeToString()
-    heads = []
-    for name, constant in model.large.items():
-        described = TensorProto(name=name, data_type=constant.dtype, dims=constant.shape).SerializeToString()
-        described += head(TensorProto.RAW_DATA_FIELD_NUMBER, constant.nbytes)
-        heads.append(head(onnx.GraphProto.INITIALIZER_FIELD_NUMBER, len(described) + constant.nbytes) + described)
-    size = len(graph) + sum(map(len, heads)) + sum(c.nbytes for c in model.large.values())
-    yield ahead.SerializeToString() + head(field, size) + graph
-    for described, constant in zip(heads, model.large.values(), strict=True):
-        yield described
-        yield data(constant)
-    yield behind.SerializeToString()
+
+def head(number: int, length: int) -> bytes:
+    """The tag and the length that precede a field of `length` bytes."""
+    written = bytearray()
+    for value in (number << 3 | MESSAGE, length):
+        while value > 0x7F:
+            written.append(value & 0x7F | 0x80)
+            value >>= 7
+        written.append(value)
+    return bytes(written)
+
+
+def field_of(number: int, message: Message) -> bytes:
+    """A message as a field of another one. Of a repeated field, each is one."""
+    content = message.SerializeToString()
+    return head(number, len(content)) + content

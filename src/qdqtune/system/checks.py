@@ -1,13 +1,14 @@
-"""The question that every command asks before any work: may it write these files?
+"""May a command write these files, and are the files that it reads still the same?
 
-A file may be written where none is. One that is there may be replaced if an earlier command wrote it: it carries a
-mark, or it is on the list of a run's folder. What the command reads is never written, by whatever name, and nothing is
-written through a link that leaves its folder.
+A path that does not exist may be written. An existing file may be replaced if an earlier command wrote it: it carries a
+mark, or is on the list in a run's folder. A file that the command reads is never written, under whatever name, and
+nothing is written through a link that leaves its folder.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from qdqtune.errors import BadOption, OutputError, check_file, writing
+from qdqtune.errors import BadModel, BadOption, OutputError, check_file, reading, writing
 
 Inputs = Mapping[str, Iterable[Path]]
 """The files that a command reads, under what they are."""
@@ -181,3 +182,54 @@ def is_marked(path: Path, kind: str) -> bool:
 def replaceable(kind: str) -> Callable[[Path], bool]:
     """Whether a file is an earlier output of this kind, and no run's."""
     return lambda path: is_marked(path, kind) and not is_of_a_run(path)
+
+
+Stamp = tuple[int, int, int]
+"""Size in bytes, time of the last change in ns, and number on the disk."""
+
+
+@dataclass(frozen=True)
+class Stamps:
+    """Some files as they were at one time."""
+
+    seen: tuple[tuple[Path, Stamp | None], ...]
+
+    @staticmethod
+    def of(files: Iterable[Path]) -> Stamps:
+        """The files as they are now; one that is not there is part of it."""
+        return Stamps(tuple((file, stamp(file)) for file in files))
+
+    def check(self) -> None:
+        """Refuse to go on with files that are not as they were.
+
+        Raises:
+            BadModel: one has changed or gone.
+        """
+        for file, before in self.seen:
+            if stamp(file) != before:
+                raise BadModel(f"{file} has changed since the run began: start it again (what was measured is kept)")
+
+
+NOTHING = Stamps(())
+
+
+def stamp(file: Path) -> Stamp | None:
+    """What tells a file from itself after a change; None if it is not there."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def content(files: Iterable[Path]) -> str:
+    """32 hex digits that name the bytes of some files together.
+
+    Raises:
+        BadModel: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        with reading(file, BadModel), file.open("rb") as source:
+            digest.update(hashlib.file_digest(source, "sha256").digest())
+    return digest.hexdigest()[:32]

@@ -14,9 +14,9 @@ import pytest
 
 import qdqtune
 from conftest import Call
-from qdqtune.calibration import reading
-from qdqtune.calibration.reading import Patience, TooSlow
+from qdqtune.calibration import user_code
 from qdqtune.calibration.samples import UNPACKED, read_arrays
+from qdqtune.calibration.user_code import Patience, TooSlow
 from qdqtune.errors import BadData, Cancelled
 from runs import mixed, write
 
@@ -80,7 +80,7 @@ def source(folder: Path, what: str, at: int) -> str:
 def test_whatever_a_generator_does_is_one_line(
     call: Call, small: Path, monkeypatch: pytest.MonkeyPatch, what: str, at: int
 ) -> None:
-    monkeypatch.setattr(reading, "MOST", 50)
+    monkeypatch.setattr(user_code, "MOST", 50)
     given = source(small.parent, what, at)
     for name, template in COMMANDS.items():
         where = [t.replace("MODEL", str(small)).replace("OUT", str(small.parent / "out")) for t in template]
@@ -112,7 +112,7 @@ def never() -> Iterator[np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("given", [forever, never, forever(), never()])
 def test_functions_end_in_any_thread(small: Path, monkeypatch: pytest.MonkeyPatch, given: object) -> None:
-    monkeypatch.setattr(reading, "MOST", 50)
+    monkeypatch.setattr(user_code, "MOST", 50)
     caught: list[Exception] = []
 
     def quantize() -> None:

@@ -13,10 +13,10 @@ import onnx
 import pytest
 
 from qdqtune.errors import OutputError
-from qdqtune.graph.cleanup import MARK
-from qdqtune.graph.files import save
-from qdqtune.graph.outputs import Scratch, appearing, write_json
+from qdqtune.graph.saving import save
 from qdqtune.placement.files import write_yaml
+from qdqtune.system.cleanup import MARK
+from qdqtune.system.writing import Scratch, appearing, write_json
 from runs import environment, hopeless, mixed, room_for
 
 OLD, NEW = b"old", b"new" * 1000
@@ -96,7 +96,7 @@ def test_a_link_stays_a_link_and_a_second_name_keeps_the_old_content(tmp_path: P
 @pytest.mark.parametrize("limit", [1 << 30, 6000])
 @pytest.mark.parametrize("room", [0, 1000, 20_000])
 def test_a_model_on_a_full_disk(tmp_path: Path, limit: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.graph.files.PROTOBUF_LIMIT", limit)
+    monkeypatch.setattr("qdqtune.graph.saving.PROTOBUF_LIMIT", limit)
     path = tmp_path / "m.onnx"
     save(hopeless(), path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
@@ -122,7 +122,7 @@ def test_what_a_killed_run_has_left_goes_and_what_others_have_named_so_stays(tmp
     target = tmp_path / "r.onnx"
     script = f"""
 import os, pathlib
-from qdqtune.graph.outputs import appearing
+from qdqtune.system.writing import appearing
 with appearing(pathlib.Path({str(target)!r})) as fresh:
     fresh.write_bytes(b"half")
     os.kill(os.getpid(), 9)
