@@ -31,7 +31,7 @@ from quantizers import write_nncf, write_static
 
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import HELD_OUT
-from qdqtune.calibration.scales import AUTO, CLOSEST, Calibration
+from qdqtune.calibration.scales import AUTO, DEFAULT_CALIBRATION, Calibration
 from qdqtune.commands.compare import compare_files
 from qdqtune.commands.quantize import quantize
 from qdqtune.commands.quantize_options import Request
@@ -60,7 +60,7 @@ PEERS: Mapping[str, Quantizer] = {
 OURS: Mapping[str, Calibration] = {
     **{method: Calibration(method) for method in AUTO},
     **{f"{method}, biases": Calibration(method, bias_correction=True) for method in AUTO},
-    "defaults": CLOSEST,
+    "defaults": DEFAULT_CALIBRATION,
 }
 
 
@@ -96,7 +96,7 @@ def row(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Namespac
 def latency(entry: zoo.Entry, runner: Runner, folder: Path, sample: Sequence[Sample]) -> str:
     """Of `quantize` with its defaults, over that with minmax alone."""
     files = [folder / "minmax.onnx", folder / "defaults.onnx"]
-    for file, how in zip(files, (Calibration(), CLOSEST), strict=True):
+    for file, how in zip(files, (Calibration(), DEFAULT_CALIBRATION), strict=True):
         quantize(Request(entry.path, file, calibration_data=entry.data, calibration=how, fix_inputs=entry.fixed))
     (found,) = compare_files(files, runner, sample, Plan((24,), 0.01))
     return found.reason if found.ratio is None else str(found.ratio)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qdqtune.calibration.rounding import compensated, ends, passed_on, store
+from qdqtune.calibration.rounding import compensated, error_propagation, integer_ends, store
 from qdqtune.types import WeightFormat
 
 WEIGHT = np.random.default_rng(0).standard_normal((64, 24)).astype(np.float32)
@@ -20,7 +20,7 @@ def test_integers_and_scales_stand_for_the_weights(name: str) -> None:
     weight_format = WeightFormat.named(name)
     assert weight_format.name == name
     found = store(WEIGHT, weight_format)
-    low, high = ends(weight_format)
+    low, high = integer_ends(weight_format)
     integers = found.integers.astype(int)
     assert integers.min() >= low
     assert integers.max() <= high
@@ -69,7 +69,7 @@ def test_errors_are_made_up_for_where_inputs_know_of_each_other(name: str) -> No
     def noise(values: np.ndarray) -> float:
         return float(np.square(unseen @ (values - WEIGHT)).sum() / np.square(unseen @ WEIGHT).sum())
 
-    usual, better = store(WEIGHT, weight_format), compensated(WEIGHT, weight_format, passed_on(seen.T @ seen))
+    usual, better = store(WEIGHT, weight_format), compensated(WEIGHT, weight_format, error_propagation(seen.T @ seen))
     assert noise(better.values()) < 0.6 * noise(usual.values())
     assert np.array_equal(better.scale, usual.scale)
     assert better.integers.dtype == usual.integers.dtype
@@ -78,4 +78,4 @@ def test_errors_are_made_up_for_where_inputs_know_of_each_other(name: str) -> No
 def test_inputs_that_are_never_met_do_no_harm() -> None:
     moment = np.zeros((64, 64))
     moment[:8, :8] = np.eye(8)
-    assert np.isfinite(compensated(WEIGHT, WeightFormat(4, 32), passed_on(moment)).values()).all()
+    assert np.isfinite(compensated(WEIGHT, WeightFormat(4, 32), error_propagation(moment)).values()).all()

@@ -116,7 +116,7 @@ def test_large_constants_stay_outside_and_external_ones_on_disk(file: Path, monk
     )
     file.write_bytes(proto.SerializeToString())
     inline = load(file)
-    monkeypatch.setattr(protobuf, "APART", 0)
+    monkeypatch.setattr(protobuf, "APART_BYTES", 0)
     (link := file.with_name("link.onnx")).symlink_to(file)
     apart = load(link)
     assert protobuf.parsed(link).ByteSize() < 1000
@@ -473,11 +473,11 @@ GOOD = model("g (float[300] x) => (float[300] y) { [n] y = Add(x, w) }", constan
         (GOOD.SerializeToString().replace(b"Add", b"\xff\xfe\xfd"), "model.onnx: "),
     ],
 )
-@pytest.mark.parametrize("apart", [protobuf.APART, 0])
+@pytest.mark.parametrize("apart", [protobuf.APART_BYTES, 0])
 def test_files_that_are_no_models(
     file: Path, content: bytes | None, message: str, apart: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protobuf, "APART", apart)
+    monkeypatch.setattr(protobuf, "APART_BYTES", apart)
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(BadModel, match=message) as caught:

@@ -140,7 +140,7 @@ def test_a_model_is_saved_in_one_file(tmp_path: Path) -> None:
 def test_beyond_the_limit_constants_go_beside_it_and_each_content_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qdqtune.graph.saving.PROTOBUF_LIMIT", 6000)
+    monkeypatch.setattr("qdqtune.graph.saving.ONE_FILE_LIMIT", 6000)
     (tmp_path / "m.onnx.data").write_bytes(bytes(100_000))
     save(model(), tmp_path / "m.onnx")
     assert (tmp_path / "m.onnx.data").stat().st_size == 40 * 40 * 4
@@ -193,7 +193,7 @@ def test_weights_of_the_model_are_written_once_and_ship_under_a_second_name(
     def refused(*_: object) -> None:
         raise OSError(errno.EPERM, "no second names here")
 
-    monkeypatch.setattr("qdqtune.graph.saving.PROTOBUF_LIMIT", 6000)
+    monkeypatch.setattr("qdqtune.graph.saving.ONE_FILE_LIMIT", 6000)
     (folder := tmp_path / "candidates").mkdir()
     with one_constant_file(folder) as constants:
         constants.keep(model())
@@ -223,12 +223,12 @@ def test_the_size_of_a_model_counts_its_external_data(tmp_path: Path, monkeypatc
     assert nbytes(small) == small.stat().st_size + 300 * 8 * 4
     save(model, tmp_path / "whole.onnx")
     assert nbytes(tmp_path / "whole.onnx") == (tmp_path / "whole.onnx").stat().st_size
-    monkeypatch.setattr("qdqtune.graph.protobuf.APART", 0)  # a large file is read without its weights
+    monkeypatch.setattr("qdqtune.graph.protobuf.APART_BYTES", 0)  # a large file is read without its weights
     assert nbytes(tmp_path / "whole.onnx") == (tmp_path / "whole.onnx").stat().st_size
 
 
 def test_a_large_file_that_came_from_external_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.graph.protobuf.APART", 0)
+    monkeypatch.setattr("qdqtune.graph.protobuf.APART_BYTES", 0)
     with ConstantFile(tmp_path / "w.bin") as constants:
         written = constants.write(model(), "apart")
     onnx.save(onnx.load(written), tmp_path / "whole.onnx")  # each tensor says that it lies in the file

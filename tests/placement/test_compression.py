@@ -139,7 +139,7 @@ def test_a_placement_file_holds_them_and_one_without_is_as_it_was(tmp_path: Path
 def test_what_a_moment_says_is_found_once_for_all_storages(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = net(), []
     met = {name: np.eye(32) for name in ("t", "f", "b")}
-    monkeypatch.setattr(rounding, "passed_on", lambda moment: asked.append(1) or np.eye(32, dtype=np.float32))
+    monkeypatch.setattr(rounding, "error_propagation", lambda moment: asked.append(1) or np.eye(32, dtype=np.float32))
     rounded = Inserter(model, Ranges({}), numeric_format("onnxruntime", "int8"), lambda _: met)
     for name in ("w4b32", "w8b32"):
         for constant in rounded.insert(placed(model, name)).large.values():

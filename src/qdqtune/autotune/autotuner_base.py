@@ -47,7 +47,7 @@ from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.search.regions.region import Scheme
-from qdqtune.system.checks import RECORD, Output, check_outputs, replaceable
+from qdqtune.system.checks import RECORD_KIND, Output, check_outputs, replaceable
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.records import ConversationRecord, StoredPlacement, TimedPlacement
 from qdqtune.tuning.result import Result
@@ -304,7 +304,7 @@ class QDQAutotunerBase:
             best = self._improved(best, current)
             done.append(current)
             self.pattern_cache.add_pattern_schemes(current)
-        has_begun, own = path.exists(), replaceable(RECORD)
+        has_begun, own = path.exists(), replaceable(RECORD_KIND)
         cache = Output(_cache_file(path), "output_path", lambda file: has_begun and own(file))
         check_outputs([Output(path, "output_path", may_continue, is_appended=True), cache], {})
         if has_begun:

@@ -20,7 +20,7 @@ from qdqtune.errors import BadOption
 from qdqtune.graph.loading import files_of, load
 from qdqtune.graph.saving import model_outputs, save, sign
 from qdqtune.system.checks import check_outputs
-from qdqtune.system.writing import appearing
+from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.folder import FINAL
 from qdqtune.types import QuantType
 
@@ -187,7 +187,7 @@ def _matching(names: Sequence[str], expressions: Sequence[str] | None) -> list[s
 
 def _copy(model: Path, target: Path) -> None:
     """A model under another name, its external data as well."""
-    with appearing(target) as fresh:
+    with atomic_write(target) as fresh:
         if len(files_of(model)) == 1:
             shutil.copyfile(model, fresh)
         else:

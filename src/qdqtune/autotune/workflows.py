@@ -27,7 +27,7 @@ from qdqtune.search import region as search
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.system.checks import check_outputs
-from qdqtune.system.writing import appearing
+from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.folder import LOGS, REGION_MODELS
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Several, Silent, State
@@ -175,7 +175,7 @@ def _model_file(
     if not path.exists() or path.read_bytes() != content:
         path.parent.mkdir(parents=True, exist_ok=True)
         check_outputs(model_outputs(path, "output_dir"), {})
-        with appearing(path) as fresh:
+        with atomic_write(path) as fresh:
             fresh.write_bytes(content)
     return path
 

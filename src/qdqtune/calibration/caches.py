@@ -21,16 +21,16 @@ import numpy as np
 from qdqtune.calibration.scales import Range
 from qdqtune.errors import BadData, parsed_json, reading
 
-MOST_BYTES = 64 << 20
+MOST_CACHE_BYTES = 64 << 20
 """More than a million tensors of long names; whoever names a model or its data by mistake is told so at once."""
 
 LEAST_SCALE = 1e-20
 """Smaller ones are no scales: of a line that is cut short at most seven digits are left, which is below 3e-29."""
 
-STEPS = 127
+CACHE_STEPS = 127
 """TensorRT's scale times this is the largest absolute value."""
 
-TENSORRT = re.compile(r"TRT-([^-]*)-(\S+)")
+TENSORRT_HEADER = re.compile(r"TRT-([^-]*)-(\S+)")
 NAMED_NUMBER = re.compile(r"(\S.*) ([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|-?inf)")
 DIGITS = re.compile(r"(?:0x)?[0-9a-fA-F]{1,8}")
 
@@ -60,7 +60,7 @@ def read_cache(path: Path) -> Cache:
     """
     with reading(f"calibration cache {path}", BadData):
         size = path.stat().st_size
-        if size > MOST_BYTES:
+        if size > MOST_CACHE_BYTES:
             raise BadData(f"{path} holds {size / 2**20:.0f} MB: no calibration cache is as large")
         data = path.read_bytes()
     try:
@@ -96,7 +96,7 @@ def _parsed(data: bytes) -> tuple[str, list[tuple[str, Value]]]:
     if text.lstrip()[:1] in ("{", "["):
         return _json(text)
     lines = [line.rstrip("\r") for line in text.split("\n")]
-    head = TENSORRT.fullmatch(lines[0].strip())
+    head = TENSORRT_HEADER.fullmatch(lines[0].strip())
     if head is not None:
         return f"TensorRT {_version(head[1])}, {head[2]}", _lines(lines[1:], 2, _tensorrt_line)
     return "ONNX Runtime's table", _lines(lines, 1, _onnxruntime_line)
@@ -159,14 +159,14 @@ def _of_scale(scale: float) -> Value:
         return "negative: no scale is"
     if scale < LEAST_SCALE:
         return f"{scale:.2g}: too small for a scale, perhaps a line that is cut short"
-    return Range(-STEPS * scale, STEPS * scale)
+    return Range(-CACHE_STEPS * scale, CACHE_STEPS * scale)
 
 
 def _symmetric(largest: float) -> Value:
     """The range of a tensor of which the largest absolute value is given, in float32 as its readers have it."""
     with np.errstate(over="ignore"):
         largest = float(np.float32(largest))
-    found = _of_scale(largest / STEPS)
+    found = _of_scale(largest / CACHE_STEPS)
     return Range(-largest, largest) if isinstance(found, Range) else found
 
 
@@ -175,7 +175,7 @@ def _of_ends(low: float, high: float) -> Value:
         return "nan: calibration saw no value of it"
     if low > high:
         return f"the lowest value {low:g} lies above the highest {high:g}"
-    found = _of_scale(max(abs(low), abs(high)) / STEPS)
+    found = _of_scale(max(abs(low), abs(high)) / CACHE_STEPS)
     return Range(low, high) if isinstance(found, Range) else found
 
 

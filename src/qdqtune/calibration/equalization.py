@@ -24,7 +24,7 @@ from qdqtune.types import Array, Edge
 NORMALIZED_BY_CHANNEL = {"BatchNormalization": 1, "LayerNormalization": -1, "RMSNormalization": -1}
 """Normalizations with a factor for each channel, and the axis of these."""
 
-SCALES = frozenset({"Relu", "LeakyRelu", "PRelu", "Identity", "Dropout", "Neg"})
+HOMOGENEOUS = frozenset({"Relu", "LeakyRelu", "PRelu", "Identity", "Dropout", "Neg"})
 """f(x / s) = f(x) / s, value by value, for s > 0."""
 
 POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"})
@@ -145,7 +145,7 @@ class _Flood:
         if slot == 0 and self._absorbs(node):
             self.readers.append(node.index)
             return True
-        if node.op in SCALES or (node.op in POOLS and self.axis == 1):
+        if node.op in HOMOGENEOUS or (node.op in POOLS and self.axis == 1):
             return slot == 0 and self.through(node.outputs[0])
         if node.op == "ReduceMean" and self.axis == 1:
             return self._keeps_channels(node, tensor) and self.through(node.outputs[0])

@@ -76,7 +76,7 @@ PICTURE, SEQUENCE = 224, 64
 """Sizes that a user is told who has to give some: of a side, and of what is long as it comes."""
 
 
-def drawn(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -> Callable[[], Iterator[Sample]]:
+def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -> Callable[[], Iterator[Sample]]:
     """Normal floats, integers that every lookup table of the model can answer, booleans: so many samples.
 
     Raises:

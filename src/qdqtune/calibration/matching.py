@@ -30,13 +30,13 @@ from qdqtune.graph.operators import (
     takes_data,
 )
 
-UNNAMED = re.compile(r"\(Unnamed Layer\* \d+\) \[(.+)\]_output(?:_\d+)?")
+UNNAMED_TENSOR = re.compile(r"\(Unnamed Layer\* \d+\) \[(.+)\]_output(?:_\d+)?")
 """A tensor of a TensorRT layer that got no name, with the kind of the layer."""
 
-OWN = re.compile(rf"{UNNAMED.pattern}|ONNXTRT_\w+|.+_output")
+TENSORRT_NAME = re.compile(rf"{UNNAMED_TENSOR.pattern}|ONNXTRT_\w+|.+_output")
 """Names of tensors that TensorRT's parser makes beside those of the model."""
 
-KINDS: Mapping[str, frozenset[str]] = {
+TENSORRT_LAYERS: Mapping[str, frozenset[str]] = {
     "Convolution": frozenset({"Conv"}),
     "Deconvolution": frozenset({"ConvTranspose"}),
     "Fully Connected": frozenset({"Gemm", "MatMul"}),
@@ -55,7 +55,7 @@ one scale."""
 FORWARD = MOVERS | CLAMPS | {"Dropout", "GatherElements", "Tile"}
 """Operators whose result lies within the range of their input."""
 
-LEAST_SHARE = 0.1
+LEAST_KNOWN_SHARE = 0.1
 """If fewer of the model's tensors are in a cache, and fewer of its entries in the model, it is of another model: names
 such as `input` fit everywhere."""
 
@@ -64,7 +64,7 @@ CONSTANT = "a constant: weights get scales of their own"
 TENSORRTS = "a tensor of TensorRT's own, which the model does not have"
 """Why entries serve for nothing that are in every cache."""
 
-LISTED = 5
+LISTED_NAMES = 5
 """Names that a note has room for."""
 
 
@@ -110,8 +110,10 @@ class Matched:
 
 
 def _listed(names: Collection[str], words: Mapping[str, str] | None = None) -> str:
-    shown = [f"{name} ({words[name]})" if words else name for name in islice(names, LISTED)]
-    return "; ".join(shown) + (f"; and {len(names) - LISTED} more (--json has all)" if len(names) > LISTED else "")
+    shown = [f"{name} ({words[name]})" if words else name for name in islice(names, LISTED_NAMES)]
+    return "; ".join(shown) + (
+        f"; and {len(names) - LISTED_NAMES} more (--json has all)" if len(names) > LISTED_NAMES else ""
+    )
 
 
 def from_file(cache: Path, model: Model, file: Path) -> Matched:
@@ -145,8 +147,10 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
     for tensor, other in _casts(model, tensors):
         if other in known:
             known.setdefault(tensor, known[other])
-    strangers = [n for n in cache.ranges if n not in entries and not OWN.fullmatch(n)]
-    if len(exact) < LEAST_SHARE * len(tensors) and len(entries) < LEAST_SHARE * (len(entries) + len(strangers)):
+    strangers = [n for n in cache.ranges if n not in entries and not TENSORRT_NAME.fullmatch(n)]
+    if len(exact) < LEAST_KNOWN_SHARE * len(tensors) and len(entries) < LEAST_KNOWN_SHARE * (
+        len(entries) + len(strangers)
+    ):
         raise BadData(_another_models(cache, model, len(tensors), len(exact)))
     derived: dict[str, str] = {}
     for name, tensor in _renamed(cache.ranges, model, known, tensors):
@@ -190,12 +194,12 @@ def _renamed(
     which is known where there are as many entries of a kind as tensors without one, in the order of both.
     """
     lacking = [n for n in model.nodes if n.outputs and n.outputs[0] in tensors and n.outputs[0] not in known]
-    makers = frozenset[str]().union(*KINDS.values())
+    makers = frozenset[str]().union(*TENSORRT_LAYERS.values())
     by_name = {f"{n.name}_output": n.outputs[0] for n in lacking if n.op in makers and not _adds_bias(n)}
     found = {name: tensor for name, tensor in by_name.items() if name in ranges}
     yield from found.items()
-    for kind, ops in KINDS.items():
-        entries = [n for n in ranges if (m := UNNAMED.fullmatch(n)) and m[1] == kind]
+    for kind, ops in TENSORRT_LAYERS.items():
+        entries = [n for n in ranges if (m := UNNAMED_TENSOR.fullmatch(n)) and m[1] == kind]
         missing = [n.outputs[0] for n in lacking if n.op in ops and n.outputs[0] not in found.values()]
         if len(entries) == len(missing):
             yield from zip(entries, missing, strict=True)
@@ -207,13 +211,13 @@ def _adds_bias(node: Node) -> bool:
 
 def _strange(name: str, model: Model) -> str:
     """Why an entry serves no tensor."""
-    unnamed = UNNAMED.fullmatch(name)
+    unnamed = UNNAMED_TENSOR.fullmatch(name)
     plain = name.removesuffix("_output")
     if name in model.constants or plain in model.constants or (unnamed and unnamed[1] == "Constant"):
         return CONSTANT
     if name in model.tensors:
         return "nothing reads it" if is_float(model, name) else "it holds no floats"
-    if unnamed or OWN.fullmatch(name):
+    if unnamed or TENSORRT_NAME.fullmatch(name):
         return TENSORRTS
     return "the model has no such tensor"
 

@@ -26,7 +26,7 @@ from qdqtune.graph.saving import constants_to_share
 from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array, Failure, Sample
 
-MEMORY = 2**29
+BATCH_BYTES = 2**29
 """Bytes of values that one inference hands over, if no single tensor is larger."""
 
 WIDENED = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
@@ -34,12 +34,17 @@ WIDENED = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 Run = Callable[[Iterable[Sample]], list[dict[str, Array]] | Failure]
 """The outputs of a model, by name, for each sample."""
 
-MANY = 4000
+MOST_OPTIMIZED = 4000
 """Nodes beyond which a model is run as it is: ONNX Runtime takes a time to optimize that grows with their square."""
 
 
 def observe(
-    model: Model, tensors: Sequence[str], samples: Iterable[Sample], *, widen: bool = True, memory: int | None = MEMORY
+    model: Model,
+    tensors: Sequence[str],
+    samples: Iterable[Sample],
+    *,
+    widen: bool = True,
+    memory: int | None = BATCH_BYTES,
 ) -> Iterator[tuple[str, Array]]:
     """Any tensors of the main graph with their values on each sample, in memory that does not grow with their number.
 
@@ -61,7 +66,7 @@ def observe(
 
 def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> int:
     """How often `observe` goes through the samples to show all of these tensors."""
-    return sum(1 for _ in _batches(model, tensors, samples, MEMORY))
+    return sum(1 for _ in _batches(model, tensors, samples, BATCH_BYTES))
 
 
 def values_on(
@@ -87,7 +92,7 @@ def outputs_on(
         BadModel: ONNX Runtime cannot run the model.
     """
     sample = None
-    with running_in_several(model, 1, fuse=len(model.proto.graph.node) <= MANY, budget=budget) as (run,):
+    with running_in_several(model, 1, fuse=len(model.proto.graph.node) <= MOST_OPTIMIZED, budget=budget) as (run,):
         for sample in samples:
             outputs = run([sample])
             if isinstance(outputs, Failure):

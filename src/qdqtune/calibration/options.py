@@ -8,9 +8,9 @@ from typing import Any, get_args
 import click
 
 from qdqtune.calibration.samples import files_named
-from qdqtune.calibration.scales import CLOSEST, Calibration, Method
+from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration, Method
 from qdqtune.errors import BadOption
-from qdqtune.graph.rewrites import NAMES as REWRITTEN
+from qdqtune.graph.rewrites import REWRITE_NAMES as REWRITTEN
 from qdqtune.options import (
     COUNT,
     FILE,
@@ -87,7 +87,7 @@ class RangeOptions(Options):
         "samples closest to the float model's.",
         "Accuracy",
         short="how ranges are found",
-        default_in_words=CLOSEST.method,
+        default_in_words=DEFAULT_CALIBRATION.method,
     )
     bias_correction: Option[bool | None, bool | None] = option(
         SWITCH,
@@ -112,7 +112,7 @@ class RangeOptions(Options):
         "Share of values, in %, that percentile keeps.",
         "Accuracy",
         is_rare=True,
-        default_in_words=f"{CLOSEST.percentile}",
+        default_in_words=f"{DEFAULT_CALIBRATION.percentile}",
     )
 
     @property
@@ -123,7 +123,12 @@ class RangeOptions(Options):
     @property
     def calibration(self) -> Calibration:
         """How ranges are found: as said, and else as it is usually done."""
-        usual = (CLOSEST.method, CLOSEST.percentile, CLOSEST.bias_correction, CLOSEST.equalization)
+        usual = (
+            DEFAULT_CALIBRATION.method,
+            DEFAULT_CALIBRATION.percentile,
+            DEFAULT_CALIBRATION.bias_correction,
+            DEFAULT_CALIBRATION.equalization,
+        )
         return Calibration(*(u if said is None else said for said, u in zip(self._said, usual, strict=True)))  # type: ignore[arg-type]
 
     @property

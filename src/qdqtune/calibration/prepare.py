@@ -73,7 +73,7 @@ class Prepared:
         return self.workloads or (Workload(self.samples.first(1)[0]),)
 
     @property
-    def tells_accuracy(self) -> bool:
+    def has_real_samples(self) -> bool:
         """Whether outputs on these samples say anything of the model's accuracy: random inputs do not."""
         return not self.samples.is_random
 
@@ -82,7 +82,7 @@ class Prepared:
         """What to say of samples that tell little, and of how few outputs are compared on."""
         first, told = self.judging[:1], []
         wide = [array for sample in self.judging for array in sample.values() if array.size > 1]
-        if first and self.tells_accuracy and not self.workloads:
+        if first and self.has_real_samples and not self.workloads:
             is_one = len(self.judging) > 1 and all(
                 np.array_equal(array, other[name]) for name, array in first[0].items() for other in self.judging[1:]
             )

@@ -30,14 +30,14 @@ DAMPING = 0.01
 PANEL = 128
 """Inputs whose errors go to the ones behind them all at once."""
 
-CHUNK = 2**18
+CACHED_WEIGHTS = 2**18
 """Weights that are worked on at a time: with what the search needs besides they stay in a cache."""
 
-NUMPY_TYPE = {(4, True): ml_dtypes.int4, (4, False): ml_dtypes.uint4, (8, True): np.int8, (8, False): np.uint8}
+INTEGER_TYPE = {(4, True): ml_dtypes.int4, (4, False): ml_dtypes.uint4, (8, True): np.int8, (8, False): np.uint8}
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class StoredWeight:
     """A weight [in, out] as integers of that shape, and what they mean: (integer - zero point) * scale.
 
     `scale` is [in / block, out], or [out] where one serves a whole channel; `zero_point` has its shape, and is None
@@ -61,7 +61,7 @@ class Stored:
         return np.asarray(shifted * spread(self.scale.astype(np.float32)))
 
 
-def ends(weight_format: WeightFormat) -> tuple[int, int]:
+def integer_ends(weight_format: WeightFormat) -> tuple[int, int]:
     """The smallest and the largest integer. Signed ones of 8 bits leave out -128, as pairs do."""
     if not weight_format.symmetric:
         return 0, 2**weight_format.bits - 1
@@ -69,11 +69,11 @@ def ends(weight_format: WeightFormat) -> tuple[int, int]:
     return (-high - 1 if weight_format.bits == 4 else -high), high
 
 
-def store(weight: Array, weight_format: WeightFormat) -> Stored:
+def store(weight: Array, weight_format: WeightFormat) -> StoredWeight:
     """A weight [in, out] of float32 or float16 in a weight format; scales have its type. The block divides `in`."""
     rows, columns = weight.shape
     block = weight_format.block or rows
-    wide = max(1, CHUNK // rows)
+    wide = max(1, CACHED_WEIGHTS // rows)
     parts = [
         _closest(
             np.asarray(weight[:, first : first + wide], np.float32).reshape(rows // block, block, -1), weight_format
@@ -81,16 +81,16 @@ def store(weight: Array, weight_format: WeightFormat) -> Stored:
         for first in range(0, columns, wide)
     ]
     scale = np.concatenate([scale for scale, _ in parts], axis=1)
-    scale = held(scale, weight.dtype)
+    scale = representable(scale, weight.dtype)
     zero = None if weight_format.symmetric else np.concatenate([zero for _, zero in parts], axis=1)
     integers = rounded(weight, scale, zero, weight_format)
-    kind = NUMPY_TYPE[weight_format.bits, weight_format.symmetric]
+    kind = INTEGER_TYPE[weight_format.bits, weight_format.symmetric]
     if weight_format.block is None:
         scale, zero = scale[0], None if zero is None else zero[0]
-    return Stored(integers.astype(kind), scale, None if zero is None else zero.astype(kind))
+    return StoredWeight(integers.astype(kind), scale, None if zero is None else zero.astype(kind))
 
 
-def held(scale: Array, dtype: np.dtype[np.generic]) -> Array:
+def representable(scale: Array, dtype: np.dtype[np.generic]) -> Array:
     """Scales as `dtype` holds them, no less than its smallest normal number; 1 where all weights are zero."""
     smallest = float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
     return np.where(scale == 0, 1.0, np.maximum(scale, smallest)).astype(dtype)
@@ -98,10 +98,10 @@ def held(scale: Array, dtype: np.dtype[np.generic]) -> Array:
 
 def rounded(weight: Array, scale: Array, zero: Array | None, weight_format: WeightFormat) -> Array:
     """The nearest integers of a weight [in, out], as int8 or uint8; `scale` is [in / block, out]."""
-    low, high = ends(weight_format)
+    low, high = integer_ends(weight_format)
     block = len(weight) // len(scale)
     result = np.empty(weight.shape, np.int8 if weight_format.symmetric else np.uint8)
-    most = max(1, CHUNK // weight.shape[1])
+    most = max(1, CACHED_WEIGHTS // weight.shape[1])
     for number, own in enumerate(scale.astype(np.float32)):
         end = (number + 1) * block
         for first in range(number * block, end, most):
@@ -137,13 +137,13 @@ def _shift(weight: Array, scale: Array, centre: Array, weight_format: WeightForm
     """The integers less their zero point that come closest to a weight, written over `shifted`."""
     np.rint(np.divide(weight, scale, out=shifted), out=shifted)
     np.add(shifted, centre, out=shifted)
-    np.clip(shifted, *ends(weight_format), out=shifted)
+    np.clip(shifted, *integer_ends(weight_format), out=shifted)
     np.subtract(shifted, centre, out=shifted)
 
 
 def _tried(weight: Array, weight_format: WeightFormat) -> Iterator[tuple[Array, Array]]:
     """Scales and zero points [blocks, 1, out] to choose from; a scale is 1 where all weights are zero."""
-    low, high = ends(weight_format)
+    low, high = integer_ends(weight_format)
     shares = SHRINKS if weight_format.bits == 4 else SHRINKS[:1]
     if weight_format.symmetric:
         top = np.abs(weight).max(axis=1, keepdims=True)
@@ -158,7 +158,7 @@ def _tried(weight: Array, weight_format: WeightFormat) -> Iterator[tuple[Array, 
         yield scale, np.clip(np.rint(-bottom * share / scale), low, high)
 
 
-def passed_on(moment: Array) -> Array:
+def error_propagation(moment: Array) -> Array:
     """How the error of each input [in] goes to those behind it [in], by the inverse of a moment, in float32: the upper
     factor of a Cholesky decomposition. `moment` [in, in] is the mean of x x^T over the inputs x that a product meets.
     """
@@ -167,7 +167,7 @@ def passed_on(moment: Array) -> Array:
     return np.asarray(np.linalg.cholesky(np.linalg.inv(damped)).T.astype(np.float32))
 
 
-def compensated(weight: Array, weight_format: WeightFormat, upper: Array) -> Stored:
+def compensated(weight: Array, weight_format: WeightFormat, upper: Array) -> StoredWeight:
     """A weight [in, out] in a weight format, each input rounded so that what is lost is made up for by those behind it.
 
     One input after the other is rounded, with the scales of `store`; its error goes to the inputs that are left, as
@@ -175,7 +175,7 @@ def compensated(weight: Array, weight_format: WeightFormat, upper: Array) -> Sto
     other (GPTQ, arXiv 2210.17323).
     """
     start = store(weight, weight_format)
-    (rows, columns), (low, high) = weight.shape, ends(weight_format)
+    (rows, columns), (low, high) = weight.shape, integer_ends(weight_format)
     block = weight_format.block or rows
     scale = start.scale.astype(np.float32).reshape(-1, columns)
     zero = (
@@ -191,7 +191,7 @@ def compensated(weight: Array, weight_format: WeightFormat, upper: Array) -> Sto
             errors[i - first] = (left[i] - (integers[i] - centre) * own) / upper[i, i]
             left[i + 1 : last] -= upper[i, i + 1 : last, None] * errors[i - first]
         left[last:] -= upper[first:last, last:].T @ errors
-    return Stored(integers.astype(start.integers.dtype), start.scale, start.zero_point)
+    return StoredWeight(integers.astype(start.integers.dtype), start.scale, start.zero_point)
 
 
 Key = TypeVar("Key")
@@ -206,7 +206,7 @@ def no_moments(_: Model) -> Mapping[str, Array]:
     return MappingProxyType({})
 
 
-class Awaited(Mapping[Key, Found]):
+class LazyMapping(Mapping[Key, Found]):
     """What is to be found of some tensors, all of it when the first is asked for."""
 
     def __init__(self, keys: Iterable[Key], find: Callable[[], Mapping[Key, Found]]) -> None:

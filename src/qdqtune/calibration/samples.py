@@ -22,8 +22,8 @@ from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
-from qdqtune.calibration.inputs import InputSpec, drawn, input_specs, listed
-from qdqtune.calibration.user_code import Patience, few_enough, imported, users_code
+from qdqtune.calibration.inputs import InputSpec, input_specs, listed, random_samples
+from qdqtune.calibration.user_code import ReadingTime, checked_count, import_callable, user_errors
 from qdqtune.errors import BadData, one_line
 from qdqtune.graph.model import Model
 from qdqtune.types import Array, Sample
@@ -32,7 +32,7 @@ HELD_OUT = 5
 """Every so many samples one is kept from calibration."""
 
 
-UNPACKED, TIMES = 2**30, 32
+UNPACKED_BYTES, UNPACKED_TIMES = 2**30, 32
 """Bytes that a packed file may always unpack to, and how many times larger it may become beyond that: real data shrink
 by far less, and files that are made to fill the memory by far more."""
 
@@ -120,15 +120,15 @@ def open_samples(
         BadData: the source is missing, unreadable or does not fit the model (some of it tells only when iterated).
         BadOption: `module:callable` cannot be imported, or random inputs need shapes that the model leaves open.
     """
-    specs, patience = input_specs(model), Patience()
+    specs, patience = input_specs(model), ReadingTime()
     if source is None:
         count = limit or 8
-        return Samples("random inputs", f"random-{seed}-{count}", True, drawn(model, specs, seed, count))
+        return Samples("random inputs", f"random-{seed}-{count}", True, random_samples(model, specs, seed, count))
     if files := _files_of(source):
         produce, digest = _from_files(files, specs, fixed), _digest(files, patience)
     elif ":" in source and os.sep + ":" not in source:
         given, digest = _from_callable(source, specs, fixed)
-        produce = given if limit is not None else lambda: few_enough(given(), source)
+        produce = given if limit is not None else lambda: checked_count(given(), source)
     else:
         raise BadData(f"calibration data {source} not found: give an .npz, a folder of .npy/.npz, or module:callable")
     return Samples(source, digest, False, lambda: patience.over(lambda: islice(produce(), limit), source))
@@ -158,7 +158,7 @@ def digest_of(source: str) -> str | None:
         BadData: there are no such files.
     """
     files = _files_of(source)
-    return _digest(files, Patience()) if files else None
+    return _digest(files, ReadingTime()) if files else None
 
 
 def read_sample(path: Path, model: Model, fixed: Collection[str] = ()) -> Sample:
@@ -168,7 +168,7 @@ def read_sample(path: Path, model: Model, fixed: Collection[str] = ()) -> Sample
         BadData: the file is missing or unreadable, or does not fit the model.
     """
     specs = input_specs(model)
-    (arrays,) = Patience().over(lambda: iter([read_arrays(path, specs)]), str(path))
+    (arrays,) = ReadingTime().over(lambda: iter([read_arrays(path, specs)]), str(path))
     return _sample(arrays, specs, fixed, str(path))
 
 
@@ -191,7 +191,7 @@ def files_named(source: str | None) -> list[Path]:
     return [folder / name for folder in folders for name in (parts.with_suffix(".py"), parts / "__init__.py")]
 
 
-def _digest(files: Sequence[Path], patience: Patience) -> str:
+def _digest(files: Sequence[Path], patience: ReadingTime) -> str:
     """16 hex digits of what some files hold."""
 
     def digests() -> Iterator[bytes]:
@@ -244,7 +244,7 @@ def _check_unpacked(path: Path) -> None:
     packed = path.stat().st_size
     with ZipFile(path) as archive:
         unpacked = sum(entry.file_size for entry in archive.infolist())
-    if unpacked > max(UNPACKED, TIMES * packed):
+    if unpacked > max(UNPACKED_BYTES, UNPACKED_TIMES * packed):
         told = f"{packed / 2**20:,.0f} MB that unpack to {unpacked / 2**20:,.0f} MB"
         raise BadData(f"{path} holds {told}, which real data hardly do: save them with numpy.savez if they are meant")
 
@@ -279,7 +279,7 @@ def _stacked(array: Array, spec: InputSpec, origin: str) -> Array:
 def _from_callable(
     source: str, specs: tuple[InputSpec, ...], fixed: Collection[str]
 ) -> tuple[Callable[[], Iterator[Sample]], str]:
-    function = imported(source, "calibration data")
+    function = import_callable(source, "calibration data")
     try:
         code = inspect.getsource(function)
     except UNREADABLE:
@@ -288,7 +288,7 @@ def _from_callable(
     def produce() -> Iterator[Sample]:
         items = None
         while True:
-            with users_code(f"{source} failed", BadData), redirect_stdout(sys.stderr):  # and not around the yield
+            with user_errors(f"{source} failed", BadData), redirect_stdout(sys.stderr):  # and not around the yield
                 items = iter(function()) if items is None else items
                 sample = next((_sample(item, specs, fixed, source) for item in items), None)
             if sample is None:

@@ -102,7 +102,7 @@ class Calibration:
         return self.method + percentile + (" with bias correction" if self.bias_correction else "")
 
 
-CLOSEST = Calibration("auto", bias_correction=True, equalization=True)
+DEFAULT_CALIBRATION = Calibration("auto", bias_correction=True, equalization=True)
 """What brings outputs closest to the float model's: what commands do unless told otherwise."""
 
 

@@ -27,7 +27,7 @@ from qdqtune.engines.runner import current_limit
 from qdqtune.errors import BadData, BadOption, InputError, QdqtuneError, one_line
 
 
-def imported(source: str, what: str) -> Callable[..., Any]:
+def import_callable(source: str, what: str) -> Callable[..., Any]:
     """The callable that `module:callable` or `path/to/file.py:callable` names; `what` it is for goes into errors.
 
     The module, and what that imports, is looked for in the current folder first.
@@ -41,7 +41,7 @@ def imported(source: str, what: str) -> Callable[..., Any]:
     if place.endswith(".py") and not Path(place).is_file():
         raise BadOption(f"cannot import {what} '{source}': there is no file {place}")
     with (
-        users_code(f"cannot import {what} '{source}'", BadOption),
+        user_errors(f"cannot import {what} '{source}'", BadOption),
         _current_folder_first(),
         redirect_stdout(sys.stderr),
     ):
@@ -54,7 +54,7 @@ def imported(source: str, what: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def users_code(what: str, raises: type[InputError]) -> Iterator[None]:
+def user_errors(what: str, raises: type[InputError]) -> Iterator[None]:
     """Turn whatever the user's own code raises into one line about `what`.
 
     Raises:
@@ -98,7 +98,7 @@ def _module_of(path: Path) -> ModuleType:
 
 T = TypeVar("T")
 
-MOST = 10_000
+MOST_GENERATED = 10_000
 """Samples that a generator may give where nobody says how many to take: one that gives more is likely to be endless."""
 
 
@@ -107,7 +107,7 @@ class TooSlow(BadData):
 
 
 @dataclass(frozen=True)
-class Patience:
+class ReadingTime:
     """How long reading may take: `seconds` in all for each pass over the samples, and until `ends` by `monotonic`."""
 
     seconds: float = field(default_factory=lambda: current_limit()[0])
@@ -178,13 +178,15 @@ def _give(make: Callable[[], Iterator[T]], wanted: SimpleQueue[bool], answers: S
         answers.put(error)
 
 
-def few_enough(items: Iterable[T], origin: str) -> Iterator[T]:
+def checked_count(items: Iterable[T], origin: str) -> Iterator[T]:
     """The same items.
 
     Raises:
         BadData: there are more than `MOST`.
     """
     for number, item in enumerate(items, 1):
-        if number > MOST:
-            raise BadData(f"{origin} gives more than {MOST:,} samples: --calibration-samples says how many to take")
+        if number > MOST_GENERATED:
+            raise BadData(
+                f"{origin} gives more than {MOST_GENERATED:,} samples: --calibration-samples says how many to take"
+            )
         yield item

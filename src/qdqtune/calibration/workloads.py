@@ -155,7 +155,7 @@ def common_sizes(mix: Mix) -> Sizes:
 
 def samples_of(mix: Mix) -> Samples:
     """The workloads as samples, one each."""
-    digest = hashlib.sha256("".join(map(content, mix)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256("".join(map(workload_digest, mix)).encode()).hexdigest()[:16]
 
     def produce() -> Iterator[Sample]:
         return (dict(workload.inputs) for workload in mix)
@@ -163,7 +163,7 @@ def samples_of(mix: Mix) -> Samples:
     return Samples("the workloads", digest, False, produce)
 
 
-def content(workload: Workload) -> str:
+def workload_digest(workload: Workload) -> str:
     """16 hex digits of what a workload holds."""
     digest = hashlib.sha256()
     for name, array in sorted(workload.inputs.items()):
@@ -171,9 +171,9 @@ def content(workload: Workload) -> str:
     return digest.hexdigest()[:16]
 
 
-def told(mix: Mix) -> str:
+def description(mix: Mix) -> str:
     """Workloads by name and share, with what they hold, as a run records them."""
-    return ", ".join(f"{w.name} {w.share:.4g} ({content(w)})" for w in mix)
+    return ", ".join(f"{w.name} {w.share:.4g} ({workload_digest(w)})" for w in mix)
 
 
 def spans_of(files: Sequence[WorkloadFile], fixed: Collection[str] = ()) -> dict[str, Span]:

@@ -18,7 +18,7 @@ from qdqtune.cli.output import say_notes
 from qdqtune.commands.inputs import limited
 from qdqtune.commands.paths import Named, check_paths, typed
 from qdqtune.options import READ, REQUIRED, SWITCH, Given, Group, Option, Options, Several, Writes, options_of
-from qdqtune.system.checks import PAGE, Output, replaceable
+from qdqtune.system.checks import PAGE_KIND, Output, replaceable
 
 NAMES = 32
 """Columns of an option's name."""
@@ -99,7 +99,7 @@ AS_JSON = switch("as_machine", "--json", "Print JSON.", short="print JSON")
 
 
 def _page(path: Path, name: str, _: Given) -> list[Output]:
-    return [Output(path, name, replaceable(PAGE))]
+    return [Output(path, name, replaceable(PAGE_KIND))]
 
 
 HTML = Parameter(

@@ -10,7 +10,7 @@ from qdqtune.cli.output import print_json
 from qdqtune.explanation.page import write_report
 from qdqtune.explanation.report import report_of_run
 from qdqtune.options import REQUIRED, File, Given, MaybeFile, Options, Reads, Writes, option
-from qdqtune.system.checks import PAGE, Output, is_marked, is_of_a_run
+from qdqtune.system.checks import PAGE_KIND, Output, is_marked, is_of_a_run
 from qdqtune.tuning.folder import REPORT
 
 
@@ -22,7 +22,7 @@ def _record(text: str) -> list[Path]:
 
 def _report(path: Path, name: str, given: Given) -> list[Output]:
     own = given["directory"] / REPORT
-    return [Output(path, name, lambda file: is_marked(file, PAGE) and (file == own or not is_of_a_run(file)))]
+    return [Output(path, name, lambda file: is_marked(file, PAGE_KIND) and (file == own or not is_of_a_run(file)))]
 
 
 @dataclass(kw_only=True)

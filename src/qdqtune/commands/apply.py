@@ -163,7 +163,7 @@ def _met(recorded: Recorded, ready: Ready, placement: Placement) -> tuple[Moment
     if recorded.weight_rounding == "nearest" or not tensors:
         return no_moments, ()
     prepared = ready.prepared
-    if prepared is None or not prepared.tells_accuracy:
+    if prepared is None or not prepared.has_real_samples:
         told = "weights were rounded by what products meet (gptq), and are rounded to the nearest here"
         return no_moments, (f"{told}: --calibration-data would tell",)
     return lambda model: moments(model, tensors, prepared.calibration), ()
@@ -171,7 +171,7 @@ def _met(recorded: Recorded, ready: Ready, placement: Placement) -> tuple[Moment
 
 def _judged(ready: Ready, inserter: Inserter, placed: Placement, engine: str) -> tuple[bool, Accuracy | None]:
     """Whether the data were random, and what the placement does to the outputs."""
-    if ready.prepared is None or not ready.prepared.tells_accuracy:
+    if ready.prepared is None or not ready.prepared.has_real_samples:
         return ready.prepared is not None, None
     with Simulation(inserter, ready.prepared.judging, engine) as simulation:
         accuracy = simulation.accuracy(placed)

@@ -26,7 +26,7 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import accuracy, concern
 from qdqtune.options import Assignments, Option, ValuesByInput, option
-from qdqtune.system.checks import content
+from qdqtune.system.checks import content_digest
 from qdqtune.timing.pairing import as_many_pairs_as_needed, fresh_pairs
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict, across_builds, ratio
 from qdqtune.tuning import advice
@@ -136,7 +136,7 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
     warned = {row.file: warning for row in rows if row.accuracy and (warning := concern(row.accuracy))}
     notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
     notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
-    judged = len(prepared.judging) if prepared.tells_accuracy else 0
+    judged = len(prepared.judging) if prepared.has_real_samples else 0
     return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out)
 
 
@@ -228,7 +228,7 @@ def compare_files(
     judging: Sequence[Sample],
     plan: Plan,
     *,
-    tells_accuracy: bool = True,
+    has_real_samples: bool = True,
     mix: Mix | None = None,
     builds: int | None = None,
     seed: int = 0,
@@ -258,7 +258,7 @@ def compare_files(
         if isinstance(measured, Failure):
             rows.append(Row(str(file), None, None, None, None, measured.reason))
         else:
-            exact = _accuracy(file, runner, judging, reference.values) if tells_accuracy else None
+            exact = _accuracy(file, runner, judging, reference.values) if has_real_samples else None
             row = _row(files[0], file, measured, plan, exact)
             rows.append(replace(row, workloads=tuple(_parts(measured, timed, plan))))
     return rows
@@ -285,7 +285,7 @@ def compare_at(
     for count in (None,) if counts is None else counts_of(spec, counts):
         at = spec if count is None else replace(spec, options={**spec.options, "threads": count})
         with unlogged(at, time_limit_s=time_limit_s) as runner:
-            fed: dict[str, Any] = {"tells_accuracy": prepared.tells_accuracy, "mix": prepared.mix}
+            fed: dict[str, Any] = {"has_real_samples": prepared.has_real_samples, "mix": prepared.mix}
             found = compare_files(files, runner, prepared.judging, plan, **fed, seed=seed, observer=observer)
         rows += [replace(row, threads=count) for row in found]
     return rows
@@ -320,7 +320,7 @@ def _listed(specs: Mapping[str, InputSpec]) -> str:
 
 
 def _row(a: Path, file: Path, measured: Sequence[Measurement], plan: Plan, exact: Accuracy | None) -> Row:
-    sqnr, is_same = None if exact is None else exact.sqnr_db, content([a]) == content([file])
+    sqnr, is_same = None if exact is None else exact.sqnr_db, content_digest([a]) == content_digest([file])
     return Row(str(file), *_judged(measured, plan), sqnr, rounds=tuple(measured), accuracy=exact, is_same=is_same)
 
 

@@ -174,7 +174,7 @@ def debug(request: Request, observer: Observer | None = None) -> Diagnosis:
         raise BadModel(f"{file} has no pair on a tensor of the float model: is it a version of {request.model}?")
     check_inputs(request.engine, plain)
     prepared = prepare(plain, request.data, fixed=request.fix_inputs)
-    if not prepared.tells_accuracy:
+    if not prepared.has_real_samples:
         raise BadOption("random inputs say nothing of a model's outputs: give debug --calibration-data")
     fixed = fixed_inputs(request.model, request.fix_inputs)
     fed = [sample | fixed for sample in prepared.judging]

@@ -15,7 +15,7 @@ from typing import Any
 
 from qdqtune.calibration.equalization import scaled
 from qdqtune.calibration.matching import Matched
-from qdqtune.calibration.observe import MANY
+from qdqtune.calibration.observe import MOST_OPTIMIZED
 from qdqtune.calibration.prepare import LEAST_JUDGED, Prepared, hidden_work
 from qdqtune.calibration.rounding import moments
 from qdqtune.calibration.samples import HELD_OUT
@@ -226,7 +226,7 @@ def _compared(
     with temporary_folder() as folder:
         done = _judged(request, written, placed, prepared, metric, folder)
     notes = [*done.notes]
-    if not prepared.tells_accuracy:
+    if not prepared.has_real_samples:
         scaled = ": scales come from random inputs" if request.sees_data else ""
         notes.append(f"no --calibration-data{scaled}")
     elif not prepared.is_held_out and request.sees_data:
@@ -277,7 +277,7 @@ def _judged(
     plain, model = folder / "float.onnx", load(request.model, fix_inputs=request.fix_inputs)
     save(model, plain)
     samples = prepared.judging
-    is_fused = request.engine == "onnxruntime" and len(model.nodes) <= MANY
+    is_fused = request.engine == "onnxruntime" and len(model.nodes) <= MOST_OPTIMIZED
     spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": is_fused})
     with Runner(spec, log_dir=folder) as runner:
         before, after = (insist(runner.load(file), REFUSED) for file in (plain, written))
@@ -285,7 +285,7 @@ def _judged(
         measured = None
         if metric is not None:
             measured = _measured(metric, runner, before), _measured(metric, runner, after)
-    judged = len(samples) if prepared.tells_accuracy else 0
+    judged = len(samples) if prepared.has_real_samples else 0
     done = Quantized(request.output, placed, None, None, judged, True, measured)
     if not judged:
         return done

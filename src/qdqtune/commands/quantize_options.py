@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qdqtune.calibration.options import FixOption, RangeOptions, check_cache
-from qdqtune.calibration.scales import CLOSEST, Calibration
+from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration
 from qdqtune.commands.inputs import METRIC, InputOptions, MetricLike
 from qdqtune.commands.source import OutputOption, Source, SourceOptions
 from qdqtune.engines.formats import FORMATS
@@ -183,7 +183,7 @@ class Request(Source, PairOptions):
     """
 
     engine: str = "onnxruntime"
-    calibration: Calibration = CLOSEST
+    calibration: Calibration = DEFAULT_CALIBRATION
     selection: Selection = field(default_factory=Selection)
     evaluate: str | None = None
 

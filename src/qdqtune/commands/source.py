@@ -134,7 +134,7 @@ def told_of_inputs(options: DataOptions, prepared: Prepared) -> list[str]:
     """What to say of inputs that the user has not named."""
     if getattr(options, "calibration_data", None) is not None or getattr(options, "workloads", None):
         return []
-    if prepared.tells_accuracy:
+    if prepared.has_real_samples:
         return [f"no --calibration-data: the inputs are those of the run beside it, {prepared.samples.origin}"]
     return ["no --calibration-data: inputs are random, which says nothing of accuracy: none is told"]
 

@@ -11,7 +11,7 @@ from qdqtune.engines.runner import insist, unlogged
 from qdqtune.errors import BadModel, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import sign
-from qdqtune.system.writing import appearing
+from qdqtune.system.writing import atomic_write
 
 LOADED_BY = {"fake": "onnxruntime", "onnxruntime": "onnxruntime", "openvino": "openvino"}
 """Engines that load any model in seconds without further options, and the one that loads files for them. TensorRT
@@ -29,7 +29,7 @@ def accepted(output: Path, engine: str, *, is_run: bool = False) -> Iterator[Pat
         EngineFailure: the engine does not load it.
         OutputError: the file cannot be written.
     """
-    with appearing(output) as fresh:
+    with atomic_write(output) as fresh:
         yield fresh
         sign(fresh)
         if not (is_run and LOADED_BY.get(engine, "onnxruntime") == "onnxruntime"):

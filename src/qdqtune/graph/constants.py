@@ -19,7 +19,7 @@ from onnx import TensorProto, numpy_helper
 
 from qdqtune.errors import BadModel, reading
 from qdqtune.graph.model import Constant, bodies, content_key
-from qdqtune.graph.protobuf import LARGE
+from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.system.checks import Stamps
 from qdqtune.types import Array
 
@@ -28,10 +28,10 @@ M = TypeVar("M")
 SIZED = frozenset(TensorProto.DataType.values()) - {TensorProto.UNDEFINED, TensorProto.STRING}
 """Element types of a fixed size."""
 
-LARGEST = 2**31
+LARGEST_SPARSE = 2**31
 """Bytes that a sparse constant may take when it is written out: a few in the file can declare any number."""
 
-CHUNK = 2**20
+READ_BYTES = 2**20
 """Bytes of external data that are read at a time."""
 
 
@@ -114,7 +114,7 @@ def _is_large(tensor: TensorProto) -> bool:
     # Strings have no bytes of a fixed size; several numbers of less than 8 bits share one.
     if tensor.data_type == TensorProto.STRING or _bits(tensor) < 8:
         return False
-    return _nbytes(tensor) >= LARGE
+    return _nbytes(tensor) >= LARGE_BYTES
 
 
 def _nbytes(tensor: TensorProto) -> int:
@@ -157,7 +157,7 @@ def _dense(sparse: onnx.SparseTensorProto, name: str) -> TensorProto:
     values, indices = _array(sparse.values), _array(sparse.indices)
     if values.dtype.kind == "O" or indices.dtype != np.int64:
         raise BadModel(f"sparse constant {name!r} must hold numbers, and its indices must be int64")
-    if (size := math.prod(sparse.dims) * values.dtype.itemsize) > LARGEST:
+    if (size := math.prod(sparse.dims) * values.dtype.itemsize) > LARGEST_SPARSE:
         raise BadModel(f"sparse constant {name!r} takes {size:,} bytes when it is written out: a file holds less")
     try:
         dense = np.zeros(tuple(sparse.dims), values.dtype)
@@ -237,6 +237,6 @@ def _chunks(located: _Located) -> Iterator[bytes]:
     with reading(located.file, BadModel), located.file.open("rb") as source:
         source.seek(located.offset)
         length = located.length
-        while length > 0 and (chunk := source.read(min(CHUNK, length))):
+        while length > 0 and (chunk := source.read(min(READ_BYTES, length))):
             yield chunk
             length -= len(chunk)

@@ -20,17 +20,17 @@ from qdqtune.errors import BadOption
 from qdqtune.graph.constants import replace
 from qdqtune.graph.model import Constant, Model, Node, TensorInfo, bodies, rebuild
 from qdqtune.graph.operators import COMPUTE
-from qdqtune.graph.protobuf import LARGE
+from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.graph.simplifying import computed, drop_unused
 from qdqtune.types import Array
 
-LONGEST = 2**22
+LONGEST_FOLLOWED = 2**22
 """Elements of tensors of one dimension whose values shape inference may follow: it takes 80 bytes for each."""
 
 INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, RuntimeError, ValueError)
 """What onnx raises from its C++ code; its own error classes have no base in common."""
 
-MOST_BYTES = 2**20
+MOST_COMPUTED_BYTES = 2**20
 """Inputs or results that are computed at once hold no more than this, counted at 8 bytes a value."""
 
 
@@ -91,10 +91,10 @@ def _results(
         return None
     if (moved := _moved(node, known)) is not None:
         return {node.outputs[0]: moved}
-    if sum(known[t].nbytes for t in node.inputs if t) > MOST_BYTES:
+    if sum(known[t].nbytes for t in node.inputs if t) > MOST_COMPUTED_BYTES:
         return None
     inputs = [known[t].to_proto(t) for t in dict.fromkeys(node.inputs) if t]
-    found = computed(model.proto, model.proto.graph.node[node.index], inputs, MOST_BYTES)
+    found = computed(model.proto, model.proto.graph.node[node.index], inputs, MOST_COMPUTED_BYTES)
     return None if found is None else {t.name: Constant.of(numpy_helper.to_array(t)) for t in found}
 
 
@@ -107,7 +107,7 @@ def _inferred(
         return {}
     make = onnx.helper.make_tensor_type_proto
     types = {t: make(infos[t].dtype, infos[t].shape) for t in names}
-    data = {t: known[t].to_proto(t) for t in names if t in known and known[t].nbytes < LARGE}
+    data = {t: known[t].to_proto(t) for t in names if t in known and known[t].nbytes < LARGE_BYTES}
     proto, opsets = model.proto.graph.node[node.index], list(model.proto.opset_import)
     try:
         schema = onnx.defs.get_schema(node.op, model.opset, "")
@@ -129,7 +129,7 @@ def _both(one: TensorInfo | None, other: TensorInfo) -> TensorInfo:
 def _moved(node: Node, known: Mapping[str, Constant]) -> Constant | None:
     """A large constant in another order or shape, read when it is asked for."""
     constant = known.get(node.inputs[0]) if node.inputs else None
-    if constant is None or constant.nbytes < LARGE:
+    if constant is None or constant.nbytes < LARGE_BYTES:
         return None
     if node.op == "Transpose":
         axes = tuple(node.attributes.get("perm", range(len(constant.shape))[::-1]))
@@ -229,7 +229,7 @@ def infer(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
     whole = with_large_inputs(proto, large)
     try:
         inferred = onnx.shape_inference.infer_shapes(whole)
-        if all(_length(v) <= LONGEST for v in _values(inferred.graph) if v.name not in large):
+        if all(_length(v) <= LONGEST_FOLLOWED for v in _values(inferred.graph) if v.name not in large):
             inferred = onnx.shape_inference.infer_shapes(whole, data_prop=True)
     except INFERENCE_ERRORS:
         return proto

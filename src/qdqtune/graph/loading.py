@@ -22,7 +22,7 @@ from qdqtune.graph.constants import inner_tensors, replace, settle, take_externa
 from qdqtune.graph.inference import INFERENCE_ERRORS, copied, infer, with_large_inputs, without_large_inputs
 from qdqtune.graph.model import Constant, Model, bodies, captured
 from qdqtune.graph.protobuf import parsed
-from qdqtune.graph.simplifying import Names, drop_identities, drop_unused
+from qdqtune.graph.simplifying import UniqueNames, drop_identities, drop_unused
 from qdqtune.graph.simplifying import fix_inputs as fix
 from qdqtune.graph.soundness import check_sound, differs, kind_of
 
@@ -204,7 +204,7 @@ def data_files(path: Path) -> list[str]:
 def node_names(graph: onnx.GraphProto) -> list[str]:
     """The names that `load` gives to the nodes of a file, in its order: unnamed ones are named after operator and
     position, and the second and further users of a name are numbered."""
-    names = Names(node.name for node in graph.node)
+    names = UniqueNames(node.name for node in graph.node)
     given: dict[str, None] = {}
     for i, node in enumerate(graph.node):
         is_free = node.name and node.name not in given

@@ -19,10 +19,10 @@ from onnx import TensorProto, helper
 from qdqtune.graph.inference import infer
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
-from qdqtune.graph.simplifying import Names, names_in
+from qdqtune.graph.simplifying import UniqueNames, names_in
 from qdqtune.types import Array
 
-CLOSE = 1e-4
+FORMULA_TOLERANCE = 1e-4
 """How far, relatively, a number of a formula may be from what it stands for: exporters write 0.7071 and 1.4142135."""
 
 
@@ -47,7 +47,7 @@ Matcher = Callable[[Model, Node], Match | None]
 """What a node is the first characteristic node of, if it is."""
 
 
-def merged(model: Model, matcher: Matcher, opset: int) -> Model:
+def with_merged(model: Model, matcher: Matcher, opset: int) -> Model:
     """`model` with one node for each match, and the opset that this needs; the same object where there is none.
 
     Raises:
@@ -63,7 +63,7 @@ def merged(model: Model, matcher: Matcher, opset: int) -> Model:
         if not own & taken:
             taken |= own
             matches[match.last.index] = match
-    names, added = Names(names_in(model.proto.graph)), dict[str, Constant]()
+    names, added = UniqueNames(names_in(model.proto.graph)), dict[str, Constant]()
     nodes = []
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
         if (found := matches.get(node.index)) is not None:
@@ -73,7 +73,7 @@ def merged(model: Model, matcher: Matcher, opset: int) -> Model:
     return rebuild(model, nodes, added)
 
 
-def _made(match: Match, names: Names, added: dict[str, Constant]) -> onnx.NodeProto:
+def _made(match: Match, names: UniqueNames, added: dict[str, Constant]) -> onnx.NodeProto:
     inputs = [match.source]
     for operand in match.operands:
         if not isinstance(operand, str):
@@ -292,7 +292,7 @@ def _is_plus(node: Node, joined: tuple[str, float] | None, value: float) -> bool
 
 
 def _is_close(value: float | None, wanted: float) -> bool:
-    return value is not None and math.isclose(value, wanted, rel_tol=CLOSE)
+    return value is not None and math.isclose(value, wanted, rel_tol=FORMULA_TOLERANCE)
 
 
 def _product(model: Model, node: Node, source: str, wanted: float) -> tuple[Node, ...] | None:
@@ -327,7 +327,7 @@ def as_gemm(model: Model) -> Model:
 
     What has more than two dimensions is reshaped around it, if at most one of them is unknown.
     """
-    names, added = Names(names_in(model.proto.graph)), dict[str, Constant]()
+    names, added = UniqueNames(names_in(model.proto.graph)), dict[str, Constant]()
     sums: dict[int, list[onnx.NodeProto]] = {}
     gone: set[int] = set()
     for node in model.nodes:
@@ -360,7 +360,9 @@ def _sum(model: Model, node: Node) -> Node | None:
     return total if is_known else None
 
 
-def _gemm(model: Model, node: Node, total: Node, names: Names, added: dict[str, Constant]) -> list[onnx.NodeProto]:
+def _gemm(
+    model: Model, node: Node, total: Node, names: UniqueNames, added: dict[str, Constant]
+) -> list[onnx.NodeProto]:
     shape = model.tensors[node.inputs[0]].shape or ()
     width, out = model.constants[node.inputs[1]].shape
     bias = total.inputs[1 - total.inputs.index(node.outputs[0])]

@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from qdqtune.graph.protobuf import LARGE, field_of
+from qdqtune.graph.protobuf import LARGE_BYTES, field_of
 from qdqtune.types import Array, Edge
 
 NODE, INITIALIZER = onnx.GraphProto.NODE_FIELD_NUMBER, onnx.GraphProto.INITIALIZER_FIELD_NUMBER
@@ -140,7 +140,7 @@ class Constant:
         """A constant that is in memory."""
         array = np.asarray(array, order="C")
         if key is None:
-            data = array.tobytes() if array.nbytes < LARGE else _bytes(array)
+            data = array.tobytes() if array.nbytes < LARGE_BYTES else _bytes(array)
             key = content_key(array.dtype, array.shape, [data])
         return Constant(key, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape, lambda: array)
 
@@ -324,7 +324,7 @@ def rebuild(
             continue
         if isinstance(c, bytes):
             fields.append(c)
-        elif c.nbytes >= LARGE:
+        elif c.nbytes >= LARGE_BYTES:
             outside[name] = c
         else:
             fields.append(field_of(INITIALIZER, c.to_proto(name)))

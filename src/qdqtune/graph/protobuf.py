@@ -17,10 +17,10 @@ from onnx import TensorProto
 
 from qdqtune.errors import check_file
 
-LARGE = 1024
+LARGE_BYTES = 1024
 """Constants of this many bytes or more stay outside the protobuf; smaller ones may be shapes that inference reads."""
 
-APART = 2**28
+APART_BYTES = 2**28
 """Bytes from which a model file is read without its weights."""
 
 SIZES = {1: 8, 5: 4}
@@ -48,7 +48,7 @@ def parsed(path: Path) -> onnx.ModelProto:
     check_file(path)
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        proto.ParseFromString(file.read() if size < APART else b"".join(_without_weights(file, size, path.name)))
+        proto.ParseFromString(file.read() if size < APART_BYTES else b"".join(_without_weights(file, size, path.name)))
     return proto
 
 
@@ -63,12 +63,12 @@ def _without_weights(file: IO[bytes], size: int, name: str) -> Iterator[bytes]:
 
 def _parts(file: IO[bytes], graph: _Field, name: str) -> Iterator[bytes]:
     for field in _fields(file, graph.content, graph.end):
-        if field.number != onnx.GraphProto.INITIALIZER_FIELD_NUMBER or field.end - field.content < LARGE:
+        if field.number != onnx.GraphProto.INITIALIZER_FIELD_NUMBER or field.end - field.content < LARGE_BYTES:
             yield _bytes(file, field.start, field.end)
             continue
         tensor, told = bytearray(), TensorProto()
         for part in _fields(file, field.content, field.end):
-            if part.number != TensorProto.RAW_DATA_FIELD_NUMBER or part.end - part.content < LARGE:
+            if part.number != TensorProto.RAW_DATA_FIELD_NUMBER or part.end - part.content < LARGE_BYTES:
                 tensor += _bytes(file, part.start, part.end)
                 continue
             refer(told, name, part.content, part.end - part.content)

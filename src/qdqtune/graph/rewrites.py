@@ -20,10 +20,10 @@ import onnx
 from qdqtune.errors import BadOption
 from qdqtune.graph.inference import constants_computed
 from qdqtune.graph.loading import with_opset
-from qdqtune.graph.merging import as_gemm, gelu, hard_swish, layer_norm, merged, rms_norm
+from qdqtune.graph.merging import as_gemm, gelu, hard_swish, layer_norm, rms_norm, with_merged
 from qdqtune.graph.model import Constant, Model, Node, rebuild
 from qdqtune.graph.operators import ARITHMETIC, COMPUTE
-from qdqtune.graph.simplifying import Names, names_in
+from qdqtune.graph.simplifying import UniqueNames, names_in
 from qdqtune.types import Array
 
 FOLD = "fold"
@@ -45,17 +45,17 @@ class Rewrite:
 REWRITES: Mapping[str, Rewrite] = MappingProxyType({
     "constants": Rewrite("compute what only constants and shapes decide", constants_computed),
     "hardswish": Rewrite(
-        "x clip(x + 3, 0, 6) / 6 as one HardSwish", partial(merged, matcher=hard_swish, opset=14), "HardSwish"
+        "x clip(x + 3, 0, 6) / 6 as one HardSwish", partial(with_merged, matcher=hard_swish, opset=14), "HardSwish"
     ),
-    "gelu": Rewrite("x (1 + erf(x / sqrt 2)) / 2 as one Gelu", partial(merged, matcher=gelu, opset=20), "Gelu"),
+    "gelu": Rewrite("x (1 + erf(x / sqrt 2)) / 2 as one Gelu", partial(with_merged, matcher=gelu, opset=20), "Gelu"),
     "layernorm": Rewrite(
         "means, squares and a root as one LayerNormalization",
-        partial(merged, matcher=layer_norm, opset=17),
+        partial(with_merged, matcher=layer_norm, opset=17),
         "LayerNormalization",
     ),
     "rmsnorm": Rewrite(
         "squares, their mean and a root as one RMSNormalization",
-        partial(merged, matcher=rms_norm, opset=23),
+        partial(with_merged, matcher=rms_norm, opset=23),
         "RMSNormalization",
     ),
     "gemm": Rewrite("MatMul and Add with constants as one Gemm", as_gemm, "Gemm"),
@@ -63,7 +63,7 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType({
 })  # fmt: skip
 """By name, in the order in which they are made."""
 
-NAMES = (FOLD, *REWRITES)
+REWRITE_NAMES = (FOLD, *REWRITES)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Rewrites:
     def __post_init__(self) -> None:
         if not isinstance(self.folded, bool) or not set(self.names) <= REWRITES.keys():
             unknown = ", ".join(sorted(map(str, set(self.names) - REWRITES.keys())))
-            raise ValueError(f"there is no rewrite {unknown}; there are {', '.join(NAMES)}")
+            raise ValueError(f"there is no rewrite {unknown}; there are {', '.join(REWRITE_NAMES)}")
 
     def of(self, model: Model) -> Model:
         """`model` after them.
@@ -228,7 +228,7 @@ def _by_channel(model: Model, layer: _Layer, constant: Constant) -> Array | None
 
 
 def _written(model: Model, changed: dict[int, _Layer], gone: set[int]) -> Model:
-    names = Names(names_in(model.proto.graph))
+    names = UniqueNames(names_in(model.proto.graph))
     added: dict[str, Constant] = {}
 
     def free(tensor: str, wanted: str) -> str:

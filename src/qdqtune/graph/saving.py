@@ -18,7 +18,7 @@ from qdqtune.graph.loading import files_of
 from qdqtune.graph.model import Constant, Model, size_of
 from qdqtune.graph.protobuf import head, parsed, refer
 from qdqtune.system.checks import Output, is_of_a_run, mark
-from qdqtune.system.writing import appearing, temporary_folder
+from qdqtune.system.writing import atomic_write, temporary_folder
 
 CONSTANTS, WEIGHTS = "constants.bin", "weights.bin"
 """The usual names of a file that holds the constants of many models, and of one with those of a single one."""
@@ -26,7 +26,7 @@ CONSTANTS, WEIGHTS = "constants.bin", "weights.bin"
 MOSTLY = 0.99
 """Share of a file of constants that a model needs which ships with all of it: what rewrites replaced may stay there."""
 
-PROTOBUF_LIMIT = 2**31 - 2**20
+ONE_FILE_LIMIT = 2**31 - 2**20
 """Bytes beyond which a file needs external data."""
 
 
@@ -38,8 +38,8 @@ def save(model: Model, path: Path, known: ConstantFile | None = None) -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    with appearing(path) as fresh:
-        if sum(c.nbytes for c in model.large.values()) + model.proto.ByteSize() < PROTOBUF_LIMIT:
+    with atomic_write(path) as fresh:
+        if sum(c.nbytes for c in model.large.values()) + model.proto.ByteSize() < ONE_FILE_LIMIT:
             with fresh.open("wb") as file:
                 file.writelines(messages(model, Constant.data if known is None else known.data))
         elif known is None or not known.named(data_of(fresh), model, fresh):
@@ -68,11 +68,11 @@ def data_of(path: Path) -> Path:
     return path.parent / f"{path.name}.data"
 
 
-MODEL = "model"
+MODEL_KIND = "model"
 """What a model that a command has written says that it is."""
 
 
-def model_outputs(path: Path, option: str, kind: str = MODEL) -> list[Output]:
+def model_outputs(path: Path, option: str, kind: str = MODEL_KIND) -> list[Output]:
     """The files that an option writes which names a model: its own, and that of its constants, where it is large."""
     data = data_of(path)
 
@@ -82,7 +82,7 @@ def model_outputs(path: Path, option: str, kind: str = MODEL) -> list[Output]:
     return [Output(path, option, is_ours), Output(data, option, is_ours)]
 
 
-def sign(path: Path, kind: str = MODEL) -> None:
+def sign(path: Path, kind: str = MODEL_KIND) -> None:
     """Write the mark of an output to the end of a finished ONNX file, as metadata: what follows on a message is merged
     with it.
 
@@ -93,7 +93,7 @@ def sign(path: Path, kind: str = MODEL) -> None:
         file.write(signature(file.tell(), kind))
 
 
-def signature(size: int, kind: str = MODEL) -> bytes:
+def signature(size: int, kind: str = MODEL_KIND) -> bytes:
     """The mark of an output as a part of an ONNX file, behind so many bytes: what another program makes of the file has
     another size, and is no output any more."""
     said = StringStringEntryProto(key=f"qdqtune.{kind}.{size:016}", value=mark(kind))

@@ -18,7 +18,7 @@ from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.constants import replace, settle
 from qdqtune.graph.model import Constant, TensorInfo, bodies, captured, defined
 from qdqtune.graph.operators import RANDOM
-from qdqtune.graph.protobuf import LARGE
+from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.types import Array
 
 FAILURES = (
@@ -101,7 +101,7 @@ def names_in(graph: onnx.GraphProto) -> set[str]:
     return names
 
 
-class Names:
+class UniqueNames:
     """The names in use, and new ones that differ from all of them."""
 
     def __init__(self, taken: Iterable[str]) -> None:
@@ -171,7 +171,7 @@ def _fold(proto: onnx.ModelProto, known: set[str]) -> bool:
 
 
 def computed(
-    proto: onnx.ModelProto, node: onnx.NodeProto, inputs: list[onnx.TensorProto], most: int = LARGE
+    proto: onnx.ModelProto, node: onnx.NodeProto, inputs: list[onnx.TensorProto], most: int = LARGE_BYTES
 ) -> list[onnx.TensorProto] | None:
     """The results of a node with constant inputs; None if one may exceed `most` bytes, or none are to be had here."""
     from onnx.reference import ReferenceEvaluator  # slow to import
@@ -209,7 +209,7 @@ def _chosen(graph: onnx.GraphProto, node: onnx.NodeProto, condition: bool) -> li
         elif name:  # one tensor, returned twice
             copies.append(onnx.helper.make_node("Identity", [names[result]], [name]))
     taken = names_in(graph) | set(node.output)
-    free = Names(taken | names_in(body))
+    free = UniqueNames(taken | names_in(body))
     names |= {name: free.fresh(name) for name in sorted((own & taken) - names.keys())}
     for inner in body.node:
         rename(inner, names)

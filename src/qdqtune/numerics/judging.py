@@ -9,7 +9,7 @@ from itertools import chain
 
 import numpy as np
 
-from qdqtune.calibration.observe import MANY
+from qdqtune.calibration.observe import MOST_OPTIMIZED
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
@@ -160,7 +160,7 @@ def judging(
     """A judge of `placement` on some samples; `ranges` decide nothing but how constants are rounded. `ran` hears how
     many inferences it has taken, whenever it has."""
     written = len(model.nodes) + 2 * len(placement)
-    spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": written <= MANY, "fuse_pairs": False})
+    spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": written <= MOST_OPTIMIZED, "fuse_pairs": False})
     memory = MemoryBudget.for_model(sum(constant.nbytes for constant in model.large.values()))
     with (
         temporary_folder() as folder,

@@ -16,9 +16,9 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration import rounding
-from qdqtune.calibration.rounding import Stored
+from qdqtune.calibration.rounding import StoredWeight
 from qdqtune.graph.model import Constant, Model
-from qdqtune.graph.protobuf import LARGE
+from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.placement.graph_builder import Draft
 from qdqtune.placement.possible import Weight, storable_edges, unstorable, weight_at
 from qdqtune.types import Array, Edge, Placement, WeightFormat
@@ -34,7 +34,7 @@ ONNX_TYPE = {
 }
 """By bits, and whether they are symmetric."""
 
-KEPT = 8 * LARGE
+KEPT = 8 * LARGE_BYTES
 """Bytes from which the scales of a weight are in no candidate's own file, nor its zero points: they are read once."""
 
 
@@ -49,7 +49,7 @@ class Compressor:
         self._model, self._moments = model, moments
         self._scales: dict[str, tuple[Array, Array | None]] = {}
         self._passed_on: dict[str, Array] = {}
-        self._latest: tuple[str, Stored] | None = None
+        self._latest: tuple[str, StoredWeight] | None = None
 
     @cached_property
     def _able(self) -> frozenset[Edge]:
@@ -149,12 +149,12 @@ class Compressor:
             draft.made[made] = "\n".join(names)
         return tuple(draft.made[made].split("\n"))
 
-    def _rounded(self, weight: Weight, weight_format: WeightFormat) -> Stored:
+    def _rounded(self, weight: Weight, weight_format: WeightFormat) -> StoredWeight:
         met = weight.node.inputs[0]
         if weight.node.op == "Gather" or met not in self._moments:
             return rounding.store(weight.array(), weight_format)
         if met not in self._passed_on:
-            self._passed_on[met] = rounding.passed_on(self._moments[met])
+            self._passed_on[met] = rounding.error_propagation(self._moments[met])
         return rounding.compensated(weight.array(), weight_format, self._passed_on[met])
 
     def _part(

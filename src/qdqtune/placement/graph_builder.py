@@ -12,7 +12,7 @@ import onnx
 from onnx import helper
 
 from qdqtune.graph.model import INITIALIZER, NODE, Constant, Made
-from qdqtune.graph.protobuf import LARGE, field_of
+from qdqtune.graph.protobuf import LARGE_BYTES, field_of
 from qdqtune.types import Array
 
 
@@ -67,7 +67,7 @@ class Draft:
     def constant(self, wanted: str, values: Array) -> str:
         """A constant in memory under a free name near `wanted`."""
         name, array = self.unique(wanted), np.asarray(values)
-        if array.nbytes < LARGE:
+        if array.nbytes < LARGE_BYTES:
             self.constants[name] = _tensor(name, array)
         else:  # shared between candidates by key, and candidates differ under one name: the content decides
             self.constants[name] = Constant.of(array)

@@ -26,7 +26,7 @@ LIST = ".qdqtune"
 
 HEAD = "# what qdqtune has written to this folder, and may overwrite or delete: a path a line"
 
-PAGE, RECORD, LOG = "page", "record", "log"
+PAGE_KIND, RECORD_KIND, LOG_KIND = "page", "record", "log"
 """Kinds of outputs besides models: HTML pages, YAML files, logs."""
 
 SEARCHED = 2**16
@@ -210,7 +210,7 @@ class Stamps:
                 raise BadModel(f"{file} has changed since the run began: start it again (what was measured is kept)")
 
 
-NOTHING = Stamps(())
+NO_STAMPS = Stamps(())
 
 
 def stamp(file: Path) -> Stamp | None:
@@ -222,7 +222,7 @@ def stamp(file: Path) -> Stamp | None:
     return found.st_size, found.st_mtime_ns, found.st_ino
 
 
-def content(files: Iterable[Path]) -> str:
+def content_digest(files: Iterable[Path]) -> str:
     """32 hex digits that name the bytes of some files together.
 
     Raises:

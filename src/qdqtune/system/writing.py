@@ -26,7 +26,7 @@ WORKERS = "worker-"
 
 
 @contextmanager
-def appearing(target: Path) -> Iterator[Path]:
+def atomic_write(target: Path) -> Iterator[Path]:
     """A file to write instead of `target`, which takes its name when the block ends without an error.
 
     So does all that was written beside it, under the same names beside the target: a model and its external data appear
@@ -47,7 +47,7 @@ def appearing(target: Path) -> Iterator[Path]:
                 check_inside(file.parent / name, file.parent)
                 _settle(fresh / name, file.parent / name)
             made.sort(key=lambda name: name == Path(file.name))  # the file itself comes last
-            exchange([(fresh / name, file.parent / name) for name in made], folder / "old")
+            rename_all([(fresh / name, file.parent / name) for name in made], folder / "old")
 
 
 def _replaceable(path: Path) -> Path:
@@ -78,11 +78,11 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    with appearing(path) as fresh:
+    with atomic_write(path) as fresh:
         fresh.write_text(json.dumps(dict(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def exchange(moves: Sequence[tuple[Path, Path]], aside: Path) -> None:
+def rename_all(moves: Sequence[tuple[Path, Path]], aside: Path) -> None:
     """Rename files to their targets in this order; if that fails, all is as it was. `aside` is a folder to be made.
 
     The model comes last, and an old one goes first: nobody ever finds the weights of one beside the other.

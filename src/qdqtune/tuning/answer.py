@@ -16,7 +16,7 @@ from typing import Any
 from qdqtune.errors import QdqtuneError, parsed_json
 from qdqtune.graph.loading import files_of
 from qdqtune.search.costs.explanation import UnitPrice
-from qdqtune.system.checks import content
+from qdqtune.system.checks import content_digest
 from qdqtune.tuning.bench import job_of, remembered
 from qdqtune.tuning.folder import LOGS, PARTS, PROGRESS, REGION_MODELS, REPORT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.modes.mode import GroupOutcome, Recorded
@@ -94,7 +94,7 @@ def _questions(ready: Ready) -> tuple[str, str]:
     asked |= {
         "deploy_threads": settings.thread_counts,
         "metric": ready.evaluation.digest if ready.evaluation else None,
-        "files": content([*files_of(settings.model), *more]),
+        "files": content_digest([*files_of(settings.model), *more]),
     }
     bounded, free = (
         hashlib.sha256(json.dumps(plain({**asked, **limit}, "deterministic")).encode()).hexdigest()[:16]
@@ -115,9 +115,9 @@ def _files(ready: Ready) -> Iterator[tuple[str, str]]:
     for name in sorted(ready.output.ours):
         path, place = ready.output.path / name, Path(name).parts[0]
         if path.is_file() and place not in (SUMMARY, RUN, REPORT, LOGS):
-            yield name, "" if place in (REGION_MODELS, PARTS, PROGRESS) else content([path])
+            yield name, "" if place in (REGION_MODELS, PARTS, PROGRESS) else content_digest([path])
     if (patterns := pattern_cache_of(ready.settings.state)).is_file():
-        yield "pattern cache", content([patterns])
+        yield "pattern cache", content_digest([patterns])
 
 
 def _lasting(summary: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from qdqtune.graph.saving import CONSTANTS, data_of
 from qdqtune.system.checks import (
     HEAD,
     LIST,
-    RECORD,
+    RECORD_KIND,
     Inputs,
     Output,
     check_inside,
@@ -187,7 +187,7 @@ def _elsewhere(settings: Settings) -> Iterator[Output]:
     option = _state_option(settings)
     has_begun = state.is_file() and state.stat().st_size > 0
     yield Output(state, option, may_continue, is_appended=True, makes_folder=True)
-    patterns = replaceable(RECORD)
+    patterns = replaceable(RECORD_KIND)
     yield Output(pattern_cache_of(state), option, lambda file: has_begun and patterns(file), makes_folder=True)
     if prices is not None and prices != usual_place():  # nobody has named that one: what is wrong with it is told
         yield Output(prices, "--price-cache", lambda file: read_cache(file) is not None, makes_folder=True)

@@ -17,8 +17,8 @@ from qdqtune.graph.saving import data_of
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
 from qdqtune.search.front import ENOUGH, FrontSearch, MeasuredPoint, Tradeoff, named
-from qdqtune.system.checks import content
-from qdqtune.system.writing import appearing, write_json
+from qdqtune.system.checks import content_digest
+from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.timing.ratios import PAIRS, Ratio
 from qdqtune.tuning.accepting import is_alike
 from qdqtune.tuning.candidacy import Candidacy, Entry, move_model
@@ -141,7 +141,7 @@ def _settled(kept: Sequence[Proven], written: Mapping[Placement, Path], run: Run
         file = run.output.claim(written[point.trial.placement].with_name(f"{name}.onnx"))
         move_model(written[point.trial.placement], file, run, point.trial.placement)
         write_placement_of(point.trial.placement, run.output.claim(file.with_suffix(".yaml")), run)
-        settled.append(replace(proven, name=name, content=content(files_of(file))))
+        settled.append(replace(proven, name=name, content=content_digest(files_of(file))))
     for file in written.values():
         for part in (file, data_of(file)):
             part.unlink(missing_ok=True)
@@ -173,12 +173,12 @@ def _picked(folder: Path, name: str) -> Mapping[str, Any]:
         points = f"its points are {', '.join(files)}" if files else "no candidate of its run proved to be one"
         raise BadOption(f"{folder} has no point {name!r}: {points}")
     file = files[name]
-    if row["content"] != content(files_of(file)):
+    if row["content"] != content_digest(files_of(file)):
         raise BadOption(f"{file} is not the file that was proven: run tune with --front again, which writes it anew")
     check_names(folder, (FINAL, data_of(Path(FINAL)).name, PLACEMENT, SUMMARY, REPORT))
     check_loads(file, summary["engine"]["engine"])
     copy_model(file, folder / FINAL)
-    with appearing(folder / PLACEMENT) as fresh:
+    with atomic_write(folder / PLACEMENT) as fresh:
         shutil.copyfile(folder / FRONT / f"{name}.yaml", fresh)
     picked: dict[str, Any] = plain(_as_shipped(summary, row, rows))
     write_json(folder / SUMMARY, picked)

@@ -16,7 +16,7 @@ from qdqtune.engines.runner import Handle
 from qdqtune.errors import BaselineFailed
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import nbytes
-from qdqtune.system.checks import content
+from qdqtune.system.checks import content_digest
 from qdqtune.timing.pairing import as_many_pairs_as_needed, fresh_pairs, rounds_of
 from qdqtune.timing.ratios import (
     BUILD_LOOKS,
@@ -122,7 +122,7 @@ class _Pair:
     def builds(self, numbers: Sequence[int]) -> list[Measurement] | Failure:
         """Pairs of builds by number, from the store where it has them: all in turns, but for large files."""
         both = self.a, self.b
-        files = content(files_of(self.a)), content(files_of(self.b))
+        files = content_digest(files_of(self.a)), content_digest(files_of(self.b))
         store, least = self.run.store, self.run.settings.proof_plan.looks[0]
         records = {number: known(store, f"{self.key}:{number}", files, least) for number in numbers}
         measured = {number: record.result.result for number, record in records.items() if record is not None}
@@ -193,7 +193,7 @@ class Opponents:
             self._handles[number] = None
             self.builds += 1
         self.builds += 1
-        files = content(files_of(run.settings.model)), content(files_of(file))
+        files = content_digest(files_of(run.settings.model)), content_digest(files_of(file))
         key = f"front:{placement.digest}{self._place.suffix}:{number}"
         record = known(run.store, key, files, run.settings.proof_plan.looks[0])
         if record is None or look is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from qdqtune.calibration.equalization import scaled
-from qdqtune.calibration.rounding import Awaited, store
+from qdqtune.calibration.rounding import LazyMapping, store
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.engines.cpu import cores
 from qdqtune.graph.loading import files_of
@@ -91,7 +91,7 @@ def noise_of(run: Run) -> Noise | None:
 
     if is_front:  # whose points are offered by it
         return Noise(subject.shaped, of_values(), limits.max_noise, brought, of_weights())
-    alone, of_storages = Awaited(tensors, of_values), Awaited(stored, of_weights)
+    alone, of_storages = LazyMapping(tensors, of_values), LazyMapping(stored, of_weights)
     return Noise(subject.shaped, alone, limits.max_noise, brought, of_storages, harmless)
 
 

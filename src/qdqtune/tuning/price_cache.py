@@ -11,7 +11,7 @@ import msgspec
 
 from qdqtune.errors import OutputError, writing
 from qdqtune.search.costs.priors import NOTHING, Prior, packed, unpacked
-from qdqtune.system.writing import appearing
+from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.price_file import VERSION, Conditions, PriceCache, Section, read_cache, usual_place
 from qdqtune.tuning.records import PricesRecord, StoredPlacement, TrialRecord
 from qdqtune.tuning.run import Run
@@ -77,7 +77,7 @@ def remember(run: Run, final: Placement, learned: Prior = NOTHING) -> None:
     try:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(path) as fresh:
+        with atomic_write(path) as fresh:
             fresh.write_bytes(msgspec.json.encode(PriceCache(VERSION, tuple(sections))))
     except OutputError as error:
         if path != usual_place():

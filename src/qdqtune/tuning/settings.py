@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from qdqtune.calibration.scales import CLOSEST, Calibration
+from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import wanted_storage
@@ -87,7 +87,7 @@ class Settings(SearchOptions):
     precision: Option[Precision | None, Precision | None] = precision_option("fp32")
     calibration_data: str | None = None
     accuracy_samples: int = 32
-    calibration: Calibration = CLOSEST
+    calibration: Calibration = DEFAULT_CALIBRATION
     config: Config = field(default_factory=Config)
     plan: Plan = field(default_factory=Plan)
     proof: tuple[int, ...] = EFFORTS["default"].proof

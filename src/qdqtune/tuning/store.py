@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Self, cast
 
 from qdqtune.errors import BadState, OutputError, reading, writing
-from qdqtune.system.checks import NOTHING, Stamps, check_inside, check_single
+from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside, check_single
 from qdqtune.tuning.records import HeadRecord, R, Record, is_transient, parsed, plain
 
 VERSION = 1
@@ -65,7 +65,7 @@ class Store:
     refused with the difference named.
     """
 
-    def __init__(self, path: Path, fingerprint: object, *, restart: bool = False, given: Stamps = NOTHING) -> None:
+    def __init__(self, path: Path, fingerprint: object, *, restart: bool = False, given: Stamps = NO_STAMPS) -> None:
         """Open or create `path` for a run of that fingerprint, a struct or a map. Nothing is written once the files
         `given` have changed.
 

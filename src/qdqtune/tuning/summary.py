@@ -97,7 +97,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "output_accuracy": None if accuracy is None else asdict(accuracy),
         "fastest_without_limits": _fastest(history, proof, run),
         "met": list(_met(history, proof, settings.plan)),
-        "accuracy_samples": len(subject.accuracy) if subject.prepared.tells_accuracy else 0,
+        "accuracy_samples": len(subject.accuracy) if subject.prepared.has_real_samples else 0,
         "accuracy_held_out": subject.held_out,
         "seed": settings.seed,
         "versions": {

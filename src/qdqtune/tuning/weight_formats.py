@@ -14,7 +14,7 @@ from statistics import median
 import numpy as np
 from onnx import helper
 
-from qdqtune.calibration.rounding import Awaited, Moments, moments, no_moments
+from qdqtune.calibration.rounding import LazyMapping, Moments, moments, no_moments
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.formats import storages_like, weight_formats
 from qdqtune.engines.runner import Runner
@@ -150,8 +150,8 @@ def products_of(settings: Settings, subject: Subject) -> Moments:
         )
     tensors, samples = sorted(sizes), subject.prepared.calibration
 
-    def met(model: Model) -> Awaited[str, Array]:
-        return Awaited(tensors, lambda: moments(model, tensors, samples))
+    def met(model: Model) -> LazyMapping[str, Array]:
+        return LazyMapping(tensors, lambda: moments(model, tensors, samples))
 
     return met
 

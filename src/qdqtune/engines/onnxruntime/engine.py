@@ -23,7 +23,7 @@ from qdqtune.engines.memory import is_scarce
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import data_files
-from qdqtune.graph.saving import PROTOBUF_LIMIT, nbytes
+from qdqtune.graph.saving import ONE_FILE_LIMIT, nbytes
 from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
 
 CPU = "CPUExecutionProvider"
@@ -256,7 +256,7 @@ class OnnxRuntimeModel:
         Raises:
             EngineFailure: the file cannot be written, or ONNX Runtime does not load what was.
         """
-        is_split = bool(data_files(self._path)) or nbytes(self._path) >= PROTOBUF_LIMIT
+        is_split = bool(data_files(self._path)) or nbytes(self._path) >= ONE_FILE_LIMIT
         entries = {EXTERNAL: f"{path.name}.data"} if is_split else {}
         level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         with translated(*VENDOR):

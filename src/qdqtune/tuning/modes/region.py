@@ -13,7 +13,7 @@ from qdqtune.search.costs.guess import guesses
 from qdqtune.search.costs.units import by_bits
 from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import cache
-from qdqtune.system.writing import appearing
+from qdqtune.system.writing import atomic_write
 from qdqtune.tuning import price_cache
 from qdqtune.tuning.folder import REGION_MODELS
 from qdqtune.tuning.modes.cut import cut_search
@@ -64,7 +64,7 @@ class RegionModels(Silent):
             with writing(self._folder):
                 self._folder.mkdir(exist_ok=True)
             self._constants = ConstantFile(self._output.claim(self._folder / CONSTANTS))
-        with appearing(path) as fresh:
+        with atomic_write(path) as fresh:
             self._constants.save(self._inserter.insert(placement), fresh)
         self._written[name] = placement
 

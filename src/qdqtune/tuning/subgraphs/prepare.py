@@ -18,7 +18,7 @@ from qdqtune.search.costs.attribution import Priced, attribute
 from qdqtune.search.costs.profiles import passing, select, signature
 from qdqtune.search.costs.units import Partition, Unit, by_bits, partition
 from qdqtune.search.subgraph import SubgraphSearch
-from qdqtune.system.writing import appearing
+from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subgraphs import groups
@@ -109,7 +109,7 @@ def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> G
         stem = settings.output_dir / f"{settings.model.stem}.fp16"
         copies = {".graph.json": exported, ".build.log": exported.with_name("baseline.log")}
         for ending, source in copies.items():
-            with appearing(stem.with_name(stem.name + ending)) as fresh:
+            with atomic_write(stem.with_name(stem.name + ending)) as fresh:
                 shutil.copyfile(source, fresh)
     if layers:
         return groups.from_layers(subject.shaped, layers, "as the engine's layer report has them")

@@ -29,7 +29,7 @@ from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.profiles import Answer, Profile, profile_of, schemes, signature
 from qdqtune.search.costs.units import Partition, Unit
-from qdqtune.system.writing import appearing
+from qdqtune.system.writing import atomic_write
 from qdqtune.timing.pairing import rounds_of
 from qdqtune.timing.ratios import Plan, compare
 from qdqtune.tuning.folder import LOGS, PARTS
@@ -222,7 +222,7 @@ class Profiler:
     def _recorded(self, part: _Part) -> Profile:
         """The profile that the store's records add up to; files for the parts, also for those timed earlier."""
         base = self._store.get(PartRecord, part.key)
-        with appearing(part.path) as fresh:
+        with atomic_write(part.path) as fresh:
             self._constants.save(part.model, fresh)
         self.builds += 1
         assert base is not None  # the part was measured
