@@ -122,8 +122,8 @@ def test_what_a_killed_run_has_left_goes_and_what_others_have_named_so_stays(tmp
     target = tmp_path / "r.onnx"
     script = f"""
 import os, pathlib
-from qdqtune.system.writing import appearing
-with appearing(pathlib.Path({str(target)!r})) as fresh:
+from qdqtune.system.writing import atomic_write
+with atomic_write(pathlib.Path({str(target)!r})) as fresh:
     fresh.write_bytes(b"half")
     os.kill(os.getpid(), 9)
 """
