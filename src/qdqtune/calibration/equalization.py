@@ -8,7 +8,6 @@ powers of two: no float value is rounded anew.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,9 +15,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
+from qdqtune.graph.model import GRAPH, Model, Node, rebuild
 from qdqtune.graph.operators import ASKS_SHAPE, CONVOLUTIONS
-from qdqtune.graph.rewrites import along_outputs
+from qdqtune.graph.rewrites import along_outputs, times
 from qdqtune.types import Array, Edge
 
 NORMALIZED_BY_CHANNEL = {"BatchNormalization": 1, "LayerNormalization": -1, "RMSNormalization": -1}
@@ -245,14 +244,7 @@ def scaled(model: Model, wanted: Sequence[Factor]) -> Model:
     if not together:
         return model
     nodes: list[onnx.NodeProto] = list(model.proto.graph.node)
-    return rebuild(model, nodes, {t: _times(model.constants[t], f) for t, f in together.items()})
-
-
-def _times(constant: Constant, factor: Array) -> Constant:
-    """A float32 constant times powers of two, whenever somebody reads it."""
-    key = hashlib.sha256(f"{constant.key}{factor.shape}".encode() + factor.tobytes()).hexdigest()[:32]
-    exact = factor.astype(np.float32)
-    return Constant(key, constant.dtype, constant.shape, lambda: np.asarray(constant.array() * exact))
+    return rebuild(model, nodes, {t: times(model.constants[t], f, np.float32) for t, f in together.items()})
 
 
 def largest_weights(model: Model, site: Site) -> Array:

@@ -1,7 +1,6 @@
-"""Constants of a model file: from external data, Constant nodes and sparse tensors to initializers, large ones apart.
+"""Constants of a model file: external data, Constant nodes and sparse tensors become initializers or `Constant` values.
 
-Both functions change the protobuf in place; what they take out of it is read from memory or from the user's file on
-demand.
+`take_external` and `settle` change the protobuf in place and return the large constants, which are read on demand.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from qdqtune.types import Array
 M = TypeVar("M")
 
 SIZED = frozenset(TensorProto.DataType.values()) - {TensorProto.UNDEFINED, TensorProto.STRING}
-"""Element types of a fixed size."""
+"""Element types with a fixed size."""
 
 LARGEST_SPARSE = 2**31
-"""Bytes that a sparse constant may take when it is written out: a few in the file can declare any number."""
+"""Bytes that a sparse constant may take when written out: a few bytes in a file can declare any number."""
 
 READ_BYTES = 2**20
 """Bytes of external data that are read at a time."""
 
 
 def take_external(proto: onnx.ModelProto, folder: Path, own: str = "") -> dict[str, Constant]:
-    """The large initializers that lie in files of `folder`; everything else that does is embedded. `own` is the name
-    of the model's own file, which may be a link.
+    """Take the large initializers with external data out of `proto`, and embed the small ones. The files lie in
+    `folder`; `own` is the name of the model's own file, which may be a link.
 
     Raises:
         BadModel: a file is missing or too short.
@@ -54,7 +53,7 @@ def take_external(proto: onnx.ModelProto, folder: Path, own: str = "") -> dict[s
             large[tensor.name] = Constant(key, tensor.data_type, shape, read)
         else:
             _embed(tensor, folder, own)
-    if large:  # it copies those that stay
+    if large:  # else spare the copies
         replace(proto.graph.initializer, [t for t in proto.graph.initializer if t.name not in large])
     for tensor in inner_tensors(proto):
         if tensor.data_location == TensorProto.EXTERNAL:
@@ -63,7 +62,7 @@ def take_external(proto: onnx.ModelProto, folder: Path, own: str = "") -> dict[s
 
 
 def settle(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None:
-    """Make every constant of the main graph an initializer, move the large ones to `large`, list none as an input.
+    """Make every constant of the main graph an initializer, move the large ones to `large`, and list none as input.
 
     Raises:
         BadModel: the values of a constant do not fit its type and shape.
@@ -86,7 +85,7 @@ def settle(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None
 
 
 def replace(field: MutableSequence[M], messages: Iterable[M]) -> None:
-    """Give a repeated field these messages (its own among them) instead of those it has."""
+    """Set the elements of a repeated field; they may be among its present ones."""
     messages = list(messages)
     del field[:]
     field.extend(messages)
@@ -101,7 +100,7 @@ def _array(tensor: TensorProto) -> Array:
 
 
 def _bits(tensor: TensorProto) -> int:
-    """Bits of an element in a file; in memory those of 2, 4 and 6 bits take a byte each."""
+    """Bits of an element in a file. In memory, elements of 2, 4 and 6 bits take a byte each."""
     if tensor.data_type not in SIZED:
         raise BadModel(f"constant {tensor.name!r} has an unknown element type ({tensor.data_type})")
     dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
@@ -169,7 +168,7 @@ def _dense(sparse: onnx.SparseTensorProto, name: str) -> TensorProto:
 
 
 def inner_tensors(proto: onnx.ModelProto) -> Iterator[TensorProto]:
-    """Tensors that are not initializers of the main graph: in attributes, bodies, functions and sparse tensors."""
+    """Tensors in attributes, bodies, functions and sparse tensors: all but the initializers of the main graph."""
     yield from (t for s in proto.graph.sparse_initializer for t in (s.values, s.indices))
     pending = [*proto.graph.node, *(node for function in proto.functions for node in function.node)]
     while pending:
@@ -190,7 +189,7 @@ def _embed(tensor: TensorProto, folder: Path, own: str) -> None:
 
 
 class _Located(NamedTuple):
-    """Where external data lie; offset and length in bytes."""
+    """The file of external data, and the offset and length in bytes."""
 
     file: Path
     offset: int
@@ -198,7 +197,11 @@ class _Located(NamedTuple):
 
 
 def _located(tensor: TensorProto, folder: Path, own: str) -> _Located:
-    """The place of a tensor's external data, checked."""
+    """Where a tensor's external data are.
+
+    Raises:
+        BadModel: the file is missing, too short, or outside the model's folder, or the length is wrong.
+    """
     what = f"external data of constant {tensor.name!r}"
     info = {entry.key: str(entry.value) for entry in tensor.external_data}
     location = Path(info.get("location", ""))
@@ -223,10 +226,10 @@ def _located(tensor: TensorProto, folder: Path, own: str) -> _Located:
 
 
 def _values(located: _Located, seen: Stamps, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """A constant, read when it is asked for. Its file is not mapped: a map of one that is cut short ends the process.
+    """Read a constant. Its file is not memory-mapped, since the process would crash if the file became shorter.
 
     Raises:
-        BadModel: the file has changed since it was `seen`.
+        BadModel: the file has changed since `seen` was taken.
     """
     values = b"".join(_chunks(located))
     seen.check()

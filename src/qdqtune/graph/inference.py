@@ -8,7 +8,7 @@ needed, so that no large weight is copied.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from itertools import chain
 
@@ -18,24 +18,25 @@ from onnx import ModelProto, numpy_helper
 
 from qdqtune.errors import BadOption
 from qdqtune.graph.constants import replace
-from qdqtune.graph.model import Constant, Model, Node, TensorInfo, bodies, rebuild
+from qdqtune.graph.model import Constant, Model, Node, TensorInfo, graphs, rebuild
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.graph.simplifying import computed, drop_unused
 from qdqtune.types import Array
 
 LONGEST_FOLLOWED = 2**22
-"""Elements of tensors of one dimension whose values shape inference may follow: it takes 80 bytes for each."""
+"""The longest tensor of one dimension whose values inference may follow: it takes 80 bytes for each element."""
 
 INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, RuntimeError, ValueError)
-"""What onnx raises from its C++ code; its own error classes have no base in common."""
+"""What onnx's C++ code raises: its error classes share no base."""
 
 MOST_COMPUTED_BYTES = 2**20
-"""Inputs or results that are computed at once hold no more than this, counted at 8 bytes a value."""
+"""Bytes of the inputs, and of a result at 8 bytes a value, up to which a node is computed. Chosen, not measured."""
 
 
 def constants_computed(model: Model) -> Model:
-    """`model` without the nodes that only constants and shapes decide; the same object where there is none."""
+    """`model` with constants in place of the nodes whose results follow from constants and shapes; the same object if
+    there are none."""
     made, _ = decided(model)
     kept, added = [], dict[str, Constant]()
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
@@ -53,11 +54,7 @@ def constants_computed(model: Model) -> Model:
 
 
 def decided(model: Model) -> tuple[dict[str, Constant], dict[str, TensorInfo]]:
-    """What nodes make that only constants and shapes decide, and the type and shape of every tensor.
-
-    Inference of a whole graph ends where such a node has to be computed: the pads of a Pad, the sizes of a Reshape.
-    With these known, what follows is inferred node by node.
-    """
+    """The results of nodes that follow from constants and shapes, and the type and shape of every tensor."""
     known, infos = dict(model.constants), dict(model.tensors)
     made: dict[str, Constant] = {}
     for node in model.nodes:
@@ -80,7 +77,7 @@ def is_sized(info: TensorInfo | None) -> bool:
 def _results(
     model: Model, node: Node, known: Mapping[str, Constant], infos: Mapping[str, TensorInfo]
 ) -> dict[str, Constant] | None:
-    """What a node makes if it is constant: its outputs by name."""
+    """The outputs of a node by name if they follow from constants and shapes, else None."""
     if node.op == "Shape":
         info = infos.get(node.inputs[0])
         if info is None or (sizes := info.sizes) is None:
@@ -101,7 +98,7 @@ def _results(
 def _inferred(
     model: Model, node: Node, known: Mapping[str, Constant], infos: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
-    """Types and shapes of what one node makes, by those of what it reads."""
+    """Types and shapes of a node's outputs, from those of its inputs."""
     names = [t for t in dict.fromkeys(node.inputs) if t]
     if any(t not in infos for t in names):
         return {}
@@ -119,7 +116,7 @@ def _inferred(
 
 
 def _both(one: TensorInfo | None, other: TensorInfo) -> TensorInfo:
-    """All that is known of a tensor."""
+    """The sizes that are known from either."""
     if one is None or one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
         return other if one is None or one.shape is None else one
     sizes = zip(one.shape, other.shape, strict=True)
@@ -127,7 +124,7 @@ def _both(one: TensorInfo | None, other: TensorInfo) -> TensorInfo:
 
 
 def _moved(node: Node, known: Mapping[str, Constant]) -> Constant | None:
-    """A large constant in another order or shape, read when it is asked for."""
+    """The output of a Transpose or Reshape of a large constant, computed when it is read; None for other nodes."""
     constant = known.get(node.inputs[0]) if node.inputs else None
     if constant is None or constant.nbytes < LARGE_BYTES:
         return None
@@ -136,7 +133,7 @@ def _moved(node: Node, known: Mapping[str, Constant]) -> Constant | None:
         return _changed(constant, f"T{axes}", tuple(constant.shape[a] for a in axes), lambda v: v.transpose(axes))
     if node.op == "Reshape" and not node.attributes.get("allowzero", 0):
         wanted = known[node.inputs[1]].array().tolist()
-        if 0 in wanted[len(constant.shape) :]:  # no size to keep
+        if 0 in wanted[len(constant.shape) :]:  # invalid: there is no input size to keep
             return None
         sizes = [constant.shape[i] if size == 0 else size for i, size in enumerate(wanted)]
         if sizes.count(-1):
@@ -152,14 +149,14 @@ def _changed(constant: Constant, how: str, shape: tuple[int, ...], change: Calla
 
 
 def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> Model:
-    """`model` with these sizes of inputs, and all that follows from them; a symbol gets one value everywhere. A size
-    stays as it is where None stands.
+    """`model` with these input sizes and the shapes that follow. A symbolic dimension gets one value everywhere; None
+    leaves a size as it is.
 
     Raises:
         BadOption: an unknown input, another rank, or a size that contradicts a static or symbolic dimension.
     """
     if shapes:
-        model = _fed(model, shapes)
+        model = _with_sizes(model, shapes)
     inputs = (info for name, info in model.tensors.items() if name in model.inputs)
     made = (t for node in model.nodes for t in node.outputs if t)
     if not all(map(is_sized, inputs)) or all(is_sized(model.tensors.get(t)) for t in made):
@@ -167,7 +164,7 @@ def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]
     return _with_infos(model, decided(model)[1])
 
 
-def _fed(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> Model:
+def _with_sizes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> Model:
     proto = deepcopy(model.proto)
     inputs = {v.name: v for v in proto.graph.input if v.type.HasField("tensor_type")}
     symbols: dict[str, int] = {}
@@ -183,7 +180,7 @@ def _fed(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> Model:
         for i, (dim, size) in enumerate(zip(dims, shape, strict=True)):
             if size is None:
                 continue
-            least = 1 if i == 0 else 0  # a cache may be empty, a batch not
+            least = 1 if i == 0 else 0  # a key-value cache may be empty, a batch not
             known = dim.dim_value if dim.dim_value > 0 else symbols.get(dim.dim_param, max(size, least))
             if known != size:
                 raise BadOption(f"input {name!r}: dimension {i} cannot be {size}; it is {dim.dim_param or known}")
@@ -198,7 +195,7 @@ def _fed(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> Model:
 
 
 def _with_infos(model: Model, infos: Mapping[str, TensorInfo]) -> Model:
-    """`model` with types and shapes that inference of the whole graph has not found."""
+    """`model` with these types and shapes of the nodes' outputs."""
     proto = deepcopy(model.proto)
     listed = {v.name: v for v in (*proto.graph.value_info, *proto.graph.output)}
     for name in (t for node in model.nodes for t in node.outputs if t):
@@ -209,9 +206,9 @@ def _with_infos(model: Model, infos: Mapping[str, TensorInfo]) -> Model:
 
 
 def with_float_type(model: Model, dtype: int) -> Model:
-    """`model` with `dtype` for the inputs of compute operators whose type shape inference could not find.
+    """`model` with `dtype` for inputs of compute operators of unknown type.
 
-    Behind a custom operator types are unknown; what a convolution or a matrix product reads is float all the same.
+    Types behind a custom operator are unknown, but a convolution or a matrix product reads floats.
     """
     result = deepcopy(model.proto)
     unknown = {t for n in model.nodes if n.op in COMPUTE for t in n.inputs[:2]}
@@ -221,44 +218,36 @@ def with_float_type(model: Model, dtype: int) -> Model:
 
 
 def infer(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
-    """`proto` with the types and shapes that shape inference finds; as it is if inference fails.
+    """`proto` with inferred types and shapes; unchanged if inference fails.
 
-    Inference that follows values holds one for each element of a tensor of one dimension: where one is longer than any
-    shape or index is, values are not followed.
+    Inference follows the values of shapes and indices, unless a tensor of one dimension is too long to be one.
     """
     whole = with_large_inputs(proto, large)
     try:
         inferred = onnx.shape_inference.infer_shapes(whole)
-        if all(_length(v) <= LONGEST_FOLLOWED for v in _values(inferred.graph) if v.name not in large):
+        values = chain.from_iterable((g.input, g.value_info, g.output) for g in graphs(inferred.graph))
+        if all(_length(v) <= LONGEST_FOLLOWED for v in chain.from_iterable(values) if v.name not in large):
             inferred = onnx.shape_inference.infer_shapes(whole, data_prop=True)
     except INFERENCE_ERRORS:
         return proto
     return without_large_inputs(inferred, large)
 
 
-def _values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
-    """What a graph and its bodies say of tensors."""
-    yield from chain(graph.input, graph.value_info, graph.output)
-    for node in graph.node:
-        for body in bodies(node):
-            yield from _values(body)
-
-
 def _length(value: onnx.ValueInfoProto) -> int:
-    """Elements of a tensor of one dimension; 0 of others."""
+    """The size of a tensor of one dimension; 0 for others."""
     sizes = value.type.tensor_type.shape.dim
     return sizes[0].dim_value if len(sizes) == 1 else 0
 
 
 def copied(proto: ModelProto) -> ModelProto:
-    """A copy; it has its own memory, so what was taken out of the original does not live on in it."""
+    """A copy with memory of its own, without what was removed from the original."""
     copy = ModelProto()
     copy.CopyFrom(proto)
     return copy
 
 
 def with_large_inputs(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
-    """A copy in which the large constants are graph inputs."""
+    """A copy with the large constants as graph inputs, for functions that need the whole graph."""
     copy = copied(proto)
     for name, constant in large.items():
         copy.graph.input.append(onnx.helper.make_tensor_value_info(name, constant.dtype, constant.shape))
@@ -266,6 +255,6 @@ def with_large_inputs(proto: ModelProto, large: Mapping[str, Constant]) -> Model
 
 
 def without_large_inputs(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
-    """Undo `with_large_inputs`, in place."""
+    """Undo `with_large_inputs` in place."""
     replace(proto.graph.input, [v for v in proto.graph.input if v.name not in large])
     return proto

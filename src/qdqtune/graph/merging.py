@@ -23,13 +23,13 @@ from qdqtune.graph.simplifying import UniqueNames, names_in
 from qdqtune.types import Array
 
 FORMULA_TOLERANCE = 1e-4
-"""How far, relatively, a number of a formula may be from what it stands for: exporters write 0.7071 and 1.4142135."""
+"""Relative tolerance of the numbers in a formula: exporters write 0.7071 and 1.4142135."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """Nodes that compute `op` of `source`; the last one makes the result. `operands` are further inputs: a constant's
-    name, or a new constant."""
+    """Nodes that together compute `op` of the tensor `source`. `operands` are its further inputs: names of constants,
+    or new constants."""
 
     op: str
     nodes: tuple[Node, ...]
@@ -39,19 +39,19 @@ class Match:
 
     @property
     def last(self) -> Node:
-        """The node whose output the merged one makes."""
+        """The node that makes the result."""
         return max(self.nodes, key=lambda node: node.index)
 
 
 Matcher = Callable[[Model, Node], Match | None]
-"""What a node is the first characteristic node of, if it is."""
+"""Finds the match that a node characterizes (the Erf of a Gelu, say), if there is one."""
 
 
 def with_merged(model: Model, matcher: Matcher, opset: int) -> Model:
-    """`model` with one node for each match, and the opset that this needs; the same object where there is none.
+    """`model` with one node for each match, at least at `opset`; the same object if there is no match.
 
     Raises:
-        BadModel: its opset cannot be raised.
+        BadModel: the opset cannot be raised.
     """
     if next(_closed(model, matcher), None) is None:
         return model
@@ -84,7 +84,7 @@ def _made(match: Match, names: UniqueNames, added: dict[str, Constant]) -> onnx.
 
 
 def _closed(model: Model, matcher: Matcher) -> Iterator[Match]:
-    """Matches between whose nodes nobody else reads anything."""
+    """Float32 matches whose inner tensors have no other readers."""
     for node in model.nodes:
         match = None if node.domain else matcher(model, node)
         if match is None or not _is_float32(model, match.source):
@@ -139,7 +139,7 @@ def _hard_step(model: Model, node: Node) -> Match | None:
 
 
 def layer_norm(model: Model, node: Node) -> Match | None:
-    """(x - mean x) / sqrt(var x + epsilon) over the last axis, times one vector and plus another where these follow."""
+    """(x - mean x) / sqrt(var x + epsilon) over the last axis, with the scale and the bias vector that may follow."""
     if node.op != "Sub" or (mean := maker(model, node.inputs[1])) is None or mean.inputs[0] != node.inputs[0]:
         return None
     source = node.inputs[0]
@@ -150,7 +150,7 @@ def layer_norm(model: Model, node: Node) -> Match | None:
 
 
 def rms_norm(model: Model, node: Node) -> Match | None:
-    """x / sqrt(mean x^2 + epsilon), times a vector; last axis."""
+    """x / sqrt(mean x^2 + epsilon) over the last axis, with the scale vector that may follow."""
     if not _is_square(model, node) or (root := _root_of_squares(model, node.inputs[0])) is None:
         return None
     centred = maker(model, node.inputs[0])
@@ -161,14 +161,14 @@ def rms_norm(model: Model, node: Node) -> Match | None:
 
 @dataclass(frozen=True)
 class _Root:
-    """sqrt(mean t^2 + epsilon) of a tensor."""
+    """Nodes that compute sqrt(mean t^2 + epsilon)."""
 
     nodes: tuple[Node, ...]
     epsilon: float
 
 
 def _scaled(op: str, model: Model, source: str, before: tuple[Node, ...], numerator: str, root: _Root) -> Match | None:
-    """A normalization from its numerator and its root on: the quotient, its factors, and its shift."""
+    """A normalization: numerator / root, then the scale and the bias that may follow."""
     last = root.nodes[-1]
     quotient = reader(model, last)
     if quotient is None or source not in model.tensors:
@@ -195,7 +195,7 @@ def _scaled(op: str, model: Model, source: str, before: tuple[Node, ...], numera
 
 
 def _is_inverse(model: Model, node: Node, of: Node) -> bool:
-    """Whether a node makes 1 / x of what `of` makes: torch.rsqrt, as one exporter of PyTorch writes it or the other."""
+    """Whether a node computes 1 / x of the output of `of`: PyTorch's exporters write torch.rsqrt in both ways."""
     is_quotient = node.op == "Div" and node.inputs[1] == of.outputs[0]
     return node.op == "Reciprocal" or (is_quotient and number(model, node.inputs[0]) == 1.0)
 
@@ -221,7 +221,7 @@ def _is_square(model: Model, node: Node) -> bool:
 
 
 def _is_mean(model: Model, node: Node) -> bool:
-    """Whether a node takes means over the last axis, which stays with one element."""
+    """Whether a node computes means over the last axis and keeps it with size 1."""
     if node.op != "ReduceMean" or not node.attributes.get("keepdims", 1):
         return False
     axes = node.attributes.get("axes")
@@ -233,7 +233,7 @@ def _is_mean(model: Model, node: Node) -> bool:
 
 
 def _vector_behind(model: Model, node: Node, op: str, width: int) -> tuple[Node, str] | None:
-    """The only reader of a node, if it applies `op` with a constant vector along the last axis; and that constant."""
+    """The only reader of a node, if it is an `op` with a constant vector along the last axis, and that constant."""
     after = reader(model, node)
     if after is None or after.op != op:
         return None
@@ -247,13 +247,13 @@ def _vector_behind(model: Model, node: Node, op: str, width: int) -> tuple[Node,
 
 
 def maker(model: Model, tensor: str) -> Node | None:
-    """The node that makes a tensor, of the default domain."""
+    """The node that makes a tensor, if it is of the default domain."""
     node = model.maker(tensor)
     return None if node is None or node.domain else node
 
 
 def reader(model: Model, node: Node) -> Node | None:
-    """The only node that reads the first output of a node, once; None where it leaves the graph or enters a body."""
+    """The only reader of a node's first output; None if it is also read elsewhere, in a body, or as a graph output."""
     uses = model.uses(node.outputs[0])
     if len(uses) != 1 or uses[0].node == GRAPH or uses[0].slot < 0 or model.nodes[uses[0].node].domain:
         return None
@@ -261,7 +261,7 @@ def reader(model: Model, node: Node) -> Node | None:
 
 
 def number(model: Model, tensor: str) -> float | None:
-    """The value of a constant that is one float."""
+    """The value of a constant with one float element."""
     constant = model.constants.get(tensor)
     if constant is None or constant.shape not in ((), (1,)) or constant.dtype != TensorProto.FLOAT:
         return None
@@ -269,7 +269,7 @@ def number(model: Model, tensor: str) -> float | None:
 
 
 def _with_number(model: Model, node: Node) -> tuple[str, float] | None:
-    """The tensor and the number that a node of two operands joins; a quotient has its number below."""
+    """The tensor and the number that an Add, Mul or Div combines; a Div has the number as divisor."""
     if node.op not in ("Add", "Mul", "Div") or len(node.inputs) != 2:
         return None
     left, right = node.inputs
@@ -281,7 +281,7 @@ def _with_number(model: Model, node: Node) -> tuple[str, float] | None:
 
 
 def _factor(node: Node, joined: tuple[str, float]) -> float | None:
-    """What a Mul or a Div multiplies by."""
+    """The factor of a Mul or a Div."""
     if node.op == "Mul":
         return joined[1]
     return 1 / joined[1] if node.op == "Div" and joined[1] else None
@@ -296,7 +296,7 @@ def _is_close(value: float | None, wanted: float) -> bool:
 
 
 def _product(model: Model, node: Node, source: str, wanted: float) -> tuple[Node, ...] | None:
-    """The nodes that multiply the output of `node` by `source` once, and by numbers that make up `wanted`."""
+    """The nodes behind `node` that multiply its output by `source` once, and by numbers with the product `wanted`."""
     nodes: list[Node] = []
     value, seen = 1.0, False
     while not (seen and _is_close(value, wanted)):
@@ -325,7 +325,7 @@ def _product(model: Model, node: Node, source: str, wanted: float) -> tuple[Node
 def as_gemm(model: Model) -> Model:
     """`model` with a Gemm for each MatMul with constant weights whose only reader adds a constant bias.
 
-    What has more than two dimensions is reshaped around it, if at most one of them is unknown.
+    Inputs of more than two dimensions are reshaped around it, if at most one leading dimension is unknown.
     """
     names, added = UniqueNames(names_in(model.proto.graph)), dict[str, Constant]()
     sums: dict[int, list[onnx.NodeProto]] = {}
@@ -345,7 +345,7 @@ def as_gemm(model: Model) -> Model:
 
 
 def _sum(model: Model, node: Node) -> Node | None:
-    """The Add behind a product, if both make a Gemm."""
+    """The Add behind a MatMul, if both can become a Gemm."""
     if node.op != "MatMul" or node.domain or (weight := model.constants.get(node.inputs[1])) is None:
         return None
     info, total = model.tensors.get(node.inputs[0]), reader(model, node)

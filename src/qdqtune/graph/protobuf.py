@@ -21,14 +21,14 @@ LARGE_BYTES = 1024
 """Constants of this many bytes or more stay outside the protobuf; smaller ones may be shapes that inference reads."""
 
 APART_BYTES = 2**28
-"""Bytes from which a model file is read without its weights."""
+"""A file of at least so many bytes is read without its weights. Chosen, not measured."""
 
 SIZES = {1: 8, 5: 4}
-"""Bytes of the other kinds, but for numbers of any length (0)."""
+"""Bytes of a field by its wire type, where these are fixed."""
 
 
 class _Field(NamedTuple):
-    """A field of a message: its number, where it begins with its tag, and where its bytes lie."""
+    """A field of a message in a file: its number, the offset of its tag, and the offsets of its content."""
 
     number: int
     start: int
@@ -37,12 +37,12 @@ class _Field(NamedTuple):
 
 
 def parsed(path: Path) -> onnx.ModelProto:
-    """A model as its file has it, external data left alone. The weights of a large file stay there as well: they become
-    external data of that very file.
+    """The model in a file, without its external data. The weights in a large file are not read either: they become
+    external data that lie in the model file itself.
 
     Raises:
-        DecodeError: it is no model, or cut short.
-        OSError: it cannot be read.
+        DecodeError: the file is no model, or cut short.
+        OSError: the file cannot be read.
     """
     proto = onnx.ModelProto()
     check_file(path)
@@ -72,15 +72,15 @@ def _parts(file: IO[bytes], graph: _Field, name: str) -> Iterator[bytes]:
                 tensor += _bytes(file, part.start, part.end)
                 continue
             refer(told, name, part.content, part.end - part.content)
-        tensor += told.SerializeToString()  # last: a file may say that its values were not elsewhere
+        tensor += told.SerializeToString()  # at the end, so that it overrides a data_location in the file
         yield head(field.number, len(tensor)) + tensor
 
 
 def _fields(file: IO[bytes], position: int, end: int) -> Iterator[_Field]:
-    """The fields of a message that lies between two places of a file.
+    """The fields of a message between two offsets of a file.
 
     Raises:
-        DecodeError: it is none.
+        DecodeError: the bytes there are no message.
     """
     while position < end:
         file.seek(position)
@@ -117,18 +117,18 @@ def _bytes(file: IO[bytes], start: int, end: int) -> bytes:
 
 
 def refer(tensor: TensorProto, location: str, offset: int, length: int) -> None:
-    """Let a tensor's values lie in another file."""
+    """Make a tensor refer to values in another file."""
     tensor.data_location = TensorProto.EXTERNAL
     for key, value in (("location", location), ("offset", offset), ("length", length)):
         tensor.external_data.add(key=key, value=str(value))
 
 
 MESSAGE = 2
-"""The kind of a field that has a length."""
+"""The wire type of a field with a length."""
 
 
 def head(number: int, length: int) -> bytes:
-    """The tag and the length that precede a field of `length` bytes."""
+    """The tag and the length in front of a field of `length` bytes."""
     written = bytearray()
     for value in (number << 3 | MESSAGE, length):
         while value > 0x7F:
@@ -139,6 +139,6 @@ def head(number: int, length: int) -> bytes:
 
 
 def field_of(number: int, message: Message) -> bytes:
-    """A message as a field of another one. Of a repeated field, each is one."""
+    """A message as a field of another one. An element of a repeated field is a field of its own."""
     content = message.SerializeToString()
     return head(number, len(content)) + content

@@ -8,13 +8,14 @@ Which of the other rewrites make a model faster is measured.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 
 from qdqtune.errors import BadOption
@@ -27,14 +28,14 @@ from qdqtune.graph.simplifying import UniqueNames, names_in
 from qdqtune.types import Array
 
 FOLD = "fold"
-"""The rewrite that every run makes unless it is told not to: without it pairs stand where they need not be."""
+"""The rewrite that runs make by default: without it, pairs are needed in places where none would be."""
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What it does, in words, and the function that does it: it returns the very model where there is nothing to do.
+    """A rewrite: its description, and its function, which returns the same object if there is nothing to do.
 
-    `makes` is the operator that it leaves behind, if it leaves one.
+    `makes` is the operator that it creates, if any.
     """
 
     does: str
@@ -61,18 +62,14 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType({
     "gemm": Rewrite("MatMul and Add with constants as one Gemm", as_gemm, "Gemm"),
     "opset21": Rewrite("the operators of opset 21", partial(with_opset, opset=21)),
 })  # fmt: skip
-"""By name, in the order in which they are made."""
+"""By name, in the order in which they are applied."""
 
 REWRITE_NAMES = (FOLD, *REWRITES)
 
 
 @dataclass(frozen=True)
 class Rewrites:
-    """Which rewrites a float model has seen before its pairs were placed. Each is repeated on another model's weights.
-
-    `folded`: layers have taken in what scales and shifts their channels (see `rewriting.folded`); then those in
-    `names`, one after the other.
-    """
+    """The rewrites of a float model: first `folded`, if set, then those of `names` in order."""
 
     folded: bool = False
     names: tuple[str, ...] = ()
@@ -83,10 +80,10 @@ class Rewrites:
             raise ValueError(f"there is no rewrite {unknown}; there are {', '.join(REWRITE_NAMES)}")
 
     def of(self, model: Model) -> Model:
-        """`model` after them.
+        """The rewritten model.
 
         Raises:
-            BadModel: its opset cannot be raised.
+            BadModel: the opset cannot be raised.
         """
         model = folded(model) if self.folded else model
         for name in self.names:
@@ -95,15 +92,15 @@ class Rewrites:
 
 
 def between(before: Collection[str], after: Collection[str]) -> tuple[str, ...]:
-    """The names of the rewrites that make operators which are in `after` and not in `before`."""
+    """The names of the rewrites that create operators in `after` which are not in `before`."""
     return ordered([name for name, r in REWRITES.items() if r.makes in after and r.makes not in before])
 
 
 def allowed(said: str) -> Rewrites:
-    """What a user asks for with `auto` (before anything is measured), `off`, or names and commas.
+    """The rewrites that the option --rewrites names: `auto` (before measurements), `off`, or names with commas.
 
     Raises:
-        BadOption: there is no rewrite of such a name.
+        BadOption: a name is unknown.
     """
     if said in ("auto", "off"):
         return Rewrites(said == "auto")
@@ -115,16 +112,15 @@ def allowed(said: str) -> Rewrites:
 
 
 def ordered(names: Collection[str]) -> tuple[str, ...]:
-    """Names in the order of the table, and those that it lacks behind."""
+    """Names in the order of REWRITES, unknown ones last."""
     known = [name for name in REWRITES if name in names]
     return (*known, *sorted(set(names) - set(known)))
 
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """A node whose output is that of its own weights times `scale`, plus `shift`: float64 vectors [channels].
-
-    `output` is the tensor that has taken in all of it.
+    """A layer and the nodes behind it that are folded into it: `output` is what the weights make times `scale`, plus
+    `shift`, which holds the bias. Both are float64 [channels].
     """
 
     node: Node
@@ -133,21 +129,12 @@ class _Layer:
     shift: Array
 
 
-@dataclass(frozen=True, eq=False)
-class _Affine:
-    """A node that multiplies the channels of a tensor and adds to them: one number, or one a channel."""
-
-    source: str
-    scale: Array
-    shift: Array
-
-
 def folded(model: Model) -> Model:
-    """`model` with BatchNormalization, and arithmetic with one constant or one a channel, drawn into the Conv,
-    ConvTranspose or Gemm in front.
+    """`model` with each BatchNormalization, and each arithmetic operation with one constant or one a channel, folded
+    into the Conv, ConvTranspose or Gemm in front.
 
-    The layer writes under the name of what it has taken in, so that edges behind keep their names; so do its weights.
-    What somebody else reads too, or leaves the graph between, stays as it is.
+    The layer gets the output name of the last node that is folded, so that edges keep their names. A tensor in between
+    that has another reader, or is a graph output, ends the folding.
     """
     layers: dict[str, _Layer] = {}
     gone: set[int] = set()
@@ -155,17 +142,18 @@ def folded(model: Model) -> Model:
         if (layer := _layer(model, node)) is not None:
             layers[layer.output] = layer
             continue
-        for affine in _affine(model, node, layers):
-            before = layers.pop(affine.source)
-            scale, shift = before.scale * affine.scale, before.shift * affine.scale + affine.shift
+        source = _source(model, node, layers)
+        if source is not None and (found := _scale_and_shift(model, node, source, layers[source])) is not None:
+            before, (factor, addend) = layers.pop(source), found
+            scale, shift = before.scale * factor, before.shift * factor + addend
             layers[node.outputs[0]] = replace(before, output=node.outputs[0], scale=scale, shift=shift)
             gone.add(node.index)
     changed = {layer.node.index: layer for layer in layers.values() if layer.output != layer.node.outputs[0]}
-    return _written(model, changed, gone) if changed else model
+    return _with_changed_layers(model, changed, gone) if changed else model
 
 
 def _layer(model: Model, node: Node) -> _Layer | None:
-    """A layer as it stands, if its weights and its bias are constants that can take in more."""
+    """A layer with its own bias, if weights and bias are constants that can be changed."""
     if node.op not in COMPUTE - {"MatMul"} or node.domain or node.inputs[1] not in model.constants:
         return None
     shape = model.constants[node.inputs[1]].shape
@@ -185,41 +173,43 @@ def _layer(model: Model, node: Node) -> _Layer | None:
     return _Layer(node, node.outputs[0], np.ones(channels), np.broadcast_to(bias, channels))
 
 
-def _affine(model: Model, node: Node, layers: dict[str, _Layer]) -> Iterator[_Affine]:
-    """What `node` does to the channels of one of `layers` whose output nobody else reads; nothing if it is not that."""
+def _source(model: Model, node: Node, layers: Mapping[str, _Layer]) -> str | None:
+    """The input of `node` that one of `layers` makes and nothing else reads, if the other inputs are constants."""
     sources = [t for t in dict.fromkeys(node.inputs) if t in layers and len(model.uses(t)) == 1]
-    others = [model.constants[t] for t in node.inputs if t in model.constants]
-    if node.domain or len(sources) != 1 or len(others) != len(node.inputs) - 1:
-        return
-    (source,) = sources
-    layer = layers[source]
+    constants = sum(t in model.constants for t in node.inputs)
+    return sources[0] if not node.domain and len(sources) == 1 and constants == len(node.inputs) - 1 else None
+
+
+def _scale_and_shift(model: Model, node: Node, source: str, layer: _Layer) -> tuple[Array, Array] | None:
+    """What `node` multiplies the channels of `source` by, and then adds: float64 vectors [channels] or [1].
+
+    None if it does something else, or with numbers that are not finite.
+    """
+    others = [model.constants[t] for t in node.inputs if t != source]
+    one, zero = np.ones(1), np.zeros(1)
+    found = None
     if node.op == "BatchNormalization" and node.inputs[0] == source:
         if not node.attributes.get("training_mode", 0) and all(c.shape == layer.scale.shape for c in others):
             gamma, beta, mean, variance = (c.array().astype(np.float64) for c in others)
             scale = gamma / np.sqrt(variance + node.attributes.get("epsilon", 1e-5))
-            yield from _finite(source, scale, beta - mean * scale)
+            found = scale, beta - mean * scale
     elif node.op in ARITHMETIC and (value := _by_channel(model, layer, others[0])) is not None:
-        one, zero = np.ones(1), np.zeros(1)
         match node.op, node.inputs[0] == source:
             case "Mul", _:
-                yield from _finite(source, value, zero)
+                found = value, zero
             case "Add", _:
-                yield from _finite(source, one, value)
+                found = one, value
             case "Sub", True:
-                yield from _finite(source, one, -value)
+                found = one, -value
             case "Sub", False:
-                yield from _finite(source, -one, value)
+                found = -one, value
             case "Div", True if value.all():
-                yield from _finite(source, 1 / value, zero)
-
-
-def _finite(source: str, scale: Array, shift: Array) -> Iterator[_Affine]:
-    if np.isfinite(scale).all() and np.isfinite(shift).all():
-        yield _Affine(source, scale, shift)
+                found = 1 / value, zero
+    return found if found is not None and all(np.isfinite(part).all() for part in found) else None
 
 
 def _by_channel(model: Model, layer: _Layer, constant: Constant) -> Array | None:
-    """An operand as one number, or as one a channel of a layer's output; None if it varies otherwise."""
+    """A constant operand as float64 [1] or [channels]; None if it varies along other axes."""
     rank = len(model.constants[layer.node.inputs[1]].shape)
     sizes = (*(1,) * (rank - len(constant.shape)), *constant.shape)
     if len(sizes) != rank or sizes not in ((1,) * rank, (1, layer.scale.size, *(1,) * (rank - 2))):
@@ -227,12 +217,12 @@ def _by_channel(model: Model, layer: _Layer, constant: Constant) -> Array | None
     return constant.array().astype(np.float64).reshape(-1)
 
 
-def _written(model: Model, changed: dict[int, _Layer], gone: set[int]) -> Model:
+def _with_changed_layers(model: Model, changed: dict[int, _Layer], gone: set[int]) -> Model:
     names = UniqueNames(names_in(model.proto.graph))
     added: dict[str, Constant] = {}
 
     def free(tensor: str, wanted: str) -> str:
-        """A name for what takes the place of a constant: its own, if nobody else reads that."""
+        """The name of the changed constant: its own if it has no other reader, else a new one."""
         return tensor if tensor and len(model.uses(tensor)) == 1 else names.fresh(wanted)
 
     nodes = []
@@ -256,7 +246,7 @@ def _written(model: Model, changed: dict[int, _Layer], gone: set[int]) -> Model:
 
 
 def along_outputs(node: Node, shape: Sequence[int], scale: Array) -> Array:
-    """A factor for each output channel of a layer, in a shape that broadcasts over its weights."""
+    """Numbers for the output channels of a layer, in a shape that broadcasts over its weights."""
     if node.op == "ConvTranspose":  # [in, out / group, ...], the inputs group by group
         group = node.attributes.get("group", 1)
         rows = np.repeat(scale.reshape(group, -1), shape[0] // group, axis=0)
@@ -265,12 +255,12 @@ def along_outputs(node: Node, shape: Sequence[int], scale: Array) -> Array:
     return scale.reshape([-1 if i == axis else 1 for i in range(len(shape))])
 
 
-def times(constant: Constant, factor: Array) -> Constant:
-    """A float constant times what broadcasts over it, multiplied in float64 whenever somebody reads it."""
+def times(constant: Constant, factor: Array, dtype: npt.DTypeLike = np.float64) -> Constant:
+    """A float constant times a float64 `factor` that broadcasts over it, multiplied in `dtype` when it is read."""
     key = hashlib.sha256(f"{constant.key}{factor.shape}".encode() + factor.tobytes()).hexdigest()[:32]
 
     def product() -> Array:
         values = constant.array()
-        return np.asarray((values * factor).astype(values.dtype))
+        return np.asarray((values * factor.astype(dtype)).astype(values.dtype, copy=False))
 
     return Constant(key, constant.dtype, constant.shape, product)
