@@ -19,7 +19,7 @@ from qdqtune.types import Array, Sample
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What the model wants for one input; an unknown dimension is None."""
+    """Name, type and shape of an input; an unknown dimension is None."""
 
     name: str
     dtype: np.dtype[Any]
@@ -31,16 +31,16 @@ class InputSpec:
 
     @property
     def is_string(self) -> bool:
-        """Whether it takes strings, which numpy holds as objects."""
+        """Whether the input takes strings, which are numpy objects."""
         return self.dtype.kind == "O"
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether an array of this shape can be fed."""
+        """Whether an array of this shape is a valid input."""
         return len(shape) == len(self.shape) and all(w in (None, d) for w, d in zip(self.shape, shape, strict=True))
 
 
 def input_specs(model: Model) -> tuple[InputSpec, ...]:
-    """Name, dtype and shape of every input that must be fed.
+    """The inputs that a caller must give.
 
     Raises:
         BadModel: an input is not a tensor, or has no shape or type.
@@ -57,10 +57,10 @@ def input_specs(model: Model) -> tuple[InputSpec, ...]:
 
 
 def fixed_inputs(file: Path, fixed: Mapping[str, float | int | str]) -> Sample:
-    """The inputs that --fix-input has made constant, for files that still ask for them, as this one does.
+    """Values for the inputs of `file` that --fix-input has made constant elsewhere.
 
     Raises:
-        BadModel: it cannot be read; it is not where nothing is fixed.
+        BadModel: the file cannot be read.
     """
     specs = {spec.name: spec for spec in input_specs(load(file))} if fixed else {}
     shapes = {name: tuple(d or 1 for d in specs[name].shape) for name in fixed}
@@ -68,20 +68,20 @@ def fixed_inputs(file: Path, fixed: Mapping[str, float | int | str]) -> Sample:
 
 
 def listed(specs: tuple[InputSpec, ...]) -> str:
-    """The inputs, for people."""
+    """The inputs as text."""
     return ", ".join(str(s) for s in specs)
 
 
 PICTURE, SEQUENCE = 224, 64
-"""Sizes that a user is told who has to give some: of a side, and of what is long as it comes."""
+"""Sizes in the hint for --input-shape: the side of a picture, and the length of a sequence."""
 
 
 def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -> Callable[[], Iterator[Sample]]:
-    """Normal floats, integers that every lookup table of the model can answer, booleans: so many samples.
+    """A function that makes `count` samples: normal floats, booleans, and integers within every lookup table.
 
     Raises:
-        BadOption: the model leaves sizes open.
-        BadModel: there is no room for inputs that large (tells only when iterated).
+        BadOption: the model has dynamic sizes.
+        BadModel: the inputs do not fit into memory (raised by the iterator).
     """
     if dynamic := [spec for spec in specs if None in spec.shape[1:]]:
         flags = [f"--input-shape {s.name}:{'x'.join(map(str, _typical(s)))}" for s in dynamic]
@@ -110,22 +110,24 @@ def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count:
             rng = np.random.default_rng((seed, i))
             try:
                 yield {s.name: draw(rng, s) for s in specs}
-            except (MemoryError, ValueError) as error:  # numpy: no room, or a size beyond its own limits
+            except (MemoryError, ValueError) as error:  # numpy: no memory, or a size beyond its limits
                 raise BadModel(f"inputs are too large to make up: {listed(specs)}") from error
 
     return produce
 
 
 def _typical(spec: InputSpec) -> tuple[int, ...]:
-    """Sizes that an input may well have: a picture where there are one, three or four channels, else a sequence."""
+    """Likely sizes of an input: a picture if it has one, three or four channels, else a sequence."""
     has_channels = len(spec.shape) == 4 and not {1, 3, 4}.isdisjoint((spec.shape[1], spec.shape[3]))
-    is_picture = has_channels and spec.shape.count(None) > 1 + (spec.shape[0] is None)  # a cache has one open length
+    is_picture = has_channels and spec.shape.count(None) > 1 + (
+        spec.shape[0] is None
+    )  # a key-value cache has one dynamic length
     open_size = PICTURE if is_picture else SEQUENCE
     return tuple((1 if at == 0 else open_size) if size is None else size for at, size in enumerate(spec.shape))
 
 
 def _index_end(model: Model, name: str) -> int:
-    """One more than the largest integer that is safe to feed: the shortest table that `name` looks up, else 2."""
+    """The end of the valid integers for an input: the length of the shortest table that it indexes, else 2."""
     tables, seen, waiting = [], {name}, [name]
     while waiting:
         for use in model.uses(waiting.pop()):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
-import onnx
 
 from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.inputs import input_specs
@@ -15,27 +15,26 @@ from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.workloads import Sizes, WorkloadFile, common_sizes, open_workloads, samples_of
 from qdqtune.errors import BadOption
 from qdqtune.graph.inference import with_input_shapes
-from qdqtune.graph.model import Model, bodies
+from qdqtune.graph.model import Model, graphs
 from qdqtune.graph.operators import COMPUTE, CONTROL_FLOW, HEAVY, integer_operators, work
 from qdqtune.graph.soundness import check_outputs
 from qdqtune.types import Array, Mix, NumericFormat, Sample, Workload
 
 LEAST_JUDGED = 8
-"""Fewer held-out samples than this are no judges: scales that differ by 4e-7 have moved one sample by 10 dB."""
+"""The least number of held-out samples to compare outputs on: scales that differ by 4e-7 moved one sample by 10 dB."""
 
 MOST_JUDGED = 32
-"""Samples that outputs are compared on where nobody asks for fewer."""
+"""Samples to compare outputs on by default. Chosen, not measured."""
 
 JUDGED_WORK = 5e10
-"""Multiplications of the inferences on which outputs are compared, where `LEAST_JUDGED` take less: a few seconds on a
+"""Multiplications that comparing outputs may take, if `LEAST_JUDGED` samples do not need more: a few seconds on a
 core."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a model is fed: a source of samples (None: random inputs), how many of them at most, the shapes of its
-    dynamic inputs, the seed of what is random, and files of workloads: calls of different shapes, which are the samples
-    where there is no other source."""
+    """The inputs of a model: a source of samples (None for random inputs) and their largest number, the shapes of
+    dynamic inputs, the seed of everything random, and workloads, which are the samples if there is no other source."""
 
     calibration_data: str | None = None
     calibration_samples: int | None = None
@@ -46,11 +45,11 @@ class Data:
 
 @dataclass(frozen=True)
 class Prepared:
-    """`model` as it was read, which is what ships; `shaped` is the same with the input `sizes` of the measurement,
-    open where those of workloads differ.
+    """`model` as it was read, which ships; `shaped` has the input `sizes` of the measurement, except where those of
+    workloads differ.
 
-    `judging` is what outputs are compared on, in every command: the first of those that calibration does not see if
-    `is_held_out`, else of all; fewer than asked for where `is_capped`.
+    Outputs are compared on the samples `judging`. They are held out of calibration if `is_held_out`, and fewer than
+    asked for if `is_capped`.
     """
 
     model: Model
@@ -65,21 +64,21 @@ class Prepared:
 
     @property
     def mix(self) -> Mix:
-        """What is timed: the workloads, or else the first sample.
+        """The workloads to time: those given, or else the first sample.
 
         Raises:
-            BadData: there is none.
+            BadData: there is no sample.
         """
         return self.workloads or (Workload(self.samples.first(1)[0]),)
 
     @property
     def has_real_samples(self) -> bool:
-        """Whether outputs on these samples say anything of the model's accuracy: random inputs do not."""
+        """Whether the samples are the user's, so that outputs on them tell something about accuracy."""
         return not self.samples.is_random
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """What to say of samples that tell little, and of how few outputs are compared on."""
+        """Notes on samples that are all alike, and on outputs that are compared on few samples."""
         first, told = self.judging[:1], []
         wide = [array for sample in self.judging for array in sample.values() if array.size > 1]
         if first and self.has_real_samples and not self.workloads:
@@ -99,26 +98,25 @@ class Prepared:
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """What every command that places pairs says of a model and its samples: doubts, and work that no pair can
-        reach."""
+        """Notes of every command that places pairs: `doubts`, and compute operators that no pair can reach."""
         return (*self.doubts, *filter(None, [hidden_work(self.model, self.samples)]))
 
     def ranges(self, how: Calibration | None, numbers: NumericFormat) -> Ranges:
-        """See `calibrate`; takes one pass over the samples."""
+        """Calibrate in one pass over the samples (see `calibrate`)."""
         return calibrate(self.shaped, self.calibration, how, numbers=numbers)
 
 
 def prepare(model: Model, data: Data, *, fixed: Collection[str] = (), most: int = MOST_JUDGED) -> Prepared:
-    """Shape a model and open its samples. Arrays of `fixed` inputs, which were made constants, are passed over.
+    """Shape a model and open its samples. Arrays of `fixed` inputs, which were made constants, are ignored.
 
-    Every fifth sample is held out of calibration until `most` are, unless these were fewer than `LEAST_JUDGED`, or are
-    made up. All commands do alike, so that they compare the outputs of a file on the same samples. Who compares none
-    asks for 0.
+    Every fifth sample is held out of calibration, `most` in all, unless there would be fewer than `LEAST_JUDGED` or
+    samples are random. All commands call this, so that they compare outputs on the same samples. With `most` 0 no
+    samples are held out.
 
     Raises:
         BadModel: an input or an output is no tensor.
-        BadOption: the shapes do not fit, or random inputs need some that are not given.
-        BadData: the source is missing, unreadable or does not fit the model (some of it tells only when iterated).
+        BadOption: shapes do not fit, or are missing for random inputs.
+        BadData: the source is missing, unreadable or does not fit the model (partly raised by the iterator).
     """
     check_outputs(model.proto)
     if data.workloads and data.input_shapes:
@@ -140,47 +138,42 @@ def prepare(model: Model, data: Data, *, fixed: Collection[str] = (), most: int 
 
 
 def _affordable(model: Model, most: int) -> int:
-    """How many samples outputs are compared on: few noise powers are a matter of luck, and many take time."""
+    """The number of samples to compare outputs on: more are more reliable and take longer."""
     affordable = JUDGED_WORK / max(1.0, sum(work(model, node) for node in model.nodes))
     return max(min(LEAST_JUDGED, most), min(most, int(affordable)))
 
 
 LOOKED_AT = 256
-"""Samples that an input must have one value in, to count as constant."""
-
-KINDS = sorted(COMPUTE)
+"""An input is taken for constant if it has one value in so many samples. Chosen, not measured."""
 
 
 def hidden_work(model: Model, samples: Samples) -> str | None:
-    """Why compute operators are out of reach: there are none, they are quantized already, or they stand in the bodies
-    of If, Loop or Scan.
+    """Why pairs cannot reach compute operators: there are none, the model is quantized, or they are in the bodies of
+    If, Loop or Scan. None if pairs reach them.
 
-    An If that depends on inputs with the same value in all samples can be folded, and the option says how.
+    If an If depends on inputs that are the same in all samples, the text says by which option it is folded.
     """
     if operators := integer_operators(model):
         return (
             f"the model is quantized already, what is ({', '.join(operators)}) stays: tune the float model it came from"
         )
-    inside = [op for node in model.proto.graph.node for body in bodies(node) for op in _heavy(body)]
-    outside = sum(node.op in HEAVY - CONTROL_FLOW for node in model.nodes)
+    layers = HEAVY - CONTROL_FLOW
+    inside = [n.op_type for g in islice(graphs(model.proto.graph), 1, None) for n in g.node if n.op_type in layers]
+    outside = sum(node.op in layers for node in model.nodes)
     if not inside:
-        return None if outside else f"the model has none of the operators that 8 bits make faster ({', '.join(KINDS)})"
+        return (
+            None
+            if outside
+            else f"the model has none of the operators that 8 bits make faster ({', '.join(sorted(COMPUTE))})"
+        )
     flows = [node for node in model.nodes if node.op in CONTROL_FLOW]
     kinds = " and ".join(dict.fromkeys(node.op for node in flows))
     share = "all" if not outside else f"{len(inside)} of {len(inside) + outside}"
     what = f"{share} operators that gain from 8 bits ({', '.join(sorted(set(inside)))}) stand in bodies of {kinds}"
-    return f"{what}, where no pair can: {_way_out(model, samples)}"
+    return f"{what}, where no pair can: {_how_to_fold(model, samples)}"
 
 
-def _heavy(graph: onnx.GraphProto) -> Iterator[str]:
-    for node in graph.node:
-        if node.op_type in HEAVY - CONTROL_FLOW:
-            yield node.op_type
-        for body in bodies(node):
-            yield from _heavy(body)
-
-
-def _way_out(model: Model, samples: Samples) -> str:
+def _how_to_fold(model: Model, samples: Samples) -> str:
     deciding = _deciding_inputs(model)
     if not deciding:
         return "unroll it where the model is exported"
@@ -196,7 +189,7 @@ def _way_out(model: Model, samples: Samples) -> str:
 
 
 def _deciding_inputs(model: Model) -> list[str]:
-    """The inputs that the conditions of all If depend on."""
+    """The inputs on which conditions of If depend."""
     waiting = [node.inputs[0] for node in model.nodes if node.op == "If"]
     seen: set[str] = set()
     while waiting:
@@ -209,7 +202,7 @@ def _deciding_inputs(model: Model) -> list[str]:
 
 
 def _constants(names: Sequence[str], samples: Samples) -> dict[str, float | int]:
-    """Those of the inputs that hold one number, the same in all samples, with this number."""
+    """The inputs that hold one number, the same in all samples, with this number."""
     found: dict[str, Array] = {}
     changing: set[str] = set()
     for sample in samples.first(LOOKED_AT):

@@ -21,27 +21,26 @@ from qdqtune.graph.model import Model
 from qdqtune.types import Array, Sample, WeightFormat
 
 SHRINKS = (1.0, 0.93, 0.86, 0.78, 0.68)
-"""Shares of the range of a block that 4 bits are tried on: what lies beyond saturates, which pays where few are large.
-In 8 bits the whole range is as good as any."""
+"""Shares of a block's range that are tried with 4 bits; weights beyond saturate, which pays where few are large. With 8
+bits the whole range is as good. Chosen, not measured."""
 
 DAMPING = 0.01
-"""Share of the mean of a moment's diagonal that is added to it, so that it has an inverse."""
+"""Share of the mean diagonal that is added to a moment's diagonal, so that it can be inverted: as in GPTQ."""
 
 PANEL = 128
-"""Inputs whose errors go to the ones behind them all at once."""
+"""Inputs after which the errors are passed to all later ones at once: as in GPTQ."""
 
 CACHED_WEIGHTS = 2**18
-"""Weights that are worked on at a time: with what the search needs besides they stay in a cache."""
+"""Weights that are processed at a time, so that they and the work arrays fit into a CPU cache. Chosen, not measured."""
 
 INTEGER_TYPE = {(4, True): ml_dtypes.int4, (4, False): ml_dtypes.uint4, (8, True): np.int8, (8, False): np.uint8}
 
 
 @dataclass(frozen=True, eq=False)
 class StoredWeight:
-    """A weight [in, out] as integers of that shape, and what they mean: (integer - zero point) * scale.
+    """A weight [in, out] as integers of that shape; its values are (integer - zero point) * scale.
 
-    `scale` is [in / block, out], or [out] where one serves a whole channel; `zero_point` has its shape, and is None
-    where integers are signed.
+    `scale` is [in / block, out], or [out] without blocks. `zero_point` has the same shape; None for signed integers.
     """
 
     integers: Array
@@ -49,7 +48,7 @@ class StoredWeight:
     zero_point: Array | None = None
 
     def values(self) -> Array:
-        """The float32 weights that they stand for."""
+        """The float32 weights that the integers stand for."""
         repeats = len(self.integers) // len(self.scale) if self.scale.ndim == 2 else 1
 
         def spread(numbers: Array) -> Array:
@@ -62,7 +61,7 @@ class StoredWeight:
 
 
 def integer_ends(weight_format: WeightFormat) -> tuple[int, int]:
-    """The smallest and the largest integer. Signed ones of 8 bits leave out -128, as pairs do."""
+    """The smallest and the largest integer. Signed ones of 8 bits exclude -128, as in pairs."""
     if not weight_format.symmetric:
         return 0, 2**weight_format.bits - 1
     high: int = 2 ** (weight_format.bits - 1) - 1
@@ -70,7 +69,8 @@ def integer_ends(weight_format: WeightFormat) -> tuple[int, int]:
 
 
 def store(weight: Array, weight_format: WeightFormat) -> StoredWeight:
-    """A weight [in, out] of float32 or float16 in a weight format; scales have its type. The block divides `in`."""
+    """A weight [in, out] of float32 or float16, rounded to the nearest. The block divides `in`; scales have its
+    type."""
     rows, columns = weight.shape
     block = weight_format.block or rows
     wide = max(1, CACHED_WEIGHTS // rows)
@@ -91,7 +91,7 @@ def store(weight: Array, weight_format: WeightFormat) -> StoredWeight:
 
 
 def representable(scale: Array, dtype: np.dtype[np.generic]) -> Array:
-    """Scales as `dtype` holds them, no less than its smallest normal number; 1 where all weights are zero."""
+    """Scales rounded to `dtype`, no less than its smallest normal number; 1 instead of 0."""
     smallest = float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
     return np.where(scale == 0, 1.0, np.maximum(scale, smallest)).astype(dtype)
 
@@ -134,7 +134,7 @@ def _closest(weight: Array, weight_format: WeightFormat) -> tuple[Array, Array]:
 
 
 def _shift(weight: Array, scale: Array, centre: Array, weight_format: WeightFormat, shifted: Array) -> None:
-    """The integers less their zero point that come closest to a weight, written over `shifted`."""
+    """Write the integers closest to a weight, less their zero point, to `shifted`."""
     np.rint(np.divide(weight, scale, out=shifted), out=shifted)
     np.add(shifted, centre, out=shifted)
     np.clip(shifted, *integer_ends(weight_format), out=shifted)
@@ -142,7 +142,7 @@ def _shift(weight: Array, scale: Array, centre: Array, weight_format: WeightForm
 
 
 def _tried(weight: Array, weight_format: WeightFormat) -> Iterator[tuple[Array, Array]]:
-    """Scales and zero points [blocks, 1, out] to choose from; a scale is 1 where all weights are zero."""
+    """Scales and zero points [blocks, 1, out] to choose from; the scale of zeros is 1."""
     low, high = integer_ends(weight_format)
     shares = SHRINKS if weight_format.bits == 4 else SHRINKS[:1]
     if weight_format.symmetric:
@@ -159,8 +159,8 @@ def _tried(weight: Array, weight_format: WeightFormat) -> Iterator[tuple[Array, 
 
 
 def error_propagation(moment: Array) -> Array:
-    """How the error of each input [in] goes to those behind it [in], by the inverse of a moment, in float32: the upper
-    factor of a Cholesky decomposition. `moment` [in, in] is the mean of x x^T over the inputs x that a product meets.
+    """How the rounding error of each input is passed to later ones: the upper Cholesky factor [in, in] of the inverse
+    of `moment`, in float32. `moment` [in, in] is the mean of x x^T over the inputs x of a product.
     """
     damped = np.asarray(moment, np.float64).copy()
     damped[np.diag_indices(len(damped))] += DAMPING * np.trace(damped) / len(damped) + np.finfo(np.float32).tiny
@@ -198,16 +198,16 @@ Key = TypeVar("Key")
 Found = TypeVar("Found")
 
 Moments = Callable[[Model], Mapping[str, Array]]
-"""The moments of the tensors that products of a model read, by tensor: of the model as it is, or equalized."""
+"""Gives the moments of tensors that products of a model read, by tensor, for a model or its equalized form."""
 
 
 def no_moments(_: Model) -> Mapping[str, Array]:
-    """Of nothing: every weight is rounded to the nearest."""
+    """No moments: every weight is rounded to the nearest."""
     return MappingProxyType({})
 
 
 class LazyMapping(Mapping[Key, Found]):
-    """What is to be found of some tensors, all of it when the first is asked for."""
+    """A mapping with known keys whose values are computed, all at once, when the first is read."""
 
     def __init__(self, keys: Iterable[Key], find: Callable[[], Mapping[Key, Found]]) -> None:
         self._keys, self._find = dict.fromkeys(keys), find
@@ -232,8 +232,8 @@ class LazyMapping(Mapping[Key, Found]):
 def moments(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> dict[str, Array]:
     """The mean of x x^T over the rows x of each tensor [..., in] and all samples, [in, in] in float64.
 
-    Fewer rows than inputs know little of how inputs belong together: the mean is drawn to a multiple of the identity by
-    the share in / (in + rows), so that rounding by it does no worse than rounding to the nearest.
+    Few rows tell little of the correlation of inputs. The mean is shrunk towards a multiple of the identity by the
+    share in / (in + rows), so that rounding with it is no worse than rounding to the nearest.
 
     Raises:
         BadData: no sample.

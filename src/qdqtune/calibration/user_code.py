@@ -28,9 +28,9 @@ from qdqtune.errors import BadData, BadOption, InputError, QdqtuneError, one_lin
 
 
 def import_callable(source: str, what: str) -> Callable[..., Any]:
-    """The callable that `module:callable` or `path/to/file.py:callable` names; `what` it is for goes into errors.
+    """The callable that `module:callable` or `path/to/file.py:callable` names; `what` says in errors what it is for.
 
-    The module, and what that imports, is looked for in the current folder first.
+    Modules are searched in the current folder first.
 
     Raises:
         BadOption: it cannot be imported, or is not callable.
@@ -55,11 +55,11 @@ def import_callable(source: str, what: str) -> Callable[..., Any]:
 
 @contextmanager
 def user_errors(what: str, raises: type[InputError]) -> Iterator[None]:
-    """Turn whatever the user's own code raises into one line about `what`.
+    """Turn an exception of the user's code into one line about `what`.
 
     Raises:
         KeyboardInterrupt, QdqtuneError: as they are.
-        raises: anything else that the code has raised, `SystemExit` and `GeneratorExit` among it.
+        raises: any other exception, also `SystemExit` and `GeneratorExit`.
     """
     try:
         yield
@@ -71,8 +71,8 @@ def user_errors(what: str, raises: type[InputError]) -> Iterator[None]:
 
 @contextmanager
 def _current_folder_first() -> Iterator[None]:
-    """Search the current folder for modules before all others, and from then on after all others: the user's function
-    may import a module that lies beside its own when it is called, and for anybody else a numpy.py there hides nothing.
+    """Search modules in the current folder first, and afterwards last: the user's function may import modules there
+    when it is called, but a numpy.py there must not hide the real one.
     """
     here = os.getcwd()
     sys.path.insert(0, here)
@@ -86,7 +86,7 @@ def _current_folder_first() -> Iterator[None]:
 
 
 def _module_of(path: Path) -> ModuleType:
-    """A Python file as a module, under a name that hides no other."""
+    """A Python file as a module, under a name that no other module has."""
     name = f"{path.stem} ({path.absolute()})"
     spec = spec_from_file_location(name, path)
     assert spec is not None  # the name ends in .py
@@ -99,22 +99,23 @@ def _module_of(path: Path) -> ModuleType:
 T = TypeVar("T")
 
 MOST_GENERATED = 10_000
-"""Samples that a generator may give where nobody says how many to take: one that gives more is likely to be endless."""
+"""Samples that a generator may give without a limit from the user: one that gives more is probably endless. Chosen, not
+measured."""
 
 
 class TooSlow(BadData):
-    """Samples do not come in time."""
+    """Reading samples took too long."""
 
 
 @dataclass(frozen=True)
 class ReadingTime:
-    """How long reading may take: `seconds` in all for each pass over the samples, and until `ends` by `monotonic`."""
+    """The time limits of reading: `seconds` for each pass over the samples, and the time `ends` by `monotonic`."""
 
     seconds: float = field(default_factory=lambda: current_limit()[0])
     ends: float | None = field(default_factory=lambda: current_limit()[1])
 
     def check(self, spent: float, origin: str) -> None:
-        """Raises TooSlow where a pass over `origin` has `spent` too many seconds."""
+        """Raises TooSlow if a pass over `origin` has `spent` too many seconds."""
         if spent > self.seconds:
             raise TooSlow(
                 f"reading {origin} took longer than {self.seconds:.4g} s: --time-limit gives it longer, "
@@ -127,14 +128,13 @@ class ReadingTime:
             )
 
     def over(self, make: Callable[[], Iterator[T]], origin: str) -> Iterator[T]:
-        """What an iterator gives, which is made and asked in a thread of its own, one item at a time.
+        """The items of an iterator, which is created and run in a thread.
 
-        What it raises is raised here. A thread that does not answer in time is
-        left alone: the process does not wait for it at its end.
+        Its exceptions are raised here. A thread that exceeds the limit is abandoned: the process does not wait for it.
 
         Raises:
-            TooSlow: all items together took too long to come.
-            Cancelled: another thread has asked for the end.
+            TooSlow: the items took too long.
+            Cancelled: another thread has cancelled the call.
         """
         wanted, answers = SimpleQueue[bool](), SimpleQueue[tuple[T] | BaseException | None]()
         arguments = copy_context().run, (_give, make, wanted, answers)
@@ -154,7 +154,7 @@ class ReadingTime:
                 yield answer[0]
         finally:
             wanted.put(False)
-            thread.join(LOOK_SECONDS)  # a generator that cleans up has done so when the next one is made
+            thread.join(LOOK_SECONDS)  # let a generator clean up before the next one starts
 
     def _awaited(self, answers: SimpleQueue[Any], begun: float, origin: str) -> Any:
         looks = look()
@@ -168,13 +168,13 @@ class ReadingTime:
 
 
 def _give(make: Callable[[], Iterator[T]], wanted: SimpleQueue[bool], answers: SimpleQueue[Any]) -> None:
-    """Answer each wish with the next item in a tuple, with the end (None), or with what was raised."""
+    """Answer each request with the next item in a tuple, with None at the end, or with the exception."""
     try:
         items = None
         while wanted.get():
             items = make() if items is None else items
             answers.put(next(((item,) for item in items), None))
-    except BaseException as error:  # noqa: BLE001  (it is raised where the answer is awaited)
+    except BaseException as error:  # noqa: BLE001  (raised again by the caller)
         answers.put(error)
 
 
