@@ -23,7 +23,7 @@ import tensorrt_rtx_bindings as trt
 import zoo
 
 from qdqtune.calibration.inputs import input_specs
-from qdqtune.calibration.matching import CONSTANT, TENSORRTS, from_file
+from qdqtune.calibration.matching import CONSTANT, TENSORRTS_OWN, from_file
 from qdqtune.commands.quantize import quantize
 from qdqtune.commands.quantize_options import Request
 from qdqtune.engines import EngineSpec
@@ -115,7 +115,7 @@ def row(entry: zoo.Entry, folder: Path) -> list[str]:
     tensors = list(dict.fromkeys(names(entry.path)))
     write_cache(cache, tensors)
     matched = from_file(cache, load(entry.path, fix_inputs=entry.fixed), entry.path)
-    passed = sum(why in (CONSTANT, TENSORRTS) for why in matched.unused.values())
+    passed = sum(why in (CONSTANT, TENSORRTS_OWN) for why in matched.unused.values())
     cells = [entry.name, str(len(tensors)), str(len(matched.exact)), str(len(matched.derived)),
              str(len(matched.lacking)), str(passed), str(len(matched.unused) - passed)]  # fmt: skip
     exact = list[str]()

@@ -1,8 +1,7 @@
-"""What a calibration cache says of a model: which of its entries are which tensors, and what follows for the others.
+"""Matches the entries of a calibration cache with the tensors of a model.
 
-Entries go by the names of tensors in the ONNX file. Where TensorRT has made a tensor of its own that holds the values
-of one of the model's, its name leads there (`_renamed`). Tensors that the cache lacks take the range of a neighbour
-that hands values on (`_handed_on`).
+Most entries have the names of tensors in the ONNX file. Others have names that TensorRT gives to tensors with the same
+values (`_renamed`). A tensor without an entry takes the range of a neighbour that has the same values (`_passed_on`).
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from qdqtune.graph.operators import (
 )
 
 UNNAMED_TENSOR = re.compile(r"\(Unnamed Layer\* \d+\) \[(.+)\]_output(?:_\d+)?")
-"""A tensor of a TensorRT layer that got no name, with the kind of the layer."""
+"""The output of an unnamed TensorRT layer, with the kind of the layer."""
 
 TENSORRT_NAME = re.compile(rf"{UNNAMED_TENSOR.pattern}|ONNXTRT_\w+|.+_output")
-"""Names of tensors that TensorRT's parser makes beside those of the model."""
+"""Names of tensors that TensorRT's parser adds to those of the model."""
 
 TENSORRT_LAYERS: Mapping[str, frozenset[str]] = {
     "Convolution": frozenset({"Conv"}),
@@ -44,38 +43,38 @@ TENSORRT_LAYERS: Mapping[str, frozenset[str]] = {
     "Scale": frozenset({"BatchNormalization"}),
     "Softmax": frozenset({"Softmax"}),
 }
-"""Layers of TensorRT and the operators that they are made of, where a layer behind it that only reshapes has the name
-of the operator's result: Softmax and one-dimensional convolutions, the fully connected layers of 7. The matrix products
-of later versions are none, since the bias is added behind them."""
+"""Layers of TensorRT, by kind, and their operators, where the layer has no name because a reshaping layer behind it has
+the name of the operator's output: Softmax, one-dimensional convolutions, fully connected layers in TensorRT 7. Matrix
+products of later versions are left out, since the bias is added behind them."""
 
 BACKWARD = REARRANGES | {"DepthToSpace", "MaxPool", "SpaceToDepth"}
-"""Operators of which the input may take the range of the result: they hold the same values, or TensorRT gives both
-one scale."""
+"""Operators whose input may take the range of the output: they hold the same values, or TensorRT gives both one
+scale."""
 
 FORWARD = MOVERS | CLAMPS | {"Dropout", "GatherElements", "Tile"}
-"""Operators whose result lies within the range of their input."""
+"""Operators whose output is within the range of their input."""
 
 LEAST_KNOWN_SHARE = 0.1
-"""If fewer of the model's tensors are in a cache, and fewer of its entries in the model, it is of another model: names
-such as `input` fit everywhere."""
+"""A cache is another model's if it has fewer of the model's tensors, and the model fewer of its entries: a name such as
+`input` is in many models. Chosen, not measured."""
 
 
 CONSTANT = "a constant: weights get scales of their own"
-TENSORRTS = "a tensor of TensorRT's own, which the model does not have"
-"""Why entries serve for nothing that are in every cache."""
+TENSORRTS_OWN = "a tensor of TensorRT's own, which the model does not have"
+"""Reasons for unused entries that every cache has."""
 
 LISTED_NAMES = 5
-"""Names that a note has room for."""
+"""Names in a note before it is shortened."""
 
 
 @dataclass(frozen=True)
 class Matched:
-    """What a cache gives a model.
+    """The ranges that a cache gives a model.
 
-    `exact` are the tensors that have an entry. `derived` says for each tensor that has none but a range whence that is;
-    `lacking` are those without one, as far as an operator reads them that has an integer kernel, so that it stays in
-    float. `unused` says for each entry without a tensor why that is. It `is_doubtful` whether the cache is this model's
-    where most of what its convolutions and products read is not in it.
+    `exact` are the tensors with an entry. `derived` has the source of the range for other tensors with a range.
+    `lacking` are tensors without one that operators with integer kernels read, which so stay in float. `unused` has the
+    reason for each entry without a tensor. `is_doubtful`: most inputs of convolutions and products have no range, so
+    that the cache may be another model's.
     """
 
     source: str
@@ -87,14 +86,14 @@ class Matched:
     is_doubtful: bool = False
 
     def notes(self) -> tuple[str, ...]:
-        """For people: what serves, what stays in float, and what serves for nothing."""
+        """Notes on the entries that are used, the tensors that stay in float, and the entries that are not used."""
         told = f"{self.source}: {len(self.exact)} tensors have a scale of their own there"
         if self.derived:
             told += f", {len(self.derived)} more that of a neighbour: {_listed(self.derived, self.derived)}"
         notes = [told]
         if self.lacking:
             notes.append(f"tensors without a scale, which stay in float, {len(self.lacking)}: {_listed(self.lacking)}")
-        own = [name for name, why in self.unused.items() if why in (CONSTANT, TENSORRTS)]
+        own = [name for name, why in self.unused.items() if why in (CONSTANT, TENSORRTS_OWN)]
         if own:
             notes.append(f"entries for constants, and for tensors that only TensorRT has, are passed over: {len(own)}")
         if strange := [name for name in self.unused if name not in own]:
@@ -104,7 +103,7 @@ class Matched:
         return tuple(notes)
 
     def as_json(self) -> dict[str, object]:
-        """All of it for machines, but for the ranges."""
+        """All fields except the ranges."""
         named = {"source": self.source, "exact": list(self.exact), "derived": dict(self.derived)}
         return {**named, "lacking": list(self.lacking), "unused": dict(self.unused)}
 
@@ -121,7 +120,7 @@ def from_file(cache: Path, model: Model, file: Path) -> Matched:
 
     Raises:
         BadData: the cache cannot be read, or is another model's.
-        BadModel: the file cannot be read.
+        BadModel: the model file cannot be read.
     """
     found = read_cache(cache)
     try:
@@ -131,11 +130,11 @@ def from_file(cache: Path, model: Model, file: Path) -> Matched:
 
 
 def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
-    """The ranges that a cache gives the tensors of a model. `aliases` are names of tensors that the file had, and under
-    which they are in the model now.
+    """The ranges that a cache gives the tensors of a model. `aliases` maps names of tensors in the file to those in the
+    model (see `loading.identities`).
 
     Raises:
-        BadData: the cache fits none or next to none of the model's tensors.
+        BadData: the cache has none or hardly any of the model's tensors.
     """
     tensors = candidate_tensors(model)
     named = {n: n for n in cache.ranges} | {n: t for n, t in aliases.items() if n in cache.ranges}
@@ -151,15 +150,15 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
     if len(exact) < LEAST_KNOWN_SHARE * len(tensors) and len(entries) < LEAST_KNOWN_SHARE * (
         len(entries) + len(strangers)
     ):
-        raise BadData(_another_models(cache, model, len(tensors), len(exact)))
+        raise BadData(_of_another_model(cache, model, len(tensors), len(exact)))
     derived: dict[str, str] = {}
     for name, tensor in _renamed(cache.ranges, model, known, tensors):
         known[tensor] = cache.ranges[name]
         derived[tensor], entries[name] = f"{name}, as TensorRT calls it", tensor
     if not known:
-        raise BadData(_another_models(cache, model, len(tensors), 0))
-    derived |= _handed_on(model, known, tensors)
-    unused = dict(cache.unusable) | {n: _strange(aliases.get(n, n), model) for n in cache.ranges if n not in entries}
+        raise BadData(_of_another_model(cache, model, len(tensors), 0))
+    derived |= _passed_on(model, known, tensors)
+    unused = dict(cache.unusable) | {n: _why_unused(aliases.get(n, n), model) for n in cache.ranges if n not in entries}
     computed = {t for n in model.nodes if n.op in COMPUTE and not n.domain for t in n.inputs[:2] if t in tensors}
     wanted = computed.union(t for n in model.nodes if n.op in INTEGER_KERNELS and not n.domain for t in n.inputs)
     lacking = tuple(t for t in tensors if t in wanted and t not in known)
@@ -167,7 +166,7 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
     return Matched(cache.source, Ranges(known, is_given=True), exact, derived, lacking, unused, is_doubtful)
 
 
-def _another_models(cache: Cache, model: Model, tensors: int, found: int) -> str:
+def _of_another_model(cache: Cache, model: Model, tensors: int, found: int) -> str:
     first = next(iter(cache.ranges), None) or next(iter(cache.unusable))
     own = next(iter(candidate_tensors(model)), "none")
     known = f"knows {found or 'none'} of the {tensors} float tensors of the model"
@@ -175,7 +174,7 @@ def _another_models(cache: Cache, model: Model, tensors: int, found: int) -> str
 
 
 def _casts(model: Model, tensors: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Tensors and others that are the same but for the float type, as a conversion to float16 leaves them."""
+    """Pairs of tensors that differ in the float type only, as a conversion to float16 makes them."""
     for node in model.nodes:
         if node.op == "Cast" and not node.domain and is_float(model, node.inputs[0]):
             pair = node.inputs[0], node.outputs[0]
@@ -188,10 +187,10 @@ def _casts(model: Model, tensors: Collection[str]) -> Iterator[tuple[str, str]]:
 def _renamed(
     ranges: Mapping[str, Range], model: Model, known: Mapping[str, Range], tensors: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Entries under names of TensorRT's, and the tensors without entry that hold the same values.
+    """Entries with names of TensorRT, and the tensors without entry that hold the same values.
 
-    Later versions name what a layer makes before it is reshaped after the node. Earlier ones number it: which one is
-    which is known where there are as many entries of a kind as tensors without one, in the order of both.
+    Later versions name the tensor in front of a reshape after the node. Earlier ones number it by kind of layer: if
+    there are as many such entries as tensors without one, they are matched in order.
     """
     lacking = [n for n in model.nodes if n.outputs and n.outputs[0] in tensors and n.outputs[0] not in known]
     makers = frozenset[str]().union(*TENSORRT_LAYERS.values())
@@ -209,8 +208,8 @@ def _adds_bias(node: Node) -> bool:
     return node.op == "Gemm" and len(node.inputs) > 2 and bool(node.inputs[2])
 
 
-def _strange(name: str, model: Model) -> str:
-    """Why an entry serves no tensor."""
+def _why_unused(name: str, model: Model) -> str:
+    """Why an entry is not used."""
     unnamed = UNNAMED_TENSOR.fullmatch(name)
     plain = name.removesuffix("_output")
     if name in model.constants or plain in model.constants or (unnamed and unnamed[1] == "Constant"):
@@ -218,15 +217,15 @@ def _strange(name: str, model: Model) -> str:
     if name in model.tensors:
         return "nothing reads it" if is_float(model, name) else "it holds no floats"
     if unnamed or TENSORRT_NAME.fullmatch(name):
-        return TENSORRTS
+        return TENSORRTS_OWN
     return "the model has no such tensor"
 
 
 # ---- neighbours
 
 
-def _handed_on(model: Model, known: dict[str, Range], tensors: Collection[str]) -> dict[str, str]:
-    """Give ranges (in `known`) to tensors beside others that have one, near ones first. Says whence each is."""
+def _passed_on(model: Model, known: dict[str, Range], tensors: Collection[str]) -> dict[str, str]:
+    """Add ranges of neighbours to `known`, near ones first. Returns the source of each."""
     wanted, derived = set(tensors), dict[str, str]()
     grows = True
     while grows:
@@ -240,7 +239,7 @@ def _handed_on(model: Model, known: dict[str, Range], tensors: Collection[str]) 
 
 
 def _takes(model: Model, node: Node, known: Mapping[str, Range]) -> Iterator[tuple[str, str]]:
-    """Tensors beside a node and others, on its other side, whose range they may take."""
+    """Pairs of an input and an output of a node where the first tensor may take the range of the second."""
     if node.domain:
         return
     data = [t for i, t in enumerate(node.inputs) if t and is_float(model, t) and takes_data(node, i)]

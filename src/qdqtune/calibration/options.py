@@ -1,4 +1,4 @@
-"""The options about what a model is fed, and about how its ranges are found."""
+"""Options for the inputs of a model, and for how its ranges are found."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 
 from qdqtune.calibration.samples import files_named
 from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration, Method
+from qdqtune.engines.options import SHAPE
 from qdqtune.errors import BadOption
 from qdqtune.graph.rewrites import REWRITE_NAMES as REWRITTEN
 from qdqtune.options import (
@@ -32,12 +33,10 @@ from qdqtune.options import (
     option,
 )
 
-SHAPE = "NAME:1x3x224x224"
-
 
 @dataclass(kw_only=True)
 class DataOptions(Options):
-    """What a model is fed, besides the source of its samples."""
+    """Options for the inputs of a model, except the source of samples."""
 
     calibration_samples: MaybeInt = option(
         COUNT, None, "Use at most this many samples.", "Data", short="use at most so many of them", is_rare=True
@@ -62,7 +61,7 @@ class DataOptions(Options):
 
 
 def samples_option(**how: Any) -> Any:
-    """The source of samples: `calibration_data`."""
+    """The option `calibration_data`: the source of samples."""
     return option(
         Anything(Reads(files_named, path_type=str)),
         None,
@@ -77,7 +76,7 @@ def samples_option(**how: Any) -> Any:
 
 @dataclass(kw_only=True)
 class RangeOptions(Options):
-    """How scales are found, or which file brings them, and what is rewritten before."""
+    """Options for how ranges are found."""
 
     calibration_method: Option[Method | None, Method | None] = option(
         choice(*get_args(Method)),
@@ -117,12 +116,12 @@ class RangeOptions(Options):
 
     @property
     def says_how(self) -> bool:
-        """Whether anything is said about how ranges are found."""
+        """Whether one of the options is given."""
         return any(value is not None for value in self._said)
 
     @property
     def calibration(self) -> Calibration:
-        """How ranges are found: as said, and else as it is usually done."""
+        """How ranges are found: the given options, and defaults for the others."""
         usual = (
             DEFAULT_CALIBRATION.method,
             DEFAULT_CALIBRATION.percentile,
@@ -138,7 +137,7 @@ class RangeOptions(Options):
 
 @dataclass(kw_only=True)
 class CacheOption(Options):
-    """Which file brings the scales."""
+    """The option for a file with scales."""
 
     calibration_cache: MaybeFile = option(
         FILE,
@@ -153,7 +152,7 @@ class CacheOption(Options):
 
 
 def check_cache(ranges: RangeOptions, cache: CacheOption) -> None:
-    """Refuse a cache, which brings the scales, beside options that say how to find them.
+    """Refuse a calibration cache together with options for how ranges are found.
 
     Raises:
         BadOption: both are given.
@@ -165,7 +164,7 @@ def check_cache(ranges: RangeOptions, cache: CacheOption) -> None:
 
 @dataclass(kw_only=True)
 class RewriteOption(Options):
-    """What is rewritten in the float model."""
+    """The option for rewrites of the float model."""
 
     rewrites: Text = option(
         TEXT,
@@ -180,7 +179,7 @@ class RewriteOption(Options):
 
 @dataclass(kw_only=True)
 class FixOption(Options):
-    """Inputs that become constants."""
+    """The option for inputs that become constants."""
 
     fix_inputs: ValuesByInput = option(
         Assignments("fixes nothing", numbers_only=True),

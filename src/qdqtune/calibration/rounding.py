@@ -168,11 +168,10 @@ def error_propagation(moment: Array) -> Array:
 
 
 def compensated(weight: Array, weight_format: WeightFormat, upper: Array) -> StoredWeight:
-    """A weight [in, out] in a weight format, each input rounded so that what is lost is made up for by those behind it.
+    """A weight [in, out], rounded so that the squared error of the product's outputs is small (GPTQ, arXiv 2210.17323).
 
-    One input after the other is rounded, with the scales of `store`; its error goes to the inputs that are left, as
-    `upper` says (see `passed_on`): the sum of squared errors of the product's outputs falls, where inputs know of each
-    other (GPTQ, arXiv 2210.17323).
+    Inputs are rounded one after the other, with the scales of `store`. The error of each is passed to the later ones by
+    `upper` (see `error_propagation`), which helps where inputs are correlated.
     """
     start = store(weight, weight_format)
     (rows, columns), (low, high) = weight.shape, integer_ends(weight_format)
