@@ -29,7 +29,7 @@ from qdqtune.commands.quantize_options import Request
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel
-from qdqtune.graph.float16 import Precision, load_as
+from qdqtune.graph.float16 import Precision, converted, load_for
 from qdqtune.graph.loading import load
 from qdqtune.types import Failure
 
@@ -85,7 +85,7 @@ def kept(file: Path, source: dict[str, str]) -> tuple[int, int]:
 def sources(entry: zoo.Entry, cache: Path, precision: Precision) -> dict[str, str]:
     """The entry that the scale of each tensor comes from."""
     file = entry.path
-    model = load_as(file, precision, entry.fixed, 13)
+    model = converted(load_for(file, precision, entry.fixed, 13), precision)
     matched = from_file(cache, model, file)
     origin = {name: name for name in matched.exact}
     pending = {name: words.split(", ")[0] for name, words in matched.derived.items()}

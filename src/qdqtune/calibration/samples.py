@@ -122,18 +122,25 @@ def open_samples(
         BadData: the source is missing, unreadable or does not fit the model (partly raised by the iterator).
         BadOption: `module:callable` cannot be imported, or random inputs would need sizes that are dynamic.
     """
-    specs, patience = input_specs(model), ReadingTime()
+    specs, reading_time = input_specs(model), ReadingTime()
     if source is None:
         count = limit or 8
         return Samples("random inputs", f"random-{seed}-{count}", True, random_samples(model, specs, seed, count))
     if files := _files_of(source):
-        produce, digest = _from_files(files, specs, fixed), _digest(files, patience)
+        digest = _digest(files, reading_time)
+
+        def produce() -> Iterator[Sample]:
+            return (s for path in files for s in _split(read_arrays(path, specs), specs, fixed, str(path)))
+
     elif ":" in source and os.sep + ":" not in source:
         given, digest = _from_callable(source, specs, fixed)
-        produce = given if limit is not None else lambda: checked_count(given(), source)
+
+        def produce() -> Iterator[Sample]:
+            return given() if limit is not None else checked_count(given(), source)
+
     else:
         raise BadData(f"calibration data {source} not found: give an .npz, a folder of .npy/.npz, or module:callable")
-    return Samples(source, digest, False, lambda: patience.over(lambda: islice(produce(), limit), source))
+    return Samples(source, digest, False, lambda: reading_time.over(lambda: islice(produce(), limit), source))
 
 
 def _files_of(source: str) -> list[Path]:
@@ -192,7 +199,7 @@ def files_named(source: str | None) -> list[Path]:
     return [folder / name for folder in folders for name in (parts.with_suffix(".py"), parts / "__init__.py")]
 
 
-def _digest(files: Sequence[Path], patience: ReadingTime) -> str:
+def _digest(files: Sequence[Path], reading_time: ReadingTime) -> str:
     """16 hex digits of the files' content."""
 
     def digests() -> Iterator[bytes]:
@@ -202,13 +209,7 @@ def _digest(files: Sequence[Path], patience: ReadingTime) -> str:
             with path.open("rb") as f:
                 yield hashlib.file_digest(f, "sha256").digest()
 
-    return hashlib.sha256(b"".join(patience.over(digests, str(files[0])))).hexdigest()[:16]
-
-
-def _from_files(
-    files: list[Path], specs: tuple[InputSpec, ...], fixed: Collection[str]
-) -> Callable[[], Iterator[Sample]]:
-    return lambda: (sample for path in files for sample in _split(read_arrays(path, specs), specs, fixed, str(path)))
+    return hashlib.sha256(b"".join(reading_time.over(digests, str(files[0])))).hexdigest()[:16]
 
 
 def read_arrays(path: Path, specs: tuple[InputSpec, ...] = ()) -> dict[str, Array]:

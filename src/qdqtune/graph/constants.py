@@ -134,14 +134,8 @@ def _lifted(node: onnx.NodeProto) -> TensorProto | None:
         return tensor
     if attribute.name == "sparse_value":
         return _dense(attribute.sparse_tensor, name)
-    kinds = {
-        "value_int": np.int64,
-        "value_ints": np.int64,
-        "value_float": np.float32,
-        "value_floats": np.float32,
-        "value_string": np.object_,
-        "value_strings": np.object_,
-    }
+    types = {"int": np.int64, "float": np.float32, "string": np.object_}
+    kinds = {f"value_{name}{plural}": dtype for name, dtype in types.items() for plural in ("", "s")}
     if attribute.name not in kinds:
         return None
     try:

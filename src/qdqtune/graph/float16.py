@@ -45,24 +45,6 @@ CHOICES = frozenset({"Max", "Min"})
 inputs, so that they do not round, and kernels for half precision exist since opset 12."""
 
 
-def load_as(
-    path: Path,
-    precision: Precision,
-    fix_inputs: Mapping[str, float | int | str],
-    min_opset: int,
-    *,
-    rewrites: Rewrites = NO_REWRITES,
-) -> Model:
-    """Load a model, rewrite it, and convert it to `precision`. Half precision raises the opset to `OPSET`.
-
-    Raises:
-        BadModel: the file cannot be used or converted.
-        BadOption: `fix_inputs` names no input, or a value does not fit.
-    """
-    model = load_for(path, precision, fix_inputs, min_opset, rewrites=rewrites)
-    return model if precision == "fp32" else converted(model, precision)
-
-
 def load_for(
     path: Path,
     precision: Precision,
@@ -71,7 +53,12 @@ def load_for(
     *,
     rewrites: Rewrites = NO_REWRITES,
 ) -> Model:
-    """`load_as` without the conversion to half precision; raises the same."""
+    """Load and rewrite a model, with at least the opset that pairs at `precision` need. It is not converted.
+
+    Raises:
+        BadModel: the file cannot be used.
+        BadOption: `fix_inputs` names no input, or a value does not fit.
+    """
     model = load(path, fix_inputs=fix_inputs, min_opset=min_opset)
     is_half = precision != "fp32" or any(info.dtype in HALF for info in model.tensors.values())
     if model.opset < OPSET and is_half:
@@ -84,12 +71,14 @@ def is_float32(model: Model) -> bool:
     return any(_is_full(model, t) for node in model.nodes for t in node.outputs)
 
 
-def converted(model: Model, precision: HalfPrecision, kept: Collection[str] = ()) -> Model:
-    """`model` (opset 19 or later) in half precision, except the nodes named in `kept`; see `to_float16`.
+def converted(model: Model, precision: Precision, kept: Collection[str] = ()) -> Model:
+    """`model` in a precision, except the nodes named in `kept` (see `to_float16`). Half precision needs opset 19.
 
     Raises:
         BadModel: the model cannot be converted.
     """
+    if precision == "fp32":
+        return model
     half = to_float16(model, kept)
     return half if precision == "fp16" else _as_bfloat16(model, half)
 
@@ -123,7 +112,10 @@ def to_float16(model: Model, kept: Collection[str] = ()) -> Model:
     if kept:
         _remove_needless_casts(proto.graph)
     try:
-        return checked(proto, {name: c if name in full else _half(c) for name, c in model.large.items()})
+        stays = {name for name, c in model.large.items() if name in full or c.dtype != TensorProto.FLOAT}
+        return checked(
+            proto, {t: c if t in stays else _in_type(c, TensorProto.FLOAT16) for t, c in model.large.items()}
+        )
     except BadModel as error:
         raise BadModel(f"cannot convert the model to float16: {error}") from error
 
@@ -215,7 +207,10 @@ def _as_bfloat16(model: Model, half: Model) -> Model:
                 attribute.i = TensorProto.BFLOAT16
             if attribute.HasField("t") and attribute.t.data_type == TensorProto.FLOAT16:
                 attribute.t.CopyFrom(_bfloat16(attribute.t, None))
-    large = {t: _bfloat16_of(model.constants.get(t, c)) if t not in was else c for t, c in half.large.items()}
+    large = {
+        t: _in_type(model.constants.get(t, c), TensorProto.BFLOAT16) if t not in was else c
+        for t, c in half.large.items()
+    }
     kept = {t: half.large[t] for t in half.large if half.large[t].dtype != TensorProto.FLOAT16}
     return checked(proto, large | kept)
 
@@ -225,11 +220,6 @@ def _bfloat16(tensor: onnx.TensorProto, before: Constant | None) -> onnx.TensorP
     values = numpy_helper.to_array(tensor) if before is None else before.array()
     made: onnx.TensorProto = numpy_helper.from_array(values.astype(ml_dtypes.bfloat16), tensor.name)
     return made
-
-
-def _bfloat16_of(constant: Constant) -> Constant:
-    key = f"{constant.key}:bfloat16"
-    return Constant(key, TensorProto.BFLOAT16, constant.shape, lambda: constant.array().astype(ml_dtypes.bfloat16))
 
 
 def _for_converter(model: Model, full: Set[str]) -> onnx.ModelProto:
@@ -246,9 +236,9 @@ def _for_converter(model: Model, full: Set[str]) -> onnx.ModelProto:
     return proto
 
 
-def _half(constant: Constant) -> Constant:
-    """A float32 constant in float16, converted when it is read; other constants unchanged."""
-    if constant.dtype != TensorProto.FLOAT:
-        return constant
-    key = f"{constant.key}:float16"
-    return Constant(key, TensorProto.FLOAT16, constant.shape, lambda: rounded_to_float16(constant.array()))
+def _in_type(constant: Constant, dtype: int) -> Constant:
+    """A constant as float16 or bfloat16, converted when it is read."""
+    if dtype == TensorProto.FLOAT16:
+        return Constant(f"{constant.key}:float16", dtype, constant.shape, lambda: rounded_to_float16(constant.array()))
+    key = f"{constant.key}:bfloat16"
+    return Constant(key, dtype, constant.shape, lambda: constant.array().astype(ml_dtypes.bfloat16))

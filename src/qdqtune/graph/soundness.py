@@ -28,7 +28,9 @@ def check_sound(proto: onnx.ModelProto) -> None:
     """
     for graph in graphs(proto.graph):
         for value in chain(graph.input, graph.output, graph.value_info):
-            _check_type(value)
+            element = value.type.tensor_type.elem_type  # 0 for what is no tensor
+            if element not in TYPES:
+                raise BadModel(f"tensor {value.name!r} has an unknown element type ({element})")
         for node in graph.node:
             for attribute in node.attribute:
                 if attribute.ref_attr_name:
@@ -77,12 +79,6 @@ def differs(listed: onnx.ValueInfoProto, made: onnx.ValueInfoProto) -> Literal["
     ]
     is_other = len(one.shape.dim) != len(other.shape.dim) or any(a != b for a, b in known)
     return "shape" if is_other else None
-
-
-def _check_type(value: onnx.ValueInfoProto) -> None:
-    kind = value.type.tensor_type
-    if value.type.HasField("tensor_type") and kind.elem_type not in TYPES:
-        raise BadModel(f"tensor {value.name!r} has an unknown element type ({kind.elem_type})")
 
 
 def _check_functions(proto: onnx.ModelProto) -> None:

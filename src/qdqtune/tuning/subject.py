@@ -18,7 +18,7 @@ from qdqtune.engines.formats import usual_precision
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.shapes import check_inputs
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.graph.float16 import OPSET, Precision, converted, load_as, load_for
+from qdqtune.graph.float16 import OPSET, Precision, converted, load_for
 from qdqtune.graph.inference import with_float_type
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -217,7 +217,9 @@ def _loaded(
     """The float model, and the pairs that came with it. One that comes with pairs has its `precision` already."""
     fixed = settings.fix_inputs
     if settings.from_qdq:
-        model = _typed(settings, load_as(settings.model, precision, fixed, numbers.opset, rewrites=rewrites))
+        model = _typed(
+            settings, converted(load_for(settings.model, precision, fixed, numbers.opset, rewrites=rewrites), precision)
+        )
         if not is_quantized(model):
             raise BadOption(f"{settings.model} has no Q/DQ pairs: leave --from-qdq out")
         stripped = strip_pairs(model)
