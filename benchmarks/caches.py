@@ -3,7 +3,7 @@
 For each model a cache is written as TensorRT's calibrators do it: one line for every float tensor of the network that
 its parser makes of the file, under the parser's own names, with a scale that follows from the name. `exact`, `derived`
 and `left` are tensors with the scale of their own entry, with a neighbour's, and without one; `passed over` are entries
-for constants and for tensors that only TensorRT has, `strange` all other entries that serve for nothing. `pairs` are
+for constants and for tensors that only TensorRT has, `strange` all other entries that are not used. `pairs` are
 activations with a pair by the rules, in float32 and float16: how many of them have the very scale of the file, rounded
 to float16 in the latter. Then, in float16 with pairs, layers that run in 8 bits of all layers that compute, for an
 RTX 4090 (sm89) and without a GPU: by the rules, and with --placement-like implicit.

@@ -90,7 +90,7 @@ class WeightFormat:
         """
         match = STORAGE.fullmatch(name)
         if match is None:
-            raise ValueError(f"{name!r} names no way to store weights: write w8, w8b128, w4b32 or w4b32a")
+            raise ValueError(f"{name!r} is no weight format: write w8, w8b128, w4b32 or w4b32a")
         block = match["block"] and int(match["block"])
         return WeightFormat(int(match["bits"]), block or None, match["asymmetric"] is None)
 
@@ -110,7 +110,7 @@ class Placement:
         if self.compressed:
             uses = [edge for edge, _ in self.compressed]
             if len(set(uses)) < len(uses) or not self.edges.isdisjoint(uses):
-                raise ValueError("a weight is stored in one way, or carries a pair")
+                raise ValueError("a weight has one weight format or a pair")
 
     def __contains__(self, edge: object) -> bool:
         return edge in self.edges

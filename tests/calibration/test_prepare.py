@@ -45,6 +45,4 @@ def test_a_large_model_compares_fewer_outputs_and_says_so(tmp_path: Path, monkey
     monkeypatch.setattr("qdqtune.calibration.prepare.JUDGED_WORK", 9.0)  # work counts an element as one at the least
     prepared = prepare(model(), Data(saved(tmp_path, x=normal(20, 3))))
     assert 8 <= len(prepared.judging) < 20
-    assert prepared.doubts == (
-        f"outputs are compared on {len(prepared.judging)} samples: more of so large a model take too long",
-    )
+    assert prepared.doubts == (f"outputs are compared on {len(prepared.judging)} samples: more would take too long",)

@@ -79,7 +79,7 @@ def _without_contradictions(entries: Iterable[tuple[str, Value]]) -> tuple[dict[
     values: dict[str, Value] = {}
     for name, value in entries:
         if values.get(name, value) != value:
-            value = "it stands there twice, with different values"
+            value = "the file has it twice, with different values"
         values[name] = value
     ranges = {name: value for name, value in values.items() if isinstance(value, Range)}
     return ranges, {name: value for name, value in values.items() if isinstance(value, str)}
@@ -197,7 +197,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     content = dict(pairs)
     if len(content) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{_shown(name)} stands there twice")
+        raise ValueError(f"{_shown(name)} is there twice")
     return content
 
 

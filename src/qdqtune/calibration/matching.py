@@ -87,17 +87,17 @@ class Matched:
 
     def notes(self) -> tuple[str, ...]:
         """Notes on the entries that are used, the tensors that stay in float, and the entries that are not used."""
-        told = f"{self.source}: {len(self.exact)} tensors have a scale of their own there"
+        told = f"{self.source}: {len(self.exact)} tensors have an entry"
         if self.derived:
-            told += f", {len(self.derived)} more that of a neighbour: {_listed(self.derived, self.derived)}"
+            told += f", {len(self.derived)} more take that of a neighbour: {_listed(self.derived, self.derived)}"
         notes = [told]
         if self.lacking:
             notes.append(f"tensors without a scale, which stay in float, {len(self.lacking)}: {_listed(self.lacking)}")
         own = [name for name, why in self.unused.items() if why in (CONSTANT, TENSORRTS_OWN)]
         if own:
-            notes.append(f"entries for constants, and for tensors that only TensorRT has, are passed over: {len(own)}")
+            notes.append(f"entries for constants, and for tensors that only TensorRT has, are ignored: {len(own)}")
         if strange := [name for name in self.unused if name not in own]:
-            notes.append(f"other entries that serve for nothing, {len(strange)}: {_listed(strange, self.unused)}")
+            notes.append(f"other entries that are not used, {len(strange)}: {_listed(strange, self.unused)}")
         if self.is_doubtful:
             notes.append("most of what the model's convolutions and products read has no scale: is it another model's?")
         return tuple(notes)

@@ -89,11 +89,11 @@ class Prepared:
             if is_one or is_flat:
                 what = "hold one value throughout" if is_flat else "are all equal"
                 told.append(
-                    f"the samples in {self.samples.origin} {what}: scales and accuracy that are found on them do not "
+                    f"the samples in {self.samples.origin} {what}: scales and accuracy from them do not "
                     "hold for real inputs; give typical ones"
                 )
         if self.is_capped:
-            told.append(f"outputs are compared on {len(self.judging)} samples: more of so large a model take too long")
+            told.append(f"outputs are compared on {len(self.judging)} samples: more would take too long")
         return tuple(told)
 
     @property
@@ -154,9 +154,8 @@ def hidden_work(model: Model, samples: Samples) -> str | None:
     If an If depends on inputs that are the same in all samples, the text says by which option it is folded.
     """
     if operators := integer_operators(model):
-        return (
-            f"the model is quantized already, what is ({', '.join(operators)}) stays: tune the float model it came from"
-        )
+        names = ", ".join(operators)
+        return f"the model is quantized already, and its integer operators ({names}) stay: tune the float model"
     layers = HEAVY - CONTROL_FLOW
     inside = [n.op_type for g in islice(graphs(model.proto.graph), 1, None) for n in g.node if n.op_type in layers]
     outside = sum(node.op in layers for node in model.nodes)
@@ -169,8 +168,8 @@ def hidden_work(model: Model, samples: Samples) -> str | None:
     flows = [node for node in model.nodes if node.op in CONTROL_FLOW]
     kinds = " and ".join(dict.fromkeys(node.op for node in flows))
     share = "all" if not outside else f"{len(inside)} of {len(inside) + outside}"
-    what = f"{share} operators that gain from 8 bits ({', '.join(sorted(set(inside)))}) stand in bodies of {kinds}"
-    return f"{what}, where no pair can: {_how_to_fold(model, samples)}"
+    what = f"{share} operators that gain from 8 bits ({', '.join(sorted(set(inside)))}) are in bodies of {kinds}"
+    return f"{what}, where no pair can be: {_how_to_fold(model, samples)}"
 
 
 def _how_to_fold(model: Model, samples: Samples) -> str:

@@ -248,7 +248,7 @@ def _check_unpacked(path: Path) -> None:
         unpacked = sum(entry.file_size for entry in archive.infolist())
     if unpacked > max(UNPACKED_BYTES, UNPACKED_TIMES * packed):
         told = f"{packed / 2**20:,.0f} MB that unpack to {unpacked / 2**20:,.0f} MB"
-        raise BadData(f"{path} holds {told}, which real data hardly do: save them with numpy.savez if they are meant")
+        raise BadData(f"{path} holds {told}, which is unusual for real data: if that is intended, use numpy.savez")
 
 
 def _split(

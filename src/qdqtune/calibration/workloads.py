@@ -123,7 +123,9 @@ def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collectio
     if twice := next((name for name in names if names.count(name) > 1), None):
         if len({real(file.path) for file in files if file.name == twice}) == 1:
             raise BadOption(f"--workload names {twice}.npz more than once: give it once, with the sum of the weights")
-        raise BadOption(f"--workload: two files are called {twice!r}, and results are told by name: rename one of them")
+        raise BadOption(
+            f"--workload: two files are called {twice!r}: results are listed by name, so rename one of them"
+        )
     given = [Workload(read_sample(file.path, model, fixed), file.weight, file.name) for file in files]
     for file, workload in zip(files, given, strict=True):
         _check_symbols(file.path, workload, model)

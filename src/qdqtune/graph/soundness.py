@@ -98,4 +98,4 @@ def _check_functions(proto: onnx.ModelProto) -> None:
         return total
 
     if (total := size(proto.graph.node, frozenset())) > MOST_NODES:
-        raise BadModel(f"its functions stand for {total:,} nodes, more than can be handled ({MOST_NODES:,})")
+        raise BadModel(f"inlining its functions gives {total:,} nodes, more than can be handled ({MOST_NODES:,})")
