@@ -163,7 +163,7 @@ def test_a_huge_file_is_refused_unread(tmp_path: Path, monkeypatch: pytest.Monke
         read_cache(path)
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_cache_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BadData, match="cannot read calibration cache"):
         read_cache(tmp_path / "missing.cache")
     with pytest.raises(BadData, match="cannot read calibration cache"):

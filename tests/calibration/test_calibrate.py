@@ -39,7 +39,7 @@ def half_conv_net() -> Model:
     return conv_net(half=True)
 
 
-def test_candidates_are_the_float_tensors_that_somebody_uses() -> None:
+def test_candidates_are_the_float_tensors_that_have_readers() -> None:
     assert candidate_tensors(embedding()) == ("mask", "e", "u", "m", "y")
     assert set(candidate_tensors(without_mark())) == {"x", "t", "r", "z", "y"}  # nobody reads "unused"
     assert candidate_tensors(build("n (float[0,2] x, double[2] d) => (float[0,2] y) { y = Relu(x) }")) == ()

@@ -68,7 +68,7 @@ def test_other_integers_are_zero_or_one() -> None:
     assert set(np.unique(values)) == {0, 1}
 
 
-def test_open_dimensions_are_refused_with_the_flag_that_closes_them() -> None:
+def test_dynamic_sizes_are_refused_with_the_option_that_sets_them() -> None:
     with pytest.raises(BadOption, match=r"--input-shape x:1x3x224x224$") as error:
         open_samples(None, model("float[N,3,H,W] x"))
     one_line(error)

@@ -34,14 +34,16 @@ def saved(folder: Path, **arrays: Array) -> str:
         (np.arange(9.0).reshape(3, 3), None),
     ],
 )
-def test_samples_that_tell_nothing_are_told_in_one_sentence(tmp_path: Path, rows: Array, words: str | None) -> None:
+def test_samples_that_are_all_alike_give_one_note(tmp_path: Path, rows: Array, words: str | None) -> None:
     prepared = prepare(model(), Data(saved(tmp_path, x=rows.astype(np.float32))))
     assert [words in doubt for doubt in prepared.doubts if words] == [True] * bool(words)
     assert not words or "data.npz" in prepared.doubts[0]
     assert words or not prepared.doubts
 
 
-def test_a_large_model_compares_fewer_outputs_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_compares_outputs_on_fewer_samples_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("qdqtune.calibration.prepare.JUDGED_WORK", 9.0)  # work counts an element as one at the least
     prepared = prepare(model(), Data(saved(tmp_path, x=normal(20, 3))))
     assert 8 <= len(prepared.judging) < 20

@@ -38,7 +38,7 @@ def test_searched_steps_lose_less_than_those_of_the_largest_values() -> None:
     assert error("w8b32") < error("w8") < error("w4b16") < error("w4b32")
 
 
-def test_a_zero_point_pays_where_weights_lie_on_one_side() -> None:
+def test_a_zero_point_pays_for_weights_of_one_sign() -> None:
     assert error("w4b32a", np.abs(WEIGHT)) < 0.5 * error("w4b32", np.abs(WEIGHT))
 
 
@@ -59,7 +59,7 @@ def test_what_is_no_storage_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["w4b32", "w4b32a", "w8"])
-def test_errors_are_made_up_for_where_inputs_know_of_each_other(name: str) -> None:
+def test_errors_are_compensated_where_inputs_are_correlated(name: str) -> None:
     """By the outputs of the product, on inputs that the rounding has not seen."""
     random = np.random.default_rng(3)
     mixing = random.standard_normal((64, 64)) @ np.diag(np.logspace(0, -1.5, 64))

@@ -75,7 +75,7 @@ def test_arrays_are_cut_into_samples(tmp_path: Path, inputs: str, shape: Any, ex
     np.testing.assert_array_equal(np.concatenate([s["x"].reshape(-1) for s in found]), array.reshape(-1))
 
 
-def test_arrays_that_hold_one_sample_serve_for_all(tmp_path: Path) -> None:
+def test_arrays_of_one_sample_are_repeated(tmp_path: Path) -> None:
     net = model("float[2,1,K] state, int64 rate, float[N,4] x")
     source = saved(tmp_path, x=normal(3, 4), state=normal(2, 1, 5), rate=np.array(16000))
     found = list(open_samples(source, net))
@@ -271,14 +271,14 @@ def test_callables_that_do_not_exist(module: Callable[[str], str], text: str, so
         ("return [np.ones((1, 3))]", "float64"),
     ],
 )
-def test_callables_that_give_rubbish(module: Callable[[str], str], body: str, message: str) -> None:
+def test_callables_that_give_invalid_samples(module: Callable[[str], str], body: str, message: str) -> None:
     name = module(f"def f():\n    {body}\n")
     with pytest.raises(BadData, match=message) as error:
         list(open_samples(f"{name}:f", model()))
     one_line(error)
 
 
-def test_errors_of_the_one_who_iterates_are_not_blamed_on_the_callable(module: Callable[[str], str]) -> None:
+def test_errors_of_the_caller_are_not_reported_as_the_callables(module: Callable[[str], str]) -> None:
     name = module("def f():\n    yield np.ones((1, 3), np.float32)\n")
     with pytest.raises(ZeroDivisionError):
         [1 // 0 for _ in open_samples(f"{name}:f", model())]
@@ -288,7 +288,7 @@ def numbered(count: int) -> Samples:
     return Samples("numbers", "", False, lambda: ({"x": np.array(i)} for i in range(count)))
 
 
-def test_every_fifth_of_the_first_is_set_apart() -> None:
+def test_every_fifth_sample_is_held_out() -> None:
     split = numbered(23).apart(4, 4)
     assert split is not None
     others, apart = split

@@ -86,7 +86,7 @@ def test_shapes_that_do_not_fit_are_refused(shapes: dict[str, tuple[int, ...]], 
         with_input_shapes(dynamic(), shapes)
 
 
-def test_sizes_that_nodes_compute_are_known_as_they_run() -> None:
+def test_sizes_that_nodes_compute_are_inferred() -> None:
     model = windows()
     shaped = with_input_shapes(model, {"x": (2, 10, 12, 8)})
     (values,) = activations(shaped, feeds(shaped, 1))
@@ -96,14 +96,14 @@ def test_sizes_that_nodes_compute_are_known_as_they_run() -> None:
     onnx.checker.check_model(shaped.to_proto(), full_check=True)
 
 
-def test_where_inputs_are_open_or_all_is_known_nothing_is_done() -> None:
+def test_nothing_is_inferred_with_dynamic_inputs_or_known_shapes() -> None:
     model = windows()
     assert with_input_shapes(model, {}) is model
     known = build("g (float[2,8] x) => (float[2,8] y) { a = Relu(x)\n y = Neg(a) }")
     assert with_input_shapes(known, {}) is known
 
 
-def test_an_operator_that_nobody_knows_leaves_the_rest_open() -> None:
+def test_shapes_behind_an_unknown_operator_stay_unknown() -> None:
     proto = windows().to_proto()
     proto.graph.node[4].op_type, proto.graph.node[4].domain = "Own", "my"
     proto.opset_import.add(domain="my", version=1)
@@ -139,7 +139,7 @@ def same(model: Model, rewritten: Model) -> None:
             np.testing.assert_allclose(found[name], values, rtol=2e-5, atol=2e-6)
 
 
-def test_what_constants_and_shapes_decide_is_computed() -> None:
+def test_nodes_that_follow_from_constants_and_shapes_are_computed() -> None:
     body = """s = Shape(x) i = Gather(s, last) f = Cast <to=1> (i) r = Sqrt(f) a = Div(x, r)
         t = Transpose <perm=[1,0]> (w) u = Reshape(t, sizes) n = MatMul(a, u)"""
     constants = {"w": normal(48, 8), "last": np.array(-1), "sizes": np.array([0, -1])}
@@ -171,11 +171,11 @@ def test_no_large_weight_is_read_to_move_it() -> None:
         "r = RandomNormal<shape=[8]>() n = Add(x, r) k = Neg(x)",
     ],
 )
-def test_constant_outputs_and_random_numbers_stay(body: str) -> None:
+def test_constant_outputs_and_random_operators_are_not_computed(body: str) -> None:
     model = net(body, {"training": np.array(True)}, more=", float[] k")
     assert REWRITES["constants"].apply(model) is model
 
 
-def test_sizes_that_keep_one_that_is_none_are_left_to_the_engine_to_refuse() -> None:
+def test_an_invalid_reshape_is_left_to_the_engine() -> None:
     model = net("t = Reshape(w, sizes) n = Add(x, t)", {"w": normal(64, 8), "sizes": np.array([64, 8, 0])})
     assert REWRITES["constants"].apply(model) is model

@@ -69,7 +69,7 @@ MERGED = {
 
 
 @pytest.mark.parametrize(("name", "body"), [(name, body) for name, bodies in MERGED.items() for body in bodies])
-def test_an_operator_of_several_nodes_becomes_one(name: str, body: str) -> None:
+def test_several_nodes_of_an_operator_become_one(name: str, body: str) -> None:
     model = net(body, VECTORS)
     rewritten = REWRITES[name].apply(model)
     assert [n.op for n in rewritten.nodes] == [REWRITES[name].makes, "Relu"]
@@ -104,12 +104,12 @@ GELU, SWISH, NORM = MERGED["gelu"][0], MERGED["hardswish"][0], MERGED["layernorm
         ("rmsnorm", ROOT + "i = Div(two, r) q = Mul(x, i) n = Mul(q, gamma)", ""),
     ],
 )
-def test_what_somebody_else_reads_or_computes_otherwise_stays(name: str, body: str, more: str) -> None:
+def test_nodes_with_other_readers_or_other_formulas_are_not_merged(name: str, body: str, more: str) -> None:
     model = net(body, {**VECTORS, "others": np.array([1])}, more=more)
     assert REWRITES[name].apply(model) is model
 
 
-def test_what_a_body_reads_stays() -> None:
+def test_a_tensor_that_a_body_reads_prevents_merging() -> None:
     text = f"""net (float[2,8] x, bool t) => (float[] y, float[] z) {{
         {GELU} y = Relu(n)
         z = If (t) <then_branch = g1 () => (float[2,8] p) {{ p = Neg(c) }},
@@ -124,7 +124,7 @@ def test_what_a_body_reads_stays() -> None:
     same(result, rewritten)
 
 
-def test_other_types_and_unknown_shapes_stay() -> None:
+def test_other_types_and_unknown_shapes_are_not_merged() -> None:
     half = build(
         f"net (float16[2,8] x) => (float16[] y) {{ {GELU} y = Relu(n) }}",
         {"root": np.float16(np.sqrt(2)), "one": np.float16(1), "half": np.float16(0.5)},
@@ -163,7 +163,7 @@ def test_a_product_with_a_bias_becomes_a_gemm(shape: str, count: int) -> None:
         ("p = MatMul(x, w) n = Add(p, b)", "float[N,M,8]", ""),
     ],
 )
-def test_other_products_stay(body: str, shape: str, more: str) -> None:
+def test_other_products_do_not_become_a_gemm(body: str, shape: str, more: str) -> None:
     constants = {"w": normal(8, 6), "b": normal(6), "wide": normal(4, 6), "w2": normal(6, 8)}
     model = net(body, constants, shape, more)
     assert REWRITES["gemm"].apply(model) is model

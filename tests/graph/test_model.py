@@ -36,7 +36,7 @@ def model(w: npt.NDArray[Any] | None = None, v: npt.NDArray[Any] | None = None) 
     return Model(parser.parse_model(TEXT), large)
 
 
-def test_nodes_know_what_they_read_also_inside_their_bodies() -> None:
+def test_nodes_list_tensors_that_their_bodies_read() -> None:
     nodes = model().nodes
     assert [(n.index, n.name, n.op) for n in nodes[:2]] == [(0, "mm", "MatMul"), (1, "add", "Add")]
     assert nodes[3].inputs == ("c",)

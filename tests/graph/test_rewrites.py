@@ -95,7 +95,7 @@ def test_weights_that_another_layer_reads_too_stay_for_it() -> None:
     ],
     ids=["behind an activation", "read twice", "an output", "by row", "a square", "a quotient", "by zero", "no weight"],
 )
-def test_what_is_not_a_layer_alone_stays(layer: str, behind: str, more: str) -> None:
+def test_nodes_behind_shared_or_variable_layers_are_not_folded(layer: str, behind: str, more: str) -> None:
     weights = {"w": normal(6, 4, 3, 3), "by_row": normal(3, 1), "none": np.float32(0)}
     text = f"net (float[2,4,5,5] x, float[6,4,3,3] x2) => (float[] y{more}) {{ c = {layer} {behind} y = Relu(n) }}"
     model = build(text, {**constants(6), **weights})
@@ -165,7 +165,7 @@ def test_an_opset_is_raised_once() -> None:
     same_outputs(model, raised)
 
 
-def test_rewrites_are_named_made_in_order_and_found_again() -> None:
+def test_rewrites_have_names_an_order_and_are_recognized() -> None:
     assert allowed("auto") == Rewrites(folded=True)
     assert allowed("off") == Rewrites()
     asked = allowed("gelu, fold,hardswish")

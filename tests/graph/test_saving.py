@@ -80,7 +80,7 @@ def test_models_share_a_file_of_constants(tmp_path: Path) -> None:
     assert (a[0, 0], c[0, 0]) == (3, 7)
 
 
-def test_a_saved_file_is_the_same_model_whoever_reads_it(tmp_path: Path) -> None:
+def test_a_saved_file_is_the_same_model_for_onnx_and_for_load(tmp_path: Path) -> None:
     model = build("g (float[4,300] x) => (float[4,8] y) { y = MatMul(x, w) }", {"w": normal(300, 8)})
     save(model, tmp_path / "model.onnx")
     written = onnx.load(tmp_path / "model.onnx")
@@ -174,7 +174,7 @@ def test_a_constant_may_be_computed_by_running_a_model_that_is_written_to_the_sa
     assert run(tmp_path / "m.onnx")[0][0, 0] == 9
 
 
-def test_a_new_file_does_not_cut_short_what_an_older_one_still_holds(tmp_path: Path) -> None:
+def test_a_new_file_does_not_truncate_an_older_mapped_one(tmp_path: Path) -> None:
     with ConstantFile(tmp_path / "w.bin") as constants:
         constants.save(model(), tmp_path / "m.onnx")
     with (tmp_path / "w.bin").open("rb") as held:
@@ -182,7 +182,7 @@ def test_a_new_file_does_not_cut_short_what_an_older_one_still_holds(tmp_path: P
         assert held.read()
 
 
-def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> None:
     nowhere = tmp_path / "no" / "where"
     with pytest.raises(OutputError, match=r"cannot write .*where"):
         save(model(), nowhere)

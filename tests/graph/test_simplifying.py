@@ -53,7 +53,7 @@ def normal(*shape: int) -> npt.NDArray[Any]:
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-def test_identities_and_unused_parts_go_but_graph_outputs_keep_their_names(file: Path) -> None:
+def test_identities_and_unused_nodes_are_removed_and_outputs_keep_their_names(file: Path) -> None:
     proto = model(
         """g (float[2] x, bool c) => (float[2] y, float[2] same, float[2] k, float[2] z) {
         same = Identity(x)

@@ -45,7 +45,7 @@ def test_a_file_has_its_old_content_until_the_new_one_is_whole(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError()])
-def test_what_fails_leaves_everything_as_it_was(tmp_path: Path, error: BaseException) -> None:
+def test_an_error_leaves_existing_files_unchanged(tmp_path: Path, error: BaseException) -> None:
     for name in ("r.onnx", "r.onnx.data"):
         (tmp_path / name).write_bytes(OLD)
     expected = OutputError if isinstance(error, OSError) else type(error)
@@ -118,7 +118,7 @@ def test_records_on_a_full_disk(tmp_path: Path, write: Callable[..., None]) -> N
     assert names(tmp_path) == {"summary"}
 
 
-def test_what_a_killed_run_has_left_goes_and_what_others_have_named_so_stays(tmp_path: Path) -> None:
+def test_folders_of_a_killed_run_are_removed_and_others_stay(tmp_path: Path) -> None:
     target = tmp_path / "r.onnx"
     script = f"""
 import os, pathlib

@@ -87,10 +87,10 @@ class Matched:
 
     def notes(self) -> tuple[str, ...]:
         """Notes on the entries that are used, the tensors that stay in float, and the entries that are not used."""
-        told = f"{self.source}: {len(self.exact)} tensors have an entry"
+        counts = f"{self.source}: {len(self.exact)} tensors have an entry"
         if self.derived:
-            told += f", {len(self.derived)} more take that of a neighbour: {_listed(self.derived, self.derived)}"
-        notes = [told]
+            counts += f", {len(self.derived)} more take that of a neighbour: {_listed(self.derived, self.derived)}"
+        notes = [counts]
         if self.lacking:
             notes.append(f"tensors without a scale, which stay in float, {len(self.lacking)}: {_listed(self.lacking)}")
         own = [name for name, why in self.unused.items() if why in (CONSTANT, TENSORRTS_OWN)]

@@ -117,7 +117,7 @@ class RangeOptions(Options):
     @property
     def says_how(self) -> bool:
         """Whether one of the options is given."""
-        return any(value is not None for value in self._said)
+        return any(value is not None for value in self._given)
 
     @property
     def calibration(self) -> Calibration:
@@ -128,10 +128,10 @@ class RangeOptions(Options):
             DEFAULT_CALIBRATION.bias_correction,
             DEFAULT_CALIBRATION.equalization,
         )
-        return Calibration(*(u if said is None else said for said, u in zip(self._said, usual, strict=True)))  # type: ignore[arg-type]
+        return Calibration(*(u if given is None else given for given, u in zip(self._given, usual, strict=True)))  # type: ignore[arg-type]
 
     @property
-    def _said(self) -> tuple[object, ...]:
+    def _given(self) -> tuple[object, ...]:
         return self.calibration_method, self.percentile, self.bias_correction, self.equalize
 
 

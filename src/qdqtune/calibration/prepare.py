@@ -79,7 +79,7 @@ class Prepared:
     @property
     def doubts(self) -> tuple[str, ...]:
         """Notes on samples that are all alike, and on outputs that are compared on few samples."""
-        first, told = self.judging[:1], []
+        first, notes = self.judging[:1], []
         wide = [array for sample in self.judging for array in sample.values() if array.size > 1]
         if first and self.has_real_samples and not self.workloads:
             is_one = len(self.judging) > 1 and all(
@@ -88,13 +88,13 @@ class Prepared:
             is_flat = bool(wide) and all((array == array.flat[0]).all() for array in wide)
             if is_one or is_flat:
                 what = "hold one value throughout" if is_flat else "are all equal"
-                told.append(
+                notes.append(
                     f"the samples in {self.samples.origin} {what}: scales and accuracy from them do not "
                     "hold for real inputs; give typical ones"
                 )
         if self.is_capped:
-            told.append(f"outputs are compared on {len(self.judging)} samples: more would take too long")
-        return tuple(told)
+            notes.append(f"outputs are compared on {len(self.judging)} samples: more would take too long")
+        return tuple(notes)
 
     @property
     def hints(self) -> tuple[str, ...]:
@@ -183,8 +183,8 @@ def _how_to_fold(model: Model, samples: Samples) -> str:
     if changing := [name for name in deciding if name not in values]:
         return f"it depends on the input {changing[0]}, whose value changes: export a model for each value"
     flags = " ".join(f"--fix-input {name}={value}" for name, value in values.items())
-    told = " and ".join(f"{name} is {value}" for name, value in values.items())
-    return f"{told} in all samples, so give {flags} and it is folded (the result then holds for that value alone)"
+    facts = " and ".join(f"{name} is {value}" for name, value in values.items())
+    return f"{facts} in all samples, so give {flags} and it is folded (the result then holds for that value alone)"
 
 
 def _deciding_inputs(model: Model) -> list[str]:

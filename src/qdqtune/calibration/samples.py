@@ -247,8 +247,8 @@ def _check_unpacked(path: Path) -> None:
     with ZipFile(path) as archive:
         unpacked = sum(entry.file_size for entry in archive.infolist())
     if unpacked > max(UNPACKED_BYTES, UNPACKED_TIMES * packed):
-        told = f"{packed / 2**20:,.0f} MB that unpack to {unpacked / 2**20:,.0f} MB"
-        raise BadData(f"{path} holds {told}, which is unusual for real data: if that is intended, use numpy.savez")
+        sizes = f"{packed / 2**20:,.0f} MB that unpack to {unpacked / 2**20:,.0f} MB"
+        raise BadData(f"{path} holds {sizes}, which is unusual for real data: if that is intended, use numpy.savez")
 
 
 def _split(
@@ -318,17 +318,17 @@ def _check_names(arrays: Mapping[str, Any], specs: tuple[InputSpec, ...], fixed:
     if missing or unknown:
         what = f"has no array '{missing[0]}'" if missing else f"has an array '{unknown[0]}' that is no input"
         held = f"holds {', '.join(map(repr, arrays))}" if arrays else "is empty"
-        told = f"; it {held}" if missing else ""
-        raise BadData(f"{origin} {what}: the model's inputs are {listed(specs)}{told}")
+        hint = f"; it {held}" if missing else ""
+        raise BadData(f"{origin} {what}: the model's inputs are {listed(specs)}{hint}")
 
 
 def _typed(array: Array, spec: InputSpec, origin: str) -> Array:
     """The array in the type of the input: strings become objects, numbers must have exactly its type."""
     if spec.is_string:
-        told = np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array
-        if told.dtype.kind != "U" and not (array.dtype.kind == "O" and all(isinstance(v, str) for v in array.flat)):
+        texts = np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array
+        if texts.dtype.kind != "U" and not (array.dtype.kind == "O" and all(isinstance(v, str) for v in array.flat)):
             raise BadData(f"{origin}: array '{spec.name}' is {array.dtype}, the model wants strings")
-        return told.astype(object)
+        return texts.astype(object)
     if array.dtype != spec.dtype:
         raise BadData(f"{origin}: array '{spec.name}' is {array.dtype}, the model wants {spec.dtype}: convert it first")
     if array.dtype.kind == "f" and not np.isfinite(array).all():

@@ -137,8 +137,8 @@ def _drop_false_types(proto: ModelProto, large: Mapping[str, Constant]) -> None:
     for value in proto.graph.output:
         if value.name in made and (what := differs(value, made[value.name])) is not None:
             if what == "type":
-                told = f"is listed as {kind_of(value)}, but its node makes {kind_of(made[value.name])}"
-                raise BadModel(f"output {value.name!r} {told}")
+                problem = f"is listed as {kind_of(value)}, but its node makes {kind_of(made[value.name])}"
+                raise BadModel(f"output {value.name!r} {problem}")
             value.type.CopyFrom(made[value.name].type)
 
 

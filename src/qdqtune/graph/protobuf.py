@@ -66,13 +66,13 @@ def _parts(file: IO[bytes], graph: _Field, name: str) -> Iterator[bytes]:
         if field.number != onnx.GraphProto.INITIALIZER_FIELD_NUMBER or field.end - field.content < LARGE_BYTES:
             yield _bytes(file, field.start, field.end)
             continue
-        tensor, told = bytearray(), TensorProto()
+        tensor, reference = bytearray(), TensorProto()
         for part in _fields(file, field.content, field.end):
             if part.number != TensorProto.RAW_DATA_FIELD_NUMBER or part.end - part.content < LARGE_BYTES:
                 tensor += _bytes(file, part.start, part.end)
                 continue
-            refer(told, name, part.content, part.end - part.content)
-        tensor += told.SerializeToString()  # at the end, so that it overrides a data_location in the file
+            refer(reference, name, part.content, part.end - part.content)
+        tensor += reference.SerializeToString()  # at the end, so that it overrides a data_location in the file
         yield head(field.number, len(tensor)) + tensor
 
 

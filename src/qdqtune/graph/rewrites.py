@@ -96,19 +96,19 @@ def between(before: Collection[str], after: Collection[str]) -> tuple[str, ...]:
     return ordered([name for name, r in REWRITES.items() if r.makes in after and r.makes not in before])
 
 
-def allowed(said: str) -> Rewrites:
+def allowed(value: str) -> Rewrites:
     """The rewrites that the option --rewrites names: `auto` (before measurements), `off`, or names with commas.
 
     Raises:
         BadOption: a name is unknown.
     """
-    if said in ("auto", "off"):
-        return Rewrites(said == "auto")
-    names = {name.strip() for name in said.split(",")}
+    if value in ("auto", "off"):
+        return Rewrites(value == "auto")
+    names = {name.strip() for name in value.split(",")}
     try:
         return Rewrites(FOLD in names, ordered(names - {FOLD}))
     except ValueError as error:
-        raise BadOption(f"--rewrites {said}: {error}, or say auto or off") from error
+        raise BadOption(f"--rewrites {value}: {error}, or say auto or off") from error
 
 
 def ordered(names: Collection[str]) -> tuple[str, ...]:

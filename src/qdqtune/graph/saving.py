@@ -96,8 +96,8 @@ def sign(path: Path, kind: str = MODEL_KIND) -> None:
 def signature(size: int, kind: str = MODEL_KIND) -> bytes:
     """The mark of an output of `size` bytes, as a part of an ONNX file. If another program changes the file, the size
     no longer fits, and the file is not taken for our output."""
-    said = StringStringEntryProto(key=f"qdqtune.{kind}.{size:016}", value=mark(kind))
-    return ModelProto(metadata_props=[said]).SerializeToString()
+    entry = StringStringEntryProto(key=f"qdqtune.{kind}.{size:016}", value=mark(kind))
+    return ModelProto(metadata_props=[entry]).SerializeToString()
 
 
 def _is_signed(path: Path, kind: str) -> bool:

@@ -52,8 +52,8 @@ def check_outputs(proto: onnx.ModelProto) -> None:
         if value.name in zipped:
             continue
         if value.type.WhichOneof("value") not in (None, "tensor_type"):
-            told = f"is no tensor but of type {kind_of(value)}"
-            raise BadModel(f"output {value.name!r} {told}; such outputs are not supported")
+            problem = f"is no tensor but of type {kind_of(value)}"
+            raise BadModel(f"output {value.name!r} {problem}; such outputs are not supported")
 
 
 def kind_of(value: onnx.ValueInfoProto) -> str:
