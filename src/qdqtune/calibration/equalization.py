@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto
 
 from qdqtune.graph.model import GRAPH, Model, Node, rebuild
-from qdqtune.graph.operators import ASKS_SHAPE, CONVOLUTIONS
+from qdqtune.graph.operators import ASKS_SHAPE, CONVOLUTIONS, reduced_axes
 from qdqtune.graph.rewrites import along_outputs, times
 from qdqtune.types import Array, Edge
 
@@ -145,17 +145,12 @@ class _Trace:
         if node.op in HOMOGENEOUS or (node.op in POOLS and self.axis == 1):
             return slot == 0 and self.through(node.outputs[0])
         if node.op == "ReduceMean" and self.axis == 1:
-            return self._keeps_channels(node, tensor) and self.through(node.outputs[0])
+            axes, rank = reduced_axes(self.model, node), len(self.model.tensors[tensor].shape or ())
+            keeps_channels = node.attributes.get("keepdims", 1) and axes and all(a % rank > 1 for a in axes)
+            return bool(keeps_channels) and self.through(node.outputs[0])
         if (node.op in SUMS | {"Mul"} or (node.op == "Div" and slot == 0)) and len(node.inputs) == 2:
             return self._combines(node, slot, tensor) and self.through(node.outputs[0])
         return False
-
-    def _keeps_channels(self, node: Node, tensor: str) -> bool:
-        axes = node.attributes.get("axes")
-        if axes is None and len(node.inputs) > 1 and node.inputs[1] in self.model.constants:
-            axes = self.model.constants[node.inputs[1]].array().tolist()
-        rank = len(self.model.tensors[tensor].shape or ())
-        return bool(node.attributes.get("keepdims", 1)) and bool(axes) and all(a % rank > 1 for a in axes or ())
 
     def _combines(self, node: Node, slot: int, tensor: str) -> bool:
         """Whether an operator of two operands makes scaled channels if one operand is scaled."""

@@ -19,6 +19,7 @@ from onnx import TensorProto, helper
 from qdqtune.graph.inference import infer
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
+from qdqtune.graph.operators import reduced_axes
 from qdqtune.graph.simplifying import UniqueNames, names_in
 from qdqtune.types import Array
 
@@ -224,12 +225,10 @@ def _is_mean(model: Model, node: Node) -> bool:
     """Whether a node computes means over the last axis and keeps it with size 1."""
     if node.op != "ReduceMean" or not node.attributes.get("keepdims", 1):
         return False
-    axes = node.attributes.get("axes")
-    if axes is None and len(node.inputs) > 1 and node.inputs[1] in model.constants:
-        axes = model.constants[node.inputs[1]].array().tolist()
     info = model.tensors.get(node.inputs[0])
     rank = None if info is None or info.shape is None else len(info.shape)
-    return axes is not None and len(axes) == 1 and rank is not None and axes[0] in (-1, rank - 1)
+    axes = reduced_axes(model, node)
+    return len(axes) == 1 and rank is not None and axes[0] in (-1, rank - 1)
 
 
 def _vector_behind(model: Model, node: Node, op: str, width: int) -> tuple[Node, str] | None:

@@ -7,7 +7,7 @@ kernels, the operators that it moves conversions across) are in that engine's fo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from qdqtune.graph.model import Model, Node
 
@@ -156,3 +156,11 @@ def work(model: Model, node: Node) -> float:
     if node.op in CONVOLUTIONS:
         return written * float(math.prod(shape[1:]))
     return written * float(shape[-1 if node.attributes.get("transB", 0) else -2] if len(shape) > 1 else 1)
+
+
+def reduced_axes(model: Model, node: Node) -> Sequence[int]:
+    """The axes of a reduction, from its attribute or a constant; empty if they are not given or not constant."""
+    axes = node.attributes.get("axes")
+    if axes is None and len(node.inputs) > 1 and node.inputs[1] in model.constants:
+        axes = model.constants[node.inputs[1]].array().tolist()
+    return axes or ()
