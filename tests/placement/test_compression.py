@@ -117,7 +117,7 @@ def test_what_cannot_be_stored_so_is_refused() -> None:
         make.insert(Placement.of((), [(Edge("table", "pick", 0), WeightFormat(4, 32))]))
     with pytest.raises(ValueError, match="no product"):
         make.insert(Placement.of((), [(Edge("bias", "down", 2), WeightFormat(8))]))
-    with pytest.raises(ValueError, match="in one way"):
+    with pytest.raises(ValueError, match="one weight format"):
         Placement.of([Edge("up_weight", "up", 1)], [(Edge("up_weight", "up", 1), WeightFormat(8))])
     assert model.opset == 18
 
