@@ -118,7 +118,7 @@ def check_inside(path: Path, folder: Path) -> None:
     """Refuse a path in `folder` that a link leads out of it, or to a pipe or a device.
 
     Raises:
-        OutputError: it leads out.
+        OutputError: it does.
     """
     if not real(path).is_relative_to(real(folder)):
         raise OutputError(f"cannot write {path}: a link leads from there to {real(path)}; remove it")
