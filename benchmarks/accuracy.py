@@ -30,16 +30,16 @@ import zoo
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph
 from quantizers import write_nncf, write_static
 
-from qdqtune.calibration.methods import AUTO, CLOSEST, Calibration
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import HELD_OUT
+from qdqtune.calibration.scales import AUTO, DEFAULT_CALIBRATION, Calibration
 from qdqtune.commands.compare import compare_files
 from qdqtune.commands.quantize import quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.engines.runner import Runner
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Array, Failure, NumericFormat, Sample
@@ -61,7 +61,7 @@ PEERS: Mapping[str, Quantizer] = {
 OURS: Mapping[str, Calibration] = {
     **{method: Calibration(method) for method in AUTO},
     **{f"{method}, biases": Calibration(method, bias_correction=True) for method in AUTO},
-    "defaults": CLOSEST,
+    "defaults": DEFAULT_CALIBRATION,
 }
 
 
@@ -103,7 +103,7 @@ def said(how: Calibration) -> dict[str, Any]:
 def latency(entry: zoo.Entry, runner: Runner, folder: Path, sample: Sequence[Sample]) -> str:
     """Of `quantize` with its defaults, over that with minmax alone."""
     files = [folder / "minmax.onnx", folder / "defaults.onnx"]
-    for file, how in zip(files, (Calibration(), CLOSEST), strict=True):
+    for file, how in zip(files, (Calibration(), DEFAULT_CALIBRATION), strict=True):
         given = said(how) | {"calibration_data": entry.data, "fix_inputs": entry.fixed}
         quantize(QuantizeOptions(entry.path, output=file, **given))
     (found,) = compare_files(files, runner, sample, Plan((24,), 0.01))

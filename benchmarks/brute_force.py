@@ -20,12 +20,12 @@ import onnx
 import zoo
 from onnx import numpy_helper
 
-from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.scales import Calibration
 from qdqtune.commands.compare import compare_files
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Runner
-from qdqtune.graph.files import one_constant_file
+from qdqtune.graph.saving import one_constant_file
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.units import Decision, Partition, fusion_groups, partition
 from qdqtune.timing.ratios import Plan, judge

@@ -3,7 +3,7 @@
 For each model a cache is written as TensorRT's calibrators do it: one line for every float tensor of the network that
 its parser makes of the file, under the parser's own names, with a scale that follows from the name. `exact`, `derived`
 and `left` are tensors with the scale of their own entry, with a neighbour's, and without one; `passed over` are entries
-for constants and for tensors that only TensorRT has, `strange` all other entries that serve for nothing. `pairs` are
+for constants and for tensors that only TensorRT has, `strange` all other entries that are not used. `pairs` are
 activations with a pair by the rules, in float32 and float16: how many of them have the very scale of the file, rounded
 to float16 in the latter. Then, in float16 with pairs, layers that run in 8 bits of all layers that compute, for an
 RTX 4090 (sm89) and without a GPU: by the rules, and with --placement-like implicit.
@@ -23,13 +23,13 @@ import tensorrt_rtx_bindings as trt
 import zoo
 
 from qdqtune.calibration.inputs import input_specs
-from qdqtune.calibration.matching import CONSTANT, TENSORRTS, from_file
+from qdqtune.calibration.matching import CONSTANT, TENSORRTS_OWN, from_file
 from qdqtune.commands.quantize import quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel
-from qdqtune.graph.float16 import Precision, load_as
+from qdqtune.graph.float16 import Precision, converted, load_for
 from qdqtune.graph.loading import load
 from qdqtune.types import Failure
 
@@ -85,7 +85,7 @@ def kept(file: Path, source: dict[str, str]) -> tuple[int, int]:
 def sources(entry: zoo.Entry, cache: Path, precision: Precision) -> dict[str, str]:
     """The entry that the scale of each tensor comes from."""
     file = entry.path
-    model = load_as(file, precision, entry.fixed, 13)
+    model = converted(load_for(file, precision, entry.fixed, 13), precision)
     matched = from_file(cache, model, file)
     origin = {name: name for name in matched.exact}
     pending = {name: words.split(", ")[0] for name, words in matched.derived.items()}
@@ -115,7 +115,7 @@ def row(entry: zoo.Entry, folder: Path) -> list[str]:
     tensors = list(dict.fromkeys(names(entry.path)))
     write_cache(cache, tensors)
     matched = from_file(cache, load(entry.path, fix_inputs=entry.fixed), entry.path)
-    passed = sum(why in (CONSTANT, TENSORRTS) for why in matched.unused.values())
+    passed = sum(why in (CONSTANT, TENSORRTS_OWN) for why in matched.unused.values())
     cells = [entry.name, str(len(tensors)), str(len(matched.exact)), str(len(matched.derived)),
              str(len(matched.lacking)), str(passed), str(len(matched.unused) - passed)]  # fmt: skip
     exact = list[str]()

@@ -25,8 +25,8 @@ import numpy as np
 import zoo
 from quantizers import write_static
 
-from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.samples import open_samples
+from qdqtune.calibration.scales import Calibration
 from qdqtune.commands.compare import Row, compare_files
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format

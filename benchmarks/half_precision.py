@@ -10,8 +10,8 @@ from __future__ import annotations
 import zoo
 
 from qdqtune.calibration.calibrate import calibrate
-from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
+from qdqtune.calibration.scales import Calibration
 from qdqtune.graph.float16 import OPSET
 from qdqtune.graph.loading import load
 from qdqtune.numerics.half_precision import HALF_SAMPLES, Half, keeping, lowered

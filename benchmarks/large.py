@@ -6,7 +6,7 @@ it, looked at ten times a second, so that pages which several of them share coun
 the size of the model. 'written' are the bytes that all processes wrote, and 'disk' the most that the output folder and
 the folder of temporary files held, each file once however many names it has; 'left' is what the output folder holds in
 the end; all three divided by the size of the model. With `--kill` the command alone is killed (SIGKILL) after so many
-seconds, and what is left is counted when its janitor has had its time.
+seconds, and what is left is counted when the cleanup has had its time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 GB = 1e9
 PATIENCE = 10.0
-"""Seconds that a janitor gets."""
+"""Seconds that the cleanup gets."""
 
 BLOCK_BYTES = 512
 """Unit of `getrusage`."""

@@ -29,9 +29,9 @@ from qdqtune.commands.compare import Row, compare_files
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
 from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.options import Mode

@@ -19,8 +19,8 @@ from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.samples import open_samples
 from qdqtune.commands.compare import compare_files
 from qdqtune.engines.runner import Runner
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
+from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement
 from qdqtune.timing.ratios import Plan, Ratio

@@ -16,8 +16,8 @@ from qdqtune import quantize
 from qdqtune.calibration.samples import open_samples
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
+from qdqtune.graph.saving import save
 from qdqtune.timing.pairing import compare_builds, fresh_builds, fresh_pairs
 from qdqtune.timing.ratios import PAIRS, Plan, across_builds, as_many_pairs_as_needed, envelope, ratio
 from qdqtune.tuning.settings import EFFORTS

@@ -29,8 +29,8 @@ from qdqtune.commands.compare import compare_files
 from qdqtune.commands.quantize import quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.engines.runner import Runner
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
+from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Array, Failure, Sample

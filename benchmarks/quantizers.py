@@ -10,8 +10,8 @@ import onnx
 from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
-from qdqtune.graph.files import save
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
 from qdqtune.types import Array, NumericFormat, Sample
 
 

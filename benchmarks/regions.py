@@ -31,8 +31,8 @@ from onnx import helper
 
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines import formats
-from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import ConstantFile
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges

@@ -24,14 +24,14 @@ import zoo
 from quantizers import write_static
 
 from qdqtune import Settings
-from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
+from qdqtune.calibration.scales import Calibration
 from qdqtune.commands.compare import Row, compare_files
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import Runner
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
+from qdqtune.graph.saving import save
 from qdqtune.timing.ratios import Plan, ratio
 from qdqtune.tuning.folder import FINAL, PLACEMENT
 from qdqtune.tuning.loop import tune

@@ -15,17 +15,16 @@ import numpy as np
 import zoo
 
 from qdqtune.calibration.calibrate import calibrate
-from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
+from qdqtune.calibration.scales import Calibration
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import QdqtuneError
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.graph.rewrites import REWRITES
-from qdqtune.graph.rewriting import folded
+from qdqtune.graph.rewrites import REWRITES, folded
+from qdqtune.graph.saving import save
 from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges

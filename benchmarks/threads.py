@@ -25,8 +25,8 @@ import zoo
 from cores import pinned, shares
 
 from qdqtune.calibration.inputs import input_specs
-from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.samples import open_samples
+from qdqtune.calibration.scales import Calibration
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError

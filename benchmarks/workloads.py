@@ -16,8 +16,8 @@ from pathlib import Path
 from formats import BITS, cell, nbits
 from quantizers import write_static
 
-from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
+from qdqtune.calibration.scales import Calibration
 from qdqtune.calibration.workloads import WorkloadFile, Workloads
 from qdqtune.commands.compare import Row, compare_files
 from qdqtune.engines import EngineSpec

@@ -21,9 +21,10 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines.formats import ONNXRUNTIME_SHARED
 from qdqtune.graph.constants import settle
-from qdqtune.graph.files import save
-from qdqtune.graph.loading import infer, load
+from qdqtune.graph.inference import infer
+from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.saving import save
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Edge, NumericFormat, Placement, QType
 

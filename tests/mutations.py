@@ -29,7 +29,7 @@ from google.protobuf.message import Message
 
 from models import ATTENTION, build, conv_net, normal
 from qdqtune.cli import main
-from qdqtune.graph.files import save
+from qdqtune.graph.saving import save
 from qdqtune.tuning.store import line_of
 from runs import contents, mixed, write
 from workers import in_process

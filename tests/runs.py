@@ -16,11 +16,11 @@ import numpy as np
 import onnx
 
 from models import build, feeds, normal
-from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.scales import Calibration
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
-from qdqtune.graph.files import save
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
 from qdqtune.search.region import Config
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.settings import Settings

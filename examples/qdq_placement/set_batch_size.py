@@ -17,9 +17,10 @@ import onnx
 from qdqtune.calibration.samples import open_samples
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.errors import BadModel, BadOption, EngineFailure, QdqtuneError
-from qdqtune.graph.files import save
-from qdqtune.graph.loading import infer, load
+from qdqtune.graph.inference import infer
+from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
 
 
 def with_batch(model: Model, size: int) -> Model:

@@ -44,8 +44,8 @@ from qdqtune.engines.process import checking_while_waiting
 from qdqtune.errors import BadOption
 from qdqtune.explanation.page import write_report
 from qdqtune.explanation.report import report_of_run
-from qdqtune.graph.outputs import temporary_folder
 from qdqtune.options import REQUIRED, Anything, Option, Options, option, options_of
+from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.folder import REPORT
 from qdqtune.tuning.observer import Cancel, Observer, Observers, Silent, State, check_cancel
 from qdqtune.tuning.settings import Settings

@@ -1,19 +1,19 @@
 """Every error that qdqtune raises on purpose.
 
     QdqtuneError                    exit code
-    ├── InputError                  2   what the user gave cannot be used
+    ├── InputError                  2   the user's input cannot be used
     │   ├── BadModel                    the ONNX file
     │   ├── BadData                     calibration arrays
-    │   ├── BadOption                   a flag or an argument, or two that exclude each other
+    │   ├── BadOption                   an option or an argument, or two that exclude each other
     │   └── BadState                    the state file of an earlier run
     ├── OutputError                 2   the output folder cannot be written
     ├── ConstraintUnmet             4   no placement holds a limit that the user set
     ├── EngineUnavailable           5   library, driver or device is missing
-    ├── EngineFailure               5   an engine refused, crashed or hung (inside a search: a `types.Failure`)
-    ├── BaselineFailed              5   the engine cannot run the float model, so there is nothing to compare with
-    └── Cancelled                 130   another thread asked for the end; what was measured is kept
+    ├── EngineFailure               5   an engine refused, crashed or hung (in a search: a `types.Failure`)
+    ├── BaselineFailed              5   the engine cannot run the float model
+    └── Cancelled                 130   another thread cancelled the call; measurements are kept
 
-Messages are one line and say what to do.
+Messages have one line and say what to do.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class QdqtuneError(Exception):
 
 
 class InputError(QdqtuneError):
-    """What the user gave cannot be used."""
+    """The user's input cannot be used."""
 
 
 class BadModel(InputError):
-    """The ONNX file is missing, damaged, invalid or beyond what can be handled."""
+    """The ONNX file is missing, damaged, invalid or not supported."""
 
 
 class BadData(InputError):
@@ -82,7 +82,7 @@ class BaselineFailed(QdqtuneError):
 
 
 class Cancelled(QdqtuneError):
-    """Another thread has ended the call."""
+    """Another thread has cancelled the call."""
 
     exit_code = 130
 
@@ -94,16 +94,15 @@ def one_line(error: object, limit: int = 400) -> str:
 
 
 def first_of(texts: Sequence[str], separator: str = ", ", most: int = 6) -> str:
-    """The first of several texts, and dots where there are more: a language model has two inputs for each layer."""
+    """The first `most` texts, and dots if there are more: a language model has two inputs for each layer."""
     return separator.join([*texts[:most], *["..."][: len(texts) > most]])
 
 
 def parsed_json(text: str, **how: Any) -> Any:
-    """What a JSON text says; `how` are arguments of `json.loads`.
+    """The value of a JSON text; `how` are arguments of `json.loads`.
 
     Raises:
-        ValueError: whatever is wrong with it: nesting without end, numbers of thousands of digits or beyond those of
-            floats, and words for numbers that JSON has not (NaN, Infinity) among it.
+        ValueError: it is no JSON, nested too deeply, or has numbers beyond those of floats, NaN or Infinity.
     """
 
     def refused(word: str) -> None:
@@ -122,10 +121,10 @@ def parsed_json(text: str, **how: Any) -> Any:
 
 @contextmanager
 def writing(what: Path | str, hint: str = "") -> Iterator[None]:
-    """Turn what the operating system says while something is written into one line; `hint` says what to do.
+    """Turn errors of the operating system while `what` is written into one line; `hint` says what to do.
 
     Raises:
-        OutputError: it could not be written.
+        OutputError: `what` could not be written.
     """
     try:
         yield
@@ -145,7 +144,7 @@ def check_file(path: Path) -> None:
 
 @contextmanager
 def reading(what: Path | str, raises: type[InputError] = BadOption) -> Iterator[None]:
-    """Turn what the operating system says while something is read into one line of the error `raises`."""
+    """Turn errors of the operating system while `what` is read into one line of the error `raises`."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The values that pass between the stages. All are frozen; bad combinations are rejected when they are made."""
+"""Values that all folders share. All are frozen; invalid combinations are refused when they are created."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ import numpy.typing as npt
 
 
 class Edge(NamedTuple):
-    """One use of a tensor: input `index` of node `node`, or, with `node` empty, graph output number `index`.
+    """One use of a tensor: input number `index` of a node, or with `node` empty graph output number `index`.
 
-    A tuple, since searches put edges in sets and sort them by the million: tuples hash and compare several times as
-    fast as dataclasses.
+    Searches put millions of edges in sets and sort them: a tuple is several times as fast there as a dataclass.
     """
 
     tensor: str
@@ -29,7 +28,7 @@ class Edge(NamedTuple):
 
     @property
     def is_graph_output(self) -> bool:
-        """Whether the user of the tensor is the graph itself."""
+        """Whether the tensor is used as a graph output."""
         return not self.node
 
     def __str__(self) -> str:
@@ -42,10 +41,11 @@ STORAGE = re.compile(r"w(?P<bits>[48])(b(?P<block>\d+))?(?P<asymmetric>a)?")
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How a weight is kept where it alone is quantized: integers of 4 or 8 bits, which the kernel turns into floats.
+    """How a weight is stored where only the weight is quantized: integers of 4 or 8 bits, which the kernel converts to
+    floats.
 
-    One scale serves `block` weights that are summed into one output, or without `block` all of an output channel.
-    Integers are signed around zero, or if not `symmetric` unsigned with a zero point for each scale.
+    There is one scale for `block` weights that are summed into one output, or without `block` for each output channel.
+    Integers are signed, or if not `symmetric` unsigned with a zero point for each scale.
     """
 
     bits: int
@@ -62,45 +62,45 @@ class WeightFormat:
 
     @property
     def name(self) -> str:
-        """As users write it: w8, w8b128, w4b32, w4b32a (asymmetric)."""
+        """The name for users: w8, w8b128, w4b32, w4b32a (asymmetric)."""
         return f"w{self.bits}{f'b{self.block}' if self.block else ''}{'' if self.symmetric else 'a'}"
 
     @property
     def family(self) -> str:
-        """What it has in common with others of as many bits: w8 or w4."""
+        """The name of all formats with as many bits: w8 or w4."""
         return f"w{self.bits}"
 
     @property
     def bytes_per_weight(self) -> float:
-        """Of integers, and of a float32 scale with a zero point for each block."""
+        """Bytes of the integers, and of a float32 scale with a zero point for each block, per weight."""
         own = self.bits / 8
         return own + (0.0 if self.block is None else (4 + (0 if self.symmetric else own)) / self.block)
 
     @property
     def opset(self) -> int:
-        """The opset that it needs at least: blocks and 4 bits 21."""
+        """The least opset: 21 for blocks and for 4 bits."""
         return 13 if self.block is None else 21
 
     @staticmethod
     def named(name: str) -> WeightFormat:
-        """The weight format of that name.
+        """The weight format of a name.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is none of that name.
         """
         match = STORAGE.fullmatch(name)
         if match is None:
-            raise ValueError(f"{name!r} names no way to store weights: write w8, w8b128, w4b32 or w4b32a")
+            raise ValueError(f"{name!r} is no weight format: write w8, w8b128, w4b32 or w4b32a")
         block = match["block"] and int(match["block"])
         return WeightFormat(int(match["bits"]), block or None, match["asymmetric"] is None)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The edges that carry a Q/DQ pair, activations and constants alike; an int32 bias follows from the other two.
+    """The edges with a Q/DQ pair, of activations and constants; an int32 bias follows from the other two inputs.
 
-    `compressed` are uses of weights that are stored in fewer bits while what they meet stays in float. They carry no
-    pair, and no edge is in both.
+    `compressed` are uses of weights that alone are quantized, with their formats. An edge has a pair or a weight
+    format, not both.
     """
 
     edges: frozenset[Edge] = frozenset()
@@ -110,7 +110,7 @@ class Placement:
         if self.compressed:
             uses = [edge for edge, _ in self.compressed]
             if len(set(uses)) < len(uses) or not self.edges.isdisjoint(uses):
-                raise ValueError("a weight is stored in one way, or carries a pair")
+                raise ValueError("a weight has one weight format or a pair")
 
     def __contains__(self, edge: object) -> bool:
         return edge in self.edges
@@ -137,23 +137,23 @@ class Placement:
         return Placement(self.edges - other.edges, self.compressed - other.compressed)
 
     def paired(self, edges: Iterable[Edge]) -> Placement:
-        """The same with pairs on these edges instead; weights among them have no other weight format any more."""
+        """The placement with pairs on exactly these edges, and without weight formats for them."""
         fresh = frozenset(edges)
         return Placement(fresh, frozenset(pair for pair in self.compressed if pair[0] not in fresh))
 
     @staticmethod
     def of(edges: Iterable[Edge], compressed: Iterable[tuple[Edge, WeightFormat]] = ()) -> Placement:
-        """A placement of any iterable of edges."""
+        """A placement of these edges and weight formats."""
         return Placement(frozenset(edges), frozenset(compressed))
 
     @cached_property
     def weight_formats(self) -> dict[Edge, WeightFormat]:
-        """The weight format of each use of a weight that has one, in the order of `__iter__`."""
+        """The weight format of each edge that has one, sorted by edge."""
         return dict(sorted(self.compressed, key=itemgetter(0)))
 
     @property
     def digest(self) -> str:
-        """16 hex digits that are equal exactly for equal placements."""
+        """16 hex digits that identify the placement."""
         lines = [f"{e.tensor}\t{e.node}\t{e.index}" for e in self]
         lines += [f"{e.tensor}\t{e.node}\t{e.index}\t{s.name}" for e, s in self.weight_formats.items()]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
@@ -179,13 +179,13 @@ class QType(Enum):
 
 @dataclass(frozen=True)
 class NumericFormat:
-    """How an engine wants its numbers: what `insert` obeys.
+    """The number formats of an engine's Q/DQ pairs, which `insert` follows.
 
-    `unsigned` gives tensors without negative values all 256 steps of uint8, in a format that is symmetric otherwise,
-    and zero point 128 to what a convolution reads from a Concat; `shared_scale_ops` are the operators whose input and
-    output must carry one scale to stay in integers;
-    `reduced_weights` limits weights to 7 bits, because u8 x s8 products saturate on x86 without VNNI; `float_weights`
-    leaves constants in float in front of a Q and a DQ, for engines that take no integers there (nor float16 scales).
+    `unsigned`: in a format that is symmetric otherwise, tensors without negative values are uint8, and an input of a
+    convolution that comes from a Concat has zero point 128. `shared_scale_ops`: operators that need one scale for input
+    and output to run in integers. `reduced_weights`: weights have 7 bits, because u8 x s8 products saturate on x86
+    without VNNI. `float_weights`: constants stay float in front of a Q and a DQ, for engines that accept no integers
+    there (nor float16 scales).
     """
 
     activation: QType
@@ -213,7 +213,7 @@ class NumericFormat:
 
     @property
     def opset(self) -> int:
-        """The opset that the pairs need at least (per-channel scales 13, FP8 19)."""
+        """The least opset for the pairs: 13 for per-channel scales, 19 for FP8."""
         return 19 if self.activation is QType.FP8 else 13
 
 
@@ -222,7 +222,7 @@ LayerKind = Literal["compute", "reformat", "copy", "quantize", "folded", "unknow
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer that an engine ran: the ONNX nodes it covers, and how long it took."""
+    """A layer that an engine ran: its ONNX nodes and its time."""
 
     name: str
     nodes: tuple[str, ...]
@@ -232,15 +232,15 @@ class Layer:
 
 
 TRANSIENT = frozenset({"timeout", "crash", "resources"})
-"""Stages of failures that another try may not have."""
+"""Stages of failures that may not occur again."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a build or a run gave no result. `log` holds what the engine printed.
+    """Why a build or a run gave no result. `log` is the output of the engine.
 
-    Stages: "build" and "run", what the engine refused; "output", values that are of no use; "timeout"; "crash", its
-    process ended; "resources", memory or disk was short.
+    Stages: "build" and "run": the engine refused; "output": values are unusable; "timeout"; "crash": the process ended;
+    "resources": memory or disk was short.
     """
 
     stage: Literal["build", "run", "timeout", "crash", "output", "resources"]
@@ -249,12 +249,12 @@ class Failure:
 
     @property
     def is_transient(self) -> bool:
-        """Whether it says nothing lasting of the model: what was killed, too slow or short of room may do next time."""
+        """Whether another attempt may succeed, after a crash, a timeout or a lack of memory."""
         return self.stage in TRANSIENT
 
 
 EQUAL_DB = 200.0
-"""What counts as the SQNR of outputs that are equal: more than float32 can tell."""
+"""The SQNR in dB of equal outputs, for ordering: more than float32 can resolve."""
 
 
 def noise_of(sqnr_db: float) -> float:
@@ -263,7 +263,7 @@ def noise_of(sqnr_db: float) -> float:
 
 
 def sqnr_of(noise: float) -> float | None:
-    """The SQNR in dB of an error of such relative power; None where there is no error."""
+    """The SQNR in dB of an error with this relative power; None without error."""
     return None if noise == 0 else float(-10 * np.log10(noise))
 
 
@@ -271,10 +271,9 @@ def sqnr_of(noise: float) -> float | None:
 class Accuracy:
     """How far a model's outputs are from the float model's, on `samples` samples.
 
-    `sqnr_db` is of the worst float output over all samples, `lowest_db` and `highest_db` of that output on single
-    samples; None if the outputs are equal, or none is float. `agreement` is the share of equal elements of the worst
-    output that holds integers, `top1` the share of samples whose largest class score is the same class; None where the
-    model has no such output.
+    `sqnr_db` is that of the worst float output over all samples, `lowest_db` and `highest_db` are the extremes of that
+    output on single samples; None if outputs are equal, or none is float. `agreement` is the share of equal elements of
+    the worst integer output, `top1` the share of samples with the same best class; None without such an output.
     """
 
     sqnr_db: float | None = None
@@ -294,7 +293,7 @@ class Accuracy:
             raise ValueError("shares lie in [0, 1]")
 
     def __str__(self) -> str:
-        """For people: 24.1 dB (18.3 to 31.0 over 16 samples), 99.0 % of the integers equal."""
+        """For example: 24.1 dB (18.3 to 31.0 over 16 samples), 99.0 % of the integers equal."""
         parts = [f"{self.agreement:.1%} of the integers equal"] if self.agreement is not None else []
         if self.sqnr_db is None:
             return ", ".join(parts) or "equal outputs"
@@ -305,13 +304,14 @@ class Accuracy:
 
 
 LONG = 0.04
-"""Seconds of an inference that says as much as two that are short: what disturbs it evens out meanwhile."""
+"""Inferences that take so many seconds have one turn in a round instead of two: disturbances average out within one.
+Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """`runs` back-to-back inferences of either model, of which the slower takes `seconds` each. In a round each has two
-    slots, A B B A, so that a steady drift cancels; one, A B, if inferences are long."""
+    """`runs` back-to-back inferences of one model; the slower of two takes `seconds` for each. In a round, each model
+    has two turns, A B B A, so that a steady drift cancels, or one, A B, if inferences are long."""
 
     runs: int
     turns: int
@@ -319,20 +319,20 @@ class Slot:
 
     @classmethod
     def of(cls, seconds: float, least: float) -> Slot:
-        """That keeps a model busy for at least so many seconds."""
+        """The slot that lasts at least `least` seconds, for inferences of `seconds`."""
         return cls(max(1, math.ceil(least / seconds)) if seconds else 1, 1 if seconds >= LONG else 2, seconds)
 
     @property
     def round_seconds(self) -> float:
-        """What a round takes, of two models that are as slow."""
+        """Seconds of a round, if both models take `seconds`."""
         return 2 * self.turns * self.runs * self.seconds
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Samples of one paired comparison, in seconds per inference: `a[i]` and `b[i]` belong to round i.
+    """Times of a paired comparison, in seconds per inference: `a[i]` and `b[i]` are of round i.
 
-    Of several workloads they are those of the average call, and `parts` hold those of each workload.
+    With several workloads, these are means over calls, and `parts` has the times of each workload.
     """
 
     a: tuple[float, ...]
@@ -348,17 +348,17 @@ class Measurement:
             raise ValueError("each workload has a part in each round")
 
     def __add__(self, later: Measurement) -> Measurement:
-        """With the rounds that came after it."""
+        """This measurement with later rounds appended."""
         parts = tuple(first + more for first, more in zip(self.parts, later.parts, strict=True))
         return Measurement(self.a + later.a, self.b + later.b, parts)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A placement that a strategy wants measured, and where it comes from.
+    """A placement that a strategy wants to be measured; `origin` says how it was found.
 
-    `pattern` is the digest of the pattern that it varies, `predicted` its ratio to the float model if there is a guess.
-    `wants_layers`: the strategy learns from the layers of the build.
+    `pattern` is the digest of the pattern that it changes, `predicted` the estimated ratio to the float model, if any.
+    `wants_layers`: the strategy uses the layers of the build.
     """
 
     origin: str
@@ -370,11 +370,11 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate: what was proposed, what it was compared with, and what came of it.
+    """A candidate: the proposal, the placement that it was compared with, and the results.
 
-    `result` compares the candidate (side b) with the best placement of its time (side a, `against`). Where that is a
-    win, `check` repeats it on a second build of both. `accuracy` is None where it failed.
-    `metric` is the user's own, measured for what would be taken only.
+    `result` compares the candidate (side b) with the best placement at that time (side a, `against`). If the candidate
+    is faster, `check` repeats that with second builds of both. `accuracy` is None if the trial failed. `metric` is the
+    user's own, measured only for candidates that would be accepted.
     """
 
     number: int
@@ -386,27 +386,27 @@ class Trial:
     layers: tuple[Layer, ...] | None = None
     metric: float | None = None
     holds: bool | None = True
-    """Whether it holds the user's limits; None if nobody needs to know."""
+    """Whether the candidate holds the user's limits; None if that was not needed."""
     accepted: bool = False
 
     @property
     def sqnr_db(self) -> float | None:
-        """Output SQNR; None if it failed, or if the outputs equal those of the float model."""
+        """Output SQNR; None if the trial failed, or outputs equal those of the float model."""
         return None if self.accuracy is None else self.accuracy.sqnr_db
 
     @property
     def exactness(self) -> float:
-        """Output SQNR in dB, `EQUAL_DB` where the outputs are equal: what candidates are ordered by."""
+        """Output SQNR in dB to order candidates by; `EQUAL_DB` for equal outputs."""
         return EQUAL_DB if self.sqnr_db is None else self.sqnr_db
 
     @property
     def placement(self) -> Placement:
-        """The candidate."""
+        """The placement of the candidate."""
         return self.proposal.placement
 
     @property
     def builds(self) -> int:
-        """Engine builds that it took: one, and two more where a win was checked."""
+        """Engine builds of the trial: one, and two more if it was checked."""
         return 1 if self.check is None else 3
 
 
@@ -418,7 +418,7 @@ Tensors = Mapping[str, Array]
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """What a model is called with, and the share of all calls that are such. The shares of a `Mix` add up to 1."""
+    """Inputs of a call, and the share of such calls in all calls. The shares of a `Mix` add up to 1."""
 
     inputs: Tensors
     share: float = 1.0
@@ -426,7 +426,7 @@ class Workload:
 
 
 Mix = tuple[Workload, ...]
-"""The workloads of a model. What a call takes is the mean over its workloads, by their shares; most models have one."""
+"""The workloads of a model; most models have one. The time of a call is the mean over workloads, by their shares."""
 
 
 QuantType = Literal["int8", "fp8"]
@@ -435,16 +435,16 @@ Sample = dict[str, Array]
 
 
 class Listener(Protocol):
-    """Hears how far long work is."""
+    """Receives the progress of long work."""
 
     def stage(self, text: str) -> None:
         """A new stage begins."""
         return
 
     def progress(self, done: int, total: int | None) -> None:
-        """So many steps of the stage are done; `total` is None where nobody knows how many there are."""
+        """`done` steps of the stage are done; `total` is None if their number is unknown."""
         return
 
 
 class Deaf(Listener):
-    """A listener that does not listen."""
+    """A listener that ignores everything."""

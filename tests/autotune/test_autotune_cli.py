@@ -18,8 +18,8 @@ from qdqtune.autotune import command as autotune
 from qdqtune.autotune.__main__ import apply_mode_presets, get_parser
 from qdqtune.autotune.workflows import RegionLogs
 from qdqtune.cli import tune
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
+from qdqtune.graph.saving import save
 from qdqtune.placement import rules
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import insert

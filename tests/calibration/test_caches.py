@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from onnxruntime.quantization.calibrate import TensorData
 from onnxruntime.quantization.quant_utils import write_calibration_table
 
-from qdqtune.calibration.caches import MOST_BYTES, read_cache
+from qdqtune.calibration.caches import MOST_CACHE_BYTES, read_cache
 from qdqtune.calibration.scales import Range, of_range
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadData
@@ -158,12 +158,12 @@ def test_texts_that_overlap_are_not_read_again_and_again(tmp_path: Path) -> None
 
 def test_a_huge_file_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, REAL)
-    monkeypatch.setattr(Path, "stat", lambda _: SimpleNamespace(st_size=MOST_BYTES + 1))
+    monkeypatch.setattr(Path, "stat", lambda _: SimpleNamespace(st_size=MOST_CACHE_BYTES + 1))
     with pytest.raises(BadData, match="64 MB"):
         read_cache(path)
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_cache_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BadData, match="cannot read calibration cache"):
         read_cache(tmp_path / "missing.cache")
     with pytest.raises(BadData, match="cannot read calibration cache"):

@@ -9,20 +9,18 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from models import FP8, INT8, UINT8, Arrays, activations, branching, build, conv_net, embedding, feeds, normal
 from qdqtune.calibration.calibrate import calibrate, candidate_tensors
 from qdqtune.calibration.histograms import Histogram
-from qdqtune.calibration.methods import Calibration, Method
 from qdqtune.calibration.samples import Samples
-from qdqtune.calibration.scales import Range, dequantize, of_range, quantize
+from qdqtune.calibration.scales import Calibration, Method, Range, dequantize, of_range, quantize
 from qdqtune.errors import BadData, BadModel
 from qdqtune.graph.model import Model
 from qdqtune.types import NumericFormat
 
 Array = npt.NDArray[Any]
+
 pytestmark = pytest.mark.usefixtures("workers")
 
 
@@ -41,16 +39,10 @@ def half_conv_net() -> Model:
     return conv_net(half=True)
 
 
-# Which tensors
-
-
-def test_candidates_are_the_float_tensors_that_somebody_uses() -> None:
+def test_candidates_are_the_float_tensors_that_have_readers() -> None:
     assert candidate_tensors(embedding()) == ("mask", "e", "u", "m", "y")
     assert set(candidate_tensors(without_mark())) == {"x", "t", "r", "z", "y"}  # nobody reads "unused"
     assert candidate_tensors(build("n (float[0,2] x, double[2] d) => (float[0,2] y) { y = Relu(x) }")) == ()
-
-
-# Min and max
 
 
 @pytest.mark.parametrize("make", [conv_net, half_conv_net, embedding, without_mark])
@@ -121,16 +113,6 @@ def test_memory_does_not_grow_with_the_number_of_samples(method: Any) -> None:
     assert peak < 0.5 * count * sample_bytes  # the values of one tensor would take twice that
 
 
-# Percentiles
-
-
-def filled(*parts: Array) -> Histogram:
-    histogram = Histogram()
-    for part in parts:
-        histogram.add(part)
-    return histogram
-
-
 def close(found: Range, values: Array, percentile: float, bin_width: float) -> None:
     """Both ends lie between the two values that numpy would interpolate, give or take a bin."""
     tails = [(100 - percentile) / 2, (100 + percentile) / 2]
@@ -138,59 +120,6 @@ def close(found: Range, values: Array, percentile: float, bin_width: float) -> N
     ends = np.array([found.low, found.high])
     assert (least - 1.001 * bin_width <= ends).all()
     assert (ends <= most + 1.001 * bin_width).all()
-
-
-@pytest.mark.parametrize("percentile", [90.0, 99.0, 99.9, 100.0])
-@pytest.mark.parametrize("kind", ["normal", "one sided", "shifted"])
-def test_percentiles_are_within_a_bin_of_those_of_numpy(percentile: float, kind: str) -> None:
-    values = normal(50_000).astype(np.float64)
-    values = {"normal": values, "one sided": np.abs(values), "shifted": values + 20}[kind]
-    found = filled(*np.split(values, 10)).range(percentile)
-    assert found is not None
-    bin_width = 2.0 ** np.ceil(np.log2(np.abs(values).max())) / Histogram.BINS
-    close(found, values, percentile, bin_width)
-    if percentile == 100:
-        assert found == Range(values.min(), values.max())
-
-
-@settings(derandomize=True, deadline=None)
-@given(st.lists(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20), min_size=1, max_size=6))
-def test_counts_are_those_of_one_histogram_with_the_final_bins(parts: list[list[float]]) -> None:
-    """Widening merges bins exactly: the order of the samples does not matter, nor that they came in parts."""
-    arrays = [np.array(part, np.float64) for part in parts]
-    forward, backward = filled(*arrays), filled(*arrays[::-1])
-    assert forward._width == backward._width or not forward._width
-    np.testing.assert_array_equal(forward._counts, backward._counts)
-    whole = np.concatenate(arrays)
-    assert forward._counts.sum() == whole.size
-    if forward._width:
-        edges = np.arange(-Histogram.BINS, Histogram.BINS + 1) * forward._width
-        np.testing.assert_array_equal(forward._counts, np.histogram(whole, edges)[0])
-
-
-def test_outliers_are_left_out() -> None:
-    values = np.concatenate([np.linspace(-1, 1, 99_990), np.full(10, 1000.0)])
-    found = filled(values).range(99.9)
-    assert found is not None
-    assert found.high < 2
-    assert found.low < -0.99
-
-
-@pytest.mark.parametrize(
-    ("parts", "expected"),
-    [
-        ([np.zeros(5)], Range(0, 0)),
-        ([np.zeros(5), np.ones(5)], Range(0, 1)),
-        ([np.full(3, 7.0)], Range(7, 7)),
-        ([np.full(3, -7.0)], Range(-7, -7)),
-        ([np.full(3, 2.0**-149), np.full(3, 2.0**127)], Range(2.0**-149, 2.0**127)),
-        ([np.zeros(0)], None),
-        ([np.ones(3), np.float64([1, np.nan])], None),
-        ([np.float64([1, -np.inf]), np.ones(3)], None),
-    ],
-)
-def test_odd_histograms(parts: list[Array], expected: Range | None) -> None:
-    assert filled(*parts).range(100.0) == expected
 
 
 def test_percentiles_of_a_model_over_samples() -> None:
@@ -208,8 +137,6 @@ def test_percentiles_that_make_no_sense(percentile: float) -> None:
         Calibration("percentile", percentile)
 
 
-# The other methods
-
 NUMBERS = {"uint8": UINT8, "int8": INT8, "fp8": FP8}
 
 
@@ -217,110 +144,6 @@ def error(values: Array, tried: Range, numbers: NumericFormat) -> float:
     """Mean squared error of a range, by the definition."""
     how = of_range(tried, numbers)
     return float(np.square(values - dequantize(quantize(values, how), how)).mean())
-
-
-@pytest.mark.parametrize("numbers", NUMBERS)
-@pytest.mark.parametrize("kind", ["normal", "relu", "heavy", "shifted"])
-def test_mse_comes_close_to_the_best_range_that_a_fine_search_finds(kind: str, numbers: str) -> None:
-    values = normal(20_000).astype(np.float64)
-    values = {"normal": values, "relu": np.maximum(values, 0), "heavy": values**3, "shifted": values - 2}[kind]
-    found = filled(*np.split(values, 4)).least_error(NUMBERS[numbers])
-    assert found is not None
-    top = np.abs(values).max()
-    shrunk = [Range(max(-t, values.min()), min(t, values.max())) for t in np.linspace(top / 200, top, 200)]
-    assert error(values, found, NUMBERS[numbers]) <= 1.05 * min(error(values, r, NUMBERS[numbers]) for r in shrunk)
-
-
-def test_mse_moves_the_ends_of_an_asymmetric_range_by_themselves() -> None:
-    values = np.concatenate([normal(200_000), [6.0]])
-    found = filled(values).least_error(UINT8)
-    assert found is not None
-    assert found.high < 5  # one value, where all others gain
-    assert error(values, found, UINT8) < min(error(values, Range(-t, t), UINT8) for t in (found.high, 4.0, 5.0, 6.0))
-
-
-def test_entropy_cuts_outliers_off_and_leaves_an_even_distribution_alone() -> None:
-    outliers = np.concatenate([normal(50_000), np.full(5, 200.0)])
-    even = np.linspace(-1, 1, 50_000)
-    for numbers in (UINT8, INT8):
-        cut, kept = filled(outliers).least_divergence(numbers), filled(even).least_divergence(numbers)
-        assert cut is not None
-        assert kept is not None
-        assert 3 < cut.high < 40  # of 200
-        assert kept.high > 0.95
-
-
-def migacz(magnitudes: Array, bin_width: float) -> dict[float, float]:
-    """Divergence by threshold, as the original method has it: every number of bins from 128 on, one after the other."""
-    counts = np.histogram(magnitudes, np.arange(2049) * bin_width)[0].astype(float)
-    counts[0] = counts[1]
-    found = {}
-    for i in range(128, int(np.flatnonzero(counts)[-1]) + 2):
-        p, held = counts[:i].copy(), counts[:i] > 0
-        p[-1] += counts[i:].sum()
-        level = np.arange(i) * 128 // i
-        means = np.bincount(level, counts[:i]) / np.maximum(np.bincount(level, held), 1)
-        q = np.where(held, means[level], 0.0)
-        q[-1] = q[-1] or 0.0001
-        p, q = p / p.sum(), q / q.sum()
-        found[(i + 0.5) * bin_width] = float((p[p > 0] * np.log(p[p > 0] / q[p > 0])).sum())
-    return found
-
-
-@pytest.mark.parametrize("kind", ["normal", "relu", "heavy", "outliers"])
-def test_entropy_finds_a_threshold_as_good_as_the_original_method_does(kind: str) -> None:
-    values = normal(50_000).astype(np.float64)
-    made = {"normal": values, "relu": np.maximum(values, 0), "heavy": values**3}
-    values = made.get(kind, np.append(values, [15.0, -14.0]))
-    found = filled(values).least_divergence(INT8)
-    assert found is not None
-    top = np.abs(values).max()
-    bin_width = 2.0 ** np.ceil(np.log2(top / Histogram.BINS))
-    divergences = migacz(np.abs(values), bin_width)
-    best = min(divergences.values())
-    threshold = min(divergences, key=lambda t: abs(t - found.magnitude))
-    assert abs(found.magnitude - min(threshold, top)) <= bin_width
-    assert divergences[threshold] <= 1.15 * best
-    assert divergences[threshold] < 0.9 * np.median([*divergences.values()])
-
-
-def test_entropy_of_a_tensor_with_many_small_values_keeps_the_large_ones() -> None:
-    """Where a range holds fewer bins than codes nothing is merged, so that a tiny one would seem to lose nothing."""
-    values = np.concatenate([normal(50_000) * 0.02, np.linspace(-4, 4, 20_000)])
-    for numbers in (UINT8, INT8):
-        found = filled(values).least_divergence(numbers)
-        assert found is not None
-        assert np.mean(np.abs(values) > found.magnitude) < 0.05
-
-
-def test_entropy_of_values_far_from_zero_keeps_them() -> None:
-    """As a spectrum in decibels has them: in a range that ends at the smallest one, one bin would hold all."""
-    values = 8 + normal(50_000)
-    for numbers in (UINT8, INT8):
-        found = filled(values).least_divergence(numbers)
-        assert found is not None
-        assert np.mean(values > found.high) < 0.05
-
-
-@pytest.mark.parametrize("numbers", NUMBERS)
-def test_zeros_of_a_relu_do_not_pull_the_threshold_of_entropy_down(numbers: str) -> None:
-    """A pair keeps zeros exactly, however many they are."""
-    positive = np.abs(normal(20_000))
-    found = filled(positive, np.zeros(200_000)).least_divergence(NUMBERS[numbers])
-    assert found is not None
-    assert np.mean(positive > found.high) < 0.01
-
-
-@pytest.mark.parametrize("method", ["entropy", "mse"])
-def test_odd_histograms_of_the_other_methods(method: str) -> None:
-    for parts, expected in (
-        ([np.zeros(5)], Range(0, 0)), ([np.full(3, 7.0)], Range(7, 7)), ([np.full(3, -7.0)], Range(-7, -7)),
-        ([np.zeros(0)], None), ([np.float64([1, np.nan])], None),
-        ([np.full(3, 7.0), np.full(9, 8.0)], Range(7, 8)),
-    ):  # fmt: skip
-        histogram = filled(*parts)
-        found = histogram.least_error(INT8) if method == "mse" else histogram.least_divergence(INT8)
-        assert found == expected
 
 
 @pytest.mark.parametrize("method", ["entropy", "mse"])

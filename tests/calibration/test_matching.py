@@ -79,7 +79,7 @@ def test_what_tensorrt_reshapes_behind_a_layer_is_found_under_the_layers_name(na
     assert name not in matched.unused
 
 
-def test_numbered_layers_are_nobodys_where_their_number_does_not_fit() -> None:
+def test_numbered_layers_match_nothing_if_their_number_differs() -> None:
     names = [f"(Unnamed Layer* {i}) [Softmax]_output" for i in (9, 12)]
     matched = match(cache({"x": 0.1, "a": 0.2, **dict.fromkeys(names, 0.7)}), line(), {})
     assert "s" not in matched.derived
@@ -112,7 +112,7 @@ def test_a_cache_that_leaves_most_of_the_model_in_float_is_doubted() -> None:
     assert "is it another model's?" in matched.notes()[-1]
 
 
-def test_the_name_behind_an_identity_serves_for_the_tensor_in_front_of_it(tmp_path: Path) -> None:
+def test_the_name_behind_an_identity_matches_the_tensor_in_front(tmp_path: Path) -> None:
     proto = conv_net().to_proto()
     first = next(node for node in proto.graph.node if node.name == "stem_relu")
     first.input[0] = "same"

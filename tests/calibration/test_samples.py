@@ -12,11 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from models import build, embedding, normal
-from qdqtune.calibration.inputs import input_specs
-from qdqtune.calibration.prepare import Data, prepare
+from models import build, normal
 from qdqtune.calibration.samples import Samples, open_samples
-from qdqtune.errors import BadData, BadModel, BadOption, InputError
+from qdqtune.errors import BadData, BadOption, InputError
 from qdqtune.graph.model import Model
 
 Array = npt.NDArray[Any]
@@ -51,9 +49,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     sys.modules.pop(name, None)
 
 
-# Shapes
-
-
 @pytest.mark.parametrize(
     ("inputs", "shape", "expected"),
     [
@@ -80,7 +75,7 @@ def test_arrays_are_cut_into_samples(tmp_path: Path, inputs: str, shape: Any, ex
     np.testing.assert_array_equal(np.concatenate([s["x"].reshape(-1) for s in found]), array.reshape(-1))
 
 
-def test_arrays_that_hold_one_sample_serve_for_all(tmp_path: Path) -> None:
+def test_arrays_of_one_sample_are_repeated(tmp_path: Path) -> None:
     net = model("float[2,1,K] state, int64 rate, float[N,4] x")
     source = saved(tmp_path, x=normal(3, 4), state=normal(2, 1, 5), rate=np.array(16000))
     found = list(open_samples(source, net))
@@ -96,9 +91,6 @@ def test_every_pass_gives_the_same_and_a_limit_ends_it(tmp_path: Path) -> None:
     assert [s["x"].shape for s in samples.first(2)] == [(1, 3)] * 2
     assert len(samples.first(9)) == 3
     assert not samples.is_random
-
-
-# Folders and callables
 
 
 def test_a_folder_is_read_file_by_file_in_order(tmp_path: Path) -> None:
@@ -150,9 +142,6 @@ def test_a_callable_may_yield_arrays_for_one_input(module: Callable[[str], str])
     assert samples.first(1)[0]["x"].tolist() == [[1, 1, 1]]
     with pytest.raises(BadData, match="float64, the model wants float32"):  # lists have no type of their own
         list(samples)
-
-
-# What does not fit
 
 
 BAD_ARRAYS: list[tuple[str, str, dict[str, Array], str]] = [
@@ -282,96 +271,24 @@ def test_callables_that_do_not_exist(module: Callable[[str], str], text: str, so
         ("return [np.ones((1, 3))]", "float64"),
     ],
 )
-def test_callables_that_give_rubbish(module: Callable[[str], str], body: str, message: str) -> None:
+def test_callables_that_give_invalid_samples(module: Callable[[str], str], body: str, message: str) -> None:
     name = module(f"def f():\n    {body}\n")
     with pytest.raises(BadData, match=message) as error:
         list(open_samples(f"{name}:f", model()))
     one_line(error)
 
 
-def test_errors_of_the_one_who_iterates_are_not_blamed_on_the_callable(module: Callable[[str], str]) -> None:
+def test_errors_of_the_caller_are_not_reported_as_the_callables(module: Callable[[str], str]) -> None:
     name = module("def f():\n    yield np.ones((1, 3), np.float32)\n")
     with pytest.raises(ZeroDivisionError):
         [1 // 0 for _ in open_samples(f"{name}:f", model())]
-
-
-# Random inputs
-
-
-def test_random_inputs_are_the_same_in_every_pass_and_differ_by_number_and_input() -> None:
-    net = model("float[N,3] x, float[N,3] z, bool[2] flag, float16[1] h")
-    samples = open_samples(None, net, seed=7)
-    assert samples.is_random
-    found = lists(samples)
-    assert found == lists(samples) == lists(open_samples(None, net, seed=7))
-    assert len(found) == 8
-    assert found != lists(open_samples(None, net, seed=8))
-    assert found[0]["x"] != found[1]["x"]
-    assert found[0]["x"] != found[0]["z"]
-    assert {n: (a.dtype, a.shape) for n, a in samples.first(1)[0].items()} == {
-        "x": (np.float32, (1, 3)), "z": (np.float32, (1, 3)), "flag": (np.bool_, (2,)), "h": (np.float16, (1,)),
-    }  # fmt: skip
-    assert len(open_samples(None, net, limit=3).first(9)) == 3
-
-
-def test_random_token_ids_stay_inside_every_table_they_look_up() -> None:
-    ids = np.concatenate([s["ids"] for s in open_samples(None, embedding(rows=7), limit=60)])
-    assert set(np.unique(ids)) == set(range(7))
-    both = build(
-        "net (int64[1,4] ids) => (float[1,4,2] a, float[2,1,4] b) {\n a = Gather(long, ids)\n"
-        "n = Cast<to=6>(ids)\n b = Gather<axis=1>(wide, n) }",
-        {"long": normal(9, 2), "wide": normal(2, 5)},
-    )
-    ids = np.concatenate([s["ids"] for s in open_samples(None, both, limit=60)])
-    assert set(np.unique(ids)) == set(range(5))
-    turned = build(
-        "net (int64[1,4] ids) => (float[4,1,2] a) {\n t = Transpose(ids)\n a = Gather(table, t) }",
-        {"table": normal(6, 2)},
-    )
-    ids = np.concatenate([s["ids"] for s in open_samples(None, turned, limit=60)])
-    assert set(np.unique(ids)) == set(range(6))
-
-
-def test_other_integers_are_zero_or_one() -> None:
-    values = np.concatenate([s["x"] for s in open_samples(None, model("int32[1,30] x"))])
-    assert values.dtype == np.int32
-    assert set(np.unique(values)) == {0, 1}
-
-
-def test_open_dimensions_are_refused_with_the_flag_that_closes_them() -> None:
-    with pytest.raises(BadOption, match=r"--input-shape x:1x3x224x224$") as error:
-        open_samples(None, model("float[N,3,H,W] x"))
-    one_line(error)
-    with pytest.raises(BadOption, match=r"fit together, like --input-shape m:1x64 --input-shape past:1x4x64x8$"):
-        open_samples(None, model("int64[N,T] m, float[N,4,P,8] past"))
-    assert open_samples(None, model("float[N,3] x")).first(1)[0]["x"].shape == (1, 3)
-
-
-# The model's side
-
-
-def test_inputs_are_described() -> None:
-    specs = input_specs(model("float[N,3] x, int64 n"))
-    assert [str(s) for s in specs] == ["x: float32[?,3]", "n: int64[]"]
-    assert specs[0].fits((9, 3))
-    assert not specs[0].fits((3,))
-
-
-def test_inputs_of_unknown_rank_are_refused() -> None:
-    net = model()
-    net.proto.graph.input[0].type.tensor_type.ClearField("shape")
-    with pytest.raises(BadModel, match="'x'"):
-        input_specs(Model(net.proto))
-
-
-# Samples that calibration does not see
 
 
 def numbered(count: int) -> Samples:
     return Samples("numbers", "", False, lambda: ({"x": np.array(i)} for i in range(count)))
 
 
-def test_every_fifth_of_the_first_is_set_apart() -> None:
+def test_every_fifth_sample_is_held_out() -> None:
     split = numbered(23).apart(4, 4)
     assert split is not None
     others, apart = split
@@ -394,30 +311,3 @@ def test_samples_are_taken_from_all_of_the_data(total: int, wanted: list[int]) -
 def test_no_sample_cannot_be_spread() -> None:
     with pytest.raises(BadData, match="holds no sample"):
         Samples("test", "", False, lambda: iter(())).spread(4)
-
-
-# What samples tell
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        (np.zeros((3, 3)), "hold one value throughout"),
-        (np.ones((3, 1)) * [0.0, 1.0, 2.0], "are all equal"),
-        (np.arange(9.0).reshape(3, 3), None),
-    ],
-)
-def test_samples_that_tell_nothing_are_told_in_one_sentence(tmp_path: Path, rows: Array, words: str | None) -> None:
-    prepared = prepare(model(), Data(saved(tmp_path, x=rows.astype(np.float32))))
-    assert [words in doubt for doubt in prepared.doubts if words] == [True] * bool(words)
-    assert not words or "data.npz" in prepared.doubts[0]
-    assert words or not prepared.doubts
-
-
-def test_a_large_model_compares_fewer_outputs_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.calibration.prepare.JUDGED_WORK", 9.0)  # work counts an element as one at the least
-    prepared = prepare(model(), Data(saved(tmp_path, x=normal(20, 3))))
-    assert 8 <= len(prepared.judging) < 20
-    assert prepared.doubts == (
-        f"outputs are compared on {len(prepared.judging)} samples: more of so large a model take too long",
-    )

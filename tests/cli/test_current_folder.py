@@ -16,7 +16,7 @@ import yaml
 
 from qdqtune.cli.main import app
 from qdqtune.engines import devices
-from qdqtune.graph import interpreter
+from qdqtune.system import interpreter
 from runs import environment, hopeless, mixed, write
 from test_architecture import MODULES, imports
 
@@ -131,6 +131,6 @@ def test_the_current_folder_is_searched_where_the_package_itself_lies_there(
 
 def test_nobody_else_starts_a_python() -> None:
     found = {name for name, path in MODULES.items() if "sys.executable" in path.read_text()}
-    assert found == {"qdqtune.graph.interpreter"}
+    assert found == {"qdqtune.system.interpreter"}
     starters = re.compile(r"multiprocessing(?!\.connection)|concurrent\.futures\.process|os\.(exec|spawn|posix_spawn)")
     assert not {name for name, path in MODULES.items() if any(map(starters.match, imports(path)))}

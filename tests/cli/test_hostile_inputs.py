@@ -210,7 +210,7 @@ def test_a_large_graph_is_calibrated_without_optimizing_it(model: Path, monkeypa
 
     monkeypatch.setattr(observe, "running_in_several", watched)
     calibrate.calibrate(graph, samples)
-    monkeypatch.setattr(observe, "MANY", 0)
+    monkeypatch.setattr(observe, "MOST_OPTIMIZED", 0)
     found = calibrate.calibrate(graph, samples)
     assert told[0]
     assert not told[-1]

@@ -29,7 +29,7 @@ from click.shell_completion import ShellComplete
 
 from conftest import Call
 from models import conv_net
-from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.scales import Calibration
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.cli import main, models, streams, tune
 from qdqtune.cli.children import DRIVER

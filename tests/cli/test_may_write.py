@@ -22,8 +22,8 @@ from qdqtune.autotune import quantization, quantize_command
 from qdqtune.cli import main
 from qdqtune.cli.main import Later, app
 from qdqtune.errors import QdqtuneError
-from qdqtune.graph.may_write import HEAD, LIST, PAGE, mark
 from qdqtune.options import OfRun, Reads, Writes
+from qdqtune.system.checks import HEAD, LIST, PAGE_KIND, mark
 from qdqtune.tuning import folder
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.loop import tune
@@ -118,7 +118,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
     (tmp_path / "run" / LIST).write_text(f"{HEAD}\nsummary.json\nreport.html\noptimized_final.onnx\nlogs/\n")
     for name in ("summary.json", "optimized_final.onnx", "autotuner_state.yaml"):
         (tmp_path / "run" / name).write_text("{}")
-    (tmp_path / "run" / "report.html").write_text(mark(PAGE))
+    (tmp_path / "run" / "report.html").write_text(mark(PAGE_KIND))
     for name in ("before.txt", "before.html", "before.yaml", "before.json", "before.npz", "before.xml", "before"):
         (tmp_path / name).write_bytes(samples.read_bytes() if name.endswith("npz") else b"<p>mine</p>")
     shutil.copy(made["qdq_baseline"], tmp_path / "before.onnx")

@@ -14,7 +14,7 @@ import pytest
 
 from conftest import Call
 from models import build, conv_net, normal
-from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.scales import Calibration
 from qdqtune.cli.quantize import quantize_command
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.tune import TuneOptions

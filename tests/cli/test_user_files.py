@@ -12,7 +12,7 @@ import pytest
 
 from conftest import Call
 from qdqtune.errors import BadState
-from qdqtune.graph.may_write import LIST
+from qdqtune.system.checks import LIST
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.loop import tune
 from runs import contents, mixed, settings, write

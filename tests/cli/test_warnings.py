@@ -9,7 +9,7 @@ import pytest
 
 from conftest import Call
 from models import build, feeds, normal
-from qdqtune.graph.files import save
+from qdqtune.graph.saving import save
 
 WARNED = "below 20 dB a model"
 

@@ -20,9 +20,9 @@ from qdqtune.commands.debug import LIMIT, DebugOptions, debug
 from qdqtune.commands.diagnosis import Diagnosis
 from qdqtune.engines import Built, Engine, EngineSpec, open_engine
 from qdqtune.errors import BadModel, EngineFailure
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import NumericFormat, Placement, QuantType

@@ -23,9 +23,9 @@ from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadOption, OutputError
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
 from qdqtune.numerics.fitting import with_known_ranges
 from qdqtune.placement.files import PlacementFile, write_placement

@@ -14,9 +14,9 @@ from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.commands.quantize import quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.engines import EngineSpec, open_engine
-from qdqtune.graph.files import save
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
 from qdqtune.types import QuantType
 
 pytest.importorskip("tensorrt_rtx_bindings")

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from models import build, feeds, normal
-from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.scales import Calibration
 from qdqtune.commands.apply import ApplyOptions, apply
 from qdqtune.commands.debug import DebugOptions, debug
 from qdqtune.commands.quantize import quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites
+from qdqtune.graph.saving import save
 from qdqtune.placement.files import PlacementFile, read_placement_file, write_placement
 
 pytestmark = pytest.mark.usefixtures("workers")

@@ -16,9 +16,9 @@ from conftest import Call
 from qdqtune.commands import apply, quantize
 from qdqtune.engines.acceptance import check_loads, checked_output
 from qdqtune.errors import EngineFailure
-from qdqtune.graph.files import save
 from qdqtune.graph.model import Model
-from qdqtune.graph.outputs import temporary_folder
+from qdqtune.graph.saving import save
+from qdqtune.system.writing import temporary_folder
 from runs import environment, mixed
 from workers import Workers
 
@@ -95,7 +95,7 @@ def test_a_metric_that_fails_leaves_nothing_behind(call: Call, model: Path, tmp_
 def test_files_of_a_killed_run_are_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = """
 import time
-from qdqtune.graph.outputs import temporary_folder
+from qdqtune.system.writing import temporary_folder
 with temporary_folder() as folder:
     (folder / "constants.bin").write_bytes(bytes(100))
     print("ready", flush=True)

@@ -13,7 +13,7 @@ from models import FORMATS, conv_net, feeds, ranges, run, sqnr
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.fake import latency
 from qdqtune.errors import EngineFailure
-from qdqtune.graph.files import save
+from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import NumericFormat, Placement, QType

@@ -25,7 +25,7 @@ from qdqtune.engines.memory import MemoryBudget, is_scarce, scarce_memory
 from qdqtune.engines.runner import Handle, Runner, as_workloads
 from qdqtune.engines.worker import Session
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
-from qdqtune.graph.files import nbytes
+from qdqtune.graph.saving import nbytes
 from qdqtune.types import Failure, Measurement, NumericFormat, QType, Slot
 from runs import environment
 from trtexec_stand_in import stand_in
@@ -351,8 +351,8 @@ import time
 from pathlib import Path
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
-from qdqtune.graph import cleanup as janitor
-janitor.Janitor.hire = lambda _: None  # or it would remove what this process leaves
+from qdqtune.system.cleanup import Cleaner
+Cleaner.start = lambda _: None  # or it would remove what this process leaves
 runner = Runner({trtexec(tmp_path)!r}, time_limit_s=600, log_dir=Path({str(tmp_path / "logs")!r}))
 runner.load(Path({str(files.plain)!r}))
 print(runner._connection.worker._process.pid, flush=True)

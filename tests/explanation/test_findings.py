@@ -13,8 +13,8 @@ from models import FP8, INT8, PLAIN, UINT8, build, normal
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.explanation.findings import Finding, allow, check
 from qdqtune.explanation.reasons import UNKNOWN
-from qdqtune.graph.files import save
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
 from qdqtune.types import Layer, NumericFormat
 
 CONSTANTS: dict[str, Any] = {

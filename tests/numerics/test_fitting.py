@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from models import INT8, UINT8, Arrays, build, conv_net, feeds, normal, run
-from qdqtune.calibration.methods import AUTO, Calibration, Method
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.samples import Samples
-from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.calibration.scales import AUTO, Calibration, Method, Range, Ranges
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import sqnr_db
 from qdqtune.numerics.fitting import fitted

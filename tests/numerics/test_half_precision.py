@@ -11,15 +11,14 @@ from onnx import TensorProto
 from conftest import Call
 from models import attention, build, conv_net, feeds, normal, run, sqnr, valid
 from qdqtune.calibration.calibrate import calibrate, candidate_tensors
-from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
-from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.formats import usual_precision
 from qdqtune.errors import ConstraintUnmet
-from qdqtune.graph.files import save
 from qdqtune.graph.float16 import converted, kept_in, to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
 from qdqtune.numerics.half_precision import (
     cheaper_in_float32,
     in_half_precision,

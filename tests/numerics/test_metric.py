@@ -14,7 +14,7 @@ from models import build, feeds, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption
-from qdqtune.graph.files import save
+from qdqtune.graph.saving import save
 from qdqtune.numerics.metric import evaluate, load_evaluation
 from qdqtune.types import Failure
 from workers import Workers

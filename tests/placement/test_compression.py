@@ -10,13 +10,13 @@ import onnxruntime
 import pytest
 
 from models import Arrays, build, normal, run, sqnr
-from qdqtune.calibration import blocks
-from qdqtune.calibration.moments import moments
+from qdqtune.calibration import rounding
+from qdqtune.calibration.rounding import moments
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.formats import numeric_format, weight_formats_like
-from qdqtune.graph.files import ConstantFile, save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import ConstantFile, save
 from qdqtune.placement.files import PlacementFile, existing, read_placement_file, write_placement
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import storable_edges
@@ -118,7 +118,7 @@ def test_what_cannot_be_stored_so_is_refused() -> None:
         make.insert(Placement.of((), [(Edge("table", "pick", 0), WeightFormat(4, 32))]))
     with pytest.raises(ValueError, match="no product"):
         make.insert(Placement.of((), [(Edge("bias", "down", 2), WeightFormat(8))]))
-    with pytest.raises(ValueError, match="in one way"):
+    with pytest.raises(ValueError, match="one weight format"):
         Placement.of([Edge("up_weight", "up", 1)], [(Edge("up_weight", "up", 1), WeightFormat(8))])
     assert model.opset == 18
 
@@ -140,7 +140,7 @@ def test_a_placement_file_holds_them_and_one_without_is_as_it_was(tmp_path: Path
 def test_what_a_moment_says_is_found_once_for_all_storages(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = net(), []
     met = {name: np.eye(32) for name in ("t", "f", "b")}
-    monkeypatch.setattr(blocks, "passed_on", lambda moment: asked.append(1) or np.eye(32, dtype=np.float32))
+    monkeypatch.setattr(rounding, "error_propagation", lambda moment: asked.append(1) or np.eye(32, dtype=np.float32))
     rounded = Inserter(model, Ranges({}), numeric_format("onnxruntime", "int8"), lambda _: met)
     for name in ("w4b32", "w8b32"):
         for constant in rounded.insert(placed(model, name)).large.values():

@@ -9,15 +9,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from models import ranges
-from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.scales import Calibration
 from qdqtune.errors import BadOption, OutputError
-from qdqtune.graph.outputs import write_json
 from qdqtune.graph.rewrites import Rewrites
 from qdqtune.placement.files import PlacementFile, existing, read_placement_file, write_placement
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.cache import cache_of, read_cache, write_cache
 from qdqtune.search.regions.region import ChildInput, NodeInput, RegionOutput, Scheme
+from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Trial  # fmt: skip
 from runs import mixed

@@ -39,8 +39,8 @@ from models import (
 )
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel
-from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import ConstantFile
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import RAW_OUTPUT, Inserter, insert
 from qdqtune.placement.possible import WeightRole, consistent, possible_edges, weight_role

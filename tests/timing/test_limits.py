@@ -17,8 +17,8 @@ from models import INT8, build, feeds, normal, ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadOption, BaselineFailed
-from qdqtune.graph.files import save
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges

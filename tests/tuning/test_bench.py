@@ -19,11 +19,11 @@ from qdqtune.engines.build_queue import BuildQueue
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
-from qdqtune.graph.files import one_constant_file
-from qdqtune.graph.outputs import Scratch
+from qdqtune.graph.saving import one_constant_file
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
+from qdqtune.system.writing import Scratch
 from qdqtune.timing.ratios import Plan, judge, ratio
 from qdqtune.tuning.bench import Bench, job_of
 from qdqtune.tuning.candidates import Candidates

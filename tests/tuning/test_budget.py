@@ -14,9 +14,9 @@ import onnx
 import pytest
 
 from models import feeds
-from qdqtune.calibration.methods import CLOSEST, Calibration
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import Samples
+from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration
 from qdqtune.engines import EngineSpec
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.budget import Budget, affordable_calibration
@@ -76,7 +76,7 @@ def model(tmp_path: Path) -> Path:
 def slow_run(model: Path, workers: Workers, each: float, budget: float, **more: Any) -> tuple[Result, Notes]:
     """A run, of cut mode unless told otherwise, whose float model takes `each` seconds an inference."""
     workers.drift, workers.untimed, notes = each / cost(model), each, Notes()
-    usual: dict[str, Any] = {"mode": "cut", "builds": 12, "calibration": CLOSEST, "accuracy_samples": 8}
+    usual: dict[str, Any] = {"mode": "cut", "builds": 12, "calibration": DEFAULT_CALIBRATION, "accuracy_samples": 8}
     return tune(settings(model, **usual | more, time_budget=budget), notes), notes
 
 

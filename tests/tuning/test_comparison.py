@@ -12,7 +12,7 @@ import pytest
 from qdqtune.engines.build_queue import BuildQueue
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed
-from qdqtune.graph.files import save
+from qdqtune.graph.saving import save
 from qdqtune.timing.ratios import Plan, Ratio, across_builds
 from qdqtune.tuning import comparison
 from qdqtune.tuning.compared import Compared

@@ -19,9 +19,9 @@ from models import INT8, build, conv_net, feeds, normal, ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadModel, BadOption, BaselineFailed, OutputError
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
 from qdqtune.placement import rules
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import Inserter, insert

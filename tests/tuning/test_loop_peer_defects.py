@@ -20,8 +20,8 @@ from models import FP8, INT8, build, conv_net, normal, ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import FakeOptions, create, latency
 from qdqtune.errors import BadState, BaselineFailed
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
+from qdqtune.graph.saving import save
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter, insert
 from qdqtune.placement.possible import possible_edges

@@ -19,7 +19,7 @@ import yaml
 
 from conftest import Call
 from models import feeds
-from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.scales import Calibration
 from qdqtune.cli import main
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadState, EngineFailure

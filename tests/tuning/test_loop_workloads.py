@@ -16,8 +16,8 @@ import pytest
 
 import qdqtune
 from models import Arrays, build, normal
-from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
+from qdqtune.calibration.scales import Calibration
 from qdqtune.calibration.workloads import WorkloadFile, open_workloads
 from qdqtune.commands.source import built_for
 from qdqtune.engines import EngineSpec
@@ -25,9 +25,9 @@ from qdqtune.engines.fake import latency
 from qdqtune.engines.runner import Handle, Runner, as_workloads
 from qdqtune.engines.worker import Session, average_layers
 from qdqtune.errors import BadData, BadOption, BadState
-from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
 from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning.compared import Compared
 from qdqtune.tuning.loop import tune

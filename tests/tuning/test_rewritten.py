@@ -17,10 +17,11 @@ from qdqtune.commands.explain import explain_run
 from qdqtune.engines.fake import latency
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel
-from qdqtune.graph.files import ConstantFile
-from qdqtune.graph.loading import infer, load
+from qdqtune.graph.inference import infer
+from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.rewrites import REWRITES, Rewrites
+from qdqtune.graph.saving import ConstantFile
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import is_quantized
 from qdqtune.tuning import rewritten

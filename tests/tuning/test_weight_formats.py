@@ -15,9 +15,8 @@ import pytest
 import yaml
 
 from models import build, normal, ranges
-from qdqtune.calibration.methods import Calibration
-from qdqtune.calibration.moments import no_moments
-from qdqtune.calibration.scales import Ranges
+from qdqtune.calibration.rounding import no_moments
+from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format, weight_formats

@@ -32,11 +32,11 @@ from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel, BadState, BaselineFailed
 from qdqtune.graph import operators
-from qdqtune.graph.files import save
 from qdqtune.graph.float16 import HALF, OPSET
-from qdqtune.graph.loading import load_proto, with_float_type
-from qdqtune.graph.may_write import RECORD, Output, check_outputs, replaceable
+from qdqtune.graph.inference import with_float_type
+from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model, Node
+from qdqtune.graph.saving import save
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import consistent, possible_edges
@@ -47,6 +47,7 @@ from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.search.regions.region import Scheme
+from qdqtune.system.checks import RECORD_KIND, Output, check_outputs, replaceable
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.records import ConversationRecord, StoredPlacement, TimedPlacement
 from qdqtune.tuning.result import Result
@@ -303,7 +304,7 @@ class QDQAutotunerBase:
             best = self._improved(best, current)
             done.append(current)
             self.pattern_cache.add_pattern_schemes(current)
-        has_begun, own = path.exists(), replaceable(RECORD)
+        has_begun, own = path.exists(), replaceable(RECORD_KIND)
         cache = Output(_cache_file(path), "output_path", lambda file: has_begun and own(file))
         check_outputs([Output(path, "output_path", may_continue, is_appended=True), cache], {})
         if has_begun:

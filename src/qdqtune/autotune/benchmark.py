@@ -21,7 +21,7 @@ from qdqtune.engines.tensorrt.options import Span, spans, usual_shapes, with_spa
 from qdqtune.errors import BadModel, EngineUnavailable
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
-from qdqtune.graph.outputs import temporary_folder
+from qdqtune.system.writing import temporary_folder
 from qdqtune.timing.pairing import rounds_of
 from qdqtune.timing.ratios import Plan, compare, ratio
 from qdqtune.tuning.settings import EFFORTS, looks_until

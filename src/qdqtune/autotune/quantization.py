@@ -17,10 +17,10 @@ from qdqtune.autotune.graphs import escaped
 from qdqtune.commands.inputs import SamplesLike
 from qdqtune.engines.tensorrt.options import read_shapes
 from qdqtune.errors import BadOption
-from qdqtune.graph.files import model_outputs, save, sign
 from qdqtune.graph.loading import files_of, load
-from qdqtune.graph.may_write import check_outputs
-from qdqtune.graph.outputs import appearing
+from qdqtune.graph.saving import model_outputs, save, sign
+from qdqtune.system.checks import check_outputs
+from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.folder import FINAL
 from qdqtune.types import QuantType
 
@@ -187,7 +187,7 @@ def _matching(names: Sequence[str], expressions: Sequence[str] | None) -> list[s
 
 def _copy(model: Path, target: Path) -> None:
     """A model under another name, its external data as well."""
-    with appearing(target) as fresh:
+    with atomic_write(target) as fresh:
         if len(files_of(model)) == 1:
             shutil.copyfile(model, fresh)
         else:

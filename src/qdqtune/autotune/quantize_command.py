@@ -19,9 +19,9 @@ from qdqtune.cli.command import Guarded
 from qdqtune.commands.inputs import MODEL
 from qdqtune.engines.options import TIMING_CACHE
 from qdqtune.errors import writing
-from qdqtune.graph.files import model_outputs
-from qdqtune.graph.may_write import LOG, Output, mark, replaceable
+from qdqtune.graph.saving import model_outputs
 from qdqtune.options import FILE, Given, OfRun, Reads, Writes, choice
+from qdqtune.system.checks import LOG_KIND, Output, mark, replaceable
 from qdqtune.tuning.folder import SUMMARY
 
 LEVELS = click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False)
@@ -29,7 +29,7 @@ LEVELS = click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=Fals
 
 def _log(path: Path, option: str, _: Given) -> list[Output]:
     """A log goes on where an earlier one ended."""
-    return [Output(path, option, replaceable(LOG), is_appended=True)]
+    return [Output(path, option, replaceable(LOG_KIND), is_appended=True)]
 
 
 def _beside(given: Given) -> Path | None:
@@ -133,7 +133,7 @@ def _log_to(level: str, file: Path | None) -> None:
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if file is not None:
         with writing(file), file.open("a") as begun:
-            begun.write("" if begun.tell() else f"# {mark(LOG)}\n")
+            begun.write("" if begun.tell() else f"# {mark(LOG_KIND)}\n")
         handlers.append(logging.FileHandler(file))
     logging.basicConfig(format="%(message)s", handlers=handlers)
     logging.getLogger("qdqtune").setLevel(level.upper())

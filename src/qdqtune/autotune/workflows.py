@@ -20,15 +20,15 @@ from qdqtune.autotune.pattern_cache import PatternCache
 from qdqtune.autotune.schemes import Config
 from qdqtune.cli import progress
 from qdqtune.engines.tensorrt.options import usual_shapes
-from qdqtune.graph.files import model_outputs, signature
 from qdqtune.graph.loading import load
-from qdqtune.graph.may_write import check_outputs
-from qdqtune.graph.outputs import appearing
+from qdqtune.graph.saving import model_outputs, signature
 from qdqtune.placement.reading import is_quantized
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.search import region as search
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
+from qdqtune.system.checks import check_outputs
+from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.folder import LOGS, REGION_MODELS
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Observers, Silent, State
@@ -177,7 +177,7 @@ def _model_file(
     if not path.exists() or path.read_bytes() != content:
         path.parent.mkdir(parents=True, exist_ok=True)
         check_outputs(model_outputs(path, "output_dir"), {})
-        with appearing(path) as fresh:
+        with atomic_write(path) as fresh:
             fresh.write_bytes(content)
     return path
 

@@ -1,8 +1,8 @@
-"""Calibration caches that other tools have written: the range of each tensor, by the name that the file gives it.
+"""Reads calibration caches of other tools: ranges by tensor name, which `matching` applies to a model.
 
-Read are the text of TensorRT's calibrators (of every algorithm and version; Polygraphy and trtexec write it as well),
-the tables of ONNX Runtime (JSON, flatbuffers and text), and the JSON of TAO. Formats by TensorRT's and ONNX Runtime's
-own readers and writers. What such a file says of a model is for `matching` to find.
+These are the text of TensorRT's calibrators (of every algorithm and version; Polygraphy and trtexec write it too), the
+tables of ONNX Runtime (JSON, flatbuffers and text), and the JSON of TAO. Formats as in the readers and writers of
+TensorRT and ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import numpy as np
 from qdqtune.calibration.scales import Range
 from qdqtune.errors import BadData, parsed_json, reading
 
-MOST_BYTES = 64 << 20
-"""More than a million tensors of long names; whoever names a model or its data by mistake is told so at once."""
+MOST_CACHE_BYTES = 64 << 20
+"""Enough for a million tensors of long names; a larger file is a model or its data, named by mistake."""
 
 LEAST_SCALE = 1e-20
-"""Smaller ones are no scales: of a line that is cut short at most seven digits are left, which is below 3e-29."""
+"""A smaller number is no scale: a line that is cut short has at most seven digits left, which is below 3e-29."""
 
-STEPS = 127
-"""TensorRT's scale times this is the largest absolute value."""
+CACHE_STEPS = 127
+"""The largest absolute value in steps of TensorRT's scale."""
 
-TENSORRT = re.compile(r"TRT-([^-]*)-(\S+)")
+TENSORRT_HEADER = re.compile(r"TRT-([^-]*)-(\S+)")
 NAMED_NUMBER = re.compile(r"(\S.*) ([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|-?inf)")
 DIGITS = re.compile(r"(?:0x)?[0-9a-fA-F]{1,8}")
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Ranges by name, in the order of the file; a scale s is the range [-127 s, 127 s], which gives it back exactly.
+    """The ranges in a file by tensor name, in its order. A scale s is the range [-127 s, 127 s], which has that scale.
 
-    `unusable` has the reason for each entry that says nothing; `source` is for people; `digest` names the content.
+    `unusable` has the reason for each entry without a range. `source` names the kind of file, `digest` its content.
     """
 
     source: str
@@ -49,18 +49,18 @@ class Cache:
 
 
 Value = Range | str
-"""A range, or why there is none."""
+"""A range, or the reason why there is none."""
 
 
 def read_cache(path: Path) -> Cache:
-    """The ranges in a file, whichever of the known formats it has.
+    """The ranges in a file of any known format.
 
     Raises:
-        BadData: it is missing, too large, damaged, empty, or of no known format.
+        BadData: the file is missing, too large, damaged, empty, or of no known format.
     """
     with reading(f"calibration cache {path}", BadData):
         size = path.stat().st_size
-        if size > MOST_BYTES:
+        if size > MOST_CACHE_BYTES:
             raise BadData(f"{path} holds {size / 2**20:.0f} MB: no calibration cache is as large")
         data = path.read_bytes()
     try:
@@ -68,25 +68,25 @@ def read_cache(path: Path) -> Cache:
     except (ValueError, struct.error, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise BadData(f"{path} is no calibration cache, or damaged: {why}") from error
-    ranges, unusable = _told_once(entries)
+    ranges, unusable = _without_contradictions(entries)
     if not ranges and not unusable:
         raise BadData(f"{path} is no calibration cache, or damaged: it names no tensor")
     return Cache(source, ranges, unusable, hashlib.sha256(data).hexdigest()[:16])
 
 
-def _told_once(entries: Iterable[tuple[str, Value]]) -> tuple[dict[str, Range], dict[str, str]]:
-    """Ranges and reasons by name. Two values of one name that differ are none: nobody knows which one is right."""
+def _without_contradictions(entries: Iterable[tuple[str, Value]]) -> tuple[dict[str, Range], dict[str, str]]:
+    """Ranges and reasons by name. A name with two different values has no range."""
     values: dict[str, Value] = {}
     for name, value in entries:
         if values.get(name, value) != value:
-            value = "it stands there twice, with different values"
+            value = "the file has it twice, with different values"
         values[name] = value
     ranges = {name: value for name, value in values.items() if isinstance(value, Range)}
     return ranges, {name: value for name, value in values.items() if isinstance(value, str)}
 
 
 def _parsed(data: bytes) -> tuple[str, list[tuple[str, Value]]]:
-    """Raises ValueError, struct.error or RecursionError with words about what is wrong."""
+    """The kind of file and its entries. Raises ValueError, struct.error or RecursionError if it is damaged."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -96,7 +96,7 @@ def _parsed(data: bytes) -> tuple[str, list[tuple[str, Value]]]:
     if text.lstrip()[:1] in ("{", "["):
         return _json(text)
     lines = [line.rstrip("\r") for line in text.split("\n")]
-    head = TENSORRT.fullmatch(lines[0].strip())
+    head = TENSORRT_HEADER.fullmatch(lines[0].strip())
     if head is not None:
         return f"TensorRT {_version(head[1])}, {head[2]}", _lines(lines[1:], 2, _tensorrt_line)
     return "ONNX Runtime's table", _lines(lines, 1, _onnxruntime_line)
@@ -125,7 +125,7 @@ def _lines(lines: list[str], first: int, parse: Callable[[str], tuple[str, Value
 
 
 def _tensorrt_line(line: str) -> tuple[str, Value]:
-    """`name: digits`. The name may hold colons and blanks; leading zeros of the digits may be missing."""
+    """`name: digits`. The name may have colons and blanks; leading zeros of the digits may be missing."""
     name, _, digits = line.rpartition(":")
     if not name or not DIGITS.fullmatch(digits.strip()):
         raise ValueError("not a name with a scale of up to eight hexadecimal digits")
@@ -134,7 +134,7 @@ def _tensorrt_line(line: str) -> tuple[str, Value]:
 
 
 def _onnxruntime_line(line: str) -> tuple[str, Value]:
-    """`name value`, the value being the largest one of the tensor."""
+    """`name value`, where value is the largest one of the tensor."""
     match = NAMED_NUMBER.fullmatch(line.strip())
     if match is None:
         raise ValueError("neither TensorRT's header TRT-VERSION-ALGORITHM nor a name with a number")
@@ -159,14 +159,14 @@ def _of_scale(scale: float) -> Value:
         return "negative: no scale is"
     if scale < LEAST_SCALE:
         return f"{scale:.2g}: too small for a scale, perhaps a line that is cut short"
-    return Range(-STEPS * scale, STEPS * scale)
+    return Range(-CACHE_STEPS * scale, CACHE_STEPS * scale)
 
 
 def _symmetric(largest: float) -> Value:
-    """The range of a tensor of which the largest absolute value is given, in float32 as its readers have it."""
+    """The range of a largest absolute value, rounded to float32 as ONNX Runtime reads it."""
     with np.errstate(over="ignore"):
         largest = float(np.float32(largest))
-    found = _of_scale(largest / STEPS)
+    found = _of_scale(largest / CACHE_STEPS)
     return Range(-largest, largest) if isinstance(found, Range) else found
 
 
@@ -175,7 +175,7 @@ def _of_ends(low: float, high: float) -> Value:
         return "nan: calibration saw no value of it"
     if low > high:
         return f"the lowest value {low:g} lies above the highest {high:g}"
-    found = _of_scale(max(abs(low), abs(high)) / STEPS)
+    found = _of_scale(max(abs(low), abs(high)) / CACHE_STEPS)
     return Range(low, high) if isinstance(found, Range) else found
 
 
@@ -183,26 +183,26 @@ def _of_ends(low: float, high: float) -> Value:
 
 
 def _json(text: str) -> tuple[str, list[tuple[str, Value]]]:
-    content = parsed_json(text, object_pairs_hook=_once, parse_constant=float)
+    content = parsed_json(text, object_pairs_hook=_unique, parse_constant=float)
     if not isinstance(content, dict):
         raise ValueError("it is JSON of something else")
-    if isinstance(scales := content.get("tensor_scales"), dict):  # largest values, by TAO's writer of caches
+    if isinstance(scales := content.get("tensor_scales"), dict):  # TAO writes largest values
         return "TAO", [(name, _symmetric(_number(value, name))) for name, value in scales.items()]
     if content.get("CLS") == "TensorsData" and isinstance(content.get("data"), dict):
         content = content["data"]
     return "ONNX Runtime's table", [(name, _of_ends(*_ends(value, name))) for name, value in content.items()]
 
 
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     content = dict(pairs)
     if len(content) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{_shown(name)} stands there twice")
+        raise ValueError(f"{_shown(name)} is there twice")
     return content
 
 
 def _ends(value: object, name: str) -> tuple[float, float]:
-    """Lowest and highest value: a list of both, or what ONNX Runtime writes of a `TensorData`."""
+    """Lowest and highest value, from a list of both or from ONNX Runtime's `TensorData`."""
     if isinstance(value, dict) and "lowest" in value and "highest" in value:
         return _number(value["lowest"], name), _number(value["highest"], name)
     if isinstance(value, list) and len(value) == 2:
@@ -211,7 +211,7 @@ def _ends(value: object, name: str) -> tuple[float, float]:
 
 
 def _number(value: object, name: str) -> float:
-    """A number, alone or as ONNX Runtime writes an array of one."""
+    """A number, alone or as ONNX Runtime's array of one."""
     if isinstance(value, dict):
         value = value.get("data")
     if isinstance(value, list) and len(value) == 1:
@@ -230,7 +230,7 @@ def _number(value: object, name: str) -> float:
 def _flatbuffer(data: bytes) -> list[tuple[str, Value]]:
     """The entries of ONNX Runtime's `TrtTable { dict: [KeyValue { key: string; value: string }] }`.
 
-    Every offset is checked: files of other kinds are met here, and such as are made to mislead.
+    Every offset is checked: the file may be of another kind, or malicious.
     """
     reader = _Reader(data)
     vector = reader.field(reader.offset(0), 0)
@@ -251,21 +251,21 @@ def _flatbuffer(data: bytes) -> list[tuple[str, Value]]:
 
 
 class _Reader:
-    """Flatbuffers by their specification: little endian, tables with a table of field offsets in front of them."""
+    """Reads flatbuffers by their specification: little endian, a table has a table of field offsets in front."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._left = len(data)  # texts of one file do not overlap: together they are shorter than the file
+        self._left = len(data)  # texts do not overlap, so that together they are shorter than the file
 
     def unsigned(self, at: int) -> int:
         return self._unpack("<I", at)
 
     def offset(self, at: int) -> int:
-        """Where the offset stored there leads to."""
+        """The position that the offset stored at `at` points to."""
         return at + self.unsigned(at)
 
     def field(self, table: int, slot: int) -> int | None:
-        """Where a field of a table points to; None if the table lacks it."""
+        """The position that a field of a table points to; None if the table lacks it."""
         layout = table - self._unpack("<i", table)
         size = self._unpack("<H", layout)
         inside = self._unpack("<H", layout + 4 + 2 * slot) if 4 + 2 * slot < size else 0

@@ -1,7 +1,7 @@
 """Ranges of all candidate tensors in one pass over the samples, in memory that does not grow with their number.
 
-Minimum and maximum are reduced inside the graph. The other methods take a histogram per tensor (see `histograms`), so
-that no value is ever kept.
+Minimum and maximum are reduced inside the graph. The other methods count each tensor's values in a histogram (see
+`histograms`), so that no values are stored.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration.histograms import Histogram
-from qdqtune.calibration.methods import AUTO, Calibration, Method
 from qdqtune.calibration.observe import observe, outputs_on, with_outputs
-from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.calibration.scales import AUTO, Calibration, Method, Range, Ranges
 from qdqtune.graph.model import Model
 from qdqtune.types import NumericFormat, QType, Sample
 
 ASYMMETRIC = NumericFormat(QType.UINT8, QType.INT8, symmetric=False)
-"""The numbers that entropy and mse fit a range to where none are given."""
+"""The default format to which entropy and mse fit ranges."""
 
 
 def candidate_tensors(model: Model) -> tuple[str, ...]:
-    """Every float activation that somebody in the main graph uses, in graph order."""
+    """The float activations that nodes or outputs of the main graph read, in graph order."""
     made = [*model.inputs, *(o for n in model.nodes for o in n.outputs if o)]
 
     def can_have_a_range(tensor: str) -> bool:
@@ -41,8 +40,8 @@ def calibrate(
 ) -> Ranges:
     """Ranges of all candidate tensors over all samples, by running the float model on ONNX Runtime.
 
-    Tensors that took a NaN or an infinite value (attention masks, say) get no range: no pair can stand there.
-    Methods entropy and mse fit ranges to `numbers`.
+    A tensor with a NaN or an infinite value (an attention mask, say) gets no range, and so no pair. The methods entropy
+    and mse fit ranges to `numbers`.
 
     Raises:
         BadData: no sample.
@@ -55,7 +54,7 @@ def calibrate(
 def calibrate_by_every_method(
     model: Model, samples: Iterable[Sample], how: Calibration, *, numbers: NumericFormat = ASYMMETRIC
 ) -> list[Ranges]:
-    """The ranges of all methods that `how` lets one choose from, in one pass; see `calibrate`."""
+    """The ranges by each method that `how` allows, in one pass; see `calibrate`."""
     return _calibrated(model, samples, how, AUTO if how.method == "auto" else (how.method,), numbers)
 
 
@@ -82,7 +81,7 @@ def _minmax(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> 
         if model.tensors[tensor].dtype != TensorProto.FLOAT:
             source = f"__range_{i}_float"
             nodes.append(helper.make_node("Cast", [tensor], [source], source, to=TensorProto.FLOAT))
-        zeros = f"__range_{i}_zeros"  # x - x keeps a NaN, which minimum and maximum may pass over
+        zeros = f"__range_{i}_zeros"  # x - x keeps a NaN, which minimum and maximum may ignore
         nodes.append(helper.make_node("Sub", [source, source], [zeros], zeros))
         for op, operand in (("ReduceMin", source), ("ReduceMax", source), ("ReduceSum", zeros)):
             reduced.append(f"__range_{i}_{op}")

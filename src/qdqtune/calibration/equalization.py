@@ -1,14 +1,12 @@
-"""Equalization: channels of activations are scaled so that one quantization scale serves all of them, and the weights
-behind them take the scales back, so that no output changes.
+"""Equalization: scales the channels of activations alike, and the weights behind them inversely, so that one
+quantization scale fits all channels and no output changes.
 
-Between a producer whose weights or constants can be scaled by channel and layers that read all of its channels, any
-positive scales can be moved: x / s is what the producer makes, and the readers' weights become s * W. All scales are
-powers of two: no float value is rounded anew.
+A producer with constants that can be divided by s for each channel makes x / s; the weights of the layers that read
+these channels become s * W. All s are powers of two, so that no float value is rounded.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,26 +14,26 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
-from qdqtune.graph.operators import ASKS_SHAPE, CONVOLUTIONS
-from qdqtune.graph.rewriting import along_outputs
+from qdqtune.graph.model import GRAPH, Model, Node, rebuild
+from qdqtune.graph.operators import ASKS_SHAPE, CONVOLUTIONS, reduced_axes
+from qdqtune.graph.rewrites import along_outputs, times
 from qdqtune.types import Array, Edge
 
 NORMALIZED_BY_CHANNEL = {"BatchNormalization": 1, "LayerNormalization": -1, "RMSNormalization": -1}
-"""Normalizations with a factor for each channel, and the axis of these."""
+"""Normalizations with a scale for each channel, and the axis of the channels."""
 
-SCALES = frozenset({"Relu", "LeakyRelu", "PRelu", "Identity", "Dropout", "Neg"})
-"""f(x / s) = f(x) / s, value by value, for s > 0."""
+HOMOGENEOUS = frozenset({"Relu", "LeakyRelu", "PRelu", "Identity", "Dropout", "Neg"})
+"""Operators f with f(x / s) = f(x) / s, value by value, for s > 0."""
 
 POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"})
 
 SUMS = frozenset({"Add", "Sub", "Max", "Min"})
-"""Operators whose operands are scaled alike."""
+"""Operators whose operands must be scaled alike."""
 
 
 @dataclass(frozen=True)
 class Factor:
-    """What the constant of an edge is multiplied by: 2 ^ exponents, in a shape that broadcasts over it."""
+    """A factor 2 ^ exponents for the constant of an edge, in a shape that broadcasts over it."""
 
     edge: Edge
     shape: tuple[int, ...]
@@ -52,9 +50,8 @@ class Factor:
 
 @dataclass(frozen=True)
 class Site:
-    """Where channels can be scaled: node number `producer` makes `tensor`, all of whose values `readers` take in.
-
-    The channels lie along `axis`. `operands` are constants that are added on the way: (node, input).
+    """A tensor whose channels, along `axis`, can be scaled: node number `producer` makes it, and only the layers
+    `readers` read it in the end. `operands` are constants that are added in between: (node, input).
     """
 
     producer: int
@@ -66,7 +63,7 @@ class Site:
 
 
 def sites(model: Model) -> list[Site]:
-    """Every site of a model whose constants nobody else reads, in graph order. What is not float32 has none."""
+    """The sites of a model in graph order. Their constants are float32 and have no other readers."""
     return [site for node in model.nodes if (site := _site(model, node)) is not None]
 
 
@@ -79,7 +76,7 @@ def _site(model: Model, node: Node) -> Site | None:
     channels = info.shape[axis]
     if channels is None or channels < 2:
         return None
-    found = _Flood(model, axis, channels)
+    found = _Trace(model, axis, channels)
     if not found.through(node.outputs[0]) or not found.readers or found.unscaled & found.tensors.keys():
         return None
     site = Site(node.index, node.outputs[0], axis, channels, tuple(found.readers), tuple(found.operands))
@@ -87,7 +84,7 @@ def _site(model: Model, node: Node) -> Site | None:
 
 
 def _is_free(model: Model, wanted: Iterable[Factor]) -> bool:
-    """Whether all constants can take their factors, and nobody else sees it."""
+    """Whether all constants can be scaled, and have no other readers."""
     for factor in wanted:
         shape = model.constants[factor.edge.tensor].shape
         if len(model.uses(factor.edge.tensor)) > 1 or len(factor.shape) > len(shape):
@@ -98,7 +95,7 @@ def _is_free(model: Model, wanted: Iterable[Factor]) -> bool:
 
 
 def _producing_axis(model: Model, node: Node) -> int | None:
-    """The axis of the channels that constants of a node scale; None if it has no such constants."""
+    """The axis of the channels that the constants of a node can scale; None if it has no such constants."""
 
     def are_constants(slots: Iterable[int]) -> bool:
         return all(node.inputs[i] in model.constants for i in slots if i < len(node.inputs) and node.inputs[i])
@@ -118,8 +115,8 @@ def _producing_axis(model: Model, node: Node) -> int | None:
 
 
 @dataclass
-class _Flood:
-    """Follows scaled channels through operators that hand them on, until layers take them in."""
+class _Trace:
+    """Follows scaled channels through operators that pass them on, to the layers that read them."""
 
     model: Model
     axis: int
@@ -130,7 +127,7 @@ class _Flood:
     unscaled: set[str] = field(default_factory=set)
 
     def through(self, tensor: str) -> bool:
-        """Whether all that read a tensor can take scaled channels."""
+        """Whether all readers of a tensor can process scaled channels."""
         self.tensors[tensor] = None
         for use in self.model.uses(tensor):
             if use.node == GRAPH or use.slot < 0 or not self._takes(self.model.nodes[use.node], use.slot, tensor):
@@ -145,23 +142,18 @@ class _Flood:
         if slot == 0 and self._absorbs(node):
             self.readers.append(node.index)
             return True
-        if node.op in SCALES or (node.op in POOLS and self.axis == 1):
+        if node.op in HOMOGENEOUS or (node.op in POOLS and self.axis == 1):
             return slot == 0 and self.through(node.outputs[0])
         if node.op == "ReduceMean" and self.axis == 1:
-            return self._keeps_channels(node, tensor) and self.through(node.outputs[0])
+            axes, rank = reduced_axes(self.model, node), len(self.model.tensors[tensor].shape or ())
+            keeps_channels = node.attributes.get("keepdims", 1) and axes and all(a % rank > 1 for a in axes)
+            return bool(keeps_channels) and self.through(node.outputs[0])
         if (node.op in SUMS | {"Mul"} or (node.op == "Div" and slot == 0)) and len(node.inputs) == 2:
-            return self._meets(node, slot, tensor) and self.through(node.outputs[0])
+            return self._combines(node, slot, tensor) and self.through(node.outputs[0])
         return False
 
-    def _keeps_channels(self, node: Node, tensor: str) -> bool:
-        axes = node.attributes.get("axes")
-        if axes is None and len(node.inputs) > 1 and node.inputs[1] in self.model.constants:
-            axes = self.model.constants[node.inputs[1]].array().tolist()
-        rank = len(self.model.tensors[tensor].shape or ())
-        return bool(node.attributes.get("keepdims", 1)) and bool(axes) and all(a % rank > 1 for a in axes or ())
-
-    def _meets(self, node: Node, slot: int, tensor: str) -> bool:
-        """Whether an operator of two operands gives scaled channels, if it gets them in one."""
+    def _combines(self, node: Node, slot: int, tensor: str) -> bool:
+        """Whether an operator of two operands makes scaled channels if one operand is scaled."""
         other = node.inputs[1 - slot]
         here, there = (getattr(self.model.tensors.get(t), "shape", None) for t in (tensor, node.outputs[0]))
         if here is None or here != there or None in here[1:] or other == tensor:
@@ -173,7 +165,7 @@ class _Flood:
         return True
 
     def _absorbs(self, node: Node) -> bool:
-        """Whether the weights of a layer have a row for each of the channels."""
+        """Whether a layer's weights can take the scales of the channels."""
         constant = self.model.constants.get(node.inputs[1]) if len(node.inputs) > 1 else None
         rank = len(self.model.tensors[node.inputs[0]].shape or ())
         if constant is None:
@@ -193,7 +185,7 @@ class _Flood:
 
 
 def along_inputs(node: Node, shape: Sequence[int], values: Array) -> Array:
-    """One number for each input channel of a layer, in a shape that broadcasts over its weights."""
+    """Numbers for the input channels of a layer, in a shape that broadcasts over its weights."""
     if node.op == "Conv":  # [out, in / group, ...], the outputs group by group
         group = int(node.attributes.get("group", 1))
         rows = (
@@ -205,7 +197,7 @@ def along_inputs(node: Node, shape: Sequence[int], values: Array) -> Array:
 
 
 def factors(model: Model, site: Site, exponents: Sequence[int]) -> list[Factor]:
-    """What divides the channels of a site by 2 ^ exponents, and multiplies its readers' weights by them."""
+    """The factors that divide the channels of a site by 2 ^ exponents and multiply its readers' weights by them."""
     wanted = np.asarray(exponents, np.int64)
     node = model.nodes[site.producer]
     rank = len(model.tensors[site.tensor].shape or ())
@@ -235,7 +227,7 @@ def factors(model: Model, site: Site, exponents: Sequence[int]) -> list[Factor]:
 
 
 def scaled(model: Model, wanted: Sequence[Factor]) -> Model:
-    """`model` with its constants multiplied by their factors; those of other nodes than it has are passed over."""
+    """`model` with its constants multiplied by their factors; factors of edges that it lacks are ignored."""
     together: dict[str, Array] = {}
     for factor in wanted:
         index = model.index_of.get(factor.edge.node)
@@ -245,19 +237,12 @@ def scaled(model: Model, wanted: Sequence[Factor]) -> Model:
     if not together:
         return model
     nodes: list[onnx.NodeProto] = list(model.proto.graph.node)
-    return rebuild(model, nodes, {t: _times(model.constants[t], f) for t, f in together.items()})
-
-
-def _times(constant: Constant, factor: Array) -> Constant:
-    """A float32 constant times powers of two, whenever somebody reads it."""
-    key = hashlib.sha256(f"{constant.key}{factor.shape}".encode() + factor.tobytes()).hexdigest()[:32]
-    exact = factor.astype(np.float32)
-    return Constant(key, constant.dtype, constant.shape, lambda: np.asarray(constant.array() * exact))
+    return rebuild(model, nodes, {t: times(model.constants[t], f, np.float32) for t, f in together.items()})
 
 
 def largest_weights(model: Model, site: Site) -> Array:
-    """max|W_j| of the weights that readers multiply each channel with, [channels]; 0 where only depthwise ones do,
-    whose weights have a scale for each channel anyway."""
+    """The largest |weight| that readers multiply each channel with, [channels]. Depthwise readers count as 0: their
+    weights have a scale for each channel anyway."""
     found = np.zeros(site.channels)
     for node in (model.nodes[r] for r in site.readers):
         found = np.maximum(found, _largest(node, model.constants[node.inputs[1]].array(), site.channels))

@@ -1,11 +1,8 @@
-"""Counts of values, and the range that each calibration method takes from them.
-
-The counts of a tensor take a fixed amount of memory: 2 x 2048 bins that double in width when a value falls outside.
-"""
+"""Histograms of a tensor's values, and the range that each calibration method takes from one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -13,25 +10,25 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Range
 from qdqtune.types import Array, NumericFormat, QType
 
-STEP = 16
-"""Bins between two thresholds that are tried: up to 128 of them."""
+THRESHOLD_STEP = 16
+"""Bins between two thresholds that are tried: 128 thresholds at most. Chosen, not measured."""
 
-EXACT = 4
-"""Thresholds whose error is computed exactly: those whose foretold one is least."""
+EXACT_ERRORS = 4
+"""Thresholds with the least estimated errors whose error is computed exactly. Chosen, not measured."""
 
-LEVELS = 128
-"""Magnitudes that 8 bits tell apart, with a sign."""
+MAGNITUDES = 128
+"""Magnitudes that 8 bits with a sign can represent."""
 
 SMOOTHING = 1e-4
-"""Count of a last bin that held nothing before it got all that lies above: as ONNX Runtime and MXNet have it."""
+"""The count of an empty last bin before all values above are added: as in ONNX Runtime and MXNet."""
 
 
 SUBNORMAL = 2.0**-120
-"""Widths of bins whose inverse float32 may not hold."""
+"""Bins of at most this width are counted in float64: float32 may not hold the inverse."""
 
 
 class Histogram:
-    """Counts of values in 2 x 2048 equal bins around zero; the bins double in width when a value falls outside."""
+    """Counts of values in 2 x 2048 equal bins around zero, which double in width when a value is outside."""
 
     BINS = 2048
 
@@ -42,7 +39,7 @@ class Histogram:
         self._broken = False
 
     def add(self, values: Array) -> None:
-        """Count all values of one array."""
+        """Count the values of an array."""
         flat = values.reshape(-1)
         if flat.dtype != np.float32:
             flat = flat.astype(np.float64)
@@ -76,11 +73,11 @@ class Histogram:
 
     @property
     def whole(self) -> Range | None:
-        """The interval of all values; None if one was not finite, or there is none."""
+        """The range of all values; None if one is not finite, or there is none."""
         return None if self._broken or not self._counts.any() else Range(self._low, self._high)
 
     def range(self, percentile: float) -> Range | None:
-        """The interval that leaves out half of (100 - percentile) % of the values at each end; None if not finite."""
+        """The range without half of (100 - percentile) % of the values at each end; None if a value is not finite."""
         if self.whole is None:
             return None
         tail = (100 - percentile) / 200 * self._counts.sum()
@@ -90,22 +87,14 @@ class Histogram:
         low, high = (first - self.BINS) * self._width, (last + 1 - self.BINS) * self._width
         return Range(max(low, self._low), min(max(high, max(low, self._low)), self._high))
 
-    def least_error(self, numbers: NumericFormat) -> Range | None:
-        """The range whose quantization has the least mean squared error: rounding inside, clipping outside.
-
-        Both ends move in together first, then each by itself.
-        """
-        return self._best(numbers, _squared_error)
-
     def least_divergence(self, numbers: NumericFormat) -> Range | None:
-        """The range within +-T that loses least information: the least Kullback-Leibler divergence of magnitudes.
+        """The range within [-T, T] that loses the least information, by the Kullback-Leibler divergence of magnitudes.
 
-        After Migacz, "8-bit inference with TensorRT", GTC 2017: P holds the counts below T = (i + 1/2) bins, with all
-        that lies above in the last of its i bins; Q merges them into 128 levels, and spreads each level evenly over
-        those of its bins that hold anything. With fewer bins than levels nothing would be merged, and nothing lost: so
-        i begins at 128, and where half of the values are kept: a lone bin with all that lies above in it would seem to
-        lose nothing either. A pair keeps zeros exactly, so those of a Relu say nothing: the first bin counts as the
-        second. The steps of FP8 grow with the values: all of them are kept.
+        From Migacz, "8-bit inference with TensorRT", GTC 2017: P is the counts of i bins up to T = (i + 1/2) bins, with
+        all values above in the last bin. Q merges these into 128 levels, and spreads each level evenly over its bins
+        that are not empty. i is at least 128, since fewer bins would not be merged, and large enough to keep half of
+        the values, since a single bin with all values above would lose nothing either. Pairs keep zeros exactly, so
+        the zeros of a Relu do not count: the first bin is set to the second. FP8 gets the whole range.
         """
         whole = self.whole
         if whole is None or self._width == 0.0 or numbers.activation is QType.FP8:
@@ -121,15 +110,17 @@ class Histogram:
             return int(bins[divergences == divergences.min()].max())
 
         below = np.cumsum(counts)
-        first = max(LEVELS, int(np.searchsorted(below, below[-1] / 2)) + 1)
-        near = best(range(first, counts.size, STEP))
-        bins = best(range(max(first, near - STEP), min(counts.size, near + STEP)))
+        first = max(MAGNITUDES, int(np.searchsorted(below, below[-1] / 2)) + 1)
+        near = best(range(first, counts.size, THRESHOLD_STEP))
+        bins = best(range(max(first, near - THRESHOLD_STEP), min(counts.size, near + THRESHOLD_STEP)))
         top = (bins + 0.5) * self._width
-        return _within(whole, -top, top) or whole  # values that stay far from zero may all lie above
+        return _within(whole, -top, top) or whole  # values far from zero may all be above
 
-    def _best(
-        self, numbers: NumericFormat, cost: Callable[[Array, Array, Range, NumericFormat], float]
-    ) -> Range | None:
+    def least_error(self, numbers: NumericFormat) -> Range | None:
+        """The range whose quantization has the least mean squared error, of rounding inside and clipping outside.
+
+        Both ends are moved in together first, then each by itself.
+        """
         whole = self.whole
         if whole is None or self._width == 0.0:
             return whole
@@ -142,11 +133,15 @@ class Histogram:
             lows, highs = lows[lows <= highs], highs[lows <= highs]
             order = np.arange(len(lows))
             if numbers.activation is not QType.FP8:
-                order = np.argsort(_foretold_errors(counts, centres, lows, highs, numbers), kind="stable")[:EXACT]
+                order = np.argsort(_estimated_errors(counts, centres, lows, highs, numbers), kind="stable")[
+                    :EXACT_ERRORS
+                ]
             tried = [Range(float(lows[i]), float(highs[i])) for i in order]
-            return min(tried, key=lambda r: (cost(counts, centres, r, numbers), -r.high + r.low))
+            return min(tried, key=lambda r: (_squared_error(counts, centres, r, numbers), -r.high + r.low))
 
-        step = 8 * STEP if numbers.activation is QType.FP8 else STEP  # whose steps grow with the values
+        step = (
+            8 * THRESHOLD_STEP if numbers.activation is QType.FP8 else THRESHOLD_STEP
+        )  # the steps of FP8 grow with the values
         tops = np.arange(step, self.BINS + step, step) * self._width
         found = best(-tops, tops)
         if not numbers.symmetric:
@@ -156,7 +151,7 @@ class Histogram:
 
 
 def _within(whole: Range, low: float, high: float) -> Range | None:
-    """The part of a range between two bounds, if there is any."""
+    """The part of a range between two bounds; None if there is none."""
     low, high = max(whole.low, low), min(whole.high, high)
     return Range(low, high) if low <= high else None
 
@@ -166,8 +161,8 @@ def _squared_error(counts: Array, centres: Array, tried: Range, numbers: Numeric
     return float((counts * np.square(centres - scales.dequantize(scales.quantize(centres, how), how))).sum())
 
 
-def _foretold_errors(counts: Array, centres: Array, lows: Array, highs: Array, numbers: NumericFormat) -> Array:
-    """Of each range, nearly: what clipping costs, and a twelfth of the squared step for each value inside but zero."""
+def _estimated_errors(counts: Array, centres: Array, lows: Array, highs: Array, numbers: NumericFormat) -> Array:
+    """An estimate for each range: the clipping errors, and step^2 / 12 for each value inside that is not zero."""
     low, high = np.minimum(lows, 0.0), np.maximum(highs, 0.0)
     if numbers.symmetric:
         step = np.maximum(-low, high) / np.where(numbers.unsigned & (low >= 0), 255, 127)
@@ -183,14 +178,14 @@ def _foretold_errors(counts: Array, centres: Array, lows: Array, highs: Array, n
 
 def _divergences(counts: Array, bins: Array) -> Array:
     """For each number of `bins`: the divergence of so many first counts, with the others in the last of them, from what
-    `LEVELS` levels make of them.
+    `MAGNITUDES` levels make of them.
 
     With P and Q the sums of p and q: sum(p/P log((p/P) / (q/Q))) = (sum(p log p) - sum(p log q)) / P + log(Q/P), and q
     is one number in each level. So sums up to each bin serve for all thresholds.
     """
     total = counts.sum()
     below, filled, informed = (np.concatenate([[0.0], np.cumsum(a)]) for a in (counts, counts > 0, _x_log_x(counts)))
-    ends = -(-np.arange(LEVELS + 1) * bins[:, None] // LEVELS)
+    ends = -(-np.arange(MAGNITUDES + 1) * bins[:, None] // MAGNITUDES)
     held, spread = np.diff(below[ends], axis=1), np.maximum(np.diff(filled[ends], axis=1), 1)
     kept, above = below[bins], total - below[bins]
     is_empty = counts[bins - 1] == 0

@@ -1,8 +1,8 @@
-"""What a model wants to be fed: name, type and shape of each input."""
+"""The inputs of a model: name, type and shape of each, and random values for them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 import onnx
 
-from qdqtune.errors import BadModel
+from qdqtune.errors import BadModel, BadOption, first_of
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.types import Sample
+from qdqtune.graph.operators import COPIES
+from qdqtune.types import Array, Sample
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What the model wants for one input; an unknown dimension is None."""
+    """Name, type and shape of an input; an unknown dimension is None."""
 
     name: str
     dtype: np.dtype[Any]
@@ -30,16 +31,16 @@ class InputSpec:
 
     @property
     def is_string(self) -> bool:
-        """Whether it takes strings, which numpy holds as objects."""
+        """Whether the input takes strings, which are numpy objects."""
         return self.dtype.kind == "O"
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether an array of this shape can be fed."""
+        """Whether an array of this shape is a valid input."""
         return len(shape) == len(self.shape) and all(w in (None, d) for w, d in zip(self.shape, shape, strict=True))
 
 
 def input_specs(model: Model) -> tuple[InputSpec, ...]:
-    """Name, dtype and shape of every input that must be fed.
+    """The inputs that a caller must give.
 
     Raises:
         BadModel: an input is not a tensor, or has no shape or type.
@@ -56,10 +57,10 @@ def input_specs(model: Model) -> tuple[InputSpec, ...]:
 
 
 def fixed_inputs(file: Path, fixed: Mapping[str, float | int | str]) -> Sample:
-    """The inputs that --fix-input has made constant, for files that still ask for them, as this one does.
+    """Values for the inputs of `file` that --fix-input has made constant elsewhere.
 
     Raises:
-        BadModel: it cannot be read; it is not where nothing is fixed.
+        BadModel: the file cannot be read.
     """
     specs = {spec.name: spec for spec in input_specs(load(file))} if fixed else {}
     shapes = {name: tuple(d or 1 for d in specs[name].shape) for name in fixed}
@@ -67,5 +68,76 @@ def fixed_inputs(file: Path, fixed: Mapping[str, float | int | str]) -> Sample:
 
 
 def listed(specs: tuple[InputSpec, ...]) -> str:
-    """The inputs, for people."""
+    """The inputs as text."""
     return ", ".join(str(s) for s in specs)
+
+
+PICTURE, SEQUENCE = 224, 64
+"""Sizes in the hint for --input-shape: the side of a picture, and the length of a sequence."""
+
+
+def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -> Callable[[], Iterator[Sample]]:
+    """A function that makes `count` samples: normal floats, booleans, and integers within every lookup table.
+
+    Raises:
+        BadOption: the model has dynamic sizes.
+        BadModel: the inputs do not fit into memory (raised by the iterator).
+    """
+    if dynamic := [spec for spec in specs if None in spec.shape[1:]]:
+        flags = [f"--input-shape {s.name}:{'x'.join(map(str, _typical(s)))}" for s in dynamic]
+        more = len(dynamic) - 1
+        others = f" and {more} more input{'s' * (more > 1)} have" if more else " has"
+        wanted = first_of(flags, " ")
+        what = f"input {dynamic[0]}{others} dynamic dimensions"
+        fitting = ", which have to fit together" if more else ""
+        raise BadOption(
+            f"{what}: give --calibration-data, which have sizes, or those you run with{fitting}, like {wanted}"
+        )
+    tops = {s.name: _index_end(model, s.name) for s in specs}
+
+    def draw(rng: np.random.Generator, spec: InputSpec) -> Array:
+        shape = tuple(1 if d is None else d for d in spec.shape)
+        if spec.dtype.kind in "iu":
+            return np.asarray(rng.integers(0, tops[spec.name], shape), spec.dtype)
+        if spec.is_string:
+            return rng.integers(0, 10, shape).astype(str).astype(object)
+        if spec.dtype.kind == "b":
+            return np.asarray(rng.integers(0, 2, shape), np.bool_)
+        return np.asarray(rng.standard_normal(shape, np.float32)).astype(spec.dtype)
+
+    def produce() -> Iterator[Sample]:
+        for i in range(count):
+            rng = np.random.default_rng((seed, i))
+            try:
+                yield {s.name: draw(rng, s) for s in specs}
+            except (MemoryError, ValueError) as error:  # numpy: no memory, or a size beyond its limits
+                raise BadModel(f"inputs are too large to make up: {listed(specs)}") from error
+
+    return produce
+
+
+def _typical(spec: InputSpec) -> tuple[int, ...]:
+    """Likely sizes of an input: a picture if it has one, three or four channels, else a sequence."""
+    has_channels = len(spec.shape) == 4 and not {1, 3, 4}.isdisjoint((spec.shape[1], spec.shape[3]))
+    is_picture = has_channels and spec.shape.count(None) > 1 + (
+        spec.shape[0] is None
+    )  # a key-value cache has one dynamic length
+    open_size = PICTURE if is_picture else SEQUENCE
+    return tuple((1 if at == 0 else open_size) if size is None else size for at, size in enumerate(spec.shape))
+
+
+def _index_end(model: Model, name: str) -> int:
+    """The end of the valid integers for an input: the length of the shortest table that it indexes, else 2."""
+    tables, seen, waiting = [], {name}, [name]
+    while waiting:
+        for use in model.uses(waiting.pop()):
+            node = model.nodes[use.node] if use.node >= 0 else None
+            if node is None:
+                continue
+            if node.op == "Gather" and use.slot == 1 and node.inputs[0] in model.constants:
+                shape = model.constants[node.inputs[0]].shape
+                tables.append(shape[node.attributes.get("axis", 0)])
+            elif node.op in COPIES | {"Slice"}:
+                waiting.extend(o for o in node.outputs if o not in seen)
+                seen.update(node.outputs)
+    return max(min(tables, default=2), 1)

@@ -1,8 +1,7 @@
-"""What a calibration cache says of a model: which of its entries are which tensors, and what follows for the others.
+"""Matches the entries of a calibration cache with the tensors of a model.
 
-Entries go by the names of tensors in the ONNX file. Where TensorRT has made a tensor of its own that holds the values
-of one of the model's, its name leads there (`_renamed`). Tensors that the cache lacks take the range of a neighbour
-that hands values on (`_handed_on`).
+Most entries have the names of tensors in the ONNX file. Others have names that TensorRT gives to tensors with the same
+values (`_renamed`). A tensor without an entry takes the range of a neighbour that has the same values (`_passed_on`).
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from qdqtune.graph.operators import (
     takes_data,
 )
 
-UNNAMED = re.compile(r"\(Unnamed Layer\* \d+\) \[(.+)\]_output(?:_\d+)?")
-"""A tensor of a TensorRT layer that got no name, with the kind of the layer."""
+UNNAMED_TENSOR = re.compile(r"\(Unnamed Layer\* \d+\) \[(.+)\]_output(?:_\d+)?")
+"""The output of an unnamed TensorRT layer, with the kind of the layer."""
 
-OWN = re.compile(rf"{UNNAMED.pattern}|ONNXTRT_\w+|.+_output")
-"""Names of tensors that TensorRT's parser makes beside those of the model."""
+TENSORRT_NAME = re.compile(rf"{UNNAMED_TENSOR.pattern}|ONNXTRT_\w+|.+_output")
+"""Names of tensors that TensorRT's parser adds to those of the model."""
 
-KINDS: Mapping[str, frozenset[str]] = {
+TENSORRT_LAYERS: Mapping[str, frozenset[str]] = {
     "Convolution": frozenset({"Conv"}),
     "Deconvolution": frozenset({"ConvTranspose"}),
     "Fully Connected": frozenset({"Gemm", "MatMul"}),
@@ -44,38 +43,38 @@ KINDS: Mapping[str, frozenset[str]] = {
     "Scale": frozenset({"BatchNormalization"}),
     "Softmax": frozenset({"Softmax"}),
 }
-"""Layers of TensorRT and the operators that they are made of, where a layer behind it that only reshapes has the name
-of the operator's result: Softmax and one-dimensional convolutions, the fully connected layers of 7. The matrix products
-of later versions are none, since the bias is added behind them."""
+"""Layers of TensorRT, by kind, and their operators, where the layer has no name because a reshaping layer behind it has
+the name of the operator's output: Softmax, one-dimensional convolutions, fully connected layers in TensorRT 7. Matrix
+products of later versions are left out, since the bias is added behind them."""
 
 BACKWARD = REARRANGES | {"DepthToSpace", "MaxPool", "SpaceToDepth"}
-"""Operators of which the input may take the range of the result: they hold the same values, or TensorRT gives both
-one scale."""
+"""Operators whose input may take the range of the output: they hold the same values, or TensorRT gives both one
+scale."""
 
 FORWARD = MOVERS | CLAMPS | {"Dropout", "GatherElements", "Tile"}
-"""Operators whose result lies within the range of their input."""
+"""Operators whose output is within the range of their input."""
 
-LEAST_SHARE = 0.1
-"""If fewer of the model's tensors are in a cache, and fewer of its entries in the model, it is of another model: names
-such as `input` fit everywhere."""
+LEAST_KNOWN_SHARE = 0.1
+"""A cache is another model's if it has fewer of the model's tensors, and the model fewer of its entries: a name such as
+`input` is in many models. Chosen, not measured."""
 
 
 CONSTANT = "a constant: weights get scales of their own"
-TENSORRTS = "a tensor of TensorRT's own, which the model does not have"
-"""Why entries serve for nothing that are in every cache."""
+TENSORRTS_OWN = "a tensor of TensorRT's own, which the model does not have"
+"""Reasons for unused entries that every cache has."""
 
-LISTED = 5
-"""Names that a note has room for."""
+LISTED_NAMES = 5
+"""Names in a note before it is shortened."""
 
 
 @dataclass(frozen=True)
 class Matched:
-    """What a cache gives a model.
+    """The ranges that a cache gives a model.
 
-    `exact` are the tensors that have an entry. `derived` says for each tensor that has none but a range whence that is;
-    `lacking` are those without one, as far as an operator reads them that has an integer kernel, so that it stays in
-    float. `unused` says for each entry without a tensor why that is. It `is_doubtful` whether the cache is this model's
-    where most of what its convolutions and products read is not in it.
+    `exact` are the tensors with an entry. `derived` has the source of the range for other tensors with a range.
+    `lacking` are tensors without one that operators with integer kernels read, which so stay in float. `unused` has the
+    reason for each entry without a tensor. `is_doubtful`: most inputs of convolutions and products have no range, so
+    that the cache may be another model's.
     """
 
     source: str
@@ -87,31 +86,33 @@ class Matched:
     is_doubtful: bool = False
 
     def notes(self) -> tuple[str, ...]:
-        """For people: what serves, what stays in float, and what serves for nothing."""
-        told = f"{self.source}: {len(self.exact)} tensors have a scale of their own there"
+        """Notes on the entries that are used, the tensors that stay in float, and the entries that are not used."""
+        counts = f"{self.source}: {len(self.exact)} tensors have an entry"
         if self.derived:
-            told += f", {len(self.derived)} more that of a neighbour: {_listed(self.derived, self.derived)}"
-        notes = [told]
+            counts += f", {len(self.derived)} more take that of a neighbour: {_listed(self.derived, self.derived)}"
+        notes = [counts]
         if self.lacking:
             notes.append(f"tensors without a scale, which stay in float, {len(self.lacking)}: {_listed(self.lacking)}")
-        own = [name for name, why in self.unused.items() if why in (CONSTANT, TENSORRTS)]
+        own = [name for name, why in self.unused.items() if why in (CONSTANT, TENSORRTS_OWN)]
         if own:
-            notes.append(f"entries for constants, and for tensors that only TensorRT has, are passed over: {len(own)}")
+            notes.append(f"entries for constants, and for tensors that only TensorRT has, are ignored: {len(own)}")
         if strange := [name for name in self.unused if name not in own]:
-            notes.append(f"other entries that serve for nothing, {len(strange)}: {_listed(strange, self.unused)}")
+            notes.append(f"other entries that are not used, {len(strange)}: {_listed(strange, self.unused)}")
         if self.is_doubtful:
             notes.append("most of what the model's convolutions and products read has no scale: is it another model's?")
         return tuple(notes)
 
     def as_json(self) -> dict[str, object]:
-        """All of it for machines, but for the ranges."""
+        """All fields except the ranges."""
         named = {"source": self.source, "exact": list(self.exact), "derived": dict(self.derived)}
         return {**named, "lacking": list(self.lacking), "unused": dict(self.unused)}
 
 
 def _listed(names: Collection[str], words: Mapping[str, str] | None = None) -> str:
-    shown = [f"{name} ({words[name]})" if words else name for name in islice(names, LISTED)]
-    return "; ".join(shown) + (f"; and {len(names) - LISTED} more (--json has all)" if len(names) > LISTED else "")
+    shown = [f"{name} ({words[name]})" if words else name for name in islice(names, LISTED_NAMES)]
+    return "; ".join(shown) + (
+        f"; and {len(names) - LISTED_NAMES} more (--json has all)" if len(names) > LISTED_NAMES else ""
+    )
 
 
 def from_file(cache: Path, model: Model, file: Path) -> Matched:
@@ -119,7 +120,7 @@ def from_file(cache: Path, model: Model, file: Path) -> Matched:
 
     Raises:
         BadData: the cache cannot be read, or is another model's.
-        BadModel: the file cannot be read.
+        BadModel: the model file cannot be read.
     """
     found = read_cache(cache)
     try:
@@ -129,11 +130,11 @@ def from_file(cache: Path, model: Model, file: Path) -> Matched:
 
 
 def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
-    """The ranges that a cache gives the tensors of a model. `aliases` are names of tensors that the file had, and under
-    which they are in the model now.
+    """The ranges that a cache gives the tensors of a model. `aliases` maps names of tensors in the file to those in the
+    model (see `loading.identities`).
 
     Raises:
-        BadData: the cache fits none or next to none of the model's tensors.
+        BadData: the cache has none or hardly any of the model's tensors.
     """
     tensors = candidate_tensors(model)
     named = {n: n for n in cache.ranges} | {n: t for n, t in aliases.items() if n in cache.ranges}
@@ -145,17 +146,19 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
     for tensor, other in _casts(model, tensors):
         if other in known:
             known.setdefault(tensor, known[other])
-    strangers = [n for n in cache.ranges if n not in entries and not OWN.fullmatch(n)]
-    if len(exact) < LEAST_SHARE * len(tensors) and len(entries) < LEAST_SHARE * (len(entries) + len(strangers)):
-        raise BadData(_another_models(cache, model, len(tensors), len(exact)))
+    strangers = [n for n in cache.ranges if n not in entries and not TENSORRT_NAME.fullmatch(n)]
+    if len(exact) < LEAST_KNOWN_SHARE * len(tensors) and len(entries) < LEAST_KNOWN_SHARE * (
+        len(entries) + len(strangers)
+    ):
+        raise BadData(_of_another_model(cache, model, len(tensors), len(exact)))
     derived: dict[str, str] = {}
     for name, tensor in _renamed(cache.ranges, model, known, tensors):
         known[tensor] = cache.ranges[name]
         derived[tensor], entries[name] = f"{name}, as TensorRT calls it", tensor
     if not known:
-        raise BadData(_another_models(cache, model, len(tensors), 0))
-    derived |= _handed_on(model, known, tensors)
-    unused = dict(cache.unusable) | {n: _strange(aliases.get(n, n), model) for n in cache.ranges if n not in entries}
+        raise BadData(_of_another_model(cache, model, len(tensors), 0))
+    derived |= _passed_on(model, known, tensors)
+    unused = dict(cache.unusable) | {n: _why_unused(aliases.get(n, n), model) for n in cache.ranges if n not in entries}
     computed = {t for n in model.nodes if n.op in COMPUTE and not n.domain for t in n.inputs[:2] if t in tensors}
     wanted = computed.union(t for n in model.nodes if n.op in INTEGER_KERNELS and not n.domain for t in n.inputs)
     lacking = tuple(t for t in tensors if t in wanted and t not in known)
@@ -163,7 +166,7 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
     return Matched(cache.source, Ranges(known, is_given=True), exact, derived, lacking, unused, is_doubtful)
 
 
-def _another_models(cache: Cache, model: Model, tensors: int, found: int) -> str:
+def _of_another_model(cache: Cache, model: Model, tensors: int, found: int) -> str:
     first = next(iter(cache.ranges), None) or next(iter(cache.unusable))
     own = next(iter(candidate_tensors(model)), "none")
     known = f"knows {found or 'none'} of the {tensors} float tensors of the model"
@@ -171,7 +174,7 @@ def _another_models(cache: Cache, model: Model, tensors: int, found: int) -> str
 
 
 def _casts(model: Model, tensors: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Tensors and others that are the same but for the float type, as a conversion to float16 leaves them."""
+    """Pairs of tensors that differ in the float type only, as a conversion to float16 makes them."""
     for node in model.nodes:
         if node.op == "Cast" and not node.domain and is_float(model, node.inputs[0]):
             pair = node.inputs[0], node.outputs[0]
@@ -184,18 +187,18 @@ def _casts(model: Model, tensors: Collection[str]) -> Iterator[tuple[str, str]]:
 def _renamed(
     ranges: Mapping[str, Range], model: Model, known: Mapping[str, Range], tensors: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Entries under names of TensorRT's, and the tensors without entry that hold the same values.
+    """Entries with names of TensorRT, and the tensors without entry that hold the same values.
 
-    Later versions name what a layer makes before it is reshaped after the node. Earlier ones number it: which one is
-    which is known where there are as many entries of a kind as tensors without one, in the order of both.
+    Later versions name the tensor in front of a reshape after the node. Earlier ones number it by kind of layer: if
+    there are as many such entries as tensors without one, they are matched in order.
     """
     lacking = [n for n in model.nodes if n.outputs and n.outputs[0] in tensors and n.outputs[0] not in known]
-    makers = frozenset[str]().union(*KINDS.values())
+    makers = frozenset[str]().union(*TENSORRT_LAYERS.values())
     by_name = {f"{n.name}_output": n.outputs[0] for n in lacking if n.op in makers and not _adds_bias(n)}
     found = {name: tensor for name, tensor in by_name.items() if name in ranges}
     yield from found.items()
-    for kind, ops in KINDS.items():
-        entries = [n for n in ranges if (m := UNNAMED.fullmatch(n)) and m[1] == kind]
+    for kind, ops in TENSORRT_LAYERS.items():
+        entries = [n for n in ranges if (m := UNNAMED_TENSOR.fullmatch(n)) and m[1] == kind]
         missing = [n.outputs[0] for n in lacking if n.op in ops and n.outputs[0] not in found.values()]
         if len(entries) == len(missing):
             yield from zip(entries, missing, strict=True)
@@ -205,24 +208,24 @@ def _adds_bias(node: Node) -> bool:
     return node.op == "Gemm" and len(node.inputs) > 2 and bool(node.inputs[2])
 
 
-def _strange(name: str, model: Model) -> str:
-    """Why an entry serves no tensor."""
-    unnamed = UNNAMED.fullmatch(name)
+def _why_unused(name: str, model: Model) -> str:
+    """Why an entry is not used."""
+    unnamed = UNNAMED_TENSOR.fullmatch(name)
     plain = name.removesuffix("_output")
     if name in model.constants or plain in model.constants or (unnamed and unnamed[1] == "Constant"):
         return CONSTANT
     if name in model.tensors:
         return "nothing reads it" if is_float(model, name) else "it holds no floats"
-    if unnamed or OWN.fullmatch(name):
-        return TENSORRTS
+    if unnamed or TENSORRT_NAME.fullmatch(name):
+        return TENSORRTS_OWN
     return "the model has no such tensor"
 
 
 # ---- neighbours
 
 
-def _handed_on(model: Model, known: dict[str, Range], tensors: Collection[str]) -> dict[str, str]:
-    """Give ranges (in `known`) to tensors beside others that have one, near ones first. Says whence each is."""
+def _passed_on(model: Model, known: dict[str, Range], tensors: Collection[str]) -> dict[str, str]:
+    """Add ranges of neighbours to `known`, near ones first. Returns the source of each."""
     wanted, derived = set(tensors), dict[str, str]()
     grows = True
     while grows:
@@ -236,7 +239,7 @@ def _handed_on(model: Model, known: dict[str, Range], tensors: Collection[str]) 
 
 
 def _takes(model: Model, node: Node, known: Mapping[str, Range]) -> Iterator[tuple[str, str]]:
-    """Tensors beside a node and others, on its other side, whose range they may take."""
+    """Pairs of an input and an output of a node where the first tensor may take the range of the second."""
     if node.domain:
         return
     data = [t for i, t in enumerate(node.inputs) if t and is_float(model, t) and takes_data(node, i)]

@@ -1,6 +1,6 @@
-"""What the tensors of a float model are on samples: the one way to run it for other outputs than its own.
+"""Values of any tensors of a float model on samples, for calibration, noise and reports.
 
-ONNX Runtime runs it, whichever engine is tuned for: nothing here is timed. Calibration, noise and reports ask.
+ONNX Runtime runs the model, whichever engine is tuned for: nothing here is timed.
 """
 
 from __future__ import annotations
@@ -20,32 +20,36 @@ from qdqtune.engines.devices import Device, usable_cores
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadData, BadModel, first_of
-from qdqtune.graph.files import constants_to_share
 from qdqtune.graph.model import Model
-from qdqtune.graph.outputs import temporary_folder
+from qdqtune.graph.saving import constants_to_share
+from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array, Failure, Sample
 
-MEMORY = 2**29
-"""Bytes of values that one inference hands over, if no single tensor is larger."""
+BATCH_BYTES = 2**29
+"""Bytes of values that one inference returns, if no single tensor is larger. Chosen, not measured."""
 
 WIDENED = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
 Run = Callable[[Iterable[Sample]], list[dict[str, Array]] | Failure]
-"""The outputs of a model, by name, for each sample."""
+"""Runs a model: its outputs by name, for each sample."""
 
-MANY = 4000
-"""Nodes beyond which a model is run as it is: ONNX Runtime takes a time to optimize that grows with their square."""
+MOST_OPTIMIZED = 4000
+"""Models of more nodes are run without optimization: ONNX Runtime's time for it grows with the square of the nodes."""
 
 
 def observe(
-    model: Model, tensors: Sequence[str], samples: Iterable[Sample], *, widen: bool = True, memory: int | None = MEMORY
+    model: Model,
+    tensors: Sequence[str],
+    samples: Iterable[Sample],
+    *,
+    widen: bool = True,
+    memory: int | None = BATCH_BYTES,
 ) -> Iterator[tuple[str, Array]]:
-    """Any tensors of the main graph with their values on each sample, in memory that does not grow with their number.
+    """Each of the tensors with its value on each sample, in memory that does not grow with their number.
 
-    Tensors come in their order, one batch after the other, and each batch sample by sample. A batch holds as many as
-    fit into `memory` bytes (those of the first sample, where shapes are not static; None: all), and takes a pass over
-    the samples, which are no iterator therefore. float16 and bfloat16 values are widened to float32 unless `widen` is
-    False.
+    Tensors come in batches, in order, and each batch sample by sample. A batch has as many tensors as fit into `memory`
+    bytes (by the first sample, where shapes are dynamic; None: all). Each batch takes a pass over the samples, so these
+    must not be an iterator. float16 and bfloat16 values are converted to float32 unless `widen` is False.
 
     Raises:
         BadData: no sample.
@@ -59,14 +63,14 @@ def observe(
 
 
 def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> int:
-    """How often `observe` goes through the samples to show all of these tensors."""
-    return sum(1 for _ in _batches(model, tensors, samples, MEMORY))
+    """How many passes over the samples `observe` takes for these tensors."""
+    return sum(1 for _ in _batches(model, tensors, samples, BATCH_BYTES))
 
 
 def values_on(
     model: Model, tensors: Sequence[str], sample: Sample, budget: MemoryBudget | None = None
 ) -> dict[str, Array]:
-    """The values that some tensors take on one sample, in the types that they have. For `budget` see `outputs_on`.
+    """The values of some tensors on one sample, in their own types. For `budget` see `outputs_on`.
 
     Raises:
         BadModel: ONNX Runtime cannot run the model.
@@ -79,14 +83,14 @@ def values_on(
 def outputs_on(
     model: Model, samples: Iterable[Sample], budget: MemoryBudget | None = None
 ) -> Iterator[dict[str, Array]]:
-    """All outputs of a model by name, sample by sample. `budget` is that of what engines hold meanwhile, if anything.
+    """All outputs of a model by name, sample by sample. `budget` is the memory budget of engines that run meanwhile.
 
     Raises:
         BadData: no sample.
         BadModel: ONNX Runtime cannot run the model.
     """
     sample = None
-    with running_in_several(model, 1, fuse=len(model.proto.graph.node) <= MANY, budget=budget) as (run,):
+    with running_in_several(model, 1, fuse=len(model.proto.graph.node) <= MOST_OPTIMIZED, budget=budget) as (run,):
         for sample in samples:
             outputs = run([sample])
             if isinstance(outputs, Failure):
@@ -100,7 +104,7 @@ def outputs_on(
 
 @contextmanager
 def running(model: Model, *, fuse: bool = True) -> Iterator[Run]:
-    """A model in a process of its own. One that cannot be built gives that failure for whatever it is asked."""
+    """A function that runs a model in a process. If the model cannot be built, each call returns that failure."""
     with running_in_several(model, 1, fuse=fuse) as (run,):
         yield run
 
@@ -109,8 +113,8 @@ def running(model: Model, *, fuse: bool = True) -> Iterator[Run]:
 def running_in_several(
     model: Model, count: int, *, fuse: bool = True, budget: MemoryBudget | None = None
 ) -> Iterator[tuple[Run, ...]]:
-    """`running` in so many processes side by side, which share the cores. Each builds the model when it is asked for
-    the first time, and may be asked in another thread. A single one shares the memory `budget`, if there is one."""
+    """`running` in `count` processes that share the cores. Each builds the model at its first call, which may come from
+    any thread. A single one uses the memory `budget`, if given."""
     size = sum(constant.nbytes for constant in model.large.values())
     spec = EngineSpec("onnxruntime", {"threads": max(1, usable_cores() // count), "fuse": fuse})
     with ExitStack() as stack:
@@ -118,7 +122,7 @@ def running_in_several(
         path = stack.enter_context(constants_to_share()).write(model, "observed")
         stack.callback(path.unlink)
         devices = [Device(f"observer-{number}") for number in range(count)]
-        shared = budget if count == 1 else None  # a budget is for one thread
+        shared = budget if count == 1 else None  # a budget is not thread-safe
         runners = [
             Runner(spec, log_dir=folder, device=device, memory=shared or MemoryBudget.for_model(size))
             for device in devices
@@ -136,12 +140,12 @@ def _outputs(
 
 
 def with_outputs(model: Model, nodes: Sequence[onnx.NodeProto], outputs: Iterable[str] | None = None) -> Model:
-    """The model with more nodes at its end, and with `outputs` instead of its own: by default what each node makes."""
+    """The model with `nodes` at its end and other `outputs`: by default those of the new nodes."""
     proto = deepcopy(model.proto)
     proto.graph.node.extend(nodes)
     del proto.graph.output[:]
     for name in [node.output[0] for node in nodes] if outputs is None else outputs:
-        proto.graph.output.add(name=name)  # ONNX Runtime infers the rest
+        proto.graph.output.add(name=name)  # ONNX Runtime infers type and shape
     return Model(proto, model.large)
 
 
@@ -160,7 +164,7 @@ def _showing(model: Model, tensors: Sequence[str], *, widen: bool) -> Model:
 def _batches(
     model: Model, tensors: Sequence[str], samples: Iterable[Sample], memory: int | None
 ) -> Iterator[tuple[str, ...]]:
-    """The tensors in their order, as many at a time as take no more than `memory` bytes (at least one)."""
+    """The tensors in order, in batches of at most `memory` bytes (but at least one tensor)."""
     if memory is None or len(tensors) < 2:
         yield from filter(None, [tuple(tensors)])
         return
@@ -177,7 +181,7 @@ def _batches(
 
 
 def _sizes(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> dict[str, int]:
-    """Bytes of each tensor: of its static shape, or as the first sample has it. 4 an element, which most types take."""
+    """Bytes of each tensor by its static shape, or else on the first sample, at 4 bytes an element."""
     infos = {tensor: model.tensors.get(tensor) for tensor in tensors}
     shapes = {t: info.shape for t, info in infos.items() if info is not None and info.shape is not None}
     sizes = {t: 4 * prod(d for d in shape if d is not None) for t, shape in shapes.items() if None not in shape}

@@ -1,4 +1,4 @@
-"""The options about what a model is fed, and about how its ranges are found."""
+"""Options for the inputs of a model, and for how its ranges are found."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any, get_args
 
 import click
 
-from qdqtune.calibration.methods import CLOSEST, Calibration, Method
 from qdqtune.calibration.samples import files_named
+from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration, Method
+from qdqtune.engines.options import SHAPE
 from qdqtune.errors import BadOption
-from qdqtune.graph.rewrites import NAMES as REWRITTEN
+from qdqtune.graph.rewrites import REWRITE_NAMES as REWRITTEN
 from qdqtune.options import (
     COUNT,
     FILE,
@@ -32,12 +33,10 @@ from qdqtune.options import (
     option,
 )
 
-SHAPE = "NAME:1x3x224x224"
-
 
 @dataclass(kw_only=True)
 class DataOptions(Options):
-    """What a model is fed, besides the source of its samples."""
+    """Options for the inputs of a model, except the source of samples."""
 
     calibration_samples: MaybeInt = option(
         COUNT, None, "Use at most this many samples.", "Data", short="use at most so many of them", is_rare=True
@@ -62,7 +61,7 @@ class DataOptions(Options):
 
 
 def samples_option(**how: Any) -> Any:
-    """The source of samples: `calibration_data`."""
+    """The option `calibration_data`: the source of samples."""
     return option(
         Anything(Reads(files_named, path_type=str)),
         None,
@@ -77,7 +76,7 @@ def samples_option(**how: Any) -> Any:
 
 @dataclass(kw_only=True)
 class RangeOptions(Options):
-    """How scales are found, or which file brings them, and what is rewritten before."""
+    """Options for how ranges are found."""
 
     calibration_method: Option[Method | None, Method | None] = option(
         choice(*get_args(Method)),
@@ -87,7 +86,7 @@ class RangeOptions(Options):
         "samples closest to the float model's.",
         "Accuracy",
         short="how ranges are found",
-        default_in_words=CLOSEST.method,
+        default_in_words=DEFAULT_CALIBRATION.method,
     )
     bias_correction: Option[bool | None, bool | None] = option(
         SWITCH,
@@ -112,28 +111,33 @@ class RangeOptions(Options):
         "Share of values, in %, that percentile keeps.",
         "Accuracy",
         is_rare=True,
-        default_in_words=f"{CLOSEST.percentile}",
+        default_in_words=f"{DEFAULT_CALIBRATION.percentile}",
     )
 
     @property
     def says_how(self) -> bool:
-        """Whether anything is said about how ranges are found."""
-        return any(value is not None for value in self._said)
+        """Whether one of the options is given."""
+        return any(value is not None for value in self._given)
 
     @property
     def calibration(self) -> Calibration:
-        """How ranges are found: as said, and else as it is usually done."""
-        usual = (CLOSEST.method, CLOSEST.percentile, CLOSEST.bias_correction, CLOSEST.equalization)
-        return Calibration(*(u if said is None else said for said, u in zip(self._said, usual, strict=True)))  # type: ignore[arg-type]
+        """How ranges are found: the given options, and defaults for the others."""
+        usual = (
+            DEFAULT_CALIBRATION.method,
+            DEFAULT_CALIBRATION.percentile,
+            DEFAULT_CALIBRATION.bias_correction,
+            DEFAULT_CALIBRATION.equalization,
+        )
+        return Calibration(*(u if given is None else given for given, u in zip(self._given, usual, strict=True)))  # type: ignore[arg-type]
 
     @property
-    def _said(self) -> tuple[object, ...]:
+    def _given(self) -> tuple[object, ...]:
         return self.calibration_method, self.percentile, self.bias_correction, self.equalize
 
 
 @dataclass(kw_only=True)
 class CacheOption(Options):
-    """Which file brings the scales."""
+    """The option for a file with scales."""
 
     calibration_cache: MaybeFile = option(
         FILE,
@@ -148,7 +152,7 @@ class CacheOption(Options):
 
 
 def check_cache(ranges: RangeOptions, cache: CacheOption) -> None:
-    """Refuse a cache, which brings the scales, beside options that say how to find them.
+    """Refuse a calibration cache together with options for how ranges are found.
 
     Raises:
         BadOption: both are given.
@@ -160,7 +164,7 @@ def check_cache(ranges: RangeOptions, cache: CacheOption) -> None:
 
 @dataclass(kw_only=True)
 class RewriteOption(Options):
-    """What is rewritten in the float model."""
+    """The option for rewrites of the float model."""
 
     rewrites: Text = option(
         TEXT,
@@ -175,7 +179,7 @@ class RewriteOption(Options):
 
 @dataclass(kw_only=True)
 class FixOption(Options):
-    """Inputs that become constants."""
+    """The option for inputs that become constants."""
 
     fix_inputs: ValuesByInput = option(
         Assignments("fixes nothing", numbers_only=True),

@@ -1,41 +1,40 @@
-"""A float model and its samples, made ready: shaped as it is measured, its samples split, its ranges when asked."""
+"""A float model and its samples, ready for use: input shapes fixed, samples split, doubts about both as notes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
 from qdqtune.calibration.calibrate import calibrate
-from qdqtune.calibration.hidden_work import hidden_work
-from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.inputs import input_specs
 from qdqtune.calibration.samples import Samples, open_samples
-from qdqtune.calibration.scales import Ranges
+from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.workloads import Sizes, WorkloadFile, common_sizes, open_workloads, samples_of
 from qdqtune.errors import BadOption
-from qdqtune.graph.model import Model
-from qdqtune.graph.operators import work
-from qdqtune.graph.shaping import with_input_shapes
+from qdqtune.graph.inference import with_input_shapes
+from qdqtune.graph.model import Model, graphs
+from qdqtune.graph.operators import COMPUTE, CONTROL_FLOW, HEAVY, integer_operators, work
 from qdqtune.graph.soundness import check_outputs
-from qdqtune.types import Mix, NumericFormat, Sample, Workload
+from qdqtune.types import Array, Mix, NumericFormat, Sample, Workload
 
 LEAST_JUDGED = 8
-"""Fewer held-out samples than this are no judges: scales that differ by 4e-7 have moved one sample by 10 dB."""
+"""The least number of held-out samples to compare outputs on: scales that differ by 4e-7 moved one sample by 10 dB."""
 
 MOST_JUDGED = 32
-"""Samples that outputs are compared on where nobody asks for fewer."""
+"""Samples to compare outputs on by default. Chosen, not measured."""
 
 JUDGED_WORK = 5e10
-"""Multiplications of the inferences on which outputs are compared, where `LEAST_JUDGED` take less: a few seconds on a
+"""Multiplications that comparing outputs may take, if `LEAST_JUDGED` samples do not need more: a few seconds on a
 core."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a model is fed: a source of samples (None: random inputs), how many of them at most, the shapes of its
-    dynamic inputs, the seed of what is random, and files of workloads: calls of different shapes, which are the samples
-    where there is no other source."""
+    """The inputs of a model: a source of samples (None for random inputs) and their largest number, the shapes of
+    dynamic inputs, the seed of everything random, and workloads, which are the samples if there is no other source."""
 
     calibration_data: str | None = None
     calibration_samples: int | None = None
@@ -46,11 +45,11 @@ class Data:
 
 @dataclass(frozen=True)
 class Prepared:
-    """`model` as it was read, which is what ships; `shaped` is the same with the input `sizes` of the measurement,
-    open where those of workloads differ.
+    """`model` as it was read, which ships; `shaped` has the input `sizes` of the measurement, except where those of
+    workloads differ.
 
-    `judging` is what outputs are compared on, in every command: the first of those that calibration does not see if
-    `is_held_out`, else of all; fewer than asked for where `is_capped`.
+    Outputs are compared on the samples `judging`. They are held out of calibration if `is_held_out`, and fewer than
+    asked for if `is_capped`.
     """
 
     model: Model
@@ -65,60 +64,59 @@ class Prepared:
 
     @property
     def mix(self) -> Mix:
-        """What is timed: the workloads, or else the first sample.
+        """The workloads to time: those given, or else the first sample.
 
         Raises:
-            BadData: there is none.
+            BadData: there is no sample.
         """
         return self.workloads or (Workload(self.samples.first(1)[0]),)
 
     @property
-    def tells_accuracy(self) -> bool:
-        """Whether outputs on these samples say anything of the model's accuracy: random inputs do not."""
+    def has_real_samples(self) -> bool:
+        """Whether the samples are the user's, so that outputs on them tell something about accuracy."""
         return not self.samples.is_random
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """What to say of samples that tell little, and of how few outputs are compared on."""
-        first, told = self.judging[:1], []
+        """Notes on samples that are all alike, and on outputs that are compared on few samples."""
+        first, notes = self.judging[:1], []
         wide = [array for sample in self.judging for array in sample.values() if array.size > 1]
-        if first and self.tells_accuracy and not self.workloads:
+        if first and self.has_real_samples and not self.workloads:
             is_one = len(self.judging) > 1 and all(
                 np.array_equal(array, other[name]) for name, array in first[0].items() for other in self.judging[1:]
             )
             is_flat = bool(wide) and all((array == array.flat[0]).all() for array in wide)
             if is_one or is_flat:
                 what = "hold one value throughout" if is_flat else "are all equal"
-                told.append(
-                    f"the samples in {self.samples.origin} {what}: scales and accuracy that are found on them do not "
+                notes.append(
+                    f"the samples in {self.samples.origin} {what}: scales and accuracy from them do not "
                     "hold for real inputs; give typical ones"
                 )
         if self.is_capped:
-            told.append(f"outputs are compared on {len(self.judging)} samples: more of so large a model take too long")
-        return tuple(told)
+            notes.append(f"outputs are compared on {len(self.judging)} samples: more would take too long")
+        return tuple(notes)
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """What every command that places pairs says of a model and its samples: doubts, and work that no pair can
-        reach."""
+        """Notes of every command that places pairs: `doubts`, and compute operators that no pair can reach."""
         return (*self.doubts, *filter(None, [hidden_work(self.model, self.samples)]))
 
     def ranges(self, how: Calibration | None, numbers: NumericFormat) -> Ranges:
-        """See `calibrate`; takes one pass over the samples."""
+        """Calibrate in one pass over the samples (see `calibrate`)."""
         return calibrate(self.shaped, self.calibration, how, numbers=numbers)
 
 
 def prepare(model: Model, data: Data, *, fixed: Collection[str] = (), most: int = MOST_JUDGED) -> Prepared:
-    """Shape a model and open its samples. Arrays of `fixed` inputs, which were made constants, are passed over.
+    """Shape a model and open its samples. Arrays of `fixed` inputs, which were made constants, are ignored.
 
-    Every fifth sample is held out of calibration until `most` are, unless these were fewer than `LEAST_JUDGED`, or are
-    made up. All commands do alike, so that they compare the outputs of a file on the same samples. Who compares none
-    asks for 0.
+    Every fifth sample is held out of calibration, `most` in all, unless there would be fewer than `LEAST_JUDGED` or
+    samples are random. All commands call this, so that they compare outputs on the same samples. With `most` 0 no
+    samples are held out.
 
     Raises:
         BadModel: an input or an output is no tensor.
-        BadOption: the shapes do not fit, or random inputs need some that are not given.
-        BadData: the source is missing, unreadable or does not fit the model (some of it tells only when iterated).
+        BadOption: shapes do not fit, or are missing for random inputs.
+        BadData: the source is missing, unreadable or does not fit the model (partly raised by the iterator).
     """
     check_outputs(model.proto)
     if data.workloads and data.input_shapes:
@@ -140,6 +138,75 @@ def prepare(model: Model, data: Data, *, fixed: Collection[str] = (), most: int 
 
 
 def _affordable(model: Model, most: int) -> int:
-    """How many samples outputs are compared on: few noise powers are a matter of luck, and many take time."""
+    """The number of samples to compare outputs on: more are more reliable and take longer."""
     affordable = JUDGED_WORK / max(1.0, sum(work(model, node) for node in model.nodes))
     return max(min(LEAST_JUDGED, most), min(most, int(affordable)))
+
+
+LOOKED_AT = 256
+"""An input is taken for constant if it has one value in so many samples. Chosen, not measured."""
+
+
+def hidden_work(model: Model, samples: Samples) -> str | None:
+    """Why pairs cannot reach compute operators: there are none, the model is quantized, or they are in the bodies of
+    If, Loop or Scan. None if pairs reach them.
+
+    If an If depends on inputs that are the same in all samples, the text says by which option it is folded.
+    """
+    if operators := integer_operators(model):
+        names = ", ".join(operators)
+        return f"the model is quantized already, and its integer operators ({names}) stay: tune the float model"
+    layers = HEAVY - CONTROL_FLOW
+    inside = [n.op_type for g in islice(graphs(model.proto.graph), 1, None) for n in g.node if n.op_type in layers]
+    outside = sum(node.op in layers for node in model.nodes)
+    if not inside:
+        return (
+            None
+            if outside
+            else f"the model has none of the operators that 8 bits make faster ({', '.join(sorted(COMPUTE))})"
+        )
+    flows = [node for node in model.nodes if node.op in CONTROL_FLOW]
+    kinds = " and ".join(dict.fromkeys(node.op for node in flows))
+    share = "all" if not outside else f"{len(inside)} of {len(inside) + outside}"
+    what = f"{share} operators that gain from 8 bits ({', '.join(sorted(set(inside)))}) are in bodies of {kinds}"
+    return f"{what}, where no pair can be: {_how_to_fold(model, samples)}"
+
+
+def _how_to_fold(model: Model, samples: Samples) -> str:
+    deciding = _deciding_inputs(model)
+    if not deciding:
+        return "unroll it where the model is exported"
+    if samples.is_random:
+        flags = " ".join(f"--fix-input {name}=VALUE" for name in deciding)
+        return f"give the value that you deploy with, {flags}, and it is folded"
+    values = _constants(deciding, samples)
+    if changing := [name for name in deciding if name not in values]:
+        return f"it depends on the input {changing[0]}, whose value changes: export a model for each value"
+    flags = " ".join(f"--fix-input {name}={value}" for name, value in values.items())
+    facts = " and ".join(f"{name} is {value}" for name, value in values.items())
+    return f"{facts} in all samples, so give {flags} and it is folded (the result then holds for that value alone)"
+
+
+def _deciding_inputs(model: Model) -> list[str]:
+    """The inputs on which conditions of If depend."""
+    waiting = [node.inputs[0] for node in model.nodes if node.op == "If"]
+    seen: set[str] = set()
+    while waiting:
+        tensor = waiting.pop()
+        if tensor and tensor not in seen:
+            seen.add(tensor)
+            producer = model.maker(tensor)
+            waiting += [] if producer is None else producer.inputs
+    return [spec.name for spec in input_specs(model) if spec.name in seen]
+
+
+def _constants(names: Sequence[str], samples: Samples) -> dict[str, float | int]:
+    """The inputs that hold one number, the same in all samples, with this number."""
+    found: dict[str, Array] = {}
+    changing: set[str] = set()
+    for sample in samples.first(LOOKED_AT):
+        for name in names:
+            known = found.setdefault(name, sample[name])
+            if np.unique(np.append(known, sample[name])).size != 1:
+                changing.add(name)
+    return {name: array.flat[0].item() for name, array in found.items() if name not in changing}

@@ -1,6 +1,6 @@
-"""Calibration data: where samples come from, and whether they fit the model.
+"""Calibration data: sources of samples, checked against the model. A sample is one set of inputs.
 
-A source is iterated as often as needed; no more than one file of it is in memory. One sample is one set of inputs.
+A source can be iterated several times, with one file at a time in memory.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
-from qdqtune.calibration.callables import imported, users_code
-from qdqtune.calibration.inputs import InputSpec, input_specs, listed
-from qdqtune.calibration.random_inputs import drawn
-from qdqtune.calibration.reading import Patience, few_enough
+from qdqtune.calibration.inputs import InputSpec, input_specs, listed, random_samples
+from qdqtune.calibration.user_code import ReadingTime, checked_count, import_callable, user_errors
 from qdqtune.errors import BadData, one_line
 from qdqtune.graph.model import Model
 from qdqtune.types import Array, Sample
 
 HELD_OUT = 5
-"""Every so many samples one is kept from calibration."""
+"""Every so many samples, one is held out of calibration. Chosen, not measured."""
 
 
-UNPACKED, TIMES = 2**30, 32
-"""Bytes that a packed file may always unpack to, and how many times larger it may become beyond that: real data shrink
-by far less, and files that are made to fill the memory by far more."""
+UNPACKED_BYTES, UNPACKED_TIMES = 2**30, 32
+"""A packed file may unpack to so many bytes, or to so many times its size: real data shrink by far less, and files that
+are made to fill the memory by far more."""
 
 UNREADABLE = (
     OSError,
@@ -53,12 +51,13 @@ UNREADABLE = (
     MemoryError,
     struct.error,
 )
-"""What numpy, its reader of headers and the archive raise on damaged files, and on shapes that nobody has room for."""
+"""What numpy and zipfile raise on damaged files, and on shapes that do not fit into memory."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """A re-iterable source of samples. `digest` names its content; `origin` is for people."""
+    """A source of samples that can be iterated several times. `digest` identifies its content; `origin` is for
+    messages."""
 
     origin: str
     digest: str
@@ -69,10 +68,11 @@ class Samples:
         return self.produce()
 
     def apart(self, least: int, most: int | None = None) -> tuple[Samples, Samples] | None:
-        """Every fifth sample kept from the others until `most` are: the others, and these. None if under `least` are.
+        """The samples without every fifth one, and these held-out ones, of which there are at most `most`; None if
+        there would be fewer than `least`.
 
         Raises:
-            BadData: there is no sample at all.
+            BadData: there is no sample.
         """
         if len(self.first(HELD_OUT * least)) < HELD_OUT * least:
             return None
@@ -85,10 +85,10 @@ class Samples:
         return replace(self, produce=lambda: part(False)), replace(self, produce=lambda: part(True))
 
     def spread(self, count: int) -> list[Sample]:
-        """At most `count` samples, evenly from the first on; takes two passes.
+        """At most `count` samples at even distances, in two passes.
 
         Raises:
-            BadData: there is none.
+            BadData: there is no sample.
         """
         total = sum(1 for _ in self)
         if total <= count:
@@ -97,10 +97,10 @@ class Samples:
         return [sample for number, sample in enumerate(self) if number in wanted]
 
     def first(self, count: int) -> list[Sample]:
-        """The first `count` samples, or all of them if there are fewer.
+        """The first `count` samples, or all if there are fewer.
 
         Raises:
-            BadData: there is none.
+            BadData: there is no sample.
         """
         found = list(islice(iter(self), count))
         if not found:
@@ -111,36 +111,43 @@ class Samples:
 def open_samples(
     source: str | None, model: Model, *, seed: int = 0, limit: int | None = None, fixed: Collection[str] = ()
 ) -> Samples:
-    """Calibration samples from `source`: an .npz, a folder of .npy/.npz, or `module:callable`; None means random.
+    """Calibration samples from `source`: an .npz, a folder of .npy/.npz, or `module:callable`; None for random inputs.
 
-    Arrays are named as the model's inputs. An array of the input's rank holds one sample per batch (`a[i:i+1]` for
-    batch 1), one of a rank more holds one per entry (`a[i]`); one that holds a single sample serves for all. A callable
-    returns an iterable of dictionaries that fit as they are, or of arrays if the model has one input; it is called for
-    each pass. Arrays of `fixed` inputs, which were made constants, are passed over.
+    Arrays have the names of inputs. One of the input's rank has a sample per batch (`a[i:i+1]` for batch 1), one of a
+    higher rank has a sample per entry (`a[i]`); a single sample is repeated for all. A callable returns an iterable of
+    dictionaries, one a sample, or of arrays if the model has one input; it is called for each pass. Arrays of `fixed`
+    inputs, which were made constants, are ignored.
 
     Raises:
-        BadData: the source is missing, unreadable or does not fit the model (some of it tells only when iterated).
-        BadOption: `module:callable` cannot be imported, or random inputs need shapes that the model leaves open.
+        BadData: the source is missing, unreadable or does not fit the model (partly raised by the iterator).
+        BadOption: `module:callable` cannot be imported, or random inputs would need sizes that are dynamic.
     """
-    specs, patience = input_specs(model), Patience()
+    specs, reading_time = input_specs(model), ReadingTime()
     if source is None:
         count = limit or 8
-        return Samples("random inputs", f"random-{seed}-{count}", True, drawn(model, specs, seed, count))
+        return Samples("random inputs", f"random-{seed}-{count}", True, random_samples(model, specs, seed, count))
     if files := _files_of(source):
-        produce, digest = _from_files(files, specs, fixed), _digest(files, patience)
+        digest = _digest(files, reading_time)
+
+        def produce() -> Iterator[Sample]:
+            return (s for path in files for s in _split(read_arrays(path, specs), specs, fixed, str(path)))
+
     elif ":" in source and os.sep + ":" not in source:
         given, digest = _from_callable(source, specs, fixed)
-        produce = given if limit is not None else lambda: few_enough(given(), source)
+
+        def produce() -> Iterator[Sample]:
+            return given() if limit is not None else checked_count(given(), source)
+
     else:
         raise BadData(f"calibration data {source} not found: give an .npz, a folder of .npy/.npz, or module:callable")
-    return Samples(source, digest, False, lambda: patience.over(lambda: islice(produce(), limit), source))
+    return Samples(source, digest, False, lambda: reading_time.over(lambda: islice(produce(), limit), source))
 
 
 def _files_of(source: str) -> list[Path]:
-    """The files that hold samples, in their order; none where the source is no file.
+    """The files of samples in order; empty if the source is neither a file nor a folder.
 
     Raises:
-        BadData: it is a folder without any.
+        BadData: the folder has no such file.
     """
     path = Path(source)
     if path.suffix == ".npz" or path.is_file():
@@ -154,30 +161,29 @@ def _files_of(source: str) -> list[Path]:
 
 
 def digest_of(source: str) -> str | None:
-    """The digest of samples in files; None for a callable, which would have to be imported for it.
+    """The digest of samples in files; None for a callable, which would have to be imported.
 
     Raises:
-        BadData: there are no such files.
+        BadData: the folder has no files of samples.
     """
     files = _files_of(source)
-    return _digest(files, Patience()) if files else None
+    return _digest(files, ReadingTime()) if files else None
 
 
 def read_sample(path: Path, model: Model, fixed: Collection[str] = ()) -> Sample:
-    """The arrays of a file as one sample, in the shapes that they have there.
+    """The arrays of a file as one sample.
 
     Raises:
         BadData: the file is missing or unreadable, or does not fit the model.
     """
     specs = input_specs(model)
-    (arrays,) = Patience().over(lambda: iter([read_arrays(path, specs)]), str(path))
+    (arrays,) = ReadingTime().over(lambda: iter([read_arrays(path, specs)]), str(path))
     return _sample(arrays, specs, fixed, str(path))
 
 
 def files_named(source: str | None) -> list[Path]:
-    """The files that calibration data or a metric lie in: an .npz, those of a folder, or the module of a callable.
-
-    Nothing is imported: of a module these are the files that its name may stand for.
+    """The files of calibration data or a metric: an .npz, the files of a folder, or those that may be the module of a
+    callable, which is not imported.
     """
     if source is None:
         return []
@@ -193,8 +199,8 @@ def files_named(source: str | None) -> list[Path]:
     return [folder / name for folder in folders for name in (parts.with_suffix(".py"), parts / "__init__.py")]
 
 
-def _digest(files: Sequence[Path], patience: Patience) -> str:
-    """16 hex digits of what some files hold."""
+def _digest(files: Sequence[Path], reading_time: ReadingTime) -> str:
+    """16 hex digits of the files' content."""
 
     def digests() -> Iterator[bytes]:
         for path in files:
@@ -203,24 +209,18 @@ def _digest(files: Sequence[Path], patience: Patience) -> str:
             with path.open("rb") as f:
                 yield hashlib.file_digest(f, "sha256").digest()
 
-    return hashlib.sha256(b"".join(patience.over(digests, str(files[0])))).hexdigest()[:16]
-
-
-def _from_files(
-    files: list[Path], specs: tuple[InputSpec, ...], fixed: Collection[str]
-) -> Callable[[], Iterator[Sample]]:
-    return lambda: (sample for path in files for sample in _split(read_arrays(path, specs), specs, fixed, str(path)))
+    return hashlib.sha256(b"".join(reading_time.over(digests, str(files[0])))).hexdigest()[:16]
 
 
 def read_arrays(path: Path, specs: tuple[InputSpec, ...] = ()) -> dict[str, Array]:
-    """All arrays of one file, by input name; a bare .npy belongs to the only input.
+    """All arrays of a file by input name; a .npy is for the only input.
 
     Raises:
         BadData: the file is missing or unreadable.
     """
     try:
         if not path.is_file():
-            raise FileNotFoundError  # a pipe, which might never end, is no file either
+            raise FileNotFoundError  # also for a pipe, which might never end
         with path.open("rb") as file:
             if not (head := file.read(6)).startswith((b"PK", b"\x93NUMPY")):
                 raise BadData(f"{path} is no .npz or .npy file: write it with numpy.savez or numpy.save")
@@ -246,15 +246,15 @@ def _check_unpacked(path: Path) -> None:
     packed = path.stat().st_size
     with ZipFile(path) as archive:
         unpacked = sum(entry.file_size for entry in archive.infolist())
-    if unpacked > max(UNPACKED, TIMES * packed):
-        told = f"{packed / 2**20:,.0f} MB that unpack to {unpacked / 2**20:,.0f} MB"
-        raise BadData(f"{path} holds {told}, which real data hardly do: save them with numpy.savez if they are meant")
+    if unpacked > max(UNPACKED_BYTES, UNPACKED_TIMES * packed):
+        sizes = f"{packed / 2**20:,.0f} MB that unpack to {unpacked / 2**20:,.0f} MB"
+        raise BadData(f"{path} holds {sizes}, which is unusual for real data: if that is intended, use numpy.savez")
 
 
 def _split(
     arrays: Mapping[str, Array], specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str
 ) -> Iterator[Sample]:
-    """The samples that one set of arrays holds."""
+    """The samples in one set of arrays."""
     _check_names(arrays, specs, fixed, origin)
     stacks = {spec.name: _stacked(arrays[spec.name], spec, origin) for spec in specs}
     counts = {name: len(stack) for name, stack in stacks.items()}
@@ -266,7 +266,7 @@ def _split(
 
 
 def _stacked(array: Array, spec: InputSpec, origin: str) -> Array:
-    """The array with its samples along a new first axis."""
+    """The array with samples along a new first axis."""
     array = _typed(array, spec, origin)
     if spec.fits(array.shape[1:]) and array.ndim:
         return array
@@ -281,7 +281,7 @@ def _stacked(array: Array, spec: InputSpec, origin: str) -> Array:
 def _from_callable(
     source: str, specs: tuple[InputSpec, ...], fixed: Collection[str]
 ) -> tuple[Callable[[], Iterator[Sample]], str]:
-    function = imported(source, "calibration data")
+    function = import_callable(source, "calibration data")
     try:
         code = inspect.getsource(function)
     except UNREADABLE:
@@ -290,7 +290,7 @@ def _from_callable(
     def produce() -> Iterator[Sample]:
         items = None
         while True:
-            with users_code(f"{source} failed", BadData), redirect_stdout(sys.stderr):  # and not around the yield
+            with user_errors(f"{source} failed", BadData), redirect_stdout(sys.stderr):  # not around the yield
                 items = iter(function()) if items is None else items
                 sample = next((_sample(item, specs, fixed, source) for item in items), None)
             if sample is None:
@@ -301,7 +301,7 @@ def _from_callable(
 
 
 def _sample(item: Any, specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str) -> Sample:
-    """One sample of a callable: a dictionary, or the array of the only input."""
+    """A sample from a dictionary, or from the array of the only input."""
     given = item if isinstance(item, Mapping) else {specs[0].name: item}
     _check_names(given, specs, fixed, origin)
     sample = {spec.name: _typed(np.asarray(given[spec.name]), spec, origin) for spec in specs}
@@ -318,17 +318,17 @@ def _check_names(arrays: Mapping[str, Any], specs: tuple[InputSpec, ...], fixed:
     if missing or unknown:
         what = f"has no array '{missing[0]}'" if missing else f"has an array '{unknown[0]}' that is no input"
         held = f"holds {', '.join(map(repr, arrays))}" if arrays else "is empty"
-        told = f"; it {held}" if missing else ""
-        raise BadData(f"{origin} {what}: the model's inputs are {listed(specs)}{told}")
+        hint = f"; it {held}" if missing else ""
+        raise BadData(f"{origin} {what}: the model's inputs are {listed(specs)}{hint}")
 
 
 def _typed(array: Array, spec: InputSpec, origin: str) -> Array:
-    """The array as the model takes it: strings of any width are objects, numbers have to be of its very type."""
+    """The array in the type of the input: strings become objects, numbers must have exactly its type."""
     if spec.is_string:
-        told = np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array
-        if told.dtype.kind != "U" and not (array.dtype.kind == "O" and all(isinstance(v, str) for v in array.flat)):
+        texts = np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array
+        if texts.dtype.kind != "U" and not (array.dtype.kind == "O" and all(isinstance(v, str) for v in array.flat)):
             raise BadData(f"{origin}: array '{spec.name}' is {array.dtype}, the model wants strings")
-        return told.astype(object)
+        return texts.astype(object)
     if array.dtype != spec.dtype:
         raise BadData(f"{origin}: array '{spec.name}' is {array.dtype}, the model wants {spec.dtype}: convert it first")
     if array.dtype.kind == "f" and not np.isfinite(array).all():

@@ -1,4 +1,4 @@
-"""Ranges of tensors become scales: the arithmetic of quantization, and nothing of graphs.
+"""Ranges and scales: how ranges are found, and the arithmetic of quantization.
 
 Formulas are those of the ONNX operators: q = saturate(round_half_even(x / scale) + zero_point) and
 x' = (q - zero_point) * scale.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import ml_dtypes
 import numpy as np
@@ -24,7 +24,7 @@ NUMPY_TYPE: Mapping[QType, Any] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values that a tensor takes: finite, low <= high."""
+    """The lowest and the highest value of a tensor: finite, low <= high."""
 
     low: float
     high: float
@@ -44,13 +44,13 @@ class Range:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Calibration's result: activation ranges by tensor.
+    """The result of calibration: `activations` has the range of each activation.
 
-    For models that came with Q/DQ, also the scales of their weights, and the ranges of their other constants. `shifts`
-    are added to the bias of a node where its input and weight carry pairs, by output channel. `method` is the one that
-    calibration has used or chosen, auto where it differs by tensor; empty if nobody said. `is_given`: they are
-    the user's own, and no tensor gets a wider one to share its scale with others. `factors` scale constants, so that
-    the channels of activations are alike; ranges are those of the scaled model's activations.
+    For a model that came with Q/DQ pairs it also has the ranges of other constants, and `weights` the scales of
+    weights. `shifts`, by output channel, are added to the bias of a node whose input and weight carry pairs. `method`
+    is the method that was used or chosen, auto where it differs by tensor, empty if unknown. `is_given`: the ranges are
+    the user's, and no tensor gets a wider one to share its scale with others. `factors` equalize channels; ranges are
+    those of the model that is scaled by them.
     """
 
     activations: Mapping[str, Range]
@@ -59,6 +59,51 @@ class Ranges:
     method: str = ""
     is_given: bool = False
     factors: tuple[Factor, ...] = ()
+
+
+Method = Literal["minmax", "percentile", "entropy", "mse", "auto"]
+
+AUTO: tuple[Method, ...] = ("mse", "percentile", "minmax", "entropy")
+"""The methods that auto chooses from."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How ranges are found.
+
+    minmax: all values. percentile: `percentile` % of the values, without outliers at both ends. entropy: the least
+    divergence of the distribution. mse: the least squared error. auto: the method that keeps outputs closest to the
+    float model's, or mse where outputs are not compared. `bias_correction` keeps the means of the outputs of quantized
+    layers, `equalization` may scale channels first (see `numerics.fitting`).
+    """
+
+    method: Method = "minmax"
+    percentile: float = 99.99
+    bias_correction: bool = False
+    equalization: bool = False
+
+    def __post_init__(self) -> None:
+        if not 50 < self.percentile <= 100:
+            raise ValueError("percentile lies in (50, 100]")
+        if self.method not in get_args(Method):
+            raise ValueError(f"no calibration method is called {self.method!r}")
+        for name in ("bias_correction", "equalization"):  # a file may hold another type
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is true or false, not {getattr(self, name)!r}")
+
+    def chosen(self, ranges: Ranges) -> Calibration:
+        """The calibration that gave `ranges`, without what was tried and not used."""
+        named: Mapping[str, Method] = {m: m for m in get_args(Method)}
+        method = named.get(ranges.method, self.method)
+        return replace(self, method=method, bias_correction=bool(ranges.shifts), equalization=bool(ranges.factors))
+
+    def __str__(self) -> str:
+        percentile = f" {self.percentile}" if self.method == "percentile" else ""
+        return self.method + percentile + (" with bias correction" if self.bias_correction else "")
+
+
+DEFAULT_CALIBRATION = Calibration("auto", bias_correction=True, equalization=True)
+"""What commands do by default: outputs come closest to the float model's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +116,7 @@ class Quantization:
     axis: int | None = None
 
     def covers(self, low: float, high: float) -> bool:
-        """Whether saturation keeps every value within [low, high], up to half a step."""
+        """Whether saturation clips to [low, high], up to half a step."""
         lowest = (self.qtype.low - self.zero_point) * float(self.scale)
         highest = (self.qtype.high - self.zero_point) * float(self.scale)
         slack = 0.5 * float(self.scale)
@@ -79,7 +124,7 @@ class Quantization:
 
 
 def of_range(values: Range, fmt: NumericFormat, dtype: Any = np.float32) -> Quantization:
-    """Activation scale (and zero point) of a range, per tensor, in the engine's format.
+    """The scale and zero point of an activation of this range, in the engine's format.
 
     Symmetric: scale = max|x| / 127 (int8), / 255 (uint8) or / 448 (E4M3, whose largest finite value is 448).
     Asymmetric: the range is widened to hold zero, which must be exact for padding and Relu, then
@@ -109,7 +154,7 @@ def of_weight(
     given: Iterable[float] | None = None,
     floor: Array | None = None,
 ) -> Quantization:
-    """Weight scale, symmetric, per channel along `axis` where the format says so.
+    """The symmetric scale of a weight, per channel along `axis` if the format says so.
 
     scale = max|w| / 127, or / 64 where 7 bits must do, or / 448 for E4M3. `given` scales (of a model that came
     quantized) are kept; `floor` raises scales that are too small for an int32 bias.
@@ -130,8 +175,8 @@ def of_weight(
 
 
 def quantize(values: Array, quantization: Quantization) -> Array:
-    """Quantized values, as the QuantizeLinear operator would give them."""
-    scaled = np.array(values, np.float32)  # a weight may be half of a model: it is worked on in place
+    """Quantized values, as the QuantizeLinear operator gives them."""
+    scaled = np.array(values, np.float32)  # in place, since a weight may be half of a model
     scaled /= _along(quantization, values.ndim)
     qtype = quantization.qtype
     if qtype is not QType.FP8:
@@ -141,7 +186,7 @@ def quantize(values: Array, quantization: Quantization) -> Array:
 
 
 def dequantize(values: Array, quantization: Quantization) -> Array:
-    """The float64 values that quantized ones stand for: (q - zero point) * scale."""
+    """The float64 values of quantized ones: (q - zero point) * scale."""
     zero, scale = quantization.zero_point, _along(quantization, values.ndim)
     return np.asarray((values.astype(np.float64) - zero) * scale.astype(np.float64))
 
@@ -154,13 +199,13 @@ def _along(quantization: Quantization, rank: int) -> Array:
 
 
 def quantize_bias(values: Array, scale: Array) -> Array | None:
-    """An int32 bias with the scale of its accumulator, or None if it does not fit."""
+    """An int32 bias in steps of the accumulator's `scale`; None if it does not fit."""
     rounded = np.rint(values.astype(np.float64) / scale.astype(np.float64))
     return rounded.astype(np.int32) if np.abs(rounded).max(initial=0.0) < 2**31 else None
 
 
 def _positive(scale: Any, dtype: Any) -> Array:
-    """Scale as float32 with a value that `dtype` holds, no less than its smallest normal number; 1 instead of 0."""
+    """The scale as float32, rounded to `dtype` and no less than its smallest normal number; 1 instead of 0."""
     smallest = float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
     rounded = np.maximum(np.asarray(scale), smallest).astype(dtype).astype(np.float32)
     return np.where(np.asarray(scale) == 0, np.float32(1), rounded).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Workloads as users name them: files of inputs of different shapes, and how many of all calls are such."""
+"""Workloads: calls with inputs of different shapes, from files or arrays, and the share of each in all calls."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from qdqtune.calibration.samples import Samples, read_arrays, read_sample
 from qdqtune.engines.runner import as_workloads
 from qdqtune.engines.tensorrt.options import Span
 from qdqtune.errors import BadOption
-from qdqtune.graph.may_write import real
 from qdqtune.graph.model import Model
 from qdqtune.options import Option, Reads, Several, option
+from qdqtune.system.checks import real
 from qdqtune.types import Mix, Sample, Workload
 
 
 @dataclass(frozen=True)
 class WorkloadFile:
-    """A file of arrays by name of input, which are one call as they are, and its weight among the workloads."""
+    """A file with the arrays of one call by input name, and its weight among the workloads."""
 
     path: Path
     weight: float = 1.0
 
     @property
     def name(self) -> str:
-        """That of the file."""
+        """The name of the file."""
         return self.path.stem
 
     def __str__(self) -> str:
-        """As users write it."""
+        """As on the command line."""
         return f"{self.path}:{self.weight:g}"
 
 
 @dataclass(frozen=True, eq=False)
 class WorkloadArrays:
-    """A workload that a program holds in memory: arrays by name of input, its weight, and its name."""
+    """A workload in memory: its name, the arrays by input name, and its weight."""
 
     name: str
     arrays: Mapping[str, npt.ArrayLike]
@@ -49,11 +49,11 @@ class WorkloadArrays:
 
 
 WorkloadsLike = Sequence[str | WorkloadFile] | Mapping[str | Path, float | tuple[Mapping[str, npt.ArrayLike], float]]
-"""Calls of different shapes: weights by file, arrays and their weight by name, or texts such as decode.npz:0.8."""
+"""Workloads as Python users give them: weights by file, arrays and weights by name, or texts such as decode.npz:0.8."""
 
 
 class Workloads(Several):
-    """Workloads with their weights, of FILE:WEIGHT (a file alone has the weight 1), or of weights by file or name."""
+    """The type of the option: FILE:WEIGHT (a file alone has weight 1), or a mapping of weights by file or name."""
 
     name = "text"
 
@@ -93,7 +93,7 @@ class Workloads(Several):
 
 
 def workloads_option() -> Any:
-    """The calls of different shapes that are timed as one mix: `workloads`."""
+    """The option `workloads`."""
     return option(
         Workloads(),
         None,
@@ -113,17 +113,19 @@ Sizes = Mapping[str, tuple[int | None, ...]]
 
 
 def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collection[str] = ()) -> Mix:
-    """The workloads in some files, for a model. Arrays of `fixed` inputs, which were made constants, are passed over.
+    """Read the workloads of a model. Arrays of `fixed` inputs, which were made constants, are ignored.
 
     Raises:
         BadData: a file is missing or unreadable, or its arrays do not fit the model.
-        BadOption: two workloads have one name, or sizes that the model wants equal are not.
+        BadOption: two workloads have one name, or dimensions of one name have different sizes.
     """
     names = [file.name for file in files]
     if twice := next((name for name in names if names.count(name) > 1), None):
         if len({real(file.path) for file in files if file.name == twice}) == 1:
             raise BadOption(f"--workload names {twice}.npz more than once: give it once, with the sum of the weights")
-        raise BadOption(f"--workload: two files are called {twice!r}, and results are told by name: rename one of them")
+        raise BadOption(
+            f"--workload: two files are called {twice!r}: results are listed by name, so rename one of them"
+        )
     given = [Workload(read_sample(file.path, model, fixed), file.weight, file.name) for file in files]
     for file, workload in zip(files, given, strict=True):
         _check_symbols(file.path, workload, model)
@@ -131,7 +133,7 @@ def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collectio
 
 
 def _check_symbols(file: Path, workload: Workload, model: Model) -> None:
-    """Sizes of one name are equal throughout a call."""
+    """Refuse a call whose dimensions of one name have different sizes."""
     known: dict[str, tuple[str, int]] = {}
     for value in model.proto.graph.input:
         sizes = workload.inputs[value.name].shape if value.name in workload.inputs else ()
@@ -145,7 +147,7 @@ def _check_symbols(file: Path, workload: Workload, model: Model) -> None:
 
 
 def common_sizes(mix: Mix) -> Sizes:
-    """The sizes of inputs that are the same in all workloads; None where they differ."""
+    """The sizes of the inputs; None where they differ between workloads."""
     first, *others = [{name: array.shape for name, array in w.inputs.items()} for w in mix]
     return {
         name: tuple(size if all(o[name][i] == size for o in others) else None for i, size in enumerate(shape))
@@ -154,8 +156,8 @@ def common_sizes(mix: Mix) -> Sizes:
 
 
 def samples_of(mix: Mix) -> Samples:
-    """The workloads as samples, one each."""
-    digest = hashlib.sha256("".join(map(content, mix)).encode()).hexdigest()[:16]
+    """The workloads as samples."""
+    digest = hashlib.sha256("".join(map(workload_digest, mix)).encode()).hexdigest()[:16]
 
     def produce() -> Iterator[Sample]:
         return (dict(workload.inputs) for workload in mix)
@@ -163,21 +165,21 @@ def samples_of(mix: Mix) -> Samples:
     return Samples("the workloads", digest, False, produce)
 
 
-def content(workload: Workload) -> str:
-    """16 hex digits of what a workload holds."""
+def workload_digest(workload: Workload) -> str:
+    """16 hex digits of a workload's arrays."""
     digest = hashlib.sha256()
     for name, array in sorted(workload.inputs.items()):
         digest.update(f"{name} {array.dtype} {array.shape}\n".encode() + array.tobytes())
     return digest.hexdigest()[:16]
 
 
-def told(mix: Mix) -> str:
-    """Workloads by name and share, with what they hold, as a run records them."""
-    return ", ".join(f"{w.name} {w.share:.4g} ({content(w)})" for w in mix)
+def description(mix: Mix) -> str:
+    """Name, share and digest of each workload, as a run records them."""
+    return ", ".join(f"{w.name} {w.share:.4g} ({workload_digest(w)})" for w in mix)
 
 
 def spans_of(files: Sequence[WorkloadFile], fixed: Collection[str] = ()) -> dict[str, Span]:
-    """The smallest and the largest sizes of each input but those `fixed`; the usual ones are those of most calls.
+    """The smallest, the most frequent and the largest sizes of each input, except those `fixed`.
 
     Raises:
         BadData: a file is missing or unreadable.
@@ -186,7 +188,9 @@ def spans_of(files: Sequence[WorkloadFile], fixed: Collection[str] = ()) -> dict
     found = {}
     for name, usual in shapes[max(files, key=lambda file: file.weight)].items():
         sizes = [known[name] for known in shapes.values() if name in known]
-        if name not in fixed and all(len(size) == len(usual) for size in sizes):  # others are refused with the model
+        if name not in fixed and all(
+            len(size) == len(usual) for size in sizes
+        ):  # other ranks are refused when the model is known
             low, high = (tuple(end(sizes_of) for sizes_of in zip(*sizes, strict=True)) for end in (min, max))
             found[name] = Span(low, usual, high)
     return found

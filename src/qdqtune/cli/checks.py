@@ -29,9 +29,9 @@ from qdqtune.explanation.findings import Finding
 from qdqtune.explanation.reasons import is_low
 from qdqtune.explanation.words import counted, placed, samples, title
 from qdqtune.graph.model import Model
-from qdqtune.graph.outputs import temporary_folder
 from qdqtune.placement.reading import is_quantized, placement_in
 from qdqtune.placement.stripping import strip_pairs
+from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Layer, sqnr_of
 
 ORDER = ("float compute", "standalone pair", "reformat", "boundary")

@@ -33,7 +33,7 @@ from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.process import current_check
 from qdqtune.errors import EngineUnavailable
 from qdqtune.explanation.words import duration
-from qdqtune.graph.interpreter import python
+from qdqtune.system.interpreter import python
 
 LOOK_SECONDS = 0.1
 """How often it is asked whether a child has ended or the call is cancelled. Chosen, not measured."""

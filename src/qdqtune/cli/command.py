@@ -20,8 +20,8 @@ from qdqtune.cli.output import say_notes, with_flags
 from qdqtune.commands.inputs import limited
 from qdqtune.commands.paths import check_paths, typed
 from qdqtune.errors import QdqtuneError
-from qdqtune.graph.may_write import PAGE, Output, replaceable
 from qdqtune.options import READ, REQUIRED, SWITCH, Given, Group, Option, Options, Several, Writes, options_of
+from qdqtune.system.checks import PAGE_KIND, Output, replaceable
 
 if TYPE_CHECKING:
     from qdqtune.explanation.report_values import Report
@@ -105,7 +105,7 @@ AS_JSON = switch("as_machine", "--json", "Print JSON.", short="print JSON")
 
 
 def _page(path: Path, name: str, _: Given) -> list[Output]:
-    return [Output(path, name, replaceable(PAGE))]
+    return [Output(path, name, replaceable(PAGE_KIND))]
 
 
 HTML = Parameter(

@@ -27,8 +27,8 @@ from qdqtune.engines.devices import ANYWHERE, Device, cores_for, needs_gpu
 from qdqtune.engines.options import WorkerOptions
 from qdqtune.errors import BadOption
 from qdqtune.explanation.words import builds, duration
-from qdqtune.graph.interpreter import python
 from qdqtune.options import Several, options_of
+from qdqtune.system.interpreter import python
 from qdqtune.timing.ratios import speed
 
 CODES = (0, 3, 4)

@@ -24,8 +24,8 @@ from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines.formats import FORMATS
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.explanation.words import decibels, placed, samples
-from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import load
+from qdqtune.graph.saving import data_of
 from qdqtune.options import TEXT, MaybeText, Option, Options, choice, given_in, option
 from qdqtune.placement import engine_rules
 from qdqtune.placement.stripping import strip_pairs

@@ -16,8 +16,8 @@ from qdqtune.explanation.page import write_report
 from qdqtune.explanation.report import report_of_run
 from qdqtune.explanation.values import IN_WORDS, Explanation, total
 from qdqtune.explanation.words import shortened
-from qdqtune.graph.may_write import PAGE, Output, is_marked, is_of_a_run
 from qdqtune.options import REQUIRED, File, Given, MaybeFile, Options, Reads, Writes, option
+from qdqtune.system.checks import PAGE_KIND, Output, is_marked, is_of_a_run
 from qdqtune.tuning.folder import REPORT
 
 LONGEST = 40
@@ -89,7 +89,7 @@ def _record(text: str) -> list[Path]:
 
 def _report(path: Path, name: str, given: Given) -> list[Output]:
     own = given["directory"] / REPORT
-    return [Output(path, name, lambda file: is_marked(file, PAGE) and (file == own or not is_of_a_run(file)))]
+    return [Output(path, name, lambda file: is_marked(file, PAGE_KIND) and (file == own or not is_of_a_run(file)))]
 
 
 @dataclass(kw_only=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.calibration.matching import Matched
-from qdqtune.calibration.moments import Moments, moments, no_moments
 from qdqtune.calibration.options import check_cache
+from qdqtune.calibration.rounding import Moments, moments, no_moments
 from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.inputs import ModelOption
 from qdqtune.commands.shown import Shown, Table
@@ -18,9 +18,9 @@ from qdqtune.engines.formats import numeric_format, usual_precision
 from qdqtune.engines.options import time_limit_option
 from qdqtune.errors import BadModel
 from qdqtune.explanation.words import placed
-from qdqtune.graph.files import save
 from qdqtune.graph.float16 import load_for
 from qdqtune.graph.rewrites import allowed
+from qdqtune.graph.saving import save
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.options import FILE, REQUIRED, TEXT, Duration, File, MaybeText, option
@@ -137,7 +137,7 @@ def _met(recorded: PlacementFile, ready: PreparedModel, placement: Placement) ->
     if recorded.weight_rounding == "nearest" or not tensors:
         return no_moments, ()
     prepared = ready.prepared
-    if prepared is None or not prepared.tells_accuracy:
+    if prepared is None or not prepared.has_real_samples:
         told = "weights were rounded by what products meet (gptq), and are rounded to the nearest here"
         return no_moments, (f"{told}: `calibration_data` would tell",)
     return lambda model: moments(model, tensors, prepared.calibration), ()
@@ -145,7 +145,7 @@ def _met(recorded: PlacementFile, ready: PreparedModel, placement: Placement) ->
 
 def _judged(ready: PreparedModel, inserter: Inserter, placed: Placement, engine: str) -> tuple[bool, Accuracy | None]:
     """Whether the samples were random; if not, the accuracy of the outputs with this placement."""
-    if ready.prepared is None or not ready.prepared.tells_accuracy:
+    if ready.prepared is None or not ready.prepared.has_real_samples:
         return ready.prepared is not None, None
     with Simulation(inserter, ready.prepared.judging, engine) as simulation:
         accuracy = simulation.accuracy(placed)

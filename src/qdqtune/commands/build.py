@@ -13,12 +13,12 @@ from qdqtune.engines.options import EngineOptions, tensorrt_cache, with_timing_c
 from qdqtune.engines.runner import Handle, Runner, temporary_runner
 from qdqtune.engines.tensorrt.options import check_inputs, is_plan
 from qdqtune.errors import EngineFailure
-from qdqtune.graph.files import model_outputs, sign
 from qdqtune.graph.loading import read
-from qdqtune.graph.may_write import Output, is_of_a_run, mark, replaceable
 from qdqtune.graph.model import Model
-from qdqtune.graph.outputs import appearing
+from qdqtune.graph.saving import model_outputs, sign
 from qdqtune.options import REQUIRED, File, Given, Writes, option
+from qdqtune.system.checks import Output, is_of_a_run, mark, replaceable
+from qdqtune.system.writing import atomic_write
 from qdqtune.types import Failure
 
 FORMATS = {
@@ -92,7 +92,7 @@ def build(model: Path, output: Path, spec: EngineSpec, *, time_limit_s: float) -
     if spec.name in MODULES and spec.name not in FORMATS:
         able = ", ".join(FORMATS)
         raise EngineFailure(f"engine {spec.name!r} has no format of its own to save; these have: {able}")
-    with temporary_runner(spec, time_limit_s=time_limit_s) as runner, appearing(output) as fresh:
+    with temporary_runner(spec, time_limit_s=time_limit_s) as runner, atomic_write(output) as fresh:
         handle = _saved(runner, model, fresh)
         _sign(fresh, spec.name)
         made = sorted(path for path in fresh.parent.iterdir() if path.is_file())

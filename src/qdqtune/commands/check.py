@@ -138,7 +138,7 @@ def check_file(options: CheckOptions) -> Checked:
 def _accuracy_notes(options: CheckOptions, path: Path, graph: Model) -> tuple[str, ...]:
     """A note if the pairs, as ONNX defines them, make the outputs inaccurate."""
     prepared = prepared_for(graph, options.spec(options.input_shapes), data_of(options, path))
-    lost = lost_by_pairs(graph, prepared.judging) if prepared.tells_accuracy else None
+    lost = lost_by_pairs(graph, prepared.judging) if prepared.has_real_samples else None
     if lost is None or not (warning := concern(lost)):
         return ()
     return (f"as ONNX defines its pairs, on {prepared.samples.origin}: {warning}",)

@@ -23,9 +23,9 @@ from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.graph.stamps import content
 from qdqtune.numerics.accuracy import accuracy, concern
 from qdqtune.options import Assignments, Option, ValuesByInput, option
+from qdqtune.system.checks import content_digest
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict
 from qdqtune.tuning import advice
 from qdqtune.tuning.compared import Compared
@@ -136,7 +136,7 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
     warned = {row.file: warning for row in rows if row.accuracy and (warning := concern(row.accuracy))}
     notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
     notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
-    judged = len(prepared.judging) if prepared.tells_accuracy else 0
+    judged = len(prepared.judging) if prepared.has_real_samples else 0
     return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out)
 
 
@@ -227,7 +227,7 @@ def compare_files(
     judging: Sequence[Sample],
     plan: Plan,
     *,
-    tells_accuracy: bool = True,
+    has_real_samples: bool = True,
     mix: Mix | None = None,
     builds: int | None = None,
     seed: int = 0,
@@ -256,7 +256,7 @@ def compare_files(
         if isinstance(compared, Failure):
             rows.append(Row(str(file), reason=compared.reason))
             continue
-        exact = _accuracy(file, runner, judging, reference.values) if tells_accuracy else None
+        exact = _accuracy(file, runner, judging, reference.values) if has_real_samples else None
         parts = tuple(
             Part(workload.name, workload.share, *_milliseconds(part), part.ratio)
             for workload, part in zip(timed, compared.by_workload, strict=False)
@@ -269,7 +269,7 @@ def compare_files(
                 None if exact is None else exact.sqnr_db,
                 rounds=compared.measured,
                 accuracy=exact,
-                is_same=content([first]) == content([file]),
+                is_same=content_digest([first]) == content_digest([file]),
                 workloads=parts,
             )
         )
@@ -302,7 +302,7 @@ def compare_at(
     for count in (None,) if counts is None else counts_of(spec, counts):
         at = spec if count is None else replace(spec, options={**spec.options, "threads": count})
         with temporary_runner(at, time_limit_s=time_limit_s) as runner:
-            fed: dict[str, Any] = {"tells_accuracy": prepared.tells_accuracy, "mix": prepared.mix}
+            fed: dict[str, Any] = {"has_real_samples": prepared.has_real_samples, "mix": prepared.mix}
             found = compare_files(files, runner, prepared.judging, plan, **fed, seed=seed, observer=observer)
         rows += [replace(row, threads=count) for row in found]
     return rows

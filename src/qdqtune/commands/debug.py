@@ -33,13 +33,13 @@ from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.float16 import Precision, kept_in, load_for, to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.graph.outputs import temporary_folder
 from qdqtune.graph.rewrites import Rewrites, between
 from qdqtune.numerics.bisection import BisectionResult, Culprit, Parts, culprits
 from qdqtune.options import Anything, Number, Option, option
 from qdqtune.placement.file_pairs import FilePair, file_pairs, representable
 from qdqtune.placement.reading import is_quantized, placement_in, tables_of, twins_of
 from qdqtune.placement.stripping import moved_channels, strip_pairs
+from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Placement, Sample, noise_of
 
@@ -116,7 +116,7 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
     engine = options.spec(options.input_shapes)
     check_inputs(engine, plain)
     prepared = prepare(plain, data_of(options, options.quantized_file, model), fixed=options.fix_inputs)
-    if not prepared.tells_accuracy:
+    if not prepared.has_real_samples:
         raise BadOption("random inputs say nothing of a model's outputs: give `calibration_data`")
     fixed = fixed_inputs(model, options.fix_inputs)
     samples = [sample | fixed for sample in prepared.judging]

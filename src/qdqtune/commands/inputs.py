@@ -21,14 +21,14 @@ import numpy.typing as npt
 import onnx
 
 from qdqtune.calibration.options import samples_option
-from qdqtune.calibration.reading import Patience, few_enough
 from qdqtune.calibration.samples import files_named
+from qdqtune.calibration.user_code import ReadingTime, checked_count
 from qdqtune.calibration.workloads import WorkloadArrays, WorkloadFile
 from qdqtune.engines.runner import TIME_LIMIT, time_limit
 from qdqtune.errors import BadData, BadModel, BadOption, one_line
-from qdqtune.graph.outputs import temporary_folder
 from qdqtune.numerics.metric import Predict
 from qdqtune.options import REQUIRED, Anything, Option, Options, Reads, option
+from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.options import MODEL as MODEL
 from qdqtune.tuning.settings import Settings
 
@@ -90,14 +90,14 @@ def sample_source(samples: SamplesLike | None, folder: Path, limit: int | None =
     target.mkdir()
     if _is_batch(samples):
         return str(_write(samples, target / "samples"))
-    origin, patience = "calibration_data", Patience()
+    origin, patience = "calibration_data", ReadingTime()
     items = next(patience.over(lambda: iter([samples()]), origin)) if callable(samples) else samples
     if not isinstance(items, Iterable):
         raise BadData(f"samples are dictionaries of arrays, not {type(items).__name__}")
     if _is_batch(items):
         return str(_write(items, target / "samples"))
     count, given = 0, patience.over(lambda: islice(items, limit), origin)
-    for count, item in enumerate(given if limit is not None else few_enough(given, origin), 1):
+    for count, item in enumerate(given if limit is not None else checked_count(given, origin), 1):
         if not _is_batch(item) and not isinstance(item, list):
             raise BadData(f"sample {count} is {type(item).__name__}: give a dictionary of arrays by name of input")
         _write(item, target / f"{count:08}")

@@ -10,8 +10,8 @@ import click
 
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines.options import tensorrt_cache
-from qdqtune.graph.may_write import Output, check_outputs
 from qdqtune.options import Given, Options, Reads, Several, Writes, options_of
+from qdqtune.system.checks import Output, check_outputs
 
 Kinds = Mapping[str, click.ParamType[Any]]
 """Options by name, with the type of a single value."""

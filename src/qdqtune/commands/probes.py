@@ -15,8 +15,8 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import EngineFailure
-from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import ConstantFile
 from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.numerics.bisection import Parts
 from qdqtune.placement.file_pairs import FilePair, with_file_pairs

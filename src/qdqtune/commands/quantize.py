@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.calibration.equalization import scaled
-from qdqtune.calibration.hidden_work import hidden_work
 from qdqtune.calibration.matching import Matched
-from qdqtune.calibration.moments import moments
-from qdqtune.calibration.observe import MANY
+from qdqtune.calibration.observe import MOST_OPTIMIZED
 from qdqtune.calibration.options import check_cache
-from qdqtune.calibration.prepare import LEAST_JUDGED, Prepared
+from qdqtune.calibration.prepare import LEAST_JUDGED, Prepared, hidden_work
+from qdqtune.calibration.rounding import moments
 from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.quantize_options import QuantizeOptions
@@ -32,13 +31,12 @@ from qdqtune.engines.formats import checked_weight_format, numeric_format, usual
 from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.explanation.words import decibels, placed
-from qdqtune.graph.files import one_constant_file, save
 from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements, integer_operators
-from qdqtune.graph.outputs import temporary_folder
 from qdqtune.graph.rewrites import allowed
+from qdqtune.graph.saving import one_constant_file, save
 from qdqtune.numerics.accuracy import accuracy, concern, cosine, is_finite
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.metric import Evaluation, evaluate, load_evaluation
@@ -47,6 +45,7 @@ from qdqtune.placement.engine_rules import PlacedByRules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges, product_inputs, storable_edges
 from qdqtune.placement.reading import is_quantized
+from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Array, Failure, NumericFormat, Placement
 
@@ -233,7 +232,7 @@ def _compared(
     with temporary_folder() as folder:
         done = _judged(options, written, placed, prepared, metric, folder)
     notes = [*done.notes]
-    if not prepared.tells_accuracy:
+    if not prepared.has_real_samples:
         scaled = ": scales come from random inputs" if options.sees_data else ""
         notes.append(f"no `calibration_data`{scaled}")
     elif not prepared.is_held_out and options.sees_data:
@@ -289,7 +288,7 @@ def _judged(
     plain, model = folder / "float.onnx", load(Path(str(options.model)), fix_inputs=options.fix_inputs)
     save(model, plain)
     samples = prepared.judging
-    is_fused = options.engine == "onnxruntime" and len(model.nodes) <= MANY
+    is_fused = options.engine == "onnxruntime" and len(model.nodes) <= MOST_OPTIMIZED
     spec = EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": is_fused})
     with Runner(spec, log_dir=folder) as runner:
         before, after = (insist(runner.load(file), REFUSED) for file in (plain, written))
@@ -297,7 +296,7 @@ def _judged(
         measured = None
         if metric is not None:
             measured = _measured(metric, runner, before), _measured(metric, runner, after)
-    judged = len(samples) if prepared.tells_accuracy else 0
+    judged = len(samples) if prepared.has_real_samples else 0
     done = Quantized(options.target, placed, None, None, judged, True, measured)
     if not judged:
         return done

@@ -7,18 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qdqtune.calibration.matching import Matched, from_file
-from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.options import CacheOption, DataOptions, RangeOptions, RewriteOption
 from qdqtune.calibration.prepare import MOST_JUDGED, Data, Prepared, prepare
-from qdqtune.calibration.scales import Ranges
+from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.workloads import WorkloadFile, spans_of
 from qdqtune.commands.inputs import InputOptions, ModelOption
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.tensorrt.options import check_inputs, spans, with_spans
-from qdqtune.graph.files import model_outputs
 from qdqtune.graph.float16 import Precision
+from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import Model
-from qdqtune.graph.shaping import with_input_shapes
+from qdqtune.graph.saving import model_outputs
 from qdqtune.numerics.fitting import fitted
 from qdqtune.numerics.half_precision import by_ranges, in_half_precision
 from qdqtune.options import Given, MaybeFile, Option, Writes, option
@@ -130,7 +129,7 @@ def told_of_inputs(options: DataOptions, prepared: Prepared) -> list[str]:
     """A note about inputs that the user has not named."""
     if getattr(options, "calibration_data", None) is not None or getattr(options, "workloads", None):
         return []
-    if prepared.tells_accuracy:
+    if prepared.has_real_samples:
         return [f"no `calibration_data`: the inputs are those of the run beside it, {prepared.samples.origin}"]
     return ["no `calibration_data`: inputs are random, which says nothing of accuracy: none is told"]
 

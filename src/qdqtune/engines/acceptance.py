@@ -9,9 +9,9 @@ from pathlib import Path
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import insist, temporary_runner
 from qdqtune.errors import BadModel, EngineFailure, EngineUnavailable
-from qdqtune.graph.files import sign
 from qdqtune.graph.loading import load
-from qdqtune.graph.outputs import appearing
+from qdqtune.graph.saving import sign
+from qdqtune.system.writing import atomic_write
 
 LOADED_BY = {"fake": "onnxruntime", "onnxruntime": "onnxruntime", "openvino": "openvino"}
 """The engine that checks a written file, by the engine that it is for: those that load any model in seconds without
@@ -28,7 +28,7 @@ def checked_output(output: Path, engine: str, *, is_run: bool = False) -> Iterat
         EngineFailure: the engine does not load it.
         OutputError: the file cannot be written.
     """
-    with appearing(output) as fresh:
+    with atomic_write(output) as fresh:
         yield fresh
         sign(fresh)
         if not (is_run and LOADED_BY.get(engine, "onnxruntime") == "onnxruntime"):

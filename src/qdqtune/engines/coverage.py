@@ -15,7 +15,7 @@ import onnx
 from qdqtune.graph.loading import name_nodes
 from qdqtune.graph.model import bodies, captured
 from qdqtune.graph.operators import ASKS_SHAPE, COMPUTE
-from qdqtune.graph.wire import parsed
+from qdqtune.graph.protobuf import parsed
 from qdqtune.types import Layer
 
 FIRST_IN_FUSION = COMPUTE | {"DequantizeLinear"}

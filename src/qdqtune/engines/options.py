@@ -13,7 +13,6 @@ import click
 from qdqtune.engines import MODULES, TENSORRT_FAMILY, THREADED, EngineSpec
 from qdqtune.engines.runner import TIME_LIMIT
 from qdqtune.engines.tensorrt.options import SHAPE_OPTIONS, timing_cache
-from qdqtune.graph.may_write import Output
 from qdqtune.options import (
     ANYTHING,
     COUNT,
@@ -36,6 +35,7 @@ from qdqtune.options import (
     option,
     options_of,
 )
+from qdqtune.system.checks import Output
 
 MOST_THREADS = max(16, os.cpu_count() or 1)
 """More threads than cores slow a machine down by orders of magnitude, since idle ones spin."""

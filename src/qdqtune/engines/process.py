@@ -18,9 +18,9 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
 from qdqtune.engines.memory import OUT_OF_RESOURCES
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError
-from qdqtune.graph import cleanup as janitor
-from qdqtune.graph.interpreter import python
-from qdqtune.graph.outputs import WORKERS, Scratch
+from qdqtune.system.cleanup import cleaner
+from qdqtune.system.interpreter import python
+from qdqtune.system.writing import WORKERS, Scratch
 from qdqtune.types import Failure
 
 CHECK_SECONDS = 0.1
@@ -102,7 +102,7 @@ class WorkerProcess:
         Raises:
             EngineUnavailable: another process has the device.
         """
-        janitor.own().hire()
+        cleaner().start()
         with leased(device) as held, pinned(device.cores):
             self._launch(log, held, device.environment)
 

@@ -27,8 +27,8 @@ from qdqtune.engines.process import (
     twice,
 )
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
-from qdqtune.graph.files import nbytes
-from qdqtune.graph.outputs import temporary_folder
+from qdqtune.graph.saving import nbytes
+from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat, QuantType, Slot, Tensors, Workload
 
 SLACK = 5.0

@@ -17,9 +17,9 @@ from qdqtune.engines.formats import FORMATS, numeric_format
 from qdqtune.errors import BadState
 from qdqtune.explanation.reasons import Reasons, is_float
 from qdqtune.explanation.values import origin_in_words
+from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.placement.files import every_edge, read_placement_file
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import placement_in

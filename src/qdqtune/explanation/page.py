@@ -17,8 +17,8 @@ from markupsafe import Markup
 from qdqtune.explanation import charts
 from qdqtune.explanation.report_values import Map, MapBlock, Report
 from qdqtune.explanation.words import duration
-from qdqtune.graph.may_write import PAGE, mark
-from qdqtune.graph.outputs import appearing
+from qdqtune.system.checks import PAGE_KIND, mark
+from qdqtune.system.writing import atomic_write
 from qdqtune.types import EQUAL_DB
 from qdqtune.version import __version__
 
@@ -36,7 +36,7 @@ def write_report(report: Report, path: Path) -> None:
     with suppress(OSError, UnicodeDecodeError):
         if path.read_text(encoding="utf-8") == page:
             return
-    with appearing(path) as fresh:
+    with atomic_write(path) as fresh:
         fresh.write_text(page, encoding="utf-8")
 
 
@@ -54,7 +54,7 @@ def render(report: Report) -> str:
             data=None if report.map is None else Markup(embedded(compact(report.map))),
             charts=charts,
             version=__version__,
-            generator=mark(PAGE),
+            generator=mark(PAGE_KIND),
         )
     )
 

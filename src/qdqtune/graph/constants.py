@@ -1,7 +1,6 @@
-"""Constants of a model file: from external data, Constant nodes and sparse tensors to initializers, large ones apart.
+"""Constants of a model file: external data, Constant nodes and sparse tensors become initializers or `Constant` values.
 
-Both functions change the protobuf in place; what they take out of it is read from memory or from the user's file on
-demand.
+`take_external` and `settle` change the protobuf in place and return the large constants, which are read on demand.
 """
 
 from __future__ import annotations
@@ -18,25 +17,26 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from qdqtune.errors import BadModel, reading
-from qdqtune.graph.model import LARGE, Constant, bodies, content_key
-from qdqtune.graph.stamps import Stamps
+from qdqtune.graph.model import Constant, bodies, content_key
+from qdqtune.graph.protobuf import LARGE_BYTES
+from qdqtune.system.checks import Stamps
 from qdqtune.types import Array
 
 M = TypeVar("M")
 
 SIZED = frozenset(TensorProto.DataType.values()) - {TensorProto.UNDEFINED, TensorProto.STRING}
-"""Element types of a fixed size."""
+"""Element types with a fixed size."""
 
-LARGEST = 2**31
-"""Bytes that a sparse constant may take when it is written out: a few in the file can declare any number."""
+LARGEST_SPARSE = 2**31
+"""Bytes that a sparse constant may take when written out: a few bytes in a file can declare any number."""
 
-CHUNK = 2**20
+READ_BYTES = 2**20
 """Bytes of external data that are read at a time."""
 
 
 def take_external(proto: onnx.ModelProto, folder: Path, own: str = "") -> dict[str, Constant]:
-    """The large initializers that lie in files of `folder`; everything else that does is embedded. `own` is the name
-    of the model's own file, which may be a link.
+    """Take the large initializers with external data out of `proto`, and embed the small ones. The files lie in
+    `folder`; `own` is the name of the model's own file, which may be a link.
 
     Raises:
         BadModel: a file is missing or too short.
@@ -53,7 +53,7 @@ def take_external(proto: onnx.ModelProto, folder: Path, own: str = "") -> dict[s
             large[tensor.name] = Constant(key, tensor.data_type, shape, read)
         else:
             _embed(tensor, folder, own)
-    if large:  # it copies those that stay
+    if large:  # else spare the copies
         replace(proto.graph.initializer, [t for t in proto.graph.initializer if t.name not in large])
     for tensor in inner_tensors(proto):
         if tensor.data_location == TensorProto.EXTERNAL:
@@ -62,7 +62,7 @@ def take_external(proto: onnx.ModelProto, folder: Path, own: str = "") -> dict[s
 
 
 def settle(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None:
-    """Make every constant of the main graph an initializer, move the large ones to `large`, list none as an input.
+    """Make every constant of the main graph an initializer, move the large ones to `large`, and list none as input.
 
     Raises:
         BadModel: the values of a constant do not fit its type and shape.
@@ -85,7 +85,7 @@ def settle(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None
 
 
 def replace(field: MutableSequence[M], messages: Iterable[M]) -> None:
-    """Give a repeated field these messages (its own among them) instead of those it has."""
+    """Set the elements of a repeated field; they may be among its present ones."""
     messages = list(messages)
     del field[:]
     field.extend(messages)
@@ -100,7 +100,7 @@ def _array(tensor: TensorProto) -> Array:
 
 
 def _bits(tensor: TensorProto) -> int:
-    """Bits of an element in a file; in memory those of 2, 4 and 6 bits take a byte each."""
+    """Bits of an element in a file. In memory, elements of 2, 4 and 6 bits take a byte each."""
     if tensor.data_type not in SIZED:
         raise BadModel(f"constant {tensor.name!r} has an unknown element type ({tensor.data_type})")
     dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
@@ -113,7 +113,7 @@ def _is_large(tensor: TensorProto) -> bool:
     # Strings have no bytes of a fixed size; several numbers of less than 8 bits share one.
     if tensor.data_type == TensorProto.STRING or _bits(tensor) < 8:
         return False
-    return _nbytes(tensor) >= LARGE
+    return _nbytes(tensor) >= LARGE_BYTES
 
 
 def _nbytes(tensor: TensorProto) -> int:
@@ -134,14 +134,8 @@ def _lifted(node: onnx.NodeProto) -> TensorProto | None:
         return tensor
     if attribute.name == "sparse_value":
         return _dense(attribute.sparse_tensor, name)
-    kinds = {
-        "value_int": np.int64,
-        "value_ints": np.int64,
-        "value_float": np.float32,
-        "value_floats": np.float32,
-        "value_string": np.object_,
-        "value_strings": np.object_,
-    }
+    types = {"int": np.int64, "float": np.float32, "string": np.object_}
+    kinds = {f"value_{name}{plural}": dtype for name, dtype in types.items() for plural in ("", "s")}
     if attribute.name not in kinds:
         return None
     try:
@@ -156,7 +150,7 @@ def _dense(sparse: onnx.SparseTensorProto, name: str) -> TensorProto:
     values, indices = _array(sparse.values), _array(sparse.indices)
     if values.dtype.kind == "O" or indices.dtype != np.int64:
         raise BadModel(f"sparse constant {name!r} must hold numbers, and its indices must be int64")
-    if (size := math.prod(sparse.dims) * values.dtype.itemsize) > LARGEST:
+    if (size := math.prod(sparse.dims) * values.dtype.itemsize) > LARGEST_SPARSE:
         raise BadModel(f"sparse constant {name!r} takes {size:,} bytes when it is written out: a file holds less")
     try:
         dense = np.zeros(tuple(sparse.dims), values.dtype)
@@ -168,7 +162,7 @@ def _dense(sparse: onnx.SparseTensorProto, name: str) -> TensorProto:
 
 
 def inner_tensors(proto: onnx.ModelProto) -> Iterator[TensorProto]:
-    """Tensors that are not initializers of the main graph: in attributes, bodies, functions and sparse tensors."""
+    """Tensors in attributes, bodies, functions and sparse tensors: all but the initializers of the main graph."""
     yield from (t for s in proto.graph.sparse_initializer for t in (s.values, s.indices))
     pending = [*proto.graph.node, *(node for function in proto.functions for node in function.node)]
     while pending:
@@ -189,7 +183,7 @@ def _embed(tensor: TensorProto, folder: Path, own: str) -> None:
 
 
 class _Located(NamedTuple):
-    """Where external data lie; offset and length in bytes."""
+    """The file of external data, and the offset and length in bytes."""
 
     file: Path
     offset: int
@@ -197,7 +191,11 @@ class _Located(NamedTuple):
 
 
 def _located(tensor: TensorProto, folder: Path, own: str) -> _Located:
-    """The place of a tensor's external data, checked."""
+    """Where a tensor's external data are.
+
+    Raises:
+        BadModel: the file is missing, too short, or outside the model's folder, or the length is wrong.
+    """
     what = f"external data of constant {tensor.name!r}"
     info = {entry.key: str(entry.value) for entry in tensor.external_data}
     location = Path(info.get("location", ""))
@@ -222,10 +220,10 @@ def _located(tensor: TensorProto, folder: Path, own: str) -> _Located:
 
 
 def _values(located: _Located, seen: Stamps, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """A constant, read when it is asked for. Its file is not mapped: a map of one that is cut short ends the process.
+    """Read a constant. Its file is not memory-mapped, since the process would crash if the file became shorter.
 
     Raises:
-        BadModel: the file has changed since it was `seen`.
+        BadModel: the file has changed since `seen` was taken.
     """
     values = b"".join(_chunks(located))
     seen.check()
@@ -236,6 +234,6 @@ def _chunks(located: _Located) -> Iterator[bytes]:
     with reading(located.file, BadModel), located.file.open("rb") as source:
         source.seek(located.offset)
         length = located.length
-        while length > 0 and (chunk := source.read(min(CHUNK, length))):
+        while length > 0 and (chunk := source.read(min(READ_BYTES, length))):
             yield chunk
             length -= len(chunk)

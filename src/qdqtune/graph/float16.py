@@ -1,14 +1,15 @@
 """A float32 model as a float16 or bfloat16 one, for engines that take precision from the graph.
 
-ONNX Runtime's converter does it. It knows which operators are unsafe in half precision and casts around them, and
-clips finite constants to what float16 holds, so that a mask of -3e38 stays a mask. It works on one protobuf in memory:
-large constants are shown to it as graph inputs, and converted here when somebody reads them. Its casts between nodes
-that both stay in float32 would cut off what these are to keep: they go. bfloat16 is what it has made float16.
+ONNX Runtime's converter makes the float16 model. It puts casts around operators that are unsafe in half precision, and
+clips finite constants to the range of float16, so that a mask of -3e38 stays a mask. It needs the whole protobuf in
+memory, so it gets large constants as graph inputs; they are converted here when they are read. Casts to float16 and
+back between two nodes in float32 are removed, because they would round. A bfloat16 model has bfloat16 where that has
+float16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -33,35 +34,15 @@ HalfPrecision = Literal["fp16", "bf16"]
 HALF_TYPES: Mapping[HalfPrecision, int] = MappingProxyType({"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16})
 
 OPSET = 19
-"""Pairs on float16 tensors need it."""
+"""The least opset for pairs on float16 tensors."""
 
 HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
-AS_IT_IS = Rewrites()
+NO_REWRITES = Rewrites()
 
 CHOICES = frozenset({"Max", "Min"})
-"""Operators of the converter's list that round nothing, since their result is one of their inputs: no casts around
-them are needed, and kernels for half precision are there since opset 12."""
-
-
-def load_as(
-    path: Path,
-    precision: Precision,
-    fix_inputs: Mapping[str, float | int | str],
-    min_opset: int,
-    *,
-    rewrites: Rewrites = AS_IT_IS,
-) -> Model:
-    """`load`, in half precision if `precision` says so, and with the opset that pairs on such tensors need.
-
-    The float model is rewritten before.
-
-    Raises:
-        BadModel: the file cannot be used, or not be converted.
-        BadOption: `fix_inputs` names no input, or a value does not fit.
-    """
-    model = load_for(path, precision, fix_inputs, min_opset, rewrites=rewrites)
-    return model if precision == "fp32" else converted(model, precision)
+"""Operators on the converter's list of unsafe ones that are converted all the same: their result is one of their
+inputs, so that they do not round, and kernels for half precision exist since opset 12."""
 
 
 def load_for(
@@ -70,9 +51,14 @@ def load_for(
     fix_inputs: Mapping[str, float | int | str],
     min_opset: int,
     *,
-    rewrites: Rewrites = AS_IT_IS,
+    rewrites: Rewrites = NO_REWRITES,
 ) -> Model:
-    """`load_as` before anything is converted; raises the same."""
+    """Load and rewrite a model, with at least the opset that pairs at `precision` need. It is not converted.
+
+    Raises:
+        BadModel: the file cannot be used.
+        BadOption: `fix_inputs` names no input, or a value does not fit.
+    """
     model = load(path, fix_inputs=fix_inputs, min_opset=min_opset)
     is_half = precision != "fp32" or any(info.dtype in HALF for info in model.tensors.values())
     if model.opset < OPSET and is_half:
@@ -81,16 +67,18 @@ def load_for(
 
 
 def is_float32(model: Model) -> bool:
-    """Whether a node makes float32 values: there is something to convert."""
+    """Whether a node makes float32 values, which could be converted."""
     return any(_is_full(model, t) for node in model.nodes for t in node.outputs)
 
 
-def converted(model: Model, precision: HalfPrecision, kept: Collection[str] = ()) -> Model:
-    """`model` (opset 19 or later) in half precision, but for the nodes named in `kept`; see `to_float16`.
+def converted(model: Model, precision: Precision, kept: Collection[str] = ()) -> Model:
+    """`model` in a precision, except the nodes named in `kept` (see `to_float16`). Half precision needs opset 19.
 
     Raises:
         BadModel: the model cannot be converted.
     """
+    if precision == "fp32":
+        return model
     half = to_float16(model, kept)
     return half if precision == "fp16" else _as_bfloat16(model, half)
 
@@ -98,8 +86,8 @@ def converted(model: Model, precision: HalfPrecision, kept: Collection[str] = ()
 def to_float16(model: Model, kept: Collection[str] = ()) -> Model:
     """`model` (opset 19 or later) in float16. Graph inputs and outputs stay float32, with a Cast at each.
 
-    The operators of the converter's own list (but for `CHOICES`) stay in float32, and so do nodes of other domains,
-    whose kernels nobody knows, and those that are named in `kept`: what passes between such nodes is float32 then.
+    These nodes stay in float32, and the tensors between them too: operators on the converter's list of unsafe ones
+    (except `CHOICES`), nodes of other domains, whose kernels are unknown, and nodes named in `kept`.
 
     Raises:
         BadModel: the model cannot be converted.
@@ -110,7 +98,7 @@ def to_float16(model: Model, kept: Collection[str] = ()) -> Model:
     full = {c for c in model.large if all(use.slot >= 0 and use.node in in_full for use in model.uses(c))}
     try:
         proto = float16.convert_float_to_float16(
-            _shown(model, full),
+            _for_converter(model, full),
             keep_io_types=[*model.inputs, *model.outputs],
             disable_shape_infer=True,
             op_block_list=sorted(_unsafe()),  # in bodies too
@@ -119,22 +107,26 @@ def to_float16(model: Model, kept: Collection[str] = ()) -> Model:
     except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise BadModel(f"cannot convert the model to float16: {one_line(error)}") from error
     replace(proto.graph.input, [v for v in proto.graph.input if v.name not in model.large])
-    replace(proto.graph.node, _once(proto.graph.node))
+    # The converter makes a Cast for each float32 reader of a tensor, all of one name: keep one.
+    replace(proto.graph.node, list({node.name: node for node in proto.graph.node}.values()))
     if kept:
-        _join(proto.graph)
+        _remove_needless_casts(proto.graph)
     try:
-        return checked(proto, {name: c if name in full else _half(c) for name, c in model.large.items()})
+        stays = {name for name, c in model.large.items() if name in full or c.dtype != TensorProto.FLOAT}
+        return checked(
+            proto, {t: c if t in stays else _in_type(c, TensorProto.FLOAT16) for t, c in model.large.items()}
+        )
     except BadModel as error:
         raise BadModel(f"cannot convert the model to float16: {error}") from error
 
 
 def blocked(model: Model) -> set[int]:
-    """The nodes that stay in float32 whatever their values are."""
+    """Indices of the nodes that always stay in float32."""
     return {n.index for n in model.nodes if n.domain or n.op in _unsafe()}
 
 
 def kept_in(half: Model, model: Model) -> set[str]:
-    """The nodes of a float32 model that `half`, which was made of it, has in float32 on account of their values."""
+    """The names of the nodes that were in `kept` when `half` was made of `model`."""
     full = {n.name for n in half.nodes if n.op != "Cast" for t in n.outputs if _is_full(half, t)}
     always = blocked(model)
     return {n.name for n in model.nodes if n.name in full and n.index not in always}
@@ -145,7 +137,8 @@ def _is_full(model: Model, tensor: str) -> bool:
 
 
 def rounded_to_float16(values: Array) -> Array:
-    """Float32 values as the conversion leaves them: finite ones are finite, and none but zero becomes zero."""
+    """Float32 values as float16, as the converter rounds them: finite values stay finite, and only zero becomes
+    zero."""
     from onnxruntime.transformers.float16 import convert_np_to_float16
 
     return np.asarray(convert_np_to_float16(np.atleast_1d(values))).reshape(values.shape)
@@ -158,8 +151,8 @@ def _unsafe() -> frozenset[str]:
     return frozenset(DEFAULT_OP_BLOCK_LIST) - CHOICES
 
 
-def _join(graph: onnx.GraphProto) -> None:
-    """Take away the converter's casts to float16 and back between two tensors of float32, in place."""
+def _remove_needless_casts(graph: onnx.GraphProto) -> None:
+    """Remove the converter's casts to float16 and back between two float32 tensors, in place."""
     makers = {node.output[0]: node for node in graph.node if node.op_type == "Cast"}
     inputs, outputs = ({value.name for value in part} for part in (graph.input, graph.output))
     same: dict[str, str] = {}
@@ -172,7 +165,7 @@ def _join(graph: onnx.GraphProto) -> None:
         source, target = there.input[0], back.output[0]
         if target not in outputs:
             same[target] = source
-        elif source not in inputs:  # who makes it makes the output itself
+        elif source not in inputs:  # its producer makes the output itself
             same[source] = target
         else:
             continue
@@ -186,7 +179,7 @@ def _join(graph: onnx.GraphProto) -> None:
 
 
 def _is_to_half(node: onnx.NodeProto) -> bool:
-    """Whether it is one of the converter's casts to float16."""
+    """Whether a node is one of the converter's casts to float16."""
     return node.name.endswith("_cast_to_fp16_node") or node.name.startswith("graph_input_cast")
 
 
@@ -197,7 +190,7 @@ def _last(name: str, same: Mapping[str, str]) -> str:
 
 
 def _as_bfloat16(model: Model, half: Model) -> Model:
-    """`half`, which was made of `model`, with bfloat16 in place of what became float16."""
+    """`half`, which was made of `model`, with bfloat16 in place of float16 where `model` has float32."""
     was = {t for t, info in model.tensors.items() if info.dtype == TensorProto.FLOAT16}
     own = {n.name for n in model.nodes if n.op == "Cast"}
     proto = deepcopy(half.proto)
@@ -214,27 +207,24 @@ def _as_bfloat16(model: Model, half: Model) -> Model:
                 attribute.i = TensorProto.BFLOAT16
             if attribute.HasField("t") and attribute.t.data_type == TensorProto.FLOAT16:
                 attribute.t.CopyFrom(_bfloat16(attribute.t, None))
-    large = {t: _bfloat16_of(model.constants.get(t, c)) if t not in was else c for t, c in half.large.items()}
+    large = {
+        t: _in_type(model.constants.get(t, c), TensorProto.BFLOAT16) if t not in was else c
+        for t, c in half.large.items()
+    }
     kept = {t: half.large[t] for t in half.large if half.large[t].dtype != TensorProto.FLOAT16}
     return checked(proto, large | kept)
 
 
 def _bfloat16(tensor: onnx.TensorProto, before: Constant | None) -> onnx.TensorProto:
-    """A float16 tensor in bfloat16, of the float32 constant that it was before if there is one."""
+    """A float16 tensor in bfloat16, rounded from the float32 constant `before` if there is one."""
     values = numpy_helper.to_array(tensor) if before is None else before.array()
     made: onnx.TensorProto = numpy_helper.from_array(values.astype(ml_dtypes.bfloat16), tensor.name)
     return made
 
 
-def _bfloat16_of(constant: Constant) -> Constant:
-    key = f"{constant.key}:bfloat16"
-    return Constant(key, TensorProto.BFLOAT16, constant.shape, lambda: constant.array().astype(ml_dtypes.bfloat16))
-
-
-def _shown(model: Model, full: Set[str]) -> onnx.ModelProto:
-    """A copy with a type for what custom operators make, and with the large constants as graph inputs.
-
-    Those in `full`, which stay in float32, are left out: the converter does not miss them.
+def _for_converter(model: Model, full: Set[str]) -> onnx.ModelProto:
+    """A protobuf for the converter: a type for each output of a custom operator, and large constants as graph inputs,
+    except those in `full`, which stay in float32.
     """
     proto = deepcopy(model.proto)
     for name, constant in model.large.items():
@@ -246,14 +236,9 @@ def _shown(model: Model, full: Set[str]) -> onnx.ModelProto:
     return proto
 
 
-def _half(constant: Constant) -> Constant:
-    """A float32 constant in float16, converted when it is read; others as they are."""
-    if constant.dtype != TensorProto.FLOAT:
-        return constant
-    key = f"{constant.key}:float16"
-    return Constant(key, TensorProto.FLOAT16, constant.shape, lambda: rounded_to_float16(constant.array()))
-
-
-def _once(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """The nodes without repeats: the converter makes a Cast for each float32 reader of a tensor, all of one name."""
-    return list({node.name: node for node in nodes}.values())
+def _in_type(constant: Constant, dtype: int) -> Constant:
+    """A constant as float16 or bfloat16, converted when it is read."""
+    if dtype == TensorProto.FLOAT16:
+        return Constant(f"{constant.key}:float16", dtype, constant.shape, lambda: rounded_to_float16(constant.array()))
+    key = f"{constant.key}:bfloat16"
+    return Constant(key, dtype, constant.shape, lambda: constant.array().astype(ml_dtypes.bfloat16))

@@ -1,13 +1,13 @@
-"""An ONNX file as a `Model`: parsed, checked, its names and constants settled, its opset raised, its shapes inferred.
+"""Reads an ONNX file as a `Model`: parses and checks it, names its nodes, collects its constants, raises its opset and
+infers its shapes.
 
-External data stays on disk. Whatever needs the whole graph (checker, version converter, shape inference) gets it with
-graph inputs in place of the large constants.
+External data stay on disk. Functions that need the whole graph (checker, version converter, shape inference) get it
+with graph inputs in place of the large constants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
-from copy import deepcopy
+from collections.abc import Mapping, MutableMapping
 from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from pathlib import Path
@@ -20,30 +20,24 @@ from onnx import ModelProto, inliner, numpy_helper, version_converter
 
 from qdqtune.errors import BadModel
 from qdqtune.graph.constants import inner_tensors, replace, settle, take_external
-from qdqtune.graph.folding import Names, drop_identities, drop_unused
-from qdqtune.graph.folding import fix_inputs as fix
-from qdqtune.graph.model import Constant, Model, bodies, captured
-from qdqtune.graph.operators import COMPUTE
+from qdqtune.graph.inference import INFERENCE_ERRORS, copied, infer, with_large_inputs, without_large_inputs
+from qdqtune.graph.model import Constant, Model, bodies, captured, graphs
+from qdqtune.graph.protobuf import parsed
+from qdqtune.graph.simplifying import UniqueNames, drop_identities, drop_unused
+from qdqtune.graph.simplifying import fix_inputs as fix
 from qdqtune.graph.soundness import check_sound, differs, kind_of
-from qdqtune.graph.wire import parsed
 
 OLDEST_OPSET = 7
-"""The version converter knows no way up from anything older."""
-
-LONGEST = 2**22
-"""Elements of tensors of one dimension whose values shape inference may follow: it takes 80 bytes for each."""
-
-INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, RuntimeError, ValueError)
-"""What onnx raises from its C++ code; its own error classes have no base in common."""
+"""The oldest opset that onnx's version converter can convert from."""
 
 
 def load(
     path: Path, *, fix_inputs: Mapping[str, float | int | str] = MappingProxyType({}), min_opset: int = 13
 ) -> Model:
-    """Read an ONNX file. Its opset will be at least 13 and at least `min_opset`; the file itself is never changed.
+    """Read an ONNX file. The opset of the model is at least 13 and at least `min_opset`.
 
-    Node names become unique, constants initializers; model-local functions are inlined; Identity nodes and what no
-    output needs are dropped. `fix_inputs` makes graph inputs constant (and folds each If that this decides).
+    Node names become unique, constants become initializers, model-local functions are inlined, Identity and unused
+    nodes are dropped. `fix_inputs` makes graph inputs constant, and replaces each If that they decide by its body.
 
     Raises:
         BadModel: the file is missing, damaged or invalid, or its opset cannot be raised.
@@ -59,22 +53,22 @@ def load(
 
 
 def load_proto(proto: ModelProto, *, min_opset: int = 13) -> Model:
-    """`load` for a model in memory, which stays as it is; files of external data lie in the current folder.
+    """`load` for a model in memory, which is not changed. Its external data lie in the current folder.
 
     Raises:
         BadModel: the model is invalid, or its opset cannot be raised.
     """
-    return _ready(_copy(proto), Path.cwd() / "model.onnx", {}, min_opset)
+    return _ready(copied(proto), Path.cwd() / "model.onnx", {}, min_opset)
 
 
 def _ready(proto: ModelProto, path: Path, fix_inputs: Mapping[str, float | int | str], min_opset: int) -> Model:
-    """Raises BadModel. `proto`, of the file `path`, is changed."""
+    """The model in `proto`, which comes from `path` and is changed. Raises BadModel."""
     check_sound(proto)
     _open_unknown_sizes(proto.graph)
     large = take_external(proto, path.parent, path.name)
     name_nodes(proto.graph)
     settle(proto.graph, large)
-    proto = _copy(proto)
+    proto = copied(proto)
     proto.ir_version = max(proto.ir_version, 4)  # before, constants had to be listed as inputs
     _sort(proto.graph)
     _check(proto, large)
@@ -98,36 +92,22 @@ def with_opset(model: Model, opset: int) -> Model:
     if model.opset >= opset:
         return model
     large = dict(model.large)
-    proto = _with_opset(_copy(model.proto), large, opset)
+    proto = _with_opset(copied(model.proto), large, opset)
     return Model(infer(proto, large), large)
 
 
 def _open_unknown_sizes(graph: onnx.GraphProto) -> None:
-    """Make open sizes of negative ones and of those named `?`, in place: exporters write both for a size that they do
-    not know, and ONNX Runtime takes them so. Two that are named `?` need not be equal."""
-    for value in (*graph.input, *graph.value_info, *graph.output):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_value < 0 or dim.dim_param == "?":
-                dim.Clear()
-    for node in graph.node:
-        for body in bodies(node):
-            _open_unknown_sizes(body)
-
-
-def with_float_type(model: Model, dtype: int) -> Model:
-    """`model` with `dtype` for the inputs of compute operators whose type shape inference could not find.
-
-    Behind a custom operator types are unknown; what a convolution or a matrix product reads is float all the same.
-    """
-    result = deepcopy(model.proto)
-    unknown = {t for n in model.nodes if n.op in COMPUTE for t in n.inputs[:2]}
-    for tensor in sorted(unknown - set(model.tensors)):
-        result.graph.value_info.append(onnx.helper.make_tensor_value_info(tensor, dtype, None))
-    return Model(result, model.large)
+    """Make sizes dynamic that are negative or named `?`, in place. Exporters write both for an unknown size, and ONNX
+    Runtime reads them so. Two sizes named `?` need not be equal."""
+    for inner in graphs(graph):
+        for value in (*inner.input, *inner.value_info, *inner.output):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_value < 0 or dim.dim_param == "?":
+                    dim.Clear()
 
 
 def checked(proto: ModelProto, large: Mapping[str, Constant]) -> Model:
-    """A model of nodes in any order (which `proto` gets sorted), with its types and shapes inferred.
+    """A model of `proto`, whose nodes may be in any order (they are sorted in place), with types and shapes inferred.
 
     Raises:
         BadModel: the graph is invalid.
@@ -137,43 +117,13 @@ def checked(proto: ModelProto, large: Mapping[str, Constant]) -> Model:
     return Model(infer(proto, large), large)
 
 
-def infer(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
-    """`proto` with the types and shapes that shape inference finds; as it is if inference fails.
-
-    Inference that follows values holds one for each element of a tensor of one dimension: where one is longer than any
-    shape or index is, values are not followed.
-    """
-    whole = _whole_graph(proto, large)
-    try:
-        inferred = onnx.shape_inference.infer_shapes(whole)
-        if all(_length(v) <= LONGEST for v in _values(inferred.graph) if v.name not in large):
-            inferred = onnx.shape_inference.infer_shapes(whole, data_prop=True)
-    except INFERENCE_ERRORS:
-        return proto
-    return _without_inputs(inferred, large)
-
-
-def _values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
-    """What a graph and its bodies say of tensors."""
-    yield from chain(graph.input, graph.value_info, graph.output)
-    for node in graph.node:
-        for body in bodies(node):
-            yield from _values(body)
-
-
-def _length(value: onnx.ValueInfoProto) -> int:
-    """Elements of a tensor of one dimension; 0 of others."""
-    sizes = value.type.tensor_type.shape.dim
-    return sizes[0].dim_value if len(sizes) == 1 else 0
-
-
 def _drop_false_types(proto: ModelProto, large: Mapping[str, Constant]) -> None:
-    """Forget the types and shapes that a file lists for tensors where its nodes make others, in place.
+    """Remove listed types and shapes that contradict those that the nodes make, in place.
 
     Raises:
         BadModel: an output is listed with another type than its node makes.
     """
-    bare = _whole_graph(proto, large)
+    bare = with_large_inputs(proto, large)
     del bare.graph.value_info[:]
     for value in bare.graph.output:
         value.ClearField("type")
@@ -187,16 +137,16 @@ def _drop_false_types(proto: ModelProto, large: Mapping[str, Constant]) -> None:
     for value in proto.graph.output:
         if value.name in made and (what := differs(value, made[value.name])) is not None:
             if what == "type":
-                told = f"is listed as {kind_of(value)}, but its node makes {kind_of(made[value.name])}"
-                raise BadModel(f"output {value.name!r} {told}")
+                problem = f"is listed as {kind_of(value)}, but its node makes {kind_of(made[value.name])}"
+                raise BadModel(f"output {value.name!r} {problem}")
             value.type.CopyFrom(made[value.name].type)
 
 
 def read(path: Path) -> ModelProto:
-    """The file as `parsed` gives it.
+    """The protobuf in a file, without large weights (see `protobuf.parsed`).
 
     Raises:
-        BadModel: it is missing, or no ONNX file.
+        BadModel: the file is missing, or is no ONNX file.
     """
     try:
         if path.stat().st_size >= 2**31:
@@ -217,7 +167,7 @@ def read(path: Path) -> ModelProto:
 
 
 def identities(path: Path) -> dict[str, str]:
-    """Names of tensors that Identity nodes of a file make, and the tensor that is read in place of each by `load`.
+    """The outputs of the Identity nodes of a file, and for each the tensor that `load` uses in its place.
 
     Raises:
         BadModel: the file cannot be read.
@@ -230,51 +180,30 @@ def identities(path: Path) -> dict[str, str]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """A model's file and those of its external data; a file that cannot be read is alone."""
+    """A model's file and the files of its external data; only the file itself if it cannot be read."""
     try:
         return [path, *(path.parent / place for place in data_files(path))]
-    except BadModel:  # whoever loads it says so
+    except BadModel:  # loading it reports the error
         return [path]
 
 
 def data_files(path: Path) -> list[str]:
-    """The files of a model's external data, as it names them; those of bodies and attributes among them.
+    """The files of a model's external data, as the model names them.
 
     Raises:
-        BadModel: it cannot be read.
+        BadModel: the model cannot be read.
     """
     proto = read(path)
     tensors = chain(proto.graph.initializer, inner_tensors(proto))
     named = {e.value for t in tensors for e in t.external_data if e.key == "location"} - {path.name}
-    # What no file can be called, whoever loads the model refuses.
+    # Loading the model refuses names that no file can have.
     return sorted(name for name in named if isinstance(name, str) and "\0" not in name)
 
 
-def _copy(proto: ModelProto) -> ModelProto:
-    """A copy; it has its own memory, so what was taken out of the original does not live on in it."""
-    copy = ModelProto()
-    copy.CopyFrom(proto)
-    return copy
-
-
-def _whole_graph(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
-    """A copy in which the large constants are graph inputs."""
-    copy = _copy(proto)
-    for name, constant in large.items():
-        copy.graph.input.append(onnx.helper.make_tensor_value_info(name, constant.dtype, constant.shape))
-    return copy
-
-
-def _without_inputs(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
-    """Undo `_whole_graph`, in place."""
-    replace(proto.graph.input, [v for v in proto.graph.input if v.name not in large])
-    return proto
-
-
 def node_names(graph: onnx.GraphProto) -> list[str]:
-    """The names that `load` gives to the nodes of a file, in its order: unnamed ones are named after operator and
-    position, and the second and further users of a name are numbered."""
-    names = Names(node.name for node in graph.node)
+    """The names that `load` gives to the nodes of a file, in order. An unnamed node is named by operator and position;
+    a name that is in use already gets a number."""
+    names = UniqueNames(node.name for node in graph.node)
     given: dict[str, None] = {}
     for i, node in enumerate(graph.node):
         is_free = node.name and node.name not in given
@@ -289,7 +218,7 @@ def name_nodes(graph: onnx.GraphProto) -> None:
 
 
 def _sort(graph: onnx.GraphProto) -> None:
-    """Put the nodes of the main graph in topological order, if they are not."""
+    """Sort the nodes of the main graph topologically, if they are not sorted."""
     makers = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
     needs = [
         {makers[name] for name in set(node.input).union(*map(captured, bodies(node))) if name in makers}
@@ -305,10 +234,10 @@ def _sort(graph: onnx.GraphProto) -> None:
 
 
 def _check(proto: ModelProto, large: Mapping[str, Constant]) -> None:
-    whole = _whole_graph(proto, large)
+    whole = with_large_inputs(proto, large)
     for info in (*whole.graph.input, *whole.graph.output):
         if info.type.HasField("tensor_type"):
-            info.type.tensor_type.shape.SetInParent()  # the checker wants one, engines do without
+            info.type.tensor_type.shape.SetInParent()  # the checker requires a shape, engines do not
     try:
         onnx.checker.check_model(whole)
     except (onnx.checker.ValidationError, ValueError) as error:
@@ -316,25 +245,25 @@ def _check(proto: ModelProto, large: Mapping[str, Constant]) -> None:
 
 
 def _words(error: Exception) -> str:
-    """A message of onnx in one line, without source positions."""
+    """An error message of onnx as one line without source positions."""
     parts = (" ".join(part.split()).rstrip(".") for part in str(error).split("==> Context:"))
     return "; ".join(parts).rpartition("failed: ")[2][:300]
 
 
 def _inlined(proto: ModelProto, large: MutableMapping[str, Constant]) -> ModelProto:
-    """`proto` with the nodes of its model-local functions in place of the calls."""
+    """`proto` with its model-local functions inlined."""
     if not proto.functions:
         return proto
     try:
-        inlined = inliner.inline_local_functions(_whole_graph(proto, large), convert_version=True)
+        inlined = inliner.inline_local_functions(with_large_inputs(proto, large), convert_version=True)
     except RuntimeError as error:
         raise BadModel(f"cannot inline the model's functions: {_words(error)}") from error
-    settle(_without_inputs(inlined, large).graph, large)
+    settle(without_large_inputs(inlined, large).graph, large)
     return inlined
 
 
 def _with_opset(proto: ModelProto, large: MutableMapping[str, Constant], target: int) -> ModelProto:
-    """`proto` with its default opset raised to `target`, if it is lower."""
+    """`proto` with its default opset raised to `target` if it is lower."""
     have = next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), None)
     if have is not None and have >= target:
         return proto
@@ -344,13 +273,13 @@ def _with_opset(proto: ModelProto, large: MutableMapping[str, Constant], target:
         again = f"export it again with opset {target} or later"
         if have < OLDEST_OPSET:
             raise BadModel(f"opset {have} is older than {OLDEST_OPSET}; {again}")
-        if have < 13 and any(node.op_type == "Hardmax" for node in _all_nodes(proto.graph)):
+        if have < 13 and any(node.op_type == "Hardmax" for inner in graphs(proto.graph) for node in inner.node):
             raise BadModel(f"cannot convert from opset {have} to {target}: Hardmax changed its meaning; {again}")
         try:
-            converted = version_converter.convert_version(_whole_graph(infer(proto, large), large), target)
+            converted = version_converter.convert_version(with_large_inputs(infer(proto, large), large), target)
         except (version_converter.ConvertError, *INFERENCE_ERRORS) as error:
             raise BadModel(f"cannot convert from opset {have} to {target}: {_words(error)}; {again}") from error
-        proto = _merged(proto, _without_inputs(converted, large), target)
+        proto = _merged(proto, without_large_inputs(converted, large), target)
         settle(proto.graph, large)
         if have < 11:
             _keep_sampling(proto.graph)
@@ -362,9 +291,10 @@ def _with_opset(proto: ModelProto, large: MutableMapping[str, Constant], target:
 
 
 def _keep_sampling(graph: onnx.GraphProto) -> None:
-    """Make Resize sample as it did before opset 11: the converter leaves it to the new defaults, which differ."""
+    """Make Resize sample as before opset 11. The converter leaves the attributes out, and their defaults have
+    changed."""
     scales = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
-    for node in _all_nodes(graph):
+    for node in (node for inner in graphs(graph) for node in inner.node):
         if node.op_type == "Resize":
             known = scales.get(node.input[2], np.ones(1)) if len(node.input) > 2 else np.ones(1)
             nearest = "ceil" if (known < 1).any() else "floor"
@@ -373,16 +303,9 @@ def _keep_sampling(graph: onnx.GraphProto) -> None:
                     node.attribute.append(onnx.helper.make_attribute(name, value))
 
 
-def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    for node in graph.node:
-        yield node
-        for body in bodies(node):
-            yield from _all_nodes(body)
-
-
 def _merged(original: ModelProto, converted: ModelProto, target: int) -> ModelProto:
-    """The converted nodes in the original's frame: the converter knows nothing of metadata and input order."""
-    merged = _copy(original)
+    """The original with the converted nodes and constants: the converter loses metadata and the order of inputs."""
+    merged = copied(original)
     for opset in merged.opset_import:
         if opset.domain in ("", "ai.onnx"):
             opset.version = target

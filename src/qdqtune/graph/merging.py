@@ -1,8 +1,8 @@
-"""Operators that exporters write as several nodes, found and made one: what engines have a kernel for, and what pairs
-would otherwise tear apart.
+"""Operators that exporters write as several nodes, replaced by one: engines have a kernel for it, and no pair can come
+between its parts.
 
-A match reads one tensor, and nobody else reads what lies between its nodes: no other node, no body of an If or a Loop,
-no graph output.
+A pattern reads one tensor. Tensors between its nodes are read by no other node, no body of an If or a Loop, and are no
+graph outputs.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qdqtune.graph.folding import Names, names_in
+from qdqtune.graph.inference import infer
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
+from qdqtune.graph.operators import reduced_axes
+from qdqtune.graph.simplifying import UniqueNames, names_in
 from qdqtune.types import Array
 
-CLOSE = 1e-4
-"""How far, relatively, a number of a formula may be from what it stands for: exporters write 0.7071 and 1.4142135."""
+FORMULA_TOLERANCE = 1e-4
+"""Relative tolerance of the numbers in a formula: exporters write 0.7071 and 1.4142135."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """Nodes that compute `op` of `source`; the last one makes the result. `operands` are further inputs: a constant's
-    name, or a new constant."""
+    """Nodes that together compute `op` of the tensor `source`. `operands` are its further inputs: names of constants,
+    or new constants."""
 
     op: str
     nodes: tuple[Node, ...]
@@ -38,19 +40,19 @@ class Match:
 
     @property
     def last(self) -> Node:
-        """The node whose output the merged one makes."""
+        """The node that makes the result."""
         return max(self.nodes, key=lambda node: node.index)
 
 
 Matcher = Callable[[Model, Node], Match | None]
-"""What a node is the first characteristic node of, if it is."""
+"""Finds the match that a node characterizes (the Erf of a Gelu, say), if there is one."""
 
 
-def merged(model: Model, matcher: Matcher, opset: int) -> Model:
-    """`model` with one node for each match, and the opset that this needs; the same object where there is none.
+def with_merged(model: Model, matcher: Matcher, opset: int) -> Model:
+    """`model` with one node for each match, at least at `opset`; the same object if there is no match.
 
     Raises:
-        BadModel: its opset cannot be raised.
+        BadModel: the opset cannot be raised.
     """
     if next(_closed(model, matcher), None) is None:
         return model
@@ -62,7 +64,7 @@ def merged(model: Model, matcher: Matcher, opset: int) -> Model:
         if not own & taken:
             taken |= own
             matches[match.last.index] = match
-    names, added = Names(names_in(model.proto.graph)), dict[str, Constant]()
+    names, added = UniqueNames(names_in(model.proto.graph)), dict[str, Constant]()
     nodes = []
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
         if (found := matches.get(node.index)) is not None:
@@ -72,7 +74,7 @@ def merged(model: Model, matcher: Matcher, opset: int) -> Model:
     return rebuild(model, nodes, added)
 
 
-def _made(match: Match, names: Names, added: dict[str, Constant]) -> onnx.NodeProto:
+def _made(match: Match, names: UniqueNames, added: dict[str, Constant]) -> onnx.NodeProto:
     inputs = [match.source]
     for operand in match.operands:
         if not isinstance(operand, str):
@@ -83,7 +85,7 @@ def _made(match: Match, names: Names, added: dict[str, Constant]) -> onnx.NodePr
 
 
 def _closed(model: Model, matcher: Matcher) -> Iterator[Match]:
-    """Matches between whose nodes nobody else reads anything."""
+    """Float32 matches whose inner tensors have no other readers."""
     for node in model.nodes:
         match = None if node.domain else matcher(model, node)
         if match is None or not _is_float32(model, match.source):
@@ -138,7 +140,7 @@ def _hard_step(model: Model, node: Node) -> Match | None:
 
 
 def layer_norm(model: Model, node: Node) -> Match | None:
-    """(x - mean x) / sqrt(var x + epsilon) over the last axis, times one vector and plus another where these follow."""
+    """(x - mean x) / sqrt(var x + epsilon) over the last axis, with the scale and the bias vector that may follow."""
     if node.op != "Sub" or (mean := maker(model, node.inputs[1])) is None or mean.inputs[0] != node.inputs[0]:
         return None
     source = node.inputs[0]
@@ -149,7 +151,7 @@ def layer_norm(model: Model, node: Node) -> Match | None:
 
 
 def rms_norm(model: Model, node: Node) -> Match | None:
-    """x / sqrt(mean x^2 + epsilon), times a vector; last axis."""
+    """x / sqrt(mean x^2 + epsilon) over the last axis, with the scale vector that may follow."""
     if not _is_square(model, node) or (root := _root_of_squares(model, node.inputs[0])) is None:
         return None
     centred = maker(model, node.inputs[0])
@@ -160,14 +162,14 @@ def rms_norm(model: Model, node: Node) -> Match | None:
 
 @dataclass(frozen=True)
 class _Root:
-    """sqrt(mean t^2 + epsilon) of a tensor."""
+    """Nodes that compute sqrt(mean t^2 + epsilon)."""
 
     nodes: tuple[Node, ...]
     epsilon: float
 
 
 def _scaled(op: str, model: Model, source: str, before: tuple[Node, ...], numerator: str, root: _Root) -> Match | None:
-    """A normalization from its numerator and its root on: the quotient, its factors, and its shift."""
+    """A normalization: numerator / root, then the scale and the bias that may follow."""
     last = root.nodes[-1]
     quotient = reader(model, last)
     if quotient is None or source not in model.tensors:
@@ -194,7 +196,7 @@ def _scaled(op: str, model: Model, source: str, before: tuple[Node, ...], numera
 
 
 def _is_inverse(model: Model, node: Node, of: Node) -> bool:
-    """Whether a node makes 1 / x of what `of` makes: torch.rsqrt, as one exporter of PyTorch writes it or the other."""
+    """Whether a node computes 1 / x of the output of `of`: PyTorch's exporters write torch.rsqrt in both ways."""
     is_quotient = node.op == "Div" and node.inputs[1] == of.outputs[0]
     return node.op == "Reciprocal" or (is_quotient and number(model, node.inputs[0]) == 1.0)
 
@@ -220,19 +222,17 @@ def _is_square(model: Model, node: Node) -> bool:
 
 
 def _is_mean(model: Model, node: Node) -> bool:
-    """Whether a node takes means over the last axis, which stays with one element."""
+    """Whether a node computes means over the last axis and keeps it with size 1."""
     if node.op != "ReduceMean" or not node.attributes.get("keepdims", 1):
         return False
-    axes = node.attributes.get("axes")
-    if axes is None and len(node.inputs) > 1 and node.inputs[1] in model.constants:
-        axes = model.constants[node.inputs[1]].array().tolist()
     info = model.tensors.get(node.inputs[0])
     rank = None if info is None or info.shape is None else len(info.shape)
-    return axes is not None and len(axes) == 1 and rank is not None and axes[0] in (-1, rank - 1)
+    axes = reduced_axes(model, node)
+    return len(axes) == 1 and rank is not None and axes[0] in (-1, rank - 1)
 
 
 def _vector_behind(model: Model, node: Node, op: str, width: int) -> tuple[Node, str] | None:
-    """The only reader of a node, if it applies `op` with a constant vector along the last axis; and that constant."""
+    """The only reader of a node, if it is an `op` with a constant vector along the last axis, and that constant."""
     after = reader(model, node)
     if after is None or after.op != op:
         return None
@@ -246,13 +246,13 @@ def _vector_behind(model: Model, node: Node, op: str, width: int) -> tuple[Node,
 
 
 def maker(model: Model, tensor: str) -> Node | None:
-    """The node that makes a tensor, of the default domain."""
+    """The node that makes a tensor, if it is of the default domain."""
     node = model.maker(tensor)
     return None if node is None or node.domain else node
 
 
 def reader(model: Model, node: Node) -> Node | None:
-    """The only node that reads the first output of a node, once; None where it leaves the graph or enters a body."""
+    """The only reader of a node's first output; None if it is also read elsewhere, in a body, or as a graph output."""
     uses = model.uses(node.outputs[0])
     if len(uses) != 1 or uses[0].node == GRAPH or uses[0].slot < 0 or model.nodes[uses[0].node].domain:
         return None
@@ -260,7 +260,7 @@ def reader(model: Model, node: Node) -> Node | None:
 
 
 def number(model: Model, tensor: str) -> float | None:
-    """The value of a constant that is one float."""
+    """The value of a constant with one float element."""
     constant = model.constants.get(tensor)
     if constant is None or constant.shape not in ((), (1,)) or constant.dtype != TensorProto.FLOAT:
         return None
@@ -268,7 +268,7 @@ def number(model: Model, tensor: str) -> float | None:
 
 
 def _with_number(model: Model, node: Node) -> tuple[str, float] | None:
-    """The tensor and the number that a node of two operands joins; a quotient has its number below."""
+    """The tensor and the number that an Add, Mul or Div combines; a Div has the number as divisor."""
     if node.op not in ("Add", "Mul", "Div") or len(node.inputs) != 2:
         return None
     left, right = node.inputs
@@ -280,7 +280,7 @@ def _with_number(model: Model, node: Node) -> tuple[str, float] | None:
 
 
 def _factor(node: Node, joined: tuple[str, float]) -> float | None:
-    """What a Mul or a Div multiplies by."""
+    """The factor of a Mul or a Div."""
     if node.op == "Mul":
         return joined[1]
     return 1 / joined[1] if node.op == "Div" and joined[1] else None
@@ -291,11 +291,11 @@ def _is_plus(node: Node, joined: tuple[str, float] | None, value: float) -> bool
 
 
 def _is_close(value: float | None, wanted: float) -> bool:
-    return value is not None and math.isclose(value, wanted, rel_tol=CLOSE)
+    return value is not None and math.isclose(value, wanted, rel_tol=FORMULA_TOLERANCE)
 
 
 def _product(model: Model, node: Node, source: str, wanted: float) -> tuple[Node, ...] | None:
-    """The nodes that multiply the output of `node` by `source` once, and by numbers that make up `wanted`."""
+    """The nodes behind `node` that multiply its output by `source` once, and by numbers with the product `wanted`."""
     nodes: list[Node] = []
     value, seen = 1.0, False
     while not (seen and _is_close(value, wanted)):
@@ -319,3 +319,64 @@ def _product(model: Model, node: Node, source: str, wanted: float) -> tuple[Node
             seen = True
         node = after
     return tuple(nodes)
+
+
+def as_gemm(model: Model) -> Model:
+    """`model` with a Gemm for each MatMul with constant weights whose only reader adds a constant bias.
+
+    Inputs of more than two dimensions are reshaped around it, if at most one leading dimension is unknown.
+    """
+    names, added = UniqueNames(names_in(model.proto.graph)), dict[str, Constant]()
+    sums: dict[int, list[onnx.NodeProto]] = {}
+    gone: set[int] = set()
+    for node in model.nodes:
+        if (total := _sum(model, node)) is not None:
+            sums[total.index] = _gemm(model, node, total, names, added)
+            gone.add(node.index)
+    if not sums:
+        return model
+    nodes: list[onnx.NodeProto] = []
+    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+        if node.index not in gone:
+            nodes += sums.get(node.index, [proto])
+    result = rebuild(model, nodes, added)
+    return Model(infer(result.proto, result.large), result.large)
+
+
+def _sum(model: Model, node: Node) -> Node | None:
+    """The Add behind a MatMul, if both can become a Gemm."""
+    if node.op != "MatMul" or node.domain or (weight := model.constants.get(node.inputs[1])) is None:
+        return None
+    info, total = model.tensors.get(node.inputs[0]), reader(model, node)
+    if len(weight.shape) != 2 or weight.dtype != TensorProto.FLOAT or info is None or info.shape is None:
+        return None
+    if total is None or total.op != "Add" or node.inputs[0] in model.constants:
+        return None
+    bias = model.constants.get(total.inputs[1 - total.inputs.index(node.outputs[0])])
+    if bias is None or bias.shape != (weight.shape[1],):
+        return None
+    is_known = len(info.shape) >= 2 and info.shape[:-1].count(None) <= (1 if len(info.shape) > 2 else 2)
+    return total if is_known else None
+
+
+def _gemm(
+    model: Model, node: Node, total: Node, names: UniqueNames, added: dict[str, Constant]
+) -> list[onnx.NodeProto]:
+    shape = model.tensors[node.inputs[0]].shape or ()
+    width, out = model.constants[node.inputs[1]].shape
+    bias = total.inputs[1 - total.inputs.index(node.outputs[0])]
+    if len(shape) == 2:
+        return [helper.make_node("Gemm", [*node.inputs, bias], [total.outputs[0]], node.name)]
+
+    def reshape(source: str, target: str, sizes: list[int], what: str) -> onnx.NodeProto:
+        constant = names.fresh(f"{node.name}.{what}")
+        added[constant] = Constant.of(np.array(sizes, np.int64))
+        return helper.make_node("Reshape", [source, constant], [target], f"{node.name}.reshape_{what}")
+
+    rows, product = names.fresh(f"{node.name}.rows"), names.fresh(f"{node.name}.product")
+    sizes = [-1 if d is None else d for d in shape[:-1]]
+    return [
+        reshape(node.inputs[0], rows, [-1, width], "in"),
+        helper.make_node("Gemm", [rows, node.inputs[1], bias], [product], node.name),
+        reshape(product, total.outputs[0], [*sizes, out], "out"),
+    ]

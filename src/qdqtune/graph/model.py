@@ -1,7 +1,7 @@
-"""A model made ready for analysis: one immutable value with its index, its constants, and how it is written.
+"""A model as an immutable value: its nodes and tensors by name, and its constants.
 
-Large constants live outside the protobuf. They are read when somebody asks for them, never copied per candidate, and
-join the protobuf only when a file is written: embedded (`save`) or by reference into a shared file (`ConstantFile`).
+Large constants are kept outside the protobuf. They are read on demand and never copied for a candidate. A file gets
+them when it is written: embedded (`save`), or by reference into a shared file (`ConstantFile`).
 """
 
 from __future__ import annotations
@@ -18,21 +18,18 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from qdqtune.graph.fields import field_of
+from qdqtune.graph.protobuf import LARGE_BYTES, field_of
 from qdqtune.types import Array, Edge
 
 NODE, INITIALIZER = onnx.GraphProto.NODE_FIELD_NUMBER, onnx.GraphProto.INITIALIZER_FIELD_NUMBER
 VALUE_INFO = onnx.GraphProto.VALUE_INFO_FIELD_NUMBER
 
-LARGE = 1024
-"""Constants of this many bytes or more stay outside the protobuf; smaller ones may be shapes that inference reads."""
-
 
 GRAPH = -1
-"""Node index that stands for the graph itself, as the user of its outputs."""
+"""The node index of a graph output's use."""
 
 HALF_BYTES = frozenset({onnx.TensorProto.INT4, onnx.TensorProto.UINT4})
-"""Types of which two values share a byte."""
+"""Types that store two values in a byte."""
 
 FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 
@@ -75,7 +72,7 @@ class TensorInfo:
 
     @staticmethod
     def of(value: onnx.ValueInfoProto) -> TensorInfo:
-        """What the protobuf says."""
+        """The type and shape in a protobuf."""
         tensor = value.type.tensor_type
         shape = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
         return TensorInfo(tensor.elem_type, shape if tensor.HasField("shape") else None)
@@ -88,7 +85,7 @@ class TensorInfo:
 
     @property
     def is_float(self) -> bool:
-        """Whether a Q/DQ pair could stand on it."""
+        """Whether the elements are floats, which a Q/DQ pair needs."""
         return self.dtype in FLOATS
 
 
@@ -126,7 +123,7 @@ class Constant:
         return size_of(self.dtype, self.shape)
 
     def array(self) -> Array:
-        """The values. Read only."""
+        """The values; not to be changed."""
         return self.read()
 
     def data(self) -> memoryview:
@@ -140,15 +137,15 @@ class Constant:
 
     @staticmethod
     def of(array: Array, key: str | None = None) -> Constant:
-        """A constant that is in memory."""
+        """A constant with these values, which stay in memory."""
         array = np.asarray(array, order="C")
         if key is None:
-            data = array.tobytes() if array.nbytes < LARGE else _bytes(array)
+            data = array.tobytes() if array.nbytes < LARGE_BYTES else _bytes(array)
             key = content_key(array.dtype, array.shape, [data])
         return Constant(key, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape, lambda: array)
 
     def to_proto(self, name: str) -> onnx.TensorProto:
-        """The constant as an initializer with its bytes inside."""
+        """An initializer that holds the values."""
         tensor: onnx.TensorProto = numpy_helper.from_array(self.array(), name)
         return tensor
 
@@ -252,25 +249,25 @@ class Model:
 
     @cached_property
     def frame(self) -> onnx.ModelProto:
-        """The protobuf without nodes, constants and types of tensors inside the graph."""
+        """The protobuf without nodes, constants, and types of inner tensors."""
         bare = deepcopy(self.proto)
         del bare.graph.node[:], bare.graph.initializer[:], bare.graph.value_info[:]
         return bare
 
     @cached_property
     def made(self) -> tuple[Made, ...]:
-        """The nodes as `rebuild` takes them, in their order."""
+        """The nodes in order, as bytes for `rebuild`."""
         written = zip(self.nodes, self.proto.graph.node, strict=True)
         return tuple(Made(field_of(NODE, p), (*n.inputs, *n.captures), n.outputs) for n, p in written)
 
     @cached_property
     def inline(self) -> Mapping[str, bytes]:
-        """The initializers of the protobuf by name, as fields of a graph."""
+        """The initializers of the protobuf as fields of a graph, by name."""
         return {t.name: field_of(INITIALIZER, t) for t in self.proto.graph.initializer}
 
     @cached_property
     def described(self) -> Mapping[str, bytes]:
-        """The types of tensors that the protobuf lists, by name, as fields of a graph."""
+        """The listed types of tensors as fields of a graph, by name."""
         return {v.name: field_of(VALUE_INFO, v) for v in self.proto.graph.value_info}
 
     @cached_property
@@ -282,7 +279,7 @@ class Model:
         return digest.hexdigest()[:32]
 
     def to_proto(self) -> onnx.ModelProto:
-        """The whole model in memory, every constant inside."""
+        """A protobuf with all constants inside."""
         whole = deepcopy(self.proto)
         for name, constant in self.large.items():
             whole.graph.initializer.append(constant.to_proto(name))
@@ -290,7 +287,7 @@ class Model:
 
 
 class Made(NamedTuple):
-    """A node as a field of a graph, with the names that it and its bodies read, and those that it makes."""
+    """A node as a field of a graph, and the names of the tensors that it (with its bodies) reads and makes."""
 
     data: bytes
     read: tuple[str, ...]
@@ -298,7 +295,7 @@ class Made(NamedTuple):
 
     @staticmethod
     def of(node: onnx.NodeProto) -> Made:
-        """What a node is at this time."""
+        """The node as it is now."""
         inside = (name for body in bodies(node) for name in captured(body))
         return Made(field_of(NODE, node), (*node.input, *inside), tuple(node.output))
 
@@ -308,12 +305,11 @@ def rebuild(
     nodes: Iterable[onnx.NodeProto | Made],
     added: Mapping[str, Constant] | Mapping[str, Constant | bytes],
 ) -> Model:
-    """`model` with other nodes and more constants; constants and types that no node of it mentions any more are left.
+    """`model` with these nodes, and with the `added` constants; constants and types that no node uses are dropped.
 
-    `nodes` are in topological order and make every graph output. `added` take the place of constants of their names;
-    those that are bytes are small, and initializers as fields of a graph.
-
-    All of it is joined as bytes: large models have many nodes, and protobuf copies each by itself slowly.
+    `nodes` are in topological order and make every graph output. An added constant replaces one of the same name. Bytes
+    are a small initializer as a field of a graph. All fields are joined as bytes, because protobuf is slow to copy the
+    many nodes of a large model one by one.
     """
     result = deepcopy(model.frame)
     parts = [node if isinstance(node, Made) else Made.of(node) for node in nodes]
@@ -327,7 +323,7 @@ def rebuild(
             continue
         if isinstance(c, bytes):
             fields.append(c)
-        elif c.nbytes >= LARGE:
+        elif c.nbytes >= LARGE_BYTES:
             outside[name] = c
         else:
             fields.append(field_of(INITIALIZER, c.to_proto(name)))
@@ -345,8 +341,16 @@ def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
             yield from attribute.graphs
 
 
+def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and all bodies in it."""
+    yield graph
+    for node in graph.node:
+        for body in bodies(node):
+            yield from graphs(body)
+
+
 def defined(graph: onnx.GraphProto) -> set[str]:
-    """Names that a graph gives to tensors: its inputs, its constants, and what its nodes make."""
+    """Names of the tensors that a graph defines: inputs, constants, and outputs of nodes."""
     sparse = {s.values.name for s in graph.sparse_initializer}
     made = {name for node in graph.node for name in node.output if name}
     return {v.name for v in graph.input} | {t.name for t in graph.initializer} | sparse | made

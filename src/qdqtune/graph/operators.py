@@ -1,31 +1,30 @@
-"""The catalogue of operator families: what operators do to their inputs, said once for every stage that needs to know.
+"""Families of operators, by what they do to their inputs.
 
-Names are those of ONNX, and of the operators that ONNX Runtime's optimizer makes. What only one engine does (which
-kernels it has, what it moves conversions across) stands with that engine. A family that another one nearly is says so:
-it is written as that one, with the difference.
+Names are those of ONNX, and of the operators that ONNX Runtime's optimizer creates. Facts about one engine (its
+kernels, the operators that it moves conversions across) are in that engine's folder.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from qdqtune.graph.model import Model, Node
 
-# ---- what quantization is about
+# ---- quantization
 
 QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
-"""The two halves of a pair."""
+"""The two operators of a pair."""
 
 INTEGER = frozenset({
     "ConvInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat",
     "QAttention", "QGemm",
 })  # fmt: skip
-"""Operators that dynamic and operator-wise quantization leave, besides those called QLinear..."""
+"""Operators of models that were quantized dynamically or operator by operator, besides those named QLinear..."""
 
 CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 COMPUTE = CONVOLUTIONS | {"Gemm", "MatMul"}
-"""Operators whose arithmetic itself runs in 8 bits, with a pair on activation and weight."""
+"""Operators that compute in 8 bits with a pair on activation and weight."""
 
 CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
 """Operators with bodies."""
@@ -34,63 +33,63 @@ HEAVY = COMPUTE | CONTROL_FLOW | {
     "Einsum", "DeformConv", "LSTM", "GRU", "RNN", "Attention", "MultiHeadAttention", "FusedConv", "FusedGemm",
     "FusedMatMul",
 }  # fmt: skip
-"""Operators that carry most of the work: a fusion group starts at them."""
+"""Operators that do most of the work: a fusion group starts at one."""
 
 INTEGER_KERNELS = frozenset({"Add", "Concat", "GlobalAveragePool", "Mul"})
-"""Operators that most engines can run on 8-bit values, besides COMPUTE and MOVERS: they join quantized values."""
+"""Further operators that most engines can run on 8-bit values, besides COMPUTE and MOVERS."""
 
-# ---- what hands values on
+# ---- operators that pass values on
 
 REARRANGES = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Operators whose result holds each value of their input once: rounding both is no worse than rounding one."""
+"""Operators whose result holds each value of their input once: rounding both is the same as rounding one."""
 
 COPIES = REARRANGES | {"Cast"}
-"""Operators that hand every value on, in another order, shape or type."""
+"""Operators that pass every value on, in another order, shape or type."""
 
 MOVERS = REARRANGES | {
     "AveragePool", "DepthToSpace", "Expand", "Gather", "MaxPool", "Resize", "Slice", "SpaceToDepth", "Split",
 }  # fmt: skip
-"""Operators that hand values on, or some of them, or means of a few: the range of the input serves for the result."""
+"""Operators that pass on all or some values, or means of a few: the range of the input holds for the result."""
 
 KEEPS_SIGN = MOVERS - {"Resize"} | {"GlobalAveragePool", "Tile"}
-"""Operators whose result is not negative where their input is not. A cubic Resize overshoots."""
+"""Operators whose result is not negative if their input is not. (A cubic Resize overshoots.)"""
 
-# ---- what works value by value
+# ---- operators on single values
 
 ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div"})
 CLAMPS = frozenset({"Relu", "Clip"})
-"""Operators that saturation can stand for."""
+"""Operators that saturation of an integer can replace."""
 
 FUSED_BEHIND = CLAMPS | {"BatchNormalization", "LeakyRelu", "PRelu"}
-"""Operators that engines draw into the compute operator in front of them: a pair between would break the fusion."""
+"""Operators that engines fuse into the compute operator in front: a pair between them would prevent that."""
 
 POINTWISE = ARITHMETIC | FUSED_BEHIND | {
     "Dropout", "Elu", "Erf", "Gelu", "HardSigmoid", "HardSwish", "Max", "Min", "Mish", "Pow", "Selu", "Sigmoid",
     "Softplus", "Sqrt", "Tanh",
 }  # fmt: skip
-"""Operators that work on each value alone, as both families below have them."""
+"""Operators on single values in both families below."""
 
 FUSED_POINTWISE = POINTWISE | {"Abs", "Exp", "Neg", "Reciprocal"}
-"""Operators that the rules of `quantize` take to join the kernel in front of them."""
+"""Operators that the rules of `quantize` expect to be fused into the kernel in front."""
 
 ELEMENTWISE = POINTWISE | {
     "Cast", "Celu", "FastGelu", "Identity", "Mean", "QuickGelu", "Sum", "Swish", "Where",
 }  # fmt: skip
-"""Operators that join the leaf region in front of them. Another member would change the regions of models, and with
-them the digests that caches and state files hold: it differs from FUSED_POINTWISE for this reason only."""
+"""Operators that belong to the leaf region in front of them. It differs from FUSED_POINTWISE only because another
+member would change regions, and with them the digests in caches and state files."""
 
 COMMUTATIVE = frozenset({
     "Add", "Mul", "And", "Or", "Xor", "Equal", "Max", "Min", "Sum", "Mean", "BitwiseAnd", "BitwiseOr", "BitwiseXor",
 })  # fmt: skip
-"""Operators whose inputs may stand in any order."""
+"""Operators whose inputs may be swapped."""
 
 LOWER_BOUNDS: Mapping[str, float] = {
     "Relu": 0.0, "Sigmoid": 0.0, "Softmax": 0.0, "Abs": 0.0, "HardSigmoid": 0.0, "Exp": 0.0, "ReduceL2": 0.0,
     "Softplus": 0.0, "Sqrt": 0.0, "Erf": -1.0, "Tanh": -1.0,
 }  # fmt: skip
-"""The least that these operators give, whatever they get."""
+"""A lower bound of an operator's results, for any input."""
 
-# ---- what works along an axis
+# ---- operators along an axis
 
 LAST_AXIS_NORMALIZATIONS = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
 NORMALIZATIONS = LAST_AXIS_NORMALIZATIONS | {
@@ -99,15 +98,15 @@ NORMALIZATIONS = LAST_AXIS_NORMALIZATIONS | {
 }  # fmt: skip
 AVERAGE_POOLS = frozenset({"AveragePool", "GlobalAveragePool"})
 
-# ---- what is no function of the values
+# ---- operators whose result is no function of the values
 
 ASKS_SHAPE = frozenset({"Shape", "Size"})
-"""Operators that read the shape of their input and none of its values."""
+"""Operators that read the shape of their input only."""
 
 RANDOM = frozenset({
     "Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
 })  # fmt: skip
-"""Operators whose result is not a function of their inputs, or may be none: a Dropout can be one that trains."""
+"""Operators whose result may be random: a Dropout can be in training mode."""
 
 # ---- inputs
 
@@ -115,39 +114,40 @@ SETTINGS_FROM: Mapping[str, int] = {
     "BatchNormalization": 1, "Clip": 1, "Dropout": 1, "GroupNormalization": 1, "InstanceNormalization": 1,
     "LayerNormalization": 1, "OneHot": 0, "Pad": 1, "Resize": 1, "Upsample": 1,
 }  # fmt: skip
-"""First input that is a setting (a bound, a scale, a pad value), not data."""
+"""The first input that is a setting (a bound, a scale, a pad value) and not data."""
 
 
 def is_float(model: Model, tensor: str) -> bool:
-    """Whether a tensor is known to be of a float type."""
+    """Whether a tensor is known to hold floats."""
     info = model.tensors.get(tensor)
     return info is not None and info.is_float
 
 
 def may_be_float(model: Model, tensor: str) -> bool:
-    """Whether a tensor holds floats as far as one knows: an unknown type may be float."""
+    """Whether a tensor may hold floats: its type is float or unknown."""
     info = model.tensors.get(tensor)
     return info is None or info.is_float
 
 
 def takes_data(node: Node, slot: int) -> bool:
-    """Whether input `slot` is data, not a setting such as a bound, a scale or a pad value."""
+    """Whether input `slot` is data and not a setting (see `SETTINGS_FROM`)."""
     return not node.domain and slot < SETTINGS_FROM.get(node.op, slot + 1)
 
 
 def integer_operators(model: Model) -> list[str]:
-    """Names of the operators of a model that compute on integers since it was quantized."""
+    """The integer operators of a model that was quantized before."""
     return sorted({node.op for node in model.nodes if node.op in INTEGER or node.op.startswith("QLinear")})
 
 
 def elements(model: Model, tensor: str) -> float:
-    """Size of a tensor; an unknown dimension counts as 1."""
+    """The number of a tensor's elements; an unknown dimension counts as 1."""
     info = model.tensors.get(tensor)
     return float(math.prod([d or 1 for d in (info.shape if info else None) or ()]))
 
 
 def work(model: Model, node: Node) -> float:
-    """Multiplications of a compute operator, elements written by any other; an unknown dimension counts as 1."""
+    """The multiplications of a compute operator, or the elements that another one writes; an unknown dimension counts
+    as 1."""
     written = elements(model, node.outputs[0]) if node.outputs else 1.0
     if node.op not in COMPUTE or len(node.inputs) < 2:
         return written
@@ -156,3 +156,11 @@ def work(model: Model, node: Node) -> float:
     if node.op in CONVOLUTIONS:
         return written * float(math.prod(shape[1:]))
     return written * float(shape[-1 if node.attributes.get("transB", 0) else -2] if len(shape) > 1 else 1)
+
+
+def reduced_axes(model: Model, node: Node) -> Sequence[int]:
+    """The axes of a reduction, from its attribute or a constant; empty if they are not given or not constant."""
+    axes = node.attributes.get("axes")
+    if axes is None and len(node.inputs) > 1 and node.inputs[1] in model.constants:
+        axes = model.constants[node.inputs[1]].array().tolist()
+    return axes or ()

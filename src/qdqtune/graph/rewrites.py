@@ -1,31 +1,41 @@
-"""The rewrites of a float model by name: each leaves every output as it is up to rounding, and may open fusions on an
-engine. Which of them pay, measuring tells.
+"""The rewrites of a float model, by name. Each keeps every output up to rounding, and may allow an engine to fuse more.
+
+`folded` multiplies what scales and shifts channels behind a layer into the layer's weights and bias. Engines do so with
+float weights, but not where these come out of a DequantizeLinear: a BatchNormalization there would run by itself.
+Which of the other rewrites make a model faster is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
+import numpy as np
+import numpy.typing as npt
+import onnx
+
 from qdqtune.errors import BadOption
-from qdqtune.graph.computing import constants_computed
+from qdqtune.graph.inference import constants_computed
 from qdqtune.graph.loading import with_opset
-from qdqtune.graph.merging import gelu, hard_swish, layer_norm, merged, rms_norm
-from qdqtune.graph.model import Model
-from qdqtune.graph.products import as_gemm
-from qdqtune.graph.rewriting import folded
+from qdqtune.graph.merging import as_gemm, gelu, hard_swish, layer_norm, rms_norm, with_merged
+from qdqtune.graph.model import Constant, Model, Node, rebuild
+from qdqtune.graph.operators import ARITHMETIC, COMPUTE
+from qdqtune.graph.simplifying import UniqueNames, names_in
+from qdqtune.types import Array
 
 FOLD = "fold"
-"""The rewrite that every run makes unless it is told not to: without it pairs stand where they need not be."""
+"""The rewrite that runs make by default: without it, pairs are needed in places where none would be."""
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What it does, in words, and the function that does it: it returns the very model where there is nothing to do.
+    """A rewrite: its description, and its function, which returns the same object if there is nothing to do.
 
-    `makes` is the operator that it leaves behind, if it leaves one.
+    `makes` is the operator that it creates, if any.
     """
 
     does: str
@@ -36,34 +46,30 @@ class Rewrite:
 REWRITES: Mapping[str, Rewrite] = MappingProxyType({
     "constants": Rewrite("compute what only constants and shapes decide", constants_computed),
     "hardswish": Rewrite(
-        "x clip(x + 3, 0, 6) / 6 as one HardSwish", partial(merged, matcher=hard_swish, opset=14), "HardSwish"
+        "x clip(x + 3, 0, 6) / 6 as one HardSwish", partial(with_merged, matcher=hard_swish, opset=14), "HardSwish"
     ),
-    "gelu": Rewrite("x (1 + erf(x / sqrt 2)) / 2 as one Gelu", partial(merged, matcher=gelu, opset=20), "Gelu"),
+    "gelu": Rewrite("x (1 + erf(x / sqrt 2)) / 2 as one Gelu", partial(with_merged, matcher=gelu, opset=20), "Gelu"),
     "layernorm": Rewrite(
         "means, squares and a root as one LayerNormalization",
-        partial(merged, matcher=layer_norm, opset=17),
+        partial(with_merged, matcher=layer_norm, opset=17),
         "LayerNormalization",
     ),
     "rmsnorm": Rewrite(
         "squares, their mean and a root as one RMSNormalization",
-        partial(merged, matcher=rms_norm, opset=23),
+        partial(with_merged, matcher=rms_norm, opset=23),
         "RMSNormalization",
     ),
     "gemm": Rewrite("MatMul and Add with constants as one Gemm", as_gemm, "Gemm"),
     "opset21": Rewrite("the operators of opset 21", partial(with_opset, opset=21)),
 })  # fmt: skip
-"""By name, in the order in which they are made."""
+"""By name, in the order in which they are applied."""
 
-NAMES = (FOLD, *REWRITES)
+REWRITE_NAMES = (FOLD, *REWRITES)
 
 
 @dataclass(frozen=True)
 class Rewrites:
-    """Which rewrites a float model has seen before its pairs were placed. Each is repeated on another model's weights.
-
-    `folded`: layers have taken in what scales and shifts their channels (see `rewriting.folded`); then those in
-    `names`, one after the other.
-    """
+    """The rewrites of a float model: first `folded`, if set, then those of `names` in order."""
 
     folded: bool = False
     names: tuple[str, ...] = ()
@@ -71,13 +77,13 @@ class Rewrites:
     def __post_init__(self) -> None:
         if not isinstance(self.folded, bool) or not set(self.names) <= REWRITES.keys():
             unknown = ", ".join(sorted(map(str, set(self.names) - REWRITES.keys())))
-            raise ValueError(f"there is no rewrite {unknown}; there are {', '.join(NAMES)}")
+            raise ValueError(f"there is no rewrite {unknown}; there are {', '.join(REWRITE_NAMES)}")
 
     def of(self, model: Model) -> Model:
-        """`model` after them.
+        """The rewritten model.
 
         Raises:
-            BadModel: its opset cannot be raised.
+            BadModel: the opset cannot be raised.
         """
         model = folded(model) if self.folded else model
         for name in self.names:
@@ -86,26 +92,175 @@ class Rewrites:
 
 
 def between(before: Collection[str], after: Collection[str]) -> tuple[str, ...]:
-    """The names of the rewrites that make operators which are in `after` and not in `before`."""
+    """The names of the rewrites that create operators in `after` which are not in `before`."""
     return ordered([name for name, r in REWRITES.items() if r.makes in after and r.makes not in before])
 
 
-def allowed(said: str) -> Rewrites:
-    """What a user asks for with `auto` (before anything is measured), `off`, or names and commas.
+def allowed(value: str) -> Rewrites:
+    """The rewrites that the option --rewrites names: `auto` (before measurements), `off`, or names with commas.
 
     Raises:
-        BadOption: there is no rewrite of such a name.
+        BadOption: a name is unknown.
     """
-    if said in ("auto", "off"):
-        return Rewrites(said == "auto")
-    names = {name.strip() for name in said.split(",")}
+    if value in ("auto", "off"):
+        return Rewrites(value == "auto")
+    names = {name.strip() for name in value.split(",")}
     try:
         return Rewrites(FOLD in names, ordered(names - {FOLD}))
     except ValueError as error:
-        raise BadOption(f"--rewrites {said}: {error}, or say auto or off") from error
+        raise BadOption(f"--rewrites {value}: {error}, or say auto or off") from error
 
 
 def ordered(names: Collection[str]) -> tuple[str, ...]:
-    """Names in the order of the table, and those that it lacks behind."""
+    """Names in the order of REWRITES, unknown ones last."""
     known = [name for name in REWRITES if name in names]
     return (*known, *sorted(set(names) - set(known)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """A layer and the nodes behind it that are folded into it: `output` is what the weights make times `scale`, plus
+    `shift`, which holds the bias. Both are float64 [channels].
+    """
+
+    node: Node
+    output: str
+    scale: Array
+    shift: Array
+
+
+def folded(model: Model) -> Model:
+    """`model` with each BatchNormalization, and each arithmetic operation with one constant or one a channel, folded
+    into the Conv, ConvTranspose or Gemm in front.
+
+    The layer gets the output name of the last node that is folded, so that edges keep their names. A tensor in between
+    that has another reader, or is a graph output, ends the folding.
+    """
+    layers: dict[str, _Layer] = {}
+    gone: set[int] = set()
+    for node in model.nodes:
+        if (layer := _layer(model, node)) is not None:
+            layers[layer.output] = layer
+            continue
+        source = _source(model, node, layers)
+        if source is not None and (found := _scale_and_shift(model, node, source, layers[source])) is not None:
+            before, (factor, addend) = layers.pop(source), found
+            scale, shift = before.scale * factor, before.shift * factor + addend
+            layers[node.outputs[0]] = replace(before, output=node.outputs[0], scale=scale, shift=shift)
+            gone.add(node.index)
+    changed = {layer.node.index: layer for layer in layers.values() if layer.output != layer.node.outputs[0]}
+    return _with_changed_layers(model, changed, gone) if changed else model
+
+
+def _layer(model: Model, node: Node) -> _Layer | None:
+    """A layer with its own bias, if weights and bias are constants that can be changed."""
+    if node.op not in COMPUTE - {"MatMul"} or node.domain or node.inputs[1] not in model.constants:
+        return None
+    shape = model.constants[node.inputs[1]].shape
+    match node.op:
+        case "Gemm":
+            channels = shape[0 if node.attributes.get("transB", 0) else 1]
+        case "ConvTranspose":
+            channels = shape[1] * node.attributes.get("group", 1)
+        case _:
+            channels = shape[0]
+    bias = np.zeros(1)
+    if len(node.inputs) > 2 and node.inputs[2]:
+        constant = model.constants.get(node.inputs[2])
+        if constant is None or constant.shape not in ((), (1,), (channels,), (1, channels)):
+            return None
+        bias = constant.array().astype(np.float64).reshape(-1) * node.attributes.get("beta", 1.0)
+    return _Layer(node, node.outputs[0], np.ones(channels), np.broadcast_to(bias, channels))
+
+
+def _source(model: Model, node: Node, layers: Mapping[str, _Layer]) -> str | None:
+    """The input of `node` that one of `layers` makes and nothing else reads, if the other inputs are constants."""
+    sources = [t for t in dict.fromkeys(node.inputs) if t in layers and len(model.uses(t)) == 1]
+    constants = sum(t in model.constants for t in node.inputs)
+    return sources[0] if not node.domain and len(sources) == 1 and constants == len(node.inputs) - 1 else None
+
+
+def _scale_and_shift(model: Model, node: Node, source: str, layer: _Layer) -> tuple[Array, Array] | None:
+    """What `node` multiplies the channels of `source` by, and then adds: float64 vectors [channels] or [1].
+
+    None if it does something else, or with numbers that are not finite.
+    """
+    others = [model.constants[t] for t in node.inputs if t != source]
+    one, zero = np.ones(1), np.zeros(1)
+    found = None
+    if node.op == "BatchNormalization" and node.inputs[0] == source:
+        if not node.attributes.get("training_mode", 0) and all(c.shape == layer.scale.shape for c in others):
+            gamma, beta, mean, variance = (c.array().astype(np.float64) for c in others)
+            scale = gamma / np.sqrt(variance + node.attributes.get("epsilon", 1e-5))
+            found = scale, beta - mean * scale
+    elif node.op in ARITHMETIC and (value := _by_channel(model, layer, others[0])) is not None:
+        match node.op, node.inputs[0] == source:
+            case "Mul", _:
+                found = value, zero
+            case "Add", _:
+                found = one, value
+            case "Sub", True:
+                found = one, -value
+            case "Sub", False:
+                found = -one, value
+            case "Div", True if value.all():
+                found = 1 / value, zero
+    return found if found is not None and all(np.isfinite(part).all() for part in found) else None
+
+
+def _by_channel(model: Model, layer: _Layer, constant: Constant) -> Array | None:
+    """A constant operand as float64 [1] or [channels]; None if it varies along other axes."""
+    rank = len(model.constants[layer.node.inputs[1]].shape)
+    sizes = (*(1,) * (rank - len(constant.shape)), *constant.shape)
+    if len(sizes) != rank or sizes not in ((1,) * rank, (1, layer.scale.size, *(1,) * (rank - 2))):
+        return None
+    return constant.array().astype(np.float64).reshape(-1)
+
+
+def _with_changed_layers(model: Model, changed: dict[int, _Layer], gone: set[int]) -> Model:
+    names = UniqueNames(names_in(model.proto.graph))
+    added: dict[str, Constant] = {}
+
+    def free(tensor: str, wanted: str) -> str:
+        """The name of the changed constant: its own if it has no other reader, else a new one."""
+        return tensor if tensor and len(model.uses(tensor)) == 1 else names.fresh(wanted)
+
+    nodes = []
+    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+        if node.index in gone:
+            continue
+        copy = deepcopy(proto)
+        if (layer := changed.get(node.index)) is not None:
+            weight, bias = node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else ""
+            inputs = [node.inputs[0], free(weight, weight), free(bias, f"{node.name}.bias")]
+            before = model.constants[weight]
+            added[inputs[1]] = times(before, along_outputs(node, before.shape, layer.scale))
+            added[inputs[2]] = Constant.of(layer.shift.astype(onnx.helper.tensor_dtype_to_np_dtype(before.dtype)))
+            del copy.input[:]
+            copy.input.extend(inputs)
+            copy.output[0] = layer.output
+            for attribute in [a for a in copy.attribute if a.name == "beta"]:
+                copy.attribute.remove(attribute)
+        nodes.append(copy)
+    return rebuild(model, nodes, added)
+
+
+def along_outputs(node: Node, shape: Sequence[int], scale: Array) -> Array:
+    """Numbers for the output channels of a layer, in a shape that broadcasts over its weights."""
+    if node.op == "ConvTranspose":  # [in, out / group, ...], the inputs group by group
+        group = node.attributes.get("group", 1)
+        rows = np.repeat(scale.reshape(group, -1), shape[0] // group, axis=0)
+        return rows.reshape(*shape[:2], *(1,) * (len(shape) - 2))
+    axis = 1 if node.op == "Gemm" and not node.attributes.get("transB", 0) else 0
+    return scale.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+
+
+def times(constant: Constant, factor: Array, dtype: npt.DTypeLike = np.float64) -> Constant:
+    """A float constant times a float64 `factor` that broadcasts over it, multiplied in `dtype` when it is read."""
+    key = hashlib.sha256(f"{constant.key}{factor.shape}".encode() + factor.tobytes()).hexdigest()[:32]
+
+    def product() -> Array:
+        values = constant.array()
+        return np.asarray((values * factor.astype(dtype)).astype(values.dtype, copy=False))
+
+    return Constant(key, constant.dtype, constant.shape, product)

@@ -1,8 +1,8 @@
-"""What ONNX's checker lets pass, and nobody can work with: refused in one line before anything else looks at it."""
+"""Checks for invalid models that ONNX's checker accepts. They come before any other work on the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from typing import Literal
 
@@ -10,24 +10,27 @@ import onnx
 from onnx import TensorProto
 
 from qdqtune.errors import BadModel
-from qdqtune.graph.model import bodies
+from qdqtune.graph.model import bodies, graphs
 
 TYPES = frozenset(TensorProto.DataType.values())
 
 MOST_NODES = 10**6
-"""Nodes that the functions of a model may stand for: each level of calls can double their number."""
+"""Nodes that inlining the functions of a model may give: each level of calls can double their number. Chosen, not
+measured."""
 
 
 def check_sound(proto: onnx.ModelProto) -> None:
-    """Refuse element types that ONNX does not know, attributes of a function outside of one, and functions that stand
-    for more nodes than anybody has room for.
+    """Refuse unknown element types, references to attributes of a function outside of one, and functions that inlining
+    would turn into too many nodes.
 
     Raises:
-        BadModel: see above.
+        BadModel: the model has one of these.
     """
-    for graph in _graphs(proto.graph):
+    for graph in graphs(proto.graph):
         for value in chain(graph.input, graph.output, graph.value_info):
-            _check_type(value)
+            element = value.type.tensor_type.elem_type  # 0 for what is no tensor
+            if element not in TYPES:
+                raise BadModel(f"tensor {value.name!r} has an unknown element type ({element})")
         for node in graph.node:
             for attribute in node.attribute:
                 if attribute.ref_attr_name:
@@ -38,23 +41,23 @@ def check_sound(proto: onnx.ModelProto) -> None:
 
 
 def check_outputs(proto: onnx.ModelProto) -> None:
-    """Refuse outputs that are no tensors: sequences, maps and optional values have no numbers to compare. What ZipMap
-    makes, as classifiers of scikit-learn give probabilities, has.
+    """Refuse outputs that are no tensors: sequences, maps and optional values cannot be compared. The output of a
+    ZipMap can: classifiers of scikit-learn give probabilities so.
 
     Raises:
-        BadModel: an output is one.
+        BadModel: an output cannot be compared.
     """
     zipped = {name for node in proto.graph.node if node.op_type == "ZipMap" for name in node.output}
     for value in proto.graph.output:
         if value.name in zipped:
             continue
         if value.type.WhichOneof("value") not in (None, "tensor_type"):
-            told = f"is no tensor but of type {kind_of(value)}"
-            raise BadModel(f"output {value.name!r} {told}; such outputs are not supported")
+            problem = f"is no tensor but of type {kind_of(value)}"
+            raise BadModel(f"output {value.name!r} {problem}; such outputs are not supported")
 
 
 def kind_of(value: onnx.ValueInfoProto) -> str:
-    """The element type of a tensor, or what else a value is, for people; nothing where that is not known."""
+    """The element type of a tensor, or the kind of another value, for messages; empty if unknown."""
     kind = value.type.WhichOneof("value") or ""
     if kind != "tensor_type":
         return kind.removesuffix("_type").replace("_", " ")
@@ -63,7 +66,7 @@ def kind_of(value: onnx.ValueInfoProto) -> str:
 
 
 def differs(listed: onnx.ValueInfoProto, made: onnx.ValueInfoProto) -> Literal["type", "shape"] | None:
-    """What a file says of a tensor that cannot be so, given what its node makes; None where both can be."""
+    """Whether a tensor's type or shape in the file contradicts the one that its node makes; None if neither does."""
     if kind_of(listed) not in ("", kind_of(made)):
         return "type"
     one, other = listed.type.tensor_type, made.type.tensor_type
@@ -78,22 +81,8 @@ def differs(listed: onnx.ValueInfoProto, made: onnx.ValueInfoProto) -> Literal["
     return "shape" if is_other else None
 
 
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and all bodies in it."""
-    yield graph
-    for node in graph.node:
-        for body in bodies(node):
-            yield from _graphs(body)
-
-
-def _check_type(value: onnx.ValueInfoProto) -> None:
-    kind = value.type.tensor_type
-    if value.type.HasField("tensor_type") and kind.elem_type not in TYPES:
-        raise BadModel(f"tensor {value.name!r} has an unknown element type ({kind.elem_type})")
-
-
 def _check_functions(proto: onnx.ModelProto) -> None:
-    """Count what the calls stand for, function by function. Those that call themselves the checker refuses."""
+    """Count the nodes after inlining, function by function. Recursion is refused by the checker."""
     functions = {(f.domain, f.name, f.overload): f for f in proto.functions}
     sizes: dict[tuple[str, str, str], int] = {}
 
@@ -109,4 +98,4 @@ def _check_functions(proto: onnx.ModelProto) -> None:
         return total
 
     if (total := size(proto.graph.node, frozenset())) > MOST_NODES:
-        raise BadModel(f"its functions stand for {total:,} nodes, more than can be handled ({MOST_NODES:,})")
+        raise BadModel(f"inlining its functions gives {total:,} nodes, more than can be handled ({MOST_NODES:,})")

@@ -18,7 +18,7 @@ from itertools import chain
 
 import numpy as np
 
-from qdqtune.calibration.observe import MANY
+from qdqtune.calibration.observe import MOST_OPTIMIZED
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.graph.model import Model
@@ -169,7 +169,7 @@ def adjustable_placement(
     """
     written = len(model.nodes) + 2 * len(placement)
     memory = MemoryBudget.for_model(sum(constant.nbytes for constant in model.large.values()))
-    with onnxruntime_session(memory=memory, fuse=written <= MANY, fuse_pairs=False) as session:
+    with onnxruntime_session(memory=memory, fuse=written <= MOST_OPTIMIZED, fuse_pairs=False) as session:
         yield AdjustablePlacement(session, model, placement, numbers, ranges, samples, ran)
 
 

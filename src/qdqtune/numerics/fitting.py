@@ -11,9 +11,8 @@ from itertools import takewhile
 
 from qdqtune.calibration.calibrate import calibrate_by_every_method
 from qdqtune.calibration.equalization import Factor, scaled, sites
-from qdqtune.calibration.methods import AUTO, Calibration
 from qdqtune.calibration.prepare import Prepared
-from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.calibration.scales import AUTO, Calibration, Range, Ranges
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
 from qdqtune.numerics.adjustable import BETTER_DB, AdjustablePlacement, NotRunnableError, adjustable_placement

@@ -22,10 +22,9 @@ from onnx import TensorProto, helper
 
 from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.matching import from_file
-from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.observe import running
 from qdqtune.calibration.prepare import Prepared
-from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.errors import ConstraintUnmet
 from qdqtune.graph.float16 import (
     HALF_TYPES,
@@ -36,9 +35,9 @@ from qdqtune.graph.float16 import (
     is_float32,
     rounded_to_float16,
 )
+from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import ARITHMETIC, COMPUTE, CONTROL_FLOW, COPIES, FUSED_POINTWISE, NORMALIZATIONS, elements
-from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.numerics.accuracy import FLOOR_DB, accuracy, is_finite
 from qdqtune.types import Accuracy, Array, Failure, Sample
 

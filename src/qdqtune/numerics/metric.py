@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qdqtune.calibration.callables import imported, users_code
+from qdqtune.calibration.user_code import import_callable, user_errors
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.types import Array, Failure
@@ -47,7 +47,7 @@ def load_evaluation(source: str) -> Evaluation:
     Raises:
         BadOption: it cannot be imported, or is not callable.
     """
-    function = imported(source, "--evaluate")
+    function = import_callable(source, "--evaluate")
     try:
         code = inspect.getsource(sys.modules.get(function.__module__, function))
     except (OSError, TypeError, AttributeError):
@@ -77,7 +77,7 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | 
         return result[0]
 
     try:
-        with users_code(f"--evaluate {evaluation.source} failed", BadOption), redirect_stdout(sys.stderr):
+        with user_errors(f"--evaluate {evaluation.source} failed", BadOption), redirect_stdout(sys.stderr):
             value = evaluation.function(predict)
     except (BadOption, EngineFailure) as error:
         if failures:

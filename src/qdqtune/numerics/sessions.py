@@ -11,9 +11,9 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Runner
-from qdqtune.graph.files import ConstantFile, constants_to_share
 from qdqtune.graph.model import Model
-from qdqtune.graph.outputs import temporary_folder
+from qdqtune.graph.saving import ConstantFile, constants_to_share
+from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array, Failure, Listener, Sample
 
 Outputs = list[dict[str, Array]]

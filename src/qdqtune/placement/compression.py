@@ -15,9 +15,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qdqtune.calibration import blocks
-from qdqtune.calibration.blocks import Stored
-from qdqtune.graph.model import LARGE, Constant, Model
+from qdqtune.calibration import rounding as blocks
+from qdqtune.calibration.rounding import StoredWeight
+from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.placement.graph_builder import GraphBuilder
 from qdqtune.placement.possible import Weight, storable_edges, unstorable, weight_at
 from qdqtune.types import Array, Edge, Placement, WeightFormat
@@ -33,7 +34,7 @@ INTEGER_TYPE = {
 }
 """The integer type by bits, and whether the weight format is symmetric."""
 
-SHARED_SCALES = 8 * LARGE
+SHARED_SCALES = 8 * LARGE_BYTES
 """Bytes from which scales and zero points of a weight are not kept: they lie outside of candidates' own files, and are
 read once."""
 
@@ -49,7 +50,7 @@ class Compressor:
         self._model, self._moments = model, moments
         self._scales: dict[str, tuple[Array, Array | None]] = {}
         self._passed_on: dict[str, Array] = {}
-        self._latest: tuple[str, Stored] | None = None
+        self._latest: tuple[str, StoredWeight] | None = None
 
     @cached_property
     def _able(self) -> frozenset[Edge]:
@@ -153,12 +154,12 @@ class Compressor:
             builder.made[made] = "\n".join(names)
         return tuple(builder.made[made].split("\n"))
 
-    def _rounded(self, weight: Weight, weight_format: WeightFormat) -> Stored:
+    def _rounded(self, weight: Weight, weight_format: WeightFormat) -> StoredWeight:
         tensor = weight.node.inputs[0]
         if weight.node.op == "Gather" or tensor not in self._moments:
             return blocks.store(weight.array(), weight_format)
         if tensor not in self._passed_on:
-            self._passed_on[tensor] = blocks.passed_on(self._moments[tensor])
+            self._passed_on[tensor] = blocks.error_propagation(self._moments[tensor])
         return blocks.compensated(weight.array(), weight_format, self._passed_on[tensor])
 
     def _part(

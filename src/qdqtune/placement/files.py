@@ -9,15 +9,15 @@ from typing import Any, get_args
 
 import yaml
 
-from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.scales import Calibration
 from qdqtune.errors import BadOption
-from qdqtune.graph.may_write import RECORD, mark
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import is_float
-from qdqtune.graph.outputs import appearing
 from qdqtune.graph.rewrites import Rewrites
 from qdqtune.placement.parsing import parsed_yaml
 from qdqtune.placement.possible import unstorable, weight_at
+from qdqtune.system.checks import RECORD_KIND, mark
+from qdqtune.system.writing import atomic_write
 from qdqtune.types import Edge, Placement, QuantType, WeightFormat
 
 VERSION = 1
@@ -166,9 +166,9 @@ def write_yaml(path: Path, content: Mapping[str, object]) -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    with appearing(path) as fresh:
+    with atomic_write(path) as fresh:
         text = yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=None, width=120)
-        fresh.write_text(f"# {mark(RECORD)}\n{text}")
+        fresh.write_text(f"# {mark(RECORD_KIND)}\n{text}")
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from qdqtune.graph.fields import field_of
-from qdqtune.graph.model import INITIALIZER, LARGE, NODE, Constant, Made
+from qdqtune.graph.model import INITIALIZER, NODE, Constant, Made
+from qdqtune.graph.protobuf import LARGE_BYTES, field_of
 from qdqtune.types import Array
 
 
@@ -69,7 +69,7 @@ class GraphBuilder:
     def constant(self, wanted: str, values: Array) -> str:
         """A constant in memory under a free name near `wanted`."""
         name, array = self.unique(wanted), np.asarray(values)
-        if array.nbytes < LARGE:
+        if array.nbytes < LARGE_BYTES:
             self.constants[name] = _tensor(name, array)
         else:  # candidates share large constants by key, so the key is made of the content
             self.constants[name] = Constant.of(array)

@@ -16,13 +16,13 @@ from onnx import TensorProto
 
 from qdqtune.calibration import scales
 from qdqtune.calibration.equalization import scaled
-from qdqtune.calibration.moments import Moments, no_moments
+from qdqtune.calibration.rounding import Moments, no_moments
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.errors import BadModel
-from qdqtune.graph.fields import field_of
-from qdqtune.graph.folding import names_in
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import GRAPH, NODE, Constant, Made, Model, Node, rebuild
+from qdqtune.graph.protobuf import field_of
+from qdqtune.graph.simplifying import names_in
 from qdqtune.placement.compression import BLOCK_OPSET, Compressor
 from qdqtune.placement.graph_builder import Fragment, GraphBuilder, Parameters, with_names
 from qdqtune.placement.possible import refusal, unscaled

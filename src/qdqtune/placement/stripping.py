@@ -10,7 +10,7 @@ import onnx
 from onnx import helper
 
 from qdqtune.calibration.equalization import Factor, Site, factors, sites
-from qdqtune.graph.loading import infer
+from qdqtune.graph.inference import infer
 from qdqtune.graph.model import FLOATS, GRAPH, Constant, Model, rebuild
 from qdqtune.graph.operators import KEEPS_SIGN, LOWER_BOUNDS
 from qdqtune.placement.reading import IntegerTable, Pair, pairs_of, tables_of, without_blocks

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from qdqtune.calibration.calibrate import candidate_tensors
-from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.observe import outputs_on, passes
 from qdqtune.calibration.prepare import Prepared
-from qdqtune.calibration.reading import TooSlow
 from qdqtune.calibration.samples import Samples
+from qdqtune.calibration.scales import Calibration
+from qdqtune.calibration.user_code import TooSlow
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.front import MAX_POINTS
 from qdqtune.timing.ratios import BUILD_LOOKS, PAIRS, Plan, judge

@@ -8,7 +8,7 @@ from threading import Lock
 
 from qdqtune.engines.build_queue import Urgency
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.graph.files import ConstantFile, save
+from qdqtune.graph.saving import ConstantFile, save
 from qdqtune.placement.insertion import Inserter
 from qdqtune.types import Failure, Placement
 

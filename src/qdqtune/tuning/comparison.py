@@ -16,9 +16,9 @@ from typing import Self, TypeVar
 
 from qdqtune.engines.runner import Handle
 from qdqtune.errors import BaselineFailed
-from qdqtune.graph.files import nbytes
 from qdqtune.graph.loading import files_of
-from qdqtune.graph.stamps import content
+from qdqtune.graph.saving import nbytes
+from qdqtune.system.checks import content_digest
 from qdqtune.timing.pairing import compare_builds, fresh_pairs
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, as_many_pairs_as_needed, on_these_builds
 from qdqtune.tuning.compared import Compared
@@ -126,7 +126,7 @@ class Comparer:
 
     def contents(self, a: Path, b: Path) -> tuple[str, str]:
         """Digests of what two models hold, by which the store tells them from others; empty without a store."""
-        return ("", "") if self.store is None else (content(files_of(a)), content(files_of(b)))
+        return ("", "") if self.store is None else (content_digest(files_of(a)), content_digest(files_of(b)))
 
     def recorded(self, key: str, files: tuple[str, str]) -> Measurement | Failure | None:
         """What the store knows of a pair of builds of files with these contents, of at least the rounds of a first

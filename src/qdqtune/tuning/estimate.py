@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qdqtune.calibration.calibrate import candidate_tensors
-from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Prepared
-from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.runner import insist, temporary_runner, time_limit
 from qdqtune.errors import BaselineFailed
 from qdqtune.numerics.fitting import inferences

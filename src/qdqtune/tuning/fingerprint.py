@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from qdqtune.calibration.workloads import told
+from qdqtune.calibration.workloads import description
 from qdqtune.errors import reading
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.settings import Settings
@@ -72,7 +72,7 @@ def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, st
         regions=settings.regions,
         node_filter=settings.node_filter,
         from_qdq=settings.from_qdq,
-        workloads=told(subject.mix) if settings.workloads else None,
+        workloads=description(subject.mix) if settings.workloads else None,
         input_shapes={name: tuple(sizes) for name, sizes in sorted(subject.prepared.sizes.items())},
         rounds=settings.plan,
         engine=dict(engine),

@@ -21,9 +21,9 @@ from qdqtune.calibration.prepare import Data
 from qdqtune.calibration.samples import digest_of
 from qdqtune.errors import BadState, InputError, QdqtuneError, parsed_json
 from qdqtune.graph.loading import files_of
-from qdqtune.graph.stamps import content
 from qdqtune.placement.files import read_placement_file
 from qdqtune.search.costs.decisions import UnitPrice
+from qdqtune.system.checks import content_digest
 from qdqtune.timing.limits import Limits, wins
 from qdqtune.timing.ratios import MOST_PAIRS, PAIRS, Plan
 from qdqtune.tuning.bench import trial_of
@@ -335,7 +335,7 @@ def _questions(ready: Ready) -> tuple[str, str]:
     asked |= {
         "deploy_threads": settings.thread_counts,
         "metric": ready.evaluation.digest if ready.evaluation else None,
-        "files": content([*files_of(settings.model), *more]),
+        "files": content_digest([*files_of(settings.model), *more]),
     }
     bounded, free = (
         hashlib.sha256(json.dumps(plain({**asked, **limit}, "deterministic")).encode()).hexdigest()[:16]
@@ -357,9 +357,9 @@ def _files(ready: Ready) -> Iterator[tuple[str, str]]:
     for name in sorted(ready.output.ours):
         path, top = ready.output.path / name, Path(name).parts[0]
         if path.is_file() and top not in (SUMMARY, RUN, REPORT, LOGS):
-            yield name, "" if top in (REGION_MODELS, GROUP_MODELS, PROGRESS) else content([path])
+            yield name, "" if top in (REGION_MODELS, GROUP_MODELS, PROGRESS) else content_digest([path])
     if (patterns := pattern_cache_of(ready.settings.state)).is_file():
-        yield "pattern cache", content([patterns])
+        yield "pattern cache", content_digest([patterns])
 
 
 def _summary_digest(summary: Mapping[str, Any]) -> str:

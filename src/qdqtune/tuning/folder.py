@@ -16,13 +16,12 @@ from typing import IO, Self
 from qdqtune.calibration.samples import files_named
 from qdqtune.engines.tensorrt.options import timing_cache
 from qdqtune.errors import BadOption, BadState, parsed_json, writing
-from qdqtune.graph.cleanup import remove_left
-from qdqtune.graph.files import CONSTANTS, data_of
 from qdqtune.graph.loading import files_of
-from qdqtune.graph.may_write import (
+from qdqtune.graph.saving import CONSTANTS, data_of
+from qdqtune.system.checks import (
     HEAD,
     LIST,
-    RECORD,
+    RECORD_KIND,
     Inputs,
     Output,
     check_inside,
@@ -34,7 +33,8 @@ from qdqtune.graph.may_write import (
     real,
     replaceable,
 )
-from qdqtune.graph.outputs import SCRATCH
+from qdqtune.system.cleanup import remove_left
+from qdqtune.system.writing import SCRATCH
 from qdqtune.tuning.price_cache import read_cache, usual_path
 from qdqtune.tuning.settings import STATE, Settings
 from qdqtune.tuning.store import BEGINNING, may_continue
@@ -189,7 +189,7 @@ def _elsewhere(settings: Settings) -> Iterator[Output]:
     option = _state_option(settings)
     has_begun = state.is_file() and state.stat().st_size > 0
     yield Output(state, option, may_continue, is_appended=True, makes_folder=True)
-    patterns = replaceable(RECORD)
+    patterns = replaceable(RECORD_KIND)
     yield Output(pattern_cache_of(state), option, lambda file: has_begun and patterns(file), makes_folder=True)
     if (
         prices is not None and prices != usual_path()

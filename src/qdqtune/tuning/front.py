@@ -12,13 +12,13 @@ from typing import Any
 from qdqtune.engines import threads_of
 from qdqtune.engines.acceptance import check_loads
 from qdqtune.errors import BadOption, writing
-from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import files_of
-from qdqtune.graph.outputs import appearing, write_json
-from qdqtune.graph.stamps import content
+from qdqtune.graph.saving import data_of
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
 from qdqtune.search.front import TARGET_POINTS, FrontSearch, MeasuredPoint, named
+from qdqtune.system.checks import content_digest
+from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.timing.ratios import PAIRS
 from qdqtune.tuning.compared import judged_together, rows_by_threads, rows_by_workload
 from qdqtune.tuning.comparison import Comparer, SharedBuilds
@@ -136,7 +136,7 @@ def _named(points: Sequence[ProvenPoint], files: Mapping[Placement, Path], run: 
         file = run.output.claim(files[placement].with_name(f"{name}.onnx"))
         _rename(files[placement], file, run, placement)
         write_placement_of(placement, run.output.claim(file.with_suffix(".yaml")), run)
-        found.append(replace(point, name=name, content=content(files_of(file))))
+        found.append(replace(point, name=name, content=content_digest(files_of(file))))
     for file in files.values():
         for part in (file, data_of(file)):
             part.unlink(missing_ok=True)
@@ -220,12 +220,12 @@ def _picked(folder: Path, name: str) -> Mapping[str, Any]:
         points = f"its points are {', '.join(files)}" if files else "no candidate of its run proved to be one"
         raise BadOption(f"{folder} has no point {name!r}: {points}")
     file = files[name]
-    if row["content"] != content(files_of(file)):
+    if row["content"] != content_digest(files_of(file)):
         raise BadOption(f"{file} is not the file that was proven: run tune with --front again, which writes it anew")
     check_names(folder, (FINAL, data_of(Path(FINAL)).name, PLACEMENT, SUMMARY, REPORT))
     check_loads(file, summary["engine"]["engine"])
     copy_model(file, folder / FINAL)
-    with appearing(folder / PLACEMENT) as fresh:
+    with atomic_write(folder / PLACEMENT) as fresh:
         shutil.copyfile(folder / FRONT / f"{name}.yaml", fresh)
     picked: dict[str, Any] = plain(_as_shipped(summary, row, rows))
     write_json(folder / SUMMARY, picked)

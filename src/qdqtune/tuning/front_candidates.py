@@ -16,7 +16,7 @@ from pathlib import Path
 
 from qdqtune.engines import threads_of
 from qdqtune.engines.runner import Handle
-from qdqtune.graph.files import data_of
+from qdqtune.graph.saving import data_of
 from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.front import (

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from qdqtune.errors import writing
-from qdqtune.graph.files import CONSTANTS, ConstantFile
-from qdqtune.graph.outputs import appearing
+from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search import Strategy, TwoStage
 from qdqtune.search.costs import decisions
@@ -24,6 +23,7 @@ from qdqtune.search.grouped import GroupedSearch, placement_within
 from qdqtune.search.region import WITHIN_LIMITS, RegionSearch
 from qdqtune.search.regions import cache
 from qdqtune.search.subgraph import SubgraphSearch, with_quiet_seeds
+from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.folder import RAW, REGION_MODELS, UNITS
 from qdqtune.tuning.noise import binding_noise_of, noise_of
 from qdqtune.tuning.observer import Observer, Silent, State
@@ -186,7 +186,7 @@ class RegionModels(Silent):
             with writing(self._folder):
                 self._folder.mkdir(exist_ok=True)
             self._constants = ConstantFile(self._output.claim(self._folder / CONSTANTS))
-        with appearing(path) as fresh:
+        with atomic_write(path) as fresh:
             self._constants.save(self._inserter.insert(placement), fresh)
         self._written[name] = placement
 

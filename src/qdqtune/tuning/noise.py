@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from qdqtune.calibration.blocks import store
 from qdqtune.calibration.equalization import scaled
-from qdqtune.calibration.moments import Awaited
+from qdqtune.calibration.rounding import LazyMapping, store
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.engines.devices import usable_cores
 from qdqtune.graph.loading import files_of
@@ -100,7 +99,7 @@ def noise_of(run: Run) -> Noise | None:
 
     if is_front:  # its points are proposed by noise
         return Noise(subject.shaped, tensor_noise(), limits.max_noise, simulate=noise_at, weight_noise=weight_noise())
-    alone, of_formats = Awaited(tensors, tensor_noise), Awaited(stored, weight_noise)
+    alone, of_formats = LazyMapping(tensors, tensor_noise), LazyMapping(stored, weight_noise)
     return Noise(
         subject.shaped, alone, limits.max_noise, simulate=noise_at, weight_noise=of_formats, check_harmless=is_harmless
     )

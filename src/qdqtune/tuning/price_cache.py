@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from qdqtune.errors import OutputError, writing
-from qdqtune.graph.outputs import appearing
 from qdqtune.search.costs.priors import NO_PRIOR, Prices, Prior, packed, unpacked
+from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.records import PricesRecord, StoredPlacement, TrialRecord
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject
@@ -133,7 +133,7 @@ def add(
     try:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(path) as fresh:
+        with atomic_write(path) as fresh:
             fresh.write_bytes(msgspec.json.encode(PriceCache(VERSION, tuple(sections))))
     except OutputError as error:
         if path != usual_path():

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from qdqtune.engines.build_queue import Urgency
 from qdqtune.errors import BaselineFailed, writing
-from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import data_files, load
-from qdqtune.graph.outputs import appearing, exchange
+from qdqtune.graph.saving import data_of
+from qdqtune.system.writing import atomic_write, rename_all
 from qdqtune.timing.pairing import FRESH, begin_pairs
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import decisions
@@ -167,7 +167,7 @@ def _move(source: Path, target: Path) -> None:
     """Move a model of ours, with the file of its constants where it has one."""
     with writing(target):
         both = [(data_of(source), data_of(target)), (source, target)]
-        exchange([(old, new) for old, new in both if old.exists()], source.with_name("replaced"))
+        rename_all([(old, new) for old, new in both if old.exists()], source.with_name("replaced"))
 
 
 def copy_model(source: Path, target: Path) -> None:
@@ -182,7 +182,7 @@ def copy_model(source: Path, target: Path) -> None:
     missing = [
         p for p in data if not ((target.parent / p).exists() and (target.parent / p).samefile(source.parent / p))
     ]
-    with appearing(target) as fresh:
+    with atomic_write(target) as fresh:
         shutil.copyfile(source, fresh)
         for place in missing:
             copy = fresh.parent / place

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.engines import threads_of
-from qdqtune.graph.outputs import write_json
 from qdqtune.numerics.accuracy import concern
 from qdqtune.placement import files
 from qdqtune.placement.reading import count_pairs
@@ -19,6 +18,7 @@ from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.search.front import MeasuredPoint, named, spread, undominated
 from qdqtune.search.regions import cache
+from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning import advice
 from qdqtune.tuning.compared import rows_by_threads, rows_by_workload
@@ -207,7 +207,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "output_accuracy": None if accuracy is None else asdict(accuracy),
         "fastest_without_limits": _fastest(history, proof, run),
         "met": list(_met(history, proof, settings.plan)),
-        "accuracy_samples": len(subject.accuracy) if subject.prepared.tells_accuracy else 0,
+        "accuracy_samples": len(subject.accuracy) if subject.prepared.has_real_samples else 0,
         "accuracy_held_out": subject.held_out,
         "seed": settings.seed,
         "versions": {

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qdqtune.calibration.calibrate import calibrate
-from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.scales import Calibration
 from qdqtune.engines.runner import Handle
 from qdqtune.errors import BadModel
-from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.float16 import HALF, load_for
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import REWRITES
+from qdqtune.graph.saving import ConstantFile
 from qdqtune.numerics.accuracy import accuracy
 from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import Inserter

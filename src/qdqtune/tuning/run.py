@@ -17,15 +17,15 @@ from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Runner, time_limit
 from qdqtune.errors import BadOption, BaselineFailed, writing
-from qdqtune.graph.files import ConstantFile, one_constant_file
 from qdqtune.graph.loading import files_of
-from qdqtune.graph.outputs import Scratch, temporary_folder
-from qdqtune.graph.stamps import Stamps
+from qdqtune.graph.saving import ConstantFile, one_constant_file
 from qdqtune.numerics.metric import Evaluation, load_evaluation
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.priors import NO_PRIOR, Prior
 from qdqtune.search.costs.units import FormatShares
+from qdqtune.system.checks import Stamps
+from qdqtune.system.writing import Scratch, temporary_folder
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.pairing import FRESH, begin_pairs
 from qdqtune.tuning.bench import Bench

@@ -16,7 +16,7 @@ import msgspec
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usable_cores
-from qdqtune.graph.outputs import write_json
+from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.bench import job_of
 from qdqtune.tuning.folder import LOGS

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from qdqtune.calibration.methods import CLOSEST, Calibration
+from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import checked_weight_format
@@ -87,7 +87,7 @@ class Settings(SearchOptions):
     engine: EngineSpec = field(default_factory=lambda: EngineSpec("onnxruntime"))
     calibration_data: str | None = None
     accuracy_samples: int = 32
-    calibration: Calibration = CLOSEST
+    calibration: Calibration = DEFAULT_CALIBRATION
     config: Config = field(default_factory=Config)
     plan: Plan = field(default_factory=Plan)
     proof: tuple[int, ...] = EFFORTS["default"].proof

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Self, cast
 
 from qdqtune.errors import BadState, OutputError, reading, writing
-from qdqtune.graph.may_write import check_inside, check_single
-from qdqtune.graph.stamps import NOTHING, Stamps
+from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside, check_single
 from qdqtune.tuning.records import HeadRecord, R, Record, parsed, plain
 from qdqtune.types import TRANSIENT, Failure
 
@@ -67,7 +66,7 @@ class Store:
     difference is named.
     """
 
-    def __init__(self, path: Path, fingerprint: object, *, restart: bool = False, given: Stamps = NOTHING) -> None:
+    def __init__(self, path: Path, fingerprint: object, *, restart: bool = False, given: Stamps = NO_STAMPS) -> None:
         """Open or create `path` for a run with that fingerprint, a struct or a map. Nothing more is written once one of
         the files `given` has changed.
 

@@ -19,8 +19,9 @@ from qdqtune.engines.formats import usual_precision
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineUnavailable
-from qdqtune.graph.float16 import OPSET, Precision, converted, load_as, load_for
-from qdqtune.graph.loading import load, with_float_type
+from qdqtune.graph.float16 import OPSET, Precision, converted, load_for
+from qdqtune.graph.inference import with_float_type
+from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.numerics.fitting import fitted
@@ -239,7 +240,9 @@ def _loaded(
     """The float model, and the pairs that came with it, which are None for a float file."""
     fixed = settings.fix_inputs
     if settings.from_qdq:
-        model = _typed(settings, load_as(settings.model, precision, fixed, numbers.opset, rewrites=rewrites))
+        model = _typed(
+            settings, converted(load_for(settings.model, precision, fixed, numbers.opset, rewrites=rewrites), precision)
+        )
         if not is_quantized(model):
             raise BadOption(f"{settings.model} has no Q/DQ pairs: leave --from-qdq out")
         stripped = strip_pairs(model)

@@ -15,20 +15,20 @@ from statistics import median
 import numpy as np
 from onnx import helper
 
-from qdqtune.calibration.moments import Awaited, Moments, moments, no_moments
+from qdqtune.calibration.rounding import LazyMapping, Moments, moments, no_moments
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.formats import weight_formats, weight_formats_like
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, writing
-from qdqtune.graph.files import save
+from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.operators import elements
-from qdqtune.graph.outputs import temporary_folder
-from qdqtune.graph.shaping import with_input_shapes
+from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import Weight, product_inputs, storable_edges, unstorable, weight_at
 from qdqtune.search.costs.attribution import TimedBuild, attribute
 from qdqtune.search.costs.units import FormatShares
+from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.records import WeightFormatsRecord
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
@@ -153,8 +153,8 @@ def products_of(settings: Settings, subject: Subject) -> Moments:
         )
     tensors, samples = sorted(sizes), subject.prepared.calibration
 
-    def moments_of(model: Model) -> Awaited[str, Array]:
-        return Awaited(tensors, lambda: moments(model, tensors, samples))
+    def moments_of(model: Model) -> LazyMapping[str, Array]:
+        return LazyMapping(tensors, lambda: moments(model, tensors, samples))
 
     return moments_of
 

@@ -15,7 +15,7 @@ from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.devices import products_saturate
 from qdqtune.engines.formats import MOVED_ACROSS
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
-from qdqtune.graph.files import save
+from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Placement, QType

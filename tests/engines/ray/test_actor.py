@@ -12,8 +12,8 @@ import pytest
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.ray.actor import Receiver, Sender, WorkerActor
 from qdqtune.errors import EngineUnavailable, OutputError
-from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.loading import load
+from qdqtune.graph.saving import ConstantFile
 from runs import mixed, room_for, write
 
 pytest.importorskip("ray")

@@ -22,7 +22,7 @@ from qdqtune.cli import main
 from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.allocation import allocate_workers
 from qdqtune.errors import BadOption, EngineUnavailable
-from qdqtune.graph.cleanup import MARK, locked
+from qdqtune.system.cleanup import MARK, locked
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.settings import Settings

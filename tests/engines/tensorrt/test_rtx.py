@@ -19,9 +19,9 @@ from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph import operators
-from qdqtune.graph.files import save
 from qdqtune.graph.float16 import to_float16
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges

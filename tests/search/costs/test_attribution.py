@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from test_tensorrt_report import EXPORTS, report_of
 
 from models import build, normal, ranges
 from qdqtune.graph.model import Model
@@ -15,6 +14,7 @@ from qdqtune.search.costs.optimum import cut
 from qdqtune.search.costs.prices import learn
 from qdqtune.search.costs.units import Partition, partition
 from qdqtune.types import Layer, Placement
+from tensorrt_exports import EXPORTS, report_of
 
 EMPTY = Placement()
 

@@ -14,8 +14,8 @@ from models import attention, build, conv_net, feeds, normal, ranges, run, tappe
 from qdqtune.calibration.observe import values_on
 from qdqtune.engines.tensorrt.options import Span
 from qdqtune.errors import BadOption
+from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import Model
-from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.subgraphs import groups
 from qdqtune.tuning.subgraphs.groups import Resolved, borders, by_rules, extract, is_shape, resolve

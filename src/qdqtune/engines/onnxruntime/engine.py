@@ -22,8 +22,8 @@ from qdqtune.engines.coverage import read_model
 from qdqtune.engines.memory import is_scarce
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
-from qdqtune.graph.files import PROTOBUF_LIMIT, nbytes
 from qdqtune.graph.loading import data_files
+from qdqtune.graph.saving import ONE_FILE_LIMIT, nbytes
 from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
 
 LOG_WARNING, LOG_ERROR = 2, 3
@@ -262,7 +262,7 @@ class OnnxRuntimeModel:
         Raises:
             EngineFailure: the file cannot be written, or ONNX Runtime does not load it.
         """
-        is_split = bool(data_files(self._path)) or nbytes(self._path) >= PROTOBUF_LIMIT
+        is_split = bool(data_files(self._path)) or nbytes(self._path) >= ONE_FILE_LIMIT
         entries = {CONSTANTS_FILE: f"{path.name}.data"} if is_split else {}
         level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         with translated(*ORT_MESSAGES):

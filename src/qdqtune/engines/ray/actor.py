@@ -23,8 +23,8 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import LEASE_SECONDS, Device, allot
 from qdqtune.engines.process import WorkerProcess
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError, reading, writing
-from qdqtune.graph import cleanup as janitor
-from qdqtune.graph.outputs import temporary_folder
+from qdqtune.system.cleanup import cleaner
+from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array
 from qdqtune.version import __version__
 
@@ -177,7 +177,7 @@ class WorkerActor:
     def __init__(self, spec: EngineSpec, cores_each: int | None, get: Get, folder: str) -> None:
         with suppress(OSError):
             os.chdir(folder)
-        janitor.own().hire()
+        cleaner().start()
         self._asked = spec, cores_each
         self._scratch = temporary_folder()
         self._folder = self._scratch.path

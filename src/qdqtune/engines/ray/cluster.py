@@ -21,8 +21,8 @@ from qdqtune.engines.devices import Device, cores_for, needs_gpu
 from qdqtune.engines.process import CHECK_SECONDS, current_check
 from qdqtune.engines.ray.actor import Reply, Sender, WorkerActor, WorkerLocation
 from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line
-from qdqtune.graph import cleanup as janitor
-from qdqtune.graph.outputs import TEMPORARY, Scratch
+from qdqtune.system.cleanup import cleaner
+from qdqtune.system.writing import TEMPORARY, Scratch
 from qdqtune.version import __version__
 
 WAIT_SECONDS = 60.0
@@ -185,7 +185,7 @@ def connected(address: str) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    janitor.own().hire()
+    cleaner().start()
     quiet: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.ERROR}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(_session_folder())

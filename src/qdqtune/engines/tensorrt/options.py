@@ -12,8 +12,8 @@ from typing import NamedTuple
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.loading import read
-from qdqtune.graph.may_write import Output
 from qdqtune.graph.model import Model
+from qdqtune.system.checks import Output
 
 Shapes = Mapping[str, Sequence[int]]
 """Input name to its sizes; for an input that is itself a shape, to its values."""

@@ -21,8 +21,8 @@ from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.tensorrt.options import Span
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
+from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import Constant, Model
-from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.search.costs.units import Group, usual_groups
 from qdqtune.types import Array, Edge, Layer, Sample
 

@@ -12,12 +12,12 @@ from typing import Any
 from qdqtune.engines.tensorrt.options import spans
 from qdqtune.errors import writing
 from qdqtune.graph.operators import work
-from qdqtune.graph.outputs import appearing, write_json
 from qdqtune.search.costs.attribution import TimedBuild, attribute
 from qdqtune.search.costs.decisions import nearest
 from qdqtune.search.costs.profiles import Profile, passthrough_profile, select, signature
 from qdqtune.search.costs.units import Partition, Unit, partition, weights_by_bits
 from qdqtune.search.subgraph import SubgraphSearch
+from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.tuning.folder import LOGS, PROGRESS
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.records import GroupOutcome
@@ -149,7 +149,7 @@ def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> G
         stem = settings.output_dir / f"{settings.model.stem}.fp16"
         copies = {".graph.json": exported, ".build.log": exported.with_name("baseline.log")}
         for ending, source in copies.items():
-            with appearing(stem.with_name(stem.name + ending)) as fresh:
+            with atomic_write(stem.with_name(stem.name + ending)) as fresh:
                 shutil.copyfile(source, fresh)
     if layers:
         return groups.from_layers(subject.shaped, layers, "as the engine's layer report has them")

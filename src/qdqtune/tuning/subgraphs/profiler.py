@@ -25,12 +25,12 @@ from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.tensorrt.options import with_spans
 from qdqtune.errors import BadOption, InputError, writing
-from qdqtune.graph.files import CONSTANTS, ConstantFile
 from qdqtune.graph.model import Model
-from qdqtune.graph.outputs import appearing
+from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.profiles import Profile, SchemeResult, profile_of, schemes, signature
 from qdqtune.search.costs.units import Partition, Unit
+from qdqtune.system.writing import atomic_write
 from qdqtune.timing.pairing import rounds_of
 from qdqtune.timing.ratios import Plan, compare
 from qdqtune.tuning.folder import GROUP_MODELS, LOGS
@@ -232,7 +232,7 @@ class Profiler:
         """The profile of a part from its records. The file of the part is written, also if it was timed in an earlier
         session."""
         base = self._store.get(PartRecord, part.key)
-        with appearing(part.path) as fresh:
+        with atomic_write(part.path) as fresh:
             self._constants.save(part.model, fresh)
         self.builds += 1
         assert base is not None  # the part was measured

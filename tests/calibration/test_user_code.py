@@ -14,9 +14,9 @@ import pytest
 
 import qdqtune
 from conftest import Call
-from qdqtune.calibration import reading
-from qdqtune.calibration.reading import Patience, TooSlow
-from qdqtune.calibration.samples import UNPACKED, read_arrays
+from qdqtune.calibration import user_code
+from qdqtune.calibration.samples import UNPACKED_BYTES, read_arrays
+from qdqtune.calibration.user_code import ReadingTime, TooSlow
 from qdqtune.errors import BadData, Cancelled
 from runs import mixed, write
 
@@ -80,7 +80,7 @@ def source(folder: Path, what: str, at: int) -> str:
 def test_whatever_a_generator_does_is_one_line(
     call: Call, small: Path, monkeypatch: pytest.MonkeyPatch, what: str, at: int
 ) -> None:
-    monkeypatch.setattr(reading, "MOST", 50)
+    monkeypatch.setattr(user_code, "MOST_GENERATED", 50)
     given = source(small.parent, what, at)
     for name, template in COMMANDS.items():
         where = [t.replace("MODEL", str(small)).replace("OUT", str(small.parent / "out")) for t in template]
@@ -112,7 +112,7 @@ def never() -> Iterator[np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("given", [forever, never, forever(), never()])
 def test_functions_end_in_any_thread(small: Path, monkeypatch: pytest.MonkeyPatch, given: object) -> None:
-    monkeypatch.setattr(reading, "MOST", 50)
+    monkeypatch.setattr(user_code, "MOST_GENERATED", 50)
     caught: list[Exception] = []
 
     def quantize() -> None:
@@ -147,28 +147,28 @@ def test_only_what_is_asked_for_is_made_and_generators_are_closed() -> None:
         finally:
             made.append(-1)
 
-    given = Patience().over(numbers, "numbers")
+    given = ReadingTime().over(numbers, "numbers")
     assert [next(given), next(given)] == [0, 1]
     assert isinstance(given, Iterator)
     given.close()  # type: ignore[attr-defined]
     assert made == [0, 1, -1]
-    assert list(Patience().over(numbers, "numbers")) == list(range(10))
+    assert list(ReadingTime().over(numbers, "numbers")) == list(range(10))
 
 
 def test_time_that_is_spent_elsewhere_does_not_count() -> None:
-    patience, gate = Patience(seconds=0.3), threading.Event()
+    patience, gate = ReadingTime(seconds=0.3), threading.Event()
     given = patience.over(lambda: iter(range(3)), "numbers")
     assert next(given) == 0
     gate.wait(0.5)
     assert list(given) == [1, 2]
     with pytest.raises(TooSlow):
-        list(Patience(ends=monotonic()).over(lambda: iter(gate.wait, False), "a gate"))
+        list(ReadingTime(ends=monotonic()).over(lambda: iter(gate.wait, False), "a gate"))
 
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_archives_that_unpack_to_far_more_than_they_hold_are_refused(tmp_path: Path, times: int) -> None:
     path = tmp_path / "bomb.npz"
-    zeros = np.broadcast_to(np.zeros(1, np.float32), (times * UNPACKED // 12 + 1,))
+    zeros = np.broadcast_to(np.zeros(1, np.float32), (times * UNPACKED_BYTES // 12 + 1,))
     np.savez_compressed(path, a=zeros, b=zeros, c=zeros)
     with pytest.raises(BadData, match="unpack to"):
         read_arrays(path)

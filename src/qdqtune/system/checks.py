@@ -1,13 +1,14 @@
-"""The question that every command asks before any work: may it write these files?
+"""May a command write these files, and are the files that it reads still the same?
 
-A file may be written where none is. One that is there may be replaced if an earlier command wrote it: it carries a
-mark, or it is on the list of a run's folder. What the command reads is never written, by whatever name, and nothing is
-written through a link that leaves its folder.
+A path that does not exist may be written. An existing file may be replaced if an earlier command wrote it: it carries a
+mark, or is on the list in a run's folder. A file that the command reads is never written, under whatever name, and
+nothing is written through a link that leaves its folder.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,29 +16,29 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from qdqtune.errors import BadOption, OutputError, check_file, writing
+from qdqtune.errors import BadModel, BadOption, OutputError, check_file, reading, writing
 
 Inputs = Mapping[str, Iterable[Path]]
-"""The files that a command reads, under what they are."""
+"""The files that a command reads, by a description of them."""
 
 LIST = ".qdqtune"
-"""The list in a run's folder: a path a line, relative to the folder; behind a folder's name a slash."""
+"""The list of what a run has written to its folder: a relative path a line; a folder ends with a slash."""
 
 HEAD = "# what qdqtune has written to this folder, and may overwrite or delete: a path a line"
 
-PAGE, RECORD, LOG = "page", "record", "log"
+PAGE_KIND, RECORD_KIND, LOG_KIND = "page", "record", "log"
 """Kinds of outputs besides models: HTML pages, YAML files, logs."""
 
 SEARCHED = 2**16
-"""Bytes at the beginning and at the end of a file that are searched for a mark."""
+"""Bytes at the beginning and at the end of a file in which a mark is searched."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """A file to write: its path, the option that names it, and how a file there is known as an earlier output.
+    """A file to write: its path, the option that names it, and a test whether an existing file is an earlier output.
 
-    `is_appended` says that a file there is changed where it lies, so that all of its names would show the change;
-    `makes_folder` that a missing folder is made.
+    `is_appended`: an existing file is changed in place, under all of its hard links. `makes_folder`: a missing folder
+    is made.
     """
 
     path: Path
@@ -48,11 +49,11 @@ class Output:
 
 
 def check_outputs(outputs: Sequence[Output], read: Inputs) -> None:
-    """Refuse outputs that are no files, that lie in no folder, that would replace what is read, each other, or a file
-    that no earlier command has written, or that lead out of their folder.
+    """Refuse outputs that are no files, have no folder or are in none that can be written, that are links out of their
+    folder, or that would overwrite an input, each other, or a file that no earlier command wrote.
 
     Raises:
-        BadOption, OutputError: see above.
+        BadOption, OutputError: an output is refused.
     """
     for number, output in enumerate(outputs):
         others = {f"file of {other.option}": [other.path] for other in outputs[:number]}
@@ -84,7 +85,7 @@ def _check_output(output: Output, read: Inputs) -> None:
 
 
 def overwritten(outputs: Iterable[Path], read: Inputs) -> tuple[Path, str] | None:
-    """The first input that one of the outputs would overwrite, and what it is."""
+    """The first input that an output would overwrite, with its description."""
     named: dict[Path | tuple[int, int], tuple[Path, str]] = {}
     for what, files in read.items():
         for file in files:
@@ -94,21 +95,18 @@ def overwritten(outputs: Iterable[Path], read: Inputs) -> tuple[Path, str] | Non
 
 
 def _identities(path: Path) -> Iterator[Path | tuple[int, int]]:
-    """What a file is known by: its place, links followed, and its number on the disk."""
-    with suppress(OSError, ValueError):  # a name too long or with a NUL: it is no input, and writing says what is wrong
+    """What equal files have in common: the path without links, and the number on the disk."""
+    with suppress(OSError, ValueError):  # a name that no file can have: writing it gives an error
         yield real(path)
         found = path.stat()
         yield found.st_dev, found.st_ino
 
 
-# Links
-
-
 def real(path: Path) -> Path:
-    """Where a path leads, links followed.
+    """The path without links.
 
     Raises:
-        OSError: no file can have that name: it holds a NUL, say.
+        OSError: no file can have that name (it holds a NUL, say).
     """
     try:
         return Path(os.path.realpath(path))
@@ -117,7 +115,7 @@ def real(path: Path) -> Path:
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """Refuse a path in `folder` that leads out of it by a link, or to a pipe or a device.
+    """Refuse a path in `folder` that a link leads out of it, or to a pipe or a device.
 
     Raises:
         OutputError: it does.
@@ -129,20 +127,17 @@ def check_inside(path: Path, folder: Path) -> None:
 
 
 def check_single(path: Path) -> None:
-    """Refuse a file that has a second name: what is changed where it lies is changed under all names.
+    """Refuse a file with several hard links: a change in place would show under all of them.
 
     Raises:
-        OutputError: it has one.
+        OutputError: it has several.
     """
     if path.is_file() and path.stat().st_nlink > 1:
         raise OutputError(f"cannot write {path}: the file has another name (a hard link) as well; put a copy there")
 
 
-# What earlier commands have written
-
-
 def is_list(path: Path) -> bool:
-    """Whether a file begins as the list of a run's folder does."""
+    """Whether a file begins like the list in a run's folder."""
     try:
         check_file(path)
         return path.read_text(encoding="utf-8", errors="replace").split("\n", 1)[0] == HEAD
@@ -151,7 +146,7 @@ def is_list(path: Path) -> bool:
 
 
 def listed(folder: Path) -> set[str]:
-    """What is on the list of a run's folder; nothing where there is no list of ours."""
+    """The paths on the list in a run's folder; empty if there is no such list."""
     if not is_list(folder / LIST):
         return set()
     names = (folder / LIST).read_text(encoding="utf-8", errors="replace").splitlines()[1:]
@@ -159,18 +154,18 @@ def listed(folder: Path) -> set[str]:
 
 
 def is_of_a_run(path: Path) -> bool:
-    """Whether a file is on the list of a run, in its folder or the one above: only that run writes it."""
+    """Whether a file is on the list of a run, in its folder or the one above, so that only that run may write it."""
     place = real(path)
     return any(place.relative_to(folder).as_posix() in listed(folder) for folder in list(place.parents)[:2])
 
 
 def mark(kind: str) -> str:
-    """What an output of one kind (model, page) says of itself, so that the same option may replace it."""
+    """The text in an output of one kind (model, page) by which the same option may replace it later."""
     return f"made by qdqtune ({kind}), which may replace this file"
 
 
 def is_marked(path: Path, kind: str) -> bool:
-    """Whether a file says at its beginning or its end that it is an output of this kind."""
+    """Whether a file has the mark of an output of this kind at its beginning or its end."""
     with suppress(OSError), path.open("rb") as file:
         ends = file.read(SEARCHED)
         file.seek(-min(SEARCHED, path.stat().st_size), os.SEEK_END)
@@ -179,5 +174,56 @@ def is_marked(path: Path, kind: str) -> bool:
 
 
 def replaceable(kind: str) -> Callable[[Path], bool]:
-    """Whether a file is an earlier output of this kind, and no run's."""
+    """A test whether a file is an earlier output of this kind and not of a run."""
     return lambda path: is_marked(path, kind) and not is_of_a_run(path)
+
+
+Stamp = tuple[int, int, int]
+"""Size in bytes, time of the last change in ns, and number on the disk."""
+
+
+@dataclass(frozen=True)
+class Stamps:
+    """Files with their stamps at one time, to notice later changes."""
+
+    seen: tuple[tuple[Path, Stamp | None], ...]
+
+    @staticmethod
+    def of(files: Iterable[Path]) -> Stamps:
+        """The files as they are now. A missing file is recorded as missing."""
+        return Stamps(tuple((file, stamp(file)) for file in files))
+
+    def check(self) -> None:
+        """Refuse files that have changed.
+
+        Raises:
+            BadModel: a file has changed, appeared or gone.
+        """
+        for file, before in self.seen:
+            if stamp(file) != before:
+                raise BadModel(f"{file} has changed since the run began: start it again (what was measured is kept)")
+
+
+NO_STAMPS = Stamps(())
+
+
+def stamp(file: Path) -> Stamp | None:
+    """The stamp of a file, which differs after a change; None if the file is missing."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def content_digest(files: Iterable[Path]) -> str:
+    """32 hex digits of the content of all files together.
+
+    Raises:
+        BadModel: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        with reading(file, BadModel), file.open("rb") as source:
+            digest.update(hashlib.file_digest(source, "sha256").digest())
+    return digest.hexdigest()[:32]

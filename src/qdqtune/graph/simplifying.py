@@ -1,6 +1,7 @@
-"""Rewrites of a graph in place, before it becomes a `Model`: Identity nodes, fixed inputs, decided Ifs, dead nodes.
+"""Simplifications of a graph in place, before it becomes a `Model`: Identity nodes, fixed inputs, Ifs whose condition
+is known, unused nodes.
 
-All of them expect nodes in topological order, and keep the names of graph inputs, graph outputs and nodes.
+All expect nodes in topological order, and keep the names of graph inputs, graph outputs and nodes.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ from onnx import numpy_helper
 
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.constants import replace, settle
-from qdqtune.graph.model import LARGE, Constant, TensorInfo, bodies, captured, defined
+from qdqtune.graph.model import Constant, TensorInfo, bodies, captured, defined
 from qdqtune.graph.operators import RANDOM
+from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.types import Array
 
 FAILURES = (
     onnx.shape_inference.InferenceError,
     *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
-"""What inference and the reference evaluator raise on a node that they cannot do; the evaluator has no class for it."""
+"""What shape inference and the reference evaluator raise on a node that they cannot process; the evaluator has no error
+class of its own."""
 
 
 def drop_identities(graph: onnx.GraphProto) -> None:
-    """Remove Identity nodes: their users read the input instead. One that makes a graph output stays, with its name."""
+    """Remove Identity nodes: their readers read the input instead. One that makes a graph output stays."""
     outputs = {o.name for o in graph.output}
     aliases: dict[str, str] = {}
     kept = []
@@ -42,7 +45,7 @@ def drop_identities(graph: onnx.GraphProto) -> None:
 
 
 def drop_unused(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None:
-    """Remove the nodes and the constants that no graph output depends on."""
+    """Remove nodes and constants that no graph output depends on."""
     used = {o.name for o in graph.output}
     kept = []
     for node in reversed(graph.node):
@@ -58,12 +61,11 @@ def drop_unused(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) ->
 def fix_inputs(
     proto: onnx.ModelProto, large: MutableMapping[str, Constant], values: Mapping[str, float | int | str]
 ) -> None:
-    """Make graph inputs constant, compute what follows from them, and put the chosen body in place of each decided If.
-
-    Only small results are computed. An If whose condition stays open is left alone.
+    """Make graph inputs constant, compute nodes that depend on them only, and replace each If whose condition is then
+    known by the chosen body. Only small results are computed.
 
     Raises:
-        BadModel: the body of a decided If has another number of outputs than the If.
+        BadModel: a chosen body has another number of outputs than its If.
         BadOption: an unknown input, or a value that its type or shape cannot hold.
     """
     graph = proto.graph
@@ -80,7 +82,7 @@ def fix_inputs(
 
 
 def rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
-    """Rename the tensors that a node and its bodies use and make; a name that a body defines itself is its own."""
+    """Rename the tensors that a node and its bodies read and make, except names that a body defines itself."""
     for fields in (node.input, node.output):
         for i, name in enumerate(fields):
             if name in names:
@@ -100,15 +102,15 @@ def names_in(graph: onnx.GraphProto) -> set[str]:
     return names
 
 
-class Names:
-    """The names in use, and new ones that differ from all of them."""
+class UniqueNames:
+    """Makes new names that differ from those in use."""
 
     def __init__(self, taken: Iterable[str]) -> None:
         self._taken = set(taken)
         self._suffixes: defaultdict[str, Iterator[int]] = defaultdict(lambda: count(2))
 
     def fresh(self, base: str) -> str:
-        """`base`, or the first of base_2, base_3 ... that is free; taken from then on."""
+        """`base`, or the first of base_2, base_3 ... that is not in use."""
         name = base
         while name in self._taken:
             name = f"{base}_{next(self._suffixes[base])}"
@@ -144,7 +146,8 @@ def _fixed(info: onnx.ValueInfoProto, value: float | int | str) -> Array:
 
 
 def _fold(proto: onnx.ModelProto, known: set[str]) -> bool:
-    """Compute nodes in order up to the first decided If and put its body in; whether there was one."""
+    """Compute nodes in order up to the first If whose condition is known, and replace that by its body. Returns whether
+    there was one."""
     graph = proto.graph
     small = {t.name: t for t in graph.initializer}
     nodes = list(graph.node)
@@ -170,9 +173,9 @@ def _fold(proto: onnx.ModelProto, known: set[str]) -> bool:
 
 
 def computed(
-    proto: onnx.ModelProto, node: onnx.NodeProto, inputs: list[onnx.TensorProto], most: int = LARGE
+    proto: onnx.ModelProto, node: onnx.NodeProto, inputs: list[onnx.TensorProto], most: int = LARGE_BYTES
 ) -> list[onnx.TensorProto] | None:
-    """The results of a node with constant inputs; None if one may exceed `most` bytes, or none are to be had here."""
+    """The results of a node with constant inputs; None if one may exceed `most` bytes or cannot be computed."""
     from onnx.reference import ReferenceEvaluator  # slow to import
 
     if node.op_type in RANDOM or any(True for _ in bodies(node)):
@@ -181,7 +184,7 @@ def computed(
     graph = onnx.helper.make_graph([node], "one", [], [onnx.ValueInfoProto(name=n) for n in names], inputs)
     model = onnx.helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
     try:
-        # The size comes first: an Expand of two numbers may ask for more than there is memory.
+        # Check the size first: an Expand of two numbers may ask for more memory than there is.
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph.output
         shapes = [TensorInfo.of(value).sizes for value in inferred]
         if any(shape is None or np.prod(shape) * 8 > most for shape in shapes):
@@ -193,7 +196,8 @@ def computed(
 
 
 def _chosen(graph: onnx.GraphProto, node: onnx.NodeProto, condition: bool) -> list[onnx.NodeProto]:
-    """The nodes of one body of an If that is no longer in the graph; the body's initializers become the graph's."""
+    """The nodes of a body of an If that has been removed from the graph. The body's constants are added to the
+    graph."""
     body = deepcopy(next(a.g for a in node.attribute if a.name == ("then_branch" if condition else "else_branch")))
     if len(body.output) != len(node.output):
         raise BadModel(
@@ -205,10 +209,10 @@ def _chosen(graph: onnx.GraphProto, node: onnx.NodeProto, condition: bool) -> li
     for result, name in zip((o.name for o in body.output), node.output, strict=True):
         if name and result not in names:
             names[result] = name
-        elif name:  # one tensor, returned twice
+        elif name:  # the body returns one tensor twice
             copies.append(onnx.helper.make_node("Identity", [names[result]], [name]))
     taken = names_in(graph) | set(node.output)
-    free = Names(taken | names_in(body))
+    free = UniqueNames(taken | names_in(body))
     names |= {name: free.fresh(name) for name in sorted((own & taken) - names.keys())}
     for inner in body.node:
         rename(inner, names)

@@ -1,4 +1,4 @@
-"""Files that appear whole under their names or not at all, and folders for temporary files."""
+"""Files that are written atomically, and temporary folders."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qdqtune.errors import writing
-from qdqtune.graph import cleanup as janitor
-from qdqtune.graph.cleanup import MARK, locked, remove, remove_left
-from qdqtune.graph.may_write import check_inside, real
+from qdqtune.system.checks import check_inside, real
+from qdqtune.system.cleanup import MARK, cleaner, locked, remove, remove_left
 
 SCRATCH = ".qdqtune-"
-"""How the names of our folders for temporary files begin."""
+"""Prefix of temporary folders beside a result."""
 
 TEMPORARY = "qdqtune-"
-"""The same where the system has its temporary files."""
+"""Prefix of temporary folders in the system's folder for these."""
 
 WORKERS = "worker-"
-"""The same for those of engine processes, beside their logs."""
+"""Prefix of temporary folders of engine processes, beside their logs."""
 
 
 @contextmanager
-def appearing(target: Path) -> Iterator[Path]:
-    """A file to write instead of `target`, which takes its name when the block ends without an error.
+def atomic_write(target: Path) -> Iterator[Path]:
+    """A file to write instead of `target`, which is renamed to `target` when the block ends without an error.
 
-    So does all that was written beside it, under the same names beside the target: a model and its external data appear
-    together. Until then, and after an error, what had these names is as it was. Where `target` is a link to a file in
-    the same folder or below, that file is replaced.
+    Files that were written beside it (external data of a model) are renamed with it. Until then, and after an error,
+    existing files of these names are unchanged. If `target` is a link to a file in its folder or below, that file is
+    replaced.
 
     Raises:
-        OutputError: it cannot be written, or a link leads out of the folder.
+        OutputError: the file cannot be written, or a link leads out of the folder.
     """
     with writing(target):
         file = _replaceable(target)
@@ -46,17 +45,17 @@ def appearing(target: Path) -> Iterator[Path]:
             made = sorted(path.relative_to(fresh) for path in fresh.rglob("*") if path.is_file())
             for name in made:
                 check_inside(file.parent / name, file.parent)
-                _settle(fresh / name, file.parent / name)
+                _flush(fresh / name, file.parent / name)
             made.sort(key=lambda name: name == Path(file.name))  # the file itself comes last
-            exchange([(fresh / name, file.parent / name) for name in made], folder / "old")
+            rename_all([(fresh / name, file.parent / name) for name in made], folder / "old")
 
 
 def _replaceable(path: Path) -> Path:
-    """The file that a name leads to. One that may not be written is not replaced either.
+    """The file to replace, links followed.
 
     Raises:
-        OSError: it may not.
-        OutputError: it leads out of its folder.
+        OSError: the file exists and is read-only.
+        OutputError: a link leads out of the folder.
     """
     check_inside(path, path.parent)
     file = real(path)
@@ -65,8 +64,8 @@ def _replaceable(path: Path) -> Path:
     return file
 
 
-def _settle(fresh: Path, target: Path) -> None:
-    """Bring a file to the disk, so that a full one shows before a name is taken, with the rights of the old one."""
+def _flush(fresh: Path, target: Path) -> None:
+    """Flush a file to the disk, so that a full disk shows before anything is renamed, and copy the old permissions."""
     if target.exists():
         shutil.copymode(target, fresh)
     with fresh.open("rb") as file:
@@ -74,19 +73,20 @@ def _settle(fresh: Path, target: Path) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Write a JSON file for machines.
+    """Write a JSON file.
 
     Raises:
         OutputError: the file cannot be written.
     """
-    with appearing(path) as fresh:
+    with atomic_write(path) as fresh:
         fresh.write_text(json.dumps(dict(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def exchange(moves: Sequence[tuple[Path, Path]], aside: Path) -> None:
-    """Rename files to their targets in this order; if that fails, all is as it was. `aside` is a folder to be made.
+def rename_all(moves: Sequence[tuple[Path, Path]], aside: Path) -> None:
+    """Rename files to their targets in this order, and undo everything if that fails. `aside`, a new folder, takes
+    the old files meanwhile.
 
-    The model comes last, and an old one goes first: nobody ever finds the weights of one beside the other.
+    An old model is moved first and a new one last, so that no model is ever beside the weights of another.
     """
     kept: list[tuple[Path, Path]] = []
     placed: list[Path] = []
@@ -108,7 +108,7 @@ def exchange(moves: Sequence[tuple[Path, Path]], aside: Path) -> None:
 
 
 def temporary_folder() -> Scratch:
-    """A folder where the system has temporary files; those that killed processes have left there are removed.
+    """A new folder in the system's folder for temporary files.
 
     Raises:
         OSError: it cannot be made.
@@ -117,10 +117,10 @@ def temporary_folder() -> Scratch:
 
 
 class Scratch:
-    """A folder of its own for temporary files. A context manager that gives its path and removes it at the end.
+    """A temporary folder: a context manager that gives its path and removes it at the end.
 
-    It is locked, so that one whose process was killed is known as left over; such folders are removed by a janitor, or
-    when the next one is made in the same place.
+    It is locked while its process lives. If the process is killed, `cleanup` removes it, or at the latest the next
+    folder that is made in the same place.
     """
 
     def __init__(self, parent: Path, prefix: str = SCRATCH) -> None:
@@ -130,7 +130,7 @@ class Scratch:
             OSError: it cannot be made.
         """
         remove_left(parent, prefix)
-        janitor.own().watch(parent, prefix)
+        cleaner().watch(parent, prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
         self._lock = locked(self.path)
         (self.path / MARK).touch()
@@ -142,7 +142,7 @@ class Scratch:
         self.close()
 
     def close(self) -> None:
-        """Remove the folder; does nothing if that has been done."""
+        """Remove the folder, if that has not been done."""
         if self._lock >= 0:
             remove(self.path)
             os.close(self._lock)

@@ -1,4 +1,4 @@
-"""How a model becomes a file: constants embedded, or by reference into a file that many models share."""
+"""Models as files: constants embedded, or by reference into a file that several models share."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ from copy import deepcopy
 from pathlib import Path
 from threading import RLock
 
+import onnx
 from onnx import ModelProto, StringStringEntryProto, TensorProto
 
 from qdqtune.errors import writing
 from qdqtune.graph.loading import files_of
-from qdqtune.graph.may_write import Output, is_of_a_run, mark
 from qdqtune.graph.model import Constant, Model, size_of
-from qdqtune.graph.outputs import appearing, temporary_folder
-from qdqtune.graph.wire import messages, parsed, refer
+from qdqtune.graph.protobuf import head, parsed, refer
+from qdqtune.system.checks import Output, is_of_a_run, mark
+from qdqtune.system.writing import atomic_write, temporary_folder
 
 CONSTANTS, WEIGHTS = "constants.bin", "weights.bin"
-"""The usual names of a file that holds the constants of many models, and of one with those of a single one."""
+"""Names of the file with constants of candidates, and of the file with constants of models that may ship."""
 
 MOSTLY = 0.99
-"""Share of a file of constants that a model needs which ships with all of it: what rewrites replaced may stay there."""
+"""A model ships with a whole file of constants if it uses at least this share of it: the rest is what rewrites have
+replaced. Chosen, not measured."""
 
-PROTOBUF_LIMIT = 2**31 - 2**20
-"""Bytes beyond which a file needs external data."""
+ONE_FILE_LIMIT = 2**31 - 2**20
+"""Larger models need external data: protobuf holds 2 GB, less some room for what is added."""
 
 
 def save(model: Model, path: Path, known: ConstantFile | None = None) -> None:
-    """Write `model` as one self-contained file; beyond 2 GB its constants go to `<name>.data` beside it.
+    """Write `model` as one file; beyond 2 GB its constants go to `<name>.data` beside it.
 
-    Constants that are `known` are copied from there; a file that holds just these gets a second name.
+    Constants in the file `known` are copied from there. If it holds hardly any others, it is hard-linked instead.
 
     Raises:
         OutputError: the file cannot be written.
     """
-    with appearing(path) as fresh:
-        if sum(c.nbytes for c in model.large.values()) + model.proto.ByteSize() < PROTOBUF_LIMIT:
+    with atomic_write(path) as fresh:
+        if sum(c.nbytes for c in model.large.values()) + model.proto.ByteSize() < ONE_FILE_LIMIT:
             with fresh.open("wb") as file:
                 file.writelines(messages(model, Constant.data if known is None else known.data))
         elif known is None or not known.named(data_of(fresh), model, fresh):
@@ -47,7 +49,7 @@ def save(model: Model, path: Path, known: ConstantFile | None = None) -> None:
 
 
 def _write(model: Model, path: Path, place: Callable[[Constant], tuple[str, int, int]]) -> None:
-    """Write a model whose large constants lie in other files: each by the name of its file, its offset and length."""
+    """Write a model with its large constants by reference; `place` gives file name, offset and length of each."""
     small = deepcopy(model.proto)
     for name, constant in model.large.items():
         tensor = small.graph.initializer.add(name=name, data_type=constant.dtype, dims=constant.shape)
@@ -63,16 +65,16 @@ def nbytes(model: Path) -> int:
 
 
 def data_of(path: Path) -> Path:
-    """The file that holds the constants of a model that is too large for one."""
+    """The file for the constants of a model that is too large for one file."""
     return path.parent / f"{path.name}.data"
 
 
-MODEL = "model"
-"""What a model that a command has written says that it is."""
+MODEL_KIND = "model"
+"""The kind in the mark of a model that a command has written."""
 
 
-def model_outputs(path: Path, option: str, kind: str = MODEL) -> list[Output]:
-    """The files that an option writes which names a model: its own, and that of its constants, where it is large."""
+def model_outputs(path: Path, option: str, kind: str = MODEL_KIND) -> list[Output]:
+    """The files that an option may write which names a model: the model, and its constants if it is large."""
     data = data_of(path)
 
     def is_ours(file: Path) -> bool:
@@ -81,9 +83,8 @@ def model_outputs(path: Path, option: str, kind: str = MODEL) -> list[Output]:
     return [Output(path, option, is_ours), Output(data, option, is_ours)]
 
 
-def sign(path: Path, kind: str = MODEL) -> None:
-    """Write the mark of an output to the end of a finished ONNX file, as metadata: what follows on a message is merged
-    with it.
+def sign(path: Path, kind: str = MODEL_KIND) -> None:
+    """Append the mark of an output to a finished ONNX file, as metadata: protobuf merges what follows a message.
 
     Raises:
         OutputError: the file cannot be written.
@@ -92,15 +93,15 @@ def sign(path: Path, kind: str = MODEL) -> None:
         file.write(signature(file.tell(), kind))
 
 
-def signature(size: int, kind: str = MODEL) -> bytes:
-    """The mark of an output as a part of an ONNX file, behind so many bytes: what another program makes of the file has
-    another size, and is no output any more."""
-    said = StringStringEntryProto(key=f"qdqtune.{kind}.{size:016}", value=mark(kind))
-    return ModelProto(metadata_props=[said]).SerializeToString()
+def signature(size: int, kind: str = MODEL_KIND) -> bytes:
+    """The mark of an output of `size` bytes, as a part of an ONNX file. If another program changes the file, the size
+    no longer fits, and the file is not taken for our output."""
+    entry = StringStringEntryProto(key=f"qdqtune.{kind}.{size:016}", value=mark(kind))
+    return ModelProto(metadata_props=[entry]).SerializeToString()
 
 
 def _is_signed(path: Path, kind: str) -> bool:
-    """Whether a file ends with the mark of an output of this kind, and holds what it held when that was written."""
+    """Whether a file ends with the mark of an output of this kind, and has its size."""
     length = len(signature(0, kind))
     with suppress(OSError), path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - length
@@ -109,10 +110,10 @@ def _is_signed(path: Path, kind: str) -> bool:
 
 
 class ConstantFile:
-    """One file of constants that many small model files in the same folder refer to.
+    """A file of constants that small model files in the same folder refer to.
 
-    Each distinct content is written once, when the first model needs it; what is in the file `before` it is not written
-    again, but read or referred to there. ONNX Runtime refuses references that leave the model's folder.
+    Each constant is written once, when a model first needs it. A constant in the file `known` is not written again, but
+    referred to there, or read from there if that file is in another folder: ONNX Runtime refuses such references.
     """
 
     ALIGN = 4096  # engines map the file: pages must not be shared between tensors
@@ -121,7 +122,7 @@ class ConstantFile:
         self.path = path
         self._known = known
         self._spans: dict[str, tuple[int, int]] = {}
-        self._lock = RLock()  # what is computed to be written may have to run a model, which is written here too
+        self._lock = RLock()  # computing a constant may run a model, which is written here as well
         with writing(path):
             path.unlink(missing_ok=True)  # an engine may still have an earlier one mapped: do not cut it short there
             self._file = path.open("w+b")
@@ -130,11 +131,11 @@ class ConstantFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # all that counts is flushed; on a full disk closing fails again
+        with suppress(OSError):  # everything is flushed already; on a full disk closing fails again
             self._file.close()
 
     def data(self, constant: Constant) -> bytes | memoryview:
-        """The bytes of a constant, read where they lie, here or in the known file, or else computed."""
+        """The bytes of a constant: read from this file or the known one, else computed."""
         if constant.key in self._spans:
             self._file.flush()
             offset, length = self._spans[constant.key]
@@ -142,7 +143,7 @@ class ConstantFile:
         return constant.data() if self._known is None else self._known.data(constant)
 
     def _span(self, constant: Constant) -> tuple[str, int, int]:
-        """The file in this folder that holds a constant, and where."""
+        """File name, offset and length of a constant, which is written if it is in no file of this folder."""
         if (
             (known := self._known) is not None
             and constant.key in known._spans
@@ -158,7 +159,7 @@ class ConstantFile:
         return self.path.name, *self._spans[constant.key]
 
     def save(self, model: Model, path: Path) -> None:
-        """Write `model` to `path` (same folder as this file) with its large constants by reference; from any thread.
+        """Write `model` to `path`, in the folder of this file, with its large constants by reference. Thread-safe.
 
         Raises:
             OutputError: a file cannot be written.
@@ -168,7 +169,7 @@ class ConstantFile:
             self._file.flush()
 
     def keep(self, model: Model) -> None:
-        """Write the large constants of a model that may ship to the known file, those that are not yet there.
+        """Write the large constants of a model that may ship to the known file.
 
         Raises:
             OutputError: a file cannot be written.
@@ -177,8 +178,10 @@ class ConstantFile:
             self._known.save(model, self.path.with_name("weights.onnx"))
 
     def named(self, data: Path, model: Model, path: Path) -> bool:
-        """Write `model` to `path` with its large constants in `data`, as a second name of this file or the known one,
-        if that holds these and hardly any others, and may have one."""
+        """Write `model` to `path`, with `data` as a hard link to this file or the known one for its large constants.
+
+        Returns False where neither holds all of them and hardly any others, or the disk allows no link.
+        """
         keys = {c.key for c in model.large.values()}
         needed = sum(length for key, (_, length) in self._spans.items() if key in keys)
         if not keys or not self._spans.keys() >= keys or needed < MOSTLY * self._file.tell():
@@ -186,13 +189,13 @@ class ConstantFile:
         self._file.flush()
         try:
             data.hardlink_to(self.path)
-        except OSError:  # on another disk, or one that knows no second names
+        except OSError:  # another disk, or one without hard links
             return False
         _write(model, path, lambda constant: (data.name, *self._spans[constant.key]))
         return True
 
     def write(self, model: Model, name: str) -> Path:
-        """`save` as a new file beside this one: `<name>.onnx`, numbered if there is one.
+        """Write `model` beside this file as `<name>.onnx`, numbered if that exists.
 
         Raises:
             OutputError: a file cannot be written.
@@ -210,13 +213,12 @@ _shared: ContextVar[ConstantFile | None] = ContextVar("constants that are writte
 
 @contextmanager
 def one_constant_file(folder: Path) -> Iterator[ConstantFile]:
-    """A file of constants in `folder` for all models that anybody writes by reference meanwhile; those that are to be
-    kept in a file of their own, so that they need not be written again where they ship.
-
-    Without it every stage of a run writes the weights once more: calibration, judging, foretelling, search.
+    """A file of constants in `folder` that `constants_to_share` gives meanwhile, so that the stages of a run
+    (calibration, accuracy, simulation, search) write the weights once. Constants that may ship have a file of their
+    own.
 
     Raises:
-        OutputError: it cannot be made.
+        OutputError: the file cannot be made.
     """
     with ConstantFile(folder / WEIGHTS) as weights, ConstantFile(folder / CONSTANTS, weights) as constants:
         token = _shared.set(constants)
@@ -228,13 +230,40 @@ def one_constant_file(folder: Path) -> Iterator[ConstantFile]:
 
 @contextmanager
 def constants_to_share() -> Iterator[ConstantFile]:
-    """The file of `one_constant_file`, or one of its own in a folder for temporary files.
+    """The file of `one_constant_file`, or a new one in a temporary folder.
 
     Raises:
-        OSError, OutputError: it cannot be made.
+        OSError, OutputError: the file cannot be made.
     """
     if (shared := _shared.get()) is not None:
         yield shared
         return
     with temporary_folder() as folder, ConstantFile(folder / CONSTANTS) as constants:
         yield constants
+
+
+def messages(model: Model, data: Callable[[Constant], bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The bytes of a model file with all constants, piece by piece, with one constant at a time in memory.
+
+    The model's own fields keep their order, by which OpenVINO recognizes an ONNX file. `data` gives the bytes of a
+    constant.
+    """
+    field = onnx.ModelProto.GRAPH_FIELD_NUMBER
+    ahead, behind = onnx.ModelProto(), onnx.ModelProto()
+    for frame, keeps in ((ahead, field.__gt__), (behind, field.__lt__)):
+        frame.CopyFrom(model.proto)
+        for descriptor, _ in model.proto.ListFields():
+            if not keeps(descriptor.number):
+                frame.ClearField(descriptor.name)
+    graph = model.proto.graph.SerializeToString()
+    heads = []
+    for name, constant in model.large.items():
+        described = TensorProto(name=name, data_type=constant.dtype, dims=constant.shape).SerializeToString()
+        described += head(TensorProto.RAW_DATA_FIELD_NUMBER, constant.nbytes)
+        heads.append(head(onnx.GraphProto.INITIALIZER_FIELD_NUMBER, len(described) + constant.nbytes) + described)
+    size = len(graph) + sum(map(len, heads)) + sum(c.nbytes for c in model.large.values())
+    yield ahead.SerializeToString() + head(field, size) + graph
+    for described, constant in zip(heads, model.large.values(), strict=True):
+        yield described
+        yield data(constant)
+    yield behind.SerializeToString()

@@ -1,41 +1,46 @@
-"""Weights alone become integers: scales of blocks by least squared error, and nothing of graphs.
+"""Rounding of weights that alone are quantized, in the formats of `types.WeightFormat`.
 
-A block is `WeightFormat.block` weights that are summed into one output; its scale and zero point are those with which
-the integers come closest to the weights. Largest values alone would give steps that few large weights widen for all.
+A block is `WeightFormat.block` weights that are summed into one output; its scale and zero point are those with the
+least squared error. Scales from the largest value alone would be too coarse where a few weights are large. With second
+moments of the inputs, `compensated` rounds so that the outputs change least (GPTQ, arXiv 2210.17323).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import TypeVar
 
 import ml_dtypes
 import numpy as np
 
-from qdqtune.types import Array, WeightFormat
+from qdqtune.calibration.observe import observe
+from qdqtune.graph.model import Model
+from qdqtune.types import Array, Sample, WeightFormat
 
 SHRINKS = (1.0, 0.93, 0.86, 0.78, 0.68)
-"""Shares of the range of a block that 4 bits are tried on: what lies beyond saturates, which pays where few are large.
-In 8 bits the whole range is as good as any."""
+"""Shares of a block's range that are tried with 4 bits; weights beyond saturate, which pays where few are large. With 8
+bits the whole range is as good. Chosen, not measured."""
 
 DAMPING = 0.01
-"""Share of the mean of a moment's diagonal that is added to it, so that it has an inverse."""
+"""Share of the mean diagonal that is added to a moment's diagonal, so that it can be inverted: as in GPTQ."""
 
 PANEL = 128
-"""Inputs whose errors go to the ones behind them all at once."""
+"""Inputs after which the errors are passed to all later ones at once: as in GPTQ."""
 
-CHUNK = 2**18
-"""Weights that are worked on at a time: with what the search needs besides they stay in a cache."""
+CACHED_WEIGHTS = 2**18
+"""Weights that are processed at a time, so that they and the work arrays fit into a CPU cache. Chosen, not measured."""
 
-NUMPY_TYPE = {(4, True): ml_dtypes.int4, (4, False): ml_dtypes.uint4, (8, True): np.int8, (8, False): np.uint8}
+INTEGER_TYPE = {(4, True): ml_dtypes.int4, (4, False): ml_dtypes.uint4, (8, True): np.int8, (8, False): np.uint8}
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
-    """A weight [in, out] as integers of that shape, and what they mean: (integer - zero point) * scale.
+class StoredWeight:
+    """A weight [in, out] as integers of that shape; its values are (integer - zero point) * scale.
 
-    `scale` is [in / block, out], or [out] where one serves a whole channel; `zero_point` has its shape, and is None
-    where integers are signed.
+    `scale` is [in / block, out], or [out] without blocks. `zero_point` has the same shape; None for signed integers.
     """
 
     integers: Array
@@ -43,7 +48,7 @@ class Stored:
     zero_point: Array | None = None
 
     def values(self) -> Array:
-        """The float32 weights that they stand for."""
+        """The float32 weights that the integers stand for."""
         repeats = len(self.integers) // len(self.scale) if self.scale.ndim == 2 else 1
 
         def spread(numbers: Array) -> Array:
@@ -55,19 +60,20 @@ class Stored:
         return np.asarray(shifted * spread(self.scale.astype(np.float32)))
 
 
-def ends(weight_format: WeightFormat) -> tuple[int, int]:
-    """The smallest and the largest integer. Signed ones of 8 bits leave out -128, as pairs do."""
+def integer_ends(weight_format: WeightFormat) -> tuple[int, int]:
+    """The smallest and the largest integer. Signed ones of 8 bits exclude -128, as in pairs."""
     if not weight_format.symmetric:
         return 0, 2**weight_format.bits - 1
     high: int = 2 ** (weight_format.bits - 1) - 1
     return (-high - 1 if weight_format.bits == 4 else -high), high
 
 
-def store(weight: Array, weight_format: WeightFormat) -> Stored:
-    """A weight [in, out] of float32 or float16 in a weight format; scales have its type. The block divides `in`."""
+def store(weight: Array, weight_format: WeightFormat) -> StoredWeight:
+    """A weight [in, out] of float32 or float16, rounded to the nearest. The block divides `in`; scales have its
+    type."""
     rows, columns = weight.shape
     block = weight_format.block or rows
-    wide = max(1, CHUNK // rows)
+    wide = max(1, CACHED_WEIGHTS // rows)
     parts = [
         _closest(
             np.asarray(weight[:, first : first + wide], np.float32).reshape(rows // block, block, -1), weight_format
@@ -75,27 +81,27 @@ def store(weight: Array, weight_format: WeightFormat) -> Stored:
         for first in range(0, columns, wide)
     ]
     scale = np.concatenate([scale for scale, _ in parts], axis=1)
-    scale = held(scale, weight.dtype)
+    scale = representable(scale, weight.dtype)
     zero = None if weight_format.symmetric else np.concatenate([zero for _, zero in parts], axis=1)
     integers = rounded(weight, scale, zero, weight_format)
-    kind = NUMPY_TYPE[weight_format.bits, weight_format.symmetric]
+    kind = INTEGER_TYPE[weight_format.bits, weight_format.symmetric]
     if weight_format.block is None:
         scale, zero = scale[0], None if zero is None else zero[0]
-    return Stored(integers.astype(kind), scale, None if zero is None else zero.astype(kind))
+    return StoredWeight(integers.astype(kind), scale, None if zero is None else zero.astype(kind))
 
 
-def held(scale: Array, dtype: np.dtype[np.generic]) -> Array:
-    """Scales as `dtype` holds them, no less than its smallest normal number; 1 where all weights are zero."""
+def representable(scale: Array, dtype: np.dtype[np.generic]) -> Array:
+    """Scales rounded to `dtype`, no less than its smallest normal number; 1 instead of 0."""
     smallest = float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
     return np.where(scale == 0, 1.0, np.maximum(scale, smallest)).astype(dtype)
 
 
 def rounded(weight: Array, scale: Array, zero: Array | None, weight_format: WeightFormat) -> Array:
     """The nearest integers of a weight [in, out], as int8 or uint8; `scale` is [in / block, out]."""
-    low, high = ends(weight_format)
+    low, high = integer_ends(weight_format)
     block = len(weight) // len(scale)
     result = np.empty(weight.shape, np.int8 if weight_format.symmetric else np.uint8)
-    most = max(1, CHUNK // weight.shape[1])
+    most = max(1, CACHED_WEIGHTS // weight.shape[1])
     for number, own in enumerate(scale.astype(np.float32)):
         end = (number + 1) * block
         for first in range(number * block, end, most):
@@ -128,16 +134,16 @@ def _closest(weight: Array, weight_format: WeightFormat) -> tuple[Array, Array]:
 
 
 def _shift(weight: Array, scale: Array, centre: Array, weight_format: WeightFormat, shifted: Array) -> None:
-    """The integers less their zero point that come closest to a weight, written over `shifted`."""
+    """Write the integers closest to a weight, less their zero point, to `shifted`."""
     np.rint(np.divide(weight, scale, out=shifted), out=shifted)
     np.add(shifted, centre, out=shifted)
-    np.clip(shifted, *ends(weight_format), out=shifted)
+    np.clip(shifted, *integer_ends(weight_format), out=shifted)
     np.subtract(shifted, centre, out=shifted)
 
 
 def _tried(weight: Array, weight_format: WeightFormat) -> Iterator[tuple[Array, Array]]:
-    """Scales and zero points [blocks, 1, out] to choose from; a scale is 1 where all weights are zero."""
-    low, high = ends(weight_format)
+    """Scales and zero points [blocks, 1, out] to choose from; the scale of zeros is 1."""
+    low, high = integer_ends(weight_format)
     shares = SHRINKS if weight_format.bits == 4 else SHRINKS[:1]
     if weight_format.symmetric:
         top = np.abs(weight).max(axis=1, keepdims=True)
@@ -152,24 +158,23 @@ def _tried(weight: Array, weight_format: WeightFormat) -> Iterator[tuple[Array, 
         yield scale, np.clip(np.rint(-bottom * share / scale), low, high)
 
 
-def passed_on(moment: Array) -> Array:
-    """How the error of each input [in] goes to those behind it [in], by the inverse of a moment, in float32: the upper
-    factor of a Cholesky decomposition. `moment` [in, in] is the mean of x x^T over the inputs x that a product meets.
+def error_propagation(moment: Array) -> Array:
+    """How the rounding error of each input is passed to later ones: the upper Cholesky factor [in, in] of the inverse
+    of `moment`, in float32. `moment` [in, in] is the mean of x x^T over the inputs x of a product.
     """
     damped = np.asarray(moment, np.float64).copy()
     damped[np.diag_indices(len(damped))] += DAMPING * np.trace(damped) / len(damped) + np.finfo(np.float32).tiny
     return np.asarray(np.linalg.cholesky(np.linalg.inv(damped)).T.astype(np.float32))
 
 
-def compensated(weight: Array, weight_format: WeightFormat, upper: Array) -> Stored:
-    """A weight [in, out] in a weight format, each input rounded so that what is lost is made up for by those behind it.
+def compensated(weight: Array, weight_format: WeightFormat, upper: Array) -> StoredWeight:
+    """A weight [in, out], rounded so that the squared error of the product's outputs is small (GPTQ, arXiv 2210.17323).
 
-    One input after the other is rounded, with the scales of `store`; its error goes to the inputs that are left, as
-    `upper` says (see `passed_on`): the sum of squared errors of the product's outputs falls, where inputs know of each
-    other (GPTQ, arXiv 2210.17323).
+    Inputs are rounded one after the other, with the scales of `store`. The error of each is passed to the later ones by
+    `upper` (see `error_propagation`), which helps where inputs are correlated.
     """
     start = store(weight, weight_format)
-    (rows, columns), (low, high) = weight.shape, ends(weight_format)
+    (rows, columns), (low, high) = weight.shape, integer_ends(weight_format)
     block = weight_format.block or rows
     scale = start.scale.astype(np.float32).reshape(-1, columns)
     zero = (
@@ -185,4 +190,64 @@ def compensated(weight: Array, weight_format: WeightFormat, upper: Array) -> Sto
             errors[i - first] = (left[i] - (integers[i] - centre) * own) / upper[i, i]
             left[i + 1 : last] -= upper[i, i + 1 : last, None] * errors[i - first]
         left[last:] -= upper[first:last, last:].T @ errors
-    return Stored(integers.astype(start.integers.dtype), start.scale, start.zero_point)
+    return StoredWeight(integers.astype(start.integers.dtype), start.scale, start.zero_point)
+
+
+Key = TypeVar("Key")
+Found = TypeVar("Found")
+
+Moments = Callable[[Model], Mapping[str, Array]]
+"""Gives the moments of tensors that products of a model read, by tensor, for a model or its equalized form."""
+
+
+def no_moments(_: Model) -> Mapping[str, Array]:
+    """No moments: every weight is rounded to the nearest."""
+    return MappingProxyType({})
+
+
+class LazyMapping(Mapping[Key, Found]):
+    """A mapping with known keys whose values are computed, all at once, when the first is read."""
+
+    def __init__(self, keys: Iterable[Key], find: Callable[[], Mapping[Key, Found]]) -> None:
+        self._keys, self._find = dict.fromkeys(keys), find
+
+    @cached_property
+    def _found(self) -> Mapping[Key, Found]:
+        return self._find()
+
+    def __getitem__(self, key: Key) -> Found:
+        return self._found[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def moments(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> dict[str, Array]:
+    """The mean of x x^T over the rows x of each tensor [..., in] and all samples, [in, in] in float64.
+
+    Few rows tell little of the correlation of inputs. The mean is shrunk towards a multiple of the identity by the
+    share in / (in + rows), so that rounding with it is no worse than rounding to the nearest.
+
+    Raises:
+        BadData: no sample.
+        BadModel: ONNX Runtime cannot run the model.
+    """
+    sums: dict[str, Array] = {}
+    rows: dict[str, int] = {}
+    for tensor, values in observe(model, list(tensors), samples):
+        flat = np.asarray(values, np.float64).reshape(-1, values.shape[-1])
+        sums[tensor] = sums[tensor] + flat.T @ flat if tensor in sums else flat.T @ flat
+        rows[tensor] = rows.get(tensor, 0) + len(flat)
+    return {tensor: _shrunk(total / rows[tensor], rows[tensor]) for tensor, total in sums.items()}
+
+
+def _shrunk(mean: Array, rows: int) -> Array:
+    inputs = len(mean)
+    share = inputs / (inputs + rows)
+    return np.asarray((1 - share) * mean + share * np.trace(mean) / inputs * np.eye(inputs))

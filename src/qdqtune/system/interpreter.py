@@ -1,4 +1,4 @@
-"""How the Python processes of this package are started: all of them alike, by what `subprocess` is told here."""
+"""How this package starts Python processes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 HOME = str(Path(__file__).parents[2])
-"""The folder that this package lies in."""
+"""The folder that holds this package."""
 
 
 def python(*arguments: str, **variables: str) -> dict[str, Any]:
-    """`args` and `env` of a process that runs this Python with these arguments, and with variables of the environment
-    besides those of this process.
+    """`args` and `env` for `subprocess` to run this Python with these arguments and additional environment variables.
 
-    It finds the modules that this process finds, but for those in the current folder: nobody has named a numpy.py that
-    happens to lie there. Only if this package itself lies there, the folder is searched.
+    The process finds the modules that this one finds, except those in the current folder: a numpy.py that happens to be
+    there must not be imported. Only if this package is there, the folder is searched.
     """
     folders = [os.path.abspath(folder) for folder in sys.path if _is_current(HOME) or not _is_current(folder)]
     path = {"PYTHONPATH": os.pathsep.join(folders)}
@@ -25,6 +24,6 @@ def python(*arguments: str, **variables: str) -> dict[str, Any]:
 
 
 def _is_current(folder: str) -> bool:
-    with suppress(OSError):  # there is none
+    with suppress(OSError):  # there is no such folder
         return os.path.samefile(folder or os.curdir, os.curdir)
     return False

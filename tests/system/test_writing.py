@@ -13,10 +13,10 @@ import onnx
 import pytest
 
 from qdqtune.errors import OutputError
-from qdqtune.graph.cleanup import MARK
-from qdqtune.graph.files import save
-from qdqtune.graph.outputs import Scratch, appearing, write_json
+from qdqtune.graph.saving import save
 from qdqtune.placement.files import write_yaml
+from qdqtune.system.cleanup import MARK
+from qdqtune.system.writing import Scratch, atomic_write, write_json
 from runs import environment, hopeless, mixed, room_for
 
 OLD, NEW = b"old", b"new" * 1000
@@ -28,7 +28,7 @@ def names(folder: Path) -> set[str]:
 
 def write_both(target: Path, then: Callable[[], None]) -> None:
     """A model and its data, and what happens before they take their names."""
-    with appearing(target) as fresh:
+    with atomic_write(target) as fresh:
         fresh.write_bytes(NEW)
         fresh.with_name(f"{fresh.name}.data").write_bytes(NEW)
         then()
@@ -37,7 +37,7 @@ def write_both(target: Path, then: Callable[[], None]) -> None:
 def test_a_file_has_its_old_content_until_the_new_one_is_whole(tmp_path: Path) -> None:
     target = tmp_path / "r.onnx"
     target.write_bytes(OLD)
-    with appearing(target) as fresh:
+    with atomic_write(target) as fresh:
         fresh.write_bytes(NEW)
         assert target.read_bytes() == OLD
     assert target.read_bytes() == NEW
@@ -45,7 +45,7 @@ def test_a_file_has_its_old_content_until_the_new_one_is_whole(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError()])
-def test_what_fails_leaves_everything_as_it_was(tmp_path: Path, error: BaseException) -> None:
+def test_an_error_leaves_existing_files_unchanged(tmp_path: Path, error: BaseException) -> None:
     for name in ("r.onnx", "r.onnx.data"):
         (tmp_path / name).write_bytes(OLD)
     expected = OutputError if isinstance(error, OSError) else type(error)
@@ -85,7 +85,7 @@ def test_a_link_stays_a_link_and_a_second_name_keeps_the_old_content(tmp_path: P
     target.chmod(0o640)
     (tmp_path / "link.onnx").symlink_to(target)
     os.link(target, tmp_path / "second.onnx")
-    with appearing(tmp_path / "link.onnx") as fresh:
+    with atomic_write(tmp_path / "link.onnx") as fresh:
         fresh.write_bytes(NEW)
     assert (tmp_path / "link.onnx").is_symlink()
     assert target.read_bytes() == NEW
@@ -96,7 +96,7 @@ def test_a_link_stays_a_link_and_a_second_name_keeps_the_old_content(tmp_path: P
 @pytest.mark.parametrize("limit", [1 << 30, 6000])
 @pytest.mark.parametrize("room", [0, 1000, 20_000])
 def test_a_model_on_a_full_disk(tmp_path: Path, limit: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.graph.files.PROTOBUF_LIMIT", limit)
+    monkeypatch.setattr("qdqtune.graph.saving.ONE_FILE_LIMIT", limit)
     path = tmp_path / "m.onnx"
     save(hopeless(), path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
@@ -118,12 +118,12 @@ def test_records_on_a_full_disk(tmp_path: Path, write: Callable[..., None]) -> N
     assert names(tmp_path) == {"summary"}
 
 
-def test_what_a_killed_run_has_left_goes_and_what_others_have_named_so_stays(tmp_path: Path) -> None:
+def test_folders_of_a_killed_run_are_removed_and_others_stay(tmp_path: Path) -> None:
     target = tmp_path / "r.onnx"
     script = f"""
 import os, pathlib
-from qdqtune.graph.outputs import appearing
-with appearing(pathlib.Path({str(target)!r})) as fresh:
+from qdqtune.system.writing import atomic_write
+with atomic_write(pathlib.Path({str(target)!r})) as fresh:
     fresh.write_bytes(b"half")
     os.kill(os.getpid(), 9)
 """
@@ -131,7 +131,7 @@ with appearing(pathlib.Path({str(target)!r})) as fresh:
     (left,) = tmp_path.iterdir()
     (tmp_path / ".qdqtune-mine").mkdir()
     (tmp_path / ".qdqtune-mine" / "notes.txt").touch()
-    with Scratch(tmp_path) as busy, appearing(target) as fresh:
+    with Scratch(tmp_path) as busy, atomic_write(target) as fresh:
         fresh.write_bytes(NEW)
         assert (busy / MARK).exists()
     assert not left.exists()

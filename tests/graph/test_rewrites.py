@@ -1,4 +1,4 @@
-"""Rewrites of the float model: the same outputs from fewer nodes, under the names that edges go by."""
+"""Rewrites of the float model: the same outputs from fewer nodes, with the same names of tensors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from models import Arrays, build, feeds, normal, run
+from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.model import Model
-from qdqtune.graph.rewriting import folded
+from qdqtune.graph.rewrites import REWRITES, Rewrites, allowed, between, folded
 
 BATCH_NORM = "n = BatchNormalization <epsilon=0.001> (c, gamma, beta, mean, variance)"
 
@@ -94,8 +95,96 @@ def test_weights_that_another_layer_reads_too_stay_for_it() -> None:
     ],
     ids=["behind an activation", "read twice", "an output", "by row", "a square", "a quotient", "by zero", "no weight"],
 )
-def test_what_is_not_a_layer_alone_stays(layer: str, behind: str, more: str) -> None:
+def test_nodes_behind_shared_or_variable_layers_are_not_folded(layer: str, behind: str, more: str) -> None:
     weights = {"w": normal(6, 4, 3, 3), "by_row": normal(3, 1), "none": np.float32(0)}
     text = f"net (float[2,4,5,5] x, float[6,4,3,3] x2) => (float[] y{more}) {{ c = {layer} {behind} y = Relu(n) }}"
     model = build(text, {**constants(6), **weights})
     assert folded(model) is model
+
+
+def named(
+    body: str, constants: Arrays | None = None, shape: str = "float[2,5,8]", more: str = "", opset: int = 19
+) -> Model:
+    """What stands between an input x and a Relu that makes the output from n."""
+    numbers = {
+        **{"half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0, "six": 6.0, "zero": 0.0, "epsilon": 1e-5},
+        **{"root": np.sqrt(2), "rootless": np.sqrt(0.5), "sixth": 1 / 6},
+    }
+    known = {name: np.float32(value) for name, value in numbers.items()} | dict(constants or {})
+    text = f"net ({shape} x) => (float[] y{more}) {{ {body} [last] y = Relu(n) }}"
+    return build(text, known, opset)
+
+
+def same_outputs(model: Model, rewritten: Model) -> None:
+    samples = feeds(model, 2)
+    for exact, found in zip(run(model, samples), run(rewritten, samples), strict=True):
+        assert exact.keys() == found.keys()
+        for name, values in exact.items():
+            np.testing.assert_allclose(found[name], values, rtol=2e-5, atol=2e-6)
+
+
+SQUARES = (
+    "m = ReduceMean(x, axes) d = Sub(x, m) s = Pow(d, two) v = ReduceMean(s, axes) e = Add(v, epsilon) r = Sqrt(e) "
+)
+
+ROOT = "s = Mul(x, x) v = ReduceMean(s, axes) e = Add(epsilon, v) r = Sqrt(e) "
+
+MERGED = {
+    "gelu": [
+        "a = Div(x, root) b = Erf(a) c = Add(b, one) d = Mul(x, c) n = Mul(d, half)",
+        "a = Mul(rootless, x) b = Erf(a) c = Add(one, b) d = Mul(half, c) n = Mul(d, x)",
+        "a = Div(x, root) b = Erf(a) c = Add(b, one) d = Div(x, two) n = Mul(d, c)",
+    ],
+    "hardswish": [
+        "a = Add(x, three) b = Clip(a, zero, six) c = Mul(x, b) n = Div(c, six)",
+        "a = Add(x, three) b = Clip(a, zero, six) c = Div(b, six) n = Mul(x, c)",
+        "a = Add(three, x) b = Clip(a, zero, six) c = Mul(b, sixth) n = Mul(c, x)",
+        "a = HardSigmoid <alpha=0.16666667> (x) n = Mul(x, a)",
+    ],
+    "layernorm": [
+        SQUARES + "q = Div(d, r) g = Mul(q, gamma) n = Add(g, beta)",
+        SQUARES.replace("Pow(d, two)", "Mul(d, d)") + "q = Div(d, r) g = Mul(gamma, q) n = Add(beta, g)",
+        SQUARES + "n = Div(d, r)",
+        SQUARES + "i = Div(one, r) q = Mul(d, i) g = Mul(q, gamma) n = Add(g, beta)",
+    ],
+    "rmsnorm": [
+        ROOT + "q = Div(x, r) n = Mul(q, gamma)",
+        ROOT.replace("Mul(x, x)", "Pow(x, two)") + "i = Reciprocal(r) q = Mul(x, i) n = Mul(gamma, q)",
+        ROOT + "i = Div(one, r) q = Mul(x, i) n = Mul(q, gamma)",
+    ],
+}
+
+GELU, SWISH, NORM = MERGED["gelu"][0], MERGED["hardswish"][0], MERGED["layernorm"][0]
+
+
+def test_an_opset_is_raised_once() -> None:
+    model = named("n = Neg(x)", opset=17)
+    raised = REWRITES["opset21"].apply(model)
+    assert raised.opset == 21
+    assert REWRITES["opset21"].apply(raised) is raised
+    same_outputs(model, raised)
+
+
+def test_rewrites_have_names_an_order_and_are_recognized() -> None:
+    assert allowed("auto") == Rewrites(folded=True)
+    assert allowed("off") == Rewrites()
+    asked = allowed("gelu, fold,hardswish")
+    assert asked == Rewrites(True, ("hardswish", "gelu"))
+    body = "i = Add(x, three) j = Clip(i, zero, six) k = Mul(x, j) h = Div(k, six) "
+    model = named(body + GELU.replace("x", "h"))
+    rewritten = asked.of(model)
+    assert [n.op for n in rewritten.nodes] == ["HardSwish", "Gelu", "Relu"]
+    same_outputs(model, rewritten)
+    assert between({n.op for n in model.nodes}, {n.op for n in rewritten.nodes}) == asked.names
+    with pytest.raises(BadOption, match="there is no rewrite best; there are fold, constants"):
+        allowed("gelu,best")
+
+
+def test_an_opset_that_cannot_be_raised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("failed: no adapter")
+
+    monkeypatch.setattr("onnx.version_converter.convert_version", refuse)
+    model = named(GELU)
+    with pytest.raises(BadModel, match="cannot convert from opset 19 to 20"):
+        REWRITES["gelu"].apply(model)

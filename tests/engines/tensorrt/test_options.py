@@ -9,8 +9,8 @@ import onnx
 import pytest
 
 from models import build
-from qdqtune.engines import EngineSpec, shapes
-from qdqtune.engines.tensorrt.options import Span, check_inputs, spans, with_spans
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.tensorrt.options import SHAPE_OPTIONS, Span, check_inputs, spans, with_spans
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 
@@ -28,7 +28,7 @@ def test_shapes_in_options_and_in_trtexec_arguments() -> None:
     assert other.options["trtexec_args"] == "--stronglyTyped"
     assert other.options["builder_level"] == 1
     assert spans(other) == {"t": ((1,), (2,), (3,))}
-    assert not set(with_spans(spec, {}).options) & set(shapes.OPTIONS)
+    assert not set(with_spans(spec, {}).options) & set(SHAPE_OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""Removes the temporary folders of a process that was killed. It is the program of a small process of its own as well,
-which outlives the first and whatever that has started: so it knows nothing but the standard library.
+"""Removes the temporary folders of processes that were killed.
 
-A folder for temporary files is locked by the process that it belongs to. A janitor is told the places where there are
-such folders; when its standard input ends, however that came about, it removes those there that nobody holds.
+Each temporary folder holds a lock of its process. `Cleaner` starts this file as a small program of its own, which only
+needs the standard library. It reads from its standard input where such folders are made. The input ends when the
+process that started it has ended, even by a kill; the program then removes the folders there that nobody has locked.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from contextlib import suppress
 from functools import cache
 
 MARK = "temporary-files-of-qdqtune"
-"""The file in such a folder that says whose it is: a folder without it is somebody else's, whatever its name."""
+"""The file that each of our temporary folders holds: a folder without it is never removed, whatever its name."""
 
 PAUSES = (0.0, 0.05, 0.2, 1.0, 3.0)
-"""Seconds before each time that a janitor looks: a process that dies closes one file after the other, and others of its
-family still write meanwhile."""
+"""Seconds to wait before each attempt: a dying process closes its files one by one, and its children may still write.
+Chosen, not measured."""
 
 
 def remove_left(parent: str | os.PathLike[str], prefix: str) -> bool:
-    """Remove the folders for temporary files in `parent` whose processes were killed; whether none is left there."""
+    """Remove the temporary folders in `parent` whose processes were killed. Returns whether there was none."""
     left = glob.glob(f"{glob.escape(os.fspath(parent))}/{prefix}*/{MARK}")
     for folder in map(os.path.dirname, left):
-        if os.path.islink(folder):  # what it leads to does not lie here
+        if os.path.islink(folder):  # its target lies elsewhere
             continue
         with suppress(OSError):  # locked, or gone already
             descriptor = locked(folder)
@@ -42,7 +42,7 @@ def remove_left(parent: str | os.PathLike[str], prefix: str) -> bool:
 
 
 def remove(folder: str | os.PathLike[str]) -> None:
-    """Remove a folder, though somebody who is about to end may still write there."""
+    """Remove a folder. Repeated for a while, since a process that is about to end may still write there."""
     for pause in PAUSES:
         time.sleep(pause)
         shutil.rmtree(folder, ignore_errors=True)
@@ -51,10 +51,10 @@ def remove(folder: str | os.PathLike[str]) -> None:
 
 
 def locked(folder: str | os.PathLike[str]) -> int:
-    """A descriptor of the folder, which holds a lock on it until it is closed.
+    """Lock a folder. The lock ends when the returned descriptor is closed.
 
     Raises:
-        OSError: another one has the lock, or there is no such folder.
+        OSError: another process has the lock, or there is no such folder.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -65,8 +65,8 @@ def locked(folder: str | os.PathLike[str]) -> int:
     return descriptor
 
 
-class Janitor:
-    """The janitor of a process, which is told the same places once."""
+class Cleaner:
+    """Starts the program of this file, and tells it each place with temporary folders once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,41 +74,41 @@ class Janitor:
         self._pipe: int | None = None
 
     def watch(self, parent: str | os.PathLike[str], prefix: str) -> None:
-        """Have folders in this place removed if this process is killed, once the janitor is hired."""
+        """Have folders of this prefix in `parent` removed if this process is killed, once the program runs."""
         place = b"%s\0%s\n" % (os.fsencode(os.path.abspath(parent)), prefix.encode())
         with self._lock:
             if place not in self._places:
                 self._places.add(place)
-                self._tell(place)
+                self._send(place)
 
-    def hire(self) -> None:
-        """Have it begin, if it has not; it ends a moment after this process, in whatever way that ends."""
+    def start(self) -> None:
+        """Start the program unless it runs. It ends shortly after this process does."""
         with self._lock:
             if self._pipe is not None:
                 return
-            from qdqtune.graph.interpreter import python  # not known to the program that this file is
+            from qdqtune.system.interpreter import python  # here, because the program itself cannot import qdqtune
 
             program = python("-I", "-S", os.path.abspath(__file__))
             reads, self._pipe = os.pipe()
             nowhere = subprocess.DEVNULL
             subprocess.run(**program, stdin=reads, stdout=nowhere, stderr=nowhere, start_new_session=True, check=False)
-            os.close(reads)  # what was run has ended, and left one that has no parent
-            self._tell(b"".join(self._places))
+            os.close(reads)  # the process has ended, and its child goes on without a parent
+            self._send(b"".join(self._places))
 
-    def _tell(self, places: bytes) -> None:
+    def _send(self, places: bytes) -> None:
         if self._pipe is not None:
             with suppress(BrokenPipeError):  # somebody has ended it
                 os.write(self._pipe, places)
 
 
 @cache
-def own() -> Janitor:
-    """That of this process."""
-    return Janitor()
+def cleaner() -> Cleaner:
+    """The cleaner of this process."""
+    return Cleaner()
 
 
 def main() -> None:
-    """Read places until there is nobody to tell any; then remove what is left there."""
+    """Read places until the input ends; then remove the folders that are left there."""
     if os.fork():
         os._exit(0)
     os.chdir("/")

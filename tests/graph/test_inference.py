@@ -1,4 +1,4 @@
-"""Sizes of inputs, and what follows from them, where inference of a whole graph ends too."""
+"""Shapes and constants that follow from input sizes, also where onnx's inference of a whole graph ends."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import onnx
 import pytest
 from onnx import parser
 
-from models import activations, build, feeds, normal
+from models import Arrays, activations, build, feeds, normal, run
 from qdqtune.errors import BadOption
+from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load_proto
-from qdqtune.graph.model import Model
+from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.rewrites import REWRITES
-from qdqtune.graph.shaping import with_input_shapes
 
 DYNAMIC = """g (float[batch,3,size] x, float[batch,4] z, float[1] q) => (float[batch,o] y, float[1] u) {
     t = Flatten(x)
@@ -86,7 +86,7 @@ def test_shapes_that_do_not_fit_are_refused(shapes: dict[str, tuple[int, ...]], 
         with_input_shapes(dynamic(), shapes)
 
 
-def test_sizes_that_nodes_compute_are_known_as_they_run() -> None:
+def test_sizes_that_nodes_compute_are_inferred() -> None:
     model = windows()
     shaped = with_input_shapes(model, {"x": (2, 10, 12, 8)})
     (values,) = activations(shaped, feeds(shaped, 1))
@@ -96,14 +96,14 @@ def test_sizes_that_nodes_compute_are_known_as_they_run() -> None:
     onnx.checker.check_model(shaped.to_proto(), full_check=True)
 
 
-def test_where_inputs_are_open_or_all_is_known_nothing_is_done() -> None:
+def test_nothing_is_inferred_with_dynamic_inputs_or_known_shapes() -> None:
     model = windows()
     assert with_input_shapes(model, {}) is model
     known = build("g (float[2,8] x) => (float[2,8] y) { a = Relu(x)\n y = Neg(a) }")
     assert with_input_shapes(known, {}) is known
 
 
-def test_an_operator_that_nobody_knows_leaves_the_rest_open() -> None:
+def test_shapes_behind_an_unknown_operator_stay_unknown() -> None:
     proto = windows().to_proto()
     proto.graph.node[4].op_type, proto.graph.node[4].domain = "Own", "my"
     proto.opset_import.add(domain="my", version=1)
@@ -116,3 +116,66 @@ def test_all_of_a_chain_of_sizes_is_computed_at_once() -> None:
     folded = REWRITES["constants"].apply(windows())
     assert "Shape" in [n.op for n in folded.nodes]
     assert [n.op for n in REWRITES["constants"].apply(shaped).nodes] == ["Pad", "MatMul", "Reshape", "Relu", "Neg"]
+
+
+def net(
+    body: str, constants: Arrays | None = None, shape: str = "float[2,5,8]", more: str = "", opset: int = 19
+) -> Model:
+    """What stands between an input x and a Relu that makes the output from n."""
+    numbers = {
+        **{"half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0, "six": 6.0, "zero": 0.0, "epsilon": 1e-5},
+        **{"root": np.sqrt(2), "rootless": np.sqrt(0.5), "sixth": 1 / 6},
+    }
+    known = {name: np.float32(value) for name, value in numbers.items()} | dict(constants or {})
+    text = f"net ({shape} x) => (float[] y{more}) {{ {body} [last] y = Relu(n) }}"
+    return build(text, known, opset)
+
+
+def same(model: Model, rewritten: Model) -> None:
+    samples = feeds(model, 2)
+    for exact, found in zip(run(model, samples), run(rewritten, samples), strict=True):
+        assert exact.keys() == found.keys()
+        for name, values in exact.items():
+            np.testing.assert_allclose(found[name], values, rtol=2e-5, atol=2e-6)
+
+
+def test_nodes_that_follow_from_constants_and_shapes_are_computed() -> None:
+    body = """s = Shape(x) i = Gather(s, last) f = Cast <to=1> (i) r = Sqrt(f) a = Div(x, r)
+        t = Transpose <perm=[1,0]> (w) u = Reshape(t, sizes) n = MatMul(a, u)"""
+    constants = {"w": normal(48, 8), "last": np.array(-1), "sizes": np.array([0, -1])}
+    model = net(body, constants)
+    rewritten = REWRITES["constants"].apply(model)
+    assert [n.op for n in rewritten.nodes] == ["Div", "MatMul", "Relu"]
+    assert rewritten.large.keys() == {"u"}
+    same(model, rewritten)
+    dynamic = net(body, constants, "float[2,5,N]")
+    assert [n.op for n in REWRITES["constants"].apply(dynamic).nodes][:2] == ["Shape", "Gather"]
+
+
+def test_no_large_weight_is_read_to_move_it() -> None:
+    def read() -> np.ndarray:
+        raise AssertionError("read")
+
+    model = net("t = Transpose(w) n = MatMul(x, t)", {"w": normal(64, 8)})
+    held = Constant("w", model.large["w"].dtype, (64, 8), read)
+    rewritten = REWRITES["constants"].apply(replace(model, large={"w": held}))
+    assert rewritten.large["t"].shape == (8, 64)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "k = Sqrt(two) n = Add(x, k)",
+        "k = RandomUniformLike(two) n = Add(x, k)",
+        "k = Dropout(two, half, training) n = Add(x, k)",
+        "r = RandomNormal<shape=[8]>() n = Add(x, r) k = Neg(x)",
+    ],
+)
+def test_constant_outputs_and_random_operators_are_not_computed(body: str) -> None:
+    model = net(body, {"training": np.array(True)}, more=", float[] k")
+    assert REWRITES["constants"].apply(model) is model
+
+
+def test_an_invalid_reshape_is_left_to_the_engine() -> None:
+    model = net("t = Reshape(w, sizes) n = Add(x, t)", {"w": normal(64, 8), "sizes": np.array([64, 8, 0])})
+    assert REWRITES["constants"].apply(model) is model

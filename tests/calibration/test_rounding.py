@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qdqtune.calibration.blocks import compensated, ends, passed_on, store
+from qdqtune.calibration.rounding import compensated, error_propagation, integer_ends, store
 from qdqtune.types import WeightFormat
 
 WEIGHT = np.random.default_rng(0).standard_normal((64, 24)).astype(np.float32)
@@ -20,7 +20,7 @@ def test_integers_and_scales_stand_for_the_weights(name: str) -> None:
     weight_format = WeightFormat.named(name)
     assert weight_format.name == name
     found = store(WEIGHT, weight_format)
-    low, high = ends(weight_format)
+    low, high = integer_ends(weight_format)
     integers = found.integers.astype(int)
     assert integers.min() >= low
     assert integers.max() <= high
@@ -38,7 +38,7 @@ def test_searched_steps_lose_less_than_those_of_the_largest_values() -> None:
     assert error("w8b32") < error("w8") < error("w4b16") < error("w4b32")
 
 
-def test_a_zero_point_pays_where_weights_lie_on_one_side() -> None:
+def test_a_zero_point_pays_for_weights_of_one_sign() -> None:
     assert error("w4b32a", np.abs(WEIGHT)) < 0.5 * error("w4b32", np.abs(WEIGHT))
 
 
@@ -59,7 +59,7 @@ def test_what_is_no_storage_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["w4b32", "w4b32a", "w8"])
-def test_errors_are_made_up_for_where_inputs_know_of_each_other(name: str) -> None:
+def test_errors_are_compensated_where_inputs_are_correlated(name: str) -> None:
     """By the outputs of the product, on inputs that the rounding has not seen."""
     random = np.random.default_rng(3)
     mixing = random.standard_normal((64, 64)) @ np.diag(np.logspace(0, -1.5, 64))
@@ -69,7 +69,7 @@ def test_errors_are_made_up_for_where_inputs_know_of_each_other(name: str) -> No
     def noise(values: np.ndarray) -> float:
         return float(np.square(unseen @ (values - WEIGHT)).sum() / np.square(unseen @ WEIGHT).sum())
 
-    usual, better = store(WEIGHT, weight_format), compensated(WEIGHT, weight_format, passed_on(seen.T @ seen))
+    usual, better = store(WEIGHT, weight_format), compensated(WEIGHT, weight_format, error_propagation(seen.T @ seen))
     assert noise(better.values()) < 0.6 * noise(usual.values())
     assert np.array_equal(better.scale, usual.scale)
     assert better.integers.dtype == usual.integers.dtype
@@ -78,4 +78,4 @@ def test_errors_are_made_up_for_where_inputs_know_of_each_other(name: str) -> No
 def test_inputs_that_are_never_met_do_no_harm() -> None:
     moment = np.zeros((64, 64))
     moment[:8, :8] = np.eye(8)
-    assert np.isfinite(compensated(WEIGHT, WeightFormat(4, 32), passed_on(moment)).values()).all()
+    assert np.isfinite(compensated(WEIGHT, WeightFormat(4, 32), error_propagation(moment)).values()).all()

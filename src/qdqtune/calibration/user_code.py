@@ -1,0 +1,192 @@
+"""Code of the user: functions imported by name, their errors in one line, their samples read within a time limit.
+
+A generator may sleep or never end, and a file may take minutes to unpack. Samples are read in a thread, so that the
+caller can give up and Ctrl-C works.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from time import monotonic
+from traceback import format_exception_only
+from types import ModuleType
+from typing import Any, TypeVar
+
+from qdqtune.engines.process import CHECK_SECONDS, current_check
+from qdqtune.engines.runner import current_limit
+from qdqtune.errors import BadData, BadOption, InputError, QdqtuneError, one_line
+
+
+def import_callable(source: str, what: str) -> Callable[..., Any]:
+    """The callable that `module:callable` or `path/to/file.py:callable` names; `what` says in errors what it is for.
+
+    Modules are searched in the current folder first.
+
+    Raises:
+        BadOption: it cannot be imported, or is not callable.
+    """
+    place, _, attribute = source.rpartition(":")
+    if not place:
+        raise BadOption(f"cannot import {what} '{source}': give module:callable or path/to/file.py:callable")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise BadOption(f"cannot import {what} '{source}': there is no file {place}")
+    with (
+        user_errors(f"cannot import {what} '{source}'", BadOption),
+        _current_folder_first(),
+        redirect_stdout(sys.stderr),
+    ):
+        module = _module_of(Path(place)) if place.endswith(".py") else import_module(place)
+        function = getattr(module, attribute)
+    if not callable(function):
+        raise BadOption(f"'{source}' is not callable")
+    named: Callable[..., Any] = function
+    return named
+
+
+@contextmanager
+def user_errors(what: str, raises: type[InputError]) -> Iterator[None]:
+    """Turn an exception of the user's code into one line about `what`.
+
+    Raises:
+        KeyboardInterrupt, QdqtuneError: as they are.
+        raises: any other exception, also `SystemExit` and `GeneratorExit`.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, QdqtuneError):
+        raise
+    except BaseException as error:
+        raise raises(f"{what}: {one_line(''.join(format_exception_only(error)))}") from error
+
+
+@contextmanager
+def _current_folder_first() -> Iterator[None]:
+    """Search modules in the current folder first, and afterwards last: the user's function may import modules there
+    when it is called, but a numpy.py there must not hide the real one.
+    """
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the module has changed the path itself
+            sys.path.remove(here)
+        if here not in sys.path:
+            sys.path.append(here)
+
+
+def _module_of(path: Path) -> ModuleType:
+    """A Python file as a module, under a name that no other module has."""
+    name = f"{path.stem} ({path.absolute()})"
+    spec = spec_from_file_location(name, path)
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+T = TypeVar("T")
+
+MOST_GENERATED = 10_000
+"""Samples that a generator may give without a limit from the user: one that gives more is probably endless. Chosen, not
+measured."""
+
+
+class TooSlow(BadData):
+    """Reading samples took too long."""
+
+
+@dataclass(frozen=True)
+class ReadingTime:
+    """The time limits of reading: `seconds` for each pass over the samples, and the time `ends` by `monotonic`."""
+
+    seconds: float = field(default_factory=lambda: current_limit()[0])
+    ends: float | None = field(default_factory=lambda: current_limit()[1])
+
+    def check(self, spent: float, origin: str) -> None:
+        """Raises TooSlow if a pass over `origin` has `spent` too many seconds."""
+        if spent > self.seconds:
+            raise TooSlow(
+                f"reading {origin} took longer than {self.seconds:.4g} s: --time-limit gives it longer, "
+                "--calibration-samples takes fewer"
+            )
+        if self.ends is not None and monotonic() > self.ends:
+            raise TooSlow(
+                f"--time-budget has ended while {origin} was read: give more time, or fewer samples "
+                "(--calibration-samples)"
+            )
+
+    def over(self, make: Callable[[], Iterator[T]], origin: str) -> Iterator[T]:
+        """The items of an iterator, which is created and run in a thread.
+
+        Its exceptions are raised here. A thread that exceeds the limit is abandoned: the process does not wait for it.
+
+        Raises:
+            TooSlow: the items took too long.
+            Cancelled: another thread has cancelled the call.
+        """
+        wanted, answers = SimpleQueue[bool](), SimpleQueue[tuple[T] | BaseException | None]()
+        arguments = copy_context().run, (_give, make, wanted, answers)
+        thread = threading.Thread(target=arguments[0], args=arguments[1], name=f"reading {origin}", daemon=True)
+        thread.start()
+        spent = 0.0
+        try:
+            while True:
+                wanted.put(True)
+                begun = monotonic() - spent
+                answer = self._awaited(answers, begun, origin)
+                spent = monotonic() - begun
+                if answer is None:
+                    return
+                if isinstance(answer, BaseException):
+                    raise answer
+                yield answer[0]
+        finally:
+            wanted.put(False)
+            thread.join(CHECK_SECONDS)  # let a generator clean up before the next one starts
+
+    def _awaited(self, answers: SimpleQueue[Any], begun: float, origin: str) -> Any:
+        check = current_check()
+        while True:
+            try:
+                return answers.get(timeout=CHECK_SECONDS)
+            except Empty:
+                if check is not None:
+                    check()
+                self.check(monotonic() - begun, origin)
+
+
+def _give(make: Callable[[], Iterator[T]], wanted: SimpleQueue[bool], answers: SimpleQueue[Any]) -> None:
+    """Answer each request with the next item in a tuple, with None at the end, or with the exception."""
+    try:
+        items = None
+        while wanted.get():
+            items = make() if items is None else items
+            answers.put(next(((item,) for item in items), None))
+    except BaseException as error:  # noqa: BLE001  (raised again by the caller)
+        answers.put(error)
+
+
+def checked_count(items: Iterable[T], origin: str) -> Iterator[T]:
+    """The same items.
+
+    Raises:
+        BadData: there are more than `MOST`.
+    """
+    for number, item in enumerate(items, 1):
+        if number > MOST_GENERATED:
+            raise BadData(
+                f"{origin} gives more than {MOST_GENERATED:,} samples: --calibration-samples says how many to take"
+            )
+        yield item

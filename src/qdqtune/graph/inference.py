@@ -1,0 +1,260 @@
+"""Shape inference: the types and shapes of tensors, and the nodes whose results follow from constants and shapes.
+
+onnx infers whole graphs. It stops where a node would have to be computed (the pads of a Pad, the sizes of a Reshape):
+`decided` computes such nodes and goes on node by node. Constants that are only transposed or reshaped are read when
+needed, so that no large weight is copied.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from itertools import chain
+
+import numpy as np
+import onnx
+from onnx import ModelProto, numpy_helper
+
+from qdqtune.errors import BadOption
+from qdqtune.graph.constants import replace
+from qdqtune.graph.model import Constant, Model, Node, TensorInfo, graphs, rebuild
+from qdqtune.graph.operators import COMPUTE
+from qdqtune.graph.protobuf import LARGE_BYTES
+from qdqtune.graph.simplifying import computed, drop_unused
+from qdqtune.types import Array
+
+LONGEST_FOLLOWED = 2**22
+"""The longest tensor of one dimension whose values inference may follow: it takes 80 bytes for each element."""
+
+INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, RuntimeError, ValueError)
+"""What onnx's C++ code raises: its error classes share no base."""
+
+MOST_COMPUTED_BYTES = 2**20
+"""Bytes of the inputs, and of a result at 8 bytes a value, up to which a node is computed. Chosen, not measured."""
+
+
+def constants_computed(model: Model) -> Model:
+    """`model` with constants in place of the nodes whose results follow from constants and shapes; the same object if
+    there are none."""
+    made, _ = decided(model)
+    kept, added = [], dict[str, Constant]()
+    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+        outputs = [t for t in node.outputs if t]
+        if made.keys() >= set(outputs) and not set(outputs) & set(model.outputs):
+            added |= {t: made[t] for t in outputs}
+        else:
+            kept.append(proto)
+    if not added:
+        return model
+    result = rebuild(model, kept, added)
+    large = dict(result.large)
+    drop_unused(result.proto.graph, large)
+    return Model(infer(result.proto, large), large)
+
+
+def decided(model: Model) -> tuple[dict[str, Constant], dict[str, TensorInfo]]:
+    """The results of nodes that follow from constants and shapes, and the type and shape of every tensor."""
+    known, infos = dict(model.constants), dict(model.tensors)
+    made: dict[str, Constant] = {}
+    for node in model.nodes:
+        if node.domain or node.captures:
+            continue
+        if (results := _results(model, node, known, infos)) is not None:
+            known |= results
+            made |= results
+            infos |= {t: TensorInfo(c.dtype, c.shape) for t, c in results.items()}
+        elif not all(is_sized(infos.get(t)) for t in node.outputs if t):
+            infos |= _inferred(model, node, known, infos)
+    return made, infos
+
+
+def is_sized(info: TensorInfo | None) -> bool:
+    """Whether all sizes of a tensor are known."""
+    return info is not None and info.sizes is not None
+
+
+def _results(
+    model: Model, node: Node, known: Mapping[str, Constant], infos: Mapping[str, TensorInfo]
+) -> dict[str, Constant] | None:
+    """The outputs of a node by name if they follow from constants and shapes, else None."""
+    if node.op == "Shape":
+        info = infos.get(node.inputs[0])
+        if info is None or (sizes := info.sizes) is None:
+            return None
+        start, end = node.attributes.get("start", 0), node.attributes.get("end", len(sizes))
+        return {node.outputs[0]: Constant.of(np.array(sizes[start:end], np.int64))}
+    if not all(t in known for t in node.inputs if t):
+        return None
+    if (moved := _moved(node, known)) is not None:
+        return {node.outputs[0]: moved}
+    if sum(known[t].nbytes for t in node.inputs if t) > MOST_COMPUTED_BYTES:
+        return None
+    inputs = [known[t].to_proto(t) for t in dict.fromkeys(node.inputs) if t]
+    found = computed(model.proto, model.proto.graph.node[node.index], inputs, MOST_COMPUTED_BYTES)
+    return None if found is None else {t.name: Constant.of(numpy_helper.to_array(t)) for t in found}
+
+
+def _inferred(
+    model: Model, node: Node, known: Mapping[str, Constant], infos: Mapping[str, TensorInfo]
+) -> dict[str, TensorInfo]:
+    """Types and shapes of a node's outputs, from those of its inputs."""
+    names = [t for t in dict.fromkeys(node.inputs) if t]
+    if any(t not in infos for t in names):
+        return {}
+    make = onnx.helper.make_tensor_type_proto
+    types = {t: make(infos[t].dtype, infos[t].shape) for t in names}
+    data = {t: known[t].to_proto(t) for t in names if t in known and known[t].nbytes < LARGE_BYTES}
+    proto, opsets = model.proto.graph.node[node.index], list(model.proto.opset_import)
+    try:
+        schema = onnx.defs.get_schema(node.op, model.opset, "")
+        found = onnx.shape_inference.infer_node_outputs(schema, proto, types, data, opset_imports=opsets)
+    except (*INFERENCE_ERRORS, onnx.defs.SchemaError):
+        return {}
+    values = (onnx.ValueInfoProto(name=t, type=of) for t, of in found.items() if of.HasField("tensor_type"))
+    return {v.name: _both(infos.get(v.name), TensorInfo.of(v)) for v in values}
+
+
+def _both(one: TensorInfo | None, other: TensorInfo) -> TensorInfo:
+    """The sizes that are known from either."""
+    if one is None or one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
+        return other if one is None or one.shape is None else one
+    sizes = zip(one.shape, other.shape, strict=True)
+    return TensorInfo(one.dtype, tuple(b if a is None else a for a, b in sizes))
+
+
+def _moved(node: Node, known: Mapping[str, Constant]) -> Constant | None:
+    """The output of a Transpose or Reshape of a large constant, computed when it is read; None for other nodes."""
+    constant = known.get(node.inputs[0]) if node.inputs else None
+    if constant is None or constant.nbytes < LARGE_BYTES:
+        return None
+    if node.op == "Transpose":
+        axes = tuple(node.attributes.get("perm", range(len(constant.shape))[::-1]))
+        return _changed(constant, f"T{axes}", tuple(constant.shape[a] for a in axes), lambda v: v.transpose(axes))
+    if node.op == "Reshape" and not node.attributes.get("allowzero", 0):
+        wanted = known[node.inputs[1]].array().tolist()
+        if 0 in wanted[len(constant.shape) :]:  # invalid: there is no input size to keep
+            return None
+        sizes = [constant.shape[i] if size == 0 else size for i, size in enumerate(wanted)]
+        if sizes.count(-1):
+            sizes[sizes.index(-1)] = int(np.prod(constant.shape)) // max(1, -int(np.prod(sizes)))
+        shape = tuple(int(s) for s in sizes)
+        return _changed(constant, f"R{shape}", shape, lambda v: v.reshape(shape))
+    return None
+
+
+def _changed(constant: Constant, how: str, shape: tuple[int, ...], change: Callable[[Array], Array]) -> Constant:
+    key = hashlib.sha256(f"{constant.key}{how}".encode()).hexdigest()[:32]
+    return Constant(key, constant.dtype, shape, lambda: np.ascontiguousarray(change(constant.array())))
+
+
+def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> Model:
+    """`model` with these input sizes and the shapes that follow. A symbolic dimension gets one value everywhere; None
+    leaves a size as it is.
+
+    Raises:
+        BadOption: an unknown input, another rank, or a size that contradicts a static or symbolic dimension.
+    """
+    if shapes:
+        model = _with_sizes(model, shapes)
+    inputs = (info for name, info in model.tensors.items() if name in model.inputs)
+    made = (t for node in model.nodes for t in node.outputs if t)
+    if not all(map(is_sized, inputs)) or all(is_sized(model.tensors.get(t)) for t in made):
+        return model
+    return _with_infos(model, decided(model)[1])
+
+
+def _with_sizes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> Model:
+    proto = deepcopy(model.proto)
+    inputs = {v.name: v for v in proto.graph.input if v.type.HasField("tensor_type")}
+    symbols: dict[str, int] = {}
+    for name, shape in shapes.items():
+        if name not in inputs:
+            raise BadOption(f"cannot shape input {name!r}: the model's inputs are {', '.join(inputs)}")
+        tensor = inputs[name].type.tensor_type
+        if not tensor.HasField("shape"):
+            tensor.shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in shape)
+        dims = tensor.shape.dim
+        if len(dims) != len(shape):
+            raise BadOption(f"input {name!r} has {len(dims)} dimensions, not {len(shape)}")
+        for i, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+            if size is None:
+                continue
+            least = 1 if i == 0 else 0  # a key-value cache may be empty, a batch not
+            known = dim.dim_value if dim.dim_value > 0 else symbols.get(dim.dim_param, max(size, least))
+            if known != size:
+                raise BadOption(f"input {name!r}: dimension {i} cannot be {size}; it is {dim.dim_param or known}")
+            if dim.dim_param:
+                symbols[dim.dim_param] = size
+            dim.dim_value = size
+    for info in (*proto.graph.input, *proto.graph.value_info, *proto.graph.output):
+        for dim in info.type.tensor_type.shape.dim:
+            if dim.dim_param in symbols:
+                dim.dim_value = symbols[dim.dim_param]
+    return Model(infer(proto, model.large), model.large)
+
+
+def _with_infos(model: Model, infos: Mapping[str, TensorInfo]) -> Model:
+    """`model` with these types and shapes of the nodes' outputs."""
+    proto = deepcopy(model.proto)
+    listed = {v.name: v for v in (*proto.graph.value_info, *proto.graph.output)}
+    for name in (t for node in model.nodes for t in node.outputs if t):
+        if name in infos and infos[name] != model.tensors.get(name):
+            info = listed.get(name) or proto.graph.value_info.add(name=name)
+            info.CopyFrom(onnx.helper.make_tensor_value_info(name, infos[name].dtype, infos[name].shape))
+    return Model(proto, model.large)
+
+
+def with_float_type(model: Model, dtype: int) -> Model:
+    """`model` with `dtype` for inputs of compute operators of unknown type.
+
+    Types behind a custom operator are unknown, but a convolution or a matrix product reads floats.
+    """
+    result = deepcopy(model.proto)
+    unknown = {t for n in model.nodes if n.op in COMPUTE for t in n.inputs[:2]}
+    for tensor in sorted(unknown - set(model.tensors)):
+        result.graph.value_info.append(onnx.helper.make_tensor_value_info(tensor, dtype, None))
+    return Model(result, model.large)
+
+
+def infer(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
+    """`proto` with inferred types and shapes; unchanged if inference fails.
+
+    Inference follows the values of shapes and indices, unless a tensor of one dimension is too long to be one.
+    """
+    whole = with_large_inputs(proto, large)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(whole)
+        values = chain.from_iterable((g.input, g.value_info, g.output) for g in graphs(inferred.graph))
+        if all(_length(v) <= LONGEST_FOLLOWED for v in chain.from_iterable(values) if v.name not in large):
+            inferred = onnx.shape_inference.infer_shapes(whole, data_prop=True)
+    except INFERENCE_ERRORS:
+        return proto
+    return without_large_inputs(inferred, large)
+
+
+def _length(value: onnx.ValueInfoProto) -> int:
+    """The size of a tensor of one dimension; 0 for others."""
+    sizes = value.type.tensor_type.shape.dim
+    return sizes[0].dim_value if len(sizes) == 1 else 0
+
+
+def copied(proto: ModelProto) -> ModelProto:
+    """A copy with memory of its own, without what was removed from the original."""
+    copy = ModelProto()
+    copy.CopyFrom(proto)
+    return copy
+
+
+def with_large_inputs(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
+    """A copy with the large constants as graph inputs, for functions that need the whole graph."""
+    copy = copied(proto)
+    for name, constant in large.items():
+        copy.graph.input.append(onnx.helper.make_tensor_value_info(name, constant.dtype, constant.shape))
+    return copy
+
+
+def without_large_inputs(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
+    """Undo `with_large_inputs` in place."""
+    replace(proto.graph.input, [v for v in proto.graph.input if v.name not in large])
+    return proto

@@ -1,0 +1,91 @@
+"""Inputs of a model, and random values for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models import build, embedding, normal
+from qdqtune.calibration.inputs import input_specs
+from qdqtune.calibration.samples import Samples, open_samples
+from qdqtune.errors import BadModel, BadOption, InputError
+from qdqtune.graph.model import Model
+
+
+def model(inputs: str = "float[1,3] x") -> Model:
+    first = inputs.split(",")[0 if "[" not in inputs else -1].split()[-1]
+    return build(f"net ({inputs}) => (float[A] y) {{ y = Cast <to=1> ({first}) }}")
+
+
+def lists(samples: Samples) -> list[dict[str, Any]]:
+    return [{name: array.tolist() for name, array in sample.items()} for sample in samples]
+
+
+def one_line(error: pytest.ExceptionInfo[InputError]) -> None:
+    assert "\n" not in str(error.value)
+    assert error.value.exit_code == 2
+
+
+def test_random_inputs_are_the_same_in_every_pass_and_differ_by_number_and_input() -> None:
+    net = model("float[N,3] x, float[N,3] z, bool[2] flag, float16[1] h")
+    samples = open_samples(None, net, seed=7)
+    assert samples.is_random
+    found = lists(samples)
+    assert found == lists(samples) == lists(open_samples(None, net, seed=7))
+    assert len(found) == 8
+    assert found != lists(open_samples(None, net, seed=8))
+    assert found[0]["x"] != found[1]["x"]
+    assert found[0]["x"] != found[0]["z"]
+    assert {n: (a.dtype, a.shape) for n, a in samples.first(1)[0].items()} == {
+        "x": (np.float32, (1, 3)), "z": (np.float32, (1, 3)), "flag": (np.bool_, (2,)), "h": (np.float16, (1,)),
+    }  # fmt: skip
+    assert len(open_samples(None, net, limit=3).first(9)) == 3
+
+
+def test_random_token_ids_stay_inside_every_table_they_look_up() -> None:
+    ids = np.concatenate([s["ids"] for s in open_samples(None, embedding(rows=7), limit=60)])
+    assert set(np.unique(ids)) == set(range(7))
+    both = build(
+        "net (int64[1,4] ids) => (float[1,4,2] a, float[2,1,4] b) {\n a = Gather(long, ids)\n"
+        "n = Cast<to=6>(ids)\n b = Gather<axis=1>(wide, n) }",
+        {"long": normal(9, 2), "wide": normal(2, 5)},
+    )
+    ids = np.concatenate([s["ids"] for s in open_samples(None, both, limit=60)])
+    assert set(np.unique(ids)) == set(range(5))
+    turned = build(
+        "net (int64[1,4] ids) => (float[4,1,2] a) {\n t = Transpose(ids)\n a = Gather(table, t) }",
+        {"table": normal(6, 2)},
+    )
+    ids = np.concatenate([s["ids"] for s in open_samples(None, turned, limit=60)])
+    assert set(np.unique(ids)) == set(range(6))
+
+
+def test_other_integers_are_zero_or_one() -> None:
+    values = np.concatenate([s["x"] for s in open_samples(None, model("int32[1,30] x"))])
+    assert values.dtype == np.int32
+    assert set(np.unique(values)) == {0, 1}
+
+
+def test_dynamic_sizes_are_refused_with_the_option_that_sets_them() -> None:
+    with pytest.raises(BadOption, match=r"--input-shape x:1x3x224x224$") as error:
+        open_samples(None, model("float[N,3,H,W] x"))
+    one_line(error)
+    with pytest.raises(BadOption, match=r"fit together, like --input-shape m:1x64 --input-shape past:1x4x64x8$"):
+        open_samples(None, model("int64[N,T] m, float[N,4,P,8] past"))
+    assert open_samples(None, model("float[N,3] x")).first(1)[0]["x"].shape == (1, 3)
+
+
+def test_inputs_are_described() -> None:
+    specs = input_specs(model("float[N,3] x, int64 n"))
+    assert [str(s) for s in specs] == ["x: float32[?,3]", "n: int64[]"]
+    assert specs[0].fits((9, 3))
+    assert not specs[0].fits((3,))
+
+
+def test_inputs_of_unknown_rank_are_refused() -> None:
+    net = model()
+    net.proto.graph.input[0].type.tensor_type.ClearField("shape")
+    with pytest.raises(BadModel, match="'x'"):
+        input_specs(Model(net.proto))

@@ -1,0 +1,217 @@
+"""Constants of every form become initializers; large ones stay outside the protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper, parser
+
+from qdqtune.errors import BadModel
+from qdqtune.graph import protobuf
+from qdqtune.graph.loading import files_of, load
+from qdqtune.graph.model import bodies
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+def model(text: str, opset: int = 17, ir: int = 8, constants: Arrays | None = None) -> onnx.ModelProto:
+    """A model in ONNX text syntax, with `constants` as initializers."""
+    proto = parser.parse_model(f'<ir_version: {ir}, opset_import: ["": {opset}, "my": 1]>\n{text}')
+    proto.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in (constants or {}).items())
+    return proto
+
+
+def run(proto: onnx.ModelProto | Path, feeds: Arrays) -> list[npt.NDArray[Any]]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    content = str(proto) if isinstance(proto, Path) else proto.SerializeToString()
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    names = {i.name for i in session.get_inputs()}
+    results: list[npt.NDArray[Any]] = session.run(None, {n: a for n, a in feeds.items() if n in names})
+    return results
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "model.onnx"
+
+
+def same(file: Path, feeds: Arrays, **options: Any) -> None:
+    """The loaded model passes the checker, and answers as the file does."""
+    loaded = load(file, **options).to_proto()
+    onnx.checker.check_model(loaded)
+    for expected, got in zip(run(file, feeds), run(loaded, feeds), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def normal(*shape: int) -> npt.NDArray[Any]:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def external(proto: onnx.ModelProto, file: Path, **changes: str) -> None:
+    """Save with all initializers in weights.bin; `changes` replace entries of the first one's reference."""
+    onnx.save(
+        onnx.ModelProto.FromString(proto.SerializeToString()),
+        file,
+        save_as_external_data=True,
+        location="weights.bin",
+        size_threshold=0,
+    )
+    saved = onnx.load(file, load_external_data=False)
+    for entry in saved.graph.initializer[0].external_data:
+        entry.value = changes.get(entry.key, entry.value)
+    file.write_bytes(saved.SerializeToString())
+
+
+def test_every_form_of_constant_becomes_an_initializer(file: Path) -> None:
+    proto = model(
+        """g (float[2,2] x) => (float[2,2] y, string[2] s, int64[1] i) {
+        a = Constant<value_float=2.0>()
+        b = Constant<value_floats=[1.0, 3.0]>()
+        d = Constant<value_int=1>()
+        i = Constant<value_ints=[7]>()
+        s = Constant<value_strings=["p", "q"]>()
+        t = Constant<value=float[2,2] {1,2,3,4}>()
+        u = Mul(x, a)  v = Add(u, b)  w = Gather(v, d)  z = Add(w, t)  y = Add(z, q)
+    }""".replace("  ", "\n")
+    )
+    sparse = helper.make_sparse_tensor(
+        numpy_helper.from_array(np.array([5, 6], np.float32), "q"), numpy_helper.from_array(np.array([0, 3])), [2, 2]
+    )
+    proto.graph.sparse_initializer.append(sparse)
+    file.write_bytes(proto.SerializeToString())
+    loaded = load(file)
+    assert {n.op for n in loaded.nodes} == {"Mul", "Add", "Gather"}
+    assert loaded.constants["q"].array().tolist() == [[5, 0], [0, 6]]
+    (y, s, i), x = run(loaded.to_proto(), {"x": normal(2, 2)}), normal(2, 2)
+    np.testing.assert_allclose(y, (x * 2 + [1, 3])[1] + [[1, 2], [3, 4]] + np.diag([5, 6]), rtol=1e-6)
+    assert (s.tolist(), i.tolist()) == (["p", "q"], [7])
+
+
+@pytest.mark.parametrize("indices", [[[0, 1], [1, 0]], [1, 2]])
+def test_sparse_constant_nodes(file: Path, indices: list[Any]) -> None:
+    values = numpy_helper.from_array(np.array([5, 6], np.float32))
+    sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(np.array(indices)), [2, 2])
+    proto = model("g (float[2,2] x) => (float[2,2] y) { y = Add(x, q) }")
+    proto.graph.node.insert(0, helper.make_node("Constant", [], ["q"], sparse_value=sparse))
+    file.write_bytes(proto.SerializeToString())
+    assert load(file).constants["q"].array().tolist() == [[0, 5], [6, 0]]
+
+
+def test_large_constants_stay_outside_and_external_ones_on_disk(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = {"w": normal(8, 300), "b": normal(300), "small": normal(300)[:3]}
+    proto = model(
+        "g (float[N,8] x) => (float[N,300] y, float[3] z) { t = MatMul(x, w)\n y = Add(t, b)\n z = Relu(small) }",
+        constants=constants,
+    )
+    file.write_bytes(proto.SerializeToString())
+    inline = load(file)
+    monkeypatch.setattr(protobuf, "APART_BYTES", 0)
+    (link := file.with_name("link.onnx")).symlink_to(file)
+    apart = load(link)
+    assert protobuf.parsed(link).ByteSize() < 1000
+    assert apart.fingerprint == inline.fingerprint
+    assert apart.constants["w"].data() == inline.constants["w"].data()
+    assert files_of(link) == [link]
+    external(proto, file)
+    before = (file.read_bytes(), (file.parent / "weights.bin").read_bytes())
+    loaded = load(file)
+    assert set(loaded.large) == {"w", "b"}
+    assert [t.name for t in loaded.proto.graph.initializer] == ["small"]
+    assert loaded.constants["w"].array() is not loaded.constants["w"].array(), "they are read when somebody asks"
+    assert {n: c.key for n, c in loaded.large.items()} == {n: c.key for n, c in inline.large.items()}
+    assert loaded.fingerprint == inline.fingerprint
+    assert loaded.tensors["t"].shape == (None, 300), "shapes flow through constants that are not there"
+    same(file, {"x": normal(4, 8)})
+    assert before == (file.read_bytes(), (file.parent / "weights.bin").read_bytes())
+
+
+@pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16", "FLOAT8E4M3FN", "FLOAT8E5M2", "INT4", "UINT4", "DOUBLE"])
+@pytest.mark.parametrize("place", ["inline", "external"])
+def test_element_types_keep_their_bytes(file: Path, dtype: str, place: str) -> None:
+    element = TensorProto.DataType.Value(dtype)
+    array = np.arange(-2048, 2048).astype(helper.tensor_dtype_to_np_dtype(element)).reshape(64, 64)
+    proto = model(
+        f"g (float[2] x) => ({dtype.lower()}[64,64] y, float[2] z) {{ y = Identity(w)\n z = Relu(x) }}", 21, 10
+    )
+    proto.graph.initializer.append(numpy_helper.from_array(array, "w"))
+    raw = proto.graph.initializer[0].raw_data
+    assert raw
+    if place == "external":
+        external(proto, file)
+    else:
+        file.write_bytes(proto.SerializeToString())
+    loaded = load(file)
+    assert loaded.constants["w"].array().tobytes() == array.tobytes()
+    (whole,) = loaded.to_proto().graph.initializer
+    assert (whole.raw_data, whole.data_type, list(whole.dims)) == (raw, element, [64, 64])
+
+
+def test_constants_listed_as_inputs_are_no_inputs(file: Path) -> None:
+    w = normal(300)
+    proto = model("g (float[300] x, float[300] w) => (float[300] y) { y = Add(x, w) }", 7, 3, {"w": w})
+    file.write_bytes(proto.SerializeToString())
+    loaded = load(file)
+    assert loaded.inputs == ("x",)
+    assert [i.name for i in loaded.proto.graph.input] == ["x"]
+    assert loaded.proto.ir_version >= 4
+    same(file, {"x": w})
+
+
+def test_external_constants_in_bodies_stay_there_embedded(file: Path) -> None:
+    proto = model("""g (bool c, float[300] x) => (float[300] y) {
+        y = If(c) <
+            then_branch = a () => (float[300] p) { p = Add(x, w) },
+            else_branch = b () => (float[300] q) { q = Neg(x) }>
+    }""")
+    then = next(a.g for a in proto.graph.node[0].attribute if a.name == "then_branch")
+    w = then.initializer.add(name="w", data_type=TensorProto.FLOAT, dims=[300], data_location=TensorProto.EXTERNAL)
+    w.external_data.add(key="location", value="w.bin")
+    (file.parent / "w.bin").write_bytes(normal(300).tobytes())
+    file.write_bytes(proto.SerializeToString())
+    loaded = load(file)
+    (inner,) = [t for body in bodies(loaded.proto.graph.node[0]) for t in body.initializer]
+    assert inner.raw_data == normal(300).tobytes()
+    np.testing.assert_allclose(
+        run(loaded.to_proto(), {"c": np.array(True), "x": normal(300)})[0], 2 * normal(300), rtol=1e-6
+    )
+
+
+GOOD = model("g (float[300] x) => (float[300] y) { [n] y = Add(x, w) }", constants={"w": normal(300)})
+
+
+def test_constants_whose_bytes_do_not_fit(file: Path) -> None:
+    for change in ({"dims": [301]}, {"data_type": 99}, {"data_type": 0}):
+        proto = onnx.ModelProto()
+        proto.CopyFrom(GOOD)
+        tensor = proto.graph.initializer[0]
+        del tensor.dims[:]
+        tensor.MergeFrom(TensorProto(dims=change.get("dims", [300]), data_type=change.get("data_type", 1)))
+        file.write_bytes(proto.SerializeToString())
+        with pytest.raises(BadModel, match="'w'"):
+            load(file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"location": "gone.bin"}, "gone.bin is missing"),
+        ({"offset": "4"}, "too short"),
+        ({"length": "8"}, "do not fit"),
+        ({"offset": "-8"}, "do not fit"),
+        ({"offset": "many"}, "must be numbers"),
+        ({"location": "../weights.bin"}, "not a file in the model's folder"),
+        ({"location": "/weights.bin"}, "not a file in the model's folder"),
+    ],
+)
+def test_external_data_that_cannot_be_read(file: Path, changes: dict[str, str], message: str) -> None:
+    external(GOOD, file, **changes)
+    with pytest.raises(BadModel, match=message):
+        load(file)

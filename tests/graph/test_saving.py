@@ -1,0 +1,192 @@
+"""Models are saved in one file, or by reference to a file of constants."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, parser
+
+from models import build, normal
+from qdqtune.errors import OutputError
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.saving import WEIGHTS, ConstantFile, constants_to_share, nbytes, one_constant_file, save
+
+TEXT = """<ir_version: 8, opset_import: ["": 17]>
+g (float[N,40] x, bool c) => (float[N,40] y, float[N,40] z) <float[N,40] t, float[1] b = {2}> {
+    [mm] t = MatMul(x, w)
+    [add] s = Add(t, b)
+    [mm2] y = MatMul(s, v)
+    [if] z = If(c) <
+        then_branch = a () => (float[N,40] p) { k = Relu(t)
+            p = Add(k, b) },
+        else_branch = d () => (float[N,40] q) { q = Add(x, x) }>
+}"""
+
+
+def weights(value: float = 1.0) -> npt.NDArray[Any]:
+    array = np.eye(40, dtype=np.float32)
+    array[0, 0] = value
+    return array
+
+
+def model(w: npt.NDArray[Any] | None = None, v: npt.NDArray[Any] | None = None) -> Model:
+    large = {"w": Constant.of(weights() if w is None else w), "v": Constant.of(weights() if v is None else v)}
+    return Model(parser.parse_model(TEXT), large)
+
+
+def run(path: Path) -> list[npt.NDArray[Any]]:
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    results: list[npt.NDArray[Any]] = session.run(None, {"x": np.ones((2, 40), np.float32), "c": np.array(True)})
+    return results
+
+
+def test_a_model_is_saved_in_one_file(tmp_path: Path) -> None:
+    save(model(), tmp_path / "m.onnx")
+    assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
+    np.testing.assert_array_equal(run(tmp_path / "m.onnx")[0], np.full((2, 40), 3))
+
+
+def test_beyond_the_limit_constants_go_beside_it_and_each_content_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qdqtune.graph.saving.ONE_FILE_LIMIT", 6000)
+    (tmp_path / "m.onnx.data").write_bytes(bytes(100_000))
+    save(model(), tmp_path / "m.onnx")
+    assert (tmp_path / "m.onnx.data").stat().st_size == 40 * 40 * 4
+    assert (tmp_path / "m.onnx").stat().st_size < 2000
+    np.testing.assert_array_equal(run(tmp_path / "m.onnx")[0], np.full((2, 40), 3))
+    onnx.checker.check_model(str(tmp_path / "m.onnx"))
+
+
+def test_models_share_a_file_of_constants(tmp_path: Path) -> None:
+    with ConstantFile(tmp_path / "w.bin") as constants:
+        constants.save(model(), tmp_path / "a.onnx")
+        one = (tmp_path / "w.bin").stat().st_size
+        constants.save(model(), tmp_path / "b.onnx")
+        assert (tmp_path / "w.bin").stat().st_size == one
+        constants.save(model(weights(5)), tmp_path / "c.onnx")
+        assert (tmp_path / "w.bin").stat().st_size > one
+        a, b, c = (run(tmp_path / f"{name}.onnx")[0] for name in "abc")
+    np.testing.assert_array_equal(a, b)
+    assert (a[0, 0], c[0, 0]) == (3, 7)
+
+
+def test_a_saved_file_is_the_same_model_for_onnx_and_for_load(tmp_path: Path) -> None:
+    model = build("g (float[4,300] x) => (float[4,8] y) { y = MatMul(x, w) }", {"w": normal(300, 8)})
+    save(model, tmp_path / "model.onnx")
+    written = onnx.load(tmp_path / "model.onnx")
+    onnx.checker.check_model(written)
+    assert {t.name for t in written.graph.initializer} == {"w"}
+    again = onnx.ModelProto.FromString(written.SerializeToString())
+    assert again == model.to_proto()
+    assert (tmp_path / "model.onnx").stat().st_size == written.ByteSize()
+
+
+def test_stages_share_one_file_of_constants(tmp_path: Path) -> None:
+    model = build("g (float[4,300] x) => (float[4,8] y) { y = MatMul(x, w) }", {"w": normal(300, 8)})
+    with one_constant_file(tmp_path) as constants, constants_to_share() as shared:
+        assert shared is constants
+        paths = [shared.write(model, "same"), shared.write(model, "same")]
+        assert len({*paths}) == 2
+        assert constants.path.stat().st_size == 300 * 8 * 4
+    with constants_to_share() as own:
+        assert own.path.parent != tmp_path
+    assert not own.path.parent.exists()
+    loaded = [onnx.load(path).graph.initializer[0].raw_data for path in paths]
+    assert loaded[0] == loaded[1] == model.constants["w"].data()
+
+
+def test_weights_of_the_model_are_written_once_and_ship_under_a_second_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, "no second names here")
+
+    monkeypatch.setattr("qdqtune.graph.saving.ONE_FILE_LIMIT", 6000)
+    (folder := tmp_path / "candidates").mkdir()
+    with one_constant_file(folder) as constants:
+        constants.keep(model())
+        constants.write(model(), "candidate")
+        constants.write(model(v=weights(3)), "other")
+        assert sum(path.stat().st_size for path in folder.glob("*.bin")) == 2 * 40 * 40 * 4
+        save(model(), tmp_path / "m.onnx", constants)
+        save(model(v=weights(3)), tmp_path / "both.onnx", constants)
+        constants.keep(model(v=weights(5)))
+        save(model(), tmp_path / "half.onnx", constants)
+        monkeypatch.setattr("qdqtune.graph.saving.MOSTLY", 0.4)
+        save(model(), tmp_path / "most.onnx", constants)
+        monkeypatch.setattr(Path, "hardlink_to", refused)
+        save(model(), tmp_path / "copied.onnx", constants)
+        assert (folder / WEIGHTS).samefile(tmp_path / "most.onnx.data")
+        assert not (folder / WEIGHTS).samefile(tmp_path / "half.onnx.data")
+        assert (folder / WEIGHTS).samefile(tmp_path / "m.onnx.data")
+        assert not (folder / WEIGHTS).samefile(tmp_path / "copied.onnx.data")
+    shutil.rmtree(folder)
+    assert [run(tmp_path / f"{name}.onnx")[0][0, 0] for name in ("m", "both", "most", "copied")] == [3, 9, 3, 3]
+
+
+def test_the_size_of_a_model_counts_its_external_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("g (float[4,300] x) => (float[4,8] y) { y = MatMul(x, w) }", {"w": normal(300, 8)})
+    with ConstantFile(tmp_path / "w.bin") as constants:
+        small = constants.write(model, "small")
+    assert nbytes(small) == small.stat().st_size + 300 * 8 * 4
+    save(model, tmp_path / "whole.onnx")
+    assert nbytes(tmp_path / "whole.onnx") == (tmp_path / "whole.onnx").stat().st_size
+    monkeypatch.setattr("qdqtune.graph.protobuf.APART_BYTES", 0)  # a large file is read without its weights
+    assert nbytes(tmp_path / "whole.onnx") == (tmp_path / "whole.onnx").stat().st_size
+
+
+def test_a_large_file_that_came_from_external_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qdqtune.graph.protobuf.APART_BYTES", 0)
+    with ConstantFile(tmp_path / "w.bin") as constants:
+        written = constants.write(model(), "apart")
+    onnx.save(onnx.load(written), tmp_path / "whole.onnx")  # each tensor says that it lies in the file
+    assert load(tmp_path / "whole.onnx").fingerprint == load(written).fingerprint
+
+
+def test_spans_are_aligned(tmp_path: Path) -> None:
+    with ConstantFile(tmp_path / "w.bin") as constants:
+        constants.save(model(v=weights(3)), tmp_path / "a.onnx")
+    tensors = onnx.load(tmp_path / "a.onnx", load_external_data=False).graph.initializer
+    offsets = [int(e.value) for t in tensors for e in t.external_data if e.key == "offset"]
+    assert len(set(offsets)) == 2
+    assert all(offset % ConstantFile.ALIGN == 0 for offset in offsets)
+
+
+def test_a_constant_may_be_computed_by_running_a_model_that_is_written_to_the_same_file(tmp_path: Path) -> None:
+    given = model()
+
+    def computed() -> npt.NDArray[Any]:
+        return weights() * run(constants.write(given, "observed"))[0][0, 0]
+
+    with ConstantFile(tmp_path / "w.bin") as constants:
+        late = {"v": Constant("late", TensorProto.FLOAT, (40, 40), computed)}
+        constants.save(Model(given.proto, given.large | late), tmp_path / "m.onnx")
+    assert run(tmp_path / "m.onnx")[0][0, 0] == 9
+
+
+def test_a_new_file_does_not_truncate_an_older_mapped_one(tmp_path: Path) -> None:
+    with ConstantFile(tmp_path / "w.bin") as constants:
+        constants.save(model(), tmp_path / "m.onnx")
+    with (tmp_path / "w.bin").open("rb") as held:
+        ConstantFile(tmp_path / "w.bin").__exit__()
+        assert held.read()
+
+
+def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> None:
+    nowhere = tmp_path / "no" / "where"
+    with pytest.raises(OutputError, match=r"cannot write .*where"):
+        save(model(), nowhere)
+    with pytest.raises(OutputError, match=r"cannot write .*where"):
+        ConstantFile(nowhere)
+    with ConstantFile(tmp_path / "w.bin") as constants, pytest.raises(OutputError, match=r"cannot write .*where"):
+        constants.save(model(), nowhere)
