@@ -57,7 +57,7 @@ def workers() -> Iterator[Workers]:
 
 
 @pytest.fixture
-def usable_cores() -> Iterator[None]:
+def cores() -> Iterator[None]:
     """The cores of this machine for workers in processes, which no other test gives to its own meanwhile."""
     with Path(__file__).open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -53,8 +53,8 @@ def test_weights_that_are_zero_stay_zero_and_scales_are_what_the_type_holds() ->
 
 
 @pytest.mark.parametrize("name", ["w4", "w5b32", "w8b24", "w4b8", "int8", ""])
-def test_what_is_no_storage_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"way to store|blocks"):
+def test_what_is_no_weight_format_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"weight format|blocks"):
         WeightFormat.named(name)
 
 

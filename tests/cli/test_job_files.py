@@ -169,8 +169,12 @@ def test_jobs_go_before_defaults_and_repeat_what_can_be_repeated(tmp_path: Path)
     assert [job.engine.name for job in (first, second)] == ["fake", "fake"]
 
 
-def test_a_file_that_is_none_is_not_read_without_end() -> None:
+def test_devices_folders_and_huge_files_are_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "huge.yaml").open("wb") as huge:
+        huge.truncate(33 * 2**20)
     with pytest.raises(BadOption, match="more than 32 MiB"):
+        read_jobs(tmp_path / "huge.yaml")
+    with pytest.raises(BadOption, match="it is no file"):
         read_jobs(Path("/dev/zero"))
     with pytest.raises(BadOption, match="cannot read jobs"):
         read_jobs(Path("/"))

@@ -349,7 +349,7 @@ def test_layers_have_the_times_of_the_average_call() -> None:
 
 
 def test_compare_reports_each_workload(model: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.commands.compare.LONG", 0.0)
+    monkeypatch.setattr("qdqtune.commands.compare.LONG_COMPARISON", 0.0)
     tune(settings(model, WEIGHTS))
     final = model.parent / "out" / "optimized_final.onnx"
     mix = [part for name in CALLS for part in ("--workload", f"{model.with_name(name)}.npz:{WEIGHTS[name]}")]
