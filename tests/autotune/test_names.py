@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from models import build, conv_net, normal
-from qdqtune.autotune import benchmark, graphs
+from qdqtune import graph_utils, op_types
+from qdqtune.autotune import benchmark, common, graphs, insertion_points
 from qdqtune.autotune.autotuner_base import QDQAutotunerBase
 from qdqtune.autotune.common import (
     AutotunerError,
@@ -335,6 +336,21 @@ def test_sizes_can_be_told_to_a_benchmark() -> None:
     for wrong in ([8, 8], [1]):
         with pytest.raises(AutotunerError, match="x: smallest, usual and largest sizes must rise"):
             timed.set_shapes("x", wrong, [4, 8], [16, 8])
+
+
+def test_names_stand_in_the_modules_where_scripts_import_them() -> None:
+    assert graph_utils.get_tensor_consumer_node_indices(small())["x"] == [0, 2]
+    assert "Add" in op_types.get_symmetric_ops()
+    assert insertion_points.RegionOutputInsertionPoint is common.RegionOutputInsertionPoint
+
+
+def test_borders_of_a_region_are_computed_on_request() -> None:
+    part = region(0, 1)
+    search = TopDownRegionBuilder(small(), part)
+    search.compute_region_boundaries(part)
+    assert ("x" in part.inputs, part.outputs) == (True, ["r"])
+    search.print_tree(part, file=(out := io.StringIO()))
+    assert "Total nodes: 2" in out.getvalue()
 
 
 def test_a_leaf_has_no_points_of_children() -> None:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from qdqtune.autotune.errors import InvalidSchemeError as InvalidSchemeError
     from qdqtune.autotune.insertion_points import ChildRegionInputInsertionPoint as ChildRegionInputInsertionPoint
     from qdqtune.autotune.insertion_points import ChildRegionOutputInsertionPoint as ChildRegionOutputInsertionPoint
-    from qdqtune.autotune.insertion_points import ChildRegionOutputInsertionPoint as RegionOutputInsertionPoint
     from qdqtune.autotune.insertion_points import NodeInputInsertionPoint as NodeInputInsertionPoint
+    from qdqtune.autotune.insertion_points import RegionOutputInsertionPoint as RegionOutputInsertionPoint
     from qdqtune.autotune.insertion_points import ResolvedInsertionPoint as ResolvedInsertionPoint
     from qdqtune.autotune.pattern_cache import PatternCache as PatternCache
     from qdqtune.autotune.pattern_cache import PatternSchemes as PatternSchemes
@@ -41,7 +41,7 @@ _NAMES = {
     "division": "CombinedRegionSearch",
     "errors": "AutotunerError AutotunerNotInitializedError InvalidSchemeError",
     "insertion_points": "ChildRegionInputInsertionPoint ChildRegionOutputInsertionPoint NodeInputInsertionPoint "
-    "ResolvedInsertionPoint",
+    "RegionOutputInsertionPoint ResolvedInsertionPoint",
     "pattern_cache": "PatternCache PatternSchemes",
     "region_pattern": "RegionPattern",
     "regions": "Region RegionType",
@@ -51,12 +51,10 @@ _NAMES = {
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 """Public names by module: each is imported when somebody asks for it, as in the package above."""
 
-__all__ = [*_HOMES, "RegionOutputInsertionPoint"]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RegionOutputInsertionPoint":  # an earlier name
-        return __getattr__("ChildRegionOutputInsertionPoint")
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,6 +6,7 @@ from qdqtune.autotune.insertion_points import (
     ChildRegionOutputInsertionPoint,
     InsertionPoint,
     NodeInputInsertionPoint,
+    RegionOutputInsertionPoint,
     ResolvedInsertionPoint,
 )
 from qdqtune.autotune.pattern_cache import PatternCache, PatternSchemes
@@ -16,6 +17,6 @@ from qdqtune.autotune.schemes import Config, InsertionScheme
 __all__ = [
     "AutotunerError", "AutotunerNotInitializedError", "ChildRegionInputInsertionPoint",
     "ChildRegionOutputInsertionPoint", "Config", "InsertionPoint", "InsertionScheme", "InvalidSchemeError",
-    "NodeInputInsertionPoint", "PatternCache", "PatternSchemes", "Region", "RegionPattern", "RegionType",
-    "ResolvedInsertionPoint",
+    "NodeInputInsertionPoint", "PatternCache", "PatternSchemes", "Region", "RegionOutputInsertionPoint",
+    "RegionPattern", "RegionType", "ResolvedInsertionPoint",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ from typing import TextIO
 from qdqtune.autotune.graphs import GraphLike, as_model
 from qdqtune.autotune.regions import Region, RegionType
 from qdqtune.search.regions import discovery
+from qdqtune.tuning.subgraphs.groups import borders
 
 
 class RegionSearchBase:
@@ -23,6 +24,11 @@ class RegionSearchBase:
         whole.inputs, whole.outputs = list(self.graph.inputs), list(self.graph.outputs)
         return whole
 
+    def compute_region_boundaries(self, region: Region) -> None:
+        """Set the tensors that a region with all under it reads from outside, and those that are used there."""
+        reads, writes = borders(self.graph, sorted(region.get_region_nodes_and_descendants()))
+        region.inputs, region.outputs = list(reads), list(writes)
+
     def print_tree(
         self, region: Region | None = None, indent: int = 0, max_items: int = 20, file: TextIO | None = None
     ) -> None:
@@ -30,7 +36,7 @@ class RegionSearchBase:
         shown, out, margin = region or self.root, file or sys.stdout, "  " * indent
         print(f"{margin}├─ Region {shown.id} (Level {shown.level}, Type: {shown.type.value})", file=out)
         total = shown.get_size_of_region_and_descendants()
-        counts = [f"Direct nodes: {len(shown.nodes)}", f"Total nodes (recursive): {total}"]
+        counts = [f"Direct nodes: {len(shown.nodes)}", f"Total nodes: {total}"]
         for text in (*counts, f"Children: {len(shown.children)}"):
             print(f"{margin}│  ├─ {text}", file=out)
         nodes = [f"{n}: {self.graph.nodes[n].op} ({self.graph.nodes[n].name})" for n in shown.get_nodes()]

@@ -99,6 +99,10 @@ class ChildRegionOutputInsertionPoint(InsertionPoint):
     kind: ClassVar[type[Point]] = RegionOutput
 
 
+RegionOutputInsertionPoint = ChildRegionOutputInsertionPoint
+"""The name that earlier versions of ModelOpt give it."""
+
+
 def resolved(model: Model, region: Region, scheme: Scheme) -> set[ResolvedInsertionPoint]:
     """The uses that a scheme means in a region.
 
