@@ -20,9 +20,10 @@ much builds differ."""
 class Compared:
     """File b against file a in one context.
 
-    `ratio` is the time of b to that of a, seconds are medians per inference. `threads` is the context's number, None
-    where the engine has none; `measured` are the rounds of each pair of builds. `by_workload` says the same of each of
-    several workloads alone, in the order of the mix.
+    `ratio` is the time of b to that of a. `a_seconds` is the median per inference, `b_seconds` that times the ratio:
+    the machine drifts while both are timed, so two medians may contradict the ratio, which rounds give. `threads` is
+    the context's number, None where the engine has none; `measured` are the rounds of each pair of builds.
+    `by_workload` says the same of each of several workloads alone, in the order of the mix.
     """
 
     ratio: Ratio
@@ -45,10 +46,9 @@ class Compared:
         """Judge pairs of builds at one of so many looks; `seen` is how much builds are known to differ."""
         both = across_builds([ratio(m, plan) for m in measured], plan, seen, looks)
         a_seconds = float(np.median([seconds for m in measured for seconds in m.a]))
-        b_seconds = float(np.median([seconds for m in measured for seconds in m.b]))
         workloads = zip(*(m.parts for m in measured), strict=True)
         parts = tuple(cls.of(same, plan, threads, seen=seen, looks=looks) for same in workloads)
-        return cls(both, a_seconds, b_seconds, threads, tuple(measured), parts)
+        return cls(both, a_seconds, a_seconds * both.median, threads, tuple(measured), parts)
 
     @property
     def builds(self) -> int:
