@@ -457,3 +457,10 @@ def test_a_trial_is_judged_by_both_of_its_measurements() -> None:
     assert confirmed.verdict == "faster"
     assert judge(trial(failure), PLAN) is None
     assert judge(trial(fast, failure), PLAN) is None
+
+
+@pytest.mark.parametrize("ends", [(0.0, None, None), (1.0, 0.0, 2.0), (-1.0, None, None), (1.0, 0.5, -2.0)])
+def test_ratios_of_times_are_above_zero(ends: tuple[float, float | None, float | None]) -> None:
+    """A state file that was tampered with must not make the table of results divide by zero."""
+    with pytest.raises(ValueError, match="above 0"):
+        Ratio(*ends)

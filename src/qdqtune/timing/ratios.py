@@ -84,6 +84,10 @@ class Ratio:
     low: float | None
     high: float | None
 
+    def __post_init__(self) -> None:
+        if any(end is not None and not end > 0 for end in (self.median, self.low, self.high)):
+            raise ValueError("a ratio of times is above 0")
+
     @property
     def verdict(self) -> Verdict:
         """Whether the interval lies below 1 (b is faster), above it, or holds it."""
