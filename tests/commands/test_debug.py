@@ -485,3 +485,12 @@ def test_quantize_and_debug_tell_one_sqnr_and_one_count_of_a_file(
     assert found["examined"]["samples"] == 4
     assert found["examined"]["output_sqnr_db"] <= found["output_sqnr_db"]
     assert found["flags"].startswith("--weight-only w8 " if weights else "--nodes-to-exclude ") or not found["guilty"]
+
+
+def test_outputs_beyond_those_of_the_float_model_are_compared_with_nothing(conv: Files) -> None:
+    model = onnx.load(conv.quantized)
+    name = model.graph.output[0].name
+    model.graph.node.append(helper.make_node("SequenceConstruct", [name], ["more"], name="more"))
+    model.graph.output.append(helper.make_tensor_sequence_value_info("more", onnx.TensorProto.FLOAT, None))
+    onnx.save(model, conv.quantized)
+    assert debug(conv.options()).noise < HEALTHY
