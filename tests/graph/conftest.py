@@ -1,0 +1,10 @@
+"""What the tests of files ask for by name."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "model.onnx"
