@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import struct
 import tempfile
@@ -17,6 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,9 @@ RUNS = {
 
 STATE = "autotuner_state.yaml"
 OUT = "out"
+
+MEMORY = 6 * 2**30
+"""Bytes of memory that a case of a long run may take."""
 
 LINKS = {"loop": "loop", "up": "..", "dangling": "nowhere", "whole": "samples.npz"}
 """Links in the folder of a case, and where they lead."""
@@ -678,3 +683,16 @@ def run(seed: int, base: Path, folder: Path) -> tuple[Case, list[str]]:
         json.loads(out.getvalue())
     wrong += [f"{name} is left among temporary files" for name in contents(aside)]
     return made, [*wrong, err.getvalue()[-3000:]] if wrong else []
+
+
+def apart(seeds: range, base: Path, folder: Path, answer: Connection[Any, Any]) -> None:
+    """Cases of a long run, in a process of their own."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for seed in seeds:
+        own = folder / str(seed)
+        own.mkdir()
+        made, wrong = run(seed, base, own)
+        answer.send([str(made), *wrong] if wrong else [])
+        for left in (own, temporary(own)):
+            shutil.rmtree(left)

@@ -167,12 +167,14 @@ def test_no_option_writes_to_what_is_read_or_was_there_before(
     more = [word for p in needed if p is not case.option for word in (max(p.opts, key=len), tmp_path / "new.onnx")]
     for victim in others:
         refused(capfd, tmp_path, case.command, *given(case.command, files), *more, case.flag, victim)
-    link, second = tmp_path / "link", tmp_path / "second"
+    link, second, circle = tmp_path / "link", tmp_path / "second", tmp_path / "circle"
     link.symlink_to(files["evaluate"])
+    circle.symlink_to(circle)
     os.link(files["evaluate"], second)
-    for victim in (link, second):
+    for victim in (link, second, circle):
         refused(capfd, tmp_path, case.command, *given(case.command, files), *more, case.flag, victim)
-    request.node.add_report_section("call", "written", f"{case}: {len(others) + 2} files, all refused and untouched")
+    assert circle.is_symlink()
+    request.node.add_report_section("call", "written", f"{case}: {len(others) + 3} files, all refused and untouched")
 
 
 @pytest.mark.usefixtures("workers")
@@ -199,6 +201,8 @@ def test_no_run_writes_to_what_is_read_or_was_there_before(
     """A file of the run's own is named as each file that a run reads, or as another; its folder holds each of these
     under each name of a result."""
     count, out = 0, tmp_path / "out"
+    circle = tmp_path / "before_circle"
+    circle.symlink_to(circle)
     known: list[tuple[list[object], Path]] = [([], file) for file in sorted(tmp_path.glob("before*"))]
     for param in reads("tune"):
         assert param.name is not None
@@ -279,6 +283,7 @@ def test_an_artifact_is_written_again(
 LINKS: dict[str, Callable[[Path, Path], None]] = {
     "symbolic": lambda victim, name: name.symlink_to(victim),
     "to nothing": lambda victim, name: name.symlink_to(victim.with_name("nothing")),
+    "to itself": lambda _, name: name.symlink_to(name),
     "relative": lambda victim, name: name.symlink_to(os.path.relpath(victim, name.parent)),
     "hard": lambda victim, name: os.link(victim, name),
 }

@@ -25,8 +25,9 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.system.writing import Scratch
 from qdqtune.timing.ratios import Plan, judge, ratio
-from qdqtune.tuning.bench import Bench, job_of
+from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.candidates import Candidates
+from qdqtune.tuning.records import job_of
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.trial_worker import Conditions, TrialWorker, profiled_runs
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal
@@ -145,7 +146,7 @@ def test_a_stored_trial_is_never_measured_again(opened: Open) -> None:
 def test_what_it_is_compared_with_makes_it_another_job(opened: Open) -> None:
     setup = opened()
     one, other = setup.placements[:2]
-    assert len({job_of(p, a) for p in (one, other) for a in (FLOAT, one)}) == 4
+    assert len({job_of(p.digest, a.digest) for p in (one, other) for a in (FLOAT, one)}) == 4
     setup.measure(1, one)
     _, was_known = setup.measure(2, one, other)
     assert not was_known

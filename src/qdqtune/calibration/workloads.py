@@ -15,7 +15,7 @@ import numpy.typing as npt
 from qdqtune.calibration.samples import Samples, read_arrays, read_sample
 from qdqtune.engines.runner import as_workloads
 from qdqtune.engines.tensorrt.options import Span
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadData, BadOption, reading
 from qdqtune.graph.model import Model
 from qdqtune.options import Option, Reads, Several, option
 from qdqtune.system.checks import real
@@ -121,7 +121,9 @@ def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collectio
     """
     names = [file.name for file in files]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        if len({real(file.path) for file in files if file.name == twice}) == 1:
+        with reading(f"workload {twice}", BadData):
+            places = {real(file.path) for file in files if file.name == twice}
+        if len(places) == 1:
             raise BadOption(f"--workload names {twice}.npz more than once: give it once, with the sum of the weights")
         raise BadOption(
             f"--workload: two files are called {twice!r}: results are listed by name, so rename one of them"

@@ -186,10 +186,15 @@ def _write(batch: object, path: Path) -> Path:
 
 
 def _array(values: object) -> npt.NDArray[np.generic]:
-    """Values as an array of numbers or of fixed-size strings, which files can hold."""
+    """Values as an array of numbers or of fixed-size strings, which files can hold.
+
+    Raises:
+        ValueError: they are neither.
+    """
     array = np.asarray(values)
-    is_text = array.dtype.kind == "O" and all(isinstance(value, str) for value in array.flat)
-    return array.astype(str) if is_text else array
+    if array.dtype.kind == "O" and not all(isinstance(value, str) for value in array.flat):
+        raise ValueError("one holds Python objects; convert it with array.astype(numpy.float32), say")
+    return array.astype(str) if array.dtype.kind == "O" else array
 
 
 @contextmanager

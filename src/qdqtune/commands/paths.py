@@ -1,4 +1,4 @@
-"""Checks, before a command begins, that it may write the files that its options name (see `graph.may_write`)."""
+"""Checks, before a command begins, that it may write the files that its options name (see `system.checks`)."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import onnx
+
 from qdqtune.calibration.matching import Matched, from_file
 from qdqtune.calibration.options import CacheOption, DataOptions, RangeOptions, RewriteOption
 from qdqtune.calibration.prepare import MOST_JUDGED, Data, Prepared, prepare
@@ -14,6 +16,7 @@ from qdqtune.calibration.workloads import WorkloadFile, spans_of
 from qdqtune.commands.inputs import InputOptions, ModelOption
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.tensorrt.options import check_inputs, spans, with_spans
+from qdqtune.errors import BadOption
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import Model
@@ -54,7 +57,13 @@ class PreparedModel:
 
 
 def _beside(given: Given) -> Path | None:
-    """The usual path of the Q/DQ model."""
+    """The usual path of the Q/DQ model.
+
+    Raises:
+        BadOption: the float model lies in memory, beside which there is no file to write.
+    """
+    if isinstance(given["model"], onnx.ModelProto):
+        raise BadOption("the model lies in memory: give `output`, the file to write")
     path = Path(str(given["model"]))
     return path.with_suffix(".qdq.onnx") if path.name else None
 

@@ -141,7 +141,7 @@ def facts_of(run: FinishedRun) -> Facts:
     """Read the facts of a finished run from its folder.
 
     Raises:
-        BadState: its state file ends too early.
+        BadState: its state file ends too early, or records pairs of another model.
     """
     folder, summary, fingerprint, limits = run.folder, run.summary, run.fingerprint, run.limits
     recorded, shipped = read_placement_file(folder / PLACEMENT), summary["shipped"]
@@ -149,6 +149,8 @@ def facts_of(run: FinishedRun) -> Facts:
     needs_file = shipped == "given" and fingerprint.from_qdq
     placement = placement_in(shaped, load(folder / FINAL)) if needs_file else recorded.placement
     seen = placement.edges.union(*(t.placement.edges for t in run.history))
+    if strange := seen - every_edge(shaped):
+        raise BadState(f"{folder} records a pair at {min(map(str, strange))}, which its {BASELINE} does not have")
     if (calibrated := run.records.get(RangesRecord)) is None:
         raise BadState(f"the state file of {folder} ends before the calibration: run qdqtune tune to its end")
     able, known = possible_edges(shaped, calibrated.ranges) | seen, run.records.get(PricesRecord)

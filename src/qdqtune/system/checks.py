@@ -106,12 +106,15 @@ def real(path: Path) -> Path:
     """The path without links.
 
     Raises:
-        OSError: no file can have that name (it holds a NUL, say).
+        OSError: no file can have that name (it holds a NUL, say), or its links lead in a circle.
     """
     try:
-        return Path(os.path.realpath(path))
+        found = Path(os.path.realpath(path))
     except ValueError as error:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL)) from error
+    if found.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    return found
 
 
 def check_inside(path: Path, folder: Path) -> None:
@@ -120,9 +123,9 @@ def check_inside(path: Path, folder: Path) -> None:
     Raises:
         OutputError: it does.
     """
-    if not real(path).is_relative_to(real(folder)):
-        raise OutputError(f"cannot write {path}: a link leads from there to {real(path)}; remove it")
     with writing(path):
+        if not real(path).is_relative_to(real(folder)):
+            raise OutputError(f"cannot write {path}: a link leads from there to {real(path)}; remove it")
         check_file(path)
 
 

@@ -3,7 +3,6 @@ and not measured again."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from qdqtune.tuning.records import (
     RepeatabilityRecord,
     StoredPlacement,
     TrialRecord,
+    job_of,
 )
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.trial_worker import Batch, Conditions, TrialJob, TrialWorker, profiled_runs, trial_seconds
@@ -118,7 +118,7 @@ class Bench:
 
     def _known(self, number: int, proposal: Proposal, against: Placement) -> Trial | None:
         """The trial of a candidate that an earlier run has measured."""
-        record = self._store.get(TrialRecord, job_of(proposal.placement, against))
+        record = self._store.get(TrialRecord, job_of(proposal.placement.digest, against.digest))
         if record is None or (proposal.wants_layers and record.layers is None and record.result.samples is not None):
             return None  # or it was measured by a search that did not ask for layers
         return remembered(number, proposal, against, record)
@@ -226,7 +226,7 @@ class Bench:
 def _record(trial: Trial) -> TrialRecord:
     """The record of a trial."""
     return TrialRecord(
-        of=job_of(trial.placement, trial.against),
+        of=job_of(trial.placement.digest, trial.against.digest),
         origin=trial.proposal.origin,
         pattern=trial.proposal.pattern,
         predicted=trial.proposal.predicted,
@@ -251,8 +251,3 @@ def trial_of(number: int, record: TrialRecord, against: Placement) -> Trial:
     learned = record.layers is not None
     proposal = Proposal(record.origin, record.placement.placement, record.pattern, record.predicted, learned)
     return remembered(number, proposal, against, record)
-
-
-def job_of(placement: Placement, against: Placement) -> str:
-    """The name of a trial's record: a hash of both placements, so that jobs may run in any order and be found again."""
-    return hashlib.sha256(f"{placement.digest}:{against.digest}".encode()).hexdigest()[:16]

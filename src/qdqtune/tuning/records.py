@@ -6,6 +6,7 @@ refused if a value in it, such as ranges, rounds or layers, is invalid.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -115,6 +116,12 @@ class RangesRecord(Record, frozen=True, tag="ranges"):
     ranges: Ranges
 
 
+def job_of(placement: str, against: str) -> str:
+    """The name of a trial's record, given two digests of placements, so that jobs may run in any order and be found
+    again."""
+    return hashlib.sha256(f"{placement}:{against}".encode()).hexdigest()[:16]
+
+
 class TrialRecord(Record, frozen=True, tag="trial"):
     """A candidate compared with another placement, whose digest is `against`; see `Trial`."""
 
@@ -127,6 +134,10 @@ class TrialRecord(Record, frozen=True, tag="trial"):
     accuracy: Accuracy = Accuracy()
     check: Outcome | None = None
     layers: tuple[Layer, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.of != job_of(self.placement.placement.digest, self.against):
+            raise ValueError("it is the record of another placement")
 
 
 class MetricRecord(Record, frozen=True, tag="metric"):

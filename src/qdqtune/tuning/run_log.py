@@ -18,10 +18,9 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usable_cores
 from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan
-from qdqtune.tuning.bench import job_of
 from qdqtune.tuning.folder import LOGS
 from qdqtune.tuning.observer import Silent, State
-from qdqtune.tuning.records import JudgedTrial, plain
+from qdqtune.tuning.records import JudgedTrial, job_of, plain
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.summary import FORMAT
@@ -89,7 +88,7 @@ class RunLog(msgspec.Struct, frozen=True, kw_only=True):
 def judgement_of(trial: Trial) -> dict[str, Any]:
     """The fields of a `JudgedTrial`."""
     return {
-        "of": job_of(trial.placement, trial.against),
+        "of": job_of(trial.placement.digest, trial.against.digest),
         "origin": trial.proposal.origin,
         "predicted": trial.proposal.predicted,
         "accepted": trial.accepted,
