@@ -93,6 +93,11 @@ def one_line(error: object, limit: int = 400) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def escaped(text: str) -> str:
+    """The text with control characters escaped, line breaks and those that reverse or hide other text included."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
 def first_of(texts: Sequence[str], separator: str = ", ", most: int = 6) -> str:
     """The first `most` texts, and dots if there are more: a language model has two inputs for each layer."""
     return separator.join([*texts[:most], *["..."][: len(texts) > most]])

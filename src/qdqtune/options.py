@@ -9,7 +9,6 @@ spells it as a flag (see `cli.output.with_flags`).
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass, fields
@@ -155,12 +154,13 @@ def given_in(options: Options, kind: type[Options]) -> dict[str, Any]:
 
 
 def _check_name(value: Any) -> None:
+    """Engines take names in UTF-8 only."""
     try:
-        is_one = b"\0" not in os.fsencode(str(value))
+        is_one = b"\0" not in str(value).encode()
     except UnicodeEncodeError:
         is_one = False
     if not is_one:
-        raise click.BadParameter(f"{str(value)!r} holds characters that no name of a file can")
+        raise click.BadParameter(f"{str(value)!r} holds characters that are not UTF-8, or a NUL: give another name")
 
 
 class FileName(click.Path):

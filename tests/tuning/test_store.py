@@ -316,7 +316,8 @@ EVERY: tuple[Record, ...] = (
     *RECORDS,
     MORE,
     kinds.TrialRecord(
-        of=kinds.job_of(STORED.placement.digest, "0"), origin="cut", against="0", placement=STORED, result=MEASURED, check=MEASURED, layers=LAYERS,
+        of=kinds.job_of(STORED.placement.digest, "0"),
+        origin="cut", against="0", placement=STORED, result=MEASURED, check=MEASURED, layers=LAYERS,
         predicted=0.5, accuracy=Accuracy(20.5, 18.0, 23.0, 0.5, 1.0, 3),
     ),
     MetricRecord(failure=Failure("run", "no")),

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
-from qdqtune.cli.streams import escaped, escaped_lines, styled
+from qdqtune.cli.streams import escaped_lines, styled
+from qdqtune.errors import escaped
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType

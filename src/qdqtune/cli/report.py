@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from qdqtune.cli.progress import failure
-from qdqtune.cli.streams import escaped
 from qdqtune.commands.compare import Row
 from qdqtune.commands.tune import is_judged, result_rows
+from qdqtune.errors import escaped
 from qdqtune.explanation.words import builds, built, duration, samples
 from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.timing.ratios import Ratio, speed

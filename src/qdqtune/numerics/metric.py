@@ -52,7 +52,7 @@ def load_evaluation(source: str) -> Evaluation:
         code = inspect.getsource(sys.modules.get(function.__module__, function))
     except (OSError, TypeError, AttributeError):
         code = ""
-    return Evaluation(source, hashlib.sha256((source + code).encode()).hexdigest()[:16], function)
+    return Evaluation(source, hashlib.sha256((source + code).encode(errors="replace")).hexdigest()[:16], function)
 
 
 def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | Failure:

@@ -22,7 +22,8 @@ from qdqtune.tuning.contexts import counts_of
 from qdqtune.tuning.options import Mode, SearchOptions
 
 FRONT_LEAST, FRONT_BUILDS = 12, 25
-"""Builds of a run for a front (least, usual), the proof of its points included. Chosen, not measured."""
+"""Builds of a run for a front (least, usual), the proof of its points included; where none is proven, the usual proof
+comes on top. Chosen, not measured."""
 
 SEED_BUILDS = 12
 """Builds that cut mode has at the beginning of region mode: the same in every budget, so that a run with a larger

@@ -116,7 +116,7 @@ class RemoteWorker:
             self.alive, self._reason = False, _reason(error)
             raise EOFError from error
         if log is not None and reply.text:
-            log.write_text(reply.text)
+            log.write_text(reply.text, encoding="utf-8", errors="backslashreplace")
         if reply.kind == "ended":
             self.alive, self._reason = False, reply.text
             raise EOFError

@@ -15,6 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 from qdqtune.engines.devices import nvidia_smi
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
+from qdqtune.system.writing import append
 
 OLDEST = (8, 6)
 
@@ -152,9 +153,8 @@ class Program:
         return [flag for flag in dict.fromkeys(both) if self.profiles or flag_name(flag) not in PROFILING]
 
     def _call(self, flags: Sequence[str], log: Path) -> tuple[int, str]:
+        append(log, f"$ {shlex.join([self.path, *flags])}\n")
         with log.open("ab") as file:
-            file.write(f"$ {shlex.join([self.path, *flags])}\n".encode())
-            file.flush()
             start = file.tell()
             status = self.launch([self.path, *flags], file)
         with log.open("rb") as file:

@@ -27,6 +27,7 @@ from qdqtune.engines.tensorrt.options import CachedOptions
 from qdqtune.engines.tensorrt.program import Launch, Program, find, flag_name, gpu, launch_process
 from qdqtune.engines.tensorrt.report import layers_of
 from qdqtune.errors import BadOption, EngineFailure, one_line
+from qdqtune.system.writing import append
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 STRONG_TYPING = (10, 0)
@@ -121,7 +122,7 @@ class Trtexec:
         try:
             signature = _signature(model)
         except (OSError, DecodeError) as error:
-            log.write_text(f"{error}\n")
+            append(log, f"{error}\n")
             raise EngineFailure(f"trtexec: cannot read {model.name}: {one_line(error)}") from error
         flags = [f"--onnx={model}", "--skipInference", "--profilingVerbosity=detailed", *self.files]
         flags += self._typing(signature)
