@@ -3,7 +3,7 @@
 The options of the command line, the keywords of Python, the keys of a jobs file and the reference in docs/ come from
 these fields. Values are converted and checked when the dataclass is made, from text or from Python objects, so that
 limits and errors are the same everywhere. Errors and notes name an option by its field, in backquotes; the command line
-spells it as a flag (see `cli.output.with_flags`).
+spells it as a flag (see `errors.with_flags`).
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def test_a_pattern_cache_warms_the_next_run(run: Run, model: Path) -> None:
 def test_fp8_is_refused_where_there_are_no_kernels(run: Run, model: Path) -> None:
     code, _, errors = run("-m", model, "--quant_type", "fp8", engine=("--engine", "onnxruntime"))
     assert (code, errors.splitlines()[-1]) == (
-        2, "error: ONNX Runtime has no FP8 kernels: use --quant-type int8, or another engine"
+        2, "error: ONNX Runtime has no FP8 kernels: use --quantize-mode int8, or another engine"
     )  # fmt: skip
 
 

@@ -118,7 +118,7 @@ def test_the_same_command_again_measures_nothing(model: Path, workers: Workers) 
 def test_what_cannot_be_is_one_line(model: Path, tmp_path: Path) -> None:
     with pytest.raises(BadOption, match="no room for a front"):
         settings(model, mode="cut", front=True, builds=8)
-    with pytest.raises(BadOption, match="--mode cut"):
+    with pytest.raises(BadOption, match="`mode` cut"):
         settings(model, mode="region", front=True, builds=30)
     with pytest.raises(BadOption, match="no finished run"):
         pick(tmp_path, "24db")

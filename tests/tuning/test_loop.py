@@ -339,9 +339,9 @@ def possible(model: Path) -> frozenset[Any]:
 class TestAModelThatHasPairs:
     def test_it_is_refused_unless_said(self, model: Path) -> None:
         given = quantized(model, "qdq.onnx", rules.everything(load(model), possible(model)))
-        with pytest.raises(BadModel, match="already has Q/DQ pairs: give --from-qdq"):
+        with pytest.raises(BadModel, match="already has Q/DQ pairs: give `from_qdq`"):
             tune(settings(model, model=given))
-        with pytest.raises(BadOption, match="leave --from-qdq out"):
+        with pytest.raises(BadOption, match="leave `from_qdq` out"):
             tune(settings(model, from_qdq=True))
 
     def test_its_pairs_are_stripped_and_tried_first(self, model: Path) -> None:

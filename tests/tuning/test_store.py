@@ -131,7 +131,7 @@ def test_a_flipped_byte_anywhere_is_refused(path: Path) -> None:
         with pytest.raises(BadState, match="damaged") as refusal:
             Store(path, RUN)
         assert len(str(refusal.value).splitlines()) == 1
-        assert "--restart" in str(refusal.value)
+        assert "`restart`" in str(refusal.value)
 
 
 def test_the_damaged_line_is_named_and_the_file_left_as_it_is(path: Path) -> None:

@@ -39,7 +39,7 @@ class EffortOptions(SearchOptions):
     effort: Option[Preset, Preset] = option(
         choice(*EFFORTS),
         "default",
-        "Preset of --builds, --schemes-per-region and --timing-runs; explicit flags win.",
+        "Preset of `builds`, `schemes_per_region` and `timing_runs`; explicit flags win.",
         "Search",
         short="how many builds and rounds",
     )
@@ -49,7 +49,7 @@ class EffortOptions(SearchOptions):
         "Engine builds that the search may spend.",
         "Search",
         short="engine builds for the search",
-        default_in_words="by --effort: cut 7, 8, 30; region 24, 52, 400; subgraph 4, 7, 24",
+        default_in_words="by `effort`: cut 7, 8, 30; region 24, 52, 400; subgraph 4, 7, 24",
     )
     schemes_per_region: MaybeInt = option(
         click.IntRange(0),
@@ -92,7 +92,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         None,
         "File in which runs on one engine and chip leave their prices of units for the next model; none uses none.",
         "Search",
-        default_in_words="beside --timing-cache, or qdqtune/prices.json in the user's cache folder",
+        default_in_words="beside `timing_cache`, or qdqtune/prices.json in the user's cache folder",
         metavar="FILE",
         is_rare=True,
     )

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from qdqtune.errors import escaped
+from qdqtune.errors import escaped, with_flags
 from qdqtune.explanation import charts
 from qdqtune.explanation.report_values import Map, MapBlock, Report
 from qdqtune.explanation.words import duration
@@ -72,7 +72,7 @@ def compact(drawn: Map) -> dict[str, Any]:
     texts: dict[str, int] = {}
 
     def number(text: str) -> int:
-        return texts.setdefault(escaped(text), len(texts))
+        return texts.setdefault(escaped(with_flags(text)), len(texts))
 
     nodes = [[escaped(n.name), number(n.op), int(n.quantized), number(n.why)] for n in drawn.nodes]
     groups = [
@@ -129,7 +129,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: escaped(value) if type(value) is str else value,
+        finalize=lambda value: escaped(with_flags(value)) if type(value) is str else value,
     )
     made.filters |= {"ms": _ms, "times": _times, "db": _db, "duration": duration}
     return made

@@ -146,7 +146,7 @@ class Bench:
             BadOption: the user's function fails.
         """
         evaluation = self._conditions.evaluation
-        assert evaluation is not None  # it is asked for with --evaluate only
+        assert evaluation is not None  # it is asked for with `evaluate` only
         of = f"{evaluation.digest}:{placement.digest}"
         record = self._store.get(MetricRecord, of)
         if record is None:

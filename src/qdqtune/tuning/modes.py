@@ -34,7 +34,7 @@ from qdqtune.tuning.weight_formats import products_of
 from qdqtune.types import Placement, Trial
 
 FEW_BUILDS = (
-    "what earlier runs have learned holds for this model: few builds had to do; --price-cache none searches in full"
+    "what earlier runs have learned holds for this model: few builds had to do; `price_cache` none searches in full"
 )
 
 
@@ -216,4 +216,4 @@ def _record_groups(
 
 
 MODES: Mapping[str, Callable[[Run], Mode]] = {"cut": cut, "region": region, "subgraph": subgraph}
-"""The modes by the name that `--mode` has."""
+"""The modes by the name that `mode` has."""

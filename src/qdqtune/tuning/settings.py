@@ -1,4 +1,4 @@
-"""The settings of a tuning run, and the presets of `--effort`."""
+"""The settings of a tuning run, and the presets of `effort`."""
 
 from __future__ import annotations
 
@@ -102,43 +102,43 @@ class Settings(SearchOptions):
     def __post_init__(self) -> None:
         least = 1 + self.trial_builds
         if self.builds < least:
-            raise BadOption(f"--builds {self.builds} leaves no candidate: give at least {least}")
+            raise BadOption(f"`builds` {self.builds} leaves no candidate: give at least {least}")
         if isinstance(self.min_sqnr, float | int) and not abs(self.min_sqnr) <= MOST_DB:
-            raise BadOption(f"--min-sqnr {self.min_sqnr:g} is no ratio in dB: it lies within {-MOST_DB} and {MOST_DB}")
+            raise BadOption(f"`min_sqnr` {self.min_sqnr:g} is no ratio in dB: it lies within {-MOST_DB} and {MOST_DB}")
         if self.time_budget is not None and self.time_budget <= 0:
-            raise BadOption("--time-budget is above zero")
+            raise BadOption("`time_budget` is above zero")
         allowed(self.rewrites)
         if self.precision == "bf16":
-            raise BadOption("--precision bf16 is for quantize and apply: a search judges outputs in fp16 or fp32")
+            raise BadOption("`precision` bf16 is for quantize and apply: a search judges outputs in fp16 or fp32")
         if self.from_qdq and self.qdq_baseline:
-            raise BadOption("--from-qdq and --qdq-baseline exclude each other")
+            raise BadOption("`from_qdq` and `qdq_baseline` exclude each other")
         if self.from_qdq and self.calibration_cache:
-            raise BadOption("--from-qdq and --calibration-cache exclude each other: both bring scales")
+            raise BadOption("`from_qdq` and `calibration_cache` exclude each other: both bring scales")
         if isinstance(self.max_drop, float) and self.evaluate is None:
-            raise BadOption("--max-drop is about your metric: name it with --evaluate module:callable")
+            raise BadOption("`max_drop` is about your metric: name it with `evaluate` module:callable")
         if self.front and (self.mode != "cut" or self.from_qdq):
-            raise BadOption("--front is for --mode cut and float models")
+            raise BadOption("`front` is for `mode` cut and float models")
         if self.front and self.builds < FRONT_LEAST:
-            raise BadOption(f"--builds {self.builds} has no room for a front: give at least {FRONT_LEAST}")
+            raise BadOption(f"`builds` {self.builds} has no room for a front: give at least {FRONT_LEAST}")
         if self.formats is not None:
             if not self.formats:
-                raise BadOption("--formats names nothing: leave it out for all that the engine has")
+                raise BadOption("`formats` names nothing: leave it out for all that the engine has")
             for name in self.formats:
                 if name != self.quant_type:
                     try:
                         checked_weight_format(self.engine.name, name)
                     except BadOption as error:
-                        raise BadOption(f"--formats: {error}, and {self.quant_type} for pairs") from error
+                        raise BadOption(f"`formats`: {error}, and {self.quant_type} for pairs") from error
         if self.weight_rounding == "gptq" and self.calibration_data is None and not self.workloads:
             raise BadOption(
-                "--weight-rounding gptq makes up for errors on your data: give --calibration-data or --workload"
+                "`weight_rounding` gptq makes up for errors on your data: give `calibration_data` or `workloads`"
             )
         if self.deploy_threads is not None:
             counts_of(self.engine, self.deploy_threads, is_here=self.ray is None)
         if self.graph_json is not None and self.mode != "subgraph":
-            raise BadOption("--graph-json is for --mode subgraph")
+            raise BadOption("`graph_json` is for `mode` subgraph")
         if self.pattern_cache is not None and self.mode != "region":
-            raise BadOption("--pattern-cache is for --mode region")
+            raise BadOption("`pattern_cache` is for `mode` region")
 
     @property
     def has_pairs(self) -> bool:

@@ -144,7 +144,7 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
         )
     if prepared.samples.is_random:
         come = "scales come" if settings.calibration_cache is None else "the SQNR comes"
-        notes.append(f"no --calibration-data: {come} from random inputs, so latency is real but accuracy is not")
+        notes.append(f"no `calibration_data`: {come} from random inputs, so latency is real but accuracy is not")
     notes += prepared.hints
     fixed = fixed_inputs(settings.model, settings.fix_inputs)
     mix = tuple(replace(workload, inputs={**workload.inputs, **fixed}) for workload in prepared.mix)
@@ -244,20 +244,20 @@ def _loaded(
             settings, converted(load_for(settings.model, precision, fixed, numbers.opset, rewrites=rewrites), precision)
         )
         if not is_quantized(model):
-            raise BadOption(f"{settings.model} has no Q/DQ pairs: leave --from-qdq out")
+            raise BadOption(f"{settings.model} has no Q/DQ pairs: leave `from_qdq` out")
         stripped = strip_pairs(model)
         return stripped, read_placement(stripped, model)
     model = _typed(settings, load_for(settings.model, precision, fixed, numbers.opset, rewrites=rewrites))
     if is_quantized(model):
         raise BadModel(
-            f"{settings.model} already has Q/DQ pairs: give --from-qdq to strip them and search from there, "
-            "or the float model with --qdq-baseline"
+            f"{settings.model} already has Q/DQ pairs: give `from_qdq` to strip them and search from there, "
+            "or the float model with `qdq_baseline`"
         )
     return model, None
 
 
 def _baseline(settings: Settings, model: Model, precision: Precision, kept: Collection[str]) -> Reading | None:
-    """The pairs of `--qdq-baseline` for `model`, if that is given."""
+    """The pairs of `qdq_baseline` for `model`, if that is given."""
     if settings.qdq_baseline is None:
         return None
     baseline = load(settings.qdq_baseline)
@@ -267,7 +267,7 @@ def _baseline(settings: Settings, model: Model, precision: Precision, kept: Coll
     if not reading.placement:
         raise BadModel(
             f"{settings.qdq_baseline} has no Q/DQ pair that fits {settings.model}: "
-            "give a quantized version of it, or leave --qdq-baseline out"
+            "give a quantized version of it, or leave `qdq_baseline` out"
         )
     return reading
 
@@ -290,7 +290,7 @@ def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...
     names = {n.index for n in model.nodes if any(fnmatchcase(n.name, w) for w in wildcards)}
     chosen = tuple(p for p in found if any(names & set(r.all_nodes()) for r in p.instances))
     if not chosen:
-        raise BadOption("--node-filter-list matches no node of the model")
+        raise BadOption("`node_filter` matches no node of the model")
     return chosen
 
 

@@ -180,7 +180,7 @@ def test_description_is_stable_and_names_the_target() -> None:
 
 def test_dynamic_sizes_need_shapes(tmp_path: Path) -> None:
     onnx.save(matmul_model(), tmp_path / "m.onnx")
-    with pytest.raises(BadOption, match=r"'x' has dynamic sizes \(-1, 16\).*--opt-shapes.*--min-shapes"):
+    with pytest.raises(BadOption, match=r"'x' has dynamic sizes \(-1, 16\).*`opt_shapes`.*`min_shapes`"):
         engine().build(tmp_path / "m.onnx", tmp_path / "log")
     bounds = {"min_shapes": {"x": [1, 16]}, "opt_shapes": {"x": [4, 16]}, "max_shapes": {"x": [8, 16]}}
     built = engine(**bounds).build(tmp_path / "m.onnx", tmp_path / "log")

@@ -108,7 +108,7 @@ class Trtexec:
             BadOption: for FP8 before version 10.
         """
         if quant_type == "fp8" and self.program.version < STRONG_TYPING:
-            raise BadOption("TensorRT 8.6 reads no FP8: use --quant-type int8, or TensorRT 10 or later")
+            raise BadOption("TensorRT 8.6 reads no FP8: use `quant_type` int8, or TensorRT 10 or later")
         return formats.tensorrt(quant_type, explicit_weights=self.program.version >= STRONG_TYPING)
 
     def build(self, model: Path, log: Path) -> TrtexecModel:
@@ -158,7 +158,7 @@ class Trtexec:
         if not given:
             return None
         if lacking := [name for name in signature.dynamic if name not in given]:
-            raise BadOption(f"input {lacking[0]!r} has dynamic sizes as well: give --opt-shapes {lacking[0]}:1x...")
+            raise BadOption(f"input {lacking[0]!r} has dynamic sizes as well: give `opt_shapes` {lacking[0]}:1x...")
         return [
             f"--{which}Shapes=" + _sizes({name: three[i] for name, three in given.items()})
             for i, which in enumerate(("min", "opt", "max"))
