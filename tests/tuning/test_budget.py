@@ -185,7 +185,9 @@ def test_a_search_that_ran_out_of_time_notes_it(model: Path, workers: Workers) -
 
 def budget(seconds: float | None, latency: float, build: float = 1.0) -> Budget:
     first = build + 4 * max(latency, 0.02) * 12
-    bench = SimpleNamespace(floats=SimpleNamespace(turn_seconds=latency, build_seconds=build), trial_seconds=first)
+    bench = SimpleNamespace(
+        floats=SimpleNamespace(turn_seconds=latency, build_seconds=build, start_seconds=0.0), trial_seconds=first
+    )
     settings = Settings(Path("m"), time_budget=seconds, deploy_threads=(1,))
     return Budget.of(settings, cast(Bench, bench), None if seconds is None else time.monotonic() + seconds)
 

@@ -210,10 +210,11 @@ def comparison_table(first: str, rows: Sequence[Row], samples: str) -> Table:
 def estimate_lines(estimate: Estimate) -> str:
     """The estimate of a run, in four lines."""
     spent = builds(estimate.builds - estimate.rewrite_builds, estimate.rewrite_builds)
+    each = "" if estimate.processes is None else f", {estimate.processes} starts of {estimate.start_seconds:.1f} s"
     return (
         f"regions: {estimate.regions}\npatterns: {estimate.patterns}\n"
         f"builds: at most {spent}, without the proof\n"
-        f"time: about {duration(estimate.seconds)} (float model: {estimate.latency * 1e3:.3f} ms)"
+        f"time: about {duration(estimate.seconds)} (float model: {estimate.latency * 1e3:.3f} ms{each})"
     )
 
 

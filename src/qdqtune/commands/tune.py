@@ -15,12 +15,13 @@ from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.commands.inputs import METRIC, InputOptions, MetricLike
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for
+from qdqtune.engines import LAUNCHED
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.explanation.words import built, decibels, rewrites_gave, title
 from qdqtune.options import SWITCH, Anything, Flag, MaybeFile, MaybeInt, OfRun, Option, choice, option
 from qdqtune.search.region import Config
-from qdqtune.timing.ratios import Plan, Ratio, speed
+from qdqtune.timing.ratios import Plan, Ratio, least_rounds, speed
 from qdqtune.tuning import loop, result
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.tuning.observer import Observer
@@ -71,6 +72,21 @@ class EffortOptions(SearchOptions):
     warmup_runs: Option[int, int] = option(
         click.IntRange(0), 2, "Inferences of each model before its rounds.", "Search", is_rare=True
     )
+
+
+LAUNCHED_LOOKS, LAUNCHED_ERROR = (7, 20), 0.02
+"""Rounds after which a candidate is judged, and the error that its comparison may spend, on engines that start a
+process for each turn of a round. There a false win costs a proof, which is as strict as with any engine."""
+
+
+def search_plan(engine: str, looks: tuple[int, ...], last: int | None, warmup: int) -> Plan:
+    """The rounds of a candidate: `looks` of the effort, or those for engines that start a process for each turn; the
+    last one at `last` rounds where the user says so."""
+    if engine not in LAUNCHED:
+        return Plan(looks_until(last or looks[-1], looks), warmup=warmup)
+    looks = looks_until(last or LAUNCHED_LOOKS[-1], LAUNCHED_LOOKS)
+    first = least_rounds(LAUNCHED_ERROR, len(looks))
+    return Plan(tuple(sorted({max(first, n) for n in looks})), LAUNCHED_ERROR, warmup=warmup)
 
 
 @dataclass(kw_only=True)
@@ -128,7 +144,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             "calibration_data": data,
             "calibration": self.calibration,
             "config": Config(schemes_per_region=schemes),
-            "plan": Plan(looks_until(self.timing_runs or effort.looks[-1], effort.looks), warmup=self.warmup_runs),
+            "plan": (plan := search_plan(spec.name, effort.looks, self.timing_runs, self.warmup_runs)),
             "proof": effort.proof,
             "builds": usual_builds if self.builds is None else self.builds,
             "time_limit": self.time_limit,
@@ -137,6 +153,8 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             "workloads": files,
             "command": command,
         }
+        if spec.name in LAUNCHED:
+            told["accuracy_samples"] = plan.looks[0]  # more would start more processes than a comparison needs
         return Settings(**(told | more))
 
     def _prices(self) -> Path | None:

@@ -60,7 +60,8 @@ class Budget:
     @staticmethod
     def of(settings: Settings, bench: Bench, ends: float | None) -> Budget:
         """The budget of a run whose search begins now, and which has to end at `ends`."""
-        each_round = settings.plan.round_seconds(bench.floats.turn_seconds)
+        parts = bench.floats.turn_seconds, bench.floats.start_seconds
+        each_round = settings.plan.round_seconds(*parts)
         opponents = 1 + bool(settings.from_qdq or settings.fix_inputs)  # the float model, and then the user's file
         counts = opponents * len(settings.thread_counts)
         if settings.time_budget is None or ends is None:
@@ -72,7 +73,7 @@ class Budget:
             share, files = FRONT_SHARE, max(2, min(MAX_POINTS, int(FRONT_SHARE * settings.time_budget / least)))
         most = int(share * settings.time_budget / (2 * counts * files * each_round))
         proof = tuple(n for n in settings.proof if n <= most) or (max(LEAST_ROUNDS, min(most, settings.proof[0])),)
-        rounds = each_round * proof[0] + settings.plan.start_seconds(bench.floats.turn_seconds)
+        rounds = each_round * proof[0] + settings.plan.warmup_seconds(*parts)
         comparison = (1 + files) * bench.floats.build_seconds + files * rounds
         # Two pairs of builds decide gains of some 15 %; four, where they are cheap, decide smaller ones.
         pairs = next((n for n in BUILD_LOOKS[1::-1] if n * counts * comparison <= share * settings.time_budget), PAIRS)

@@ -163,7 +163,7 @@ class Settings(SearchOptions):
     def proof_plan(self) -> Plan:
         """The rounds of the proof: its first look is at the least number of rounds that can decide. The error of a
         comparison is divided among the numbers of threads, as a file may win at each."""
-        error, rest = self.plan.error / len(self.thread_counts), self.proof[1:]
+        error, rest = min(self.plan.error, Plan.error) / len(self.thread_counts), self.proof[1:]
         first = max(self.proof[0], least_rounds(error, 1 + len(rest)))
         return replace(self.plan, looks=(first, *(n for n in rest if n > first)), error=error)
 

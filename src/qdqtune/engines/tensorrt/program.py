@@ -129,6 +129,8 @@ class Program:
     launch: Launch = launch_process
     profiles: bool = field(default=True, init=False)
     """Whether it knows the profiling flags. A call that is refused for one shows that it does not."""
+    start_seconds: float = field(default=2.0, init=False)
+    """What the last timing of a model took; before the first one a guess."""
 
     def run(self, flags: Iterable[str], log: Path) -> str:
         """Call the program, append what it prints to the log, and return it.
