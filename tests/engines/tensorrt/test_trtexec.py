@@ -299,14 +299,14 @@ def test_fp8_needs_version_10(tmp_path: Path, version: str) -> None:
     assert engine.numeric_format("int8").symmetric
     assert engine.numeric_format("int8").float_weights == (version == "8.6")
     if version == "8.6":
-        with pytest.raises(BadOption, match="--quant-type int8"):
+        with pytest.raises(BadOption, match="`quant_type` int8"):
             engine.numeric_format("fp8")
     else:
         assert engine.numeric_format("fp8").weight is QType.FP8
 
 
 def test_a_missing_program_says_where_it_comes_from() -> None:
-    with pytest.raises(EngineUnavailable, match=r"no program 'no-such-trtexec'.*--trtexec PATH"):
+    with pytest.raises(EngineUnavailable, match=r"no program 'no-such-trtexec'.*`trtexec` PATH"):
         create("no-such-trtexec")
 
 
