@@ -99,8 +99,8 @@ def render(
 ) -> list[str]:
     """The hierarchy and its statistics as lines of text; without `tree` a summary that fits on a screen.
 
-    Regions without quantizable operators are counted but shown only with `include_all_regions`, as are their patterns,
-    which no search tunes. `verbose` adds the names of nodes and tensors to the tree.
+    Regions without quantizable operators are counted but shown only with `include_all_regions`; patterns that no search
+    tunes are only listed with it. `verbose` adds the names of nodes and tensors to the tree.
     """
     patterns = patterns if include_all_regions else tunable(model, patterns)
     summary = _Summary.of(model, regions)
