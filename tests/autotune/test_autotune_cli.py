@@ -112,7 +112,7 @@ def test_every_underscored_flag(run: Run, asked: list[dict[str, Any]], model: Pa
     assert errors.splitlines()[0] == "engine: trtexec (as you asked)"
     assert (given["model"], given["output_dir"]) == (model, Path("results"))
     assert (given["mode"], given["effort"]) == ("region", "extensive")
-    assert given["builds"] > 30 * 3
+    assert given["builds"] is None  # so that there are enough
     assert (given["schemes_per_region"], given["warmup_runs"], given["timing_runs"]) == (30, 50, 50)
     assert (given["quant_type"], given["default_dq_dtype"]) == ("fp8", "bfloat16")
     assert [given[n] for n in ("pattern_cache", "qdq_baseline", "state_file")] == [

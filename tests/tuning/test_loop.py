@@ -29,6 +29,7 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.search import best_of
 from qdqtune.search.region import Config
+from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.cache import read_cache
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.tuning.estimate import estimate
@@ -93,7 +94,17 @@ class TestAnImprovement:
         for path in out(model, "region_models").glob("*.onnx"):
             assert path.name.startswith("region_")
             assert is_quantized(load(path))
-        assert list(out(model, "region_models").glob("*.onnx"))
+        graph = load(model)
+        tuned = patterns.tunable(graph, patterns.group(graph, discovery.find(graph)))
+        names = {f"region_{p.instances[0].id}_level_{p.instances[0].level}.onnx" for p in tuned}
+        assert {path.name for path in out(model, "region_models").glob("*.onnx")} == names
+        own = {t.proposal.pattern for t in result.history if t.accepted and t.proposal.pattern}
+        best = [p.instances[0] for p in tuned if p.digest not in own]
+        final = cost(out(model, "optimized_final.onnx"))
+        for region in best:
+            path = out(model, f"region_models/region_{region.id}_level_{region.level}.onnx")
+            assert cost(path) == pytest.approx(final)
+        assert 0 < len(best) < len(tuned)
 
     def test_models_of_regions_are_there_as_soon_as_they_won(self, model: Path) -> None:
         seen = list[int]()

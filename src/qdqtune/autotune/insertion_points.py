@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Self
 from qdqtune.autotune.errors import InvalidSchemeError
 from qdqtune.autotune.graphs import GraphLike, as_model
 from qdqtune.autotune.regions import Grouping, Region
-from qdqtune.commands.inspect import QUANTIZABLE, is_quantizable
 from qdqtune.graph.model import GRAPH, Model, Use
 from qdqtune.placement.possible import can_carry
 from qdqtune.search.regions import patterns
@@ -121,7 +120,7 @@ def resolved(model: Model, region: Region, scheme: Scheme) -> set[ResolvedInsert
 def has_quantizable_operations(region: Region, graph: GraphLike) -> bool:
     """Whether a region holds an operator that engines quantize, working on floats."""
     model = as_model(graph)
-    return is_quantizable(model, Grouping.of(model, [region]).cores[region])
+    return patterns.is_quantizable(model, Grouping.of(model, [region]).cores[region])
 
 
 def skip_invalid_insertion_points(graph: GraphLike, tensor_name: str, region_or_node: object) -> bool:
@@ -159,7 +158,7 @@ def merge_resolved_insertion_points(
 
 def get_autotuner_quantizable_ops() -> set[str]:
     """Operators that engines run on quantized values."""
-    return set(QUANTIZABLE)
+    return set(patterns.QUANTIZABLE)
 
 
 def _uses(model: Model, tensor: str, users: set[int]) -> list[Use]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from qdqtune.autotune.regions import Region
-from qdqtune.commands.inspect import is_quantizable, render
+from qdqtune.commands.inspect import render
 from qdqtune.graph.loading import load
 from qdqtune.search.regions import discovery
-from qdqtune.search.regions.patterns import group
+from qdqtune.search.regions.patterns import group, is_quantizable
 
 
 def inspect_region_search(

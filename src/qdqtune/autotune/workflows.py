@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from math import ceil
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import onnx
 
@@ -20,19 +18,16 @@ from qdqtune.autotune.pattern_cache import PatternCache
 from qdqtune.autotune.schemes import Config
 from qdqtune.cli import progress
 from qdqtune.engines.tensorrt.options import usual_shapes
-from qdqtune.graph.loading import load
 from qdqtune.graph.saving import model_outputs, signature
-from qdqtune.placement.reading import is_quantized
-from qdqtune.placement.stripping import strip_pairs
 from qdqtune.search import region as search
-from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.system.checks import check_outputs
 from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.folder import LOGS, REGION_MODELS
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Observers, Silent, State
-from qdqtune.tuning.settings import EFFORTS, Settings
+from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
+from qdqtune.tuning.subject import tuned_patterns
 from qdqtune.types import QuantType, Trial
 
 log = logging.getLogger("qdqtune.autotune")
@@ -69,7 +64,7 @@ def region_pattern_autotuning_workflow(
     """
     benchmark, usual, output = instance(), EFFORTS["default"], Path(output_dir or "autotuner_output")
     path = _model_file(model_or_path if model_path is None else model_path, output, model_transform)
-    tuned, schemes = patterns_of(path), num_schemes_per_region
+    tuned, schemes = tuned_patterns(path), num_schemes_per_region
     data = calibration_data or benchmark.calibration_data
     settings = Settings(
         model=path,
@@ -85,7 +80,7 @@ def region_pattern_autotuning_workflow(
         input_shapes=usual_shapes(benchmark.spec, data),
         plan=benchmark.search_plan,
         config=search.Config(schemes_per_region=schemes or usual.schemes_per_region),
-        builds=builds_for(schemes, tuned) if schemes else usual.builds["region"],
+        builds=builds_for(schemes, len(tuned)) if schemes else usual.builds["region"],
         min_sqnr=None,
         min_agreement=None,
         pattern_cache=_path(pattern_cache_file),
@@ -102,26 +97,6 @@ def region_pattern_autotuning_workflow(
     autotuner.initialize(config, cache)
     autotuner.adopt(result, settings.plan)
     return autotuner
-
-
-def patterns_of(
-    model: Path,
-    method: Literal["auto", "names", "topology"] = "auto",
-    fix_inputs: Mapping[str, Any] = MappingProxyType({}),
-) -> Sequence[Pattern]:
-    """The patterns that a run in region mode tunes.
-
-    Raises:
-        BadModel: the file cannot be used.
-    """
-    graph = load(model, fix_inputs=fix_inputs)
-    graph = strip_pairs(graph) if is_quantized(graph) else graph
-    return patterns.group(graph, discovery.find(graph, method))
-
-
-def builds_for(schemes: int, tuned: Sequence[Pattern]) -> int:
-    """Builds in which every pattern gets so many schemes, and a fifth more for wins, which are built again."""
-    return 16 + ceil(1.2 * schemes * len(tuned))
 
 
 class RegionLogs(Silent):

@@ -27,7 +27,8 @@ from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import SearchOptions
 from qdqtune.tuning.price_cache import usual_path
-from qdqtune.tuning.settings import EFFORTS, FRONT_BUILDS, Settings, looks_until
+from qdqtune.tuning.settings import EFFORTS, FRONT_BUILDS, Settings, builds_for, looks_until
+from qdqtune.tuning.subject import tuned_patterns
 from qdqtune.types import Accuracy
 
 Preset = Literal["quick", "default", "extensive"]
@@ -55,9 +56,9 @@ class EffortOptions(SearchOptions):
     schemes_per_region: MaybeInt = option(
         click.IntRange(0),
         None,
-        "region: candidates per pattern.",
+        "region: candidates per pattern; without --builds, as many builds as they take.",
         "Search",
-        default_in_words="4 | 50 | 200",
+        default_in_words="30 | 50 | 200",
         flags="-s --schemes-per-region",
         is_rare=True,
     )
@@ -130,8 +131,10 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         """
         check_cache(self, self)
         effort = EFFORTS[self.effort]
-        usual_builds = FRONT_BUILDS if self.front else effort.builds[self.mode]
-        schemes = effort.schemes_per_region if self.schemes_per_region is None else self.schemes_per_region
+        usual_builds, schemes = FRONT_BUILDS if self.front else effort.builds[self.mode], self.schemes_per_region
+        if schemes is not None and self.builds is None and self.mode == "region":
+            tuned = tuned_patterns(Path(str(self.model)), self.regions, self.fix_inputs)
+            usual_builds = max(usual_builds, builds_for(schemes, len(tuned)))
         files = tuple(file for file in self.workloads if isinstance(file, WorkloadFile))
         data = None if self.calibration_data is None else str(self.calibration_data)
         # What is faster at the largest number of threads holds with fewer: benchmarks/findings.md
@@ -143,7 +146,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             "input_shapes": self.input_shapes or ({} if files else usual_shapes(spec, data)),
             "calibration_data": data,
             "calibration": self.calibration,
-            "config": Config(schemes_per_region=schemes),
+            "config": Config(schemes_per_region=effort.schemes_per_region if schemes is None else schemes),
             "plan": (plan := search_plan(spec.name, effort.looks, self.timing_runs, self.warmup_runs)),
             "proof": effort.proof,
             "builds": usual_builds if self.builds is None else self.builds,

@@ -72,7 +72,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         observer.stage("timing what calibration takes")
         start, each = pace(subject.prepared)
     latency = float(np.median(measured.a))
-    schemes = len(subject.patterns) * settings.config.schemes_per_region
+    schemes = len(subject.tuned) * settings.config.schemes_per_region
     ranges = Ranges(dict.fromkeys(candidate_tensors(subject.shaped), Range(0.0, 1.0)))
     everywhere = replace(subject, possible=possible_edges(subject.shaped, ranges))
     trials = min(settings.search_builds, schemes + 5) if any(everywhere.suggestions().values()) else 0
@@ -97,7 +97,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         seconds = min(seconds, settings.time_budget)
     return Estimate(
         regions=subject.region_count,
-        patterns=len(subject.patterns),
+        patterns=len(subject.tuned),
         builds=trials + 1 + rewriting,
         latency=latency,
         seconds=seconds,

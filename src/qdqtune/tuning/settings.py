@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import ceil
 from pathlib import Path
 from types import MappingProxyType
 
@@ -52,7 +53,7 @@ class Effort:
 
 EFFORTS: Mapping[str, Effort] = MappingProxyType(
     {
-        "quick": Effort(4, {"region": 24, "cut": 7, "subgraph": 4}, (12, 20), (12, 16, 32)),
+        "quick": Effort(30, {"region": 24, "cut": 7, "subgraph": 4}, (12, 20), (12, 16, 32)),
         "default": Effort(50, {"region": 52, "cut": 8, "subgraph": 7}, (12, 20, 32, 48), (12, 24, 48, 96)),
         "extensive": Effort(200, {"region": 400, "cut": 30, "subgraph": 24}, (12, 24, 48, 96), (13, 24, 48, 96, 192)),
     }
@@ -62,6 +63,11 @@ EFFORTS: Mapping[str, Effort] = MappingProxyType(
 def looks_until(last: int, looks: tuple[int, ...]) -> tuple[int, ...]:
     """The `looks` of a comparison that ends after `last` rounds."""
     return (*(n for n in looks if n < last), last)
+
+
+def builds_for(schemes: int, patterns: int) -> int:
+    """Builds in which every pattern gets so many schemes, and a fifth more for wins, which are built again."""
+    return 16 + ceil(1.2 * schemes * patterns)
 
 
 @dataclass(kw_only=True)

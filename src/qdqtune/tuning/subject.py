@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import onnx
 
@@ -34,6 +37,7 @@ from qdqtune.search.regions import cache, discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.tuning.budget import affordable_calibration
 from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.options import Division
 from qdqtune.tuning.records import RangesRecord
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
@@ -65,7 +69,6 @@ class Subject:
     accuracy: tuple[Sample, ...]
     mix: Mix
     patterns: tuple[Pattern, ...]
-    region_count: int
     imported: Reading | None = None
     notes: tuple[str, ...] = ()
     ranges: Ranges = field(default_factory=lambda: Ranges({}))
@@ -86,6 +89,16 @@ class Subject:
     def feed(self) -> Sample:
         """The inputs of the most frequent workload, where one has to stand for all."""
         return dict(max(self.mix, key=lambda workload: workload.share).inputs)
+
+    @cached_property
+    def tuned(self) -> tuple[Pattern, ...]:
+        """The patterns that region mode tunes."""
+        return patterns.tunable(self.shaped, self.patterns)
+
+    @property
+    def region_count(self) -> int:
+        """Number of regions of these patterns."""
+        return sum(len(pattern.instances) for pattern in self.tuned)
 
     @property
     def held_out(self) -> bool:
@@ -164,7 +177,6 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
         accuracy=prepared.judging,
         mix=mix,
         patterns=chosen,
-        region_count=len(regions.leaves) + len(regions.composites),
         imported=imported,
         notes=tuple(notes),
         rewrites=rewrites,
@@ -281,6 +293,19 @@ def _typed(settings: Settings, model: Model) -> Model:
 def edges_within(found: tuple[Pattern, ...]) -> frozenset[Edge]:
     """The edges in instances of patterns: those that may get pairs if a node filter leaves only these."""
     return frozenset(e for p in found for parts in p.edges.values() for edges in parts.values() for e in edges)
+
+
+def tuned_patterns(
+    model: Path, division: Division = "auto", fix_inputs: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Pattern, ...]:
+    """The patterns that region mode tunes in the model of a file.
+
+    Raises:
+        BadModel: the file cannot be used.
+    """
+    graph = load(model, fix_inputs=fix_inputs)
+    graph = strip_pairs(graph) if is_quantized(graph) else graph
+    return patterns.tunable(graph, patterns.group(graph, discovery.find(graph, division)))
 
 
 def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...]) -> tuple[Pattern, ...]:
