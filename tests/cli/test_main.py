@@ -794,7 +794,9 @@ def test_json_is_all_that_goes_to_standard_output(call, tuned, tmp_path):
     assert json.loads(printed) == json.loads((out / "summary.json").read_text())
     code, printed, _ = call("tune", tuned, *QUICK, *data, "-o", tmp_path / "dry", "--dry-run", "--json")
     assert code == 0
-    told = {"regions", "patterns", "builds", "latency", "seconds", "notes", "rewrite_builds"}
+    told = {
+        "regions", "patterns", "builds", "latency", "seconds", "notes", "rewrite_builds", "processes", "start_seconds",
+    }  # fmt: skip
     assert json.loads(printed).keys() == told
     code, printed, _ = call("compare", tuned, out / "optimized_final.onnx", "--engine", "fake", *data, "--json")
     assert code == 0

@@ -56,7 +56,7 @@ class EffortOptions(SearchOptions):
     schemes_per_region: MaybeInt = option(
         click.IntRange(0),
         None,
-        "region: candidates per pattern; without --builds, as many builds as they take.",
+        "region: candidates per pattern; without `builds`, as many builds as they take.",
         "Search",
         default_in_words="30 | 50 | 200",
         flags="-s --schemes-per-region",
