@@ -66,7 +66,8 @@ def ours(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all that the commands want."""
+    """A folder with all that the commands want, and a module by the name of each that there is: who executes one leaves
+    its name in `executed`, beside the folder in which that lies."""
     here = tmp_path_factory.mktemp("base")
     write(mixed(), here, "a")
     write(hopeless(), here, "b")
@@ -75,26 +76,27 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     quick = {"engine": "fake", "builds": 4, "report": False, "price-cache": "none"}
     jobs = {"defaults": quick, "jobs": [{"model": model} for model in ("a.onnx", "b.onnx")]}
     (here / "jobs.yaml").write_text(yaml.safe_dump(jobs))
+    poison(here)
     return here
 
 
 @pytest.fixture
 def folder(base: Path, tmp_path: Path) -> Path:
-    """The same with a module by the name of each that there is: who executes one leaves its name in `executed`."""
+    """The same with modules that the commands are told of."""
     here = tmp_path / "here"
     shutil.copytree(base, here)
-    poison(here, tmp_path / "executed")
     (here / "user.py").write_text(USER)
     (here / "beside.py").write_text("")
     (here / "later.py").write_text("VALUE = 0.5")
     return here
 
 
-def poison(folder: Path, executed: Path) -> None:
+def poison(folder: Path) -> None:
     installed = {*packages_distributions(), *sys.stdlib_module_names} - set(sys.builtin_module_names)
     for name in {"qdqtune", *installed}:
         if name.isidentifier():
-            (folder / f"{name}.py").write_text(f"open({str(executed)!r}, 'a').write({name + ' '!r})\nraise ImportError")
+            left = f"open(__file__.rpartition('/')[0] + '/../executed', 'a').write({name + ' '!r})"
+            (folder / f"{name}.py").write_text(f"{left}\nraise ImportError")
 
 
 def test_every_command_is_known_here() -> None:
