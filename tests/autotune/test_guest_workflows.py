@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import onnx
 import pytest
 
 from models import conv_net
-from qdqtune.autotune import benchmark, quantization, quantize_command
+from qdqtune.autotune import benchmark, quantization
 from qdqtune.autotune.errors import AutotunerError
 from qdqtune.autotune.fusion_grouping import create_fusion_groups, generate_graph_json, parse_graph_json
 from qdqtune.autotune.quantization import quantize
@@ -74,13 +75,18 @@ def test_what_quantize_cannot_do_is_said(tmp_path: Path, given: dict[str, Any], 
         quantize(write(mixed(), tmp_path), **given)
 
 
-def test_quantize_goes_on_to_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantize_goes_on_to_a_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "qdqtune")
     asked = list[dict[str, Any]]()
 
-    def tune(model: Path, **given: Any) -> None:
+    def tune(model: Path, **given: Any) -> Any:
         asked.append(given)
         given["output_dir"].mkdir()
-        onnx.save(onnx.load(model), given["output_dir"] / "optimized_final.onnx")
+        for name in ("baseline.onnx", "optimized_final.onnx"):
+            onnx.save(onnx.load(model), given["output_dir"] / name)
+        return SimpleNamespace(summary={"pairs": 3}, in_words=lambda: "1.28x [1.20, 1.36]")
 
     monkeypatch.setattr(quantization.api, "tune", tune)
     path = write(mixed(), tmp_path)
@@ -91,12 +97,15 @@ def test_quantize_goes_on_to_a_search(tmp_path: Path, monkeypatch: pytest.Monkey
     assert given["input_shape"] == {"x": (1, 2, 64, 64)}
     assert "state_file" not in given
     assert onnx.load(tmp_path / "model.quant.onnx").graph.node
+    left = {path.name for path in (tmp_path / "model.quant.autotune").iterdir()}
+    assert {"calibrated_baseline.onnx", "calibrated_candidate.onnx"} <= left
+    assert "Autotune selected qdq: 1.28x [1.20, 1.36]" in caplog.text
 
 
 def program(*arguments: object, work: Callable[..., None] = quantize) -> int:
     """Run the program of quantization; its exit code."""
     with pytest.raises(SystemExit) as end:
-        quantize_command.main(work, [*map(str, arguments)])
+        quantization.main([*map(str, arguments)], work)
     assert isinstance(end.value.code, int)
     return end.value.code
 

@@ -21,13 +21,12 @@ from typing import Any
 import onnx
 
 from qdqtune.autotune.benchmark import instance_or_default
+from qdqtune.autotune.common import Config, InsertionScheme, PatternCache, PatternSchemes
 from qdqtune.autotune.errors import AutotunerNotInitializedError, InvalidSchemeError
 from qdqtune.autotune.graphs import Surgeon, as_proto
 from qdqtune.autotune.insertion_points import ResolvedInsertionPoint, get_autotuner_quantizable_ops
-from qdqtune.autotune.pattern_cache import PatternCache, PatternSchemes
 from qdqtune.autotune.region_pattern import RegionPattern
 from qdqtune.autotune.regions import Grouping, Region
-from qdqtune.autotune.schemes import Config, InsertionScheme
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel, BadState, BaselineFailed

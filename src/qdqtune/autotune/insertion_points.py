@@ -1,9 +1,11 @@
-"""Insertion points under the names and with the fields that scripts know; the core has them as values of its own."""
+"""Insertion points and schemes of them, with the names and fields that scripts know; the core has values of its own."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from math import inf
 from typing import Any, ClassVar, Self
 
 from qdqtune.autotune.errors import InvalidSchemeError
@@ -116,6 +118,80 @@ def resolved(model: Model, region: Region, scheme: Scheme) -> set[ResolvedInsert
     except ValueError as error:
         raise InvalidSchemeError(str(error)) from error
     return {ResolvedInsertionPoint(e.tensor, model.index_of.get(e.node), e.index) for e in edges}
+
+
+@dataclass
+class InsertionScheme:
+    """Insertion points of a pattern that carry a pair, what the model takes with them, and to that without any pair."""
+
+    node_inputs: list[NodeInputInsertionPoint] = field(default_factory=list)
+    child_region_inputs: list[ChildRegionInputInsertionPoint] = field(default_factory=list)
+    region_outputs: list[ChildRegionOutputInsertionPoint] = field(default_factory=list)
+    latency_ms: float = inf
+    error: bool = False
+    profile_timestamp: str | None = None
+    ratio: float = 1.0
+
+    @classmethod
+    def of(cls, scheme: Scheme) -> Self:
+        """A scheme of the core."""
+        points, made = sorted(scheme.points, key=repr), cls()
+        made.node_inputs = [NodeInputInsertionPoint.of(p) for p in points if isinstance(p, NodeInput)]
+        made.child_region_inputs = [ChildRegionInputInsertionPoint.of(p) for p in points if isinstance(p, ChildInput)]
+        made.region_outputs = [ChildRegionOutputInsertionPoint.of(p) for p in points if isinstance(p, RegionOutput)]
+        return made
+
+    @property
+    def core(self) -> Scheme:
+        """The scheme as the core has it."""
+        return Scheme(
+            frozenset(point.core for point in (*self.node_inputs, *self.child_region_inputs, *self.region_outputs))
+        )
+
+    @property
+    def is_profiled(self) -> bool:
+        """Whether it was measured, or could not be."""
+        return self.error or self.latency_ms != inf
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no points."""
+        return not (self.node_inputs or self.child_region_inputs or self.region_outputs)
+
+    @property
+    def hash(self) -> str:
+        """32 hex digits that stand for the points, in whatever order they are listed."""
+        return hashlib.sha256(repr(sorted(map(repr, self.core.points))).encode()).hexdigest()[:32]
+
+    def distance(self, other: InsertionScheme) -> int:
+        """Number of points in which two schemes differ."""
+        return self.core.distance(other.core)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The scheme as plain values."""
+        return {
+            "latency_ms": self.latency_ms,
+            "error": self.error,
+            "profile_timestamp": self.profile_timestamp,
+            "nodes_insertion_points": [point.to_dict() for point in self.node_inputs],
+            "child_region_inputs": [point.to_dict() for point in self.child_region_inputs],
+            "region_outputs": [point.to_dict() for point in self.region_outputs],
+            "hash": self.hash,
+            "ratio": self.ratio,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """What `to_dict` gave; what is missing is as in a new scheme."""
+        return cls(
+            [NodeInputInsertionPoint.from_dict(point) for point in data.get("nodes_insertion_points", ())],
+            [ChildRegionInputInsertionPoint.from_dict(point) for point in data.get("child_region_inputs", ())],
+            [ChildRegionOutputInsertionPoint.from_dict(point) for point in data.get("region_outputs", ())],
+            data.get("latency_ms", inf),
+            data.get("error", False),
+            data.get("profile_timestamp"),
+            data.get("ratio", 1.0),
+        )
 
 
 def has_quantizable_operations(region: Region, graph: GraphLike) -> bool:

@@ -105,6 +105,11 @@ class Region:
             yield from child.walk()
 
 
+def leaves_first(tops: Iterable[Region]) -> list[Region]:
+    """Regions with all under them: the leaves, then those that hold regions, both in the order of `walk`."""
+    return sorted((r for top in tops for r in top.walk()), key=lambda r: bool(r.children))
+
+
 @dataclass(frozen=True)
 class Grouping:
     """What some regions are to the core, and the patterns of those in which a pair can stand.

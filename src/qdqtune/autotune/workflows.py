@@ -15,9 +15,8 @@ import onnx
 
 from qdqtune.autotune.autotuner import QDQAutotuner
 from qdqtune.autotune.benchmark import Benchmark, benchmark_onnx_model, init_benchmark_instance, instance
+from qdqtune.autotune.common import Config, PatternCache
 from qdqtune.autotune.errors import AutotunerError
-from qdqtune.autotune.pattern_cache import PatternCache
-from qdqtune.autotune.schemes import Config
 from qdqtune.cli import progress
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.graph.loading import load
