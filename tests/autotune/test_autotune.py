@@ -518,7 +518,7 @@ def test_schemes_of_ones_own_and_what_they_mean() -> None:
     assert point in full.node_inputs
     stem_index = graph.index_of["stem"]
     meant = pattern.matches(stem, graph, InsertionScheme([point]))
-    assert meant == {ResolvedInsertionPoint("image", stem_index, 0)}
+    assert meant == {ResolvedInsertionPoint("image", stem_index, 0), ResolvedInsertionPoint("w0", stem_index, 1)}
     assert pattern.matches(stem, graph, full) > meant
     assert pattern.matches(stem, graph)
     assert pattern.matches(RegionPattern.from_region(stem, graph))
@@ -533,7 +533,7 @@ def test_schemes_of_ones_own_and_what_they_mean() -> None:
     autotuner.set_profile_region(stem)
     current = autotuner.current_profile_pattern_schemes
     assert current is not None
-    current.schemes.append(InsertionScheme([point, NodeInputInsertionPoint(0, 1)]))
+    current.schemes.append(InsertionScheme([point]))  # as in ModelOpt, the weight comes along
     assert autotuner.generate() == 0
     placed = {(e.node, e.index) for e in pairs(autotuner.export_onnx(), graph)}
     assert {("stem", 0), ("stem", 1)} <= placed

@@ -45,6 +45,7 @@ from qdqtune.autotune.region_inspect import inspect_region_search
 from qdqtune.autotune.region_search import CombinedRegionSearch, RegionPartitioner, TopDownRegionBuilder
 from qdqtune.errors import BadOption
 from qdqtune.search.regions.cache import read_cache
+from qdqtune.search.regions.region import NodeInput
 from runs import write
 from workers import Workers
 
@@ -194,7 +195,11 @@ def test_the_pattern_of_a_quantized_region_has_the_points_that_carry_pairs() -> 
     cache.add_pattern_from_region(whole, model, {"x"})
     (found,) = (s for own in cache.pattern_schemes for s in own.schemes)
     pattern = RegionPattern.from_region(whole, model)
-    assert pattern.matches(whole, model, found) == {ResolvedInsertionPoint("x", 0, 0)}
+    assert found.core.points == {NodeInput(0, 0)}
+    assert pattern.matches(whole, model, found) == {
+        ResolvedInsertionPoint("x", 0, 0),
+        ResolvedInsertionPoint("w", 0, 1),
+    }
 
 
 def test_files_of_modelopt_are_read_or_named(tmp_path: Path) -> None:

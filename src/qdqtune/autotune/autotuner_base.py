@@ -21,10 +21,15 @@ from typing import Any
 import onnx
 
 from qdqtune.autotune.benchmark import instance_or_default
-from qdqtune.autotune.common import Config, InsertionScheme, PatternCache, PatternSchemes
+from qdqtune.autotune.common import Config, PatternCache, PatternSchemes
 from qdqtune.autotune.errors import AutotunerNotInitializedError, InvalidSchemeError
 from qdqtune.autotune.graphs import Surgeon, as_proto
-from qdqtune.autotune.insertion_points import ResolvedInsertionPoint, get_autotuner_quantizable_ops
+from qdqtune.autotune.insertion_points import (
+    InsertionScheme,
+    ResolvedInsertionPoint,
+    get_autotuner_quantizable_ops,
+    with_weights,
+)
 from qdqtune.autotune.region_pattern import RegionPattern
 from qdqtune.autotune.regions import Grouping, Region
 from qdqtune.calibration.calibrate import candidate_tensors
@@ -304,7 +309,7 @@ class QDQAutotunerBase:
             done.append(current)
             self.pattern_cache.add_pattern_schemes(current)
         has_begun, own = path.exists(), replaceable(RECORD_KIND)
-        cache = Output(_cache_file(path), "output_path", lambda file: has_begun and own(file))
+        cache = Output(cache_beside(path), "output_path", lambda file: has_begun and own(file))
         check_outputs([Output(path, "output_path", may_continue, is_appended=True), cache], {})
         if has_begun:
             with Store(path, self._fingerprint()):
@@ -339,8 +344,8 @@ class QDQAutotunerBase:
         self._measured = {digest: ms or inf for digest, ms in record.measured.items()}
         for digest, tried in record.patterns.items():
             self._profiled(self._grouping.patterns[digest], map(_unpacked, tried))
-        if _cache_file(path).exists():
-            self.pattern_cache.merge(PatternCache.load(_cache_file(path)))
+        if cache_beside(path).exists():
+            self.pattern_cache.merge(PatternCache.load(cache_beside(path)))
 
     def adopt(self, result: Result, plan: Plan) -> None:
         """Take over a whole tuning run of this model: its latencies, its schemes, and the placement that it ships."""
@@ -412,9 +417,10 @@ class QDQAutotunerBase:
 
     def _edges(self, pattern: Pattern, scheme: Scheme) -> frozenset[Edge]:
         try:
-            return patterns.place(self.graph, [pattern], {pattern.digest: scheme}).edges & self._tools[1].possible
+            placed = patterns.place(self.graph, [pattern], {pattern.digest: scheme}).edges
         except ValueError as error:
             raise InvalidSchemeError(str(error)) from error
+        return with_weights(self.graph, placed) & self._tools[1].possible
 
     def _fingerprint(self) -> dict[str, Any]:
         own = {k: v for k, v in asdict(self.config).items() if k != "verbose"}
@@ -432,5 +438,6 @@ def _unpacked(timed: TimedPlacement) -> tuple[Placement, float]:
     return timed.placement.placement, timed.ms or inf
 
 
-def _cache_file(state: Path) -> Path:
+def cache_beside(state: Path) -> Path:
+    """The pattern cache that belongs to a state file."""
     return state.with_name(f"{state.stem}_pattern_cache{state.suffix}")

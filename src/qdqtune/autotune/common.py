@@ -18,16 +18,15 @@ from qdqtune.autotune.insertion_points import (
     NodeInputInsertionPoint,
     RegionOutputInsertionPoint,
     ResolvedInsertionPoint,
-    resolved,
 )
 from qdqtune.autotune.region_pattern import RegionPattern
-from qdqtune.autotune.regions import Region, RegionType
+from qdqtune.autotune.regions import Grouping, Region, RegionType
 from qdqtune.errors import BadOption
 from qdqtune.placement.files import write_yaml
 from qdqtune.placement.parsing import parsed_yaml
 from qdqtune.search import region as search
 from qdqtune.search.regions import cache
-from qdqtune.search.regions.region import Scheme
+from qdqtune.search.regions.patterns import scheme_of
 from qdqtune.tuning.subject import FLOAT_TYPES
 from qdqtune.types import QuantType
 
@@ -163,17 +162,13 @@ class PatternCache:
         """Add the pattern of a region, with the scheme of the points at which a quantized model has pairs: those whose
         tensor is among `quantized_tensors`. Without them it has all points."""
         model = as_model(graph)
-        pattern = RegionPattern.from_region(region, model)
-        scheme = pattern.get_full_insertion_scheme(region, model)
+        grouping = Grouping.of(model, [region])
+        pattern = grouping.pattern_of(model, region)
+        scheme = pattern.everything
         if quantized_tensors is not None:
-            names = set(quantized_tensors)
-            kept = frozenset(
-                point
-                for point in scheme.core.points
-                if {r.tensor_name for r in resolved(model, region, Scheme(frozenset((point,))))} & names
-            )
-            scheme = InsertionScheme.of(Scheme(kept))
-        self.add_pattern_schemes(PatternSchemes(pattern, [scheme]))
+            edges = [edge for tensor in quantized_tensors for edge in model.edges(tensor)]
+            scheme = scheme_of(model, pattern, grouping.cores[region], frozenset(edges))
+        self.add_pattern_schemes(PatternSchemes(RegionPattern.of(pattern), [InsertionScheme.of(scheme)]))
 
     def put_first(self, pattern: RegionPattern, scheme: InsertionScheme) -> None:
         """Have a scheme tried before all others of its pattern."""

@@ -92,8 +92,7 @@ class RegionPattern:
             return None
         if self.is_empty:
             return []
-        grouping = Grouping.of(model, [other])
-        return list(grouping.listings[grouping.cores[other]].nodes)
+        return list(Grouping.of(model, [other]).nodes_of(other))
 
     def format_tree(self, region: Region, graph: GraphLike, indent: int = 0) -> str:
         """A region and all under it: its pattern, its size and its operators, a line each."""

@@ -135,6 +135,10 @@ class Grouping:
         alike = patterns.group(model, division.Regions(root, "topology", listings))
         return Grouping(regions, cores, listings, {p.digest: p for p in alike})
 
+    def nodes_of(self, region: Region) -> tuple[int, ...]:
+        """The nodes of one of the regions in the order in which its pattern numbers them."""
+        return tuple(self.listings[self.cores[region]].nodes)
+
     def pattern_of(self, model: Model, region: Region) -> Pattern:
         """The pattern of one of the regions; without points where no pair can stand."""
         core = self.cores[region]
