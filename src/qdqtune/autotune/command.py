@@ -255,7 +255,8 @@ def as_parser(
         if own.is_flag:
             how |= {"action": argparse.BooleanOptionalAction if own.secondary_opts else "store_true"}
         else:
-            how |= {"default": own.default or None, "type": partial(_converted, own), "metavar": own.metavar}
+            default = own.default if isinstance(own.default, str | int | float | Path | list) else None
+            how |= {"default": default, "type": partial(_converted, own), "metavar": own.metavar}
             how |= {"nargs": "?", "const": own.flag_value} if own is AUTOTUNE else {}
             how |= {"nargs": "+"} if own.multiple else {}
         parser.add_argument(*flags, **how | dict(changed.get(dest, {})))

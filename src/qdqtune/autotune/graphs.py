@@ -77,9 +77,9 @@ def as_model(graph: GraphLike) -> Model:
 
 def model_with(graph: GraphLike, node: object) -> tuple[Model, int]:
     """The model of a graph and the index of one of its nodes; of a node that is not in it, a model of that alone."""
-    if (name := getattr(node, "name", node)) and name in (model := as_model(graph)).index_of:
-        return model, model.index_of[str(name)]
-    return _sketch([node], getattr(node, "inputs", ()), ()), 0
+    model, made = as_model(graph), getattr(node, "outputs", None) or getattr(node, "output", None) or [""]
+    index = model.producers.get(getattr(made[0], "name", made[0]), model.index_of.get(str(node)))
+    return (_sketch([node], getattr(node, "inputs", ()), ()), 0) if index is None else (model, index)
 
 
 def _sketch(nodes: Sequence[Any], inputs: object, outputs: object) -> Model:

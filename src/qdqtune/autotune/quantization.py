@@ -124,9 +124,11 @@ def quantize(
         "calibration_method": "minmax" if calibration_method == "max" else calibration_method,
         "calibration_cache": calibration_cache_path,
         "precision": high_precision_dtype,
-        "input_shape": read_shapes(shapes) if shapes else usual or None,
+        "input_shapes": read_shapes(shapes) if shapes else usual or None,
     }
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {
+        n: value for n, value in given.items() if value is not None and not (isinstance(value, list) and not value)
+    }
     if not autotune:
         done = api.quantize(path, output, engine=engine or "tensorrt", **given, **_as_wildcards(path, chosen))
         if done.sqnr_db is not None:
@@ -139,7 +141,9 @@ def quantize(
     here = engine or ("trtexec" if search.pop("use_trtexec", False) else default_engine()[0])
     effort = "default" if autotune is True else autotune
     found = api.tune(path, engine=here, mode="region", effort=effort, output_dir=folder, **given, **search)
-    log.info("Autotune selected %s: %s", "qdq" if found.summary["pairs"] else "no_qdq", found.in_words())
+    before, after, pairs = (found.summary[name] for name in ("baseline_ms", "final_ms", "pairs"))
+    selected = "qdq" if pairs else "no_qdq"
+    log.info("Autotune selected %s: %.3f ms -> %.3f ms, %s", selected, before, after, found.in_words())
     for own, target in (
         (folder / BASELINE, folder / "calibrated_baseline.onnx"),
         (folder / FINAL, folder / "calibrated_candidate.onnx"),
