@@ -118,17 +118,16 @@ def quantize(
     chosen: dict[str, Any] = {name: list(value) for name in CHOICES if (value := others.pop(name, None))}
     chosen |= {"disable_mha_qdq": True} if others.pop("disable_mha_qdq", False) else {}
     search = _search_options(others, searches=bool(autotune))
-    given: dict[str, Any] = {
+    data = calibration_data if calibration_data_reader is None else _read(calibration_data_reader)
+    told = {
         "quant_type": quantize_mode,
-        "calibration_data": calibration_data if calibration_data_reader is None else _read(calibration_data_reader),
+        "calibration_data": None if isinstance(data, list) and not data else data,
         "calibration_method": "minmax" if calibration_method == "max" else calibration_method,
         "calibration_cache": calibration_cache_path,
         "precision": high_precision_dtype,
         "input_shapes": read_shapes(shapes) if shapes else usual or None,
     }
-    given = {
-        n: value for n, value in given.items() if value is not None and not (isinstance(value, list) and not value)
-    }
+    given: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
     if not autotune:
         done = api.quantize(path, output, engine=engine or "tensorrt", **given, **_as_wildcards(path, chosen))
         if done.sqnr_db is not None:
@@ -136,20 +135,25 @@ def quantize(
         return
     if chosen:
         raise BadOption(f"a search takes node_filter_list, not a choice of {', '.join(chosen)}")
-    folder = Path(autotune_output_dir or output.with_suffix(".autotune"))
-    check_outputs(model_outputs(output, "output_path"), {"model": files_of(path), "folder of the search": [folder]})
-    here = engine or ("trtexec" if search.pop("use_trtexec", False) else default_engine()[0])
-    effort = "default" if autotune is True else autotune
-    found = api.tune(path, engine=here, mode="region", effort=effort, output_dir=folder, **given, **search)
+    given["engine"] = engine or ("trtexec" if search.pop("use_trtexec", False) else default_engine()[0])
+    given["effort"] = "default" if autotune is True else autotune
+    _search(path, output, Path(autotune_output_dir or output.with_suffix(".autotune")), **given, **search)
+
+
+def _search(model: Path, output: Path, folder: Path, **given: Any) -> None:
+    """Search, and leave the result under the names that ModelOpt gives to what it compares at the end.
+
+    Raises:
+        QdqtuneError: see `qdqtune.tune`.
+    """
+    check_outputs(model_outputs(output, "output_path"), {"model": files_of(model), "folder of the search": [folder]})
+    found = api.tune(model, mode="region", output_dir=folder, **given)
     before, after, pairs = (found.summary[name] for name in ("baseline_ms", "final_ms", "pairs"))
     selected = "qdq" if pairs else "no_qdq"
     log.info("Autotune selected %s: %.3f ms -> %.3f ms, %s", selected, before, after, found.in_words())
-    for own, target in (
-        (folder / BASELINE, folder / "calibrated_baseline.onnx"),
-        (folder / FINAL, folder / "calibrated_candidate.onnx"),
-        (folder / FINAL, output),
-    ):
-        _copy(own, target)
+    _copy(folder / BASELINE, folder / "calibrated_baseline.onnx")
+    for target in (folder / "calibrated_candidate.onnx", output):
+        _copy(folder / FINAL, target)
 
 
 @wraps(api.quantize)
