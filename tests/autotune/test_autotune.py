@@ -640,3 +640,21 @@ def test_a_whole_run_gives_an_autotuner_that_holds_it(tmp_path: Path) -> None:
     again.initialize(autotuner.config)
     again.load_state("mine.yaml")
     assert again.export_onnx() == autotuner.export_onnx()
+
+
+def test_a_small_pattern_is_offered_with_every_placement() -> None:
+    autotuner = begun(mixed().to_proto())
+    region = next(r for r in autotuner.regions if "MatMul" in {autotuner.graph.nodes[n].op for n in r.nodes})
+    autotuner.set_profile_region(region)
+    pattern = RegionPattern.from_region(region, autotuner.graph)
+    everything = pattern.get_full_insertion_scheme(region, autotuner.graph)
+    offered = set[frozenset[ResolvedInsertionPoint]]()
+    while autotuner.generate() != -1:
+        offered.add(frozenset(autotuner.get_resolved_insertion_points(best=False)))
+        autotuner.submit(10.0)
+    data = [InsertionScheme([p]) for p in everything.node_inputs if p.input_index == 0]
+    results = [InsertionScheme(region_outputs=[p]) for p in everything.region_outputs]
+    alone = [pattern.matches(region, autotuner.graph, scheme) for scheme in (*data, *results)]
+    assert len(alone) > 1
+    assert all(any(meant <= found for found in offered) for meant in alone)
+    assert len(offered) >= 2 ** len(alone) - 1

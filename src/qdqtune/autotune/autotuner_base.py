@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import reduce
-from itertools import chain
+from itertools import chain, combinations
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from qdqtune.search import ratios_to_float
 from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import patterns
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.search.regions.region import Scheme
+from qdqtune.search.regions.region import Point, Scheme
 from qdqtune.system.checks import RECORD_KIND, Output, check_outputs, replaceable
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.records import ConversationRecord, StoredPlacement, TimedPlacement
@@ -388,13 +388,17 @@ class QDQAutotunerBase:
         return [PatternSchemes(current.pattern, done)] if current and done else []
 
     def _ideas(self, current: PatternSchemes) -> Iterator[InsertionScheme]:
-        """New schemes: those of the rules, then mutations of the fastest."""
+        """New schemes: those of the rules, then random mutations of the fastest, and all small ones of the best."""
         pattern, base = self._pattern(current), self._best[0]
         measured = sorted((s for s in current.schemes if s.latency_ms != inf), key=lambda s: s.latency_ms)
         top = max(self.config.minimum_schemes_to_mutate, int(self.config.top_percent_to_mutate * len(measured)))
         parents = [self._on_top(base, current, scheme) for scheme in measured[:top]] or [base]
         for idea in self._tools[1].variations(pattern, base, parents, len(self._measured)):
             yield self._scheme(pattern, idea.placement)
+        best = measured[0].core.points if measured else frozenset[Point]()
+        for count in range(1, self.config.maximum_mutations + 1):
+            for flipped in combinations(pattern.points, count):
+                yield InsertionScheme.of(Scheme(best.symmetric_difference(flipped)))
 
     def _improved(self, best: tuple[Placement, float], schemes: PatternSchemes) -> tuple[Placement, float]:
         """The best placement with a pattern's best scheme on top, and its latency in ms, if that is faster."""
