@@ -238,15 +238,13 @@ class QDQAutotunerBase:
         word.
         """
         model = self._tools[0].insert(self._placement(best) if insert_qdq else Placement())
-        if model_transform is not None:
-            changed = model_transform(model.to_proto())
-            if output_path is not None:
-                onnx.save(changed, Path(output_path))
-            return changed.SerializeToString()
-        if output_path is None:
-            return model.to_proto().SerializeToString()
-        save(model, Path(output_path))
-        return Path(output_path).read_bytes()
+        if model_transform is None and output_path is not None:
+            save(model, Path(output_path))
+            return Path(output_path).read_bytes()
+        proto = model.to_proto() if model_transform is None else model_transform(model.to_proto())
+        if output_path is not None:
+            onnx.save(proto, Path(output_path))
+        return proto.SerializeToString()
 
     def get_resolved_insertion_points(self, best: bool = True, verbose: bool = False) -> set[ResolvedInsertionPoint]:
         """The uses of tensors that carry a pair in what `export_onnx` would write, by indices in `graph.nodes`."""
@@ -303,10 +301,8 @@ class QDQAutotunerBase:
         Raises:
             BadOption, BadState: there is a file of another model, engine or configuration, or no such file at all.
         """
-        path, best, done = Path(output_path), self._best, [*self.profiled_patterns]
-        for current in self._tried():
-            best = self._improved(best, current)
-            done.append(current)
+        path, tried = Path(output_path), self._tried()
+        for current in tried:
             self.pattern_cache.add_pattern_schemes(current)
         has_begun, own = path.exists(), replaceable(RECORD_KIND)
         cache = Output(cache_beside(path), "output_path", lambda file: has_begun and own(file))
@@ -314,16 +310,19 @@ class QDQAutotunerBase:
         if has_begun:
             with Store(path, self._fingerprint()):
                 pass  # it may be written over
-        fresh = path.with_name(f"{path.name}.new")
         patterns = {
-            schemes.pattern.digest: tuple(_packed(self._meant(schemes, s), s.latency_ms) for s in schemes.schemes)
-            for schemes in done
+            done.pattern.digest: tuple(_packed(self._meant(done, s), s.latency_ms) for s in done.schemes)
+            for done in (*self.profiled_patterns, *tried)
         }
         measured = {digest: None if ms == inf else ms for digest, ms in self._measured.items()}
-        baseline = self.baseline_latency_ms
-        record = ConversationRecord(baseline_ms=baseline, best=_packed(*best), measured=measured, patterns=patterns)
+        best = _packed(*reduce(self._improved, tried, self._best))
+        fresh = path.with_name(f"{path.name}.new")
         with Store(fresh, self._fingerprint(), restart=True) as store:
-            store.put(record)
+            store.put(
+                ConversationRecord(
+                    baseline_ms=self.baseline_latency_ms, best=best, measured=measured, patterns=patterns
+                )
+            )
         fresh.replace(path)
         self.pattern_cache.save(cache.path)
 
