@@ -1,6 +1,6 @@
 """`qdqtune`, and `python -m qdqtune`: Ctrl-C ends it quietly from its first moment on.
 
-With the flag --onnx_path it is the program of `autotune.quantization`, whose names are here as well.
+With the flag --onnx_path and no command it is the program of `autotune.quantization`, whose names are here as well.
 """
 
 import os
@@ -20,7 +20,8 @@ def main() -> None:
     """Run the command line. While it is being imported there is nothing to put away yet."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    if any(argument.replace("-", "_").startswith("__onnx_path") for argument in sys.argv[1:]):
+    flags = [argument.replace("_", "-") for argument in sys.argv[1:]]
+    if flags and flags[0].startswith("-") and any(flag.startswith("--onnx-path") for flag in flags):
         from qdqtune.autotune import command, quantization
 
         work = globals().get("quantize", quantization.quantize)

@@ -165,8 +165,9 @@ def test_the_package_is_the_program_with_its_flag(
     for given in (json.dumps(profile), str(tmp_path / "profile.json")):
         args = package.get_parser().parse_args(["--onnx_path", "no.onnx", "--input_shapes_profile", given])
         assert (args.input_shapes_profile, args.quantize_mode, args.autotune) == (profile, "int8", None)
-    with pytest.raises(SystemExit):
-        package.get_parser().parse_args(["--onnx_path", "no.onnx", "--input_shapes_profile", "{}"])
+    for wrong in ("{}", "[1]", '[{"a": 1}]', "[", "no.json"):
+        with pytest.raises(SystemExit):
+            package.get_parser().parse_args(["--onnx_path", "no.onnx", "--input_shapes_profile", wrong])
     monkeypatch.setattr("sys.argv", ["qdqtune", "--onnx_path", str(path), "--high_precision_dtype", "fp32"])
     package.main()
     assert "first" in quantized(tmp_path / "model.quant.onnx")

@@ -41,16 +41,6 @@ def option(flags: str, help: str | None, type: click.ParamType[Any] | None = Non
     return click.Option(flags.split(), help=help, type=type, show_default=shows, **how)
 
 
-def flag(flags: str, help: str) -> click.Option:
-    """An option that is given or not."""
-    return click.Option(flags.split(), help=help, is_flag=True)
-
-
-def repeated(flags: str, metavar: str | None, help: str, **how: Any) -> click.Option:
-    """An option that can be given several times."""
-    return click.Option(flags.split(), help=help, metavar=metavar, multiple=True, **how)
-
-
 def of_tune(name: str, flags: str, **changed: Any) -> click.Option:
     """An option of `tune` with other flags, and with what else is changed."""
     own = options_of(TuneOptions)[name]
@@ -78,19 +68,18 @@ ENGINE_HELP = "Engine to time on.  [default: tensorrt if it works here, or onnxr
 OWN = (
     MODEL,
     of_tune("output_dir", "-o --output-dir --output", default=Path("autotuner_output")),
-    repeated("--mode", None, MODE_HELP, type=click.Choice([*MODES, *EFFORTS]), default=["region", "default"],
-             show_default=True),
+    option("--mode", MODE_HELP, click.Choice([*MODES, *EFFORTS]), default=["region", "default"], multiple=True),
     AUTOTUNE,
     option("--workflow", "The first kind of --mode, by another name.", click.Choice(MODES)),
     of_tune("quant_type", "--quant-type --quantize-mode"),
     of_tune("precision", "--precision --high-precision-dtype"),
     of_tune("calibration_data", "--calibration-data --calibration-data-path"),
-    repeated("--quantizable-ops --op-types-to-quantize quantizable_ops", "OPS", OPERATORS_HELP),
-    flag("--strongly-typed", "What engines of TensorRT 10 and later are here in any case."),
+    option("--quantizable-ops --op-types-to-quantize quantizable_ops", OPERATORS_HELP, metavar="OPS", multiple=True),
+    option("--strongly-typed", "What engines of TensorRT 10 and later are here in any case.", is_flag=True),
     option("-s --schemes-per-region", SCHEMES_HELP, click.IntRange(1), metavar="N"),
     of_tune("default_dq_dtype", "--default-dq-dtype", default="float32"),
     of_tune("engine", "--engine", default=None, help=ENGINE_HELP),
-    flag("--use-trtexec", "The same as --engine trtexec."),
+    option("--use-trtexec", "The same as --engine trtexec.", is_flag=True),
     of_tune("trtexec_args", "--trtexec-benchmark-args --trtexec-args"),
     of_tune("timing_cache", "--timing-cache", default=str(Path(tempfile.gettempdir()) / "trtexec_timing.cache")),
     option("--timing-runs", RUNS_HELP, click.IntRange(1)),

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from qdqtune import api
 from qdqtune.autotune.benchmark import default_engine
-from qdqtune.autotune.command import AUTOTUNE, as_parser, flag, option, repeated, spread, tell_results
+from qdqtune.autotune.command import AUTOTUNE, as_parser, option, spread, tell_results
 from qdqtune.autotune.graphs import escaped
 from qdqtune.autotune.utils import get_node_filter_list
 from qdqtune.calibration.samples import files_named
@@ -29,7 +29,7 @@ from qdqtune.cli.command import Guarded
 from qdqtune.commands.inputs import MODEL, SamplesLike
 from qdqtune.engines.options import TIMING_CACHE
 from qdqtune.engines.tensorrt.options import read_shapes
-from qdqtune.errors import BadOption, reading, writing
+from qdqtune.errors import BadOption, writing
 from qdqtune.graph.loading import files_of, load
 from qdqtune.graph.saving import model_outputs, save, sign
 from qdqtune.options import FILE, Given, OfRun, Reads, Writes, choice
@@ -254,25 +254,23 @@ def _beside(given: Given) -> Path | None:
     return path.with_suffix(".quant.onnx") if path.name else None
 
 
-class Profile(click.ParamType[Any]):
-    """Shapes of inputs as JSON, or a file of it: a list of dictionaries of texts."""
+def _profile(text: str) -> list[dict[str, str]]:
+    """Shapes of inputs as JSON, or the name of a file of it.
 
-    name = "json"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """See click."""
-        try:
-            if Path(value).exists():
-                with reading(Path(value)):
-                    value = Path(value).read_text(encoding="utf-8")
-            found = json.loads(value)
-        except (ValueError, OSError) as error:
-            self.fail(f"no JSON and no file of it: {error}", param, ctx)
-        if not isinstance(found, list) or not all(isinstance(t, str) for part in found for t in dict(part).values()):
-            self.fail("give a list of dictionaries whose values are texts", param, ctx)
-        return found
+    Raises:
+        BadParameter: it is no list of dictionaries of texts.
+    """
+    try:
+        found = json.loads(text if text.lstrip().startswith(("[", "{")) else Path(text).read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise click.BadParameter(f"no JSON and no file of it: {error}") from error
+    parts: list[Any] = found if isinstance(found, list) else [None]
+    if not all(isinstance(part, dict) and all(isinstance(t, str) for t in part.values()) for part in parts):
+        raise click.BadParameter("give a list of dictionaries whose values are texts")
+    return parts
 
 
+PROFILE = click.types.FuncParamType(_profile)
 LEVELS = click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False)
 OUTPUT = Writes(lambda path, name, _: model_outputs(path, name), _beside)
 SCHEMES_HELP = "As what follows: see python -m qdqtune.autotune --help."
@@ -287,13 +285,13 @@ FLAGS = (
     option("--calibration-cache-path", "Scales from a calibration cache.", FILE),
     option("--calibration-shapes", "Sizes of open inputs: input0:1x3x224x224,input1:1x8.", metavar="SHAPES"),
     option("--override-shapes", "The same.", metavar="SHAPES"),
-    option("--input-shapes-profile", "The same, as JSON or a file of it.", Profile(), metavar="JSON"),
+    option("--input-shapes-profile", "The same, as JSON or a file of it.", PROFILE, metavar="JSON"),
     option("--high-precision-dtype", "Of what carries no pair.  [default: fp16]", choice("fp32", "fp16", "bf16")),
-    repeated("--op-types-to-quantize", "OP ...", "Only these operators."),
-    repeated("--op-types-to-exclude", "OP ...", "Operators that stay in float."),
-    repeated("--nodes-to-quantize", "REGEX ...", "Only these nodes."),
-    repeated("--nodes-to-exclude", "REGEX ...", "Nodes that stay in float."),
-    flag("--disable-mha-qdq", "MatMuls without a weight stay in float."),
+    option("--op-types-to-quantize", "Only these operators.", metavar="OP ...", multiple=True),
+    option("--op-types-to-exclude", "Operators that stay in float.", metavar="OP ...", multiple=True),
+    option("--nodes-to-quantize", "Only these nodes.", metavar="REGEX ...", multiple=True),
+    option("--nodes-to-exclude", "Nodes that stay in float.", metavar="REGEX ...", multiple=True),
+    option("--disable-mha-qdq", "MatMuls without a weight stay in float.", is_flag=True),
     option("--engine", "Whose rules and numbers, or what to time on.  [default: tensorrt]", metavar="NAME"),
     option("--log-level", "How much to tell on standard error.", LEVELS, default="INFO"),
     option("--log-file", "Tell it there as well.", Writes(_log)),
@@ -309,8 +307,8 @@ FLAGS = (
     option("--autotune-warmup-runs", None, click.IntRange(1), metavar="N"),
     option("--autotune-timing-runs", None, click.IntRange(1), metavar="N"),
     option("--autotune-trtexec-args", None, metavar="ARGUMENTS"),
-    flag("--autotune-use-trtexec", "Time with trtexec."),
-    flag("--autotune-verbose", "What --log-level DEBUG tells."),
+    option("--autotune-use-trtexec", "Time with trtexec.", is_flag=True),
+    option("--autotune-verbose", "What --log-level DEBUG tells.", is_flag=True),
 )  # fmt: skip
 
 SWITCHES = (
