@@ -567,7 +567,7 @@ def _of_finished(rng: random.Random, base: Path, folder: Path) -> Case:
 
 
 NAMED = ["x\x00.onnx", "loop", "loop/x", "dangling", "up", "up/nowhere/x", "", ".", "a" * 300, "a" * 5000, "d",
-         "pipe", "-", "--", "\udc80", "\ud800", "é\n.npz", "given.py:f", "loop:f", "x\x00:f", "nothing:f", ":",
+         "pipe", "-", "--x", "\udc80", "\ud800", "é\n.npz", "given.py:f", "loop:f", "x\x00:f", "nothing:f", ":",
          ":f"]  # fmt: skip
 """Names of what is no usual file, in the folder of a case."""
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from qdqtune.cli.main import Later, app
 from runs import environment
 
 ROOT = Path(__file__).parent.parent
@@ -121,6 +122,25 @@ def test_importing_loads_no_vendor_library() -> None:
     loaded = set(done.stdout.split())
     assert {"qdqtune", "onnx"} <= loaded
     assert not loaded & VENDORS
+
+
+COPIED = "qdqtune.explanation.circumstances"
+"""Composes commands that a user copies into a shell."""
+
+
+def test_only_the_command_line_spells_options_as_flags() -> None:
+    """Elsewhere an option is its field, in backquotes: Python has no flags. `flags=` of an option declares them."""
+    later = (command.command for command in app.commands.values() if isinstance(command, Later))
+    flags = {flag for command in later for param in command.params for flag in param.opts}
+    for name in (m for m in MODULES.keys() - OUTSIDE - {COPIED} if floor(m) > FLOORS.index("cli")):
+        tree = ast.parse(MODULES[name].read_text())
+        apart = [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "flags"]
+        apart += [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]  # docstrings
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in apart:
+                spelled = flags & set(re.findall(r"(?<![\w-])--[a-z-]+(?![\w=])", node.value))
+                is_command = re.search(r"\b(qdqtune|pip|trtexec) ", node.value)
+                assert is_command or not spelled - {"--help"}, f"{name}:{node.lineno}: {spelled}"
 
 
 def test_no_module_is_too_long() -> None:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from qdqtune.engines import Built, Engine, EngineSpec, open_engine
+from qdqtune.engines import Built, Engine, EngineSpec, Launched, open_engine
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.tensorrt import trtexec
 from qdqtune.engines.worker import Session
@@ -157,6 +157,13 @@ class WatchedModel:
         took = self.workers.drift * self.factor * self.built.time(inputs, runs)
         self.workers.spend(runs * took)
         return took
+
+    @property
+    def start_seconds(self) -> float:
+        return cast(Launched, self.built).start_seconds
+
+    def time_and_keep(self, inputs: Tensors, runs: int) -> float:
+        return cast(Launched, self.built).time_and_keep(inputs, runs)
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         self.workers.spend(runs * self.workers.untimed)

@@ -13,7 +13,7 @@
     ├── BaselineFailed              5   the engine cannot run the float model
     └── Cancelled                 130   another thread cancelled the call; measurements are kept
 
-Messages have one line and say what to do.
+Messages have one line and say what to do. They name an option by its field, in backquotes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from __future__ import annotations
 import errno
 import json
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 
@@ -91,6 +93,17 @@ def one_line(error: object, limit: int = 400) -> str:
     """The text of an error without line breaks, at most `limit` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def escaped(text: str) -> str:
+    """The text with control characters escaped, line breaks and those that reverse or hide other text included."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def with_flags(text: str, known: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The text with options in backquotes spelled as they are typed: `time_budget` becomes --time-budget. `known` are
+    flags by field name; others are spelled like their field."""
+    return re.sub(r"`(\w+)`", lambda found: known.get(found[1]) or f"--{found[1].replace('_', '-')}", text)
 
 
 def first_of(texts: Sequence[str], separator: str = ", ", most: int = 6) -> str:

@@ -3,13 +3,12 @@
 The options of the command line, the keywords of Python, the keys of a jobs file and the reference in docs/ come from
 these fields. Values are converted and checked when the dataclass is made, from text or from Python objects, so that
 limits and errors are the same everywhere. Errors and notes name an option by its field, in backquotes; the command line
-spells it as a flag (see `cli.output.with_flags`).
+spells it as a flag (see `errors.with_flags`).
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass, fields
@@ -155,12 +154,13 @@ def given_in(options: Options, kind: type[Options]) -> dict[str, Any]:
 
 
 def _check_name(value: Any) -> None:
+    """Engines take names in UTF-8 only."""
     try:
-        is_one = b"\0" not in os.fsencode(str(value))
+        is_one = b"\0" not in str(value).encode()
     except UnicodeEncodeError:
         is_one = False
     if not is_one:
-        raise click.BadParameter(f"{str(value)!r} holds characters that no name of a file can")
+        raise click.BadParameter(f"{str(value)!r} holds characters that are not UTF-8, or a NUL: give another name")
 
 
 class FileName(click.Path):

@@ -304,28 +304,28 @@ class Accuracy:
 
 
 LONG = 0.04
-"""Inferences that take so many seconds have one turn in a round instead of two: disturbances average out within one.
-Chosen, not measured."""
+"""Inferences of so many seconds have one turn in a round, as disturbances average out. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class Slot:
     """`runs` back-to-back inferences of one model; the slower of two takes `seconds` for each. In a round, each model
-    has two turns, A B B A, so that a steady drift cancels, or one, A B, if inferences are long."""
+    has two turns, A B B A, so that a steady drift cancels, or one, A B, if inferences are long or await a `start`."""
 
     runs: int
     turns: int
     seconds: float
+    start: float = 0.0  # seconds that a process takes to start, where each turn starts one
 
     @classmethod
-    def of(cls, seconds: float, least: float) -> Slot:
+    def of(cls, seconds: float, least: float, start: float = 0.0) -> Slot:
         """The slot that lasts at least `least` seconds, for inferences of `seconds`."""
-        return cls(max(1, math.ceil(least / seconds)) if seconds else 1, 1 if seconds >= LONG else 2, seconds)
+        return cls(max(1, math.ceil(least / (seconds or 1))), 1 if start or seconds >= LONG else 2, seconds, start)
 
     @property
     def round_seconds(self) -> float:
         """Seconds of a round, if both models take `seconds`."""
-        return 2 * self.turns * self.runs * self.seconds
+        return 2 * self.turns * (self.runs * self.seconds + self.start)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def test_every_underscored_flag(run: Run, asked: list[dict[str, Any]], model: Pa
     assert errors.splitlines()[0] == "engine: trtexec (as you asked)"
     assert (given["model"], given["output_dir"]) == (model, Path("results"))
     assert (given["mode"], given["effort"]) == ("region", "extensive")
-    assert given["builds"] > 30 * 3
+    assert given["builds"] is None  # so that there are enough
     assert (given["schemes_per_region"], given["warmup_runs"], given["timing_runs"]) == (30, 50, 50)
     assert (given["quant_type"], given["default_dq_dtype"]) == ("fp8", "bfloat16")
     assert [given[n] for n in ("pattern_cache", "qdq_baseline", "state_file")] == [
@@ -206,7 +206,7 @@ def test_a_pattern_cache_warms_the_next_run(run: Run, model: Path) -> None:
 def test_fp8_is_refused_where_there_are_no_kernels(run: Run, model: Path) -> None:
     code, _, errors = run("-m", model, "--quant_type", "fp8", engine=("--engine", "onnxruntime"))
     assert (code, errors.splitlines()[-1]) == (
-        2, "error: ONNX Runtime has no FP8 kernels: use --quant-type int8, or another engine"
+        2, "error: ONNX Runtime has no FP8 kernels: use --quantize-mode int8, or another engine"
     )  # fmt: skip
 
 

@@ -124,7 +124,7 @@ def test_functions_end_in_any_thread(small: Path, monkeypatch: pytest.MonkeyPatc
     thread.start()
     thread.join()
     assert "calibration_data" in str(caught[0])
-    with pytest.raises(TooSlow, match="--time-budget has ended"):
+    with pytest.raises(TooSlow, match="`time_budget` has ended"):
         qdqtune.tune(small, output_dir=small.parent / "o", calibration_data=never, engine="fake", time_budget=0.2)
 
 

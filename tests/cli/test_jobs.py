@@ -31,15 +31,14 @@ def test_each_model_gets_what_was_typed(call: Call, tmp_path: Path, monkeypatch:
         (Path("models") / name).write_text("")
     started = ran(monkeypatch, [0, 3, 2])
     typed = ["--time-budget", "90s", "--fix-input", "n=1", "--fix_input", "m=2", "--no-cut-seed", "--restart"]
-    code, out, _ = call("tune", "c.onnx", "-o", "out", *typed, "models", "--json")
+    code, out, _ = call("tune", "-o", "out", *typed, "--json", "--", "--c.onnx", "models")
     assert code == 2
-    assert [row["model"] for row in json.loads(out)] == ["c.onnx", "models/a.onnx", "models/b.onnx"]
-    assert [asked[1:4] for asked in started] == [
-        [f"{row}.onnx", "--output-dir", f"out/{Path(row).name}"] for row in ("c", "models/a", "models/b")
-    ]
-    assert started[0][4:] == [
-        "--time-budget", "90s", "--fix-input", "n=1", "--fix-input", "m=2", "--no-cut-seed", "--restart", "--json",
-    ]  # fmt: skip
+    assert [row["model"] for row in json.loads(out)] == ["--c.onnx", "models/a.onnx", "models/b.onnx"]
+    for asked, model in zip(started, ("--c", "models/a", "models/b"), strict=True):
+        assert asked == [
+            "tune", "--output-dir", f"out/{Path(model).name}", "--time-budget", "90s", "--fix-input", "n=1",
+            "--fix-input", "m=2", "--no-cut-seed", "--restart", "--json", "--", f"{model}.onnx",
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -104,8 +103,8 @@ def test_every_job_runs_and_the_worst_decides(
     assert code == worst
     assert [row["model"] for row in json.loads(out)] == ["a.onnx", "gone.onnx"]
     assert [row["exit_code"] for row in json.loads(out)] == codes
-    assert started[0][:3] == ["tune", "a.onnx", "--output-dir=out"]
-    assert set(started[0][3:]) == {"--engine=fake", "--builds=7", "--restart", "--json"}
+    assert (started[0][:2], started[0][-2:]) == (["tune", "--output-dir=out"], ["--", "a.onnx"])
+    assert set(started[0][2:-2]) == {"--engine=fake", "--builds=7", "--restart", "--json"}
     assert [word for word in started[1] if word.startswith("--fix")] == ["--fix-input=sr=16000", "--fix-input=n=1"]
     assert "--output-dir=b" in started[1]
 

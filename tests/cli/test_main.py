@@ -37,7 +37,9 @@ from qdqtune.commands.apply import Applied, ApplyOptions
 from qdqtune.commands.inspect import Inspection
 from qdqtune.engines import EngineSpec, runner
 from qdqtune.errors import BadModel
-from qdqtune.tuning.settings import EFFORTS, Settings
+from qdqtune.graph.saving import save
+from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
+from qdqtune.tuning.subject import tuned_patterns
 from qdqtune.types import Edge, Placement
 from runs import environment, hopeless, mixed, room_for, write
 from workers import in_process
@@ -219,6 +221,18 @@ def test_explicit_options_win_over_the_preset(monkeypatch, call):
     assert given.proof == EFFORTS["quick"].proof
 
 
+def test_schemes_that_are_asked_for_have_as_many_builds_as_they_take(monkeypatch, call, tmp_path):
+    path = tmp_path / "model.onnx"
+    save(mixed(), path)
+
+    def builds(*more):
+        return settings_of(monkeypatch, call, path, "--mode", "region", *more).builds
+
+    assert builds("-s", 30) == builds_for(30, len(tuned_patterns(path))) > 4 * 30
+    assert builds("-s", 30, "--builds", 20) == 20
+    assert builds("-s", 1) == builds() == EFFORTS["default"].builds["region"]
+
+
 class Recorder:
     """Stands in for the runner and keeps what it was made with."""
 
@@ -326,7 +340,7 @@ def test_help_is_a_page_of_80_columns_and_the_whole_explains_every_option(comman
     told = " ".join(everything.split())
     for option in COMMANDS[command].params:
         words = " ".join((getattr(option, "help", None) or "").split()[:4])
-        assert words.partition("-")[0] in told
+        assert words.partition("-")[0].partition("`")[0] in told
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -85,6 +85,23 @@ def test_the_histogram_and_the_most_frequent_patterns_come_last(found):
     assert lines[at + 5].endswith("3 instances, 4 points: Conv, Relu")
 
 
+def test_patterns_that_no_search_tunes_are_counted_only_with_all_regions():
+    net = Network(inputs=["input", "other"])
+    plain = net.add("ReduceSum", net.add("Exp", net.add("Sin", "other")), keepdims=1)
+    net.outputs = [net.add("Relu", net.conv("input")), plain]
+    model = net.model()
+    made = discovery.find(model)
+    grouped = patterns.group(model, made)
+    assert sorted(p.ops for p in grouped) == [("Conv", "Relu"), ("Sin", "Exp", "ReduceSum")]
+    assert [p.ops for p in patterns.tunable(model, grouped)] == [("Conv", "Relu")]
+    for every, counts in (
+        (False, "1 (1 LEAF, 0 COMPOSITE), in 1 region"),
+        (True, "2 (2 LEAF, 0 COMPOSITE), in 2 regions"),
+    ):
+        assert f"Patterns: {counts}" in inspect.render(model, made, grouped, include_all_regions=every)
+        assert len(inspect.as_json(model, made, grouped, include_all_regions=every)["patterns"]) == 1 + every
+
+
 def test_json_has_the_same_numbers(found):
     model, made, grouped = found
     data = inspect.as_json(*found)

@@ -28,7 +28,7 @@ class TestDevices:
 
     def test_a_worker_has_a_core_for_each_thread(self) -> None:
         assert cores_for(EngineSpec("onnxruntime", {"threads": 4}), None) == 4
-        with pytest.raises(BadOption, match="--cores-per-worker 2 is too few for --threads 4"):
+        with pytest.raises(BadOption, match="`cores_per_worker` 2 is too few for `threads` 4"):
             cores_for(EngineSpec("onnxruntime", {"threads": 4}), 2)
 
     def test_each_worker_on_gpus_gets_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ class TestDevices:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
         asked = allot(EngineSpec("tensorrt"), 2)
         assert [d.environment for d in asked] == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]
-        with pytest.raises(BadOption, match="--workers 3 wants a GPU each, and this host has 2"):
+        with pytest.raises(BadOption, match="`workers` 3 wants a GPU each, and this host has 2"):
             allot(EngineSpec("trtexec"), 3)
         assert devices.needs_gpu(EngineSpec("onnxruntime", {"provider": "CUDAExecutionProvider"}))
         assert not devices.needs_gpu(EngineSpec("tensorrt-rtx", {"target": "sm89"}))

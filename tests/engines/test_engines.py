@@ -28,7 +28,7 @@ def test_importing_the_package_imports_no_engine() -> None:
     [
         (EngineSpec("nosuch"), "unknown engine 'nosuch'; there are fake, onnxruntime"),
         (EngineSpec("onnxruntime", {"speed": 1}), "no option 'speed'; it has threads, provider"),
-        (EngineSpec("onnxruntime", {"threads": 0}), "--threads"),
+        (EngineSpec("onnxruntime", {"threads": 0}), "`threads`"),
         (
             EngineSpec("onnxruntime", {"threads": "two"}),
             "option 'threads' of engine 'onnxruntime' is 'two': Expected `int`, got `str`",

@@ -38,7 +38,7 @@ def endless() -> onnx.ModelProto:
 def test_calibration_of_an_endless_loop_ends_in_one_line() -> None:
     """With a process of its own: one that hangs is the point."""
     sample = {"x": np.zeros((2, 8), np.float32)}
-    with time_limit(1.0), pytest.raises(BadModel, match="took longer than 1 s: --time-limit gives it longer"):
+    with time_limit(1.0), pytest.raises(BadModel, match="took longer than 1 s: `time_limit` gives it longer"):
         list(outputs_on(load_proto(endless()), [sample]))
 
 

@@ -116,8 +116,11 @@ def test_points_of_a_front_have_intervals_and_another_pick_ships(model: Path, wo
     out = model.parent / "out"
     tune(settings(model, mode="cut", front=True, builds=25))
     assert call("report", out)[0] == 0
-    proven = [point for point in report_of_run(out).points if point.proven]
+    report = report_of_run(out)
+    proven = [point for point in report.points if point.proven]
     assert len(proven) >= 2
+    made = [row.told for row in report.candidates if "front" in row.told and row.outcome == "faster"]
+    assert set(made) <= {"faster than the float model, made for the front"}
     assert all(point.speed.low is not None and point.speed.low > 1 for point in proven)
     other = next(point for point in proven if not point.shipped)
     assert call("tune", model, "-o", out, "--pick", other.name.removeprefix("front/"))[0] == 0

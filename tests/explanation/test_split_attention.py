@@ -57,7 +57,7 @@ def layers(model: Model, *together: str) -> list[Layer]:
         ({"pairs": ALL[1:]}, "its queries carry no pair"),
         ({"pairs": (QUERIES, PROBABILITIES, BEHIND, WEIGHTS)}, "its keys and values carry no pair"),
         ({"pairs": (*ALL, Edge("d", "softmax", 0))}, "between the first product and the Softmax"),
-        ({"pairs": ALL, "half": False}, "--precision fp16"),
+        ({"pairs": ALL, "half": False}, "`precision` fp16"),
         ({"pairs": (BEHIND, WEIGHTS), "half": False}, "without pairs attention is fused in float16 only"),
         ({"pairs": (BEHIND, WEIGHTS), "head": 272}, "size 272, and attention is fused up to 256"),
         ({"pairs": FOUR, "numbers": FP8, "half": False}, "FP8 attention is fused in float16 graphs only"),

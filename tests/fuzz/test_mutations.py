@@ -82,6 +82,7 @@ def test_a_long_run(base: Path, cases: range, tmp_path: Path, capfd: pytest.Capt
         for seed, wrong in outcomes(cases, base, tmp_path):
             if wrong:
                 failed.append(seed)
-                print(f"\nseed {seed}: " + "\n    ".join(wrong), flush=True)
+                told = "\n    ".join(wrong).encode(errors="backslashreplace").decode()
+                print(f"\nseed {seed}: {told}", flush=True)
         print(f"\n{len(cases)} cases from {cases.start}, {len(failed)} failed: {failed}", flush=True)
     assert not failed

@@ -191,7 +191,7 @@ def test_what_does_not_hold_stays_in_float32_or_is_refused(monkeypatch: pytest.M
     assert notes == (
         "float16 alone leaves an output SQNR of 12.0 dB, below 20 dB: what carries no pair stays in float32",
     )
-    with pytest.raises(ConstraintUnmet, match="give --precision fp32, or bf16"):
+    with pytest.raises(ConstraintUnmet, match="give `precision` fp32, or bf16"):
         in_half_precision(prepared, "fp16", "fp32")
     assert in_half_precision(prepared, "fp16", "fp32", None)[1] is not None
 

@@ -69,7 +69,7 @@ def test_another_text_is_another_metric(metric: Metric) -> None:
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [("metric", "give module:callable"), ("no_such_module:f", "cannot import --evaluate 'no_such_module:f'"),
+    [("metric", "give module:callable"), ("no_such_module:f", "cannot import `evaluate` 'no_such_module:f'"),
      ("nowhere/metric.py:f", "cannot import .*: there is no file .*nowhere/metric.py"),
      ("json:loads_", "cannot import"), ("json:__name__", "not callable")],
 )  # fmt: skip

@@ -6,9 +6,11 @@ import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import compress, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from models import attention, build, conv_net, normal, ranges
@@ -186,6 +188,63 @@ def test_no_pattern_gets_more_schemes_than_it_may_have(cap: int) -> None:
     assert search(config=Config(schemes_per_region=cap)).propose(history) == ()
 
 
+@pytest.mark.parametrize(("name", "cap"), [("mixed", 6), ("mixed", 60), ("conv_net", 40)])
+def test_every_pattern_has_its_number_of_schemes_or_all_that_there_are(name: str, cap: int) -> None:
+    model, grouped, _, _ = parts(name)
+    strategy = search(name, config=Config(schemes_per_region=cap))
+    history = play(strategy, name, batches=200)
+    assert strategy.propose(history) == ()
+    known, best = {t.placement for t in history} | {Placement()}, best_of(history)
+    counts, exhausted = Counter(t.proposal.pattern for t in history), 0
+    for pattern in grouped:
+        if counts[pattern.digest] < cap:
+            exhausted += 1
+            points = [strategy._edges(pattern, [p]) for p in pattern.points]
+            inside = frozenset[Edge]().union(*points)
+            for chosen in product((False, True), repeat=len(points)):
+                edges = frozenset[Edge]().union(*compress(points, chosen))
+                assert consistent(model, Placement((best.edges - inside) | edges)) in known
+    assert exhausted or cap < 20
+
+
+def test_mutations_start_from_the_fastest_schemes_of_a_pattern() -> None:
+    history = played("mixed")
+    digest, _ = max(Counter(t.proposal.pattern for t in history if t.proposal.pattern).items(), key=lambda i: i[1])
+    best, ratios = best_of(history), ratios_to_float(history, Plan())
+    own = [t.placement for t in history if t.proposal.pattern == digest]
+    few = Config(minimum_schemes_to_mutate=3, maximum_mutations=1)
+    strategy = search(config=few)
+    pattern = next(p for p in strategy.patterns if p.digest == digest)
+    found = list(strategy._parents(pattern, best, history, ratios))
+    expected = sorted(own, key=lambda p: ratios[p])
+    inside = strategy._domain(pattern)
+    assert found[0] == best
+    assert len(found) == 3
+    on_top = dict.fromkeys((best.edges - inside) | (p.edges & inside) for p in expected)
+    assert [p.edges for p in found[1:]] == [edges for edges in on_top if edges != best.edges][:2]
+    many = replace(strategy, config=Config(minimum_schemes_to_mutate=1, top_percent_to_mutate=1.0))
+    assert len(list(many._parents(pattern, best, history, ratios))) > 3
+    rng = np.random.default_rng(0)
+    sampled = [consistent(strategy.model, p.placement) for p in strategy._mutated(pattern, found, rng, 0)][:40]
+    near = [{consistent(strategy.model, strategy._turned(pattern, parent, [(point, 0)])) for point in pattern.points}
+            for parent in found]  # fmt: skip
+    assert all(p in set().union(*near) for p in sampled[: len(pattern.points)])
+    assert all(set(sampled) & (reached - near[0]) for reached in near[1:] if reached - near[0])
+
+
+def test_a_run_of_mutations_that_miss_the_limits_ends_the_search_of_them() -> None:
+    strategy = search(config=Config(maximum_generation_attempts=7))
+    asked = list[Placement]()
+
+    def never(placement: Placement) -> bool:
+        asked.append(placement)
+        return False
+
+    ideas = strategy._mutations(best_of(played("mixed")), played("mixed"), Counter())
+    assert list(strategy._fresh(ideas, set(), Counter(), never)) == []
+    assert len(asked) == 7
+
+
 def test_a_pattern_varies_inside_itself_only_and_in_all_instances_alike() -> None:
     model, grouped, _, _ = parts("blocks")
     by_digest = {p.digest: p for p in grouped}
@@ -211,7 +270,7 @@ def test_mutations_depend_on_the_random_seed_and_the_number_of_trials_alone() ->
 
     def mutations(random_seed: int, trials: Sequence[Trial]) -> list[Proposal]:
         strategy = search(seed=random_seed)
-        return list(strategy._mutations(best_of(trials), len(trials)))
+        return list(strategy._mutations(best_of(trials), trials, Counter()))
 
     slower = [replace(t, result=Failure("build", "refused")) if not t.accepted else t for t in history]
     assert mutations(1, history) == mutations(1, slower)

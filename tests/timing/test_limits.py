@@ -260,7 +260,7 @@ class TestWhatCannotBe:
             tune(settings(write(net, tmp_path), min_sqnr=20.0))
 
     def test_a_drop_needs_a_metric(self, tmp_path: Path) -> None:
-        with pytest.raises(BadOption, match="--evaluate"):
+        with pytest.raises(BadOption, match="`evaluate`"):
             settings(tmp_path / "model.onnx", max_drop=0.1)
 
     def test_a_metric_that_fails_on_the_float_model(self, model: Path) -> None:

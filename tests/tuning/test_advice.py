@@ -24,7 +24,7 @@ def test_a_busy_machine_is_noted_before_the_run(load: float, threads: int, is_bu
 
 def test_more_threads_than_cores_are_noted() -> None:
     note = advice.busy_with(4, 2, 2, 0.0)
-    assert str(note).startswith("--threads 4 is more than the 2 cores that this process may use")
+    assert str(note).startswith("`threads` 4 is more than the 2 cores that this process may use")
 
 
 def test_wide_intervals_and_results_that_prove_nothing() -> None:
@@ -37,9 +37,9 @@ def test_wide_intervals_and_results_that_prove_nothing() -> None:
 
 def test_a_search_where_the_file_is_deployed_is_advised_if_it_gains_much_less_there() -> None:
     fast, slow, even = Ratio(0.6, 0.58, 0.62), Ratio(0.98, 0.95, 0.99), Ratio(0.65, 0.6, 0.7)
-    note = "1.02x at 16 threads, 1.67x at 1: a search there may gain more (--threads 16 --restart)"
+    note = "1.02x at 16 threads, 1.67x at 1: a search there may gain more (`threads` 16, `restart`)"
     assert advice.elsewhere(1, [(1, fast), (4, even), (16, slow)]) == note
-    assert "--threads 8 finds what pays there" in str(advice.elsewhere(1, [(8, fast)]))
+    assert "`threads` 8 finds what pays there" in str(advice.elsewhere(1, [(8, fast)]))
     for proven in ([], [(1, fast)], [(1, fast), (4, even)], [(1, slow), (4, fast)]):
         assert advice.elsewhere(1, proven) is None
     assert advice.elsewhere(None, [(None, fast)]) is None

@@ -73,6 +73,9 @@ class Script:
             return error
         return [{"y": np.array([1.0, -1.0]) + error} for _ in samples]
 
+    def start_seconds(self, handle: Handle) -> float:
+        return 0.0
+
     def rounds(self, a: Handle, b: Handle, count: int, **_: Any) -> Measurement:
         assert {a, b} <= self.present
         self.timed += count

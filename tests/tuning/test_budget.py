@@ -122,14 +122,14 @@ def test_calibration_ends_if_a_pass_takes_longer_than_expected(clock: Clock) -> 
     prepared = replace(prepared, calibration=Samples("slow", "", False, produce))
     given = affordable_calibration(prepared, Calibration("minmax"), clock.now + 40.0, notes)
     assert 3 <= sum(1 for _ in given.prepared.calibration) <= 5  # an eighth of the time that is left
-    assert notes.said[0].startswith("--time-budget has no room for all calibration samples: ")
+    assert notes.said[0].startswith("`time_budget` has no room for all calibration samples: ")
 
 
 @pytest.mark.usefixtures("clock")
 def test_a_front_that_time_ended_asks_for_no_builds(model: Path, workers: Workers) -> None:
     result, _ = slow_run(model, workers, 0.2, 110.0, front=True, builds=60)
     told = next(note for note in result.notes if note.startswith("the front has"))
-    assert told.endswith("--time-budget has no room for others: give more")
+    assert told.endswith("`time_budget` has no room for others: give more")
 
 
 @pytest.mark.usefixtures("clock")
@@ -137,7 +137,7 @@ def test_nothing_is_proven_if_nothing_was_tried(model: Path, workers: Workers) -
     result, notes = slow_run(model, workers, 3.8, 120.0)
     assert (result.shipped, result.history, result.summary["proof_builds"]) == ("baseline", (), 0)
     assert result.summary["baseline_ms"] == pytest.approx(3800, rel=0.01)
-    assert any(note.startswith("--time-budget had no room for a candidate: one and its proof") for note in result.notes)
+    assert any(note.startswith("`time_budget` had no room for a candidate: one and its proof") for note in result.notes)
     assert any("no room to compare ways to calibrate" in note for note in notes.said)
     assert len([note for note in notes.said if "no room for all calibration samples" in note]) == 1
     shipped = onnx.load(model.parent / "out" / "optimized_final.onnx")
@@ -168,7 +168,7 @@ def test_a_proof_at_the_usual_threads_leaves_time_for_the_search(
     monkeypatch.setattr("qdqtune.tuning.settings.counts_of", lambda _, asked, is_here: asked or (1, 4))
     result, notes = slow_run(model, workers, 0.2, budget, engine=THREADS["engine"])
     assert len(result.summary["by_threads"]) == rows
-    told = any("at 4 threads" in n and n.endswith("give --deploy-threads 1,4") for n in notes.said)
+    told = any("at 4 threads" in n and n.endswith("give `deploy_threads` 1,4") for n in notes.said)
     assert told == (rows == 1)
 
 
@@ -177,15 +177,17 @@ def test_a_search_that_ran_out_of_time_notes_it(model: Path, workers: Workers) -
     result, _ = slow_run(model, workers, 0.2, 60.0, builds=12)
     spent = 1 + len(result.history)
     assert 1 < spent < 6
-    told = f"--time-budget has ended the search after {spent} of 12 builds"
+    told = f"`time_budget` has ended the search after {spent} of 12 builds"
     assert [note for note in result.notes if note.startswith(told)]
     result, _ = slow_run(model, workers, 0.01, 1200.0, output_dir=model.parent / "enough")
-    assert not [note for note in result.notes if note.startswith("--time-budget has ended")]
+    assert not [note for note in result.notes if note.startswith("`time_budget` has ended")]
 
 
 def budget(seconds: float | None, latency: float, build: float = 1.0) -> Budget:
     first = build + 4 * max(latency, 0.02) * 12
-    bench = SimpleNamespace(floats=SimpleNamespace(turn_seconds=latency, build_seconds=build), trial_seconds=first)
+    bench = SimpleNamespace(
+        floats=SimpleNamespace(turn_seconds=latency, build_seconds=build, start_seconds=0.0), trial_seconds=first
+    )
     settings = Settings(Path("m"), time_budget=seconds, deploy_threads=(1,))
     return Budget.of(settings, cast(Bench, bench), None if seconds is None else time.monotonic() + seconds)
 
@@ -202,4 +204,4 @@ def test_a_time_budget_has_room_for_one_more_candidate_and_the_proof() -> None:
     assert tight.excuse is None
     spent = budget(45, 0.5)
     assert spent.is_spent([])
-    assert "--time-budget had no room" in str(spent.excuse)
+    assert "`time_budget` had no room" in str(spent.excuse)

@@ -137,7 +137,7 @@ def test_the_usual_numbers_are_those_of_search_and_engine(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("engine", "asked", "said"),
     [
-        ("onnxruntime", (1, 17), "--deploy-threads 17: this process may use 16 cores"),
+        ("onnxruntime", (1, 17), "`deploy_threads` 17: this process may use 16 cores"),
         ("onnxruntime", (), "such as 1,4,16"),
         ("tensorrt", (1,), "is about the threads of a CPU"),
     ],

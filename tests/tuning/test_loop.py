@@ -29,6 +29,7 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.search import best_of
 from qdqtune.search.region import Config
+from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.cache import read_cache
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.tuning.estimate import estimate
@@ -93,7 +94,17 @@ class TestAnImprovement:
         for path in out(model, "region_models").glob("*.onnx"):
             assert path.name.startswith("region_")
             assert is_quantized(load(path))
-        assert list(out(model, "region_models").glob("*.onnx"))
+        graph = load(model)
+        tuned = patterns.tunable(graph, patterns.group(graph, discovery.find(graph)))
+        names = {f"region_{p.instances[0].id}_level_{p.instances[0].level}.onnx" for p in tuned}
+        assert {path.name for path in out(model, "region_models").glob("*.onnx")} == names
+        own = {t.proposal.pattern for t in result.history if t.accepted and t.proposal.pattern}
+        best = [p.instances[0] for p in tuned if p.digest not in own]
+        final = cost(out(model, "optimized_final.onnx"))
+        for region in best:
+            path = out(model, f"region_models/region_{region.id}_level_{region.level}.onnx")
+            assert cost(path) == pytest.approx(final)
+        assert 0 < len(best) < len(tuned)
 
     def test_models_of_regions_are_there_as_soon_as_they_won(self, model: Path) -> None:
         seen = list[int]()
@@ -339,9 +350,9 @@ def possible(model: Path) -> frozenset[Any]:
 class TestAModelThatHasPairs:
     def test_it_is_refused_unless_said(self, model: Path) -> None:
         given = quantized(model, "qdq.onnx", rules.everything(load(model), possible(model)))
-        with pytest.raises(BadModel, match="already has Q/DQ pairs: give --from-qdq"):
+        with pytest.raises(BadModel, match="already has Q/DQ pairs: give `from_qdq`"):
             tune(settings(model, model=given))
-        with pytest.raises(BadOption, match="leave --from-qdq out"):
+        with pytest.raises(BadOption, match="leave `from_qdq` out"):
             tune(settings(model, from_qdq=True))
 
     def test_its_pairs_are_stripped_and_tried_first(self, model: Path) -> None:

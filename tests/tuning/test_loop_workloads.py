@@ -258,7 +258,7 @@ def test_a_budget_knows_that_a_round_calls_every_workload(model: Path) -> None:
 
 @pytest.mark.usefixtures("workers")
 def test_workloads_that_do_not_fit_are_refused(model: Path) -> None:
-    assert "leave --input-shape out" in refusal(model, input_shapes={"ids": (1, 1)})
+    assert "leave `input_shapes` out" in refusal(model, input_shapes={"ids": (1, 1)})
     (model.parent / "other").mkdir()
     twice = (WorkloadFile(model.with_name("decode.npz")), WorkloadFile(model.parent / "other" / "decode.npz"))
     assert "two files are called 'decode'" in refusal(model, workloads=twice)
@@ -290,7 +290,7 @@ def test_a_model_is_shaped_where_all_workloads_agree(model: Path) -> None:
     assert empty.samples.first(1)[0]["past"].shape == (1, 2, 0, 32)
     with pytest.raises(
         BadOption,
-        match=r"1 more input have .* ids:1x64 --input-shape past:1x2x64x32$",
+        match=r"1 more input have .* ids:1x64 `input_shapes` past:1x2x64x32$",
     ):
         prepare(load(model), Data())
     assert [w.share for w in open_workloads(files, load(model))] == [0.5, 0.5]

@@ -50,8 +50,8 @@ def test_a_second_model_of_the_kind_needs_three_builds_at_most(batch: int, model
     assert set(origins(second)) == {"cut"}
     assert 1 + len(second.history) <= 3 < 1 + len(usual.history)
     assert cost(path.parent / "b" / "optimized_final.onnx") == cost(path.parent / "usual" / "optimized_final.onnx")
-    assert [note for note in second.notes if "--price-cache none" in note]
-    assert not [note for note in (*first.notes, *usual.notes) if "--price-cache" in note]
+    assert [note for note in second.notes if "`price_cache` none" in note]
+    assert not [note for note in (*first.notes, *usual.notes) if "`price_cache`" in note]
 
 
 def test_a_model_with_larger_inputs_begins_with_the_cut_on_a_real_engine(tmp_path: Path) -> None:
@@ -112,12 +112,12 @@ def test_a_file_that_is_no_cache_is_refused_if_named_and_else_noted_and_kept(
     for place in (model.parent / "prices.json", file):
         place.parent.mkdir(exist_ok=True)
         place.write_text(content)
-    with pytest.raises(BadOption, match=r"prices.json was there before, .*choose another --price-cache"):
+    with pytest.raises(BadOption, match=r"prices.json was there before, .*choose another `price_cache`"):
         tune(asked(model, "a"))
     notes = Notes()
     assert tune(asked(model, "a", price_cache=file), notes).improved
     assert notes.told == [
-        f"{file} is no price cache of this version (delete it, or name another with --price-cache): "
+        f"{file} is no price cache of this version (delete it, or name another with `price_cache`): "
         "the search goes on without"
     ]
     assert file.read_text() == (model.parent / "prices.json").read_text() == content

@@ -131,7 +131,7 @@ def test_a_flipped_byte_anywhere_is_refused(path: Path) -> None:
         with pytest.raises(BadState, match="damaged") as refusal:
             Store(path, RUN)
         assert len(str(refusal.value).splitlines()) == 1
-        assert "--restart" in str(refusal.value)
+        assert "`restart`" in str(refusal.value)
 
 
 def test_the_damaged_line_is_named_and_the_file_left_as_it_is(path: Path) -> None:
@@ -316,7 +316,8 @@ EVERY: tuple[Record, ...] = (
     *RECORDS,
     MORE,
     kinds.TrialRecord(
-        of=kinds.job_of(STORED.placement.digest, "0"), origin="cut", against="0", placement=STORED, result=MEASURED, check=MEASURED, layers=LAYERS,
+        of=kinds.job_of(STORED.placement.digest, "0"),
+        origin="cut", against="0", placement=STORED, result=MEASURED, check=MEASURED, layers=LAYERS,
         predicted=0.5, accuracy=Accuracy(20.5, 18.0, 23.0, 0.5, 1.0, 3),
     ),
     MetricRecord(failure=Failure("run", "no")),

@@ -205,7 +205,7 @@ def test_moments_are_computed_when_the_first_weight_is_rounded(tmp_path: Path) -
     assert (integers != Inserter(graph, Ranges({}), numbers).insert(stored).constants["w0_quantized"].array()).any()
     nearest = Settings(Path("m.onnx"))
     assert asked.products_of(nearest, own) is no_moments
-    with pytest.raises(BadOption, match="give --calibration-data"):
+    with pytest.raises(BadOption, match="give `calibration_data`"):
         Settings(Path("m.onnx"), weight_rounding="gptq")
     called = Settings(Path("m.onnx"), workloads=(WorkloadFile(Path("d.npz"), 1.0),), weight_rounding="gptq")
     assert asked.products_of(called, own) is not no_moments, "workloads are data as well"

@@ -18,7 +18,7 @@ import click
 from qdqtune.autotune.benchmark import default_engine, rounds_for
 from qdqtune.autotune.graphs import nodes_of
 from qdqtune.autotune.utils import COUNTS, MODE_PRESETS, StoreWithExplicitFlag
-from qdqtune.autotune.workflows import RegionLogs, builds_for, patterns_of
+from qdqtune.autotune.workflows import RegionLogs
 from qdqtune.cli import main as cli
 from qdqtune.cli import tune
 from qdqtune.cli.command import CHATTER, SILENCE, Guarded, is_verbose
@@ -31,6 +31,7 @@ from qdqtune.graph.loading import load
 from qdqtune.options import Several, options_of
 from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.settings import EFFORTS
+from qdqtune.tuning.subject import tuned_patterns
 
 MODES, TENSORRT = ("region", "subgraph"), ("tensorrt", "trtexec")
 
@@ -121,10 +122,8 @@ def run(**given: Any) -> int:
     if given["mode"] == "subgraph":
         code = tune.run(TuneOptions(**_for_engine(given)), **how)
     else:
-        patterns = patterns_of(given["model"], given["regions"], given["fix_inputs"])
+        patterns = tuned_patterns(given["model"], given["regions"], given["fix_inputs"])
         _note(f"patterns: {len(patterns)}, in {sum(len(p.instances) for p in patterns)} regions")
-        if given["schemes_per_region"] is not None and given["builds"] is None:
-            given["builds"] = builds_for(given["schemes_per_region"], patterns)
         logs = RegionLogs(given["output_dir"], patterns)
         code = tune.run(TuneOptions(**_for_engine(given)), logs, **how)
         logs.finish()

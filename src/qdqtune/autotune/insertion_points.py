@@ -14,7 +14,6 @@ import onnx
 from qdqtune.autotune.errors import InvalidSchemeError
 from qdqtune.autotune.graphs import GraphLike, as_model, get_tensor_consumer_node_indices, model_with
 from qdqtune.autotune.regions import Grouping, Region, RegionType
-from qdqtune.commands.inspect import QUANTIZABLE, is_quantizable
 from qdqtune.graph.model import GRAPH, Model, Use
 from qdqtune.graph.operators import COMPUTE, CONVOLUTIONS
 from qdqtune.placement.possible import can_carry
@@ -220,7 +219,7 @@ def has_quantizable_operations(region: Region, graph: GraphLike) -> bool:
     if region.type is not RegionType.LEAF and not region.get_region_nodes_and_descendants():
         return True
     model = as_model(graph)
-    return is_quantizable(model, Grouping.of(model, [region]).cores[region])
+    return patterns.is_quantizable(model, Grouping.of(model, [region]).cores[region])
 
 
 def skip_invalid_insertion_points(graph: GraphLike, tensor_name: str, region_or_node: object) -> bool:
@@ -261,7 +260,7 @@ def merge_resolved_insertion_points(
 
 def get_autotuner_quantizable_ops() -> set[str]:
     """Operators that engines run on quantized values."""
-    return set(QUANTIZABLE)
+    return set(patterns.QUANTIZABLE)
 
 
 def _uses(model: Model, tensor: str, users: set[int]) -> list[Use]:

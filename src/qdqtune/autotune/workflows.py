@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from math import ceil
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import onnx
 
@@ -21,13 +19,10 @@ from qdqtune.autotune.errors import AutotunerError
 from qdqtune.cli import progress
 from qdqtune.commands.inputs import on_disk
 from qdqtune.commands.tune import TuneOptions, tune
-from qdqtune.graph.loading import load
-from qdqtune.placement.reading import is_quantized
-from qdqtune.placement.stripping import strip_pairs
-from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.tuning.folder import LOGS, REGION_MODELS
 from qdqtune.tuning.observer import Observers, Silent, State
+from qdqtune.tuning.subject import tuned_patterns
 from qdqtune.types import QuantType, Trial
 
 log = logging.getLogger("qdqtune.autotune")
@@ -89,9 +84,8 @@ def region_pattern_autotuning_workflow(
     )
     with on_disk(options) as here, progress.shown(verbose=verbose) as observer:
         path = Path(str(here.model))
-        tuned = patterns_of(path)
-        limit: dict[str, Any] = {"builds": builds_for(num_schemes_per_region, tuned)} if num_schemes_per_region else {}
-        settings, logs = here.settings(plan=benchmark.search_plan, **limit), RegionLogs(here.output_dir, tuned)
+        tuned = tuned_patterns(path)
+        settings, logs = here.settings(plan=benchmark.search_plan), RegionLogs(here.output_dir, tuned)
         result = tune(settings, Observers((observer, logs)))
         logs.finish()
         autotuner = QDQAutotuner(onnx.load(path))
@@ -99,26 +93,6 @@ def region_pattern_autotuning_workflow(
     autotuner.initialize(config, PatternCache.load(cache_beside(settings.state)))
     autotuner.adopt(result, settings.plan)
     return autotuner
-
-
-def patterns_of(
-    model: Path,
-    method: Literal["auto", "names", "topology"] = "auto",
-    fix_inputs: Mapping[str, Any] = MappingProxyType({}),
-) -> Sequence[Pattern]:
-    """The patterns that a run in region mode tunes.
-
-    Raises:
-        BadModel: the file cannot be used.
-    """
-    graph = load(model, fix_inputs=fix_inputs)
-    graph = strip_pairs(graph) if is_quantized(graph) else graph
-    return patterns.group(graph, discovery.find(graph, method))
-
-
-def builds_for(schemes: int, tuned: Sequence[Pattern]) -> int:
-    """Builds in which every pattern gets so many schemes, and a fifth more for wins, which are built again."""
-    return 16 + ceil(1.2 * schemes * len(tuned))
 
 
 class RegionLogs(Silent):

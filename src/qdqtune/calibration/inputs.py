@@ -57,7 +57,7 @@ def input_specs(model: Model) -> tuple[InputSpec, ...]:
 
 
 def fixed_inputs(file: Path, fixed: Mapping[str, float | int | str]) -> Sample:
-    """Values for the inputs of `file` that --fix-input has made constant elsewhere.
+    """Values for the inputs of `file` that `fix_inputs` has made constant elsewhere.
 
     Raises:
         BadModel: the file cannot be read.
@@ -73,7 +73,7 @@ def listed(specs: tuple[InputSpec, ...]) -> str:
 
 
 PICTURE, SEQUENCE = 224, 64
-"""Sizes in the hint for --input-shape: the side of a picture, and the length of a sequence."""
+"""Sizes in the hint for `input_shapes`: the side of a picture, and the length of a sequence."""
 
 
 def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -> Callable[[], Iterator[Sample]]:
@@ -84,14 +84,14 @@ def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count:
         BadModel: the inputs do not fit into memory (raised by the iterator).
     """
     if dynamic := [spec for spec in specs if None in spec.shape[1:]]:
-        flags = [f"--input-shape {s.name}:{'x'.join(map(str, _typical(s)))}" for s in dynamic]
+        flags = [f"`input_shapes` {s.name}:{'x'.join(map(str, _typical(s)))}" for s in dynamic]
         more = len(dynamic) - 1
         others = f" and {more} more input{'s' * (more > 1)} have" if more else " has"
         wanted = first_of(flags, " ")
         what = f"input {dynamic[0]}{others} dynamic dimensions"
         fitting = ", which have to fit together" if more else ""
         raise BadOption(
-            f"{what}: give --calibration-data, which have sizes, or those you run with{fitting}, like {wanted}"
+            f"{what}: give `calibration_data`, which have sizes, or those you run with{fitting}, like {wanted}"
         )
     tops = {s.name: _index_end(model, s.name) for s in specs}
 

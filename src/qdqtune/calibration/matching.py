@@ -110,9 +110,7 @@ class Matched:
 
 def _listed(names: Collection[str], words: Mapping[str, str] | None = None) -> str:
     shown = [f"{name} ({words[name]})" if words else name for name in islice(names, LISTED_NAMES)]
-    return "; ".join(shown) + (
-        f"; and {len(names) - LISTED_NAMES} more (--json has all)" if len(names) > LISTED_NAMES else ""
-    )
+    return "; ".join(shown) + (f"; and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else "")
 
 
 def from_file(cache: Path, model: Model, file: Path) -> Matched:

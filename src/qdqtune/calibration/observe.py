@@ -94,7 +94,7 @@ def outputs_on(
         for sample in samples:
             outputs = run([sample])
             if isinstance(outputs, Failure):
-                hint = ": --time-limit gives it longer" if outputs.stage == "timeout" else ""
+                hint = ": `time_limit` gives it longer" if outputs.stage == "timeout" else ""
                 sizes = [f"{name} {'x'.join(map(str, array.shape)) or 'scalar'}" for name, array in sample.items()]
                 raise BadModel(f"calibration cannot run the model on {first_of(sizes)}: {outputs.reason}{hint}")
             yield outputs[0]

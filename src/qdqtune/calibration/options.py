@@ -158,8 +158,8 @@ def check_cache(ranges: RangeOptions, cache: CacheOption) -> None:
         BadOption: both are given.
     """
     if cache.calibration_cache is not None and ranges.says_how:
-        names = "--calibration-method, --bias-correction, --equalize, --percentile"
-        raise BadOption(f"--calibration-cache brings the scales: leave {names} out")
+        names = "`calibration_method`, `bias_correction`, `equalize`, `percentile`"
+        raise BadOption(f"`calibration_cache` brings the scales: leave {names} out")
 
 
 @dataclass(kw_only=True)

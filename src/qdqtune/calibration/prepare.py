@@ -120,7 +120,7 @@ def prepare(model: Model, data: Data, *, fixed: Collection[str] = (), most: int 
     """
     check_outputs(model.proto)
     if data.workloads and data.input_shapes:
-        raise BadOption("--workload brings the shapes of all inputs: leave --input-shape out")
+        raise BadOption("`workloads` brings the shapes of all inputs: leave `input_shapes` out")
     mix = open_workloads(data.workloads, model, fixed) if data.workloads else ()
     sizes: Sizes = common_sizes(mix) if mix and data.calibration_data is None else data.input_shapes
     shaped = with_input_shapes(model, sizes)
@@ -177,12 +177,12 @@ def _how_to_fold(model: Model, samples: Samples) -> str:
     if not deciding:
         return "unroll it where the model is exported"
     if samples.is_random:
-        flags = " ".join(f"--fix-input {name}=VALUE" for name in deciding)
+        flags = " ".join(f"`fix_inputs` {name}=VALUE" for name in deciding)
         return f"give the value that you deploy with, {flags}, and it is folded"
     values = _constants(deciding, samples)
     if changing := [name for name in deciding if name not in values]:
         return f"it depends on the input {changing[0]}, whose value changes: export a model for each value"
-    flags = " ".join(f"--fix-input {name}={value}" for name, value in values.items())
+    flags = " ".join(f"`fix_inputs` {name}={value}" for name, value in values.items())
     facts = " and ".join(f"{name} is {value}" for name, value in values.items())
     return f"{facts} in all samples, so give {flags} and it is folded (the result then holds for that value alone)"
 

@@ -118,13 +118,13 @@ class ReadingTime:
         """Raises TooSlow if a pass over `origin` has `spent` too many seconds."""
         if spent > self.seconds:
             raise TooSlow(
-                f"reading {origin} took longer than {self.seconds:.4g} s: --time-limit gives it longer, "
-                "--calibration-samples takes fewer"
+                f"reading {origin} took longer than {self.seconds:.4g} s: `time_limit` gives it longer, "
+                "`calibration_samples` takes fewer"
             )
         if self.ends is not None and monotonic() > self.ends:
             raise TooSlow(
-                f"--time-budget has ended while {origin} was read: give more time, or fewer samples "
-                "(--calibration-samples)"
+                f"`time_budget` has ended while {origin} was read: give more time, or fewer samples "
+                "(`calibration_samples`)"
             )
 
     def over(self, make: Callable[[], Iterator[T]], origin: str) -> Iterator[T]:
@@ -187,6 +187,6 @@ def checked_count(items: Iterable[T], origin: str) -> Iterator[T]:
     for number, item in enumerate(items, 1):
         if number > MOST_GENERATED:
             raise BadData(
-                f"{origin} gives more than {MOST_GENERATED:,} samples: --calibration-samples says how many to take"
+                f"{origin} gives more than {MOST_GENERATED:,} samples: `calibration_samples` says how many to take"
             )
         yield item

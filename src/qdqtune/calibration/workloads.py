@@ -98,7 +98,7 @@ def workloads_option() -> Any:
         Workloads(),
         None,
         "An .npz of inputs as one call has them, and the share of the calls that are such: decode.npz:0.8. Repeatable: "
-        "what counts is the mean time of all calls. Without --calibration-data these are the samples, too.",
+        "what counts is the mean time of all calls. Without `calibration_data` these are the samples, too.",
         "Data",
         short="inputs of one call, its share: decode.npz:0.8",
         flags="--workload",
@@ -124,9 +124,9 @@ def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collectio
         with reading(f"workload {twice}", BadData):
             places = {real(file.path) for file in files if file.name == twice}
         if len(places) == 1:
-            raise BadOption(f"--workload names {twice}.npz more than once: give it once, with the sum of the weights")
+            raise BadOption(f"`workloads` names {twice}.npz more than once: give it once, with the sum of the weights")
         raise BadOption(
-            f"--workload: two files are called {twice!r}: results are listed by name, so rename one of them"
+            f"`workloads`: two files are called {twice!r}: results are listed by name, so rename one of them"
         )
     given = [Workload(read_sample(file.path, model, fixed), file.weight, file.name) for file in files]
     for file, workload in zip(files, given, strict=True):

@@ -17,14 +17,13 @@ from qdqtune.cli import progress
 from qdqtune.cli.command import AS_JSON, HTML, command, command_line, write_page
 from qdqtune.cli.output import print_json, print_lines, say_notes, show, with_flags_in_notes
 from qdqtune.cli.report import table_of, to_exclude
-from qdqtune.cli.streams import escaped
 from qdqtune.commands.check import CheckOptions, check_file
 from qdqtune.commands.debug import DebugOptions, debug
 from qdqtune.commands.diagnosis import Diagnosis, Suspect
 from qdqtune.commands.doctor import ClusterState, DoctorOptions, EnginesState, examine, examine_cluster
 from qdqtune.commands.probes import NOT_FINITE, WrongPart
 from qdqtune.engines import EngineSpec
-from qdqtune.errors import ConstraintUnmet, EngineUnavailable
+from qdqtune.errors import ConstraintUnmet, EngineUnavailable, escaped
 from qdqtune.explanation.findings import Finding
 from qdqtune.explanation.reasons import is_low
 from qdqtune.explanation.words import counted, placed, samples, title

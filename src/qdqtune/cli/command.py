@@ -58,6 +58,11 @@ class Parameter(click.Option):
             **how,
         )
 
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """See click."""
+        record = super().get_help_record(ctx)
+        return record and (record[0], with_flags(record[1]))
+
 
 def _reading(own: Option[Any, Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
     """A click callback that converts all texts that were typed for an option."""
@@ -289,7 +294,7 @@ def _words(option: click.Option) -> str:
     """A few words about an option, with its default."""
     if not isinstance(option, Parameter):
         return "this page"
-    words = option.own.short or option.own.help.partition(". ")[0].rstrip(".")
+    words = with_flags(option.own.short or option.own.help.partition(". ")[0].rstrip("."))
     is_plain = not option.is_flag and option.show_default and option.default not in (None, "", ())
     return f"{words} [{option.default}]" if is_plain else words
 

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from qdqtune.cli.command import JSON_FOR_TABLE, command
-from qdqtune.cli.jobs import Job, run_jobs
+from qdqtune.cli.jobs import Job, run_jobs, worst
 from qdqtune.cli.tune import tune_command
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines.options import WorkerOptions
@@ -68,7 +68,7 @@ def run_command(options: RunOptions, as_machine: bool) -> int:
     qdqtune run jobs.yaml --json
     qdqtune run jobs.yaml --workers 4 --cores-per-worker 2
     """
-    return run_jobs(read_jobs(options.file), options, as_machine=as_machine)
+    return worst(run_jobs(read_jobs(options.file), options, as_machine=as_machine))
 
 
 def read_jobs(path: Path) -> list[Job]:
@@ -141,7 +141,7 @@ def _job(model: str, given: Mapping[str, list[Any]], where: str) -> Job:
     if len(model) + sum(map(len, arguments)) > MOST_CHARACTERS:
         raise BadOption(f"{where}: its options have more than {MOST_CHARACTERS:,} characters")
     try:
-        context = tune_command.make_context("tune", [model, *arguments])
+        context = tune_command.make_context("tune", [*arguments, "--", model])
         own = {name: value for name, value in context.params.items() if name in options_of(TuneOptions)}
         return Job(model, arguments, TuneOptions(**own).spec())
     except click.ClickException as error:

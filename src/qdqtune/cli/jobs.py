@@ -32,10 +32,9 @@ from qdqtune.system.interpreter import python
 from qdqtune.timing.ratios import speed
 
 CODES = (0, 3, 4)
-"""Exit codes, the best first; every other one is worse than these."""
+"""Exit codes of runs that came to their end, the best first; every other one is worse than these."""
 
 FACTS = ("shipped", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "output_sqnr_db")
-
 
 OWN = ("output_dir", "as_machine", "workers", "cores_per_worker", "ray")
 """Options of the command line that jobs do not get as they were typed."""
@@ -66,9 +65,8 @@ class Job:
     engine: EngineSpec
 
 
-def run_jobs(jobs: Sequence[Job], options: WorkerOptions, *, as_machine: bool) -> int:
-    """Tune models, each in a process of its own, one on each device at a time, and print a table. Gives the worst exit
-    code.
+def run_jobs(jobs: Sequence[Job], options: WorkerOptions, *, as_machine: bool) -> list[int]:
+    """Tune models, each in a process of its own, one on each device at a time, and print a table. Gives the exit codes.
 
     Raises:
         KeyboardInterrupt: this process was interrupted, or a job.
@@ -85,13 +83,17 @@ def run_jobs(jobs: Sequence[Job], options: WorkerOptions, *, as_machine: bool) -
         print_json(done)
     else:
         show(_estimates(done) if all("patterns" in row for row in done) else _table(done))
-    codes: list[int] = [row["exit_code"] for row in done]
+    return [row["exit_code"] for row in done]
+
+
+def worst(codes: Sequence[int]) -> int:
+    """The exit code of several models."""
     return max(codes, key=lambda code: CODES.index(code) if code in CODES else len(CODES) + code)
 
 
 def _asked(job: Job) -> list[str]:
     how = ["-q"] if is_quiet() else ["-v"] if is_verbose() else []
-    return ["tune", job.model, *job.arguments, "--json", *how]
+    return ["tune", *job.arguments, "--json", *how, "--", job.model]
 
 
 def _ran(job: Job) -> dict[str, Any]:
@@ -159,10 +161,10 @@ def tune_all(given: Sequence[Path], options: TuneOptions, *, dry_run: bool, as_m
     folders = named(models)
     engine = options.spec()
     jobs = [Job(str(m), ("--output-dir", str(options.output_dir / folders[m]), *arguments), engine) for m in models]
-    code = run_jobs(jobs, options, as_machine=as_machine)
-    if not (dry_run or is_quiet()):
+    codes = run_jobs(jobs, options, as_machine=as_machine)
+    if any(code in CODES for code in codes) and not (dry_run or is_quiet()):
         say(f"what ships lies in {options.output_dir}/MODEL/optimized_final.onnx, with a report.html beside it")
-    return code
+    return worst(codes)
 
 
 def _models(given: Sequence[Path]) -> Iterator[Path]:

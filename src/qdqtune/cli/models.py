@@ -22,7 +22,6 @@ from qdqtune.cli.output import (
     with_flags,
     with_flags_in_notes,
 )
-from qdqtune.cli.streams import escaped
 from qdqtune.commands.apply import ApplyOptions, apply
 from qdqtune.commands.build import BuildOptions, build
 from qdqtune.commands.compare import CompareOptions, compare
@@ -30,7 +29,7 @@ from qdqtune.commands.inputs import MODEL
 from qdqtune.commands.inspect import InspectOptions, inspect
 from qdqtune.commands.layers import LayersOptions, layers
 from qdqtune.engines.options import with_timing_cache
-from qdqtune.errors import EngineFailure
+from qdqtune.errors import EngineFailure, escaped
 from qdqtune.explanation.words import placed, samples, shortened, title
 from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import concern

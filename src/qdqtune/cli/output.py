@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
-from qdqtune.cli.streams import escaped, escaped_lines, styled
+from qdqtune import errors
+from qdqtune.cli.streams import escaped_lines, styled
+from qdqtune.errors import escaped
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -55,12 +57,10 @@ def parsed_event(line: str) -> Event:
 
 
 def with_flags(text: str) -> str:
-    """The text with options of the command at hand spelled as they are typed: `input_shapes` becomes --input-shape."""
+    """The text with options spelled as they are typed, as the command at hand has them."""
     context = click.get_current_context(silent=True)
-    for parameter in context.command.params if context is not None else ():
-        if isinstance(parameter, click.Option):
-            text = text.replace(f"`{parameter.name}`", max(parameter.opts, key=len))
-    return text
+    own = () if context is None else context.command.params
+    return errors.with_flags(text, {str(p.name): max(p.opts, key=len) for p in own if isinstance(p, click.Option)})
 
 
 def with_flags_in_notes(done: R) -> R:

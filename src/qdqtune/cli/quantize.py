@@ -17,12 +17,11 @@ from qdqtune.cli.command import AS_JSON as PRINT_JSON
 from qdqtune.cli.command import HTML, Parameter, command, command_line, switch, write_page
 from qdqtune.cli.output import print_json, print_lines, say_notes, show, with_flags_in_notes
 from qdqtune.cli.report import table_of, to_exclude
-from qdqtune.cli.streams import escaped
 from qdqtune.commands.quantize import Quantized, quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines.formats import FORMATS
-from qdqtune.errors import BadModel, BadOption
+from qdqtune.errors import BadModel, BadOption, escaped
 from qdqtune.explanation.words import decibels, placed, samples
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import data_of

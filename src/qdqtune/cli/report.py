@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from qdqtune.cli.progress import failure
-from qdqtune.cli.streams import escaped
 from qdqtune.commands.compare import Row
 from qdqtune.commands.tune import is_judged, result_rows
+from qdqtune.errors import escaped
 from qdqtune.explanation.words import builds, built, duration, samples
 from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.timing.ratios import Ratio, speed
@@ -210,10 +210,11 @@ def comparison_table(first: str, rows: Sequence[Row], samples: str) -> Table:
 def estimate_lines(estimate: Estimate) -> str:
     """The estimate of a run, in four lines."""
     spent = builds(estimate.builds - estimate.rewrite_builds, estimate.rewrite_builds)
+    each = "" if estimate.processes is None else f", {estimate.processes} starts of {estimate.start_seconds:.1f} s"
     return (
         f"regions: {estimate.regions}\npatterns: {estimate.patterns}\n"
         f"builds: at most {spent}, without the proof\n"
-        f"time: about {duration(estimate.seconds)} (float model: {estimate.latency * 1e3:.3f} ms)"
+        f"time: about {duration(estimate.seconds)} (float model: {estimate.latency * 1e3:.3f} ms{each})"
     )
 
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TextIO
 
+from qdqtune.errors import escaped
+
 OUTPUT, ERRORS = 1, 2
 """File descriptors of the standard streams."""
 
@@ -38,11 +40,6 @@ BRAILLE = range(0x2800, 0x2900)
 """Characters of spinners."""
 
 SHOW_CURSOR = b"\x1b[?25h"
-
-
-def escaped(text: str) -> str:
-    """The text with control characters escaped, line breaks included."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def escaped_lines(text: str) -> str:

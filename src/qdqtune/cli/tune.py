@@ -180,7 +180,7 @@ def typed(arguments: Sequence[str], known: Mapping[str, Any]) -> tuple[TuneOptio
         click.ClickException: `arguments` are not those of `tune`.
     """
     program = click.get_current_context().find_root()
-    context = tune_command.make_context("tune", [str(known["model"]), *arguments], parent=program)
+    context = tune_command.make_context("tune", [*arguments, "--", str(known["model"])], parent=program)
     given = {**context.params, **known}
     for name, value in context.params.items():
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and name != "model":

@@ -15,16 +15,12 @@ from qdqtune.commands.shown import Shown, Table
 from qdqtune.explanation.words import counted
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import CONTROL_FLOW, HEAVY, INTEGER_KERNELS, may_be_float
 from qdqtune.options import COUNT, SWITCH, Flag, Option, option
 from qdqtune.search.regions import discovery
 from qdqtune.search.regions.discovery import Regions
-from qdqtune.search.regions.patterns import Pattern, group
+from qdqtune.search.regions.patterns import Pattern, group, is_quantizable, tunable
 from qdqtune.search.regions.region import Region, RegionType
 from qdqtune.tuning.options import Division, regions_option
-
-QUANTIZABLE = HEAVY - CONTROL_FLOW | INTEGER_KERNELS | {"AveragePool", "MaxPool"}
-"""Operators that engines run on quantized values."""
 
 MOST_FREQUENT, FEW = 10, 5
 """How many patterns are listed below the tree, and in the summary."""
@@ -103,9 +99,10 @@ def render(
 ) -> list[str]:
     """The hierarchy and its statistics as lines of text; without `tree` a summary that fits on a screen.
 
-    Regions without quantizable operators are counted but shown only with `include_all_regions`. `verbose` adds the
-    names of nodes and tensors to the tree.
+    Regions without quantizable operators are counted but shown only with `include_all_regions`; patterns that no search
+    tunes are only listed with it. `verbose` adds the names of nodes and tensors to the tree.
     """
+    patterns = patterns if include_all_regions else tunable(model, patterns)
     summary = _Summary.of(model, regions)
     if not tree:
         below = [*_histogram(summary, MOST_BARS), "", *_pattern_lines(patterns, FEW)]
@@ -124,6 +121,7 @@ def as_json(
     model: Model, regions: Regions, patterns: Sequence[Pattern], *, include_all_regions: bool = False
 ) -> dict[str, object]:
     """The same as JSON values. Regions refer to parents by `id` and to patterns by `digest`."""
+    patterns = patterns if include_all_regions else tunable(model, patterns)
     summary = _Summary.of(model, regions)
     pattern_of = {region: p.digest for p in patterns for region in p.instances}
     parent = {child: region.id for region in regions.walk() for child in region.children}
@@ -146,12 +144,6 @@ def as_json(
                      "children": [c.id for c in r.children], "inputs": list(r.inputs), "outputs": list(r.outputs)}
                     for r in shown],
     }  # fmt: skip
-
-
-def is_quantizable(model: Model, region: Region) -> bool:
-    """Whether a region holds an operator on floats that engines can quantize."""
-    nodes = (model.nodes[n] for n in region.all_nodes())
-    return any(node.op in QUANTIZABLE and any(may_be_float(model, t) for t in node.outputs) for node in nodes)
 
 
 def flow_type(model: Model, region: Region) -> str:
@@ -235,7 +227,8 @@ def _histogram(summary: _Summary, bars: int) -> Iterator[str]:
 
 def _pattern_lines(patterns: Sequence[Pattern], most: int) -> Iterator[str]:
     leaf = sum(p.type is RegionType.LEAF for p in patterns)
-    yield f"Patterns: {len(patterns)} ({leaf} LEAF, {len(patterns) - leaf} COMPOSITE)"
+    regions = counted(sum(len(p.instances) for p in patterns), "region")
+    yield f"Patterns: {len(patterns)} ({leaf} LEAF, {len(patterns) - leaf} COMPOSITE), in {regions}"
     frequent = sorted(patterns, key=lambda p: -len(p.instances))[:most]
     for p in frequent:
         ops = ", ".join(p.ops[:8]) + (f", ... ({len(p.ops)} nodes)" if len(p.ops) > 8 else "")

@@ -46,7 +46,7 @@ class QuantizeOptions(FixOption, SourceOptions):
     placement_like: Option[Likeness, Likeness] = option(
         choice("rules", "implicit"),
         "rules",
-        "rules: pairs where --engine gains from them as a rule; implicit: on all that a quantizable layer reads, as "
+        "rules: pairs where `engine` gains from them as a rule; implicit: on all that a quantizable layer reads, as "
         "TensorRT's implicit quantization had its scales.",
         "Model",
         is_rare=True,
@@ -72,7 +72,7 @@ class QuantizeOptions(FixOption, SourceOptions):
     weight_rounding: Option[Rounding, Rounding] = option(
         choice("nearest", "gptq"),
         "nearest",
-        "With --weight-only: nearest, or gptq, which makes up for the error of each weight in those behind it, as your "
+        "With `weight_only`: nearest, or gptq, which makes up for the error of each weight in those behind it, as your "
         "calibration data meet them; some thousand rows (tokens) tell enough.",
         "Model",
         is_rare=True,

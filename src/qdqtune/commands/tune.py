@@ -15,18 +15,20 @@ from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.commands.inputs import METRIC, InputOptions, MetricLike
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for
+from qdqtune.engines import LAUNCHED
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.explanation.words import built, decibels, rewrites_gave, title
 from qdqtune.options import SWITCH, Anything, Flag, MaybeFile, MaybeInt, OfRun, Option, choice, option
 from qdqtune.search.region import Config
-from qdqtune.timing.ratios import Plan, Ratio, speed
+from qdqtune.timing.ratios import Plan, Ratio, least_rounds, speed
 from qdqtune.tuning import loop, result
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import SearchOptions
 from qdqtune.tuning.price_cache import usual_path
-from qdqtune.tuning.settings import EFFORTS, FRONT_BUILDS, Settings, looks_until
+from qdqtune.tuning.settings import EFFORTS, FRONT_BUILDS, Settings, builds_for, looks_until
+from qdqtune.tuning.subject import tuned_patterns
 from qdqtune.types import Accuracy
 
 Preset = Literal["quick", "default", "extensive"]
@@ -39,7 +41,7 @@ class EffortOptions(SearchOptions):
     effort: Option[Preset, Preset] = option(
         choice(*EFFORTS),
         "default",
-        "Preset of --builds, --schemes-per-region and --timing-runs; explicit flags win.",
+        "Preset of `builds`, `schemes_per_region` and `timing_runs`; explicit flags win.",
         "Search",
         short="how many builds and rounds",
     )
@@ -49,14 +51,14 @@ class EffortOptions(SearchOptions):
         "Engine builds that the search may spend.",
         "Search",
         short="engine builds for the search",
-        default_in_words="by --effort: cut 7, 8, 30; region 24, 52, 400; subgraph 4, 7, 24",
+        default_in_words="by `effort`: cut 7, 8, 30; region 24, 52, 400; subgraph 4, 7, 24",
     )
     schemes_per_region: MaybeInt = option(
         click.IntRange(0),
         None,
-        "region: candidates per pattern.",
+        "region: candidates per pattern; without --builds, as many builds as they take.",
         "Search",
-        default_in_words="4 | 50 | 200",
+        default_in_words="30 | 50 | 200",
         flags="-s --schemes-per-region",
         is_rare=True,
     )
@@ -71,6 +73,21 @@ class EffortOptions(SearchOptions):
     warmup_runs: Option[int, int] = option(
         click.IntRange(0), 2, "Inferences of each model before its rounds.", "Search", is_rare=True
     )
+
+
+LAUNCHED_LOOKS, LAUNCHED_ERROR = (7, 20), 0.02
+"""Rounds after which a candidate is judged, and the error that its comparison may spend, on engines that start a
+process for each turn of a round. There a false win costs a proof, which is as strict as with any engine."""
+
+
+def search_plan(engine: str, looks: tuple[int, ...], last: int | None, warmup: int) -> Plan:
+    """The rounds of a candidate: `looks` of the effort, or those for engines that start a process for each turn; the
+    last one at `last` rounds where the user says so."""
+    if engine not in LAUNCHED:
+        return Plan(looks_until(last or looks[-1], looks), warmup=warmup)
+    looks = looks_until(last or LAUNCHED_LOOKS[-1], LAUNCHED_LOOKS)
+    first = least_rounds(LAUNCHED_ERROR, len(looks))
+    return Plan(tuple(sorted({max(first, n) for n in looks})), LAUNCHED_ERROR, warmup=warmup)
 
 
 @dataclass(kw_only=True)
@@ -92,7 +109,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         None,
         "File in which runs on one engine and chip leave their prices of units for the next model; none uses none.",
         "Search",
-        default_in_words="beside --timing-cache, or qdqtune/prices.json in the user's cache folder",
+        default_in_words="beside `timing_cache`, or qdqtune/prices.json in the user's cache folder",
         metavar="FILE",
         is_rare=True,
     )
@@ -114,8 +131,10 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         """
         check_cache(self, self)
         effort = EFFORTS[self.effort]
-        usual_builds = FRONT_BUILDS if self.front else effort.builds[self.mode]
-        schemes = effort.schemes_per_region if self.schemes_per_region is None else self.schemes_per_region
+        usual_builds, schemes = FRONT_BUILDS if self.front else effort.builds[self.mode], self.schemes_per_region
+        if schemes is not None and self.builds is None and self.mode == "region":
+            tuned = tuned_patterns(Path(str(self.model)), self.regions, self.fix_inputs)
+            usual_builds = max(usual_builds, builds_for(schemes, len(tuned)))
         files = tuple(file for file in self.workloads if isinstance(file, WorkloadFile))
         data = None if self.calibration_data is None else str(self.calibration_data)
         # What is faster at the largest number of threads holds with fewer: benchmarks/findings.md
@@ -127,8 +146,8 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             "input_shapes": self.input_shapes or ({} if files else usual_shapes(spec, data)),
             "calibration_data": data,
             "calibration": self.calibration,
-            "config": Config(schemes_per_region=schemes),
-            "plan": Plan(looks_until(self.timing_runs or effort.looks[-1], effort.looks), warmup=self.warmup_runs),
+            "config": Config(schemes_per_region=effort.schemes_per_region if schemes is None else schemes),
+            "plan": (plan := search_plan(spec.name, effort.looks, self.timing_runs, self.warmup_runs)),
             "proof": effort.proof,
             "builds": usual_builds if self.builds is None else self.builds,
             "time_limit": self.time_limit,
@@ -137,6 +156,8 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             "workloads": files,
             "command": command,
         }
+        if spec.name in LAUNCHED:
+            told["accuracy_samples"] = plan.looks[0]  # more would start more processes than a comparison needs
         return Settings(**(told | more))
 
     def _prices(self) -> Path | None:

@@ -81,6 +81,16 @@ class Built(Protocol):
         """Free the model, which cannot be used afterwards."""
 
 
+class Launched(Built, Protocol):
+    """A model that starts a process for each call. Its `time` runs the model at least `runs` times, warmed up."""
+
+    start_seconds: float
+    """Seconds of a call of `time`, above 0."""
+
+    def time_and_keep(self, inputs: Tensors, runs: int) -> float:
+        """`time`, with the outputs kept for the next `run` on the same inputs."""
+
+
 class Engine(Protocol):
     """Something that builds ONNX models and runs them."""
 
@@ -120,6 +130,9 @@ class Compiler(Engine, Protocol):
 
 THREADED = frozenset({"onnxruntime", "openvino"})
 """Engines that compute on threads of the CPU, unless an execution provider is set that computes elsewhere."""
+
+LAUNCHED = frozenset({"trtexec"})
+"""Engines whose models are `Launched`: a process takes longer to start than to time a model."""
 
 CPU_PROVIDER = "CPUExecutionProvider"
 

@@ -45,7 +45,7 @@ def allocate_workers(
     try:
         from qdqtune.engines.ray import cluster
     except ImportError as error:
-        raise EngineUnavailable(f"--ray needs Ray, which is not installed: {INSTALL}") from error
+        raise EngineUnavailable(f"`ray` needs Ray, which is not installed: {INSTALL}") from error
     with cluster.connected(ray):
         start = cluster.Cluster(spec, cores_for(spec, cores_each)).start
         yield Allocation(cluster.devices(spec, workers, cores_each, most), start)

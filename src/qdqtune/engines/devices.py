@@ -134,7 +134,7 @@ def cores_for(spec: EngineSpec, given: int | None) -> int:
     least = threads if isinstance(threads, int) and threads > 0 else 1
     if given is not None and given < least:
         raise BadOption(
-            f"--cores-per-worker {given} is too few for --threads {least}: threads would wait for each other"
+            f"`cores_per_worker` {given} is too few for `threads` {least}: threads would wait for each other"
         )
     return given or least
 
@@ -149,7 +149,7 @@ def allot(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tupl
     each = cores_for(spec, cores_each)
     gpus = gpus_here() if needs_gpu(spec) else ("",) * workers
     if len(gpus) < workers:
-        raise BadOption(f"--workers {workers} wants a GPU each, and this host has {len(gpus)} for us")
+        raise BadOption(f"`workers` {workers} wants a GPU each, and this host has {len(gpus)} for us")
     cores = physical_cores()
     free = [[core for core in together if is_free(f"core-{core}")] for together in cores]
     parts = divide_cores(free, workers, each, are_others_in_use=free != cores)
@@ -169,8 +169,8 @@ def divide_cores(
     if count < wanted:
         others = ", the others being in use by other runs of qdqtune" if are_others_in_use else ""
         raise BadOption(
-            f"--workers {workers} of {each} core{'s' if each > 1 else ''} each want {wanted} cores, and there are "
-            f"{count}{others}: give fewer workers, or fewer --cores-per-worker"
+            f"`workers` {workers} of {each} core{'s' if each > 1 else ''} each want {wanted} cores, and there are "
+            f"{count}{others}: give fewer workers, or fewer `cores_per_worker`"
         )
     whole = [cores for cores in free if cores]
     order = [cores[0] for cores in whole] if len(whole) >= wanted else [core for cores in whole for core in cores]

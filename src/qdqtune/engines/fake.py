@@ -38,6 +38,7 @@ from qdqtune.engines import formats
 from qdqtune.engines.coverage import never_run, read_model
 from qdqtune.errors import BadOption, EngineFailure, one_line
 from qdqtune.graph.operators import CLAMPS, COMPUTE, QDQ
+from qdqtune.system.writing import append
 from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
 
 MULTIPLY_ADDS_PER_SECOND = 2e10
@@ -136,7 +137,8 @@ class Fake:
 
     def load(self, plan: Path, model: Path, log: Path) -> FakeModel:
         """`build` without its time."""
-        log.write_text(f"building {model}\n", encoding="utf-8", errors="replace")
+        log.write_bytes(b"")
+        append(log, f"building {model}\n")
         try:
             onnx.checker.check_model(str(model))
             proto = read_model(model)
@@ -147,11 +149,9 @@ class Fake:
             costs = CostModels(proto, self._options.threads)
             seconds = costs.of({}).seconds  # also a check that the cost model can read it
         except Exception as error:  # what protobuf, the checker and shape inference raise has no common class
-            with log.open("a") as file:
-                file.write(f"{error}\n")
+            append(log, f"{error}\n")
             raise EngineFailure(f"fake engine: {one_line(error)}") from error
-        with log.open("a") as file:
-            file.write(f"modelled latency {1e6 * seconds:.3f} us\n" + (f"fault: {fault}\n" if fault else ""))
+        append(log, f"modelled latency {1e6 * seconds:.3f} us\n" + (f"fault: {fault}\n" if fault else ""))
         if fault == "refuse":
             raise EngineFailure("fake engine: no implementation for a quantized node")
         if fault == "crash":

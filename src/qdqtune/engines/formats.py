@@ -59,7 +59,7 @@ def onnxruntime(quant_type: QuantType) -> NumericFormat:
         BadOption: for FP8.
     """
     if quant_type == "fp8":
-        raise BadOption("ONNX Runtime has no FP8 kernels: use --quant-type int8, or another engine")
+        raise BadOption("ONNX Runtime has no FP8 kernels: use `quant_type` int8, or another engine")
     return NumericFormat(
         QType.UINT8,
         QType.INT8,
@@ -91,7 +91,7 @@ def openvino(quant_type: QuantType) -> NumericFormat:
         BadOption: for FP8.
     """
     if quant_type == "fp8":
-        raise BadOption("OpenVINO has no FP8 kernels for the CPU: use --quant-type int8, or another engine")
+        raise BadOption("OpenVINO has no FP8 kernels for the CPU: use `quant_type` int8, or another engine")
     return NumericFormat(
         QType.INT8,
         QType.INT8,

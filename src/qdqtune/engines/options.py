@@ -54,7 +54,7 @@ def tensorrt_option(kind: click.ParamType[Any], help: str, **how: Any) -> Any:
 def time_limit_option() -> Any:
     """The option `time_limit`: how long one request to an engine may take."""
     return option(
-        SECONDS, TIME_LIMIT, "Longest that one build or inference may take, and samples of --calibration-data in each "
+        SECONDS, TIME_LIMIT, "Longest that one build or inference may take, and samples of `calibration_data` in each "
         "pass over them: 90s, 10m, 1h.", "Engine", is_rare=True, metavar="TEXT",
     )  # fmt: skip
 
@@ -85,7 +85,7 @@ class EngineOptions(Options):
         "CPU threads of onnxruntime and openvino. One gives the most stable timing.",
         "Engine",
         short="of a CPU; one is the steadiest",
-        default_in_words="1; a search takes the largest of --deploy-threads",
+        default_in_words="1; a search takes the largest of `deploy_threads`",
     )
     provider: MaybeText = option(
         TEXT, None, "onnxruntime: execution provider (default: CPUExecutionProvider).", "Engine", is_rare=True
@@ -95,7 +95,11 @@ class EngineOptions(Options):
         SHAPES, "TensorRT: smallest sizes of a dynamic input. Repeatable.", metavar=SHAPE, is_repeated=True
     )
     opt_shapes: ShapesByInput = tensorrt_option(
-        SHAPES, "TensorRT: sizes to tune for.", metavar=SHAPE, is_repeated=True, default_in_words="--input-shape"
+        SHAPES,
+        "TensorRT: sizes to tune for.",
+        metavar=SHAPE,
+        is_repeated=True,
+        default_in_words="those of samples",
     )
     max_shapes: ShapesByInput = tensorrt_option(SHAPES, "TensorRT: largest sizes.", metavar=SHAPE, is_repeated=True)
     timing_cache: Option[PathLike | None, str | None] = tensorrt_option(
@@ -173,7 +177,7 @@ class WorkerOptions(Options):
         "Devices that measure side by side, each a GPU or cores of its own. Several models: one device a model.",
         "Engine",
         short="devices that measure side by side",
-        default_in_words="1; with --ray all that there is room for",
+        default_in_words="1; with `ray` all that there is room for",
     )
     cores_per_worker: MaybeInt = option(
         COUNT,
@@ -181,7 +185,7 @@ class WorkerOptions(Options):
         "Cores of each worker, which no other uses.",
         "Engine",
         is_rare=True,
-        default_in_words="--threads",
+        default_in_words="`threads`",
     )
     ray: MaybeText = option(
         TEXT,

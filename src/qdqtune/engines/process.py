@@ -20,7 +20,7 @@ from qdqtune.engines.memory import OUT_OF_RESOURCES
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError
 from qdqtune.system.cleanup import cleaner
 from qdqtune.system.interpreter import python
-from qdqtune.system.writing import WORKERS, Scratch
+from qdqtune.system.writing import WORKERS, Scratch, append
 from qdqtune.types import Failure
 
 CHECK_SECONDS = 0.1
@@ -290,8 +290,8 @@ def twice(ask: Callable[[], T | Failure]) -> T | Failure:
 def finish_log(log: Path, path: Path, seconds: float | Failure) -> None:
     """Write the outcome of a build to the end of its log: many engines print nothing."""
     outcome = f"failed: {seconds.reason}" if isinstance(seconds, Failure) else f"built in {seconds:.3f} s"
-    with contextlib.suppress(OSError), log.open("a") as file:  # a full disk is reported by what cannot do without
-        file.write(f"[qdqtune] {path.name}: {outcome}\n")
+    with contextlib.suppress(OSError):  # a full disk is reported by what cannot do without
+        append(log, f"[qdqtune] {path.name}: {outcome}\n")
 
 
 def last_lines(log: Path | None, more: str = "") -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from qdqtune.engines import EngineSpec
+from qdqtune.engines import LAUNCHED, EngineSpec
 from qdqtune.engines.build_queue import BuildQueue
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.memory import MemoryBudget
@@ -245,6 +245,14 @@ class Runner:
         self.unload(handle)
         return outputs
 
+    def start_seconds(self, handle: Handle) -> float:
+        """Seconds of a turn in a round, where each starts a process, as far as the engine knows; 0 on other engines,
+        and where a model cannot be built again."""
+        if self._spec.name not in LAUNCHED:
+            return 0.0
+        seconds = self._ask_of([handle], "start_seconds", handle.build, what="answering")
+        return 0.0 if isinstance(seconds, Failure) else float(seconds)
+
     def layers(self, handle: Handle, runs: int) -> tuple[Layer, ...] | Failure:
         """`Built.layers` for the inputs of `feed`, with the times of the average call."""
         what, extra = f"profiling {handle.path.name}", SLACK * self._connection.limit
@@ -264,7 +272,16 @@ class Runner:
         return layers
 
     def rounds(
-        self, a: Handle, b: Handle, count: int, *, seed: int, first_round: int, slot_seconds: float, warmup: int
+        self,
+        a: Handle,
+        b: Handle,
+        count: int,
+        *,
+        seed: int,
+        first_round: int,
+        slot_seconds: float,
+        warmup: int,
+        samples: Sequence[Tensors] = (),
     ) -> Measurement | Failure:
         """Time two models against each other on the inputs of `feed`, in one exchange with the worker.
 
@@ -272,6 +289,9 @@ class Runner:
         each side's slots in seconds per inference. A `Slot` is the same for both sides and for all rounds of this pair.
         Several workloads take turns in each round, and share `slot_seconds`. `warmup` inferences of each model come
         before the first round.
+
+        Where each turn starts a process, a round is A B or B A, without warm-up. Round r then runs `samples[r]`, if
+        there are so many, in place of a single workload of its sizes, and `outputs` of b on it take no time.
         """
         if not self._mix:
             raise ValueError("rounds need a sample: call feed first")
@@ -284,10 +304,10 @@ class Runner:
             self._slots[key] = probed
         slots = self._slots[key]
         numbers = range(first_round, first_round + count)
-        expected = sum(2 * (warmup + count) * slot.seconds + count * slot.round_seconds for slot in slots)
-        result: Measurement | Failure = self._ask_of(
-            [a, b], "rounds", a.build, b.build, seed, numbers, slots, warmup, what=what, extra=SLACK * expected
-        )
+        these = samples[first_round : first_round + count] if self._spec.name in LAUNCHED else ()
+        timed = a.build, b.build, seed, numbers, slots, warmup, these
+        extra = SLACK * sum(2 * (warmup + count) * slot.seconds + count * slot.round_seconds for slot in slots)
+        result: Measurement | Failure = self._ask_of([a, b], "rounds", *timed, what=what, extra=extra)
         return result
 
     # Requests to the worker

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from qdqtune.engines import Built, Compiler, Engine, EngineSpec, open_engine
+from qdqtune.engines import LAUNCHED, Built, Compiler, Engine, EngineSpec, Launched, open_engine
 from qdqtune.engines.memory import return_free_memory, scarce_memory
 from qdqtune.errors import QdqtuneError
 from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Slot, Tensors, Workload
@@ -38,7 +38,7 @@ class Session:
     """An engine and the models that it holds, each under a number that the parent gave it."""
 
     def __init__(self, spec: EngineSpec, opener: Callable[[EngineSpec], Engine] = open_engine) -> None:
-        self._engine = opener(spec)
+        self._engine, self._is_launched = opener(spec), spec.name in LAUNCHED
         self._models: dict[int, Built] = {}
         self._mix: Mix = (Workload({}),)
         self._building: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -99,16 +99,33 @@ class Session:
         """`Built.save`."""
         self._models[number].save(path)
 
+    def start_seconds(self, number: int) -> float:
+        """`Launched.start_seconds`; 0 for models that stay loaded."""
+        return cast(Launched, self._models[number]).start_seconds if self._is_launched else 0.0
+
     def probe(self, a: int, b: int, slot_seconds: float) -> list[Slot]:
         """The slot of each workload, in which the slower model is busy for an equal part of `slot_seconds`."""
         models, part = [self._models[n] for n in dict.fromkeys((a, b))], slot_seconds / len(self._mix)
+        if start := max(self.start_seconds(a), self.start_seconds(b)):
+            return [Slot.of(0.0, part, start)] * len(self._mix)  # how often it runs the model, a process finds out
         slower = [max(_quickest(model, workload.inputs) for model in models) for workload in self._mix]
         return [Slot.of(seconds, part) for seconds in slower]
 
-    def rounds(self, a: int, b: int, seed: int, numbers: range, slots: Sequence[Slot], warmup: int) -> Measurement:
+    def rounds(
+        self,
+        a: int,
+        b: int,
+        seed: int,
+        numbers: range,
+        slots: Sequence[Slot],
+        warmup: int,
+        samples: Sequence[Tensors] = (),
+    ) -> Measurement:
         """Paired rounds of the models `a` and `b`, each of all workloads in their slots: see `Runner.rounds`."""
         first, second = self._models[a], self._models[b]
-        coins = [bool(np.random.default_rng((seed, number)).integers(2)) for number in numbers]
+        if self._is_launched:
+            return self._launched(first, cast(Launched, second), coins_of(seed, numbers), samples)
+        coins = coins_of(seed, numbers)
         if warmup:
             for workload in self._mix:
                 first.time(workload.inputs, warmup)
@@ -122,6 +139,30 @@ class Session:
                     second.time(workload.inputs, 1)
                 rounds[-1].append(_round(first, second, workload.inputs, slot, a_is_first=coin))
         return measurement(self._mix, rounds)
+
+    def _launched(self, a: Built, b: Launched, coins: Sequence[bool], samples: Sequence[Tensors]) -> Measurement:
+        """Rounds of models that start a process for each turn, which warms up by itself. The first rounds run these
+        samples in place of the workload, and keep the outputs of b."""
+        rounds: list[list[tuple[float, float]]] = []
+        for number, a_is_first in enumerate(coins):
+            rounds.append([])
+            for workload in self._mix:
+                inputs, time_b = workload.inputs, b.time
+                if number < len(samples) and [_sizes(samples[number])] == [_sizes(w.inputs) for w in self._mix]:
+                    inputs, time_b = samples[number], b.time_and_keep
+                seconds_a = a.time(inputs, 1) if a_is_first else None
+                seconds_b = time_b(inputs, 1)
+                rounds[-1].append((a.time(inputs, 1) if seconds_a is None else seconds_a, seconds_b))
+        return measurement(self._mix, rounds)
+
+
+def _sizes(inputs: Tensors) -> dict[str, tuple[int, ...]]:
+    return {name: np.shape(array) for name, array in inputs.items()}
+
+
+def coins_of(seed: int, numbers: Sequence[int]) -> list[bool]:
+    """Whether the first model comes first in each of these rounds."""
+    return [bool(np.random.default_rng((seed, number)).integers(2)) for number in numbers]
 
 
 def _quickest(model: Built, inputs: Tensors) -> float:

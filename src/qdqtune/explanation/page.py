@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from qdqtune.errors import escaped, with_flags
 from qdqtune.explanation import charts
 from qdqtune.explanation.report_values import Map, MapBlock, Report
 from qdqtune.explanation.words import duration
@@ -71,9 +72,9 @@ def compact(drawn: Map) -> dict[str, Any]:
     texts: dict[str, int] = {}
 
     def number(text: str) -> int:
-        return texts.setdefault(spelled(text), len(texts))
+        return texts.setdefault(escaped(with_flags(text)), len(texts))
 
-    nodes = [[spelled(n.name), number(n.op), int(n.quantized), number(n.why)] for n in drawn.nodes]
+    nodes = [[escaped(n.name), number(n.op), int(n.quantized), number(n.why)] for n in drawn.nodes]
     groups = [
         [
             g.nodes[0],
@@ -102,7 +103,7 @@ def compact(drawn: Map) -> dict[str, Any]:
 
 
 def _block(block: MapBlock) -> list[object]:
-    return [spelled(block.label), block.first, block.last, [_block(inner) for inner in block.blocks]]
+    return [escaped(block.label), block.first, block.last, [_block(inner) for inner in block.blocks]]
 
 
 def _short(ms: float | None) -> float | None:
@@ -114,11 +115,6 @@ def embedded(value: Mapping[str, Any]) -> str:
     """JSON for a script element: ASCII, with nothing in it that could end the script."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def spelled(text: str) -> str:
-    """The text with control characters escaped, such as those that reverse or hide other text."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def _digest(text: str) -> str:
@@ -133,7 +129,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: spelled(value) if type(value) is str else value,
+        finalize=lambda value: escaped(with_flags(value)) if type(value) is str else value,
     )
     made.filters |= {"ms": _ms, "times": _times, "db": _db, "duration": duration}
     return made

@@ -295,16 +295,18 @@ def outcome_text(trial: Trial, run: FinishedRun) -> str:
     if measured is None:
         failures = [part for part in (trial.result, trial.check) if isinstance(part, Failure)]
         return f"the engine refused it: {failures[0].reason}" if failures[0].stage == "build" else failures[0].reason
+    other = "the best before it" if trial.against else "the float model"
     if trial.accepted:
-        return "faster than the best before it beyond noise, and exact enough: the new best"
+        return f"faster than {other} beyond noise, and exact enough: the new best"
     if trial.holds is False:
         floor = run.summary["min_sqnr_db"]
         limit = f", and {floor:g} dB are asked for" if floor is not None and trial.sqnr_db is not None else ""
         exact = "" if trial.sqnr_db is None else f": {trial.sqnr_db:.1f} dB"
         return f"its outputs are too far from the float model's{exact}{limit}"
+    taken = "made for the front" if trial.proposal.origin == "front" else "but another one of its batch was taken"
     words = {
-        "faster": "faster than the best before it, but another one of its batch was taken",
-        "slower": "slower than the best before it, beyond noise",
-        "undecided": "the interval holds 1: too close to the best before it to tell",
+        "faster": f"faster than {other}, {taken}",
+        "slower": f"slower than {other}, beyond noise",
+        "undecided": f"the interval holds 1: too close to {other} to tell",
     }
     return words[measured.verdict]

@@ -73,7 +73,7 @@ class _Asked:
         head = self.attention.head_size
         if not any(pairs):
             if self._is_float32():
-                return "without pairs attention is fused in float16 only, and this graph is float32: --precision fp16"
+                return "without pairs attention is fused in float16 only, and this graph is float32: `precision` fp16"
             return self._too_wide(head) or UNTOLD
         lacking = [role for role, dq in zip(ROLES, pairs, strict=True) if dq is None]
         if lacking:
@@ -97,14 +97,14 @@ class _Asked:
         if not self._is_quantized_behind():
             return f"no pair stands behind the second product, {self.context.name}: INT8 attention has to write 8 bits"
         return (
-            "INT8 attention in a float32 graph is fused in parts of the cases only: --precision fp16"
+            "INT8 attention in a float32 graph is fused in parts of the cases only: `precision` fp16"
             if self._is_float32()
             else ""
         )
 
     def _fp8(self, head: int | None) -> str:
         if self._is_float32():
-            return "FP8 attention is fused in float16 graphs only, and this one is float32: --precision fp16"
+            return "FP8 attention is fused in float16 graphs only, and this one is float32: `precision` fp16"
         return self._too_wide(head)
 
     def _too_wide(self, head: int | None) -> str:

@@ -192,7 +192,7 @@ class _Reasons:
         facts, nodes = self._facts, [self.parts.model.nodes[n] for n in unit.nodes]
         names = {n.name for n in nodes}
         if any(e.node in names and e not in facts.possible for e in facts.able):
-            told = "your list of nodes (--node-filter-list) leaves it in float"
+            told = "the nodes that you have listed leave it in float"
             return replace(verdict, quantized=False, why="excluded", reason=told, unknown=told)
         if any(e in facts.placement for e in unit.weights):
             told = f"only its constant carries a pair, as part of {facts.origin}"

@@ -97,7 +97,7 @@ def between(before: Collection[str], after: Collection[str]) -> tuple[str, ...]:
 
 
 def allowed(value: str) -> Rewrites:
-    """The rewrites that the option --rewrites names: `auto` (before measurements), `off`, or names with commas.
+    """The rewrites that the option `rewrites` names: `auto` (before measurements), `off`, or names with commas.
 
     Raises:
         BadOption: a name is unknown.
@@ -108,7 +108,7 @@ def allowed(value: str) -> Rewrites:
     try:
         return Rewrites(FOLD in names, ordered(names - {FOLD}))
     except ValueError as error:
-        raise BadOption(f"--rewrites {value}: {error}, or say auto or off") from error
+        raise BadOption(f"`rewrites` {value}: {error}, or say auto or off") from error
 
 
 def ordered(names: Collection[str]) -> tuple[str, ...]:

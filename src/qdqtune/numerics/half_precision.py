@@ -92,7 +92,7 @@ class Half:
         name = NAMES[self.precision]
         left = f"nothing: {self.accuracy.reason}" if isinstance(self.accuracy, Failure) else str(self.accuracy)
         lost = "" if self.accuracy is None else f"; alone it leaves an output SQNR of {left}"
-        told = f"{name} where no pair stands (--precision fp32 keeps float32){lost}"
+        told = f"{name} where no pair stands (`precision` fp32 keeps float32){lost}"
         if not self.kept:
             return (told,)
         shown = "; ".join(f"{node} ({why})" for node, why in islice(self.kept.items(), LISTED_NODES))
@@ -120,7 +120,7 @@ def in_half_precision(
     if floor_db is not None and half.db < floor_db:
         why = f"{NAMES[wanted]} alone leaves an output SQNR of {half.db:.1f} dB, below {floor_db:g} dB"
         if precision is not None:
-            raise ConstraintUnmet(f"{why}: give --precision fp32, or bf16")
+            raise ConstraintUnmet(f"{why}: give `precision` fp32, or bf16")
         return prepared, None, (f"{why}: what carries no pair stays in float32",)
     if wanted == "bf16":
         return prepared, half, half.notes()

@@ -1,6 +1,6 @@
 """The user's own metric: a function that asks a model for outputs and says how good they are.
 
-`--evaluate module:callable` or `path/to/file.py:callable` is called as `callable(predict) -> float`; higher is better.
+`evaluate` module:callable or `path/to/file.py:callable` is called as `callable(predict) -> float`; higher is better.
 `predict` takes one set of inputs, {input name: array}, and returns {output name: array}, computed on the target
 engine; threads that call it wait for each other. The function is called for the float model and for each candidate that
 is about to be accepted, and should return the same number for the same model:
@@ -47,12 +47,12 @@ def load_evaluation(source: str) -> Evaluation:
     Raises:
         BadOption: it cannot be imported, or is not callable.
     """
-    function = import_callable(source, "--evaluate")
+    function = import_callable(source, "`evaluate`")
     try:
         code = inspect.getsource(sys.modules.get(function.__module__, function))
     except (OSError, TypeError, AttributeError):
         code = ""
-    return Evaluation(source, hashlib.sha256((source + code).encode()).hexdigest()[:16], function)
+    return Evaluation(source, hashlib.sha256((source + code).encode(errors="replace")).hexdigest()[:16], function)
 
 
 def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | Failure:
@@ -77,7 +77,7 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | 
         return result[0]
 
     try:
-        with user_errors(f"--evaluate {evaluation.source} failed", BadOption), redirect_stdout(sys.stderr):
+        with user_errors(f"`evaluate` {evaluation.source} failed", BadOption), redirect_stdout(sys.stderr):
             value = evaluation.function(predict)
     except (BadOption, EngineFailure) as error:
         if failures:
@@ -85,7 +85,7 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | 
         if isinstance(error.__cause__, TypeError):
             raise BadOption(f"{error} (it is called with `predict`, which takes {{input name: array}})") from error
         if isinstance(error, EngineFailure):
-            raise BadOption(f"--evaluate {evaluation.source} failed: {error}") from error
+            raise BadOption(f"`evaluate` {evaluation.source} failed: {error}") from error
         raise
     if failures:  # it caught the error and went on, so its number means nothing
         return failures[0]
@@ -95,6 +95,6 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | 
 def _number(source: str, value: object) -> float | Failure:
     array = np.asarray(value)
     if array.size != 1 or array.dtype.kind not in "biuf":
-        raise BadOption(f"--evaluate {source} returned {type(value).__name__}, not a number")
+        raise BadOption(f"`evaluate` {source} returned {type(value).__name__}, not a number")
     number = float(array.reshape(()))
     return number if np.isfinite(number) else Failure("output", f"the metric of {source} is {number}")

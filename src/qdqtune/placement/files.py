@@ -181,7 +181,7 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
     if isinstance(content, dict) and content.keys() & OF_MODELOPT:
         raise BadOption(
             f"{path} is a file of ModelOpt's autotuner, which divides models otherwise: give a model that it has made "
-            "as --qdq-baseline instead"
+            "as `qdq_baseline` instead"
         )
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise BadOption(f"{path} is no {what} file of this version: give one that `qdqtune tune` has written")

@@ -2,23 +2,25 @@
 
 Phase 1 measures the placements of rules, of an imported Q/DQ model and of the pattern cache. Phase 2 takes the best of
 these and, for each pattern in the order of its work, tries what the other placements have there, no pairs, and all
-pairs. Phase 3 flips a few insertion points of a pattern at random. Changes that win alone are also tried together.
-Weights that may be stored in fewer bits are tried in each weight format, pattern by pattern, in place of the pairs
-around them.
+pairs. Phase 3 mutates the fastest schemes of a pattern: it flips a few insertion points at random, until each pattern
+has had its number of schemes, or has no further one. Changes that win alone are also tried together. Weights that may
+be stored in fewer bits are tried in each weight format, pattern by pattern, in place of the pairs around them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, compress, islice
+from functools import cached_property
+from itertools import chain, combinations, compress, islice
 from operator import not_
 
 import numpy as np
 
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import work
-from qdqtune.placement.possible import consistent
+from qdqtune.graph.operators import COMPUTE, work
+from qdqtune.placement.possible import compute_edges, consistent
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.noise import DOUBT, Noise
 from qdqtune.search.costs.units import FormatShares
@@ -28,6 +30,13 @@ from qdqtune.search.regions.region import Point, Scheme
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Edge, Placement, Proposal, Trial, WeightFormat
 
+MUTATED = "mutated"
+"""The origin of placements with a few insertion points of a pattern the other way."""
+BARE = -1
+"""Puts pairs on the edges of an insertion point and nowhere else."""
+SETS_PER_TRIAL = 4
+"""Sets of insertion points of a pattern that are looked at for each trial so far, to find one whose placement was not
+measured: several may mean the same placement. Chosen, not measured."""
 WITHIN_LIMITS = "within the limits"
 """The origin of placements that are estimated to hold the limits on accuracy."""
 LIMIT_TRIES = 6
@@ -85,53 +94,64 @@ class RegionSearch:
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`."""
-        tried = {t.placement.digest for t in history} | {Placement().digest}
-        spent: dict[str, int] = {}
-        for trial in history:
-            spent[trial.proposal.pattern] = spent.get(trial.proposal.pattern, 0) + 1
-        fresh = self._fresh(self._ideas(history), tried, spent)
-        return tuple(islice(fresh, max(BATCH, self.width)))
+        tried = {t.placement for t in history} | {Placement()}
+        spent = Counter(t.proposal.pattern for t in history)
+        return tuple(islice(self._ideas(history, tried, spent), max(BATCH, self.width)))
 
     def variations(
         self, pattern: Pattern, best: Placement, parents: Sequence[Placement], number: int
     ) -> Iterator[Proposal]:
         """Proposals for one pattern, for callers with a loop of their own: as the seeds have it on top of `best`, then
-        flips of the `parents`. `number` is that of the next trial. Earlier trials are not considered."""
-        alone = replace(self, patterns=(pattern,))
-        flipped = (idea for parent in parents for idea in alone._mutations(parent, number))
-        return self._fresh(chain(alone._alternatives(best, list(self.seeds.items())), flipped), set(), {})
+        mutations of the `parents`, the fastest first. `number` is that of the next trial. Earlier trials are not
+        considered."""
+        alternatives = replace(self, patterns=(pattern,))._alternatives(best, list(self.seeds.items()))
+        mutated = self._mutated(pattern, parents, np.random.default_rng((self.seed, number)), number)
+        return self._fresh(chain(alternatives, mutated), set(), Counter())
 
-    def _fresh(self, ideas: Iterator[Proposal], tried: set[str], spent: dict[str, int]) -> Iterator[Proposal]:
-        """The ideas that were not measured yet, each placement once, within the number of schemes per pattern."""
+    def _fresh(
+        self,
+        ideas: Iterable[Proposal],
+        tried: set[Placement],
+        spent: Counter[str],
+        may_hold: Callable[[Placement], bool] = lambda _: True,
+    ) -> Iterator[Proposal]:
+        """The ideas that were not measured yet, each placement once, within the number of schemes per pattern. Ends
+        after `maximum_generation_attempts` mutations that may not hold the limits."""
+        refused = 0
         for idea in ideas:
-            placement = consistent(self.model, idea.placement)
-            if placement.digest in tried:
+            if self._is_done(idea.pattern, spent) or (placement := consistent(self.model, idea.placement)) in tried:
                 continue
-            if idea.pattern and spent.get(idea.pattern, 0) >= self.config.schemes_per_region:
+            if not may_hold(placement):
+                refused += idea.origin == MUTATED
+                if refused == self.config.maximum_generation_attempts:
+                    return
                 continue
-            tried.add(placement.digest)
-            spent[idea.pattern] = spent.get(idea.pattern, 0) + 1
+            tried.add(placement)
+            spent[idea.pattern] += 1
             yield Proposal(idea.origin, placement, idea.pattern)
 
-    def _ideas(self, history: Sequence[Trial]) -> Iterator[Proposal]:
+    def _is_done(self, pattern: str, spent: Counter[str]) -> bool:
+        """Whether a pattern, by its digest, has had its number of schemes."""
+        return pattern != "" and spent[pattern] >= self.config.schemes_per_region
+
+    def _ideas(self, history: Sequence[Trial], tried: set[Placement], spent: Counter[str]) -> Iterator[Proposal]:
         seeds = {"pattern cache": self._from_cache(), **self.seeds}
         suggestions = {name: c for name, p in seeds.items() if (c := consistent(self.model, p))}
-        waiting = [name for name, p in suggestions.items() if not any(t.placement == p for t in history)]
-        for name in waiting:
-            yield Proposal(name, suggestions[name])
+        waiting = [Proposal(name, p) for name, p in suggestions.items() if p not in tried]
+        yield from self._fresh(waiting, tried, spent)
         if waiting:
             return  # patterns vary the best suggestion: wait until it is known
         best = best_of(history)
-        ranked = self._ranked(suggestions, history)
         ideas = chain(
-            self._merged_winners(history, best), self._alternatives(best, ranked), self._mutations(best, len(history))
+            self._merged_winners(history, best),
+            self._alternatives(best, self._ranked(suggestions, history)),
+            self._mutations(best, history, spent),
         )
-        if self.noise is None:
-            yield from ideas
-            return
-        if sum(t.proposal.origin == WITHIN_LIMITS for t in history) < LIMIT_TRIES:
-            yield from (Proposal(WITHIN_LIMITS, self.within(level)) for level in self.noise.levels(history))
-        yield from (idea for idea in ideas if self._may_hold(consistent(self.model, idea.placement), history))
+        noise = self.noise
+        if noise is not None and sum(t.proposal.origin == WITHIN_LIMITS for t in history) < LIMIT_TRIES:
+            levels = (Proposal(WITHIN_LIMITS, self.within(level)) for level in noise.levels(history))
+            yield from self._fresh(levels, tried, spent)
+        yield from self._fresh(ideas, tried, spent, lambda placement: self._may_hold(placement, history))
 
     def _may_hold(self, placement: Placement, history: Sequence[Trial]) -> bool:
         """Whether a placement may hold the limits on noise; up to `DOUBT` times the allowed sum where it is not
@@ -208,31 +228,96 @@ class RegionSearch:
         chosen = [s in best.values() for s in ordered]
         return list(compress(options, chosen)), list(compress(options, map(not_, chosen)))
 
-    def _mutations(self, best: Placement, number: int) -> Iterator[Proposal]:
-        """Random flips of a few insertion points of one pattern in every instance; the random numbers depend on `seed`
-        and the trial number alone."""
-        rng = np.random.default_rng((self.seed, number))
-        movable = [p for p in self.patterns if p.points]
-        if not movable:
+    def _mutations(self, best: Placement, history: Sequence[Trial], spent: Counter[str]) -> Iterator[Proposal]:
+        """Mutations of patterns in turn, drawn at random, those with much work more often, until no pattern has one.
+
+        The random numbers depend on `seed` and the number of trials alone.
+        """
+        rng = np.random.default_rng((self.seed, len(history)))
+        ratios = ratios_to_float(history, self.plan)
+        able = {p.digest: p for p in self.patterns if p.points and not self._is_done(p.digest, spent)}
+        weights = {digest: (1e-9 + self._work(p)) ** 0.5 for digest, p in able.items()}
+        parents = {digest: self._parents(p, best, history, ratios) for digest, p in able.items()}
+        mutated = {digest: self._mutated(p, parents[digest], rng, len(history)) for digest, p in able.items()}
+        while mutated:
+            shares = np.array([weights[digest] for digest in mutated])
+            digest = list(mutated)[int(rng.choice(len(mutated), p=shares / shares.sum()))]
+            idea = None if self._is_done(digest, spent) else next(mutated[digest], None)
+            if idea is None:
+                del mutated[digest]
+            else:
+                yield idea
+
+    def _parents(
+        self, pattern: Pattern, best: Placement, history: Sequence[Trial], ratios: Mapping[Placement, float]
+    ) -> Iterator[Placement]:
+        """What mutations of a pattern start from: the best placement, and that with the fastest schemes of the pattern
+        that were measured, the fastest first."""
+        own = [t.placement for t in history if t.proposal.pattern == pattern.digest and t.holds is not False]
+        measured = sorted((p for p in own if p in ratios), key=lambda p: ratios[p])
+        config, domain = self.config, self._domain(pattern)
+        most = max(config.minimum_schemes_to_mutate, int(config.top_percent_to_mutate * len(measured)))
+        parents = dict.fromkeys([best, *(_within(best, domain, other) for other in measured)])
+        yield from islice(parents, most)
+
+    def _mutated(
+        self, pattern: Pattern, parents: Iterable[Placement], rng: np.random.Generator, number: int
+    ) -> Iterator[Proposal]:
+        """Placements that differ from one of the `parents` in a few insertion points of a pattern, in every instance:
+        at random, the first parents more often; then all that differ from the first parent, so many that not all of
+        them can be among the `number` trials so far."""
+        known, points, config = list(parents), pattern.points, self.config
+        if not points:
             return
-        weights = np.array([1e-9 + self._work(p) for p in movable]) ** 0.5
-        for _ in range(self.config.maximum_generation_attempts):
-            pattern = movable[int(rng.choice(len(movable), p=weights / weights.sum()))]
-            count = int(rng.integers(1, 1 + min(self.config.maximum_mutations, len(pattern.points))))
-            flipped = [pattern.points[int(i)] for i in rng.choice(len(pattern.points), count, replace=False)]
-            edges, stored = set(best.edges), dict(best.weight_formats)
-            for point in flipped:
-                own = self._edges(pattern, [point])
-                able = self._formats_of(pattern, point)
-                turn = int(rng.integers(1 + len(able))) if able else 0
-                if turn == 0:
-                    edges = edges - own if own <= edges else edges | own
-                    continue
-                fresh = patterns.stored(pattern, [(point, able[turn - 1])])
-                is_so = all(stored.get(e) == s for e, s in fresh.items())
-                edges -= own
-                stored = {e: s for e, s in stored.items() if e not in fresh} | ({} if is_so else fresh)
-            yield Proposal("mutated", _placement(edges, stored), pattern.digest)
+        ranks = 1 / np.arange(1, 1 + len(known))
+        seen = set[tuple[int, frozenset[tuple[Point, int]]]]()
+        for _ in range(config.maximum_generation_attempts):
+            parent = int(rng.choice(len(known), p=ranks / ranks.sum()))
+            count = int(rng.integers(1, 1 + min(config.maximum_mutations, len(points))))
+            chosen = (points[int(i)] for i in rng.choice(len(points), count, replace=False))
+            turns = tuple((p, int(rng.integers(1 + len(self._formats_of(pattern, p))))) for p in chosen)
+            if (parent, frozenset(turns)) not in seen:
+                seen.add((parent, frozenset(turns)))
+                yield Proposal(MUTATED, self._turned(pattern, known[parent], turns), pattern.digest)
+        for together in self._all_turns(pattern, known[0], number):
+            yield Proposal(MUTATED, self._turned(pattern, known[0], together), pattern.digest)
+
+    def _all_turns(self, pattern: Pattern, parent: Placement, number: int) -> Iterator[Iterable[tuple[Point, int]]]:
+        """Sets of turns that differ in what they do to `parent`, the smallest first: all, or so many that one of them
+        gives a placement that is not among `number` trials."""
+        alone: dict[Placement, tuple[Point, int]] = {}
+        for point in pattern.points:
+            for turn in range(BARE, 1 + len(self._formats_of(pattern, point))):
+                alone.setdefault(consistent(self.model, self._turned(pattern, parent, [(point, turn)])), (point, turn))
+        turns = [turn for placement, turn in alone.items() if placement != parent]
+        together = (chosen for count in range(1, 1 + len(turns)) for chosen in combinations(turns, count))
+        yield from islice(together, SETS_PER_TRIAL * (1 + number))
+
+    def _turned(self, pattern: Pattern, parent: Placement, turns: Iterable[tuple[Point, int]]) -> Placement:
+        """`parent` with some insertion points of a pattern the other way. Turn 0 is about the pair: where it is put,
+        the other input of a compute operator gets one as well, but not in turn `BARE`. Turn k is about the k-th weight
+        format."""
+        fresh, bare, gone, stored = set[Edge](), set[Edge](), set[Edge](), dict(parent.weight_formats)
+        for point, turn in turns:
+            own = self._edges(pattern, [point])
+            if turn <= 0:
+                (gone if own <= parent.edges else bare if turn == BARE else fresh).update(own)
+                continue
+            gone |= own
+            formats = patterns.stored(pattern, [(point, self._formats_of(pattern, point)[turn - 1])])
+            if all(stored.get(e) == s for e, s in formats.items()):
+                stored = {e: s for e, s in stored.items() if e not in formats}
+            else:
+                stored |= formats
+        fresh |= {self._others[e] for e in fresh if e in self._others}
+        return _placement((parent.edges | fresh | bare) - gone, stored)
+
+    @cached_property
+    def _others(self) -> Mapping[Edge, Edge]:
+        """Of each input of a compute operator the other one: a pair on one alone has no use."""
+        computing = (compute_edges(self.model, n, self.possible) for n in self.model.nodes if n.op in COMPUTE)
+        both = [tuple(edges) for edges in computing if len(edges) == 2]
+        return {one: other for a, b in both for one, other in ((a, b), (b, a))}
 
     def _formats_of(self, pattern: Pattern, point: Point) -> list[WeightFormat]:
         """The weight formats that the weights of a point may have in every instance."""

@@ -72,6 +72,12 @@ def _flush(fresh: Path, target: Path) -> None:
         os.fsync(file.fileno())
 
 
+def append(log: Path, text: str) -> None:
+    """Add text to a log; what is no UTF-8, as in names of files, is escaped."""
+    with log.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
+
+
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write a JSON file.
 

@@ -12,7 +12,7 @@ from qdqtune.engines.build_queue import Urgency
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.timing.ratios import Plan, Ratio, Rounds, compare, compare_pairs
-from qdqtune.types import Failure, Listener, Measurement
+from qdqtune.types import Failure, Listener, Measurement, Tensors
 
 W = TypeVar("W", contravariant=True)
 
@@ -30,10 +30,17 @@ class RoundsElsewhere(Protocol[W]):
         """`count` rounds from the number `first` on."""
 
 
-def rounds_of(runner: Runner, a: Handle, b: Handle, plan: Plan, seed: int) -> Rounds:
-    """The rounds of two builds, for `ratios.compare`."""
+def rounds_of(runner: Runner, a: Handle, b: Handle, plan: Plan, seed: int, samples: Sequence[Tensors] = ()) -> Rounds:
+    """The rounds of two builds, for `ratios.compare`; for `samples` see `Runner.rounds`."""
     return lambda first, count: runner.rounds(
-        a, b, count, seed=seed, first_round=first, slot_seconds=plan.slot_seconds, warmup=plan.warmup
+        a,
+        b,
+        count,
+        seed=seed,
+        first_round=first,
+        slot_seconds=plan.slot_seconds,
+        warmup=plan.warmup,
+        samples=samples,
     )
 
 

@@ -48,14 +48,15 @@ class Plan:
         if not 0 < self.error < 0.5:
             raise ValueError("error lies in (0, 0.5)")
 
-    def round_seconds(self, inference: float) -> float:
-        """The seconds of a round of two models whose inferences take so many seconds."""
-        return Slot.of(inference, self.slot_seconds).round_seconds
+    def round_seconds(self, inference: float, start: float = 0.0) -> float:
+        """The seconds of a round of two models whose inferences take so many seconds. Where each turn of a model starts
+        a process, `start` is what that takes."""
+        return Slot.of(inference, self.slot_seconds, start).round_seconds
 
-    def start_seconds(self, inference: float) -> float:
+    def warmup_seconds(self, inference: float, start: float = 0.0) -> float:
         """The seconds before the first round: either model is warmed up, and timed twice to find how many inferences
-        fill a slot."""
-        return 2 * (self.warmup + 2) * inference
+        fill a slot. Processes need neither."""
+        return 0.0 if start else 2 * (self.warmup + 2) * inference
 
 
 def least_rounds(error: float, looks: int) -> int:

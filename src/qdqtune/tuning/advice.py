@@ -20,7 +20,7 @@ LESS = 1.15
 """If the gain at another number of threads is smaller by more than this factor, a search there is advised. Chosen, not
 measured."""
 
-TO_DECIDE = "a quieter machine, or more rounds (--effort extensive --restart), would decide"
+TO_DECIDE = "a quieter machine, or more rounds (`effort` extensive, `restart`), would decide"
 
 
 def busy(engine: EngineSpec) -> str | None:
@@ -35,7 +35,7 @@ def busy_with(threads: Any, usable: int, cores: int, load: float) -> str | None:
     `load` is their average number in the last minute."""
     if isinstance(threads, int) and threads > usable:
         whose = f"the {usable} core{'s' * (usable > 1)} that this process may use"
-        return f"--threads {threads} is more than {whose}: threads wait for each other, and times say little"
+        return f"`threads` {threads} is more than {whose}: threads wait for each other, and times say little"
     if load + threads <= cores + 0.5:
         return None
     share = f"{load:.1f} processes want the {cores} core{'s' * (cores > 1)} of this machine beside this run"
@@ -61,12 +61,12 @@ def elsewhere(searched: int | None, proven: Sequence[tuple[int | None, Ratio]]) 
         return None
     threads, least = max(others.items(), key=lambda pair: pair[1].median)
     if searched not in known:
-        return f"the search was at --threads {searched}, not deployed: --threads {threads} finds what pays there"
+        return f"the search was at `threads` {searched}, not deployed: `threads` {threads} finds what pays there"
     home = known[searched]
     if least.median <= LESS * home.median or overlap(least, home):
         return None
     gains = f"{speed(least.median)} at {threads} threads, {speed(home.median)} at {searched}"
-    return f"{gains}: a search there may gain more (--threads {threads} --restart)"
+    return f"{gains}: a search there may gain more (`threads` {threads}, `restart`)"
 
 
 def unproven(ratio: Ratio, of: str = "float") -> str:

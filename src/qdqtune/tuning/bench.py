@@ -30,10 +30,14 @@ from qdqtune.types import Accuracy, Array, Failure, Layer, Placement, Proposal, 
 
 FLOAT = Placement()
 
+REPEATED = 2
+"""Samples on which the float model is run again where each run starts a process. Chosen, not measured."""
+
 
 @dataclass(frozen=True)
 class FloatRun:
-    """The float model's outputs on the samples, and the seconds of its build and, roughly, of one inference.
+    """The float model's outputs on the samples, and the seconds of its build and, roughly, of one inference, and what
+    it takes besides where each turn of a round starts a process.
 
     `turn_seconds` is a fourth of a round of two such builds: one inference; or one of each workload and half as much,
     because the shapes change.
@@ -43,6 +47,7 @@ class FloatRun:
     seconds: float
     turn_seconds: float
     build_seconds: float
+    start_seconds: float = 0.0
 
 
 class Bench:
@@ -62,7 +67,8 @@ class Bench:
             BaselineFailed: the engine cannot build or run the float model.
         """
         floats, judged = self.floats, len(self._conditions.samples) * (2 if self._conditions.limits.are_set else 1)
-        return trial_seconds(self._conditions.plan, floats.build_seconds, floats.seconds, floats.turn_seconds, judged)
+        parts = floats.build_seconds, floats.seconds, floats.turn_seconds, judged, floats.start_seconds
+        return trial_seconds(self._conditions.plan, *parts)
 
     def measured(
         self, number: int, proposals: Sequence[Proposal], against: Placement, foresee: Callable[[], None] = lambda: None
@@ -146,7 +152,7 @@ class Bench:
             BadOption: the user's function fails.
         """
         evaluation = self._conditions.evaluation
-        assert evaluation is not None  # it is asked for with --evaluate only
+        assert evaluation is not None  # it is asked for with `evaluate` only
         of = f"{evaluation.digest}:{placement.digest}"
         record = self._store.get(MetricRecord, of)
         if record is None:
@@ -189,12 +195,12 @@ class Bench:
         """
         record = self._store.get(RepeatabilityRecord)
         if record is None:
-            first = self.floats.outputs
+            samples = self._conditions.samples[: REPEATED if self.floats.start_seconds else None]
             handle = self._loaded.load(Placement(), "baseline")
-            again = handle if isinstance(handle, Failure) else self._runner.outputs(handle, self._conditions.samples)
+            again = handle if isinstance(handle, Failure) else self._runner.outputs(handle, samples)
             if isinstance(again, Failure):
                 raise BaselineFailed(f"the engine cannot run the float model again: {again.reason}")
-            record = self._store.put(RepeatabilityRecord(accuracy=accuracy(first, again)))
+            record = self._store.put(RepeatabilityRecord(accuracy=accuracy(self.floats.outputs[: len(samples)], again)))
         return record.accuracy
 
     @property
@@ -220,7 +226,8 @@ class Bench:
         if not is_finite(outputs):
             raise BaselineFailed("the float model's outputs hold NaN or infinite values on the calibration data")
         turn = 1.5 * sum(part.a[0] for part in timed.parts) or timed.a[0]
-        return FloatRun(outputs, timed.a[0], turn, handle.build_seconds)
+        start = self._runner.start_seconds(handle)
+        return FloatRun(outputs, timed.a[0], turn, handle.build_seconds, start)
 
 
 def _record(trial: Trial) -> TrialRecord:

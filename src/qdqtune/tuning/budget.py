@@ -60,7 +60,8 @@ class Budget:
     @staticmethod
     def of(settings: Settings, bench: Bench, ends: float | None) -> Budget:
         """The budget of a run whose search begins now, and which has to end at `ends`."""
-        each_round = settings.plan.round_seconds(bench.floats.turn_seconds)
+        parts = bench.floats.turn_seconds, bench.floats.start_seconds
+        each_round = settings.plan.round_seconds(*parts)
         opponents = 1 + bool(settings.from_qdq or settings.fix_inputs)  # the float model, and then the user's file
         counts = opponents * len(settings.thread_counts)
         if settings.time_budget is None or ends is None:
@@ -72,7 +73,7 @@ class Budget:
             share, files = FRONT_SHARE, max(2, min(MAX_POINTS, int(FRONT_SHARE * settings.time_budget / least)))
         most = int(share * settings.time_budget / (2 * counts * files * each_round))
         proof = tuple(n for n in settings.proof if n <= most) or (max(LEAST_ROUNDS, min(most, settings.proof[0])),)
-        rounds = each_round * proof[0] + settings.plan.start_seconds(bench.floats.turn_seconds)
+        rounds = each_round * proof[0] + settings.plan.warmup_seconds(*parts)
         comparison = (1 + files) * bench.floats.build_seconds + files * rounds
         # Two pairs of builds decide gains of some 15 %; four, where they are cheap, decide smaller ones.
         pairs = next((n for n in BUILD_LOOKS[1::-1] if n * counts * comparison <= share * settings.time_budget), PAIRS)
@@ -103,14 +104,14 @@ class Budget:
         if not self.is_late or self.ends is None or self.deadline is None:
             return None
         needed = f"{self.ends - self.deadline:.0f} s beside reading the model and calibration"
-        return f"--time-budget had no room for a candidate: one and its proof take some {needed}; give more"
+        return f"`time_budget` had no room for a candidate: one and its proof take some {needed}; give more"
 
     def shortfall(self, trials: Sequence[Trial]) -> str | None:
         """What to tell the user if time has ended a search that had builds left. To be called as soon as it ended."""
         if not trials or not self.is_late or builds_of(trials) + self.each > self.builds:
             return None
         spent = f"{1 + builds_of(trials)} of {1 + self.builds} builds"
-        return f"--time-budget has ended the search after {spent}: with more time the same command goes on from there"
+        return f"`time_budget` has ended the search after {spent}: with more time the same command goes on from there"
 
     def lacks(self, seconds: float) -> bool:
         """Whether something that takes so many seconds would end after the run has to."""
@@ -161,8 +162,8 @@ def affordable_proof(
     threads = settings.deploy_threads
     if own is not None and others and threads is None and is_too_long:
         usual = f"{others[0]} threads, as many as the engine takes by itself, as well"
-        to_insist = f"to do so in any case, give --deploy-threads {own},{others[0]}"
-        note(f"--time-budget has no room to prove the result at {usual}: {to_insist}")
+        to_insist = f"to do so in any case, give `deploy_threads` {own},{others[0]}"
+        note(f"`time_budget` has no room to prove the result at {usual}: {to_insist}")
         threads = (own,)
         budget = Budget.of(replace(settings, deploy_threads=threads), bench, ends)
     return replace(settings, deploy_threads=threads, proof=budget.proof), budget
@@ -198,7 +199,7 @@ class _SamplesInTime:
                 self.most = min(self.most, number)
             if number == self.most:
                 if not self.is_noted:
-                    self.note(f"--time-budget has no room for all calibration samples: it takes {self.most}")
+                    self.note(f"`time_budget` has no room for all calibration samples: it takes {self.most}")
                 self.is_noted = True
                 return
             yield sample
@@ -213,7 +214,7 @@ def affordable_calibration(prepared: Prepared, how: Calibration, ends: float | N
     left = max(0.0, FITTING_SHARE * (ends - begun))
     share = 0.5
     if how.method == "auto" and COMPARING_INFERENCES * seconds > left:
-        observer.note("--time-budget has no room to compare ways to calibrate: ranges by mse, without bias correction")
+        observer.note("`time_budget` has no room to compare ways to calibrate: ranges by mse, without bias correction")
         how, share = Calibration("mse", how.percentile), 1.0
     most = max(1, int(share * left / max(seconds * inferences_per_sample(prepared, how), 1e-9)))
     each_pass = share * left / (1 if how.method == "minmax" else _passes(prepared))

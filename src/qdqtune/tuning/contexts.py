@@ -54,7 +54,7 @@ def counts_of(engine: EngineSpec, asked: Sequence[int] | None, *, is_here: bool 
     own = threads_of(engine)
     if own is None:
         if asked:
-            raise BadOption(f"--deploy-threads is about the threads of a CPU, and {engine.name} is not told any here")
+            raise BadOption(f"`deploy_threads` is about the threads of a CPU, and {engine.name} is not told any here")
         return (None,)
     is_real = engine.name in THREADED
     if asked is None:
@@ -70,10 +70,10 @@ def check_counts(asked: Sequence[int], here: int) -> None:
         BadOption: there are none, or one is out of range.
     """
     if not asked or min(asked) < 1:
-        raise BadOption("--deploy-threads wants whole numbers from 1 on, such as 1,4,16")
+        raise BadOption("`deploy_threads` wants whole numbers from 1 on, such as 1,4,16")
     if max(asked) > here:
         raise BadOption(
-            f"--deploy-threads {max(asked)}: this process may use {here} core{'s' * (here > 1)} (what the machine has, "
+            f"`deploy_threads` {max(asked)}: this process may use {here} core{'s' * (here > 1)} (what the machine has, "
             "or taskset or a container leaves): what holds at more threads has to be tried where there are as many"
         )
 
@@ -115,7 +115,7 @@ def _check_machines(found: Sequence[Context]) -> None:
         {name: value for name, value in runner.describe().items() if name != "threads"} for runner in runners
     ]
     if (difference := first_difference(runners, descriptions)) is not None:
-        raise EngineUnavailable(f"--deploy-threads wants machines that are alike: {difference}")
+        raise EngineUnavailable(f"`deploy_threads` wants machines that are alike: {difference}")
 
 
 def _close(runners: Sequence[Runner]) -> None:

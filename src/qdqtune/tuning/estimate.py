@@ -13,6 +13,7 @@ from qdqtune.engines.runner import insist, temporary_runner, time_limit
 from qdqtune.errors import BaselineFailed
 from qdqtune.numerics.fitting import inferences
 from qdqtune.placement.possible import possible_edges
+from qdqtune.tuning.bench import REPEATED
 from qdqtune.tuning.budget import inferences_per_sample, pace
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
@@ -20,7 +21,7 @@ from qdqtune.tuning.rewritten import most_builds
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import read_journal
 from qdqtune.tuning.subject import open_subject
-from qdqtune.tuning.trial_worker import profiled_runs, trial_seconds
+from qdqtune.tuning.trial_worker import profiled_runs, trial_seconds, trial_starts
 
 NOISE_INFERENCES = 50
 """Inferences that measuring the noise of single tensors takes: none if a placement of all pairs holds the limits, else
@@ -36,7 +37,8 @@ FITTED_BUILDS = 3
 @dataclass(frozen=True)
 class Estimate:
     """What a run would take, in seconds; `latency` is that of the float model. `rewrite_builds` are those of `builds`
-    that rewrites may take. `notes` are for the user."""
+    that rewrites may take. `notes` are for the user. `processes` are those that the engine starts, each for
+    `start_seconds`; None and 0 on engines that stay loaded."""
 
     regions: int
     patterns: int
@@ -45,6 +47,8 @@ class Estimate:
     seconds: float
     notes: tuple[str, ...] = ()
     rewrite_builds: int = 0
+    processes: int | None = None
+    start_seconds: float = 0.0
 
 
 def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
@@ -64,11 +68,11 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         refused = "the engine cannot run the float model", BaselineFailed
         handle = insist(runner.load(settings.model, "estimate"), *refused)
         rounds = runner.rounds(handle, handle, 2, seed=0, first_round=0, slot_seconds=0.0, warmup=1)
-        measured = insist(rounds, *refused)
+        measured, launch = insist(rounds, *refused), runner.start_seconds(handle)
         observer.stage("timing what calibration takes")
         start, each = pace(subject.prepared)
     latency = float(np.median(measured.a))
-    schemes = len(subject.patterns) * settings.config.schemes_per_region
+    schemes = len(subject.tuned) * settings.config.schemes_per_region
     ranges = Ranges(dict.fromkeys(candidate_tensors(subject.shaped), Range(0.0, 1.0)))
     everywhere = replace(subject, possible=possible_edges(subject.shaped, ranges))
     trials = min(settings.search_builds, schemes + 5) if any(everywhere.suggestions().values()) else 0
@@ -76,11 +80,14 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     calibrating = 0.0
     if settings.calibration_cache is None:
         calibrating = calibration_seconds(subject.prepared, settings.calibration, start, each)
-    plan, each_round = settings.plan, settings.plan.round_seconds(latency)
-    per_trial = trial_seconds(plan, build, latency, latency, judged)
+    plan, each_round = settings.plan, settings.plan.round_seconds(latency, launch)
+    per_trial = trial_seconds(plan, build, latency, latency, judged, launch)
     counts = len(settings.thread_counts)
     proof = counts * 2 * (2 * build + each_round * settings.proof[0]) if trials else 0.0
     float_model = start + build + latency * (2 * judged + profiled_runs(latency))
+    float_runs = judged + REPEATED * settings.limits.are_set + 2 + 1  # outputs, rounds, and a layer report
+    float_model += float_runs * launch
+    proving = counts * 2 * 2 * (1 + settings.proof[0]) if trials else 0
     foretelling = 2 * start + each * judged * (1 + PAIRED) + NOISE_INFERENCES * each if settings.limits.are_set else 0.0
     rewriting = most_builds(settings, subject)
     first = rewriting * (build + each_round / 2 * plan.looks[0])
@@ -90,12 +97,14 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         seconds = min(seconds, settings.time_budget)
     return Estimate(
         regions=subject.region_count,
-        patterns=len(subject.patterns),
+        patterns=len(subject.tuned),
         builds=trials + 1 + rewriting,
         latency=latency,
         seconds=seconds,
         notes=subject.notes,
         rewrite_builds=rewriting,
+        processes=1 + float_runs + proving + (trials + rewriting) * trial_starts(plan) if launch else None,
+        start_seconds=launch,
     )
 
 

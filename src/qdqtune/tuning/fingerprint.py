@@ -62,7 +62,7 @@ def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, st
     formats, data = settings.formats, subject.prepared.samples.digest
     return Fingerprint(
         mode=settings.mode,
-        graph_json=_digest("--graph-json", settings.graph_json),
+        graph_json=_digest("`graph_json`", settings.graph_json),
         quant_type=settings.quant_type,
         rewrites=settings.rewrites,
         formats=None if formats is None else tuple("pairs" if f == settings.quant_type else f for f in formats),
@@ -82,7 +82,7 @@ def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, st
         calibration_data=CalibrationData(
             data, settings.calibration_samples, len(subject.accuracy) if subject.held_out else 0
         ),
-        calibration_cache=_digest("--calibration-cache", settings.calibration_cache),
+        calibration_cache=_digest("`calibration_cache`", settings.calibration_cache),
     )
 
 

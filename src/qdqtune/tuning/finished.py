@@ -231,14 +231,14 @@ def read_run(folder: Path, state: Path | None = None) -> FinishedRun:
     summary = read_summary(folder)
     state = state or Path(summary["state_file"] or folder / STATE)
     if not state.is_file():
-        raise BadState(f"{folder} is explained by its state file, and {state} is not there: name it with --state-file")
+        raise BadState(f"{folder} is explained by its state file, and {state} is not there: name it with `state_file`")
     journal = read_journal(state)
     if journal is None:
-        raise BadState(f"{state} is no state file: name that of {folder} with --state-file")
+        raise BadState(f"{state} is no state file: name that of {folder} with `state_file`")
     try:
         fingerprint = msgspec.convert(journal.head.fingerprint, Fingerprint)
     except ValueError as error:
-        raise BadState(f"{state} is not of qdqtune tune: name the state file of {folder} with --state-file") from error
+        raise BadState(f"{state} is not of qdqtune tune: name the state file of {folder} with `state_file`") from error
     return FinishedRun(folder, summary, fingerprint, journal)
 
 

@@ -141,10 +141,10 @@ def check_run(settings: Settings, written: Inputs | None = None) -> None:
     """
     folder, names, read = settings.output_dir, _names(settings), {**_inputs(settings), **(written or {})}
     if (folder / LIST).is_file() and (folder / LIST).stat().st_size and not is_list(folder / LIST):
-        raise BadOption(f"{folder / LIST} is not of qdqtune's making: move it, or choose another --output-dir")
+        raise BadOption(f"{folder / LIST} is not of qdqtune's making: move it, or choose another `output_dir`")
     below = [path for name in WRITTEN for path in (folder / name).glob("**/*")]
     of_state, beside = _state_option(settings), [settings.state, pattern_cache_of(settings.state)]
-    for option, outputs in (("--output-dir", [*(folder / name for name in names), *below]), (of_state, beside)):
+    for option, outputs in (("`output_dir`", [*(folder / name for name in names), *below]), (of_state, beside)):
         if (found := overwritten(outputs, read)) is not None:
             file, what = found
             hint = "" if what == "model" else f", the {what},"
@@ -175,12 +175,12 @@ def check_names(folder: Path, names: Iterable[str]) -> None:
         places = {name, real(path).relative_to(home).as_posix()}
         if not name.endswith("/") and path.exists() and not places <= ours:
             what = f"{path} is not of qdqtune's making, and would be overwritten"
-            raise BadOption(f"{what}: choose another --output-dir, or move it")
+            raise BadOption(f"{what}: choose another `output_dir`, or move it")
 
 
 def _state_option(settings: Settings) -> str:
     """The option that says where the state file lies."""
-    return "--output-dir" if settings.state_file is None else "--state-file"
+    return "`output_dir`" if settings.state_file is None else "`state_file`"
 
 
 def _elsewhere(settings: Settings) -> Iterator[Output]:
@@ -194,9 +194,9 @@ def _elsewhere(settings: Settings) -> Iterator[Output]:
     if (
         prices is not None and prices != usual_path()
     ):  # the user has named no other: if this one is damaged, the run notes it
-        yield Output(prices, "--price-cache", lambda file: read_cache(file) is not None, makes_folder=True)
+        yield Output(prices, "`price_cache`", lambda file: read_cache(file) is not None, makes_folder=True)
     if isinstance(times, str):
-        yield timing_cache(Path(times), "--timing-cache")
+        yield timing_cache(Path(times), "`timing_cache`")
 
 
 def lines_of_state(progress: Path) -> list[str]:
@@ -224,7 +224,7 @@ def restored_state(settings: Settings) -> str | None:
         return None
     with writing(settings.state):
         settings.state.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return f"{settings.state} is gone: this run goes on from {path}; --restart starts over"
+    return f"{settings.state} is gone: this run goes on from {path}; `restart` starts over"
 
 
 def _locked(folder: Path) -> IO[bytes]:
@@ -242,7 +242,7 @@ def _locked(folder: Path) -> IO[bytes]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.close()
-            raise BadState(f"{folder} is in use by another run: choose another --output-dir") from error
+            raise BadState(f"{folder} is in use by another run: choose another `output_dir`") from error
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), (folder / LIST).stat()):
                 return file
@@ -307,16 +307,16 @@ def _inputs(settings: Settings) -> Inputs:
     """Every file that the settings refer to."""
     baseline = files_of(settings.qdq_baseline) if settings.qdq_baseline else []
     named = {
-        "--graph-json": settings.graph_json,
-        "--pattern-cache": settings.pattern_cache,
-        "--calibration-cache": settings.calibration_cache,
+        "`graph_json`": settings.graph_json,
+        "`pattern_cache`": settings.pattern_cache,
+        "`calibration_cache`": settings.calibration_cache,
     }
     return {
         "model": files_of(settings.model),
         "calibration data": files_named(settings.calibration_data),
         "workload": [workload.path for workload in settings.workloads],
         "metric": files_named(settings.evaluate),
-        "--qdq-baseline": baseline,
+        "`qdq_baseline`": baseline,
         **{what: [] if file is None else [file] for what, file in named.items()},
     }
 

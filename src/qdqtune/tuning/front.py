@@ -115,7 +115,7 @@ def _short_front(
     candidates, settings, spent = compared.by_placement.values(), run.settings, None
     if (is_late := run.budget.is_late) or compared.has_more():
         is_timed = settings.time_budget is not None and (is_late or compared.has_builds)
-        spent = "--time-budget" if is_timed else f"--builds {settings.builds}"
+        spent = "`time_budget`" if is_timed else f"`builds` {settings.builds}"
     counts = FrontCounts(
         points=points,
         candidates=len(candidates),
@@ -213,7 +213,7 @@ def pick(folder: Path, name: str) -> Mapping[str, Any]:
 def _picked(folder: Path, name: str) -> Mapping[str, Any]:
     summary = read_summary(folder)
     if (rows := summary.get("front")) is None:
-        raise BadOption(f"{folder} holds no finished run with a front: run tune with --front first")
+        raise BadOption(f"{folder} holds no finished run with a front: run tune with `front` first")
     files = {row["name"]: file for row in rows if (file := folder / FRONT / f"{Path(row['name']).name}.onnx").is_file()}
     row = next((row for row in rows if row["name"] == name), None)
     if row is None or name not in files:
@@ -221,7 +221,7 @@ def _picked(folder: Path, name: str) -> Mapping[str, Any]:
         raise BadOption(f"{folder} has no point {name!r}: {points}")
     file = files[name]
     if row["content"] != content_digest(files_of(file)):
-        raise BadOption(f"{file} is not the file that was proven: run tune with --front again, which writes it anew")
+        raise BadOption(f"{file} is not the file that was proven: run tune with `front` again, which writes it anew")
     check_names(folder, (FINAL, data_of(Path(FINAL)).name, PLACEMENT, SUMMARY, REPORT))
     check_loads(file, summary["engine"]["engine"])
     copy_model(file, folder / FINAL)

@@ -12,7 +12,7 @@ from functools import partial
 from qdqtune.errors import writing
 from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement.insertion import Inserter
-from qdqtune.search import Strategy, TwoStage
+from qdqtune.search import Strategy, TwoStage, best_of
 from qdqtune.search.costs import decisions
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.priors import NO_PRIOR
@@ -34,7 +34,7 @@ from qdqtune.tuning.weight_formats import products_of
 from qdqtune.types import Placement, Trial
 
 FEW_BUILDS = (
-    "what earlier runs have learned holds for this model: few builds had to do; --price-cache none searches in full"
+    "what earlier runs have learned holds for this model: few builds had to do; `price_cache` none searches in full"
 )
 
 
@@ -120,7 +120,7 @@ def region(run: Run) -> Mode:
     settings, subject, noise = run.settings, run.subject, binding_noise_of(run)
     by_region = RegionSearch(
         model=subject.shaped,
-        patterns=subject.patterns,
+        patterns=subject.tuned,
         possible=subject.possible,
         seeds={
             **run.earlier.found,
@@ -148,7 +148,8 @@ def region(run: Run) -> Mode:
 
 
 class RegionModels(Silent):
-    """Writes for each region the whole model with the placement with which the region last won.
+    """Writes for each pattern, under the name of its first region, the whole model with the placement with which the
+    pattern last won; where its own schemes did not win, with the best placement of the search.
 
     The models share a file of constants of their own, so that they can be opened while the search goes on.
     """
@@ -158,7 +159,7 @@ class RegionModels(Silent):
         self._folder = run.output.clear(REGION_MODELS)
         rounding = products_of(run.settings, subject)
         self._inserter = Inserter(subject.model, subject.ranges, subject.numbers, rounding)
-        regions = ((pattern.digest, pattern.instances[0]) for pattern in subject.patterns)
+        regions = ((pattern.digest, pattern.instances[0]) for pattern in subject.tuned)
         self._names = {digest: f"region_{region.id}_level_{region.level}.onnx" for digest, region in regions}
         self._written: dict[str, Placement] = {}
         self._constants: ConstantFile | None = None
@@ -169,14 +170,12 @@ class RegionModels(Silent):
             self._write(name, trial.placement)
 
     def finish(self, history: Sequence[Trial]) -> None:
-        """Leave the models whose placement was accepted: of several in a batch that win, one is."""
-        won = {self._names.get(t.proposal.pattern, ""): t.placement for t in history if t.accepted}
-        for name, placement in won.items():
-            if name and self._written.get(name) != placement:
-                self._write(name, placement)
-        for name in self._written.keys() - won.keys():
-            with writing(self._folder / name):
-                (self._folder / name).unlink()
+        """Write the models that are not there yet. Of several in a batch that win, one is accepted."""
+        best = best_of(history)
+        won = {t.proposal.pattern: t.placement for t in history if t.accepted}
+        for digest, name in self._names.items() if history else ():
+            if self._written.get(name) != won.get(digest, best):
+                self._write(name, won.get(digest, best))
         if self._constants is not None:
             self._constants.__exit__()
 
@@ -216,4 +215,4 @@ def _record_groups(
 
 
 MODES: Mapping[str, Callable[[Run], Mode]] = {"cut": cut, "region": region, "subgraph": subgraph}
-"""The modes by the name that `--mode` has."""
+"""The modes by the name that `mode` has."""

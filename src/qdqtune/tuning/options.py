@@ -96,9 +96,9 @@ def deploy_threads_option() -> Any:
         ThreadCounts(),
         None,
         "Numbers of threads that the model will run with: the result is proven at each, and ships only if it is slower "
-        "at none of them and faster at one. A search runs at the largest, unless --threads says otherwise.",
+        "at none of them and faster at one. A search runs at the largest, unless `threads` says otherwise.",
         "Engine",
-        default_in_words="--threads, and what the engine takes by itself here: a thread a core",
+        default_in_words="`threads`, and what the engine takes by itself here: a thread a core",
         metavar="1,4,16",
         is_rare=True,
         is_repeated=True,
@@ -213,7 +213,7 @@ class SearchOptions(DataOptions, CacheOption, RewriteOption, FixOption, WorkerOp
         "30 of a thirtieth; none takes the fastest at any price. Exit code 4 if nothing faster holds it.",
         "Accuracy",
         short="least signal to error at the outputs",
-        default_in_words="20, or none with --evaluate",
+        default_in_words="20, or none with `evaluate`",
         metavar="DB",
     )
     min_agreement: Option[Switched, float | None] = option(
@@ -228,7 +228,7 @@ class SearchOptions(DataOptions, CacheOption, RewriteOption, FixOption, WorkerOp
     max_drop: Option[Switched, Switched] = option(
         Limit(min=0),
         "auto",
-        "Take only what keeps the metric of --evaluate within X of the float model's, or none.",
+        "Take only what keeps the metric of `evaluate` within X of the float model's, or none.",
         "Accuracy",
         default_in_words="1 % of it",
         metavar="X",

@@ -96,8 +96,8 @@ def earlier(
         if path is None or any(store.of(TrialRecord)):
             return Earlier()
         if (cache := read_cache(path)) is None:
-            other = "no price cache of this version (delete it, or name another with --price-cache)"
-            why = "a folder, and --price-cache names a file" if path.is_dir() else other
+            other = "no price cache of this version (delete it, or name another with `price_cache`)"
+            why = "a folder, and `price_cache` names a file" if path.is_dir() else other
             note(f"{path} is {why}: the search goes on without")
             cache = PriceCache(VERSION)
         section = cache.section(conditions)

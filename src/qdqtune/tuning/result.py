@@ -147,14 +147,14 @@ def _write_placements(history: Sequence[Trial], proof: Proof, run: Run) -> None:
     write_placement_of(final, settings.output_dir / PLACEMENT, run)
     caches = cache.cache_of(
         subject.model,
-        subject.patterns,
+        subject.tuned,
         (final, proof.ratio.median if proof.ratio else 1.0),
         history,
         settings.plan,
         minimum_distance=settings.config.pattern_cache_minimum_distance,
         maximum_entries=settings.config.pattern_cache_max_entries_per_pattern,
     )
-    cache.write_cache(pattern_cache_of(settings.state), caches, subject.patterns)
+    cache.write_cache(pattern_cache_of(settings.state), caches, subject.tuned)
 
 
 def write_placement_of(placement: Placement, path: Path, run: Run) -> None:
@@ -198,7 +198,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "predicted_ms": None if predicted is None else predicted * proof.float_seconds * 1e3,
         "trials": len(history),
         "engine_seconds": round(run.runner.engine_seconds, 3),
-        "patterns": len(subject.patterns),
+        "patterns": len(subject.tuned),
         "regions": subject.region_count,
         "pairs": count_pairs(final),
         **({"weights": dict(Counter(s.name for s in final.weight_formats.values()))} if final.compressed else {}),

@@ -261,7 +261,7 @@ def _limits(settings: Settings, bench: Bench, budget: Budget, observer: Observer
     """
     holds_floats = any(a.dtype.kind == "f" for a in bench.floats.outputs[0].values())
     if isinstance(settings.min_sqnr, float) and not holds_floats:
-        raise BadOption("--min-sqnr is about float outputs, and the model has none: use --min-agreement or --evaluate")
+        raise BadOption("`min_sqnr` is about float outputs, and the model has none: use `min_agreement` or `evaluate`")
     limits = settings.limits if holds_floats else replace(settings.limits, min_sqnr=None)
     if not budget.is_late:
         _check_repeatability(limits, bench)
@@ -270,7 +270,7 @@ def _limits(settings: Settings, bench: Bench, budget: Budget, observer: Observer
     observer.stage(f"evaluating the float model with {settings.evaluate}")
     before = bench.metric(Placement())
     if isinstance(before, Failure):
-        raise BaselineFailed(f"--evaluate {settings.evaluate} fails on the float model: {before.reason}")
+        raise BaselineFailed(f"`evaluate` {settings.evaluate} fails on the float model: {before.reason}")
     max_drop = DROP * abs(before) if settings.max_drop == "auto" else limits.max_drop
     return replace(limits, before=before, max_drop=max_drop)
 
@@ -287,5 +287,5 @@ def _check_repeatability(limits: Limits, bench: Bench) -> None:
     raise BadOption(
         f"the float model differs from itself: a second run of the same build repeats only {reached}, less than the "
         "limit on accuracy asks of a candidate. Take the randomness out of the model, or lower the limit "
-        "(--min-sqnr none, --min-agreement none)"
+        "(`min_sqnr` none, `min_agreement` none)"
     )

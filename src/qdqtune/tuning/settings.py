@@ -1,9 +1,10 @@
-"""The settings of a tuning run, and the presets of `--effort`."""
+"""The settings of a tuning run, and the presets of `effort`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import ceil
 from pathlib import Path
 from types import MappingProxyType
 
@@ -22,7 +23,8 @@ from qdqtune.tuning.contexts import counts_of
 from qdqtune.tuning.options import Mode, SearchOptions
 
 FRONT_LEAST, FRONT_BUILDS = 12, 25
-"""Builds of a run for a front (least, usual), the proof of its points included. Chosen, not measured."""
+"""Builds of a run for a front (least, usual), the proof of its points included; where none is proven, the usual proof
+comes on top. Chosen, not measured."""
 
 SEED_BUILDS = 12
 """Builds that cut mode has at the beginning of region mode: the same in every budget, so that a run with a larger
@@ -51,7 +53,7 @@ class Effort:
 
 EFFORTS: Mapping[str, Effort] = MappingProxyType(
     {
-        "quick": Effort(4, {"region": 24, "cut": 7, "subgraph": 4}, (12, 20), (12, 16, 32)),
+        "quick": Effort(30, {"region": 24, "cut": 7, "subgraph": 4}, (12, 20), (12, 16, 32)),
         "default": Effort(50, {"region": 52, "cut": 8, "subgraph": 7}, (12, 20, 32, 48), (12, 24, 48, 96)),
         "extensive": Effort(200, {"region": 400, "cut": 30, "subgraph": 24}, (12, 24, 48, 96), (13, 24, 48, 96, 192)),
     }
@@ -61,6 +63,11 @@ EFFORTS: Mapping[str, Effort] = MappingProxyType(
 def looks_until(last: int, looks: tuple[int, ...]) -> tuple[int, ...]:
     """The `looks` of a comparison that ends after `last` rounds."""
     return (*(n for n in looks if n < last), last)
+
+
+def builds_for(schemes: int, patterns: int) -> int:
+    """Builds in which every pattern gets so many schemes, and a fifth more for wins, which are built again."""
+    return 16 + ceil(1.2 * schemes * patterns)
 
 
 @dataclass(kw_only=True)
@@ -101,43 +108,43 @@ class Settings(SearchOptions):
     def __post_init__(self) -> None:
         least = 1 + self.trial_builds
         if self.builds < least:
-            raise BadOption(f"--builds {self.builds} leaves no candidate: give at least {least}")
+            raise BadOption(f"`builds` {self.builds} leaves no candidate: give at least {least}")
         if isinstance(self.min_sqnr, float | int) and not abs(self.min_sqnr) <= MOST_DB:
-            raise BadOption(f"--min-sqnr {self.min_sqnr:g} is no ratio in dB: it lies within {-MOST_DB} and {MOST_DB}")
+            raise BadOption(f"`min_sqnr` {self.min_sqnr:g} is no ratio in dB: it lies within {-MOST_DB} and {MOST_DB}")
         if self.time_budget is not None and self.time_budget <= 0:
-            raise BadOption("--time-budget is above zero")
+            raise BadOption("`time_budget` is above zero")
         allowed(self.rewrites)
         if self.precision == "bf16":
-            raise BadOption("--precision bf16 is for quantize and apply: a search judges outputs in fp16 or fp32")
+            raise BadOption("`precision` bf16 is for quantize and apply: a search judges outputs in fp16 or fp32")
         if self.from_qdq and self.qdq_baseline:
-            raise BadOption("--from-qdq and --qdq-baseline exclude each other")
+            raise BadOption("`from_qdq` and `qdq_baseline` exclude each other")
         if self.from_qdq and self.calibration_cache:
-            raise BadOption("--from-qdq and --calibration-cache exclude each other: both bring scales")
+            raise BadOption("`from_qdq` and `calibration_cache` exclude each other: both bring scales")
         if isinstance(self.max_drop, float) and self.evaluate is None:
-            raise BadOption("--max-drop is about your metric: name it with --evaluate module:callable")
+            raise BadOption("`max_drop` is about your metric: name it with `evaluate` module:callable")
         if self.front and (self.mode != "cut" or self.from_qdq):
-            raise BadOption("--front is for --mode cut and float models")
+            raise BadOption("`front` is for `mode` cut and float models")
         if self.front and self.builds < FRONT_LEAST:
-            raise BadOption(f"--builds {self.builds} has no room for a front: give at least {FRONT_LEAST}")
+            raise BadOption(f"`builds` {self.builds} has no room for a front: give at least {FRONT_LEAST}")
         if self.formats is not None:
             if not self.formats:
-                raise BadOption("--formats names nothing: leave it out for all that the engine has")
+                raise BadOption("`formats` names nothing: leave it out for all that the engine has")
             for name in self.formats:
                 if name != self.quant_type:
                     try:
                         checked_weight_format(self.engine.name, name)
                     except BadOption as error:
-                        raise BadOption(f"--formats: {error}, and {self.quant_type} for pairs") from error
+                        raise BadOption(f"`formats`: {error}, and {self.quant_type} for pairs") from error
         if self.weight_rounding == "gptq" and self.calibration_data is None and not self.workloads:
             raise BadOption(
-                "--weight-rounding gptq makes up for errors on your data: give --calibration-data or --workload"
+                "`weight_rounding` gptq makes up for errors on your data: give `calibration_data` or `workloads`"
             )
         if self.deploy_threads is not None:
             counts_of(self.engine, self.deploy_threads, is_here=self.ray is None)
         if self.graph_json is not None and self.mode != "subgraph":
-            raise BadOption("--graph-json is for --mode subgraph")
+            raise BadOption("`graph_json` is for `mode` subgraph")
         if self.pattern_cache is not None and self.mode != "region":
-            raise BadOption("--pattern-cache is for --mode region")
+            raise BadOption("`pattern_cache` is for `mode` region")
 
     @property
     def has_pairs(self) -> bool:
@@ -162,7 +169,7 @@ class Settings(SearchOptions):
     def proof_plan(self) -> Plan:
         """The rounds of the proof: its first look is at the least number of rounds that can decide. The error of a
         comparison is divided among the numbers of threads, as a file may win at each."""
-        error, rest = self.plan.error / len(self.thread_counts), self.proof[1:]
+        error, rest = min(self.plan.error, Plan.error) / len(self.thread_counts), self.proof[1:]
         first = max(self.proof[0], least_rounds(error, 1 + len(rest)))
         return replace(self.plan, looks=(first, *(n for n in rest if n > first)), error=error)
 

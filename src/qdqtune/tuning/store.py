@@ -36,7 +36,7 @@ BARE_EXPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|\d+\.\d+|(\d+)e')
 """Matches strings, numbers with a point, and (as group 1) the 1 of 1e-05, which YAML reads only as 1.0e-05."""
 
 LABELS: Mapping[tuple[str, ...], str] = {
-    ("rounds", "looks"): "rounds of comparisons (--effort)",
+    ("rounds", "looks"): "rounds of comparisons (`effort`)",
     ("graph_json",): "graph JSON",
 }
 """Names for users of entries of the fingerprint whose own names do not explain them."""
@@ -86,7 +86,7 @@ class Store:
             self._lock()
             if restart:
                 if not RECORD_START.startswith(self._file.read(len(RECORD_START))):
-                    raise BadState(f"{path} is no state file: choose another --state-file, or remove it")
+                    raise BadState(f"{path} is no state file: choose another `state_file`, or remove it")
                 self._file.truncate(0)
             self.journal = self._opened(json.loads(json.dumps(plain(fingerprint, "deterministic"))))
         except BaseException:
@@ -139,14 +139,14 @@ class Store:
         if (made_by := self.journal.head.candidates) != CANDIDATE_VERSION:
             raise BadState(
                 f"{self.path} was made by a version of qdqtune whose candidates are others ({made_by}, now "
-                f"{CANDIDATE_VERSION}): use that version, another --output-dir, or --restart to start over"
+                f"{CANDIDATE_VERSION}): use that version, another `output_dir`, or `restart` to start over"
             )
 
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise BadState(f"{self.path} is in use by another run: choose another --output-dir") from error
+            raise BadState(f"{self.path} is in use by another run: choose another `output_dir`") from error
 
     def _append(self, record: Record) -> None:
         end = self._file.seek(0, os.SEEK_END)
@@ -192,7 +192,7 @@ def may_continue(path: Path) -> bool:
         start = file.read(2 * len(BEGINNING))
     _refuse_modelopt(start, path)
     if not start.startswith(RECORD_START[: len(start)]):
-        raise BadState(f"{path} is no state file: choose another --state-file, or remove it")
+        raise BadState(f"{path} is no state file: choose another `state_file`, or remove it")
     return True
 
 
@@ -211,7 +211,7 @@ def _refuse_modelopt(content: bytes, path: Path) -> None:
     if content.startswith(b"baseline_latency_ms:"):
         raise BadState(
             f"{path} is a state file of ModelOpt's autotuner, whose latencies and regions are others: choose another "
-            "--output-dir, and give the model that it has made as --qdq-baseline"
+            "`output_dir`, and give the model that it has made as `qdq_baseline`"
         )
 
 
@@ -221,10 +221,10 @@ def _journal(content: bytes, path: Path) -> Journal | None:
     if not lines:
         if BEGINNING.startswith(torn[: len(BEGINNING)]):
             return None
-        raise BadState(f"{path} is no state file: choose another --state-file")
+        raise BadState(f"{path} is no state file: choose another `state_file`")
     head = _parsed(lines[0], path, 1)
     if not isinstance(head, HeadRecord) or head.version != VERSION:
-        raise BadState(f"{path} is no state file of this version: move it away, or start over with --restart")
+        raise BadState(f"{path} is no state file of this version: move it away, or start over with `restart`")
     records = (_parsed(line, path, number) for number, line in enumerate(lines[1:], 2))
     return Journal(head, {(type(record), record.of): record for record in records}, len(content) - len(torn))
 
@@ -243,12 +243,12 @@ def line_of(values: Mapping[str, Any]) -> bytes:
 def _parsed(line: bytes, path: Path, number: int) -> Record:
     text, _, crc = line.decode(errors="replace").removeprefix("- ").rpartition(', "crc": "')
     if not line.startswith(b"- ") or crc != f'{zlib.crc32((text + "}").encode()):08x}"}}':
-        raise BadState(f"{path}, line {number} is damaged: restore the file, or start over with --restart")
+        raise BadState(f"{path}, line {number} is damaged: restore the file, or start over with `restart`")
     try:
         return parsed((text + "}").encode())
     except ValueError as error:
         raise BadState(
-            f"{path}, line {number} is damaged: it is no record of a run; restore the file, or use --restart"
+            f"{path}, line {number} is damaged: it is no record of a run; restore the file, or use `restart`"
         ) from error
 
 
@@ -261,7 +261,7 @@ def _compare(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None
         if names == ("model",):
             made = "with another model, or the file has changed since then"
         raise BadState(
-            f"{path} was made {made}: use the same command, another --output-dir, or --restart to start over"
+            f"{path} was made {made}: use the same command, another `output_dir`, or `restart` to start over"
         )
 
 

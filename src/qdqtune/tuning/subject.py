@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import onnx
 
@@ -34,6 +37,7 @@ from qdqtune.search.regions import cache, discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.tuning.budget import affordable_calibration
 from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.options import Division
 from qdqtune.tuning.records import RangesRecord
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
@@ -65,7 +69,6 @@ class Subject:
     accuracy: tuple[Sample, ...]
     mix: Mix
     patterns: tuple[Pattern, ...]
-    region_count: int
     imported: Reading | None = None
     notes: tuple[str, ...] = ()
     ranges: Ranges = field(default_factory=lambda: Ranges({}))
@@ -86,6 +89,16 @@ class Subject:
     def feed(self) -> Sample:
         """The inputs of the most frequent workload, where one has to stand for all."""
         return dict(max(self.mix, key=lambda workload: workload.share).inputs)
+
+    @cached_property
+    def tuned(self) -> tuple[Pattern, ...]:
+        """The patterns that region mode tunes."""
+        return patterns.tunable(self.shaped, self.patterns)
+
+    @property
+    def region_count(self) -> int:
+        """Number of regions of these patterns."""
+        return sum(len(pattern.instances) for pattern in self.tuned)
 
     @property
     def held_out(self) -> bool:
@@ -144,7 +157,7 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
         )
     if prepared.samples.is_random:
         come = "scales come" if settings.calibration_cache is None else "the SQNR comes"
-        notes.append(f"no --calibration-data: {come} from random inputs, so latency is real but accuracy is not")
+        notes.append(f"no `calibration_data`: {come} from random inputs, so latency is real but accuracy is not")
     notes += prepared.hints
     fixed = fixed_inputs(settings.model, settings.fix_inputs)
     mix = tuple(replace(workload, inputs={**workload.inputs, **fixed}) for workload in prepared.mix)
@@ -164,7 +177,6 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
         accuracy=prepared.judging,
         mix=mix,
         patterns=chosen,
-        region_count=len(regions.leaves) + len(regions.composites),
         imported=imported,
         notes=tuple(notes),
         rewrites=rewrites,
@@ -244,20 +256,20 @@ def _loaded(
             settings, converted(load_for(settings.model, precision, fixed, numbers.opset, rewrites=rewrites), precision)
         )
         if not is_quantized(model):
-            raise BadOption(f"{settings.model} has no Q/DQ pairs: leave --from-qdq out")
+            raise BadOption(f"{settings.model} has no Q/DQ pairs: leave `from_qdq` out")
         stripped = strip_pairs(model)
         return stripped, read_placement(stripped, model)
     model = _typed(settings, load_for(settings.model, precision, fixed, numbers.opset, rewrites=rewrites))
     if is_quantized(model):
         raise BadModel(
-            f"{settings.model} already has Q/DQ pairs: give --from-qdq to strip them and search from there, "
-            "or the float model with --qdq-baseline"
+            f"{settings.model} already has Q/DQ pairs: give `from_qdq` to strip them and search from there, "
+            "or the float model with `qdq_baseline`"
         )
     return model, None
 
 
 def _baseline(settings: Settings, model: Model, precision: Precision, kept: Collection[str]) -> Reading | None:
-    """The pairs of `--qdq-baseline` for `model`, if that is given."""
+    """The pairs of `qdq_baseline` for `model`, if that is given."""
     if settings.qdq_baseline is None:
         return None
     baseline = load(settings.qdq_baseline)
@@ -267,7 +279,7 @@ def _baseline(settings: Settings, model: Model, precision: Precision, kept: Coll
     if not reading.placement:
         raise BadModel(
             f"{settings.qdq_baseline} has no Q/DQ pair that fits {settings.model}: "
-            "give a quantized version of it, or leave --qdq-baseline out"
+            "give a quantized version of it, or leave `qdq_baseline` out"
         )
     return reading
 
@@ -283,6 +295,19 @@ def edges_within(found: tuple[Pattern, ...]) -> frozenset[Edge]:
     return frozenset(e for p in found for parts in p.edges.values() for edges in parts.values() for e in edges)
 
 
+def tuned_patterns(
+    model: Path, division: Division = "auto", fix_inputs: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Pattern, ...]:
+    """The patterns that region mode tunes in the model of a file.
+
+    Raises:
+        BadModel: the file cannot be used.
+    """
+    graph = load(model, fix_inputs=fix_inputs)
+    graph = strip_pairs(graph) if is_quantized(graph) else graph
+    return patterns.tunable(graph, patterns.group(graph, discovery.find(graph, division)))
+
+
 def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...]) -> tuple[Pattern, ...]:
     """The patterns with an instance in which the name of a node matches a wildcard; without wildcards all."""
     if not wildcards:
@@ -290,7 +315,7 @@ def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...
     names = {n.index for n in model.nodes if any(fnmatchcase(n.name, w) for w in wildcards)}
     chosen = tuple(p for p in found if any(names & set(r.all_nodes()) for r in p.instances))
     if not chosen:
-        raise BadOption("--node-filter-list matches no node of the model")
+        raise BadOption("`node_filter` matches no node of the model")
     return chosen
 
 

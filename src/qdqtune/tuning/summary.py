@@ -206,4 +206,4 @@ def read_json(path: Path, form: type[T]) -> T | None:
 
 
 def _damaged(path: Path) -> BadOption:
-    return BadOption(f"{path} is not what a run has written: tune again with --restart, or restore it")
+    return BadOption(f"{path} is not what a run has written: tune again with `restart`, or restore it")

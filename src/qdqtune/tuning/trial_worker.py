@@ -35,8 +35,10 @@ PROFILED_SECONDS = (0.05, 1.0)
 """The seconds that they take in all: at least, since short layers need many, and at most. Chosen, not measured."""
 
 
+NOT_FINITE = Failure("output", "the outputs hold NaN or infinite values")
+
 Ran = tuple[Handle | Failure, list[dict[str, Array]] | Failure]
-"""A build of a candidate and its outputs."""
+"""A build of a candidate and its outputs; none where these come with the rounds."""
 
 
 @dataclass(frozen=True)
@@ -132,13 +134,20 @@ class TrialWorker:
         if isinstance(outputs, Failure):
             return Trial(*told, outputs)
         if not is_finite(outputs):
-            return Trial(*told, Failure("output", "the outputs hold NaN or infinite values"))
+            return Trial(*told, NOT_FINITE)
         elsewhere = partial(TrialWorker.rounds, job=job)
-        rounds = self._rounds(opponent, candidate, conditions.seed, elsewhere, batch, is_built=is_built)
+        samples = () if outputs else conditions.samples
+        rounds = self._rounds(
+            opponent, candidate, conditions.seed, elsewhere, batch, is_built=is_built, samples=samples
+        )
         begun = time.monotonic()
         result = compare(rounds, conditions.plan, decided=lambda r: settled(r) or _is_late(begun, batch.deadline))
         if isinstance(result, Failure):
             return Trial(*told, result)
+        if not outputs:
+            outputs = self.runner.outputs(candidate, conditions.samples)
+            if isinstance(outputs, Failure) or not is_finite(outputs):
+                return Trial(*told, outputs if isinstance(outputs, Failure) else NOT_FINITE)
         runs = profiled_runs(float(np.median(result.b)))
         layers = self.runner.layers(candidate, runs) if job.proposal.wants_layers else None
         if isinstance(layers, Failure) and layers.is_transient:
@@ -167,6 +176,8 @@ class TrialWorker:
         candidate = self.loaded.load(job.proposal.placement, f"trial_{job.number:03}")
         if isinstance(candidate, Failure):
             return candidate, candidate
+        if self.runner.start_seconds(candidate):
+            return candidate, []  # rounds give outputs, too
         return candidate, self.runner.outputs(candidate, self._conditions.samples)
 
     def pair(self, job: TrialJob) -> tuple[Handle, Handle] | Failure:
@@ -203,21 +214,28 @@ class TrialWorker:
         batch: Batch | None = None,
         *,
         is_built: bool = False,
+        samples: Sequence[Sample] = (),
     ) -> Rounds:
         """Rounds of two builds here, of which idle workers of the batch's pool take a part, if it has one."""
         plan = self._conditions.plan
-        own = rounds_of(self.runner, a, b, plan, seed)
+        own = rounds_of(self.runner, a, b, plan, seed, samples)
         if elsewhere is None or batch is None or batch.pool is None:
             return own
         return shared_rounds(own, elsewhere, batch.pool, a.build_seconds + b.build_seconds, plan, is_built=is_built)
 
 
-def trial_seconds(plan: Plan, build: float, seconds: float, turn: float, judged: int) -> float:
+def trial_seconds(plan: Plan, build: float, seconds: float, turn: float, judged: int, start: float = 0.0) -> float:
     """The least seconds that a candidate takes which is as fast as the float model: its build, its outputs on `judged`
     samples, the first look of its comparison and its layers. A build of the float model takes `build` seconds, an
-    inference `seconds`, and its part in a round `turn`."""
-    comparison = plan.start_seconds(turn) + plan.round_seconds(turn) * plan.looks[0]
-    return build + judged * seconds + profiled_runs(seconds) * turn + comparison
+    inference `seconds`, and its part in a round `turn`. With `start` (see `Plan.round_seconds`), rounds give outputs.
+    """
+    comparison = plan.warmup_seconds(turn, start) + plan.round_seconds(turn, start) * plan.looks[0]
+    return build + judged * seconds + profiled_runs(seconds) * turn + start + comparison
+
+
+def trial_starts(plan: Plan) -> int:
+    """The processes that such a candidate starts, where each call starts one: its build, rounds and layers."""
+    return 2 + 2 * plan.looks[0]
 
 
 def profiled_runs(seconds: float) -> int:

@@ -62,7 +62,7 @@ OPERATIONS = 2e10
 """Multiplications with additions that these may take in all: about a second."""
 
 MOST_MOMENTS = 2**31
-"""Bytes of second moments of activations that are held for `--weight-rounding gptq`."""
+"""Bytes of second moments of activations that are held for `weight_rounding` gptq."""
 
 UNTIMED = 0.5
 """Share of the float product's time that a weight format is assumed to take if the engine reports no times."""
@@ -148,7 +148,7 @@ def products_of(settings: Settings, subject: Subject) -> Moments:
     needed = sum(12 * inputs**2 for inputs in sizes.values())  # a moment in float64, a factor of its inverse in float32
     if needed > MOST_MOMENTS:
         raise BadOption(
-            f"--weight-rounding gptq would hold {needed / 1e9:.1f} GB of second moments of activations: round to the "
+            f"`weight_rounding` gptq would hold {needed / 1e9:.1f} GB of second moments of activations: round to the "
             "nearest instead"
         )
     tensors, samples = sorted(sizes), subject.prepared.calibration

@@ -34,7 +34,7 @@ def test_a_missing_provider_names_those_that_exist() -> None:
 
 
 def test_onnxruntime_has_no_fp8() -> None:
-    with pytest.raises(BadOption, match="--quant-type int8"):
+    with pytest.raises(BadOption, match="`quant_type` int8"):
         open_engine(EngineSpec("onnxruntime")).numeric_format("fp8")
 
 

@@ -38,7 +38,7 @@ def test_a_missing_openvino_says_how_to_install_it(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"threads": 0}, "--threads must be a whole number"),
+        ({"threads": 0}, "`threads` must be a whole number"),
         ({"precision": "f64"}, "no precision 'f64'; it has f32, f16, bf16"),
         ({"provider": "x"}, "no option 'provider'; it has threads, precision"),
     ],
@@ -54,7 +54,7 @@ def test_openvino_says_its_precision_and_wants_symmetric_numbers() -> None:
     numbers = engine.numeric_format("int8")
     assert (numbers.activation, numbers.symmetric, numbers.reduced_weights) == (QType.INT8, True, products_saturate())
     assert (numbers.bias, numbers.drop_clamps, numbers.shared_scale_ops) == ("float", False, MOVED_ACROSS)
-    with pytest.raises(BadOption, match="--quant-type int8"):
+    with pytest.raises(BadOption, match="`quant_type` int8"):
         engine.numeric_format("fp8")
 
 

@@ -201,7 +201,7 @@ def test_shapes_may_change_from_run_to_run(rig: Rig) -> None:
 
 
 def test_a_dynamic_input_without_shapes_names_the_flags(rig: Rig) -> None:
-    with pytest.raises(BadOption, match=r"'x' has dynamic sizes \(-1, 4, 8, 8\).*--opt-shapes.*--min-shapes"):
+    with pytest.raises(BadOption, match=r"'x' has dynamic sizes \(-1, 4, 8, 8\).*`opt_shapes`.*`min_shapes`"):
         rig.build(conv_model())
     with pytest.raises(BadOption, match="inconsistent"):
         rig.build(conv_model(), min_shapes={"x": [2, 4, 8, 8]}, max_shapes={"x": [1, 4, 8, 8]})
@@ -384,7 +384,7 @@ def test_a_timing_cache_of_another_version_is_left_alone(rig: Rig) -> None:
 
 def test_plugin_libraries(rig: Rig) -> None:
     library = rig.folder / "plugin.so"
-    with pytest.raises(BadOption, match=r"--plugin-libraries.*plugin\.so"):
+    with pytest.raises(BadOption, match=r"`plugin_libraries`.*plugin\.so"):
         rig.open(plugin_libraries=[str(library)])
     library.touch()
     rig.open(plugin_libraries=[str(library)])

@@ -20,13 +20,20 @@ from engine_contract import (
     quantized_conv_model,
     static,
 )
+from qdqtune.commands.tune import TuneOptions, search_plan
 from qdqtune.engines import Engine, EngineSpec, open_engine
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt import trtexec
 from qdqtune.engines.tensorrt.trtexec import _outputs
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import node_names
+from qdqtune.timing.pairing import compare_builds
+from qdqtune.timing.ratios import Plan, ratio
+from qdqtune.tuning.estimate import estimate
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.settings import Settings
 from qdqtune.types import Failure, NumericFormat, QType
+from runs import mixed, write
 from trtexec_stand_in import calls, launch, stand_in
 from workers import Workers
 
@@ -122,8 +129,8 @@ def test_flags_are_those_of_the_version(tmp_path: Path, quantized: Path, version
     assert timed.keys() & quick == (set() if version == "11.1" else quick)
     assert ("separateProfileRun" in profiled) == (version != "11.1")
     assert timed["warmUp"] == "200"
-    assert timed["duration"] == profiled["duration"] == "0"
-    assert timed["iterations"] == timed["avgRuns"] == "3"
+    assert (timed["duration"], profiled["duration"]) == ("0.2", "0")
+    assert timed["iterations"] == profiled["iterations"] == "3"
     assert timed["loadEngine"] == build["saveEngine"]
     assert "onnx" not in timed
 
@@ -292,14 +299,14 @@ def test_fp8_needs_version_10(tmp_path: Path, version: str) -> None:
     assert engine.numeric_format("int8").symmetric
     assert engine.numeric_format("int8").float_weights == (version == "8.6")
     if version == "8.6":
-        with pytest.raises(BadOption, match="--quant-type int8"):
+        with pytest.raises(BadOption, match="`quant_type` int8"):
             engine.numeric_format("fp8")
     else:
         assert engine.numeric_format("fp8").weight is QType.FP8
 
 
 def test_a_missing_program_says_where_it_comes_from() -> None:
-    with pytest.raises(EngineUnavailable, match=r"no program 'no-such-trtexec'.*--trtexec PATH"):
+    with pytest.raises(EngineUnavailable, match=r"no program 'no-such-trtexec'.*`trtexec` PATH"):
         create("no-such-trtexec")
 
 
@@ -364,9 +371,59 @@ def test_paired_rounds_through_the_runner(tmp_path: Path, quantized: Path, worke
         a, b = runner.load(tmp_path / "m.onnx"), runner.load(quantized)
         assert not isinstance(a, Failure)
         assert not isinstance(b, Failure)
-        measured = runner.rounds(a, b, 2, seed=1, first_round=0, slot_seconds=1e-4, warmup=1)
+        samples = [{"x": IMAGE["x"] + shift} for shift in range(3)]
+        expected, before = runner.outputs(b, samples), len(calls(tmp_path))
+        rounds = {"seed": 1, "slot_seconds": 1e-4, "warmup": 1, "samples": samples}
+        measured = runner.rounds(a, b, 2, first_round=0, **rounds)
         assert not isinstance(measured, Failure)
         assert np.median(measured.b) != np.median(measured.a)
+        more = runner.rounds(a, b, 3, first_round=2, **rounds)
+        assert not isinstance(more, Failure)
+        assert len(calls(tmp_path)) == before + 2 * 5, "one process for each side of a round, and no other"
+        kept = runner.outputs(b, samples)
+        assert len(calls(tmp_path)) == before + 2 * 5, "the rounds have given the outputs, too"
+        assert not isinstance(kept, Failure)
+        assert not isinstance(expected, Failure)
+        assert [one["y"].tolist() for one in kept] == [one["y"].tolist() for one in expected]
+        assert runner.start_seconds(b) > 0
+        runner.outputs(b, samples)
+        assert len(calls(tmp_path)) == before + 2 * 5 + 3, "outputs are kept for one run only"
+
+
+def test_a_file_seldom_wins_against_itself(tmp_path: Path, workers: Workers) -> None:
+    """Processes differ by 20 %, and drift. The proof promises one false win in a thousand, a search one in fifty."""
+    onnx.save(static(conv_model()), tmp_path / "m.onnx")
+    spec = EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.16", noise=0.2)})
+    plan = search_plan("trtexec", (12, 20), None, 2)
+    assert Plan.error < plan.error == 0.02
+    with Runner(spec, time_limit_s=60, log_dir=tmp_path / "logs") as runner:
+        runner.feed(IMAGE)
+        a, b = runner.load(tmp_path / "m.onnx"), runner.load(tmp_path / "m.onnx", fresh=True)
+        assert not isinstance(a, Failure)
+        assert not isinstance(b, Failure)
+        found = [compare_builds(runner, a, b, plan, seed) for seed in range(20)]
+    verdicts = [ratio(one, plan).verdict for one in found if not isinstance(one, Failure)]
+    assert len(verdicts) == 20
+    assert verdicts.count("faster") <= 2
+
+
+def test_a_whole_search_starts_few_processes_and_says_so_before(tmp_path: Path, workers: Workers) -> None:
+    model = write(mixed(), tmp_path)
+    options = {"engine": "trtexec", "trtexec": stand_in(tmp_path, "10.16"), "price_cache": "none", "report": False}
+
+    def asked(folder: str) -> Settings:
+        data = model.with_suffix(".npz")
+        return TuneOptions(model=model, output_dir=tmp_path / folder, calibration_data=data, **options).settings()
+
+    told = estimate(asked("estimated"))
+    before = len(calls(tmp_path))
+    result = tune(asked("out"))
+    took = len(calls(tmp_path)) - before
+    assert result.improved
+    assert told.processes is not None
+    assert took <= told.processes <= 2 * took
+    timed = [flags for flags in calls(tmp_path)[before:] if "exportTimes" in flags]
+    assert len(timed) <= 2 * (1 + 7 * len(result.history) + 2 * 12), "rounds of candidates, and of the proof"
 
 
 @pytest.mark.parametrize(

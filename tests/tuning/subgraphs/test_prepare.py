@@ -236,7 +236,7 @@ def test_an_unusable_file_of_groups_ends_the_run_in_one_line(
 
 
 def test_a_file_of_groups_is_for_this_mode(tmp_path: Path) -> None:
-    with pytest.raises(BadOption, match="--mode subgraph"):
+    with pytest.raises(BadOption, match="`mode` subgraph"):
         settings(tmp_path / "model.onnx", graph_json=tmp_path / "graph.json")
 
 

@@ -83,7 +83,7 @@ class OnnxRuntimeOptions:
 
     def __post_init__(self) -> None:
         if self.threads < 1:
-            raise BadOption(f"--threads must be a whole number from 1 on, not {self.threads}")
+            raise BadOption(f"`threads` must be a whole number from 1 on, not {self.threads}")
 
 
 def create(options: OnnxRuntimeOptions) -> OnnxRuntime:

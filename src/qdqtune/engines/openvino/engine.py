@@ -42,7 +42,7 @@ class OpenVinoOptions:
 
     def __post_init__(self) -> None:
         if self.threads < 1:
-            raise BadOption(f"--threads must be a whole number from 1 on, not {self.threads}")
+            raise BadOption(f"`threads` must be a whole number from 1 on, not {self.threads}")
         if self.precision not in FLOAT_PRECISIONS:
             known = ", ".join(FLOAT_PRECISIONS)
             raise BadOption(f"engine 'openvino' has no precision {self.precision!r}; it has {known}")

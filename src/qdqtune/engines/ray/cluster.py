@@ -65,7 +65,7 @@ class Cluster:
             _end(actor)
             wanted = f"{cores} CPUs" + (" and a GPU" if gpus else "")
             raise EngineUnavailable(
-                f"the cluster has had no node with {wanted} to spare for {WAIT_SECONDS:.0f} s: give fewer --workers"
+                f"the cluster has had no node with {wanted} to spare for {WAIT_SECONDS:.0f} s: give fewer `workers`"
             ) from None
         except RayError as error:
             _end(actor)
@@ -116,7 +116,7 @@ class RemoteWorker:
             self.alive, self._reason = False, _reason(error)
             raise EOFError from error
         if log is not None and reply.text:
-            log.write_text(reply.text)
+            log.write_text(reply.text, encoding="utf-8", errors="backslashreplace")
         if reply.kind == "ended":
             self.alive, self._reason = False, reply.text
             raise EOFError
@@ -233,7 +233,7 @@ def devices(spec: EngineSpec, workers: int | None, cores_each: int | None, most:
     """
     each = cores_for(spec, cores_each)
     if most > each and not capacity(spec, most):
-        raise BadOption(f"--deploy-threads {most}: no node of the cluster has as many CPUs, see qdqtune doctor --ray")
+        raise BadOption(f"`deploy_threads` {most}: no node of the cluster has as many CPUs, see qdqtune doctor --ray")
     fit = capacity(spec, each)
     if (workers or 1) > fit:
         wanted = f"{each} CPUs" + (" and a GPU" if needs_gpu(spec) else "")

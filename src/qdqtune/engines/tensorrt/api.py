@@ -99,7 +99,7 @@ def numeric_format(trt: Any, quant_type: QuantType) -> NumericFormat:
         BadOption: for FP8 before version 10.
     """
     if quant_type == "fp8" and not is_strongly_typed(trt):
-        raise BadOption(f"TensorRT {trt.__version__} has no FP8: use --quant-type int8, or TensorRT 10 or later")
+        raise BadOption(f"TensorRT {trt.__version__} has no FP8: use `quant_type` int8, or TensorRT 10 or later")
     return formats.tensorrt(quant_type, explicit_weights=is_strongly_typed(trt))
 
 

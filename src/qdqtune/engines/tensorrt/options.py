@@ -152,7 +152,7 @@ def check_inputs(spec: EngineSpec, model: Model) -> None:
         if UNESCAPABLE & set(name):
             raise BadOption(
                 f"trtexec takes no input name with {' or '.join(sorted(UNESCAPABLE))} in it, such as {name!r}: rename "
-                "the input, or use --engine tensorrt"
+                "the input, or use `engine` tensorrt"
             )
     for name, span in spans(spec).items():
         if name not in model.inputs:

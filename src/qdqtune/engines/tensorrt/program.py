@@ -15,6 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 from qdqtune.engines.devices import nvidia_smi
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
+from qdqtune.system.writing import append
 
 OLDEST = (8, 6)
 
@@ -57,7 +58,7 @@ def find(name: str, arguments: str, launch: Launch = launch_process) -> Program:
     if path is None:
         raise EngineUnavailable(
             f"there is no program {name!r}: it comes with TensorRT (in its bin folder; in NVIDIA's containers "
-            "/usr/src/tensorrt/bin/trtexec); give its place with --trtexec PATH"
+            "/usr/src/tensorrt/bin/trtexec); give its place with `trtexec` PATH"
         )
     return Program(path, _version(path, launch), flags, launch)
 
@@ -128,6 +129,8 @@ class Program:
     launch: Launch = launch_process
     profiles: bool = field(default=True, init=False)
     """Whether it knows the profiling flags. A call that is refused for one shows that it does not."""
+    start_seconds: float = field(default=2.0, init=False)
+    """What the last timing of a model took; before the first one a guess."""
 
     def run(self, flags: Iterable[str], log: Path) -> str:
         """Call the program, append what it prints to the log, and return it.
@@ -152,9 +155,8 @@ class Program:
         return [flag for flag in dict.fromkeys(both) if self.profiles or flag_name(flag) not in PROFILING]
 
     def _call(self, flags: Sequence[str], log: Path) -> tuple[int, str]:
+        append(log, f"$ {shlex.join([self.path, *flags])}\n")
         with log.open("ab") as file:
-            file.write(f"$ {shlex.join([self.path, *flags])}\n".encode())
-            file.flush()
             start = file.tell()
             status = self.launch([self.path, *flags], file)
         with log.open("rb") as file:

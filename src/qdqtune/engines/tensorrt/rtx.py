@@ -55,7 +55,7 @@ def create(options: RtxOptions) -> TensorRt | AheadOfTime:
         cuda = Cuda()
     except EngineUnavailable as error:
         if not target:
-            raise EngineUnavailable(f"{error}; to check builds without a GPU give --target sm89") from error
+            raise EngineUnavailable(f"{error}; to check builds without a GPU give `target` sm89") from error
         return AheadOfTime(trt, options)
     here = cuda.device
     if target and target != here.target:
@@ -63,7 +63,7 @@ def create(options: RtxOptions) -> TensorRt | AheadOfTime:
     if here.target not in known:
         raise EngineUnavailable(
             f"TensorRT-RTX has no kernels for {here.name} ({here.target}); to check builds for "
-            "another GPU give --target sm89"
+            "another GPU give `target` sm89"
         )
     return TensorRt("tensorrt-rtx", trt, cuda, options, None)
 

@@ -14,8 +14,10 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from qdqtune.engines.tensorrt.options import CachedOptions
 from qdqtune.engines.tensorrt.program import Launch, Program, find, flag_name, gpu, launch_process
 from qdqtune.engines.tensorrt.report import layers_of
 from qdqtune.errors import BadOption, EngineFailure, one_line
+from qdqtune.system.writing import append
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 STRONG_TYPING = (10, 0)
@@ -36,7 +39,13 @@ BETTER_DEFAULTS = (11, 0)
 PRECISION_FLAGS = frozenset({"best", "bf16", "fp16", "fp8", "int4", "int8"})
 SHAPE_FLAGS = frozenset({"maxShapes", "minShapes", "optShapes", "shapes"})
 
-ONCE = ("--iterations=1", "--avgRuns=1", "--warmUp=0")
+ONCE = ("--iterations=1", "--avgRuns=1", "--warmUp=0", "--duration=0")
+
+TIMED_SECONDS = 0.2
+"""How long a process runs a model to time it: a tenth of what it usually takes to start. Chosen, not measured."""
+
+PRINTED_AFTER = 100_000
+"""Inferences after which a timing prints their average: never, as files tell them all."""
 
 PRINTED_SUMMARY = re.compile(r"(?<!Total )GPU Compute Time: min = .*?median = ([-+.\deE]+) ms")
 FINAL_SHAPE = re.compile(r"Final shape is (.*?) reported by the output allocator\.\s*")
@@ -107,7 +116,7 @@ class Trtexec:
             BadOption: for FP8 before version 10.
         """
         if quant_type == "fp8" and self.program.version < STRONG_TYPING:
-            raise BadOption("TensorRT 8.6 reads no FP8: use --quant-type int8, or TensorRT 10 or later")
+            raise BadOption("TensorRT 8.6 reads no FP8: use `quant_type` int8, or TensorRT 10 or later")
         return formats.tensorrt(quant_type, explicit_weights=self.program.version >= STRONG_TYPING)
 
     def build(self, model: Path, log: Path) -> TrtexecModel:
@@ -121,7 +130,7 @@ class Trtexec:
         try:
             signature = _signature(model)
         except (OSError, DecodeError) as error:
-            log.write_text(f"{error}\n")
+            append(log, f"{error}\n")
             raise EngineFailure(f"trtexec: cannot read {model.name}: {one_line(error)}") from error
         flags = [f"--onnx={model}", "--skipInference", "--profilingVerbosity=detailed", *self.files]
         flags += self._typing(signature)
@@ -157,7 +166,7 @@ class Trtexec:
         if not given:
             return None
         if lacking := [name for name in signature.dynamic if name not in given]:
-            raise BadOption(f"input {lacking[0]!r} has dynamic sizes as well: give --opt-shapes {lacking[0]}:1x...")
+            raise BadOption(f"input {lacking[0]!r} has dynamic sizes as well: give `opt_shapes` {lacking[0]}:1x...")
         return [
             f"--{which}Shapes=" + _sizes({name: three[i] for name, three in given.items()})
             for i, which in enumerate(("min", "opt", "max"))
@@ -177,6 +186,12 @@ class TrtexecModel:
         self._folder = tempfile.TemporaryDirectory(prefix="trtexec-")
         self._plans: dict[str, Path] = {}
         self._fed: Tensors | None = None
+        self._kept: dict[str, dict[str, Array]] = {}
+
+    @property
+    def start_seconds(self) -> float:
+        """`Launched.start_seconds`."""
+        return self._program.start_seconds
 
     def plan(self, sizes: Mapping[str, Sequence[int]]) -> Path:
         """The plan for inputs of these sizes. It is built at the first call.
@@ -198,8 +213,13 @@ class TrtexecModel:
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
         """`Built.run`, with six digits."""
+        if (kept := self._kept.pop(_digest(inputs), None) if self._kept else None) is not None:
+            return kept
         target = self._file("outputs.json")
         self._infer(inputs, [*ONCE, f"--exportOutput={target}"])
+        return self._outputs(target)
+
+    def _outputs(self, target: Path) -> dict[str, Array]:
         outputs = dict(_outputs(_read(target)))
         try:
             return {name: outputs[name].astype(dtype) for name, dtype in self._signature.outputs.items()}
@@ -207,12 +227,25 @@ class TrtexecModel:
             raise EngineFailure(f"trtexec: it gives no output {error}") from error
 
     def time(self, inputs: Tensors, runs: int) -> float:
-        """`Built.time`: median GPU time, of a CUDA graph where the model can be captured."""
-        target = self._file("times.json")
+        """`Built.time`: median GPU time of at least so many inferences and `TIMED_SECONDS`, of a CUDA graph where the
+        model can be captured."""
+        return self._timed(inputs, runs)
+
+    def time_and_keep(self, inputs: Tensors, runs: int) -> float:
+        """`Launched.time_and_keep`. trtexec copies outputs when all is timed, so that this disturbs no time."""
+        target = self._file("outputs.json")
+        seconds = self._timed(inputs, runs, f"--exportOutput={target}")
+        self._kept[_digest(inputs)] = self._outputs(target)
+        return seconds
+
+    def _timed(self, inputs: Tensors, runs: int, *flags: str) -> float:
+        target, begun = self._file("times.json"), perf_counter()
         quick = ["--useCudaGraph", "--useSpinWait", "--noDataTransfers"]
-        flags = [*self._iterations(runs), f"--exportTimes={target}"]
-        printed = self._infer(inputs, flags + (quick if self._program.version < BETTER_DEFAULTS else []))
-        return _milliseconds(_read(target), printed) / 1e3
+        asked = [*self._iterations(runs, TIMED_SECONDS), f"--exportTimes={target}", *flags]
+        printed = self._infer(inputs, asked + (quick if self._program.version < BETTER_DEFAULTS else []))
+        seconds = _milliseconds(_read(target), printed) / 1e3
+        self._program.start_seconds = perf_counter() - begun
+        return seconds
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """`Built.layers`. What trtexec exports is kept beside the log as `<log's stem>.graph.json`."""
@@ -250,8 +283,14 @@ class TrtexecModel:
     def _file(self, name: str) -> Path:
         return Path(self._folder.name, name)
 
-    def _iterations(self, runs: int) -> list[str]:
-        return [f"--iterations={runs}", f"--avgRuns={runs}", f"--warmUp={self._warmup_ms}"]
+    def _iterations(self, runs: int, seconds: float = 0.0) -> list[str]:
+        """Flags for at least so many inferences and seconds. By default these would be three."""
+        return [
+            f"--iterations={runs}",
+            f"--avgRuns={max(runs, PRINTED_AFTER) if seconds else runs}",
+            f"--warmUp={self._warmup_ms}",
+            f"--duration={seconds:g}",
+        ]
 
     def _infer(self, inputs: Tensors, flags: Sequence[str]) -> str:
         """What trtexec prints when it runs a model on these inputs."""
@@ -269,10 +308,10 @@ class TrtexecModel:
         return self._started(plan, sizes, [loaded, *flags])
 
     def _started(self, plan: Path, sizes: str, flags: Sequence[str]) -> str:
-        """What trtexec prints when it loads and runs a plan. Without `--duration=0` that would take three seconds."""
+        """What trtexec prints when it loads and runs a plan."""
         plugins = (flag for flag in self._flags if flag_name(flag) == "staticPlugins")
         shapes = [f"--shapes={sizes}"] if sizes else []
-        return self._program.run([f"--loadEngine={plan}", "--duration=0", *plugins, *shapes, *flags], self._log)
+        return self._program.run([f"--loadEngine={plan}", *plugins, *shapes, *flags], self._log)
 
 
 @dataclass(frozen=True)
@@ -337,6 +376,14 @@ def _dtype(value: onnx.ValueInfoProto) -> np.dtype[Any]:
 
 def _sizes(shapes: Mapping[str, Sequence[int]]) -> str:
     return ",".join(f"{name}:{'x'.join(map(str, sizes))}" for name, sizes in shapes.items())
+
+
+def _digest(inputs: Tensors) -> str:
+    """A digest of names and values."""
+    found = sha256()
+    for name, array in sorted(inputs.items()):
+        found.update(f"{name}:{np.shape(array)}".encode() + np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()
 
 
 def _read(path: Path) -> str:

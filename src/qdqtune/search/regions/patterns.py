@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import CONTROL_FLOW, HEAVY, INTEGER_KERNELS, MOVERS, may_be_float
 from qdqtune.placement.possible import can_carry
 from qdqtune.search.regions.discovery import Regions
 from qdqtune.search.regions.region import ChildInput, NodeInput, Point, Region, RegionOutput, RegionType, Scheme
@@ -26,6 +27,9 @@ from qdqtune.search.regions.structure import Listing, Structure
 from qdqtune.types import Edge, Placement, WeightFormat
 
 Edges = Mapping[Point, frozenset[Edge]]
+
+QUANTIZABLE = HEAVY - CONTROL_FLOW | INTEGER_KERNELS | {"AveragePool", "MaxPool"}
+"""Operators that engines run on quantized values."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,23 @@ def group(model: Model, regions: Regions) -> tuple[Pattern, ...]:
         alike.setdefault(_signature(listing, region), {})[region] = listing
     patterns = (Pattern(signature, tuple(listings), model, listings) for signature, listings in alike.items())
     return tuple(p for p in patterns if _has_points(p))
+
+
+def tunable(model: Model, found: Iterable[Pattern]) -> tuple[Pattern, ...]:
+    """The patterns that a search tunes: pairs cannot make the others faster. Around an operator that passes values on,
+    they can keep its neighbours from converting."""
+    return tuple(p for p in found if _holds(model, p.instances[0], QUANTIZABLE | MOVERS))
+
+
+def is_quantizable(model: Model, region: Region) -> bool:
+    """Whether a region holds an operator on floats that engines can quantize."""
+    return _holds(model, region, QUANTIZABLE)
+
+
+def _holds(model: Model, region: Region, operators: frozenset[str]) -> bool:
+    """Whether a region holds one of some operators, working on floats."""
+    nodes = (model.nodes[n] for n in region.all_nodes())
+    return any(node.op in operators and any(may_be_float(model, t) for t in node.outputs) for node in nodes)
 
 
 def resolve(model: Model, pattern: Pattern, region: Region, scheme: Scheme) -> frozenset[Edge]:

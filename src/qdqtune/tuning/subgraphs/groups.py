@@ -85,7 +85,7 @@ def from_file(model: Model, path: Path) -> Grouping:
     try:
         layers = read_report(path, None, _named(model))
     except BadOption as error:
-        raise BadOption(f"--graph-json {path}: {error}") from error
+        raise BadOption(f"`graph_json` {path}: {error}") from error
     return from_layers(model, layers, f"from {path.name}")
 
 

@@ -105,7 +105,7 @@ def profile(run: Run) -> Profiled:
     """Group the nodes of a model, time the distinct groups alone, and select those that gain.
 
     Raises:
-        QdqtuneError: --graph-json cannot be used, a file cannot be written, or the engine cannot run the float model.
+        QdqtuneError: `graph_json` cannot be used, a file cannot be written, or the engine cannot run the float model.
     """
     settings, subject, observer = run.settings, run.subject, run.observer
     deadline = run.budget.deadline
@@ -140,7 +140,7 @@ def profile(run: Run) -> Profiled:
 
 
 def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> Grouping:
-    """The groups of --graph-json, of the engine's layer report, or by rules. A report that trtexec wrote is copied to
+    """The groups of `graph_json`, of the engine's layer report, or by rules. A report that trtexec wrote is copied to
     the output folder."""
     if settings.graph_json is not None:
         return groups.from_file(subject.shaped, settings.graph_json)
