@@ -25,7 +25,7 @@ import pytest
 import yaml
 
 from qdqtune.autotune import command as autotune
-from qdqtune.autotune import quantize_command
+from qdqtune.autotune import quantization
 from qdqtune.cli import main
 from qdqtune.engines.fake import FakeModel
 from qdqtune.numerics.sensitivity import Effort
@@ -299,7 +299,7 @@ def installed_with_the_package() -> set[str]:
 
 def options_of_commands() -> Iterator[str]:
     """Every option of every command, those of the other tool's interface with underscores as well."""
-    guests = (*autotune.command.params, *quantize_command.FLAGS)
+    guests = (*autotune.command.params, *quantization.FLAGS)
     ours = (option for later in main.app.commands.values() for option in later.command.params)
     for option in (*ours, *guests):
         yield from (*option.opts, *option.secondary_opts)

@@ -41,7 +41,8 @@ _HOMES = {
     "Settings": "tuning.settings",
     "State": "tuning.observer",
     "Trial": "types",
-    **dict.fromkeys(("apply", "build", "check", "compare", "explain", "inspect", "layers", "quantize", "tune"), "api"),
+    **dict.fromkeys(("apply", "build", "check", "compare", "explain", "inspect", "layers", "tune"), "api"),
+    "quantize": "autotune.quantization:either",
 }
 """Public names by module: each is imported when somebody asks for it, since numpy and onnx take their time."""
 
@@ -51,7 +52,8 @@ __all__ = [*_HOMES, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    module, _, other = _HOMES[name].partition(":")
+    return getattr(import_module(f"{__name__}.{module}"), other or name)
 
 
 def __dir__() -> list[str]:

@@ -518,7 +518,7 @@ def test_schemes_of_ones_own_and_what_they_mean() -> None:
     assert point in full.node_inputs
     stem_index = graph.index_of["stem"]
     meant = pattern.matches(stem, graph, InsertionScheme([point]))
-    assert meant == {ResolvedInsertionPoint("image", stem_index, 0)}
+    assert meant == {ResolvedInsertionPoint("image", stem_index, 0), ResolvedInsertionPoint("w0", stem_index, 1)}
     assert pattern.matches(stem, graph, full) > meant
     assert pattern.matches(stem, graph)
     assert pattern.matches(RegionPattern.from_region(stem, graph))
@@ -533,7 +533,7 @@ def test_schemes_of_ones_own_and_what_they_mean() -> None:
     autotuner.set_profile_region(stem)
     current = autotuner.current_profile_pattern_schemes
     assert current is not None
-    current.schemes.append(InsertionScheme([point, NodeInputInsertionPoint(0, 1)]))
+    current.schemes.append(InsertionScheme([point]))  # as in ModelOpt, the weight comes along
     assert autotuner.generate() == 0
     placed = {(e.node, e.index) for e in pairs(autotuner.export_onnx(), graph)}
     assert {("stem", 0), ("stem", 1)} <= placed
@@ -640,3 +640,21 @@ def test_a_whole_run_gives_an_autotuner_that_holds_it(tmp_path: Path) -> None:
     again.initialize(autotuner.config)
     again.load_state("mine.yaml")
     assert again.export_onnx() == autotuner.export_onnx()
+
+
+def test_a_small_pattern_is_offered_with_every_placement() -> None:
+    autotuner = begun(mixed().to_proto())
+    region = next(r for r in autotuner.regions if "MatMul" in {autotuner.graph.nodes[n].op for n in r.nodes})
+    autotuner.set_profile_region(region)
+    pattern = RegionPattern.from_region(region, autotuner.graph)
+    everything = pattern.get_full_insertion_scheme(region, autotuner.graph)
+    offered = set[frozenset[ResolvedInsertionPoint]]()
+    while autotuner.generate() != -1:
+        offered.add(frozenset(autotuner.get_resolved_insertion_points(best=False)))
+        autotuner.submit(10.0)
+    data = [InsertionScheme([p]) for p in everything.node_inputs if p.input_index == 0]
+    results = [InsertionScheme(region_outputs=[p]) for p in everything.region_outputs]
+    alone = [pattern.matches(region, autotuner.graph, scheme) for scheme in (*data, *results)]
+    assert len(alone) > 1
+    assert all(any(meant <= found for found in offered) for meant in alone)
+    assert len(offered) >= 2 ** len(alone) - 1

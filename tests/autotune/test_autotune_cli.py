@@ -15,6 +15,7 @@ import pytest
 
 from models import INT8, conv_net, ranges
 from qdqtune.autotune import command as autotune
+from qdqtune.autotune import region_inspect
 from qdqtune.autotune.__main__ import apply_mode_presets, get_parser
 from qdqtune.autotune.workflows import RegionLogs
 from qdqtune.cli import tune
@@ -209,41 +210,25 @@ def test_fp8_is_refused_where_there_are_no_kernels(run: Run, model: Path) -> Non
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("module", ["region_inspect", "region_search"])
-def test_regions_can_be_looked_at(module: str, model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_regions_can_be_looked_at(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     more = ["--verbose", "--max-sequence-size", "20", "--include-all-regions"]
-    with pytest.raises(SystemExit) as end:
-        autotune.inspect(module, ["--model", str(model), *more])
-    assert not end.value.code
+    assert region_inspect.main(["--model", str(model), *more]) == 0
     text = capfd.readouterr().out
     assert "Phase 1 complete:" in text
     assert "Summary:" in text
     assert "  - softmax" in text
-    with pytest.raises(SystemExit):
-        autotune.inspect(module, ["--model", str(model)])
+    assert region_inspect.main(["--model", str(model)]) == 0
     assert "├─ Region " in capfd.readouterr().out
-
-
-def test_nothing_imports_the_programs_that_show_regions(model: Path) -> None:
-    code = f"""
-import contextlib, runpy, sys
-import qdqtune.autotune.command, qdqtune.autotune.workflows
-for module in ("region_inspect", "region_search"):
-    sys.argv = [module, "--model", {str(model)!r}, "--json"]
-    with contextlib.suppress(SystemExit):
-        runpy.run_module(f"qdqtune.autotune.{{module}}", run_name="__main__")
-    print("\\0")"""
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", code]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment()).stdout
-    *told, _ = shown.split("\0")
-    assert [json.loads(text)["summary"]["leaf"] > 1 for text in told] == [True, True]
-
-
-def test_looking_at_what_is_no_model_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        autotune.inspect("region_inspect", ["--model", "missing.onnx"])
-    assert end.value.code == 2
+    assert region_inspect.main(["--model", "missing.onnx"]) == 1
     assert capfd.readouterr().err.startswith("error: missing.onnx: cannot read the model")
+
+
+@pytest.mark.parametrize("module", ["region_inspect", "region_search"])
+def test_programs_that_show_regions_run_as_modules(model: Path, module: str) -> None:
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", f"qdqtune.autotune.{module}"]
+    given = ["--model", str(model), "--json"]
+    shown = subprocess.run([*command, *given], capture_output=True, text=True, check=True, env=environment()).stdout
+    assert json.loads(shown)["summary"]["leaf"] > 1
 
 
 def test_as_a_program(model: Path, tmp_path: Path) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 
-from models import conv_net
-from qdqtune.autotune import benchmark, quantization, quantize_command
+import qdqtune as moq
+from models import build, conv_net, normal
+from qdqtune import __main__ as package
+from qdqtune.autotune import benchmark, quantization
 from qdqtune.autotune.errors import AutotunerError
 from qdqtune.autotune.fusion_grouping import create_fusion_groups, generate_graph_json, parse_graph_json
 from qdqtune.autotune.quantization import quantize
@@ -58,9 +61,31 @@ def test_quantize_by_its_keywords(tmp_path: Path) -> None:
     assert "first" not in quantized(tmp_path / "q.onnx")
 
 
+def test_quantize_takes_modelopts_keyword_from_the_package_as_well(tmp_path: Path) -> None:
+    path = write(mixed(batch=None), tmp_path)
+    samples = np.ones((3, 2, 64, 64), np.float32)
+    how: dict[str, Any] = {"high_precision_dtype": "fp32", "calibration_method": "max", "target_dla": False}
+    profile = [{"trt_profile_opt_shapes": "x:2x64x64", "trt_profile_min_shapes": "x:1x64x64"}, {}]
+    moq.quantize(onnx_path=str(path), calibration_data=samples, output_path=str(tmp_path / "q.onnx"), **how)
+    assert "first" in quantized(tmp_path / "q.onnx")
+    moq.quantize(onnx_path=path, input_shapes_profile=profile, **how)
+    assert "first" in quantized(tmp_path / "model.quant.onnx")
+    assert moq.quantize(path, tmp_path / "own.onnx", input_shapes={"x": (2, 64, 64)}).output.exists()
+
+
+def test_products_of_attention_stay_in_float_on_request(tmp_path: Path) -> None:
+    text = "net (float[8,8] x) => (float[8,8] y) { [own] h = MatMul(x, w) [scores] y = MatMul(h, x) }"
+    path = write(build(text, {"w": normal(8, 8)}), tmp_path)
+    quantize(path, engine="onnxruntime", disable_mha_qdq=True)
+    assert quantized(tmp_path / "model.quant.onnx") == {"own"}
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        ({"target_dla": True}, "no target_dla here: placement_like='implicit'"),
+        ({"op_types_to_exclude_fp16": ["Add"]}, "high_precision_dtype='fp32'"),
+        ({"trt_plugins": ["a.so"]}, "only a search"),
         ({"quantize_mode": "int4"}, "quantize_mode is int8 or fp8, not 'int4'"),
         ({"dq_only": True, "block_size": None}, "quantize has no dq_only here"),
         ({"nodes_to_exclude": ["("]}, "is no regular expression"),
@@ -74,13 +99,20 @@ def test_what_quantize_cannot_do_is_said(tmp_path: Path, given: dict[str, Any], 
         quantize(write(mixed(), tmp_path), **given)
 
 
-def test_quantize_goes_on_to_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantize_goes_on_to_a_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "qdqtune")
     asked = list[dict[str, Any]]()
 
-    def tune(model: Path, **given: Any) -> None:
+    def tune(model: Path, **given: Any) -> Any:
         asked.append(given)
         given["output_dir"].mkdir()
-        onnx.save(onnx.load(model), given["output_dir"] / "optimized_final.onnx")
+        for name in ("baseline.onnx", "optimized_final.onnx"):
+            onnx.save(onnx.load(model), given["output_dir"] / name)
+        return SimpleNamespace(
+            summary={"pairs": 3, "baseline_ms": 12.5, "final_ms": 9.8}, in_words=lambda: "1.28x [1.20, 1.36]"
+        )
 
     monkeypatch.setattr(quantization.api, "tune", tune)
     path = write(mixed(), tmp_path)
@@ -88,15 +120,18 @@ def test_quantize_goes_on_to_a_search(tmp_path: Path, monkeypatch: pytest.Monkey
     quantize(path, autotune="quick", engine="fake", calibration_shapes="x:1x2x64x64", **more)
     (given,) = asked
     assert (given["effort"], given["engine"], given["schemes_per_region"]) == ("quick", "fake", 3)
-    assert given["input_shape"] == {"x": (1, 2, 64, 64)}
+    assert given["input_shapes"] == {"x": (1, 2, 64, 64)}
     assert "state_file" not in given
     assert onnx.load(tmp_path / "model.quant.onnx").graph.node
+    left = {path.name for path in (tmp_path / "model.quant.autotune").iterdir()}
+    assert {"calibrated_baseline.onnx", "calibrated_candidate.onnx"} <= left
+    assert "Autotune selected qdq: 12.500 ms -> 9.800 ms, 1.28x [1.20, 1.36]" in caplog.text
 
 
 def program(*arguments: object, work: Callable[..., None] = quantize) -> int:
     """Run the program of quantization; its exit code."""
     with pytest.raises(SystemExit) as end:
-        quantize_command.main(work, [*map(str, arguments)])
+        quantization.main([*map(str, arguments)], work)
     assert isinstance(end.value.code, int)
     return end.value.code
 
@@ -119,6 +154,28 @@ def test_the_program_takes_the_flags_of_its_like(tmp_path: Path, capfd: pytest.C
     assert (asked[1]["autotune"], asked[1]["autotune_node_filter_list"]) == ("default", ["a*"])
     assert asked[1]["autotune_output_dir"] == Path("q.autotune")
     assert "q is the quantized model" in capfd.readouterr().out
+
+
+def test_the_package_is_the_program_with_its_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write(mixed(), tmp_path)
+    profile = [{"nv_profile_min_shapes": "x:1x1"}, {}]
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    for given in (json.dumps(profile), str(tmp_path / "profile.json")):
+        args = package.get_parser().parse_args(["--onnx_path", "no.onnx", "--input_shapes_profile", given])
+        assert (args.input_shapes_profile, args.quantize_mode, args.autotune) == (profile, "int8", None)
+    for wrong in ("{}", "[1]", '[{"a": 1}]', "[", "no.json"):
+        with pytest.raises(SystemExit):
+            package.get_parser().parse_args(["--onnx_path", "no.onnx", "--input_shapes_profile", wrong])
+    monkeypatch.setattr("sys.argv", ["qdqtune", "--onnx_path", str(path), "--high_precision_dtype", "fp32"])
+    package.main()
+    assert "first" in quantized(tmp_path / "model.quant.onnx")
+    monkeypatch.setattr("sys.argv", ["qdqtune", "--onnx_path", str(path), "--dq_only"])
+    with pytest.raises(SystemExit) as end:
+        package.main()
+    assert end.value.code == 2
+    assert "see docs/migration.md" in capfd.readouterr().err
 
 
 def test_the_program_quantizes_and_says_what_it_cannot(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

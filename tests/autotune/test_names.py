@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 from importlib import import_module
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import yaml
@@ -43,8 +45,10 @@ from qdqtune.autotune.insertion_points import (
 )
 from qdqtune.autotune.region_inspect import inspect_region_search
 from qdqtune.autotune.region_search import CombinedRegionSearch, RegionPartitioner, TopDownRegionBuilder
+from qdqtune.autotune.torch_region_builder import TorchRegionBuilder
 from qdqtune.errors import BadOption
 from qdqtune.search.regions.cache import read_cache
+from qdqtune.search.regions.region import NodeInput
 from runs import write
 from workers import Workers
 
@@ -194,7 +198,11 @@ def test_the_pattern_of_a_quantized_region_has_the_points_that_carry_pairs() -> 
     cache.add_pattern_from_region(whole, model, {"x"})
     (found,) = (s for own in cache.pattern_schemes for s in own.schemes)
     pattern = RegionPattern.from_region(whole, model)
-    assert pattern.matches(whole, model, found) == {ResolvedInsertionPoint("x", 0, 0)}
+    assert found.core.points == {NodeInput(0, 0)}
+    assert pattern.matches(whole, model, found) == {
+        ResolvedInsertionPoint("x", 0, 0),
+        ResolvedInsertionPoint("w", 0, 1),
+    }
 
 
 def test_files_of_modelopt_are_read_or_named(tmp_path: Path) -> None:
@@ -356,3 +364,44 @@ def test_borders_of_a_region_are_computed_on_request() -> None:
 def test_a_leaf_has_no_points_of_children() -> None:
     for point in (ChildRegionInputInsertionPoint(0, 0), ChildRegionOutputInsertionPoint(0, None, 0)):
         assert point.resolve(region(0, 1), small()) == set()
+
+
+def test_nodes_of_graphsurgeon_are_judged_by_what_they_say() -> None:
+    def tensor(name: str, *shape: int, dtype: Any = np.float32) -> Any:
+        return SimpleNamespace(name=name, dtype=dtype, shape=shape, inputs=[])
+
+    def node(op: str, inputs: list[Any], *outputs: Any, name: str = "") -> Any:
+        return SimpleNamespace(op=op, name=name, inputs=inputs, outputs=list(outputs))
+
+    x, w, c, scale, n, y = (tensor(name, 2, 4, 4, 4) for name in ("x", "w", "c", "scale", "n", "y"))
+    nodes = [node("Conv", [x, w], c), node("BatchNormalization", [c, scale], n), node("Relu", [n], y)]
+    graph = SimpleNamespace(nodes=nodes, inputs=[x], outputs=[y], toposort=lambda: None)
+    skipped = [skip_invalid_insertion_points(graph, t.name, user) for user in nodes for t in user.inputs]
+    assert skipped == [False, True, True, True, True]  # of all only the input, with which the weight comes
+    point = NodeInputInsertionPoint(0, 0)
+    assert {r.tensor_name for r in point.resolve(region(0, 1, 2), graph)} == {"x", "w"}
+    for op, given, is_skipped in (
+        ("MatMul", tensor("t", 1, 64), False), ("Shape", tensor("t", 1, 64), True), ("Equal", tensor("t", 9), True),
+        ("Add", tensor("t", 2, 2), True), ("Add", tensor("t", 64, dtype=np.int32), True),
+    ):  # fmt: skip
+        assert skip_invalid_insertion_points(graph, "t", node(op, [given])) is is_skipped
+    assert has_quantizable_operations(Region(1, 1, RegionType.COMPOSITE), graph)
+
+
+def test_regions_of_a_pytorch_program() -> None:
+    net = small()
+    for node, name in zip(net.graph.node, ("/a/MatMul", "/a/Relu", "/b/Add"), strict=True):
+        node.name = name
+    builder = TorchRegionBuilder(net)
+    assert {n for r in builder.build_regions() for n in r.nodes} == {0, 1, 2}
+    assert builder.build_regions(linearize=False, only_quantizable=True) == builder.regions
+
+
+def test_a_profile_is_written_on_request(tmp_path: Path, workers: Workers) -> None:
+    timed = benchmark.init_benchmark_instance(engine="fake")
+    path = tmp_path / "profile.json"
+    assert benchmark.benchmark_onnx_model(small().SerializeToString(), export_profile_path=path) < float("inf")
+    count, *layers = json.loads(path.read_text())
+    assert count["count"] > 0
+    assert sum(layer["averageMs"] for layer in layers) > 0
+    assert timed(small().SerializeToString()) < float("inf")

@@ -18,7 +18,7 @@ import onnx
 import pytest
 
 from qdqtune.autotune import command as autotune
-from qdqtune.autotune import quantization, quantize_command
+from qdqtune.autotune import quantization
 from qdqtune.cli import main
 from qdqtune.cli.main import Later, app
 from qdqtune.errors import QdqtuneError
@@ -37,7 +37,7 @@ QUICK = ("--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "
 
 COMMANDS = {name: command.command for name, command in app.commands.items() if isinstance(command, Later)} | {
     "autotune": autotune.command,
-    "quantization": quantize_command.command_for(quantization.quantize),
+    "quantization": quantization.command_for(quantization.quantize),
 }
 
 TEXTS = frozenset({"trtexec", "trtexec_args", "autotune_trtexec_args", "tune_args", "engine_options", "ray", "target"})

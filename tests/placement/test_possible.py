@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from models import normal
-from qdqtune.autotune.division import CombinedRegionSearch
+from qdqtune.autotune.region_search import CombinedRegionSearch
 from qdqtune.autotune.regions import Grouping
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph import operators

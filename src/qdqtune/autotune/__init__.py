@@ -14,22 +14,8 @@ if TYPE_CHECKING:
     from qdqtune.autotune.autotuner_base import QDQAutotunerBase as QDQAutotunerBase
     from qdqtune.autotune.benchmark import TensorRTPyBenchmark as TensorRTPyBenchmark
     from qdqtune.autotune.benchmark import TrtExecBenchmark as TrtExecBenchmark
-    from qdqtune.autotune.division import CombinedRegionSearch as CombinedRegionSearch
-    from qdqtune.autotune.errors import AutotunerError as AutotunerError
-    from qdqtune.autotune.errors import AutotunerNotInitializedError as AutotunerNotInitializedError
-    from qdqtune.autotune.errors import InvalidSchemeError as InvalidSchemeError
-    from qdqtune.autotune.insertion_points import ChildRegionInputInsertionPoint as ChildRegionInputInsertionPoint
-    from qdqtune.autotune.insertion_points import ChildRegionOutputInsertionPoint as ChildRegionOutputInsertionPoint
-    from qdqtune.autotune.insertion_points import NodeInputInsertionPoint as NodeInputInsertionPoint
-    from qdqtune.autotune.insertion_points import RegionOutputInsertionPoint as RegionOutputInsertionPoint
-    from qdqtune.autotune.insertion_points import ResolvedInsertionPoint as ResolvedInsertionPoint
-    from qdqtune.autotune.pattern_cache import PatternCache as PatternCache
-    from qdqtune.autotune.pattern_cache import PatternSchemes as PatternSchemes
-    from qdqtune.autotune.region_pattern import RegionPattern as RegionPattern
-    from qdqtune.autotune.regions import Region as Region
-    from qdqtune.autotune.regions import RegionType as RegionType
-    from qdqtune.autotune.schemes import Config as Config
-    from qdqtune.autotune.schemes import InsertionScheme as InsertionScheme
+    from qdqtune.autotune.common import *  # noqa: F403
+    from qdqtune.autotune.region_search import CombinedRegionSearch as CombinedRegionSearch
     from qdqtune.autotune.utils import MODE_PRESETS as MODE_PRESETS
     from qdqtune.autotune.utils import StoreWithExplicitFlag as StoreWithExplicitFlag
     from qdqtune.autotune.utils import get_node_filter_list as get_node_filter_list
@@ -38,14 +24,10 @@ _NAMES = {
     "autotuner": "QDQAutotuner",
     "autotuner_base": "QDQAutotunerBase",
     "benchmark": "TensorRTPyBenchmark TrtExecBenchmark",
-    "division": "CombinedRegionSearch",
-    "errors": "AutotunerError AutotunerNotInitializedError InvalidSchemeError",
-    "insertion_points": "ChildRegionInputInsertionPoint ChildRegionOutputInsertionPoint NodeInputInsertionPoint "
-    "RegionOutputInsertionPoint ResolvedInsertionPoint",
-    "pattern_cache": "PatternCache PatternSchemes",
-    "region_pattern": "RegionPattern",
-    "regions": "Region RegionType",
-    "schemes": "Config InsertionScheme",
+    "common": "AutotunerError AutotunerNotInitializedError ChildRegionInputInsertionPoint "
+    "ChildRegionOutputInsertionPoint Config InsertionScheme InvalidSchemeError NodeInputInsertionPoint PatternCache "
+    "PatternSchemes Region RegionOutputInsertionPoint RegionPattern RegionType ResolvedInsertionPoint",
+    "region_search": "CombinedRegionSearch",
     "utils": "MODE_PRESETS StoreWithExplicitFlag get_node_filter_list",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

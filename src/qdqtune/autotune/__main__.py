@@ -17,10 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def run_autotune() -> int:
     """Run the command with the arguments of the program. Gives the exit code."""
-    try:
-        main()
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
+    from qdqtune.autotune.command import exit_code
+
+    return exit_code(main)
 
 
 if __name__ == "__main__":
@@ -28,9 +27,9 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     main()
 else:
+    from qdqtune.autotune.command import get_parser as get_parser
     from qdqtune.autotune.utils import DEFAULT_NUM_SCHEMES as DEFAULT_NUM_SCHEMES
     from qdqtune.autotune.utils import DEFAULT_TIMING_RUNS as DEFAULT_TIMING_RUNS
     from qdqtune.autotune.utils import DEFAULT_WARMUP_RUNS as DEFAULT_WARMUP_RUNS
     from qdqtune.autotune.utils import MODE_PRESETS as MODE_PRESETS
     from qdqtune.autotune.utils import apply_mode_presets as apply_mode_presets
-    from qdqtune.autotune.utils import get_parser as get_parser

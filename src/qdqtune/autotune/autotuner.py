@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from qdqtune.autotune.autotuner_base import QDQAutotunerBase
-from qdqtune.autotune.division import CombinedRegionSearch
-from qdqtune.autotune.pattern_cache import PatternCache
-from qdqtune.autotune.schemes import Config
+from qdqtune.autotune.common import Config, PatternCache
+from qdqtune.autotune.region_search import CombinedRegionSearch
+from qdqtune.autotune.regions import leaves_first
 
 
 class QDQAutotuner(QDQAutotunerBase):
@@ -15,5 +15,4 @@ class QDQAutotuner(QDQAutotunerBase):
         """See `QDQAutotunerBase`."""
         super().initialize(config, pattern_cache)
         sizes = self.config.maximum_sequence_region_size, self.config.minimum_topdown_search_size
-        every = [r for top in CombinedRegionSearch(self.graph, *sizes).search_regions() for r in top.walk()]
-        self.regions = [r for r in every if not r.children] + [r for r in every if r.children]
+        self.regions = leaves_first(CombinedRegionSearch(self.graph, *sizes).search_regions())

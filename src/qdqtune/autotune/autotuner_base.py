@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import reduce
-from itertools import chain
+from itertools import chain, combinations
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,17 @@ from typing import Any
 import onnx
 
 from qdqtune.autotune.benchmark import instance_or_default
+from qdqtune.autotune.common import Config, PatternCache, PatternSchemes
 from qdqtune.autotune.errors import AutotunerNotInitializedError, InvalidSchemeError
 from qdqtune.autotune.graphs import Surgeon, as_proto
-from qdqtune.autotune.insertion_points import ResolvedInsertionPoint, get_autotuner_quantizable_ops
-from qdqtune.autotune.pattern_cache import PatternCache, PatternSchemes
+from qdqtune.autotune.insertion_points import (
+    InsertionScheme,
+    ResolvedInsertionPoint,
+    get_autotuner_quantizable_ops,
+    with_weights,
+)
 from qdqtune.autotune.region_pattern import RegionPattern
 from qdqtune.autotune.regions import Grouping, Region
-from qdqtune.autotune.schemes import Config, InsertionScheme
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel, BadState, BaselineFailed
@@ -46,7 +50,7 @@ from qdqtune.search import ratios_to_float
 from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import patterns
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.search.regions.region import Scheme
+from qdqtune.search.regions.region import Point, Scheme
 from qdqtune.system.checks import RECORD_KIND, Output, check_outputs, replaceable
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.records import ConversationRecord, StoredPlacement, TimedPlacement
@@ -234,15 +238,13 @@ class QDQAutotunerBase:
         word.
         """
         model = self._tools[0].insert(self._placement(best) if insert_qdq else Placement())
-        if model_transform is not None:
-            changed = model_transform(model.to_proto())
-            if output_path is not None:
-                onnx.save(changed, Path(output_path))
-            return changed.SerializeToString()
-        if output_path is None:
-            return model.to_proto().SerializeToString()
-        save(model, Path(output_path))
-        return Path(output_path).read_bytes()
+        if model_transform is None and output_path is not None:
+            save(model, Path(output_path))
+            return Path(output_path).read_bytes()
+        proto = model.to_proto() if model_transform is None else model_transform(model.to_proto())
+        if output_path is not None:
+            onnx.save(proto, Path(output_path))
+        return proto.SerializeToString()
 
     def get_resolved_insertion_points(self, best: bool = True, verbose: bool = False) -> set[ResolvedInsertionPoint]:
         """The uses of tensors that carry a pair in what `export_onnx` would write, by indices in `graph.nodes`."""
@@ -299,27 +301,28 @@ class QDQAutotunerBase:
         Raises:
             BadOption, BadState: there is a file of another model, engine or configuration, or no such file at all.
         """
-        path, best, done = Path(output_path), self._best, [*self.profiled_patterns]
-        for current in self._tried():
-            best = self._improved(best, current)
-            done.append(current)
+        path, tried = Path(output_path), self._tried()
+        for current in tried:
             self.pattern_cache.add_pattern_schemes(current)
         has_begun, own = path.exists(), replaceable(RECORD_KIND)
-        cache = Output(_cache_file(path), "output_path", lambda file: has_begun and own(file))
+        cache = Output(cache_beside(path), "output_path", lambda file: has_begun and own(file))
         check_outputs([Output(path, "output_path", may_continue, is_appended=True), cache], {})
         if has_begun:
             with Store(path, self._fingerprint()):
                 pass  # it may be written over
-        fresh = path.with_name(f"{path.name}.new")
         patterns = {
-            schemes.pattern.digest: tuple(_packed(self._meant(schemes, s), s.latency_ms) for s in schemes.schemes)
-            for schemes in done
+            done.pattern.digest: tuple(_packed(self._meant(done, s), s.latency_ms) for s in done.schemes)
+            for done in (*self.profiled_patterns, *tried)
         }
         measured = {digest: None if ms == inf else ms for digest, ms in self._measured.items()}
-        baseline = self.baseline_latency_ms
-        record = ConversationRecord(baseline_ms=baseline, best=_packed(*best), measured=measured, patterns=patterns)
+        best = _packed(*reduce(self._improved, tried, self._best))
+        fresh = path.with_name(f"{path.name}.new")
         with Store(fresh, self._fingerprint(), restart=True) as store:
-            store.put(record)
+            store.put(
+                ConversationRecord(
+                    baseline_ms=self.baseline_latency_ms, best=best, measured=measured, patterns=patterns
+                )
+            )
         fresh.replace(path)
         self.pattern_cache.save(cache.path)
 
@@ -340,8 +343,8 @@ class QDQAutotunerBase:
         self._measured = {digest: ms or inf for digest, ms in record.measured.items()}
         for digest, tried in record.patterns.items():
             self._profiled(self._grouping.patterns[digest], map(_unpacked, tried))
-        if _cache_file(path).exists():
-            self.pattern_cache.merge(PatternCache.load(_cache_file(path)))
+        if cache_beside(path).exists():
+            self.pattern_cache.merge(PatternCache.load(cache_beside(path)))
 
     def adopt(self, result: Result, plan: Plan) -> None:
         """Take over a whole tuning run of this model: its latencies, its schemes, and the placement that it ships."""
@@ -384,13 +387,17 @@ class QDQAutotunerBase:
         return [PatternSchemes(current.pattern, done)] if current and done else []
 
     def _ideas(self, current: PatternSchemes) -> Iterator[InsertionScheme]:
-        """New schemes: those of the rules, then mutations of the fastest."""
+        """New schemes: those of the rules, then random mutations of the fastest, and all small ones of the best."""
         pattern, base = self._pattern(current), self._best[0]
         measured = sorted((s for s in current.schemes if s.latency_ms != inf), key=lambda s: s.latency_ms)
         top = max(self.config.minimum_schemes_to_mutate, int(self.config.top_percent_to_mutate * len(measured)))
         parents = [self._on_top(base, current, scheme) for scheme in measured[:top]] or [base]
         for idea in self._tools[1].variations(pattern, base, parents, len(self._measured)):
             yield self._scheme(pattern, idea.placement)
+        best = measured[0].core.points if measured else frozenset[Point]()
+        for count in range(1, self.config.maximum_mutations + 1):
+            for flipped in combinations(pattern.points, count):
+                yield InsertionScheme.of(Scheme(best.symmetric_difference(flipped)))
 
     def _improved(self, best: tuple[Placement, float], schemes: PatternSchemes) -> tuple[Placement, float]:
         """The best placement with a pattern's best scheme on top, and its latency in ms, if that is faster."""
@@ -413,9 +420,10 @@ class QDQAutotunerBase:
 
     def _edges(self, pattern: Pattern, scheme: Scheme) -> frozenset[Edge]:
         try:
-            return patterns.place(self.graph, [pattern], {pattern.digest: scheme}).edges & self._tools[1].possible
+            placed = patterns.place(self.graph, [pattern], {pattern.digest: scheme}).edges
         except ValueError as error:
             raise InvalidSchemeError(str(error)) from error
+        return with_weights(self.graph, placed) & self._tools[1].possible
 
     def _fingerprint(self) -> dict[str, Any]:
         own = {k: v for k, v in asdict(self.config).items() if k != "verbose"}
@@ -433,5 +441,6 @@ def _unpacked(timed: TimedPlacement) -> tuple[Placement, float]:
     return timed.placement.placement, timed.ms or inf
 
 
-def _cache_file(state: Path) -> Path:
+def cache_beside(state: Path) -> Path:
+    """The pattern cache that belongs to a state file."""
     return state.with_name(f"{state.stem}_pattern_cache{state.suffix}")

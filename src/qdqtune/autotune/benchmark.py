@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil, inf
 from pathlib import Path
@@ -21,7 +22,7 @@ from qdqtune.engines.tensorrt.options import Span, spans, usual_shapes, with_spa
 from qdqtune.errors import BadModel, EngineUnavailable
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
-from qdqtune.system.writing import temporary_folder
+from qdqtune.system.writing import atomic_write, temporary_folder
 from qdqtune.timing.pairing import rounds_of
 from qdqtune.timing.ratios import Plan, compare, ratio
 from qdqtune.tuning.settings import EFFORTS, looks_until
@@ -92,14 +93,23 @@ class Benchmark:
         data = data or self.calibration_data
         return prepare(model, Data(data, input_shapes=usual_shapes(self.spec, data)), most=0)
 
-    def run(self, model: str | Path | bytes, log_file: str | Path | None = None) -> float | Failure:
-        """Milliseconds per inference on the first sample, or on a random one."""
+    def run(
+        self,
+        model: str | Path | bytes,
+        log_file: str | Path | None = None,
+        export_profile_path: str | Path | None = None,
+    ) -> float | Failure:
+        """Milliseconds per inference on the first sample, or on a random one. `export_profile_path` gets the times of
+        layers in the form of trtexec's --exportProfile."""
         self._number += 1
         path, log_path = (self._folder.path / f"model_{self._number}.{kind}" for kind in ("onnx", "log"))
         if isinstance(model, bytes):
             path.write_bytes(model)
-        latency_ms = self._timed(path if isinstance(model, bytes) else Path(model), log_path.stem)
-        for old in path.parent.glob("*.onnx"):  # a long run would fill the disk
+        path = path if isinstance(model, bytes) else Path(model)
+        latency_ms = self._timed(path, log_path.stem)
+        if export_profile_path is not None and not isinstance(latency_ms, Failure):
+            latency_ms = self._profile(path, Path(export_profile_path)) or latency_ms
+        for old in self._folder.path.glob("*.onnx"):  # a long run would fill the disk
             if self._first is None or self._first.path != old:
                 old.unlink()
         if log_file is not None and log_path.exists():
@@ -107,19 +117,33 @@ class Benchmark:
         return latency_ms
 
     def __call__(
-        self, model: str | Path | bytes, log_file: str | Path | None = None, flush_timing_cache: bool = False
+        self,
+        model: str | Path | bytes,
+        log_file: str | Path | None = None,
+        flush_timing_cache: bool = False,
+        export_profile_path: str | Path | None = None,
     ) -> float:
         """Milliseconds per inference; infinite, with a warning that tells why, where there is none: the engine refuses
         the model or cannot be used at all, or there is no such model. The timing cache is up to date after each build,
         flushed or not."""
         try:
-            found = self.run(model, log_file)
+            found = self.run(model, log_file, export_profile_path)
         except (BadModel, EngineUnavailable) as error:
             found = Failure("build", str(error))
         if isinstance(found, Failure):
             log.warning("the model cannot be timed: %s", found.reason)
             return inf
         return found
+
+    def _profile(self, model: Path, target: Path) -> Failure | None:
+        """Write the times of a model's layers."""
+        layers = self._runner.report(model, self.prepared(load(model)).samples.first(1)[0], 5, "profile")
+        if isinstance(layers, Failure):
+            return layers
+        times = [{"name": layer.name, "averageMs": layer.time_ms or 0.0} for layer in layers]
+        with atomic_write(target) as fresh:
+            fresh.write_text(json.dumps([{"count": 5}, *times], indent=2), encoding="utf-8")
+        return None
 
     def _timed(self, path: Path, log_name: str) -> float | Failure:
         inputs = [v.SerializeToString() for v in read(path).graph.input]
@@ -220,22 +244,20 @@ def instance() -> Benchmark:
     return _instance
 
 
-def current() -> Benchmark | None:
-    """The benchmark, if there is one."""
-    return _instance
-
-
-def instance_or_default() -> Benchmark:
-    """The benchmark, made with defaults where there is none: for what needs to know the engine but times nothing."""
-    return _instance or init_benchmark_instance()
+def instance_or_default(default: Callable[[], Benchmark] | None = None) -> Benchmark:
+    """The benchmark; where there is none yet the one of `default`, or else a new one for all that follows."""
+    return _instance or (default or init_benchmark_instance)()
 
 
 def benchmark_onnx_model(
-    model_path: str | Path | bytes, log_file: str | Path | None = None, flush_timing_cache: bool = False
+    model_path: str | Path | bytes,
+    log_file: str | Path | None = None,
+    flush_timing_cache: bool = False,
+    export_profile_path: str | Path | None = None,
 ) -> float:
     """Milliseconds per inference, as the benchmark tells them when it is called.
 
     Raises:
         AutotunerError: `init_benchmark_instance` comes first.
     """
-    return instance()(model_path, log_file, flush_timing_cache)
+    return instance()(model_path, log_file, flush_timing_cache, export_profile_path)

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import click
 
 from qdqtune.autotune.benchmark import default_engine, rounds_for
-from qdqtune.autotune.flags import flag, option, repeated
 from qdqtune.autotune.graphs import nodes_of
+from qdqtune.autotune.utils import COUNTS, MODE_PRESETS, StoreWithExplicitFlag
 from qdqtune.autotune.workflows import RegionLogs
 from qdqtune.cli import main as cli
 from qdqtune.cli import tune
 from qdqtune.cli.command import CHATTER, SILENCE, Guarded, is_verbose
-from qdqtune.cli.models import inspect_command
 from qdqtune.commands.inputs import MODEL as MODEL_FILE
 from qdqtune.commands.paths import typed
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.options import TIMING_CACHE
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.graph.loading import load
-from qdqtune.options import Limit, OfRun, choice, options_of
+from qdqtune.options import Several, options_of
 from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.settings import EFFORTS
 from qdqtune.tuning.subject import tuned_patterns
 
 MODES, TENSORRT = ("region", "subgraph"), ("tensorrt", "trtexec")
 
-MODEL = option("-m --onnx-path --model model", "ONNX file.", MODEL_FILE, required=True)
 
+def option(flags: str, help: str | None, type: click.ParamType[Any] | None = None, **how: Any) -> click.Option:
+    """An option that tells its default. `flags` are its names, and that of its parameter where that is another."""
+    shows = how.pop("show_default", how.get("default") not in (None, ""))
+    return click.Option(flags.split(), help=help, type=type, show_default=shows, **how)
+
+
+def of_tune(name: str, flags: str, **changed: Any) -> click.Option:
+    """An option of `tune` with other flags, and with what else is changed."""
+    own = options_of(TuneOptions)[name]
+    how = {"help": own.help, "type": typed(own.kind), "default": own.default, "metavar": own.metavar, **changed}
+    return option(f"{flags} {name}", **how)
+
+
+MODEL = option("-m --onnx-path --model model", "ONNX file.", MODEL_FILE, required=True)
 AUTOTUNE = option(
     "--autotune",
     "Search on the engine, with this preset: --autotune=quick.",
@@ -43,73 +57,36 @@ AUTOTUNE = option(
     is_flag=False,
     flag_value="default",
 )
+MODE_HELP = "How to search, and how much to spend on it. Give one of either kind, or one."
+OPERATORS_HELP = "Leave regions in float that hold none of these operators. Several with commas; repeatable."
+SCHEMES_HELP = (
+    "Give every pattern N schemes, however long it takes. Without it the preset limits the builds of the whole search "
+    "(24, 52 or 400)."
+)
+RUNS_HELP = "Least inferences of each model in a comparison that is not decided earlier.  [40 | 96 | 192]"
+ENGINE_HELP = "Engine to time on.  [default: tensorrt if it works here, or onnxruntime]"
 
 OWN = (
     MODEL,
-    option(
-        "-o --output-dir --output",
-        "Where everything goes. The same folder again resumes.",
-        OfRun(),
-        default=Path("autotuner_output"),
-    ),
-    repeated(
-        "--mode",
-        None,
-        "How to search, and how much to spend on it. Give one of either kind, or one.",
-        type=click.Choice([*MODES, *EFFORTS]),
-        default=["region", "default"],
-        show_default=True,
-    ),
+    of_tune("output_dir", "-o --output-dir --output", default=Path("autotuner_output")),
+    option("--mode", MODE_HELP, click.Choice([*MODES, *EFFORTS]), default=["region", "default"], multiple=True),
     AUTOTUNE,
     option("--workflow", "The first kind of --mode, by another name.", click.Choice(MODES)),
-    option("--quant-type --quantize-mode quant_type", "Numbers of the pairs.", choice("int8", "fp8"), default="int8"),
-    option(
-        "--precision --high-precision-dtype precision",
-        options_of(TuneOptions)["precision"].help,
-        choice("fp32", "fp16", "bf16"),
-    ),
-    option(
-        "--calibration-data --calibration-data-path calibration_data",
-        "Samples: an .npz (arrays named as the inputs), a folder of .npy/.npz, or module:callable.",
-        typed(options_of(TuneOptions)["calibration_data"].kind),
-        metavar="SOURCE",
-    ),
-    repeated(
-        "--quantizable-ops --op-types-to-quantize quantizable_ops",
-        "OPS",
-        "Leave regions in float that hold none of these operators. Several with commas; repeatable.",
-    ),
-    flag("--strongly-typed", "What engines of TensorRT 10 and later are here in any case."),
-    option(
-        "-s --schemes-per-region",
-        "Give every pattern N schemes, however long it takes. Without it the preset limits the builds of the whole "
-        "search (24, 52 or 400).",
-        click.IntRange(1),
-        metavar="N",
-    ),
-    option(
-        "--default-dq-dtype",
-        "Type of tensors whose type cannot be inferred.",
-        click.Choice(["float16", "float32", "bfloat16"]),
-        default="float32",
-    ),
-    option("--engine", "Engine to time on.  [default: tensorrt if it works here, or onnxruntime]", metavar="NAME"),
-    flag("--use-trtexec", "The same as --engine trtexec."),
-    option("--trtexec-benchmark-args --trtexec-args trtexec_args", "trtexec: more arguments, as one string."),
-    option(
-        "--timing-cache",
-        "TensorRT: file of kernel times that builds share.",
-        TIMING_CACHE,
-        default=str(Path(tempfile.gettempdir()) / "trtexec_timing.cache"),
-    ),
-    option(
-        "--timing-runs",
-        "Least inferences of each model in a comparison that is not decided earlier.  [40 | 96 | 192]",
-        click.IntRange(1),
-    ),
-    option("--min-sqnr", "Take only what has this output SQNR in dB.", Limit(), metavar="DB", default="none"),
-    option("--min-agreement", "Take only what keeps this share of integers.", Limit(), metavar="X", default="none"),
-)
+    of_tune("quant_type", "--quant-type --quantize-mode"),
+    of_tune("precision", "--precision --high-precision-dtype"),
+    of_tune("calibration_data", "--calibration-data --calibration-data-path"),
+    option("--quantizable-ops --op-types-to-quantize quantizable_ops", OPERATORS_HELP, metavar="OPS", multiple=True),
+    option("--strongly-typed", "What engines of TensorRT 10 and later are here in any case.", is_flag=True),
+    option("-s --schemes-per-region", SCHEMES_HELP, click.IntRange(1), metavar="N"),
+    of_tune("default_dq_dtype", "--default-dq-dtype", default="float32"),
+    of_tune("engine", "--engine", default=None, help=ENGINE_HELP),
+    option("--use-trtexec", "The same as --engine trtexec.", is_flag=True),
+    of_tune("trtexec_args", "--trtexec-benchmark-args --trtexec-args"),
+    of_tune("timing_cache", "--timing-cache", default=str(Path(tempfile.gettempdir()) / "trtexec_timing.cache")),
+    option("--timing-runs", RUNS_HELP, click.IntRange(1)),
+    of_tune("min_sqnr", "--min-sqnr", default="none"),
+    of_tune("min_agreement", "--min-agreement", default="none"),
+)  # fmt: skip
 """Flags that differ from those of `tune`, in name, default or meaning."""
 
 
@@ -195,7 +172,7 @@ def _note(text: str) -> None:
     click.echo(text, err=True)
 
 
-def _like(ours: click.Command, own: Sequence[click.Parameter], **changed: Any) -> click.Command:
+def like(ours: click.Command, own: Sequence[click.Parameter], **changed: Any) -> click.Command:
     """A command with the flags of one of ours, some of them replaced."""
     replaced = {option.name for option in own}
     params = [*own, *(option for option in ours.params if option.name not in replaced), SILENCE, CHATTER]
@@ -203,7 +180,7 @@ def _like(ours: click.Command, own: Sequence[click.Parameter], **changed: Any) -
     return Guarded(ours.name, context_settings=cli.CONTEXT, params=params, **given)
 
 
-command = _like(tune.tune_command, OWN, callback=run, help=run.__doc__)
+command = like(tune.tune_command, OWN, callback=run, help=run.__doc__)
 
 
 def spread(arguments: Sequence[str] | None, several: Collection[str]) -> list[str]:
@@ -226,7 +203,61 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     cli.main(spread(arguments, ("--plugin-libraries", "--plugins")), command, "python -m qdqtune.autotune")
 
 
-def inspect(program: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Be one of the programs that show regions: `qdqtune inspect --tree` with the model as a flag."""
-    given = sys.argv[1:] if arguments is None else arguments
-    cli.main(["--tree", *given], _like(inspect_command, [MODEL]), f"python -m qdqtune.autotune.{program}")
+def exit_code(program: Callable[[], object]) -> int:
+    """Run a program that exits. Gives the exit code."""
+    try:
+        program()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    return 0
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """The flags of the command as a parser of argparse (see `as_parser`), with one `--mode` and its presets."""
+    counts = {
+        name: {
+            "dest": dest,
+            "default": MODE_PRESETS["default"][name],
+            "action": StoreWithExplicitFlag,
+            "explicit_attr": f"_explicit_{dest}",
+        }
+        for name, dest in COUNTS.items()
+    }
+    one = {"nargs": None, "default": "default"}
+    own: dict[str, dict[str, Any]] = {"mode": one, "output_dir": {"default": "./autotuner_output"}, **counts}
+    return as_parser(command, "python -m qdqtune.autotune", own)
+
+
+def as_parser(
+    command: click.Command, name: str, changed: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+) -> argparse.ArgumentParser:
+    """The flags of a command as a parser of argparse, for programs that take it as a part of their own.
+
+    Values have the name of the first long flag. `changed` are other arguments of `add_argument` by that name.
+    """
+    parser = argparse.ArgumentParser(prog=name, description=f"{name} --help has more.", allow_abbrev=False)
+    for own in (param for param in command.params if isinstance(param, click.Option)):
+        dest = next(flag for flag in own.opts if flag.startswith("--"))[2:].replace("-", "_")
+        flags = dict.fromkeys(f for flag in own.opts for f in (flag, flag[:2] + flag[2:].replace("-", "_")))
+        how: dict[str, Any] = {"dest": dest, "help": (own.help or "").replace("%", "%%"), "required": own.required}
+        if own.is_flag:
+            how |= {"action": argparse.BooleanOptionalAction if own.secondary_opts else "store_true"}
+        else:
+            default = own.default if isinstance(own.default, str | int | float | Path | list) else None
+            how |= {"default": default, "type": partial(_converted, own), "metavar": own.metavar}
+            how |= {"nargs": "?", "const": own.flag_value} if own is AUTOTUNE else {}
+            how |= {"nargs": "+"} if own.multiple else {}
+        parser.add_argument(*flags, **how | dict(changed.get(dest, {})))
+    return parser
+
+
+def _converted(own: click.Option, text: str) -> Any:
+    """A value, unchecked where it is the name of a file.
+
+    Raises:
+        ArgumentTypeError: the option does not take it.
+    """
+    try:
+        return text if isinstance(own.type, click.Path | Several) else own.type.convert(text, None, None)
+    except click.BadParameter as error:
+        raise argparse.ArgumentTypeError(error.message) from error

@@ -1,18 +1,34 @@
-"""Regions, schemes, their cache and their configuration, in the module where scripts look for them."""
+"""Configuration, patterns with their schemes, and their cache; and all names of the module that scripts import from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from math import inf
+from pathlib import Path
+from typing import Any, Self, get_args
 
 from qdqtune.autotune.errors import AutotunerError, AutotunerNotInitializedError, InvalidSchemeError
+from qdqtune.autotune.graphs import GraphLike, as_model
 from qdqtune.autotune.insertion_points import (
     ChildRegionInputInsertionPoint,
     ChildRegionOutputInsertionPoint,
     InsertionPoint,
+    InsertionScheme,
     NodeInputInsertionPoint,
     RegionOutputInsertionPoint,
     ResolvedInsertionPoint,
 )
-from qdqtune.autotune.pattern_cache import PatternCache, PatternSchemes
 from qdqtune.autotune.region_pattern import RegionPattern
-from qdqtune.autotune.regions import Region, RegionType
-from qdqtune.autotune.schemes import Config, InsertionScheme
+from qdqtune.autotune.regions import Grouping, Region, RegionType
+from qdqtune.errors import BadOption
+from qdqtune.placement.files import write_yaml
+from qdqtune.placement.parsing import parsed_yaml
+from qdqtune.search import region as search
+from qdqtune.search.regions import cache
+from qdqtune.search.regions.patterns import scheme_of
+from qdqtune.tuning.subject import FLOAT_TYPES
+from qdqtune.types import QuantType
 
 __all__ = [
     "AutotunerError", "AutotunerNotInitializedError", "ChildRegionInputInsertionPoint",
@@ -20,3 +36,197 @@ __all__ = [
     "NodeInputInsertionPoint", "PatternCache", "PatternSchemes", "Region", "RegionOutputInsertionPoint",
     "RegionPattern", "RegionType", "ResolvedInsertionPoint",
 ]  # fmt: skip
+
+
+@dataclass
+class Config:
+    """What `initialize` takes. Scales come from `calibration_data` (as in `Settings`), random inputs without it.
+
+    `default_q_scale` and `default_q_zero_point` hold for a model that ONNX Runtime cannot run for calibration.
+    A scheme counts as better where it is `performance_threshold` times as fast. Fields may be changed until then.
+    """
+
+    verbose: bool = False
+    performance_threshold: float = 1.02
+    default_q_scale: float = 0.1
+    default_q_zero_point: int = 0
+    default_quant_type: QuantType = "int8"
+    default_dq_dtype: str = "float32"
+    maximum_sequence_region_size: int = 10
+    minimum_topdown_search_size: int = 10
+    top_percent_to_mutate: float = 0.1
+    minimum_schemes_to_mutate: int = 10
+    maximum_mutations: int = 3
+    maximum_generation_attempts: int = 100
+    pattern_cache_minimum_distance: int = 4
+    pattern_cache_max_entries_per_pattern: int = 32
+    schemes_per_region: int = 50
+    calibration_data: str | None = None
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> search.Config:
+        """The constants of the search, as the core has them.
+
+        Raises:
+            BadOption: a value is none of those that there are.
+        """
+        for name, known in (("default_quant_type", get_args(QuantType)), ("default_dq_dtype", tuple(FLOAT_TYPES))):
+            if getattr(self, name) not in known:
+                raise BadOption(f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}")
+        return search.Config(**{f.name: getattr(self, f.name) for f in fields(search.Config)})
+
+
+@dataclass
+class PatternSchemes:
+    """The schemes of one pattern that were tried or are to be."""
+
+    pattern: RegionPattern = field(default_factory=lambda: RegionPattern("EMPTY"))
+    schemes: list[InsertionScheme] = field(default_factory=list)
+
+    @property
+    def pattern_signature(self) -> str:
+        """That of the pattern; empty where it is not known, as in files of a tuning run."""
+        return self.pattern.signature
+
+    @property
+    def pattern_size(self) -> int:
+        """Number of nodes of the pattern."""
+        return self.pattern.size
+
+    @property
+    def num_schemes(self) -> int:
+        """Number of schemes."""
+        return len(self.schemes)
+
+    @property
+    def best_scheme(self) -> InsertionScheme | None:
+        """The fastest that was measured; None before that."""
+        measured = [s for s in self.schemes if s.latency_ms != inf and not s.error]
+        return min(measured, key=lambda s: s.latency_ms, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The schemes as plain values; of the pattern its name, size, operators and digest."""
+        own = self.pattern
+        known = {"pattern_signature": own.signature, "pattern_size": own.size, "ops": [*own.ops], "digest": own.digest}
+        return {**known, "schemes": [scheme.to_dict() for scheme in self.schemes]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], pattern: RegionPattern | None = None) -> Self:
+        """What `to_dict` gave, or ModelOpt's own; of that pattern, if it is given."""
+        known = data["pattern_signature"], data.get("pattern_size", 0), tuple(data.get("ops", ()))
+        schemes = [InsertionScheme.from_dict(scheme) for scheme in data.get("schemes", ())]
+        return cls(pattern or RegionPattern(*known, data.get("digest", "")), schemes)
+
+
+@dataclass
+class PatternCache:
+    """Schemes worth trying again by pattern, in memory and as the file that a tuning run reads and writes."""
+
+    pattern_schemes: list[PatternSchemes] = field(default_factory=list)
+    minimum_distance: int = 4
+    max_entries_per_pattern: int = 32
+
+    @property
+    def num_patterns(self) -> int:
+        """Number of patterns."""
+        return len(self.pattern_schemes)
+
+    @property
+    def total_schemes(self) -> int:
+        """Number of schemes of all patterns."""
+        return sum(p.num_schemes for p in self.pattern_schemes)
+
+    def get_pattern_schemes(self, pattern_signature: RegionPattern | str) -> PatternSchemes | None:
+        """The schemes of a pattern, or of the pattern of a signature."""
+        is_text = isinstance(pattern_signature, str)
+        wanted = RegionPattern(pattern_signature) if is_text else pattern_signature  # type: ignore[arg-type]
+        return next((own for own in self.pattern_schemes if own.pattern == wanted), None)
+
+    def has_pattern(self, pattern_signature: RegionPattern | str) -> bool:
+        """Whether there are schemes of a pattern."""
+        return self.get_pattern_schemes(pattern_signature) is not None
+
+    def add_pattern_schemes(self, pattern_schemes: PatternSchemes) -> None:
+        """Keep the fastest of old and new schemes, each of them different enough from all faster ones."""
+        own, kept = self._own(pattern_schemes.pattern), list[InsertionScheme]()
+        for scheme in sorted((*own.schemes, *pattern_schemes.schemes), key=lambda s: s.latency_ms):
+            if not scheme.error and all(scheme.distance(other) >= max(self.minimum_distance, 1) for other in kept):
+                kept.append(scheme)
+        own.schemes = kept[: self.max_entries_per_pattern]
+
+    def add_pattern_from_region(
+        self, region: Region, graph: GraphLike, quantized_tensors: Collection[str] | None = None
+    ) -> None:
+        """Add the pattern of a region, with the scheme of the points at which a quantized model has pairs: those whose
+        tensor is among `quantized_tensors`. Without them it has all points."""
+        model = as_model(graph)
+        grouping = Grouping.of(model, [region])
+        pattern = grouping.pattern_of(model, region)
+        scheme = pattern.everything
+        if quantized_tensors is not None:
+            edges = [edge for tensor in quantized_tensors for edge in model.edges(tensor)]
+            scheme = scheme_of(model, pattern, grouping.cores[region], frozenset(edges))
+        self.add_pattern_schemes(PatternSchemes(RegionPattern.of(pattern), [InsertionScheme.of(scheme)]))
+
+    def put_first(self, pattern: RegionPattern, scheme: InsertionScheme) -> None:
+        """Have a scheme tried before all others of its pattern."""
+        own = self._own(pattern)
+        own.schemes = [scheme, *(s for s in own.schemes if s.distance(scheme))]
+
+    def merge(self, other: PatternCache, prefer_existing: bool = True) -> None:
+        """Take over the schemes of another cache. A scheme that both have keeps the latency it has here if so asked."""
+        for schemes in other.pattern_schemes:
+            own = self._own(schemes.pattern)
+            known, new = ({scheme.hash for scheme in each.schemes} for each in (own, schemes))
+            if not prefer_existing:
+                own.schemes = [scheme for scheme in own.schemes if scheme.hash not in new]
+                known = set()
+            fresh = [scheme for scheme in schemes.schemes if scheme.hash not in known]
+            self.add_pattern_schemes(PatternSchemes(own.pattern, fresh))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The cache as plain values."""
+        return {
+            "minimum_distance": self.minimum_distance,
+            "max_entries_per_pattern": self.max_entries_per_pattern,
+            "pattern_schemes": [own.to_dict() for own in self.pattern_schemes],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """What `to_dict` gave, or ModelOpt's own; patterns of the latter are those of no model here."""
+        own = [PatternSchemes.from_dict(entry) for entry in data.get("pattern_schemes", ())]
+        return cls(own, data.get("minimum_distance", 4), data.get("max_entries_per_pattern", 32))
+
+    def save(self, output_path: str | Path) -> None:
+        """Write the file: what a tuning run reads of it, and the schemes as they are here."""
+        rows = {own.pattern.digest: [(s.core, s.ratio) for s in own.schemes] for own in self.pattern_schemes}
+        content = cache.content_of(rows, [own.pattern for own in self.pattern_schemes])
+        write_yaml(Path(output_path), {**content, "interface": self.to_dict()})
+
+    @classmethod
+    def load(cls, input_path: str | Path) -> Self:
+        """Read a file of `save`, of a tuning run, or of ModelOpt, whose patterns are those of no model here.
+
+        Raises:
+            BadOption: the file is missing, or is no pattern cache.
+        """
+        path = Path(input_path)
+        content = parsed_yaml(path, "pattern cache")
+        known = content.get("interface", content) if isinstance(content, dict) else {}
+        if "pattern_schemes" in known:
+            try:
+                return cls.from_dict(known)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise BadOption(f"{path} is no pattern cache: {error!r} is missing or wrong") from error
+        entries = cache.read_cache(path).items()
+        return cls([PatternSchemes(RegionPattern("", digest=d), [*map(InsertionScheme.of, s)]) for d, s in entries])
+
+    def _own(self, pattern: RegionPattern) -> PatternSchemes:
+        known = self.get_pattern_schemes(pattern)
+        if known is None:
+            known = PatternSchemes(pattern)
+            self.pattern_schemes.append(known)
+        return known

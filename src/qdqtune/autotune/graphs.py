@@ -8,7 +8,9 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, cast, runtime_checkable
 
+import numpy as np
 import onnx
+from onnx import helper, numpy_helper
 
 from qdqtune.autotune.errors import AutotunerError
 from qdqtune.errors import BadOption
@@ -39,10 +41,16 @@ def as_proto(graph: onnx.ModelProto | Surgeon) -> onnx.ModelProto:
     """
     if isinstance(graph, onnx.ModelProto):
         return graph
-    library = sys.modules.get(type(graph).__module__.partition(".")[0])
-    if not isinstance(graph, Surgeon) or not hasattr(library, "export_onnx"):
+    library = _library(graph)
+    if not isinstance(graph, Surgeon) or library is None:
         raise AutotunerError(f"a graph is an onnx.ModelProto or a GraphSurgeon graph, not {type(graph).__name__}")
-    return cast(onnx.ModelProto, library.export_onnx(graph))  # type: ignore[union-attr]
+    return cast(onnx.ModelProto, library.export_onnx(graph))
+
+
+def _library(graph: object) -> Any:
+    """The module that can export a graph of its own; None if there is none."""
+    found = sys.modules.get(type(graph).__module__.partition(".")[0])
+    return found if hasattr(found, "export_onnx") else None
 
 
 def as_model(graph: GraphLike) -> Model:
@@ -55,6 +63,8 @@ def as_model(graph: GraphLike) -> Model:
     """
     if isinstance(graph, Model):
         return graph
+    if isinstance(graph, Surgeon) and not isinstance(graph, onnx.ModelProto) and _library(graph) is None:
+        return _sketch(graph.nodes, *(getattr(graph, side, None) for side in ("inputs", "outputs")))
     proto = as_proto(graph)
     model = _loaded(proto.SerializeToString(deterministic=True))
     if [list(node.output) for node in proto.graph.node] != [list(node.outputs) for node in model.nodes]:
@@ -63,6 +73,33 @@ def as_model(graph: GraphLike) -> Model:
             "Identity are no nodes: give the autotuner's graph"
         )
     return model
+
+
+def model_with(graph: GraphLike, node: object) -> tuple[Model, int]:
+    """The model of a graph and the index of one of its nodes; of a node that is not in it, a model of that alone."""
+    model, made = as_model(graph), getattr(node, "outputs", None) or getattr(node, "output", None) or [""]
+    index = model.producers.get(getattr(made[0], "name", made[0]), model.index_of.get(str(node)))
+    return (_sketch([node], getattr(node, "inputs", ()), ()), 0) if index is None else (model, index)
+
+
+def _sketch(nodes: Sequence[Any], inputs: object, outputs: object) -> Model:
+    """What nodes of GraphSurgeon's form say that no library exports: operators and tensors, without attributes. Tensors
+    that no node makes are `inputs` or weights."""
+    ends = [list(side) if isinstance(side, list | tuple) else [] for side in (inputs, outputs)]
+    known = {t.name: t for node in nodes for t in (*node.inputs, *node.outputs)}
+    infos = {
+        name: helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(t.dtype)), t.shape)
+        for name, t in known.items()
+        if t.dtype is not None
+    }
+    made = {t.name for node in nodes for t in node.outputs} | {t.name for t in ends[0]}
+    weights = [numpy_helper.from_array(np.zeros(known[n].shape, known[n].dtype), n) for n in infos.keys() - made]
+    drawn = [
+        helper.make_node(n.op, [t.name for t in n.inputs], [t.name for t in n.outputs], n.name or f"{n.op}_{index}")
+        for index, n in enumerate(nodes)
+    ]
+    first, last = ([infos[t.name] for t in end if t.name in infos] for end in ends)
+    return Model(helper.make_model(helper.make_graph(drawn, "", first, last, weights, value_info=[*infos.values()])))
 
 
 @lru_cache(maxsize=1)

@@ -1,18 +1,25 @@
-"""Insertion points under the names and with the fields that scripts know; the core has them as values of its own."""
+"""Insertion points and schemes of them, with the names and fields that scripts know; the core has values of its own."""
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from math import inf, prod
 from typing import Any, ClassVar, Self
 
+import onnx
+
 from qdqtune.autotune.errors import InvalidSchemeError
-from qdqtune.autotune.graphs import GraphLike, as_model
-from qdqtune.autotune.regions import Grouping, Region
+from qdqtune.autotune.graphs import GraphLike, as_model, get_tensor_consumer_node_indices, model_with
+from qdqtune.autotune.regions import Grouping, Region, RegionType
 from qdqtune.graph.model import GRAPH, Model, Use
+from qdqtune.graph.operators import COMPUTE, CONVOLUTIONS
 from qdqtune.placement.possible import can_carry
 from qdqtune.search.regions import patterns
 from qdqtune.search.regions.region import ChildInput, NodeInput, Point, RegionOutput, Scheme
+from qdqtune.types import Edge
 
 
 class _Plain:
@@ -56,11 +63,17 @@ class InsertionPoint(_Plain):
         """The uses that the point means in a region; none if it is about a child and there are no children.
 
         Raises:
-            InvalidSchemeError: the region's pattern has no such point.
+            InvalidSchemeError: the region has no such point.
         """
         if getattr(self, "region_index", None) is not None and not region.children:
             return set()
-        return resolved(as_model(graph), region, Scheme(frozenset((self.core,))))
+        model = as_model(graph)
+        nodes = Grouping.of(model, [region]).nodes_of(region)
+        match self.core:
+            case RegionOutput(output, int() as node) if node < len(nodes):  # one that only the region uses as well
+                return resolve_region_io_insertion_points(None, model, model.nodes[nodes[node]].outputs[output])
+            case core:
+                return resolved(model, region, Scheme(frozenset((core,))))
 
     @classmethod
     def collect_from_region(cls, region: Region, graph: GraphLike) -> list[Self]:
@@ -101,9 +114,12 @@ class ChildRegionOutputInsertionPoint(InsertionPoint):
 RegionOutputInsertionPoint = ChildRegionOutputInsertionPoint
 """The name that earlier versions of ModelOpt give it."""
 
+FEW = 8
+"""Tensors with fewer elements carry no pair in ModelOpt's autotuner."""
+
 
 def resolved(model: Model, region: Region, scheme: Scheme) -> set[ResolvedInsertionPoint]:
-    """The uses that a scheme means in a region.
+    """The uses that a scheme means in a region, weights along with their activations.
 
     Raises:
         InvalidSchemeError: the region's pattern lacks one of its points.
@@ -114,44 +130,130 @@ def resolved(model: Model, region: Region, scheme: Scheme) -> set[ResolvedInsert
         edges = patterns.resolve(model, pattern, grouping.cores[region], scheme)
     except ValueError as error:
         raise InvalidSchemeError(str(error)) from error
-    return {ResolvedInsertionPoint(e.tensor, model.index_of.get(e.node), e.index) for e in edges}
+    return {ResolvedInsertionPoint(e.tensor, model.index_of.get(e.node), e.index) for e in with_weights(model, edges)}
+
+
+def with_weights(model: Model, edges: Iterable[Edge]) -> frozenset[Edge]:
+    """Edges, and the other inputs of the compute operators whose data input is among them: scripts name that alone."""
+    given = frozenset(edges)
+    computing = (model.user(e) for e in given if e.node and e.index == 0)
+    return given | {n.into[1] for n in computing if n is not None and n.op in COMPUTE and len(n.into) > 1}
+
+
+@dataclass
+class InsertionScheme:
+    """Insertion points of a pattern that carry a pair, what the model takes with them, and to that without any pair."""
+
+    node_inputs: list[NodeInputInsertionPoint] = field(default_factory=list)
+    child_region_inputs: list[ChildRegionInputInsertionPoint] = field(default_factory=list)
+    region_outputs: list[ChildRegionOutputInsertionPoint] = field(default_factory=list)
+    latency_ms: float = inf
+    error: bool = False
+    profile_timestamp: str | None = None
+    ratio: float = 1.0
+
+    @classmethod
+    def of(cls, scheme: Scheme) -> Self:
+        """A scheme of the core."""
+        points, made = sorted(scheme.points, key=repr), cls()
+        made.node_inputs = [NodeInputInsertionPoint.of(p) for p in points if isinstance(p, NodeInput)]
+        made.child_region_inputs = [ChildRegionInputInsertionPoint.of(p) for p in points if isinstance(p, ChildInput)]
+        made.region_outputs = [ChildRegionOutputInsertionPoint.of(p) for p in points if isinstance(p, RegionOutput)]
+        return made
+
+    @property
+    def core(self) -> Scheme:
+        """The scheme as the core has it."""
+        return Scheme(
+            frozenset(point.core for point in (*self.node_inputs, *self.child_region_inputs, *self.region_outputs))
+        )
+
+    @property
+    def is_profiled(self) -> bool:
+        """Whether it was measured, or could not be."""
+        return self.error or self.latency_ms != inf
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no points."""
+        return not (self.node_inputs or self.child_region_inputs or self.region_outputs)
+
+    @property
+    def hash(self) -> str:
+        """32 hex digits that stand for the points, in whatever order they are listed."""
+        return hashlib.sha256(repr(sorted(map(repr, self.core.points))).encode()).hexdigest()[:32]
+
+    def distance(self, other: InsertionScheme) -> int:
+        """Number of points in which two schemes differ."""
+        return self.core.distance(other.core)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The scheme as plain values."""
+        return {
+            "latency_ms": self.latency_ms,
+            "error": self.error,
+            "profile_timestamp": self.profile_timestamp,
+            "nodes_insertion_points": [point.to_dict() for point in self.node_inputs],
+            "child_region_inputs": [point.to_dict() for point in self.child_region_inputs],
+            "region_outputs": [point.to_dict() for point in self.region_outputs],
+            "hash": self.hash,
+            "ratio": self.ratio,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """What `to_dict` gave; what is missing is as in a new scheme."""
+        return cls(
+            [NodeInputInsertionPoint.from_dict(point) for point in data.get("nodes_insertion_points", ())],
+            [ChildRegionInputInsertionPoint.from_dict(point) for point in data.get("child_region_inputs", ())],
+            [ChildRegionOutputInsertionPoint.from_dict(point) for point in data.get("region_outputs", ())],
+            data.get("latency_ms", inf),
+            data.get("error", False),
+            data.get("profile_timestamp"),
+            data.get("ratio", 1.0),
+        )
 
 
 def has_quantizable_operations(region: Region, graph: GraphLike) -> bool:
-    """Whether a region holds an operator that engines quantize, working on floats."""
+    """Whether a region holds an operator that engines quantize, working on floats, or regions that may."""
+    if region.type is not RegionType.LEAF and not region.get_region_nodes_and_descendants():
+        return True
     model = as_model(graph)
     return patterns.is_quantizable(model, Grouping.of(model, [region]).cores[region])
 
 
 def skip_invalid_insertion_points(graph: GraphLike, tensor_name: str, region_or_node: object) -> bool:
-    """Whether no pair can stand between a tensor and a region, or a node, that reads it."""
-    model = as_model(graph)
+    """Whether no pair is worth trying between a tensor and a region, or a node, that reads it.
+
+    A node may lie outside of the graph: then it is judged by itself.
+    """
     if isinstance(region_or_node, Region):
-        users = region_or_node.get_region_nodes_and_descendants()
+        model, users = as_model(graph), region_or_node.get_region_nodes_and_descendants()
     else:
-        users = {model.index_of[str(getattr(region_or_node, "name", region_or_node))]}
-    return not any(can_carry(model, tensor_name, use.node, use.slot) for use in _uses(model, tensor_name, users))
+        model, index = model_with(graph, region_or_node)
+        users = {index}
+    return not any(_is_worthwhile(model, tensor_name, use) for use in _uses(model, tensor_name, users))
 
 
 def resolve_region_io_insertion_points(
     region: Region | None, graph: GraphLike, tensor_name: str
 ) -> set[ResolvedInsertionPoint]:
-    """The uses of a tensor in a region, or anywhere, that can carry a pair."""
+    """The uses of a tensor where a pair is worth trying: in a region, or anywhere if nothing in the region reads it."""
     model = as_model(graph)
-    users = set(range(len(model.nodes))) if region is None else region.get_region_nodes_and_descendants()
-    uses = [u for u in _uses(model, tensor_name, users) if can_carry(model, tensor_name, u.node, u.slot)]
-    return {ResolvedInsertionPoint(tensor_name, use.node, use.slot) for use in uses}
+    everywhere = set(range(len(model.nodes)))
+    inside = everywhere if region is None else region.get_region_nodes_and_descendants()
+    uses = _uses(model, tensor_name, inside) or _uses(model, tensor_name, everywhere)
+    return {ResolvedInsertionPoint(tensor_name, u.node, u.slot) for u in uses if _is_worthwhile(model, tensor_name, u)}
 
 
 def merge_resolved_insertion_points(
     graph: GraphLike, resolved_insertion_points: Iterable[ResolvedInsertionPoint]
 ) -> set[ResolvedInsertionPoint]:
-    """The same, with one point for the tensor where all its uses are among them."""
-    model, points = as_model(graph), set(resolved_insertion_points)
+    """The same, with one point for the tensor where all nodes that read it are among them."""
+    users, points = get_tensor_consumer_node_indices(graph), set(resolved_insertion_points)
     for tensor in {point.tensor_name for point in points}:
         own = {point for point in points if point.tensor_name == tensor}
-        uses = {(use.node, use.slot) for use in model.uses(tensor)}
-        if uses and uses <= {(point.node_index, point.input_index) for point in own}:
+        if tensor in users and not Counter[int | None](users[tensor]) - Counter(point.node_index for point in own):
             points = points - own | {ResolvedInsertionPoint(tensor)}
     return points
 
@@ -163,3 +265,22 @@ def get_autotuner_quantizable_ops() -> set[str]:
 
 def _uses(model: Model, tensor: str, users: set[int]) -> list[Use]:
     return [use for use in model.uses(tensor) if use.node in users and use.node != GRAPH]
+
+
+def _is_worthwhile(model: Model, tensor: str, use: Use) -> bool:
+    """Whether a pair can stand on a use, and ModelOpt's autotuner would try it there.
+
+    It does not on weights, which have a pair where the activation has one; between a convolution, a normalization and
+    an activation, which run as one kernel; on tensors of few elements; and in front of what gives no floats.
+    """
+    node, info = model.nodes[use.node], model.tensors.get(tensor)
+    maker = model.maker(tensor)
+    if maker is not None and maker.op == "BatchNormalization" and node.op != maker.op:
+        maker = model.maker(maker.inputs[0])
+    is_inner = maker is not None and maker.op in CONVOLUTIONS and node.op in {"BatchNormalization", "Relu", "Softmax"}
+    is_weight = use.slot > 0 and node.op in COMPUTE | {"BatchNormalization", "Resize"}
+    size = [n if isinstance(n, int) else FEW for n in info.shape] if info is not None and info.shape is not None else []
+    is_few = bool(size) and prod(size) < FEW
+    known = onnx.defs.has(node.op) and onnx.defs.get_schema(node.op).outputs
+    gives_floats = not known or "tensor(float)" in known[0].types
+    return gives_floats and not (is_inner or is_weight or is_few) and can_carry(model, tensor, *use)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Self, overload
+from typing import Any, Self
 
 from qdqtune.autotune.errors import InvalidSchemeError
 from qdqtune.autotune.graphs import GraphLike, as_model
-from qdqtune.autotune.insertion_points import ResolvedInsertionPoint, resolved
+from qdqtune.autotune.insertion_points import InsertionScheme, resolved
 from qdqtune.autotune.regions import Grouping, Region
-from qdqtune.autotune.schemes import InsertionScheme
 from qdqtune.graph.model import Model
 from qdqtune.search.regions import patterns
 
@@ -72,24 +71,11 @@ class RegionPattern:
         """All insertion points of a region that has this pattern."""
         return InsertionScheme.of(self._found(region, as_model(graph)).everything)
 
-    @overload
-    def matches(self, other: RegionPattern, graph: None = None, scheme: None = None) -> bool:
-        """Whether they are one."""
-
-    @overload
-    def matches(self, other: Region, graph: GraphLike, scheme: None = None) -> list[int] | None:
-        """Its nodes."""
-
-    @overload
-    def matches(self, other: Region, graph: GraphLike, scheme: InsertionScheme) -> set[ResolvedInsertionPoint]:
-        """What it means."""
-
     def matches(
         self, other: RegionPattern | Region, graph: GraphLike | None = None, scheme: InsertionScheme | None = None
-    ) -> bool | list[int] | set[ResolvedInsertionPoint] | None:
-        """Whether a pattern is the same; with a region its nodes in the pattern's order, None if it has another one.
-
-        With a scheme, what that means in the region.
+    ) -> Any:
+        """Whether a pattern is the same (bool); with a region its nodes in the pattern's order (list[int]), None if it
+        has another one; with a scheme as well what that means there (set[ResolvedInsertionPoint]).
 
         Raises:
             InvalidSchemeError: a region without a graph, or a scheme for a region of another pattern.
@@ -102,10 +88,11 @@ class RegionPattern:
         if scheme is not None:
             self._found(other, model)
             return resolved(model, other, scheme.core)
-        if self.is_empty or self != self.from_region(other, model):
-            return [] if self == self.from_region(other, model) else None
-        grouping = Grouping.of(model, [other])
-        return list(grouping.listings[grouping.cores[other]].nodes)
+        if self != self.from_region(other, model):
+            return None
+        if self.is_empty:
+            return []
+        return list(Grouping.of(model, [other]).nodes_of(other))
 
     def format_tree(self, region: Region, graph: GraphLike, indent: int = 0) -> str:
         """A region and all under it: its pattern, its size and its operators, a line each."""

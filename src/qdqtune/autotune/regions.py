@@ -105,6 +105,11 @@ class Region:
             yield from child.walk()
 
 
+def leaves_first(tops: Iterable[Region]) -> list[Region]:
+    """Regions with all under them: the leaves, then those that hold regions, both in the order of `walk`."""
+    return sorted((r for top in tops for r in top.walk()), key=lambda r: bool(r.children))
+
+
 @dataclass(frozen=True)
 class Grouping:
     """What some regions are to the core, and the patterns of those in which a pair can stand.
@@ -129,6 +134,10 @@ class Grouping:
         root = core.Region(-1, -1, RegionType.ROOT, (), tops)
         alike = patterns.group(model, division.Regions(root, "topology", listings))
         return Grouping(regions, cores, listings, {p.digest: p for p in alike})
+
+    def nodes_of(self, region: Region) -> tuple[int, ...]:
+        """The nodes of one of the regions in the order in which its pattern numbers them."""
+        return tuple(self.listings[self.cores[region]].nodes)
 
     def pattern_of(self, model: Model, region: Region) -> Pattern:
         """The pattern of one of the regions; without points where no pair can stand."""

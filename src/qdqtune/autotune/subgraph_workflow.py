@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from qdqtune.autotune.benchmark import TrtExecBenchmark, current
+from qdqtune.autotune.benchmark import TrtExecBenchmark, instance_or_default
 from qdqtune.autotune.graphs import nodes_of
 from qdqtune.commands.inputs import SamplesLike, on_disk
 from qdqtune.commands.tune import TuneOptions, tune
@@ -37,7 +38,8 @@ def subgraph_autotuning_workflow(
     Raises:
         QdqtuneError: see `qdqtune.tune`.
     """
-    benchmark = current() or TrtExecBenchmark(None, 5, 20, plugin_libraries, extra_trtexec_args)
+    trtexec = partial(TrtExecBenchmark, None, 5, 20, plugin_libraries, extra_trtexec_args)
+    benchmark = instance_or_default(trtexec)
     path = Path(model_path)
     options = TuneOptions(
         path,

@@ -12,21 +12,16 @@ from typing import Literal
 import onnx
 
 from qdqtune.autotune.autotuner import QDQAutotuner
+from qdqtune.autotune.autotuner_base import cache_beside
 from qdqtune.autotune.benchmark import Benchmark, benchmark_onnx_model, init_benchmark_instance, instance
+from qdqtune.autotune.common import Config, PatternCache
 from qdqtune.autotune.errors import AutotunerError
-from qdqtune.autotune.pattern_cache import PatternCache
-from qdqtune.autotune.schemes import Config
 from qdqtune.cli import progress
-from qdqtune.engines.tensorrt.options import usual_shapes
-from qdqtune.graph.saving import model_outputs, signature
-from qdqtune.search import region as search
+from qdqtune.commands.inputs import on_disk
+from qdqtune.commands.tune import TuneOptions, tune
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.system.checks import check_outputs
-from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.folder import LOGS, REGION_MODELS
-from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Observers, Silent, State
-from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
 from qdqtune.tuning.subject import tuned_patterns
 from qdqtune.types import QuantType, Trial
 
@@ -53,7 +48,7 @@ def region_pattern_autotuning_workflow(
 ) -> QDQAutotuner:
     """Tune a model on the engine of the benchmark, as `qdqtune.tuning.loop.tune` does, into `output_dir`.
 
-    The model is a file, by either of two names, or an ONNX model, which is written beside that folder.
+    The model is a file, by either of two names, or an ONNX model.
     `model_transform` changes it before anything is measured: every candidate comes from what it gives.
 
     Every pattern gets `num_schemes_per_region` schemes; by default the whole search has the builds of
@@ -62,39 +57,40 @@ def region_pattern_autotuning_workflow(
     Raises:
         QdqtuneError: see `qdqtune.tuning.loop.tune`; AutotunerError before `init_benchmark_instance`.
     """
-    benchmark, usual, output = instance(), EFFORTS["default"], Path(output_dir or "autotuner_output")
-    path = _model_file(model_or_path if model_path is None else model_path, output, model_transform)
-    tuned, schemes = tuned_patterns(path), num_schemes_per_region
+    benchmark, model = instance(), model_or_path if model_path is None else model_path
+    if model is None:
+        raise AutotunerError("give the model: a path, or an onnx.ModelProto")
+    if model_transform is not None:
+        model = model_transform(model if isinstance(model, onnx.ModelProto) else onnx.load(model))
     data = calibration_data or benchmark.calibration_data
-    settings = Settings(
-        model=path,
-        output_dir=output,
+    options = TuneOptions(
+        model,
+        output_dir=output_dir or "autotuner_output",
         engine=benchmark.spec,
         mode="region",
         precision="fp32",
         quant_type=quant_type,
         default_dq_dtype=default_dq_dtype,
-        node_filter=tuple(node_filter_list or ()),
+        node_filter=node_filter_list or (),
         calibration_data=data,
         rewrites="off",
-        input_shapes=usual_shapes(benchmark.spec, data),
-        plan=benchmark.search_plan,
-        config=search.Config(schemes_per_region=schemes or usual.schemes_per_region),
-        builds=builds_for(schemes, len(tuned)) if schemes else usual.builds["region"],
+        schemes_per_region=num_schemes_per_region or None,
         min_sqnr=None,
         min_agreement=None,
-        pattern_cache=_path(pattern_cache_file),
-        state_file=_path(state_file),
-        qdq_baseline=_path(qdq_baseline_model),
+        price_cache="none",
+        pattern_cache=pattern_cache_file,
+        state_file=state_file,
+        qdq_baseline=qdq_baseline_model,
     )
-    logs = RegionLogs(output, tuned)
-    with progress.shown(verbose=verbose) as observer:
+    with on_disk(options) as here, progress.shown(verbose=verbose) as observer:
+        path = Path(str(here.model))
+        tuned = tuned_patterns(path)
+        settings, logs = here.settings(plan=benchmark.search_plan), RegionLogs(here.output_dir, tuned)
         result = tune(settings, Observers((observer, logs)))
-    logs.finish()
-    cache = PatternCache.load(settings.state.with_name(f"{settings.state.stem}_pattern_cache.yaml"))
-    autotuner = QDQAutotuner(onnx.load(path))
+        logs.finish()
+        autotuner = QDQAutotuner(onnx.load(path))
     config = Config(default_quant_type=quant_type, default_dq_dtype=default_dq_dtype, calibration_data=data)
-    autotuner.initialize(config, cache)
+    autotuner.initialize(config, PatternCache.load(cache_beside(settings.state)))
     autotuner.adopt(result, settings.plan)
     return autotuner
 
@@ -127,35 +123,3 @@ class RegionLogs(Silent):
     def _name(self, own: str, name: str) -> None:
         if (self._folder / LOGS / own).exists():
             shutil.copyfile(self._folder / LOGS / own, self._folder / LOGS / name)
-
-
-def _model_file(
-    model: str | Path | onnx.ModelProto | None,
-    folder: Path,
-    transform: Callable[[onnx.ModelProto], onnx.ModelProto] | None,
-) -> Path:
-    """Where the model lies. One in memory, or a changed one, is written beside the output folder, since that is for
-    outputs: the same bytes leave the file as it is, so that a run can go on.
-
-    Raises:
-        AutotunerError: no model was given.
-        BadOption: another file has its name.
-    """
-    if model is None:
-        raise AutotunerError("give the model: a path, or an onnx.ModelProto")
-    if isinstance(model, str | Path) and transform is None:
-        return Path(model)
-    proto = model if isinstance(model, onnx.ModelProto) else onnx.load(model)
-    content = (transform(proto) if transform else proto).SerializeToString(deterministic=True)
-    content += signature(len(content))
-    path = folder.with_name(f"{folder.name}_model.onnx")
-    if not path.exists() or path.read_bytes() != content:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        check_outputs(model_outputs(path, "output_dir"), {})
-        with atomic_write(path) as fresh:
-            fresh.write_bytes(content)
-    return path
-
-
-def _path(given: str | Path | None) -> Path | None:
-    return None if given is None else Path(given)
