@@ -22,11 +22,12 @@ import onnx
 import zoo
 from onnx import numpy_helper
 
-from qdqtune.commands.debug import LIMIT, DebugOptions, debug
+from qdqtune.commands.debug import DebugOptions, debug
 from qdqtune.commands.diagnosis import Diagnosis
 from qdqtune.commands.quantize import quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.engines import EngineSpec
+from qdqtune.numerics.accuracy import FLOOR_DB
 from qdqtune.types import Array
 
 COLUMNS = (
@@ -91,7 +92,7 @@ def rows(entry: zoo.Entry, faults: int, spec: EngineSpec, seed: int, first: int)
         how: dict[str, Any] = {"engine": spec.name, "calibration_data": entry.data, "fix_inputs": entry.fixed}
         quantize(QuantizeOptions(entry.path, output=sane, **how))
         level = -10 * log10(debug(DebugOptions(entry.path, quantized=sane, min_sqnr=-100.0, **how)).noise)
-        limit = min(LIMIT, level - 3)
+        limit = min(FLOOR_DB, level - 3)
         rng = np.random.default_rng((seed, *map(ord, entry.name)))
         for number in range(first, first + faults):
             harmless = 0

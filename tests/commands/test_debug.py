@@ -16,20 +16,21 @@ from onnx import helper, numpy_helper
 
 from conftest import Call
 from models import INT8, UINT8, attention, build, conv_net, feeds, normal, ranges
-from qdqtune.commands.debug import LIMIT, DebugOptions, debug
+from qdqtune.commands.debug import DebugOptions, debug
 from qdqtune.commands.diagnosis import Diagnosis
 from qdqtune.engines import Built, Engine, EngineSpec, open_engine
 from qdqtune.errors import BadModel, EngineFailure
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
+from qdqtune.numerics.accuracy import FLOOR_DB
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import NumericFormat, Placement, QuantType
 from workers import Workers
 
 NETS = {"conv": conv_net, "attention": attention}
-HEALTHY = 10 ** (-LIMIT / 10)
+HEALTHY = 10 ** (-FLOOR_DB / 10)
 EXACT = replace(UINT8, reduced_weights=True)
 """Numbers that ONNX Runtime computes as ONNX defines them on every processor."""
 
@@ -425,7 +426,7 @@ def test_json_has_all_of_it_and_no_nan(conv: Files, call: Call) -> None:
     assert found["nodes_to_exclude"] == ["head"]
     assert found["flags"] == "--nodes-to-exclude head"
     assert found["healthy"] is found["finite"] is False
-    assert found["rest_sqnr_db"] > LIMIT
+    assert found["rest_sqnr_db"] > FLOOR_DB
     assert found["runs"] <= 2 * log2(found["pairs"]) + 5
 
 

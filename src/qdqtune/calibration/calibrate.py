@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import assert_never
 
 import numpy as np
 import onnx
@@ -111,4 +112,9 @@ def _chosen(histogram: Histogram, how: Calibration, numbers: NumericFormat) -> R
             return histogram.least_error(numbers)
         case "minmax":
             return histogram.whole
-    return histogram.range(how.percentile)
+        case "percentile":
+            return histogram.range(how.percentile)
+        case "auto":
+            raise AssertionError("the methods that it compares stand in its place")
+        case _:
+            assert_never(how.method)

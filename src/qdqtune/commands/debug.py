@@ -34,6 +34,7 @@ from qdqtune.graph.float16 import Precision, kept_in, load_for, to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites, between
+from qdqtune.numerics.accuracy import FLOOR_DB
 from qdqtune.numerics.bisection import BisectionResult, Culprit, Parts, culprits
 from qdqtune.options import Anything, Number, Option, option
 from qdqtune.placement.file_pairs import FilePair, file_pairs, representable
@@ -45,11 +46,8 @@ from qdqtune.types import Placement, Sample, noise_of
 
 # The limits below are chosen, not measured.
 
-LIMIT = 20.0
-"""Output SQNR in dB from which on a quantized model is healthy: an error of a tenth. Chosen, not measured."""
-
 FLOAT_LIMIT = 30.0
-"""The same for a float model: engines that compute in 16 bits reach more. Chosen, not measured."""
+"""Output SQNR in dB that a float model has to reach: engines that compute in 16 bits do. Chosen, not measured."""
 
 
 MOST_EXAMINED = 4
@@ -78,7 +76,7 @@ class DebugOptions(EngineOptions, DataOptions, FixOption, ModelOption):
         "Output SQNR from which on the outputs count as healthy, in dB; 20 is an error of a tenth.",
         "Accuracy",
         short="least signal to error at the outputs",
-        default_in_words=f"{LIMIT:g}; {FLOAT_LIMIT:g} for a float model alone",
+        default_in_words=f"{FLOOR_DB:g}; {FLOAT_LIMIT:g} for a float model alone",
         metavar="DB",
     )
     calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
@@ -190,7 +188,7 @@ class _Debugging:
     def __init__(self, probe: Probe, file: Path, engine: str, min_sqnr: float | None, observer: Observer) -> None:
         self._probe, self._file, self._observer = probe, file, observer
         self._name = engine
-        usual = LIMIT if probe.pairs else FLOAT_LIMIT
+        usual = FLOOR_DB if probe.pairs else FLOAT_LIMIT
         self._limit = noise_of(usual if min_sqnr is None else min_sqnr)
         self._all: Parts = tuple(range(len(probe.pairs)))
         self._judged, self._loss = len(probe.samples), 0.0

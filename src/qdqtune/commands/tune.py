@@ -27,7 +27,7 @@ from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import SearchOptions
 from qdqtune.tuning.price_cache import usual_path
-from qdqtune.tuning.settings import EFFORTS, FRONT_BUILDS, Settings, builds_for, looks_until
+from qdqtune.tuning.settings import EFFORTS, FRONT_BUILDS, Settings, builds_for, looks_until, usual_builds
 from qdqtune.tuning.subject import tuned_patterns
 from qdqtune.types import Accuracy
 
@@ -51,7 +51,7 @@ class EffortOptions(SearchOptions):
         "Engine builds that the search may spend.",
         "Search",
         short="engine builds for the search",
-        default_in_words="by `effort`: cut 7, 8, 30; region 24, 52, 400; subgraph 4, 7, 24",
+        default_in_words=f"by `effort`: {usual_builds()}",
     )
     schemes_per_region: MaybeInt = option(
         click.IntRange(0),
@@ -131,10 +131,10 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         """
         check_cache(self, self)
         effort = EFFORTS[self.effort]
-        usual_builds, schemes = FRONT_BUILDS if self.front else effort.builds[self.mode], self.schemes_per_region
+        builds, schemes = FRONT_BUILDS if self.front else effort.builds[self.mode], self.schemes_per_region
         if schemes is not None and self.builds is None and self.mode == "region":
             tuned = tuned_patterns(Path(str(self.model)), self.regions, self.fix_inputs)
-            usual_builds = max(usual_builds, builds_for(schemes, len(tuned)))
+            builds = max(builds, builds_for(schemes, len(tuned)))
         files = tuple(file for file in self.workloads if isinstance(file, WorkloadFile))
         data = None if self.calibration_data is None else str(self.calibration_data)
         # What is faster at the largest number of threads holds with fewer: benchmarks/findings.md
@@ -149,7 +149,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             "config": Config(schemes_per_region=effort.schemes_per_region if schemes is None else schemes),
             "plan": (plan := search_plan(spec.name, effort.looks, self.timing_runs, self.warmup_runs)),
             "proof": effort.proof,
-            "builds": usual_builds if self.builds is None else self.builds,
+            "builds": builds if self.builds is None else self.builds,
             "time_limit": self.time_limit,
             "price_cache": self._prices(),
             "evaluate": None if self.evaluate is None else str(self.evaluate),

@@ -16,7 +16,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration import rounding as blocks
-from qdqtune.calibration.rounding import StoredWeight
+from qdqtune.calibration.rounding import INTEGER_TYPE, StoredWeight
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.placement.graph_builder import GraphBuilder
@@ -25,14 +25,6 @@ from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 BLOCK_OPSET = 21
 """The first opset with blocks and with 4 bits."""
-
-INTEGER_TYPE = {
-    (4, True): TensorProto.INT4,
-    (4, False): TensorProto.UINT4,
-    (8, True): TensorProto.INT8,
-    (8, False): TensorProto.UINT8,
-}
-"""The integer type by bits, and whether the weight format is symmetric."""
 
 SHARED_SCALES = 8 * LARGE_BYTES
 """Bytes from which scales and zero points of a weight are not kept: they lie outside of candidates' own files, and are
@@ -131,7 +123,7 @@ class Compressor:
         key = f"{source.key}:{weight_format.name}:{weight.transposed:d}{is_table:d}"
         if not is_table and weight.node.inputs[0] in self._moments:
             key += f":{weight.node.inputs[0]}"  # it is rounded for the moment of this tensor
-        integers = INTEGER_TYPE[weight_format.bits, weight_format.symmetric]
+        integers = helper.np_dtype_to_tensor_dtype(np.dtype(INTEGER_TYPE[weight_format.bits, weight_format.symmetric]))
         rows, columns = weight.shape
         scaled = (rows // (weight_format.block or rows), columns) if weight_format.block or is_table else (columns,)
         described = [("quantized", integers, (rows, columns)), ("scale", source.dtype, scaled)]

@@ -11,12 +11,12 @@ from typing import Protocol, TypeVar
 from qdqtune.engines.build_queue import Urgency
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.timing.ratios import Plan, Ratio, Rounds, compare, compare_pairs
+from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Rounds, compare, compare_pairs
 from qdqtune.types import Failure, Listener, Measurement, Tensors
 
 W = TypeVar("W", contravariant=True)
 
-FRESH = ("final_0", "final_1")
+FRESH = tuple(f"final_{number}" for number in range(PAIRS))
 """The log names of the first builds of a proof."""
 
 FEW = 4

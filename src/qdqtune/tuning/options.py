@@ -15,7 +15,7 @@ from qdqtune.engines.options import WorkerOptions
 from qdqtune.errors import check_file
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.loading import files_of
-from qdqtune.numerics.accuracy import MOST_EQUAL
+from qdqtune.numerics.accuracy import FLOOR_DB, MOST_EQUAL
 from qdqtune.options import (
     FILE,
     NAMES,
@@ -36,7 +36,7 @@ from qdqtune.options import (
 )
 from qdqtune.types import QuantType
 
-Mode = Literal["region", "cut", "subgraph"]
+Mode = Literal["cut", "region", "subgraph"]
 Rounding = Literal["nearest", "gptq"]
 Division = Literal["auto", "names", "topology"]
 FloatType = Literal["float16", "float32", "bfloat16"]
@@ -152,7 +152,7 @@ class SearchOptions(DataOptions, CacheOption, RewriteOption, FixOption, WorkerOp
         flags="-o --output-dir",
     )
     mode: Option[Mode, Mode] = option(
-        choice("cut", "region", "subgraph"),
+        choice(*get_args(Mode)),
         "cut",
         "How to search. cut: price every fusion group from layer times and take the optimum of the prices. region: "
         "vary the result of the cut pattern by pattern; takes about five times as long. subgraph: time every distinct "
@@ -213,7 +213,7 @@ class SearchOptions(DataOptions, CacheOption, RewriteOption, FixOption, WorkerOp
         "30 of a thirtieth; none takes the fastest at any price. Exit code 4 if nothing faster holds it.",
         "Accuracy",
         short="least signal to error at the outputs",
-        default_in_words="20, or none with `evaluate`",
+        default_in_words=f"{FLOOR_DB:g}, or none with `evaluate`",
         metavar="DB",
     )
     min_agreement: Option[Switched, float | None] = option(

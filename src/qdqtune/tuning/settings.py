@@ -18,7 +18,7 @@ from qdqtune.graph.rewrites import allowed
 from qdqtune.numerics.accuracy import FLOOR_DB
 from qdqtune.search.region import Config
 from qdqtune.timing.limits import Limits
-from qdqtune.timing.ratios import Plan, least_rounds
+from qdqtune.timing.ratios import PAIRS, Plan, least_rounds
 from qdqtune.tuning.contexts import counts_of
 from qdqtune.tuning.options import Mode, SearchOptions
 
@@ -30,7 +30,7 @@ SEED_BUILDS = 12
 """Builds that cut mode has at the beginning of region mode: the same in every budget, so that a run with a larger
 budget continues one with a smaller. Chosen, not measured."""
 
-PROOF_BUILDS = 4
+PROOF_BUILDS = 2 * PAIRS
 """Builds of one comparison of the proof: two of each file."""
 
 STATE = "autotuner_state.yaml"
@@ -58,6 +58,12 @@ EFFORTS: Mapping[str, Effort] = MappingProxyType(
         "extensive": Effort(200, {"region": 400, "cut": 30, "subgraph": 24}, (12, 24, 48, 96), (13, 24, 48, 96, 192)),
     }
 )
+
+
+def usual_builds() -> str:
+    """The builds of each mode by effort, in words."""
+    modes = sorted(EFFORTS["default"].builds)
+    return "; ".join(f"{mode} {', '.join(str(effort.builds[mode]) for effort in EFFORTS.values())}" for mode in modes)
 
 
 def looks_until(last: int, looks: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, NotRequired, Required, TypedDict, TypeVar
+from typing import Annotated, NotRequired, Required, TypedDict, TypeVar
 
 import msgspec
 
 from qdqtune.errors import BadOption, check_file, reading
 from qdqtune.timing.ratios import Verdict
 from qdqtune.tuning.folder import SUMMARY
+from qdqtune.tuning.options import Mode
 from qdqtune.tuning.records import Form, GroupOutcome, Shipped
 from qdqtune.types import Accuracy
 
@@ -123,7 +124,7 @@ class Summary(TypedDict):
     format: int
     model: str
     engine: dict[str, str]
-    mode: Literal["region", "cut", "subgraph"]
+    mode: Mode
     state_file: str | None
     rewrites: Rewritten
     shipped: Shipped
