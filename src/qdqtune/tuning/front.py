@@ -36,6 +36,9 @@ from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
 from qdqtune.types import Failure, Measurement, Mix, Placement, Trial
 
 
+PROVEN_APART = "what ships is no point of the front: it was proven as without `front`, on more pairs of builds"
+
+
 @dataclass(frozen=True)
 class Front:
     """What ships, the points that no other one beats, the fastest first, and the trials of what the search had not
@@ -99,7 +102,8 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
         candidates = compared.by_placement.values()
         tried = {c.placement for c in candidates if c.placement != again or c.is_slower}
         usual = prove([t for t in history if t.placement not in tried], run)
-        proof = replace(usual, builds=usual.builds + builds, notes=(*usual.notes, *notes))
+        apart = (PROVEN_APART,) if usual.shipped == "tuned" else ()
+        proof = replace(usual, builds=usual.builds + builds, notes=(*usual.notes, *notes, *apart))
         return Front(proof, tuple(points), compared.trials)
     run.given.check()
     copy_model(folder / f"{best.name}.onnx", run.settings.output_dir / FINAL)
