@@ -35,7 +35,6 @@ from qdqtune.tuning.run import Run
 from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
 from qdqtune.types import Failure, Measurement, Mix, Placement, Trial
 
-
 PROVEN_APART = "what ships is no point of the front: it was proven as without `front`, on more pairs of builds"
 
 
