@@ -9,7 +9,7 @@ import pytest
 from models import build, normal, ranges
 from qdqtune.graph.model import Model
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.attribution import BuildTimes, TimedBuild, attribute
+from qdqtune.search.costs.attribution import BuildTimes, TimedBuild, attribute, node_times
 from qdqtune.search.costs.optimum import cut
 from qdqtune.search.costs.prices import learn
 from qdqtune.search.costs.units import Partition, partition
@@ -44,6 +44,13 @@ def times(placement: Placement = EMPTY, quantize=None, dequantize=None, copies=N
 
 
 FLOAT = {"a": 10.0, "b": 10.0, "c": 3.0, "d": 10.0}
+
+
+def test_a_conversion_counts_with_one_node_and_that_of_an_added_bias_with_none() -> None:
+    layers = layer(4.0, "a"), layer(1.0, "t_QuantizeLinear"), layer(1.0, "t_DequantizeLinear")
+    folded = Layer("folded", ("w1_DequantizeLinear", "u_bias_DequantizeLinear"), "", 0.0, "folded")
+    spent = node_times(chain(), EMPTY, (*layers, layer(4.0, "b"), folded), 10.0)
+    assert {name: tuple(time) for name, time in spent.items() if any(time)} == {"a": (4.0, 1.0), "b": (4.0, 1.0)}
 
 
 def test_attribution_adds_up_to_the_scaled_latency() -> None:

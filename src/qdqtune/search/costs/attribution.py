@@ -109,8 +109,8 @@ def node_times(model: Model, placement: Placement, layers: Sequence[Layer], ms: 
             maker = model.maker(tensor)
             readers = [model.nodes[use.node].name for use in model.uses(tensor) if use.node >= 0]
             writers = [] if maker is None else [maker.name]
-            name = next(iter(writers + readers if from_writer else readers + writers))
-            spent[name] = spent[name]._replace(conversions=spent[name].conversions + took)
+            for name in (writers + readers if from_writer else readers + writers)[:1]:  # none for an added bias
+                spent[name] = spent[name]._replace(conversions=spent[name].conversions + took)
     return spent
 
 
