@@ -40,11 +40,11 @@ class Pattern:
     instances: tuple[Region, ...] = field(compare=False, repr=False)
     model: Model = field(compare=False, repr=False)
     listings: Mapping[Region, Listing] = field(compare=False, repr=False)
-    """Those of all instances."""
+    """The canonical order of the nodes of each instance."""
 
     @property
     def type(self) -> RegionType:
-        """All instances are leaves, or all are composites."""
+        """LEAF or COMPOSITE, the same for all instances."""
         return self.instances[0].type
 
     @cached_property

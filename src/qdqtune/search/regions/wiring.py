@@ -69,7 +69,7 @@ class Wiring:
         self.texts = tuple([written(n, model) for n in model.nodes])
         carries = [self._carries(n) for n in model.nodes]
         self.tensors = self._tensors(carries)
-        """All tensors by name, and the one without."""
+        """All tensors by name, and MISSING by the empty name."""
         self.inputs = tuple(map(self._inputs, model.nodes, carries))
         self._hashes: dict[str, int] = {}
 
