@@ -61,7 +61,7 @@ class StoredWeight:
 
 
 def integer_ends(weight_format: WeightFormat) -> tuple[int, int]:
-    """The smallest and the largest integer. Signed ones of 8 bits exclude -128, as in pairs."""
+    """The smallest and the largest integer of a format. Signed ones of 8 bits exclude -128, as in pairs."""
     if not weight_format.symmetric:
         return 0, 2**weight_format.bits - 1
     high: int = 2 ** (weight_format.bits - 1) - 1

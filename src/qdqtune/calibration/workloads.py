@@ -31,7 +31,7 @@ class WorkloadFile:
 
     @property
     def name(self) -> str:
-        """The name of the file."""
+        """The name of the file, without its folder and ending."""
         return self.path.stem
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class Workloads(Several):
 
 
 def workloads_option() -> Any:
-    """The option `workloads`."""
+    """The field for the option `workloads`."""
     return option(
         Workloads(),
         None,

@@ -125,7 +125,7 @@ class _Power:
 
 
 def _db(signal: float, noise: float) -> float:
-    """The ratio in dB; finite also without signal or with infinite noise."""
+    """`signal` / `noise` in dB; finite also without signal or with infinite noise."""
     least = np.finfo(np.float64).tiny
     return float(10 * np.log10(max(signal / noise, least)))
 

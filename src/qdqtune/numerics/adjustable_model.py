@@ -187,8 +187,7 @@ class _Writer:
         return self._pairs[edge.tensor]
 
     def _constant(self, constant: Constant, how: Quantization) -> str:
-        """The tensor of a rounded constant: its floats, or, if it is large, integers and a DQ that ONNX Runtime
-        folds."""
+        """The tensor of a rounded constant: floats, or for a large one integers and a DQ that ONNX Runtime folds."""
         is_stored = constant.nbytes >= AS_INTEGERS and constant.dtype == TensorProto.FLOAT
         if not is_stored or how.qtype is not QType.INT8 or how.zero_point:
             known = _rounded(constant, how)

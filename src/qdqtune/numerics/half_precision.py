@@ -103,8 +103,8 @@ class Half:
 def in_half_precision(
     prepared: Prepared, precision: Precision | None, usual: Precision, floor_db: float | None = FLOOR_DB
 ) -> tuple[Prepared, Half | None, tuple[str, ...]]:
-    """`prepared` in `precision`, or without one in the `usual` one if its outputs reach `floor_db`; with the conversion
-    (None: it stays float32) and notes.
+    """`prepared` in `precision`, or without one in the `usual` one if its outputs reach `floor_db`; with the
+    conversion, None for fp32, and notes.
 
     For bfloat16 `prepared` stays float32, as ONNX Runtime has few kernels for it: it is converted when it is written.
 

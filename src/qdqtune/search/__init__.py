@@ -26,7 +26,7 @@ def best_of(history: Sequence[Trial]) -> Placement:
 
 
 def ratios_to_float(history: Sequence[Trial], plan: Plan) -> dict[Placement, float]:
-    """Each measured placement's median time over the float model's, by way of its opponents; failures are absent."""
+    """The median ratio of each placement without a failure to the float model, by way of what it was compared with."""
     ratios = {Placement(): 1.0}
     for trial in history:
         measured = judge(trial, plan)

@@ -65,7 +65,7 @@ CUT = "cut"
 """The origin of proposals that are the optimum of the prices."""
 
 USUAL_SHARE = 0.6
-"""Share of their float time that products usually take with pairs, at most. Chosen, not measured."""
+"""Matrix products usually take at most this share of their float time with pairs. Chosen, not measured."""
 
 POLISHED_KINDS = 3
 """How many kinds of units one build of the polish (`_polish`) decides otherwise; its layers price each of them."""
@@ -78,7 +78,7 @@ BUILD_SPREAD = 0.1
 """A build up to this share slower than predicted confirms the prices: builds of one file differ by a little less."""
 
 ENOUGH_BUILDS = 2
-"""Candidates that are built where the predictions of earlier runs are right."""
+"""The search ends after so many candidates where the predictions of earlier runs are right."""
 
 CLOSE_SHARE = 0.02
 """A decision is close, and the opposite one worth a build, if that is predicted to cost at most this share of the best
@@ -211,8 +211,8 @@ class CutSearch:
         return self.noise is None or self.noise.is_harmless
 
     def _later_proposals(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
-        """After the first batch: the optimum of the prices (if it was built already, they are at a fixed point),
-        placements near the best one, and the fallbacks."""
+        """After the first batch: the optimum of the prices (built already if they are at a fixed point), placements
+        near the best one, and the fallbacks."""
         optima = []
         is_known = self.is_as_predicted(history)
         if is_known and len(history) >= ENOUGH_BUILDS:
@@ -257,8 +257,8 @@ class CutSearch:
                 yield cut_within(costs, self.noise, level)
 
     def _polish(self, costs: Costs, history: Sequence[Trial], *, stuck: bool) -> Iterator[Proposal]:
-        """The best placement with its closest decisions made otherwise: a few kinds of units together, so that the
-        build prices each of them anew, and then each kind alone. Prices that builds disagree about come first.
+        """The best placement with its closest decisions reversed: a few kinds of units together, so that the build
+        prices each of them anew, and then each kind alone. Prices that builds disagree about come first.
 
         `stuck`: the prices only lead to builds that fail; then every kind is tried, the closest first.
         """
@@ -297,9 +297,9 @@ class CutSearch:
         return Proposal(CUT, placement, predicted=predicted, wants_layers=True)
 
     def costs(self, history: Sequence[Trial], shipped: Placement | None = None) -> Costs:
-        """Prices of units, which are the fusion groups as the builds so far ran them fastest. Where builds disagree,
-        later ones take precedence; among those that no prices led to, faster ones. The build of `shipped` takes
-        precedence over all, and its groups become the units."""
+        """Prices of units: the fusion groups, split as the builds so far ran them fastest. Where builds disagree, later
+        ones take precedence; among those that no prices led to, faster ones. The build of `shipped` takes precedence
+        over all, and its groups become the units."""
         times = self._times(history, shipped)
         parts = partition(self.model, self.possible, list(self._units(times, shipped)), self.format_shares)
         return learn(parts, times, self.prior)

@@ -89,7 +89,7 @@ class Tradeoff:
     db: float
 
     def apart(self, other: Tradeoff) -> float:
-        """The distance of two, in `DISTANCE_UNITS`: the smaller one of the distances in time and in SQNR."""
+        """The distance of two tradeoffs, in `DISTANCE_UNITS`: the smaller of the distances in time and in SQNR."""
         share, db = DISTANCE_UNITS
         in_time = abs(np.log(self.ratio / other.ratio)) / share
         return float(min(in_time, abs(min(self.db, MAX_DB) - min(other.db, MAX_DB)) / db))
@@ -116,7 +116,7 @@ class PredictedPoint:
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """A measured placement: its median ratio to the float model, by way of its opponents, and its trial."""
+    """A measured placement: its trial, and its ratio to the float model (see `ratios_to_float`)."""
 
     ratio: float
     trial: Trial
@@ -320,5 +320,5 @@ def unbeaten(points: Iterable[T]) -> tuple[T, ...]:
 
 
 def _db(noise: float) -> float:
-    """Relative noise as an SQNR."""
+    """Relative noise as an SQNR in dB."""
     return float(-10 * np.log10(noise)) if noise > 0 else EQUAL_DB

@@ -188,8 +188,8 @@ class RegionSearch:
                 yield Proposal("merged winners", (best - removed) | added)
 
     def _alternatives(self, best: Placement, ranked: Sequence[tuple[str, Placement]]) -> Iterator[Proposal]:
-        """Every pattern as another suggestion has it: the first alternative for all patterns, then the second, and so
-        on.
+        """The best placement with one pattern as another suggestion has it: the first alternative for all patterns,
+        then the second, and so on.
 
         Patterns with much work come first, so composites before the regions inside them. The suggestion that ranks
         second comes first, then those with the fewest pairs: if the best one loses somewhere, it is mostly by

@@ -30,7 +30,7 @@ WORTH_A_CHANGE = 0.002
 """A group is changed only where that is expected to save this share of the model's time. Chosen, not measured."""
 
 OPTIMUM_BUILDS = 2
-"""Builds of the optimum of prices at most, as long as each is faster than all before."""
+"""How often the optimum of prices is built, at most and as long as each build is faster than all before."""
 
 WORTH_A_BUILD = 0.03
 """Groups that another build ran faster are changed only if that is expected to save this share in all. Chosen, not
@@ -91,7 +91,7 @@ class SubgraphSearch:
 
     @property
     def parts(self) -> Partition:
-        """The groups."""
+        """The groups, as units of the model."""
         return self.selection.parts
 
     @property
@@ -101,7 +101,7 @@ class SubgraphSearch:
 
     @cached_property
     def all_accepted(self) -> Placement:
-        """All accepted groups together."""
+        """The placement of all accepted groups together."""
         return self.selection.placement()
 
     @cached_property

@@ -76,15 +76,15 @@ class Observations:
 
     units: dict[UnitKey, list[float]] = field(default_factory=dict)
     disturbed: dict[str, float] = field(default_factory=dict)
-    """By kind, the extra time of a float unit among pairs."""
+    """By kind, the extra ms of a float unit that reads or writes tensors with pairs."""
     quantize: dict[str, float] = field(default_factory=dict)
     dequantize: dict[str, float] = field(default_factory=dict)
     sizes: list[tuple[float, float]] = field(default_factory=list)
     """Bytes and ms of all conversions that ran."""
     medians: dict[UnitKey, list[float]] = field(default_factory=dict)
-    """The median of each build with the key: their spread is the doubt about a price."""
+    """By key, the median of each build that has it: their spread is the doubt about a price."""
     per_consumer: bool = False
-    """Whether a DQ ran for each consumer of a tensor."""
+    """Whether a build ran several DQs of one tensor, one for each consumer."""
 
 
 def observe(partition: Partition, builds: Sequence[BuildTimes]) -> tuple[Partition, Observations]:

@@ -18,11 +18,10 @@ BISECTIONS = 20
 """Steps of the bisection for a price on noise. Chosen, not measured."""
 
 SIMULATED_BISECTIONS = 8
-"""Steps of that bisection where each placement on the way is simulated, which takes longer than a cut."""
+"""Steps of the bisection for a price on noise if each placement is simulated, which takes longer than a cut."""
 
 RAISES = 20
-"""How often a price on noise is raised, eightfold each time: any value with noise has a high enough price long
-before."""
+"""How often a price on noise is raised, by a factor of eight: every noise is prohibitive long before the last."""
 
 CLOSE_TO_LIMIT = 0.9
 """The bisection ends at noise above this share of the limit (0.5 dB): coming closer is not worth a simulation."""
@@ -32,7 +31,7 @@ EQUAL_TIME = 0.01
 """Predicted times that differ by no more than this share count as equal: builds of one file differ by that."""
 
 QUIET_CUTS = 6
-"""Cuts that look for a decision with less noise that takes equal time. Chosen, not measured."""
+"""How many cuts look for a decision with less noise that takes equal time. Chosen, not measured."""
 
 
 def everything(parts: Partition) -> Decision:
@@ -47,8 +46,8 @@ def cut_within(costs: Costs, noise: Noise, allowed: float) -> Decision:
 
 
 def cut_holding(costs: Costs, noise: Noise, limit: float) -> Decision:
-    """The cheapest decision found whose expected noise is at most `limit`, by raising the price on noise; or one with
-    equal time and less noise."""
+    """The cheapest decision found whose expected noise is at most `limit`, by raising the price on noise; or a quieter
+    one with equal time."""
     found, price = _cheapest(costs, noise, limit, noise.expected, SIMULATED_BISECTIONS, CLOSE_TO_LIMIT * limit)
     most, quiet, low, high = (1 + EQUAL_TIME) * costs.total(found), found, price, 0.0
     for _ in range(QUIET_CUTS if found != Decision() else 0):
@@ -98,15 +97,15 @@ def _cheapest(
 
 
 def cut(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Decision:
-    """The cheapest decision, with a price in ms on its noise."""
+    """The cheapest decision, where noise costs `price` ms per unit of relative noise."""
     formulation = formulate(costs, noise, price)
     return formulation.decision(solve(formulation.problem))
 
 
 @dataclass(frozen=True)
 class Formulation:
-    """Prices as a minimum cut. `runs` has the number of the decision to quantize each unit, `stored` of that to store
-    each tensor in 8 bits; `weight_formats` has the cheapest weight format of float units."""
+    """Prices as a minimum cut: the numbers of the decisions to quantize each unit (`runs`) and to store each tensor in
+    8 bits (`stored`), and the cheapest weight formats of float units."""
 
     problem: Problem
     runs: Sequence[int]

@@ -238,7 +238,7 @@ class _PriorLookup:
         return None
 
     def guess(self, unit: Unit) -> float:
-        """The share of its float time that a quantized unit is guessed to take, from units of its operators."""
+        """The share of its float time that a quantized unit is guessed to take, from units with the same operators."""
         operators = operators_of(unit, self.partition)
         keys = ((operators, "quantized", reads) for reads in ("quantized", "both", "float"))
         return next((self.prior.by_operators[key] for key in keys if key in self.prior.by_operators), UNMEASURED_SHARE)

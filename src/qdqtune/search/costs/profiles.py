@@ -230,7 +230,7 @@ class GroupSelection:
 
     @property
     def parts(self) -> Partition:
-        """The groups."""
+        """The groups, as units of the model."""
         return self.costs.partition
 
     def option(self, number: int) -> PricedScheme | None:

@@ -125,7 +125,7 @@ def nest(flow: Flow, whole: int) -> Nest:
 
 
 def outline(flow: Flow, found: Nest) -> Outline:
-    """Each block that is not small as a group. Of deep nests only the innermost levels are kept."""
+    """The blocks that are not small, as nested groups; of deep nests only the innermost levels."""
     height = [0] * len(found.blocks)
     for i in reversed(range(len(found.blocks))):
         if not found.small[i] and found.parent[i] >= 0:

@@ -180,7 +180,7 @@ def has_module_names(model: Model) -> bool:
 
 
 def outline_by_names(flow: Flow, whole: int) -> Outline:
-    """Each module as a group, but for small ones: at most `whole` nodes with at most one heavy operator. The node
+    """Nested groups of nodes: the modules with more than `whole` nodes or more than one heavy operator. The node
     `/encoder/layer.0/attention/self/query/MatMul` lies in module encoder/layer.0/attention/self/query.
 
     A node without a path belongs to the module of its producer, or else of its user. An elementwise operator that alone

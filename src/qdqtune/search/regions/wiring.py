@@ -115,7 +115,7 @@ class Wiring:
         return "?" if info is None else "f" if info.is_float else TYPE_LETTERS.get(info.dtype, "i")
 
     def hash(self, text: str) -> int:
-        """64 bits of a text, remembered."""
+        """A 64-bit hash of a text, cached."""
         if text not in self._hashes:
             self._hashes[text] = int(digest(text.encode()), 16)
         return self._hashes[text]
