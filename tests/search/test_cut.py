@@ -272,7 +272,7 @@ def test_single_nodes_come_last_where_they_miss_the_limit(limit: float, third: s
     history[1] = replace(history[1], layers=tuple(layers))
     assert history[-1].proposal.origin == "cut"
     assert search.propose(history)[0].origin == third
-    assert every in search._later(search.costs(history), history)
+    assert every in search._later_proposals(search.costs(history), history)
     assert search._apart(history)[0] is every  # a division of the graph, which is made once
 
 

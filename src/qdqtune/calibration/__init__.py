@@ -1,1 +1,1 @@
-"""Samples to ranges to scales."""
+"""Calibration: samples of inputs, ranges and scales of tensors, rounding of weights."""

@@ -80,11 +80,11 @@ def _site(model: Model, node: Node) -> Site | None:
     if not found.through(node.outputs[0]) or not found.readers or found.unscaled & found.tensors.keys():
         return None
     site = Site(node.index, node.outputs[0], axis, channels, tuple(found.readers), tuple(found.operands))
-    return site if _is_free(model, factors(model, site, [0] * channels)) else None
+    return site if _are_scalable(model, factors(model, site, [0] * channels)) else None
 
 
-def _is_free(model: Model, wanted: Iterable[Factor]) -> bool:
-    """Whether all constants can be scaled, and have no other readers."""
+def _are_scalable(model: Model, wanted: Iterable[Factor]) -> bool:
+    """Whether the constants of factors have no other readers, and factors broadcast over them."""
     for factor in wanted:
         shape = model.constants[factor.edge.tensor].shape
         if len(model.uses(factor.edge.tensor)) > 1 or len(factor.shape) > len(shape):
@@ -127,14 +127,14 @@ class _Trace:
     unscaled: set[str] = field(default_factory=set)
 
     def through(self, tensor: str) -> bool:
-        """Whether all readers of a tensor can process scaled channels."""
+        """Whether all readers of a tensor can process scaled channels; collects them on the way."""
         self.tensors[tensor] = None
         for use in self.model.uses(tensor):
-            if use.node == GRAPH or use.slot < 0 or not self._takes(self.model.nodes[use.node], use.slot, tensor):
+            if use.node == GRAPH or use.slot < 0 or not self._can_take(self.model.nodes[use.node], use.slot, tensor):
                 return False
         return True
 
-    def _takes(self, node: Node, slot: int, tensor: str) -> bool:
+    def _can_take(self, node: Node, slot: int, tensor: str) -> bool:
         if node.domain:
             return False
         if node.op in ASKS_SHAPE:
@@ -245,11 +245,11 @@ def largest_weights(model: Model, site: Site) -> Array:
     weights have a scale for each channel anyway."""
     found = np.zeros(site.channels)
     for node in (model.nodes[r] for r in site.readers):
-        found = np.maximum(found, _largest(node, model.constants[node.inputs[1]].array(), site.channels))
+        found = np.maximum(found, _largest_by_channel(node, model.constants[node.inputs[1]].array(), site.channels))
     return found
 
 
-def _largest(node: Node, weights: Array, channels: int) -> Array:
+def _largest_by_channel(node: Node, weights: Array, channels: int) -> Array:
     group = int(node.attributes.get("group", 1))
     if node.op in CONVOLUTIONS and group == channels:
         return np.zeros(channels)

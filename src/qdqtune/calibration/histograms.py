@@ -11,10 +11,10 @@ from qdqtune.calibration.scales import Range
 from qdqtune.types import Array, NumericFormat, QType
 
 THRESHOLD_STEP = 16
-"""Bins between two thresholds that are tried: 128 thresholds at most. Chosen, not measured."""
+"""Bins between two clipping thresholds that are tried: 128 thresholds at most. Chosen, not measured."""
 
 EXACT_ERRORS = 4
-"""Thresholds with the least estimated errors whose error is computed exactly. Chosen, not measured."""
+"""How many thresholds, those with the least estimated errors, get their exact error. Chosen, not measured."""
 
 MAGNITUDES = 128
 """Magnitudes that 8 bits with a sign can represent."""
@@ -177,8 +177,8 @@ def _estimated_errors(counts: Array, centres: Array, lows: Array, highs: Array, 
 
 
 def _divergences(counts: Array, bins: Array) -> Array:
-    """For each number of `bins`: the divergence of so many first counts, with the others in the last of them, from what
-    `MAGNITUDES` levels make of them.
+    """For each n of `bins`: the divergence of P from Q. P is the first n counts with all others added to the last of
+    them, Q what merging P into `MAGNITUDES` levels leaves of it.
 
     With P and Q the sums of p and q: sum(p/P log((p/P) / (q/Q))) = (sum(p log p) - sum(p log q)) / P + log(Q/P), and q
     is one number in each level. So sums up to each bin serve for all thresholds.

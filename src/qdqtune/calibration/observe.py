@@ -150,7 +150,7 @@ def with_outputs(model: Model, nodes: Sequence[onnx.NodeProto], outputs: Iterabl
 
 
 def _showing(model: Model, tensors: Sequence[str], *, widen: bool) -> Model:
-    """The model with the values of `tensors` as its outputs."""
+    """The model with the values of `tensors` as its outputs; float16 and bfloat16 as float32 if `widen`."""
 
     def shown(i: int, tensor: str) -> onnx.NodeProto:  # graph inputs cannot be outputs as they are
         info, name = model.tensors.get(tensor), f"__value_{i}"

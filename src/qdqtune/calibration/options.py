@@ -61,7 +61,7 @@ class DataOptions(Options):
 
 
 def samples_option(**how: Any) -> Any:
-    """The option `calibration_data`: the source of samples."""
+    """The field for the option `calibration_data`: the source of samples."""
     return option(
         Anything(Reads(files_named, path_type=str)),
         None,
@@ -116,7 +116,7 @@ class RangeOptions(Options):
 
     @property
     def says_how(self) -> bool:
-        """Whether one of the options is given."""
+        """Whether the user gave one of these options."""
         return any(value is not None for value in self._given)
 
     @property

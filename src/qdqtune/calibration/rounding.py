@@ -61,7 +61,7 @@ class StoredWeight:
 
 
 def integer_ends(weight_format: WeightFormat) -> tuple[int, int]:
-    """The smallest and the largest integer. Signed ones of 8 bits exclude -128, as in pairs."""
+    """The smallest and the largest integer of a format. Signed ones of 8 bits exclude -128, as in pairs."""
     if not weight_format.symmetric:
         return 0, 2**weight_format.bits - 1
     high: int = 2 ** (weight_format.bits - 1) - 1
@@ -69,13 +69,13 @@ def integer_ends(weight_format: WeightFormat) -> tuple[int, int]:
 
 
 def store(weight: Array, weight_format: WeightFormat) -> StoredWeight:
-    """A weight [in, out] of float32 or float16, rounded to the nearest. The block divides `in`; scales have its
-    type."""
+    """A weight [in, out] of float32 or float16, rounded to the nearest. The block divides `in`; scales have the type of
+    the weight."""
     rows, columns = weight.shape
     block = weight_format.block or rows
     wide = max(1, CACHED_WEIGHTS // rows)
     parts = [
-        _closest(
+        _least_error_scale(
             np.asarray(weight[:, first : first + wide], np.float32).reshape(rows // block, block, -1), weight_format
         )
         for first in range(0, columns, wide)
@@ -111,19 +111,19 @@ def rounded(weight: Array, scale: Array, zero: Array | None, weight_format: Weig
     return result
 
 
-def _closest(weight: Array, weight_format: WeightFormat) -> tuple[Array, Array]:
+def _least_error_scale(weight: Array, weight_format: WeightFormat) -> tuple[Array, Array]:
     """Scale and zero point [blocks, out] of the least squared error over a weight [blocks, block, out]."""
     least: Array | None = None
     best = zero = np.zeros(())
     shifted, product = np.empty_like(weight), np.empty_like(weight)
-    for scale, centre in _tried(weight, weight_format):
-        _shift(weight, scale, centre, weight_format, shifted)
+    for scale, centre in _candidate_scales(weight, weight_format):
+        _round_into(weight, scale, centre, weight_format, shifted)
         if weight_format.bits == 4:  # the scale that fits these integers best
             power = np.square(shifted, out=product).sum(axis=1, keepdims=True)
             fitting = np.multiply(shifted, weight, out=product).sum(axis=1, keepdims=True)
             fitting /= np.where(power == 0, 1, power)
             scale = np.where(fitting > 0, fitting, scale)
-            _shift(weight, scale, centre, weight_format, shifted)
+            _round_into(weight, scale, centre, weight_format, shifted)
         np.subtract(np.multiply(shifted, scale, out=product), weight, out=product)
         error = np.square(product, out=product).sum(axis=1, keepdims=True)
         if least is None:
@@ -133,16 +133,16 @@ def _closest(weight: Array, weight_format: WeightFormat) -> tuple[Array, Array]:
     return best[:, 0], zero[:, 0]
 
 
-def _shift(weight: Array, scale: Array, centre: Array, weight_format: WeightFormat, shifted: Array) -> None:
-    """Write the integers closest to a weight, less their zero point, to `shifted`."""
+def _round_into(weight: Array, scale: Array, centre: Array, weight_format: WeightFormat, shifted: Array) -> None:
+    """Write clip(round(weight / scale) + centre) - centre to `shifted`: the integers, less the zero point `centre`."""
     np.rint(np.divide(weight, scale, out=shifted), out=shifted)
     np.add(shifted, centre, out=shifted)
     np.clip(shifted, *integer_ends(weight_format), out=shifted)
     np.subtract(shifted, centre, out=shifted)
 
 
-def _tried(weight: Array, weight_format: WeightFormat) -> Iterator[tuple[Array, Array]]:
-    """Scales and zero points [blocks, 1, out] to choose from; the scale of zeros is 1."""
+def _candidate_scales(weight: Array, weight_format: WeightFormat) -> Iterator[tuple[Array, Array]]:
+    """Candidates for scales and zero points, each [blocks, 1, out]; the scale of a block of zeros is 1."""
     low, high = integer_ends(weight_format)
     shares = SHRINKS if weight_format.bits == 4 else SHRINKS[:1]
     if weight_format.symmetric:

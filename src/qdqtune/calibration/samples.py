@@ -29,7 +29,7 @@ from qdqtune.graph.model import Model
 from qdqtune.types import Array, Sample
 
 HELD_OUT = 5
-"""Every so many samples, one is held out of calibration. Chosen, not measured."""
+"""One sample of so many is held out of calibration. Chosen, not measured."""
 
 
 UNPACKED_BYTES, UNPACKED_TIMES = 2**30, 32
@@ -254,7 +254,7 @@ def _check_unpacked(path: Path) -> None:
 def _split(
     arrays: Mapping[str, Array], specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str
 ) -> Iterator[Sample]:
-    """The samples in one set of arrays."""
+    """The samples in one set of arrays, each of which stacks the values of all samples or is one for all."""
     _check_names(arrays, specs, fixed, origin)
     stacks = {spec.name: _stacked(arrays[spec.name], spec, origin) for spec in specs}
     counts = {name: len(stack) for name, stack in stacks.items()}

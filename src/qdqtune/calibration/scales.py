@@ -92,7 +92,7 @@ class Calibration:
                 raise ValueError(f"{name} is true or false, not {getattr(self, name)!r}")
 
     def chosen(self, ranges: Ranges) -> Calibration:
-        """The calibration that gave `ranges`, without what was tried and not used."""
+        """This calibration with the method that gave `ranges`, without corrections that were tried and not used."""
         named: Mapping[str, Method] = {m: m for m in get_args(Method)}
         method = named.get(ranges.method, self.method)
         return replace(self, method=method, bias_correction=bool(ranges.shifts), equalization=bool(ranges.factors))
@@ -103,7 +103,7 @@ class Calibration:
 
 
 DEFAULT_CALIBRATION = Calibration("auto", bias_correction=True, equalization=True)
-"""What commands do by default: outputs come closest to the float model's."""
+"""How commands calibrate by default: outputs come closest to the float model's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,7 @@ def of_range(values: Range, fmt: NumericFormat, dtype: Any = np.float32) -> Quan
 
 
 def without_sign(quantization: Quantization) -> Quantization:
-    """The same values in unsigned integers: int8 around zero becomes uint8 around 128."""
+    """The quantization to the same values with unsigned integers: int8 around zero becomes uint8 around 128."""
     if quantization.qtype is not QType.INT8:
         return quantization
     return replace(quantization, qtype=QType.UINT8, zero_point=128)

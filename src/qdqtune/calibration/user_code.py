@@ -58,8 +58,8 @@ def user_errors(what: str, raises: type[InputError]) -> Iterator[None]:
     """Turn an exception of the user's code into one line about `what`.
 
     Raises:
-        KeyboardInterrupt, QdqtuneError: as they are.
-        raises: any other exception, also `SystemExit` and `GeneratorExit`.
+        KeyboardInterrupt, QdqtuneError: unchanged.
+        raises: in place of any other exception, also of `SystemExit` and `GeneratorExit`.
     """
     try:
         yield
@@ -179,10 +179,10 @@ def _give(make: Callable[[], Iterator[T]], wanted: SimpleQueue[bool], answers: S
 
 
 def checked_count(items: Iterable[T], origin: str) -> Iterator[T]:
-    """The same items.
+    """`items`, one after the other, while their number is plausible.
 
     Raises:
-        BadData: there are more than `MOST`.
+        BadData: there are more than `MOST_GENERATED`.
     """
     for number, item in enumerate(items, 1):
         if number > MOST_GENERATED:

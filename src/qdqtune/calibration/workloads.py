@@ -31,11 +31,11 @@ class WorkloadFile:
 
     @property
     def name(self) -> str:
-        """The name of the file."""
+        """The name of the file, without its folder and ending."""
         return self.path.stem
 
     def __str__(self) -> str:
-        """As on the command line."""
+        """FILE:WEIGHT, as on the command line."""
         return f"{self.path}:{self.weight:g}"
 
 
@@ -49,11 +49,11 @@ class WorkloadArrays:
 
 
 WorkloadsLike = Sequence[str | WorkloadFile] | Mapping[str | Path, float | tuple[Mapping[str, npt.ArrayLike], float]]
-"""Workloads as Python users give them: weights by file, arrays and weights by name, or texts such as decode.npz:0.8."""
+"""Workloads as Python users give them: weights by file; or arrays and weights by name; or texts like decode.npz:0.8."""
 
 
 class Workloads(Several):
-    """The type of the option: FILE:WEIGHT (a file alone has weight 1), or a mapping of weights by file or name."""
+    """The type of the option `workloads`: FILE:WEIGHT (1 if left out), or a mapping of weights by file or name."""
 
     name = "text"
 
@@ -63,7 +63,7 @@ class Workloads(Several):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[WorkloadFile | WorkloadArrays, ...]:
-        """See click."""
+        """Texts, a mapping or workloads as a tuple of workloads; called by click."""
         if isinstance(value, Mapping):
             return tuple(self._named(name, given) for name, given in value.items())
         given = [value] if isinstance(value, str) else value or ()
@@ -93,7 +93,7 @@ class Workloads(Several):
 
 
 def workloads_option() -> Any:
-    """The option `workloads`."""
+    """The field for the option `workloads`."""
     return option(
         Workloads(),
         None,
@@ -135,7 +135,7 @@ def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collectio
 
 
 def _check_symbols(file: Path, workload: Workload, model: Model) -> None:
-    """Refuse a call whose dimensions of one name have different sizes."""
+    """Refuse a workload in whose inputs a named dimension has two sizes."""
     known: dict[str, tuple[str, int]] = {}
     for value in model.proto.graph.input:
         sizes = workload.inputs[value.name].shape if value.name in workload.inputs else ()

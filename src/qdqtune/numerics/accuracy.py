@@ -10,14 +10,14 @@ import numpy as np
 from qdqtune.types import Accuracy, Array
 
 FLOOR_DB = 20.0
-"""Output SQNR below which a model is not to be trusted: an error of a tenth. Seen on classifiers: nothing measurable is
-lost down to here, a point or two of top-1 at 15 dB, and everything below 10."""
+"""Output SQNR in dB below which a model is not to be trusted: an error of a tenth of the signal. On classifiers nothing
+measurable is lost down to here, a point or two of top-1 at 15 dB, and everything below 10."""
 
 APART_DB = 10.0
-"""By how much a single sample has to be worse than all together to be mentioned. Chosen, not measured."""
+"""A single sample is mentioned if its SQNR is so many dB below that of all together. Chosen, not measured."""
 
 MOST_EQUAL = 0.98
-"""Share of the integers in outputs that have to stay the same. Chosen, not measured."""
+"""The least share of the integers in outputs that must equal those of the float model. Chosen, not measured."""
 
 Outputs = Sequence[Mapping[str, Array]]
 
@@ -43,7 +43,7 @@ def is_finite(outputs: Outputs) -> bool:
 
 
 def accuracy(reference: Outputs, outputs: Outputs) -> Accuracy:
-    """Outputs against those of the float model, sample by sample.
+    """The accuracy of outputs, compared with those of the float model; both have an entry for each sample.
 
     The SQNR of an output is 10 log10(sum(reference^2) / sum((reference - output)^2)) over all samples; the worst output
     counts, with the least and largest SQNR of a single sample. Where shapes depend on values, as those of boxes do, and
@@ -82,7 +82,7 @@ def _worst(reference: Outputs, outputs: Outputs) -> _Power | None:
 
 
 def _aligned(outputs: Outputs, others: Outputs) -> list[dict[str, Array]]:
-    """The outputs, each padded with zeros to the larger of its shape and that of the other; flat where ranks differ."""
+    """`outputs`, each array padded with zeros to the shape of its counterpart; both flat where ranks differ."""
 
     def filled(array: Array, other: Array) -> Array:
         mine, theirs = (array, other) if array.ndim == other.ndim else (array.reshape(-1), other.reshape(-1))
@@ -94,7 +94,7 @@ def _aligned(outputs: Outputs, others: Outputs) -> list[dict[str, Array]]:
 
 
 def sqnr_db(reference: Outputs, outputs: Outputs) -> float | None:
-    """The SQNR of `accuracy`."""
+    """The SQNR in dB of the worst output (see `accuracy`); None if no float output differs."""
     return accuracy(reference, outputs).sqnr_db
 
 
@@ -120,12 +120,12 @@ class _Power:
 
     @property
     def single(self) -> list[float]:
-        """Of each sample that differs at all."""
+        """The SQNR in dB of each sample that differs at all."""
         return [_db(s, n) for s, n in zip(self.signal.tolist(), self.noise.tolist(), strict=True) if n > 0]
 
 
 def _db(signal: float, noise: float) -> float:
-    """The ratio in dB; finite also without signal or with infinite noise."""
+    """`signal` / `noise` in dB; finite also without signal or with infinite noise."""
     least = np.finfo(np.float64).tiny
     return float(10 * np.log10(max(signal / noise, least)))
 

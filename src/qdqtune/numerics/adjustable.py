@@ -1,4 +1,4 @@
-"""What ranges and biases do to the outputs of one placement: its model is built once for all that are tried.
+"""What ranges and biases do to the outputs of one placement: its model is built once for all of them that are tried.
 
 Two things are compared: the outputs, and the values in front of a Softmax or the like at the end. Behind a confident
 Softmax all errors look small, and a few uncertain samples decide. In front of it every sample counts, but so do the
@@ -30,7 +30,7 @@ from qdqtune.placement.quantizations import Quantizer
 from qdqtune.types import Array, Edge, Failure, NumericFormat, Placement, Sample
 
 SQUASHES = frozenset({"ArgMax", "ArgMin", "HardSigmoid", "Hardmax", "LogSoftmax", "Sigmoid", "Softmax", "TopK"})
-"""Operators that make probabilities and decisions of scores."""
+"""Operators that turn scores into probabilities or decisions."""
 
 BETTER_DB = 0.1
 """By how much a change of ranges or biases has to raise the SQNR to be kept: less may be chance. Chosen, not
@@ -47,8 +47,8 @@ class OutputNoise:
     parts: tuple[int, ...]
 
     def db(self, samples: slice = slice(None)) -> float:
-        """SQNR over some of the samples: of each output the mean over its values, of these the least; infinite where
-        nothing is lost."""
+        """SQNR in dB over some of the samples: for each output the mean over its values, then the least of all outputs;
+        infinite where nothing is lost."""
         signal, noise = (a[samples].sum(axis=0) for a in (self.signal, self.noise))
         with np.errstate(divide="ignore", invalid="ignore"):
             single = 10 * np.log10(np.maximum(signal, np.finfo(np.float64).tiny) / noise)
@@ -91,8 +91,8 @@ class AdjustablePlacement:
         return bool(self._shown)
 
     def noise(self, ranges: Ranges, offsets: Array | None = None, at_most: int | None = None) -> OutputNoise:
-        """What `ranges` do to the outputs, on `at_most` so many samples. With `offsets`, the biases for each sample are
-        corrected by the offsets of all others."""
+        """The noise that `ranges` bring to the outputs, on at most `at_most` samples. With `offsets` [samples,
+        channels], the biases for each sample are corrected by the offsets of all other samples."""
         step = 1 if at_most is None else -(-len(self._samples) // at_most)
         given = self._scales(ranges)
         found = self._run("shifted", [given | {CHANNELS: shift} for shift in self._shifts_by_others(offsets)], step)
@@ -202,12 +202,12 @@ def _scores(model: Model, edge: Edge) -> Edge:
     """The input of the first in a row of squashing operators that ends at `edge`; itself if there is none."""
     best = edge
     while (node := model.maker(edge.tensor)) is not None:
-        if node.op == "ZipMap":  # which hands on a tensor as maps
+        if node.op == "ZipMap":  # it makes maps of a tensor
             edge = best = node.into[0]
             continue
         if node.domain or node.op not in COPIES | SQUASHES | {"Div"}:
             break
-        if node.op == "Div":  # a Softmax as single operators
+        if node.op == "Div":  # a Softmax written as Exp and Div
             node = model.maker(node.inputs[0])
             if node is None or node.op != "Exp":
                 break

@@ -1,4 +1,4 @@
-"""A model with pairs whose scales and biases are inputs, so that one build serves all that are tried.
+"""A model with pairs whose scales and biases are inputs, so that one build serves all values of them that are tried.
 
 The build of a large network takes longer than its inference. The arithmetic is that of the file: pairs round, weights
 are rounded floats, or the integers themselves.
@@ -27,10 +27,10 @@ SCALES, ZEROS, CHANNELS = "__scales", "__zeros", "__channels"
 in their order."""
 
 WIDE = 128
-"""Most outputs of one Split: ONNX Runtime takes a time for them that grows with their square. Chosen, not measured."""
+"""The most outputs of one Split: ONNX Runtime's time for it grows with their square. Chosen, not measured."""
 
 AS_INTEGERS = 2**22
-"""Bytes from which a weight is written as integers, as candidates have it, and not again as rounded floats. Chosen, not
+"""Weights of so many bytes or more are written as integers, as in candidates, not again as rounded floats. Chosen, not
 measured."""
 
 MOVES = "__moves"
@@ -39,9 +39,10 @@ MOVES = "__moves"
 Mode = Literal["means", "centred", "shifted"]
 """What the model does to the channels of layers.
 
-- means: nothing; MOVES are their means. - shifted: it adds CHANNELS. - centred: it moves their means to CHANNELS,
-sample by sample, and MOVES is by how much. Later layers see the right means
-  already, so one run over a sample serves all layers.
+- means: nothing; MOVES are their means.
+- shifted: it adds CHANNELS.
+- centred: it shifts their means to CHANNELS, sample by sample; MOVES are the shifts. Later layers then see the right
+  means, so one run over a sample serves all layers.
 """
 
 Scales = Mapping[str, Quantization]
@@ -55,7 +56,7 @@ def feeds(quantized: Scales) -> dict[str, Array]:
 
 
 def _rounded(constant: Constant, how: Quantization) -> Constant:
-    """A constant with the values that rounding leaves, in its own type, computed when it is written."""
+    """A constant with rounded values in its own type, computed when it is written."""
     dtype = helper.tensor_dtype_to_np_dtype(constant.dtype)
     digest = hashlib.sha256(f"{how.qtype}{how.axis}{how.zero_point}".encode() + how.scale.tobytes()).hexdigest()[:16]
 
@@ -82,7 +83,7 @@ def adjustable_model(
 
 
 class _Writer:
-    """Writes one model."""
+    """Writes one adjustable model."""
 
     def __init__(
         self, model: Model, activations: Scales, constants: Mapping[Edge, Quantization], paired: Collection[Edge],
@@ -163,7 +164,7 @@ class _Writer:
         return name
 
     def _split(self, vector: str, sizes: Sequence[int]) -> None:
-        """Split an input into parts that have its name and their number."""
+        """Split an input into one tensor for each of the `sizes`, named after it: vector_0, vector_1, ..."""
         parts = [f"{vector}_{i}" for i in range(len(sizes))]
         starts = range(0, len(sizes), WIDE)
         wholes = [f"{vector}_from_{i}" for i in starts] if len(starts) > 1 else [vector]
@@ -186,7 +187,7 @@ class _Writer:
         return self._pairs[edge.tensor]
 
     def _constant(self, constant: Constant, how: Quantization) -> str:
-        """A rounded constant: floats, or of a large one its integers behind a DQ, which ONNX Runtime folds."""
+        """The tensor of a rounded constant: floats, or for a large one integers and a DQ that ONNX Runtime folds."""
         is_stored = constant.nbytes >= AS_INTEGERS and constant.dtype == TensorProto.FLOAT
         if not is_stored or how.qtype is not QType.INT8 or how.zero_point:
             known = _rounded(constant, how)

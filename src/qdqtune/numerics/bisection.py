@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 LEFT_SHARE = 0.5
-"""Parts are at fault if without them at most this share of the damage is left: 3 dB. Chosen, not measured."""
+"""A part is at fault if without it at most this share of the damage is left: 3 dB. Chosen, not measured."""
 
 Parts = tuple[int, ...]
 Damage = Callable[[Parts], float]
@@ -33,7 +33,7 @@ class Culprit:
 class BisectionResult:
     """The culprits in the order in which they were found, and the `damage` of the `rest` of the parts.
 
-    If that is above the limit, no single one of the rest is at fault.
+    If this damage is above the limit, no single part of the rest is at fault.
     """
 
     culprits: tuple[Culprit, ...]

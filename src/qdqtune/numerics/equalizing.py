@@ -41,7 +41,7 @@ EQUALIZING_SAMPLES = 32
 """Samples that factors are judged by, at most. Chosen, not measured."""
 
 EQUALIZING_RUNS = 10
-"""Inferences that one of these takes at most."""
+"""Inferences for each of these samples, at most."""
 
 MOVED_SHARE = 0.5
 """The exponent of max|X|: half of the difference between channels moves into the weights (SmoothQuant's alpha)."""
@@ -85,7 +85,7 @@ def paying_factors(
 
 
 class _CrossValidation:
-    """Each half of some samples gives ranges and factors, which the other half judges."""
+    """Finds ranges and factors on each half of some samples, and judges them on the other half."""
 
     def __init__(
         self, model: Model, numbers: NumericFormat, placed: Callable[[Ranges], Placement], samples: Sequence[Sample],
@@ -98,7 +98,7 @@ class _CrossValidation:
         self._before: dict[int, OutputNoise] = {}
 
     def ranges(self, fold: int) -> Ranges:
-        """The ranges of the model as it is on one half of the samples."""
+        """The ranges of the unscaled model on one half of the samples: the first for fold 0, the second for fold 1."""
         if fold not in self._ranges:
             self._ranges[fold] = self._calibrated(self._model, self._folds[fold][0])
         return self._ranges[fold]
@@ -137,7 +137,7 @@ def _together(found: Sequence[OutputNoise]) -> OutputNoise:
 
 
 def factors_on_samples(model: Model, found: Sequence[Site], samples: Iterable[Sample]) -> tuple[Factor, ...]:
-    """The factors that make channels alike on these samples; none for sites where they are alike."""
+    """The factors that make channels alike on these samples; none for sites whose channels are alike already."""
     largest = _largest_activations(model, found, samples)
     moved = [(site, _exponents(model, site, largest[site.tensor])) for site in found]
     return tuple(factor for site, by in moved if any(by) for factor in factors(model, site, by))

@@ -26,10 +26,10 @@ JUDGING_SAMPLES = 64
 LEAST_SAMPLES = 4
 
 MIXING_SAMPLES = 16
-"""How many of these judge each step towards a mixture of methods: there are many steps."""
+"""How many of the judging samples decide about each step towards a mixture of methods: there are many steps."""
 
 MOST_BLOCKS = 24
-"""Parts of the graph that may get ranges of different methods: each costs a run for each other method."""
+"""The most blocks of tensors that get ranges of different methods: each costs a run for each other method."""
 
 WORK = 6e11
 """Multiplications that all runs together may take: ten to thirty seconds on two cores."""
@@ -174,7 +174,7 @@ def _best(
 
 
 def _corrected(adjustable: AdjustablePlacement, ranges: Ranges) -> _Fit:
-    """Ranges with the biases that all samples give; the SQNR is of biases that for each sample come from the others."""
+    """`ranges` with biases corrected by all samples; its SQNR is of biases that each sample gets from the others."""
     offsets = adjustable.offsets(ranges)
     return _Fit(adjustable.noise(ranges, offsets).db(), replace(ranges, shifts=adjustable.shifts(offsets)))
 

@@ -47,7 +47,7 @@ FLOAT16_MAX = 65504.0
 """The largest number of float16."""
 
 HEADROOM = 2
-"""How many times larger than on the samples values may become. Chosen, not measured."""
+"""By what factor real values may exceed those on the samples. Chosen, not measured."""
 
 FLOAT16_MIN_NORMAL = 2.0**-14
 """The smallest normal number of float16."""
@@ -103,14 +103,14 @@ class Half:
 def in_half_precision(
     prepared: Prepared, precision: Precision | None, usual: Precision, floor_db: float | None = FLOOR_DB
 ) -> tuple[Prepared, Half | None, tuple[str, ...]]:
-    """The float32 model of `prepared` in a precision, with notes; without one in the `usual` one if its outputs reach
-    `floor_db`.
+    """`prepared` in `precision`, or without one in the `usual` one if its outputs reach `floor_db`; with the
+    conversion, None for fp32, and notes.
 
     For bfloat16 `prepared` stays float32, as ONNX Runtime has few kernels for it: it is converted when it is written.
 
     Raises:
         BadModel: the model cannot be converted, or ONNX Runtime cannot run it.
-        ConstraintUnmet: the user has asked for that precision, and its outputs do not reach the floor.
+        ConstraintUnmet: `precision` is given, and its outputs do not reach the floor.
     """
     wanted = precision or usual
     if wanted == "fp32" or not is_float32(prepared.model):
@@ -163,14 +163,14 @@ def lowered(
 def keeping(
     model: Model, precision: HalfPrecision, shaped: Model, kept: Mapping[str, str], samples: Sequence[Sample]
 ) -> Half:
-    """`model` in half precision except for `kept`, and for nodes between these that are cheaper in float32."""
+    """`model` in half precision except for the nodes `kept`, and for nodes near them that are cheaper in float32."""
     whole = {**kept, **dict.fromkeys(cheaper_in_float32(shaped, kept), "casts around it would cost more")}
     half = converted(model, precision, whole.keys())
     return Half(half, precision, whole, _lost(shaped, precision, whole, samples) if samples else None)
 
 
 def finished(quantized: Model, precision: Precision) -> Model:
-    """A model with pairs as it is written: converted if the precision is bfloat16.
+    """A model with pairs, ready to be written: converted if the precision is bfloat16.
 
     Raises:
         BadModel: the model cannot be converted.
@@ -194,7 +194,7 @@ def out_of_range(model: Model, ranges: Ranges) -> dict[str, str]:
         reached = _inner_sum(model, node, ranges)
         if reached * HEADROOM > FLOAT16_MAX:
             kept.setdefault(node.name, f"its inner sum reaches {reached:.3g}")
-        if any(_is_large(model, node, t) for t in node.inputs):
+        if any(_is_large_constant(model, node, t) for t in node.inputs):
             kept.setdefault(node.name, "its weights exceed float16")
     return kept
 
@@ -236,7 +236,7 @@ def _inner_sum(model: Model, node: Node, ranges: Ranges) -> float:
     return result**2 if node.op == "ReduceL2" else 0.0
 
 
-def _is_large(model: Model, node: Node, tensor: str) -> bool:
+def _is_large_constant(model: Model, node: Node, tensor: str) -> bool:
     """Whether a node computes with a constant out of float16's range: a bound or a mask may be clipped."""
     constant = model.constants.get(tensor)
     if constant is None or constant.dtype != TensorProto.FLOAT or node.op not in COMPUTE | ARITHMETIC or node.domain:
@@ -266,14 +266,14 @@ def cheaper_in_float32(model: Model, kept: Collection[str]) -> set[str]:
 
 
 def _gain(model: Model, node: Node, full: set[int]) -> float:
-    """How many fewer values are written with a node in float32."""
+    """How many fewer values are written if a node moves to float32; `full` are the nodes in float32."""
     around = [t for t in dict.fromkeys((*node.inputs, *node.outputs)) if t and t not in model.constants]
     around = [t for t in around if t in model.tensors and model.tensors[t].dtype == TensorProto.FLOAT]
-    now, then = (sum(_cast(model, t, side) for t in around) for side in (full, full | {node.index}))
+    now, then = (sum(_cast_values(model, t, side) for t in around) for side in (full, full | {node.index}))
     return now - then - 0.5 * sum(elements(model, t) for t in node.outputs if t)
 
 
-def _cast(model: Model, tensor: str, full: Collection[int]) -> float:
+def _cast_values(model: Model, tensor: str, full: Collection[int]) -> float:
     """Values that the cast of a tensor writes; 0 if its producer and readers have one type. Inputs and outputs of the
     graph are float32."""
     made = model.producers.get(tensor, GRAPH)
@@ -304,7 +304,7 @@ def _lost(
 
 
 def rounded(model: Model, precision: HalfPrecision, kept: Collection[str]) -> Model:
-    """The float32 model with everything rounded to half precision that nodes outside `kept` make or read."""
+    """The float32 model with every value that nodes outside `kept` read or write rounded to half precision."""
     full = blocked(model) | {n.index for n in model.nodes if n.name in kept or n.op in CONTROL_FLOW}
     dtype = HALF_TYPES[precision]
     floats = {t: c for t, c in model.constants.items() if c.dtype == TensorProto.FLOAT and _read_low(model, t, full)}

@@ -46,22 +46,22 @@ class StoredWeight:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured. The numbers are chosen, not measured."""
+    """How much is measured. Its numbers are chosen, not measured."""
 
     measurements: int = 256
-    """Blocks at most, whatever the size of the model."""
+    """The most blocks that are measured, whatever the size of the model."""
     inferences: int = 400
-    """Of all measurements: small models have fewer blocks, and get more samples for each, up to `samples`."""
+    """Inferences of all measurements together: blocks of small models, which are fewer, get up to `samples` samples."""
     samples: int = 4
     considered: float = 0.1
-    """Share of the inferences that may go into the choice of those samples. Rounding does different things to single
-    samples, and what it does to all together is mostly the noise of the noisiest."""
+    """Share of the inferences that may be spent on finding the noisiest samples, on which blocks are then measured: the
+    noise of all samples together is mostly that of the noisiest."""
 
 
 EFFORT = Effort()
 
 Block = tuple[int, int]
-"""The numbers of some tensors: the first, and the one behind the last."""
+"""Neighbouring tensors, by number: the first, and one past the last."""
 
 NONE: Block = (0, 0)
 
@@ -93,7 +93,7 @@ def sensitivities(
     - `only_worst`: only so many tensors matter. Up to `effort.inferences` tensors are then measured one by one, on as
       many samples as that leaves; among more, blocks are halved until so many tensors stand alone.
     - `deadline`: no block is halved once `time.monotonic` is past it. Where it leaves time for fewer measurements,
-      `on_fewer` gets how many, of how many, and the seconds of one.
+      `on_fewer` is called with that number, the number wanted, and the seconds of one measurement.
     - `workers`: processes that measure a block each; the result is the same.
     - `budget`: of the memory that engines hold meanwhile.
     """
@@ -169,7 +169,7 @@ def _plan(
 
 
 def _outputs(count: int, block: Block, samples: Iterable[Sample], run: Run) -> Outputs | Failure:
-    """The outputs of the model with `count` switches where those of a block are on."""
+    """The outputs of the model with the switches of a block on and the others of all `count` off."""
     switches = {f"{SWITCH}{i}": np.asarray(block[0] <= i < block[1]) for i in range(count)}
     return run({**sample, **switches} for sample in samples)
 
@@ -243,7 +243,7 @@ def _halves(block: tuple[float, int, int]) -> set[Block]:
 
 
 def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edge) -> Quantization:
-    """As `placement.quantizations` gives it, but for scales that several tensors share."""
+    """The quantization of an edge by its own range; in `placement.quantizations` some tensors share a scale."""
     constant = model.constants.get(edge.tensor)
     if constant is None:
         return scales.of_range(ranges.activations[edge.tensor], numbers)
@@ -256,7 +256,7 @@ def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edg
 
 
 def stored_weights(model: Model, weight_formats: Mapping[Edge, WeightFormat]) -> dict[Edge, StoredWeight]:
-    """Weights as candidates store them."""
+    """By edge, the weight as candidates store it in its weight format."""
     compressor, found = Compressor(model), {}
     for edge, weight_format in weight_formats.items():
         weight = weight_at(model, edge)
@@ -281,7 +281,7 @@ def _roundings(model: Model, pairs: Mapping[Edge, Quantization | StoredWeight]) 
 
 
 def _rounding(model: Model, tensor: str, edges: tuple[Edge, ...], how: Quantization | StoredWeight) -> Rounding:
-    """Nodes that round a tensor as a candidate does; a large weight comes as integers, as it does there."""
+    """Nodes that round a tensor as a candidate does, where a large weight comes as integers, too."""
     if isinstance(how, StoredWeight):
         return Rounding(tensor, tensor, edges, tuple(_from_stored(how)), how.parts)
     zeros = np.full(how.scale.shape, how.zero_point, scales.NUMPY_TYPE[how.qtype])

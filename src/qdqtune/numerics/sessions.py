@@ -1,4 +1,4 @@
-"""ONNX Runtime in a worker process, for models that are made of one model: their large constants are written once."""
+"""ONNX Runtime in a worker process, for variants of one model: constants that they share are written once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class InferenceCount:
     done: int = 0
 
     def add(self, count: int) -> None:
-        """So many more were made."""
+        """Count so many more inferences, and report the sum."""
         self.done = min(self.done + count, self.most)
         self.listener.progress(self.done, self.most)
 

@@ -26,7 +26,7 @@ def best_of(history: Sequence[Trial]) -> Placement:
 
 
 def ratios_to_float(history: Sequence[Trial], plan: Plan) -> dict[Placement, float]:
-    """The median ratio of each measured placement to the float model, over what it was compared with; no failures."""
+    """The median ratio of each placement without a failure to the float model, by way of what it was compared with."""
     ratios = {Placement(): 1.0}
     for trial in history:
         measured = judge(trial, plan)
@@ -68,6 +68,6 @@ class TwoStage:
     builds: int
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """See `Strategy`."""
+        """Proposals of `first`, later of `second`; see `Strategy`."""
         is_first = all(t.proposal.wants_layers for t in history) and sum(t.builds for t in history) < self.builds
         return (is_first and self.first.propose(history)) or self.second.propose(history)

@@ -65,34 +65,33 @@ CUT = "cut"
 """The origin of proposals that are the optimum of the prices."""
 
 USUAL_SHARE = 0.6
-"""Share of their float time that products usually take with pairs, at most. Chosen, not measured."""
+"""Matrix products usually take at most this share of their float time with pairs. Chosen, not measured."""
 
 POLISHED_KINDS = 3
-"""Kinds of units that one build of the polish decides otherwise; its layers price each of them by itself."""
+"""How many kinds of units one build of the polish (`_polish`) decides otherwise; its layers price each of them."""
 
 COVERED_SHARE = 0.9
 """If earlier runs know the prices of units with this share of the quantizable float time, builds that only measure
 prices are left out. Chosen, not measured."""
 
 BUILD_SPREAD = 0.1
-"""By what share a build may take longer than predicted without a doubt about the prices: builds of the same file differ
-by a little less."""
+"""A build up to this share slower than predicted confirms the prices: builds of one file differ by a little less."""
 
 ENOUGH_BUILDS = 2
-"""Candidates that are built where the predictions of earlier runs are right."""
+"""The search ends after so many candidates where the predictions of earlier runs are right."""
 
 CLOSE_SHARE = 0.02
-"""A decision is close, and worth a build of its own, if the other way is predicted to cost at most this share of the
-best, or twice that where builds disagree about the prices. Chosen, not measured."""
+"""A decision is close, and the opposite one worth a build, if that is predicted to cost at most this share of the best
+time more, or twice that share where builds disagree about the prices. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class CutSearch:
-    """See the module. `float_layers` is the layer report of the float build; `seeds` are placements to build first, and
-    `fallbacks` those to build when the prices lead no further. `width` is how many to propose at a time: after the
-    optimum what is close to the best so far, so that each build prices other units. `format_shares` are the weight
-    formats that weights may have. `prior` is what earlier runs have learned, `shipped_before` what one has shipped for
-    this model."""
+    """Cut search (see the module). `float_layers` is the layer report of the float build; `seeds` are placements to
+    build first, and `fallbacks` those to build when the prices lead no further. `width` is how many to propose at a
+    time: the optimum, then placements close to the best so far, so that each build prices other units. `format_shares`
+    are the weight formats that weights may have. `prior` is what earlier runs have learned, `shipped_before` what one
+    has shipped for this model."""
 
     model: Model
     possible: frozenset[Edge]
@@ -108,18 +107,18 @@ class CutSearch:
     shipped_before: Mapping[str, Placement] = field(default_factory=dict)
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """See `Strategy`. The first batch prices every unit, grouped as the engine fuses in float, and in the seeds.
-        Single nodes follow after the first cut, which they hardly change where time ends the search soon
-        (benchmarks/findings.md), or last where they may miss the limits; not at all where the engine fuses in 8 bits as
-        it does in float. Where earlier runs have priced nearly all, the cut comes first, after `shipped_before`."""
+        """The next batch, see `Strategy`. The first batch prices every unit: the seeds, and everything quantized in the
+        groups that the engine fuses in float. After the first cut comes everything quantized in single nodes, which
+        hardly changes the cut (benchmarks/findings.md): last if it may miss the limits, never if the engine fuses in 8
+        bits as in float. Where earlier runs have priced nearly all units, only `shipped_before` precedes the cut."""
         has_cut = any(t.proposal.predicted is not None for t in history)
         apart = [p for p in self._apart(history) if self._is_free or self._may_hold(p.placement)] if has_cut else []
-        known = _named(self.shipped_before) if self.is_covered else (*self._first, *apart)
+        known = _named(self.shipped_before) if self.is_covered else (*self._first_batch, *apart)
         if first := _untried(known, history):
             return first
         tried = {t.placement for t in history} | {Placement()}
         fresh: dict[Placement, Proposal] = {}
-        for proposal in self._later(self.costs(history), history):
+        for proposal in self._later_proposals(self.costs(history), history):
             if proposal.placement not in tried:
                 fresh.setdefault(proposal.placement, proposal)
             if len(fresh) == self.width:
@@ -137,7 +136,7 @@ class CutSearch:
 
     @cached_property
     def _prior_costs(self) -> Costs:
-        """Prices by earlier runs alone."""
+        """Prices from earlier runs alone."""
         return self.costs(())
 
     @cached_property
@@ -147,23 +146,23 @@ class CutSearch:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """Node names that the float build runs as one kernel, more than one together."""
+        """The groups of two or more nodes, by name, that the float build runs as one kernel."""
         return fusion_groups(self.model, self.float_layers)
 
     @cached_property
-    def _first(self) -> tuple[Proposal, ...]:
+    def _first_batch(self) -> tuple[Proposal, ...]:
         """What earlier runs have shipped, all weights in fewer bits, the seeds, and everything quantized in fused
         units. Placements that may ship come first, in case the time ends; weights in fewer bits come last where they
         are expected to gain less than pairs usually do."""
-        bits = self._in_bits()
+        bits = self._weight_placements()
         rest = {name: p for name, p in bits.items() if expected_share(self.format_shares, p) >= USUAL_SHARE}
         seeds = dict(self.shipped_before) | {n: p for n, p in bits.items() if n not in rest} | dict(self.seeds)
         return (*_named(seeds), self._whole("fused units", self.groups), *_named(rest))
 
-    def _in_bits(self) -> dict[str, Placement]:
-        """All weights in 4 bits, and in 8; where 4 bits miss the limits, the best mixture by the times of products
-        alone. Where that is 8 bits throughout, the mixture with the fewest bytes that holds: products alone read
-        weights from a nearer cache than the model does, so only a build shows what fewer bits save."""
+    def _weight_placements(self) -> dict[str, Placement]:
+        """Placements without pairs, by name: all weights in 4 bits, and in 8. If 4 bits miss the limits, the fastest
+        mixture that holds them, by the times of products alone; if that is 8 bits throughout, the mixture with the
+        fewest bytes: products alone read weights from a nearer cache, so only a build shows what fewer bits save."""
         bits = weights_by_bits(self.format_shares)
         held = {name: p for name, p in bits.items() if self._may_hold(p)}
         if held == bits or self.noise is None or self.noise.limit is None:
@@ -211,9 +210,9 @@ class CutSearch:
         """Whether no limit on noise can be missed."""
         return self.noise is None or self.noise.is_harmless
 
-    def _later(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
-        """The optimum of the prices (if it was built already, the prices are at a fixed point), placements near the
-        best one, and the fallbacks."""
+    def _later_proposals(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
+        """After the first batch: the optimum of the prices (built already if they are at a fixed point), placements
+        near the best one, and the fallbacks."""
         optima = []
         is_known = self.is_as_predicted(history)
         if is_known and len(history) >= ENOUGH_BUILDS:
@@ -224,7 +223,7 @@ class CutSearch:
                 yield optima[-1]
         if is_known:
             return
-        yield from _untried((*self._first, *self._apart(history)), history)
+        yield from _untried((*self._first_batch, *self._apart(history)), history)
         failed = {t.placement for t in history if judge(t, self.plan) is None}
         stuck = any(proposal.placement in failed for proposal in optima)
         for proposal in chain(
@@ -258,8 +257,8 @@ class CutSearch:
                 yield cut_within(costs, self.noise, level)
 
     def _polish(self, costs: Costs, history: Sequence[Trial], *, stuck: bool) -> Iterator[Proposal]:
-        """The best placement with its closest decisions made otherwise: a few kinds of units together, so that the
-        build prices each of them anew, and then each kind alone. Prices that builds disagree about come first.
+        """The best placement with its closest decisions reversed: a few kinds of units together, so that the build
+        prices each of them anew, and then each kind alone. Prices that builds disagree about come first.
 
         `stuck`: the prices only lead to builds that fail; then every kind is tried, the closest first.
         """
@@ -298,19 +297,19 @@ class CutSearch:
         return Proposal(CUT, placement, predicted=predicted, wants_layers=True)
 
     def costs(self, history: Sequence[Trial], shipped: Placement | None = None) -> Costs:
-        """Prices of units as the builds so far suggest to divide them. Where builds disagree, later ones take
-        precedence; of the first ones, which no prices led to, faster ones. In any case the build of `shipped`, whose
-        groups become the units."""
+        """Prices of units: the fusion groups, split as the builds so far ran them fastest. Where builds disagree, later
+        ones take precedence; among those that no prices led to, faster ones. The build of `shipped` takes precedence
+        over all, and its groups become the units."""
         times = self._times(history, shipped)
         parts = partition(self.model, self.possible, list(self._units(times, shipped)), self.format_shares)
         return learn(parts, times, self.prior)
 
     def learned_prior(self, history: Sequence[Trial]) -> Prior:
-        """What the builds so far have shown, for later runs: prices of units, and how fusion groups are split."""
+        """What the builds so far have measured, for later runs: prices of units, and of fusion groups by split."""
         times = self._times(history)
         parts = partition(self.model, self.possible, list(self._units(times, None)), self.format_shares)
         floats = {kind: sum(times[0].nodes.get(n, 0.0) for n in group) for group, _, kind in self._members}
-        divided = self._divided(times)
+        divided = self._ms_by_split(times)
         splits = {
             digest(known): {how: spent / floats[kind] for how, spent in divided[kind].items()}
             for sized in (False, True)
@@ -323,8 +322,8 @@ class CutSearch:
         """The times of the builds so far in rising precedence, the float build's first."""
         floats, *others = timed_builds(history, self.plan, self.float_layers)
         first = {t.placement for t in history if t.proposal.predicted is None}
-        placement_within = sorted((b for b in others if b.placement in first), key=lambda build: -build.ratio)
-        rising = (*placement_within, *(b for b in others if b.placement not in first))
+        unpredicted = sorted((b for b in others if b.placement in first), key=lambda build: -build.ratio)
+        rising = (*unpredicted, *(b for b in others if b.placement not in first))
         ordered = (floats, *sorted(rising, key=lambda build: build.placement == shipped))
         return [attribute(self.model, build, self.float_ms) for build in ordered]
 
@@ -334,28 +333,28 @@ class CutSearch:
         return [(group, inner_edges(self.model, group, self.possible), self._kind(group)) for group in self.groups]
 
     def _units(self, times: Sequence[BuildTimes], shipped: Placement | None) -> Iterator[Group]:
-        """The float build's groups, each split as it ran fastest when it was quantized, equal groups alike. Those that
-        `shipped` runs in 8 bits are split as they are there."""
+        """The float build's groups, each split as groups of its kind ran fastest in 8 bits. Groups that `shipped` runs
+        in 8 bits are split as in `shipped`."""
         paired = {e.node for e in shipped.edges} if shipped is not None else set[str]()
-        divided = self._divided(times)
+        divided = self._ms_by_split(times)
         for group, edges, kind in self._members:
             if shipped is not None and not paired.isdisjoint(group):
                 yield from split(self.model, group, {e for e in edges if e in shipped})
                 continue
             before = sum(times[0].nodes.get(node, 0.0) for node in group)
-            known = {how: share * before for how, share in self._divided_earlier(group).items()}
+            known = {how: share * before for how, share in self._earlier_shares_by_split(group).items()}
             prices = known | divided.get(kind, {})
             best = min(prices, key=lambda o: (prices[o], len(o), sorted(o)), default=frozenset[int]())
             yield from split(self.model, group, {edges[i] for i in best if i < len(edges)})
 
-    def _divided_earlier(self, group: Group) -> Mapping[Split, float]:
-        """The shares of its float time that earlier runs have measured for a group, by how it was split."""
+    def _earlier_shares_by_split(self, group: Group) -> Mapping[Split, float]:
+        """By split of a group, the share of its float time that earlier runs have measured."""
         known = self.prior.splits
         alike = (digest(self._kind(group, sized=sized)) for sized in (True, False) if known)
         return next((known[one] for one in alike if one in known), {})
 
-    def _divided(self, times: Sequence[BuildTimes]) -> dict[str, dict[Split, float]]:
-        """By kind of fusion group, the least ms that one took by how it was split."""
+    def _ms_by_split(self, times: Sequence[BuildTimes]) -> dict[str, dict[Split, float]]:
+        """By kind of fusion group, the least ms in any build for each split (the inner edges that carry pairs)."""
         found: dict[str, dict[Split, float]] = {}
         for group, edges, kind in self._members:
             for build in times:

@@ -54,7 +54,7 @@ MAX_DB = 100.0
 """The SQNR in dB above which differences do not count. Chosen, not measured."""
 
 DECADE_SHARE = 0.5
-"""The share of the float model's time that counts as much as a factor of ten in noise, for distances between measured
+"""This share of the float model's time counts as much as a factor of ten in noise, for distances between measured
 points. Chosen, not measured."""
 
 DISTANCE_UNITS = (0.05, 2.0)
@@ -62,20 +62,20 @@ DISTANCE_UNITS = (0.05, 2.0)
 decides which one beats the other."""
 
 NEAR, NEAREST = 0.25, 0.03
-"""Points nearer to each other than this distance count as one; the second value where a front would have too few
+"""Points nearer than `NEAR` to each other count as one; nearer than `NEAREST` where a front would have too few
 points."""
 
 STRETCHES = 6
-"""The number of parts into which the difference of two neighbours is divided. Chosen, not measured."""
+"""The number of parts into which `between` divides the difference of two decisions. Chosen, not measured."""
 
 FLIPPED_UNITS = 16
-"""How many units are decided the other way in each optimum, one at a time. Chosen, not measured."""
+"""How many units are flipped between quantized and float in each optimum, one at a time. Chosen, not measured."""
 
 MAX_CANDIDATES = 24
 """How many predicted points are returned at once. Chosen, not measured."""
 
 SIMILAR_SUMS = 2
-"""How many placements with known SQNR correct the sum of noise of another one: those with the nearest sums."""
+"""The sum of noise of a placement is corrected by so many placements with known SQNR: those with the nearest sums."""
 
 SCALE_RANGE = (0.5, 2.0)
 """Limits of the factor by which measured savings correct predicted ones. Chosen, not measured."""
@@ -89,13 +89,13 @@ class Tradeoff:
     db: float
 
     def apart(self, other: Tradeoff) -> float:
-        """The distance of two, in `DISTANCE_UNITS`: the smaller one of the distances in time and in SQNR."""
+        """The distance of two tradeoffs, in `DISTANCE_UNITS`: the smaller of the distances in time and in SQNR."""
         share, db = DISTANCE_UNITS
-        predicted_ratios = abs(np.log(self.ratio / other.ratio)) / share
-        return float(min(predicted_ratios, abs(min(self.db, MAX_DB) - min(other.db, MAX_DB)) / db))
+        in_time = abs(np.log(self.ratio / other.ratio)) / share
+        return float(min(in_time, abs(min(self.db, MAX_DB) - min(other.db, MAX_DB)) / db))
 
     def beats(self, other: Tradeoff) -> bool:
-        """Whether it is at least as good in both, and better in one."""
+        """Whether this one is at least as good in time and SQNR, and better in one of them."""
         return self != other and self.ratio <= other.ratio and self.db >= other.db
 
 
@@ -116,7 +116,7 @@ class PredictedPoint:
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """A measured placement: its median ratio to the float model, by way of its opponents, and its trial."""
+    """A measured placement: its trial, and its ratio to the float model (see `ratios_to_float`)."""
 
     ratio: float
     trial: Trial
@@ -136,7 +136,7 @@ T = TypeVar("T", bound=MeasuredPoint | PredictedPoint)
 
 
 def farthest(candidates: Iterable[T], taken: Sequence[Tradeoff], near: float = NEAREST) -> T | None:
-    """The point that is farthest from all that are taken; None if each is nearer than `near` to one of them."""
+    """The candidate that is farthest from all `taken` points; None if it is nearer than `near` to one of them."""
     found = max(candidates, key=lambda p: min((p.tradeoff.apart(t) for t in taken), default=np.inf), default=None)
     return found if found is not None and all(found.tradeoff.apart(t) >= near for t in taken) else None
 
@@ -150,7 +150,7 @@ def undominated(history: Sequence[Trial], plan: Plan) -> tuple[MeasuredPoint, ..
 
 
 def spread(points: Sequence[MeasuredPoint], count: int) -> tuple[MeasuredPoint, ...]:
-    """At most `count` of the points, in their order: the two ends, and others far from each other."""
+    """At most `count` of the points, in their order: the first, the last, and others far from each other."""
     if len(points) <= count:
         return tuple(points)
     where = np.array([(p.ratio / DECADE_SHARE, -min(p.trial.exactness, MAX_DB) / 10) for p in points])
@@ -176,8 +176,8 @@ def named(points: Sequence[MeasuredPoint]) -> dict[str, MeasuredPoint]:
 
 @dataclass(frozen=True)
 class FrontSearch:
-    """See the module. `by_cut` knows the noise of every value; `builds` is what search and proof may spend together,
-    with a proof at each of `thread_counts` numbers of threads."""
+    """Front search (see the module). `by_cut` knows the noise of every value; `builds` is what search and proof may
+    spend together, with a proof at each of `thread_counts` numbers of threads."""
 
     by_cut: CutSearch
     noise: Noise
@@ -185,7 +185,7 @@ class FrontSearch:
     thread_counts: int = 1
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """See `Strategy`: the proposals of the cut, until only the builds that the proof takes are left."""
+        """The next batch, see `Strategy`: proposals of the cut, until only the builds that the proof takes are left."""
         points = TARGET_POINTS if self.builds < 2 * (2 + 2 * MAX_POINTS) else MAX_POINTS
         proof = self.thread_counts * 2 * (1 + points) + SPARE_BUILDS
         least = MIN_SEARCH_BUILDS if best_of(history) else min(USUAL_SEARCH_BUILDS, self.builds)
@@ -209,7 +209,7 @@ class FrontSearch:
         return tuple(chosen)
 
     def simulated(self, point: PredictedPoint) -> PredictedPoint:
-        """The point with its noise as simulated."""
+        """The point with the SQNR of its simulated noise."""
         return replace(
             point, tradeoff=Tradeoff(point.tradeoff.ratio, _db(self.noise.expected(point.placement))), is_simulated=True
         )
@@ -244,7 +244,7 @@ class FrontSearch:
                 yield point
 
     def _scale(self, costs: Costs, history: Sequence[Trial]) -> float:
-        """The measured saving of builds as a multiple of the predicted one."""
+        """The measured saving of builds as a multiple of the predicted one, within `SCALE_RANGE`; 1 without builds."""
         factors = []
         for placement, ratio in ratios_to_float(history, self.by_cut.plan).items():
             predicted = costs.total(decision_of(costs, placement)) / costs.float_ms
@@ -266,8 +266,8 @@ class FrontSearch:
         return level
 
     def _optima_by_noise_price(self, costs: Costs) -> tuple[Decision, ...]:
-        """The optima of rising prices on noise, each once, the float model last. Between two prices with the same
-        optimum all others have it, too."""
+        """The optima of rising prices on noise, each once, the float model last. Prices between two with one optimum
+        have the same, and are left out."""
         fastest = cut(costs)
         most_noise = self.noise.summed(costs.partition.placement(fastest))
         if most_noise <= 0:
@@ -286,8 +286,8 @@ class FrontSearch:
 
 
 def between(costs: Costs, path: Sequence[Decision]) -> Iterator[Decision]:
-    """Mixtures of neighbours of a path, and of each decision and the last: the units that only the first of both runs
-    quantized are divided into parts in graph order, and stretches of these parts stay quantized."""
+    """Mixtures of neighbouring decisions of a path, and of each decision and the last. Units that only the first of the
+    two quantizes are divided into parts in graph order; in each mixture one stretch of parts stays quantized."""
     for first, second in (*pairwise(path), *((decision, path[-1]) for decision in path[:-2])):
         units = sorted(first.quantized - second.quantized)
         ends = sorted({round(i * len(units) / STRETCHES) for i in range(STRETCHES + 1)})
@@ -297,7 +297,7 @@ def between(costs: Costs, path: Sequence[Decision]) -> Iterator[Decision]:
 
 
 def flipped(costs: Costs, path: Sequence[Decision]) -> Iterator[Decision]:
-    """Each decision of a path with one of the units that take the most time the other way."""
+    """The decisions of a path with one unit flipped between quantized and float, of those that take the most time."""
     parts = costs.partition
     able = sorted((u.number for u in parts.units if u.inputs), key=lambda n: (-costs.prices[n].as_float, n))[
         :FLIPPED_UNITS
@@ -320,5 +320,5 @@ def unbeaten(points: Iterable[T]) -> tuple[T, ...]:
 
 
 def _db(noise: float) -> float:
-    """Relative noise as an SQNR."""
+    """Relative noise as an SQNR in dB."""
     return float(-10 * np.log10(noise)) if noise > 0 else EQUAL_DB

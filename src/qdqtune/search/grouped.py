@@ -1,9 +1,9 @@
 """Grouped search, for engines that report no layer times: each build measures the latency of one change.
 
-The placements that rules suggest come first. Then all units of one kind are decided the other way than in the best
-placement so far, the kinds with the most work first; then stretches of the graph, since a conversion at a border pays
-only if both of its sides agree; then halves of the kinds and of the stretches, and so on. Groups that were tried on an
-earlier best placement are tried again at the end.
+The placements that rules suggest come first. Then all units of one kind in the best placement so far are flipped
+between quantized and float, the kinds with the most work first; then stretches of the graph, since a conversion at a
+border pays only if both of its sides agree; then halves of the kinds and of the stretches, and so on. Groups that were
+tried on an earlier best placement are tried again at the end.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from qdqtune.search.costs.units import Partition, Unit, partition, usual_groups
 from qdqtune.types import Edge, Placement, Proposal, Trial
 
 COPY_SHARE = 0.2
-"""Time of one multiplication, as a share of the time to copy an element. Chosen to fit no engine exactly and none
-badly."""
+"""Time of one multiplication, as a share of the time to copy an element. Chosen as roughly right for all engines."""
 
 QUANTIZED_SHARE = 0.4
-"""Share of its float time that a compute operator takes in 8 bits. Chosen in the same way."""
+"""Share of its float time that a compute operator takes in 8 bits. Chosen as roughly right for all engines."""
 
 
 @dataclass(frozen=True)
 class GroupedSearch:
-    """See the module. `seeds` are the placements to begin with, and `width` is how many to propose at a time."""
+    """Grouped search (see the module). `seeds` are the placements to begin with, and `width` is how many to propose at
+    a time."""
 
     model: Model
     possible: frozenset[Edge]
@@ -40,7 +40,7 @@ class GroupedSearch:
     width: int = 1
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """See `Strategy`. The seeds in one batch, then `width` groups of units at a time."""
+        """The next batch, see `Strategy`. The seeds in one batch, then `width` groups of units at a time."""
         tried = {t.placement for t in history} | {Placement()}
         seeds = dict.fromkeys(p for p in self.seeds.values() if p not in tried)
         if seeds:
@@ -51,7 +51,7 @@ class GroupedSearch:
         fresh: dict[Placement, Proposal] = {}
         for again in (False, True):
             for group in self._groups():
-                origin = self._name(group)
+                origin = self._group_name(group)
                 if again == (origin in asked) and not asked.get(origin):
                     placement = self._flipped(best, group)
                     if placement not in tried:
@@ -89,7 +89,7 @@ class GroupedSearch:
     def _work(self, units: Collection[Unit]) -> float:
         return sum(work(self.model, self.model.nodes[n]) for u in units for n in u.nodes)
 
-    def _name(self, group: Sequence[Unit]) -> str:
+    def _group_name(self, group: Sequence[Unit]) -> str:
         first, last = (self.model.nodes[group[k].nodes[0]].name for k in (0, -1))
         if len(group) == 1:
             return f"flip {first}"
@@ -111,13 +111,13 @@ def placement_within(model: Model, possible: frozenset[Edge], noise: Noise | Non
     if noise is None:
         return lambda _: Placement()
     parts = partition(model, possible, usual_groups(model, possible))
-    # Prices in elements that are copied.
+    # The unit of prices is the time to copy an element.
     border = {tensor: elements(model, tensor) for tensor in parts.edges}
-    costs = Costs(parts, tuple(_price(model, unit) for unit in parts.units), quantize=border, dequantize=border)
+    costs = Costs(parts, tuple(_unit_price(model, unit) for unit in parts.units), quantize=border, dequantize=border)
     return lambda allowed: parts.placement(cut_within(costs, noise, allowed))
 
 
-def _price(model: Model, unit: Unit) -> Price:
+def _unit_price(model: Model, unit: Unit) -> Price:
     nodes = [model.nodes[n] for n in unit.nodes]
     copied = sum(work(model, n) for n in nodes if n.op not in COMPUTE)
     computed = COPY_SHARE * sum(work(model, n) for n in nodes if n.op in COMPUTE)

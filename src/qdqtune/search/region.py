@@ -31,20 +31,20 @@ from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Edge, Placement, Proposal, Trial, WeightFormat
 
 MUTATED = "mutated"
-"""The origin of placements with a few insertion points of a pattern the other way."""
+"""The origin of placements that change a few insertion points of a pattern."""
 BARE = -1
-"""Puts pairs on the edges of an insertion point and nowhere else."""
+"""The turn (see `RegionSearch._turned`) that puts pairs on the edges of an insertion point and nowhere else."""
 SETS_PER_TRIAL = 4
 """Sets of insertion points of a pattern that are looked at for each trial so far, to find one whose placement was not
 measured: several may mean the same placement. Chosen, not measured."""
 WITHIN_LIMITS = "within the limits"
 """The origin of placements that are estimated to hold the limits on accuracy."""
 LIMIT_TRIES = 6
-"""How often placements with that origin are proposed: each build improves the estimate of noise. Chosen, not
+"""How often placements are proposed as `WITHIN_LIMITS`: each build improves the estimate of noise. Chosen, not
 measured."""
 
 BATCH = 4
-"""Proposals at a time. All of a batch are compared with the same placement, so they can be measured in any order."""
+"""Proposals in a batch. All of them are compared with the same placement, so they can be measured in any order."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Config:
 
 @dataclass(frozen=True)
 class RegionSearch:
-    """See the module. `seeds` are whole-model placements by name, in the order in which they are tried.
+    """Region search (see the module). `seeds` are whole-model placements by name, in the order in which they are tried.
 
     `cached` holds schemes of earlier runs by pattern digest, fastest first. Where accuracy is limited, `noise`
     estimates it, and `within` gives a placement for a sum of noise. `width` is how many to propose at a time, if more
@@ -93,7 +93,7 @@ class RegionSearch:
     format_shares: FormatShares = field(default_factory=dict)
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """See `Strategy`."""
+        """The next batch, see `Strategy`: at most `width` proposals, or `BATCH` if that is more."""
         tried = {t.placement for t in history} | {Placement()}
         spent = Counter(t.proposal.pattern for t in history)
         return tuple(islice(self._ideas(history, tried, spent), max(BATCH, self.width)))
@@ -101,9 +101,9 @@ class RegionSearch:
     def variations(
         self, pattern: Pattern, best: Placement, parents: Sequence[Placement], number: int
     ) -> Iterator[Proposal]:
-        """Proposals for one pattern, for callers with a loop of their own: as the seeds have it on top of `best`, then
-        mutations of the `parents`, the fastest first. `number` is that of the next trial. Earlier trials are not
-        considered."""
+        """Proposals for one pattern, for callers with a loop of their own: `best` with the pattern as each seed has it,
+        then mutations of the `parents`, the fastest first. `number` is that of the next trial. Earlier trials are
+        ignored."""
         alternatives = replace(self, patterns=(pattern,))._alternatives(best, list(self.seeds.items()))
         mutated = self._mutated(pattern, parents, np.random.default_rng((self.seed, number)), number)
         return self._fresh(chain(alternatives, mutated), set(), Counter())
@@ -188,8 +188,8 @@ class RegionSearch:
                 yield Proposal("merged winners", (best - removed) | added)
 
     def _alternatives(self, best: Placement, ranked: Sequence[tuple[str, Placement]]) -> Iterator[Proposal]:
-        """Every pattern as another suggestion has it: the first alternative for all patterns, then the second, and so
-        on.
+        """The best placement with one pattern as another suggestion has it: the first alternative for all patterns,
+        then the second, and so on.
 
         Patterns with much work come first, so composites before the regions inside them. The suggestion that ranks
         second comes first, then those with the fewest pairs: if the best one loses somewhere, it is mostly by
@@ -206,15 +206,15 @@ class RegionSearch:
         for name, other in options:
             for pattern in ordered:
                 domain = domains[pattern.digest]
-                yield Proposal(name, _within(best, domain, other), pattern.digest)
+                yield Proposal(name, _with_part_of(best, domain, other), pattern.digest)
         for pattern in ordered:
             for scheme in self.cached.get(pattern.digest, ()):
                 other = _placement(self._edges(pattern, scheme.points), self._stored(pattern, scheme))
-                yield Proposal("cached", _within(best, domains[pattern.digest], other), pattern.digest)
+                yield Proposal("cached", _with_part_of(best, domains[pattern.digest], other), pattern.digest)
 
     def _weight_options(self) -> tuple[list[tuple[str, Placement]], list[tuple[str, Placement]]]:
-        """Placements with all weights in one weight format, by name: first the fastest format with 4 bits and the
-        fastest with 8, then the others."""
+        """Named placements with all weights in one weight format, in two lists: the fastest format with 4 bits and the
+        fastest with 8; and the other formats."""
         shares: dict[WeightFormat, list[float]] = {}
         for each in self.format_shares.values():
             for weight_format, share in each.items():
@@ -229,7 +229,7 @@ class RegionSearch:
         return list(compress(options, chosen)), list(compress(options, map(not_, chosen)))
 
     def _mutations(self, best: Placement, history: Sequence[Trial], spent: Counter[str]) -> Iterator[Proposal]:
-        """Mutations of patterns in turn, drawn at random, those with much work more often, until no pattern has one.
+        """Mutations of patterns drawn at random, those with much work more often, until no pattern has any left.
 
         The random numbers depend on `seed` and the number of trials alone.
         """
@@ -251,21 +251,21 @@ class RegionSearch:
     def _parents(
         self, pattern: Pattern, best: Placement, history: Sequence[Trial], ratios: Mapping[Placement, float]
     ) -> Iterator[Placement]:
-        """What mutations of a pattern start from: the best placement, and that with the fastest schemes of the pattern
-        that were measured, the fastest first."""
+        """The placements that mutations of a pattern start from: the best one, and the best one with each of the
+        fastest measured schemes of the pattern, the fastest first."""
         own = [t.placement for t in history if t.proposal.pattern == pattern.digest and t.holds is not False]
         measured = sorted((p for p in own if p in ratios), key=lambda p: ratios[p])
         config, domain = self.config, self._domain(pattern)
         most = max(config.minimum_schemes_to_mutate, int(config.top_percent_to_mutate * len(measured)))
-        parents = dict.fromkeys([best, *(_within(best, domain, other) for other in measured)])
+        parents = dict.fromkeys([best, *(_with_part_of(best, domain, other) for other in measured)])
         yield from islice(parents, most)
 
     def _mutated(
         self, pattern: Pattern, parents: Iterable[Placement], rng: np.random.Generator, number: int
     ) -> Iterator[Proposal]:
         """Placements that differ from one of the `parents` in a few insertion points of a pattern, in every instance:
-        at random, the first parents more often; then all that differ from the first parent, so many that not all of
-        them can be among the `number` trials so far."""
+        first at random, earlier parents more often; then by all sets of changes to the first parent, up to a count that
+        the `number` trials so far cannot have used up."""
         known, points, config = list(parents), pattern.points, self.config
         if not points:
             return
@@ -283,8 +283,8 @@ class RegionSearch:
             yield Proposal(MUTATED, self._turned(pattern, known[0], together), pattern.digest)
 
     def _all_turns(self, pattern: Pattern, parent: Placement, number: int) -> Iterator[Iterable[tuple[Point, int]]]:
-        """Sets of turns that differ in what they do to `parent`, the smallest first: all, or so many that one of them
-        gives a placement that is not among `number` trials."""
+        """Sets of (point, turn) that change `parent` (see `_turned`), the smallest sets first, at most `SETS_PER_TRIAL`
+        for each of the `number` trials and one more. Of turns with equal effect only one is used."""
         alone: dict[Placement, tuple[Point, int]] = {}
         for point in pattern.points:
             for turn in range(BARE, 1 + len(self._formats_of(pattern, point))):
@@ -294,9 +294,9 @@ class RegionSearch:
         yield from islice(together, SETS_PER_TRIAL * (1 + number))
 
     def _turned(self, pattern: Pattern, parent: Placement, turns: Iterable[tuple[Point, int]]) -> Placement:
-        """`parent` with some insertion points of a pattern the other way. Turn 0 is about the pair: where it is put,
-        the other input of a compute operator gets one as well, but not in turn `BARE`. Turn k is about the k-th weight
-        format."""
+        """`parent` with some insertion points of a pattern changed, each by its turn. Turns 0 and `BARE` add the pairs,
+        or remove them; turn 0 also adds a pair at the other input of a compute operator. Turn k sets the k-th weight
+        format, or removes it."""
         fresh, bare, gone, stored = set[Edge](), set[Edge](), set[Edge](), dict(parent.weight_formats)
         for point, turn in turns:
             own = self._edges(pattern, [point])
@@ -314,7 +314,7 @@ class RegionSearch:
 
     @cached_property
     def _others(self) -> Mapping[Edge, Edge]:
-        """Of each input of a compute operator the other one: a pair on one alone has no use."""
+        """For each of the two inputs of a compute operator the other one: a pair on one alone has no use."""
         computing = (compute_edges(self.model, n, self.possible) for n in self.model.nodes if n.op in COMPUTE)
         both = [tuple(edges) for edges in computing if len(edges) == 2]
         return {one: other for a, b in both for one, other in ((a, b), (b, a))}
@@ -361,7 +361,7 @@ def _placement(edges: Iterable[Edge], weight_formats: Mapping[Edge, WeightFormat
     return Placement.of(own, ((e, s) for e, s in weight_formats.items() if e not in own))
 
 
-def _within(best: Placement, domain: frozenset[Edge], other: Placement) -> Placement:
+def _with_part_of(best: Placement, domain: frozenset[Edge], other: Placement) -> Placement:
     """The best placement with another one's pairs and weight formats on the edges of `domain`."""
     weight_formats = {e: s for e, s in best.weight_formats.items() if e not in domain}
     weight_formats |= {e: s for e, s in other.weight_formats.items() if e in domain}

@@ -1,9 +1,9 @@
 """Subgraph search: the groups that were faster alone are put together and validated on the whole model.
 
-All of these groups come first, then the placements of rules, each against the best so far, and the optimum of the
-prices that these builds show, since engines fuse in 8 bits across groups of the float build. If all groups together do
-not win, or layer times show groups that ran faster in another build, these groups are changed as one batch: the largest
-expected savings first, and in halves where a batch loses. b bad groups among n take b log n builds.
+The first build quantizes all of these groups. Then come the placements of rules, each against the best so far, and the
+optimum of the prices that these builds show, since engines fuse in 8 bits across groups of the float build. If all
+groups together do not win, or layer times show groups that ran faster in another build, such groups are changed as one
+batch: the largest expected savings first, and in halves where a batch loses. b bad groups among n take b log n builds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORTH_A_CHANGE = 0.002
 """A group is changed only where that is expected to save this share of the model's time. Chosen, not measured."""
 
 OPTIMUM_BUILDS = 2
-"""Builds of the optimum of prices at most, as long as each is faster than all before."""
+"""How often the optimum of prices is built, at most and as long as each build is faster than all before."""
 
 WORTH_A_BUILD = 0.03
 """Groups that another build ran faster are changed only if that is expected to save this share in all. Chosen, not
@@ -52,7 +52,7 @@ Batch = Sequence[Change]
 
 @dataclass(frozen=True)
 class SubgraphSearch:
-    """See the module.
+    """Subgraph search (see the module).
 
     `seeds` are further placements to try, in this order; `float_layers` is the layer report of the float build, empty
     if there is none. Without `incremental`, only all groups together are tried. `by_cut` finds the optimum of the
@@ -67,7 +67,7 @@ class SubgraphSearch:
     by_cut: CutSearch | None = None
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """See `Strategy`. One at a time: each result decides what is asked next."""
+        """The next batch, see `Strategy`. One proposal at a time: each result decides what is proposed next."""
         tried = {t.placement for t in history} | {Placement()}
         fixed = {Placement(): "", self.all_accepted: "all groups"}
         if self.incremental and not self._is_timed:
@@ -87,11 +87,11 @@ class SubgraphSearch:
             for proposal in self.by_cut.optima(history[:asked]):
                 if proposal.placement not in tried:
                     return (proposal,)
-        return tuple(self._validated(history, asked))
+        return tuple(self._next_changes(history, asked))
 
     @property
     def parts(self) -> Partition:
-        """The groups."""
+        """The groups, as units of the model."""
         return self.selection.parts
 
     @property
@@ -101,7 +101,7 @@ class SubgraphSearch:
 
     @cached_property
     def all_accepted(self) -> Placement:
-        """All accepted groups together."""
+        """The placement of all accepted groups together."""
         return self.selection.placement()
 
     @cached_property
@@ -118,8 +118,8 @@ class SubgraphSearch:
     def _is_timed(self) -> bool:
         return any(layer.time_ms for layer in self.float_layers)
 
-    def _validated(self, history: Sequence[Trial], asked: int) -> Iterator[Proposal]:
-        """The next batch without a result. Batches and their halves follow from the results so far."""
+    def _next_changes(self, history: Sequence[Trial], asked: int) -> Iterator[Proposal]:
+        """The next batch of changes without a result. Batches and their halves follow from the results so far."""
         answers = {t.placement: i for i, t in enumerate(history)}
         base, lost = best_of(history[:asked]), set[int]()
         has_won = any(t.placement == self.all_accepted and t.accepted for t in history[:asked])
@@ -135,7 +135,7 @@ class SubgraphSearch:
             placement = self.mixed(base, batch)
             known = answers.get(placement)
             if known is None and placement != base and placement:
-                yield Proposal(self._name(batch), placement, wants_layers=True)
+                yield Proposal(self._batch_name(batch), placement, wants_layers=True)
                 return
             if known is not None and history[known].accepted and history[known].against == base:
                 base = placement
@@ -162,7 +162,7 @@ class SubgraphSearch:
         return sorted(best.values(), key=lambda change: (-change.saved, change.number))
 
     def _differs(self, number: int, a: Placement, b: Placement) -> bool:
-        """Whether two placements treat a group differently, or only one stores a tensor that it writes."""
+        """Whether two placements treat a group differently, or only one stores an output of the group in 8 bits."""
         unit = self.parts.units[number]
         own = any((e in a) != (e in b) for e in (*unit.inputs, *unit.weights, *unit.inner))
         own = own or self.parts.format_in(unit, a) != self.parts.format_in(unit, b)
@@ -177,8 +177,8 @@ class SubgraphSearch:
         return {build.placement: attribute(self.model, build, self.total_ms) for build in builds}
 
     def spent(self, times: BuildTimes) -> list[float]:
-        """The ms of each group in a build. A Q counts for the groups that read it, that of an output of the model for
-        the group that writes it; a DQ counts for the writer."""
+        """The ms of each group in a build. A Q counts for the groups that read its tensor (for the writer if none
+        does), a DQ for the group that writes it (for the first reader of a graph input)."""
         parts, total = self.parts, self.parts.spent(times.nodes)
         for tensor, ms in times.quantize.items():
             readers = {parts.owner[e.node] for e in parts.reading.get(tensor, ()) if e.node and e in times.placement}
@@ -198,8 +198,8 @@ class SubgraphSearch:
     def mixed(self, base: Placement, batch: Batch) -> Placement:
         """`base` with some groups as other placements have them.
 
-        Between two groups from the same placement, that one decides. Between others a pair stands where the reader runs
-        in 8 bits and has it, or where the writer stores the tensor in 8 bits.
+        On an edge between groups from one placement, that placement decides. On others a pair stands if the reader runs
+        in 8 bits and its placement has the pair, or if the placement of the writer stores the tensor in 8 bits.
         """
         parts = self.parts
         taken = {change.number: change.placement for change in batch}
@@ -224,7 +224,7 @@ class SubgraphSearch:
                 if taken.get(self.parts.owner[edge.node], base) == placement:
                     yield edge, weight_format
 
-    def _name(self, batch: Batch) -> str:
+    def _batch_name(self, batch: Batch) -> str:
         first = self.model.nodes[self.parts.units[batch[0].number].nodes[0]].name
         return f"change {first}" + (f" and {len(batch) - 1} more groups" if len(batch) > 1 else "")
 
@@ -234,7 +234,7 @@ def _saved(batch: Batch) -> float:
 
 
 def with_quiet_seeds(search: SubgraphSearch, noise: Noise | None) -> SubgraphSearch:
-    """A subgraph search that also tries the optimum of its own prices within the limit on noise, and within less."""
+    """A subgraph search with more seeds: the optimum of its prices within the limit on noise, or two shares of it."""
     if noise is None or noise.limit is None:
         return search
     costs, seeds = search.selection.costs, dict(search.seeds)

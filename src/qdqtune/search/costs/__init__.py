@@ -1,1 +1,1 @@
-"""The price model, and its exact optimum."""
+"""The price model of placements, and its exact optimum as a minimum cut."""

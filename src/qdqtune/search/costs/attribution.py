@@ -88,7 +88,7 @@ def attribute(model: Model, build: TimedBuild, float_ms: float) -> BuildTimes:
 
 
 class NodeTime(NamedTuple):
-    """The ms of a node in a build: its own, and those of the conversions that count with it."""
+    """The ms of a node in a build: its own, and those of the conversions that `node_times` charges to it."""
 
     own: float = 0.0
     conversions: float = 0.0
@@ -115,8 +115,8 @@ def node_times(model: Model, placement: Placement, layers: Sequence[Layer], ms: 
 
 
 def group_ms(model: Model, group: Collection[str], times: BuildTimes) -> float | None:
-    """The ms of a fusion group, its conversions included, in a build with pairs on all its outer float tensors; else
-    None."""
+    """The ms of a fusion group in a build, its conversions included; None unless every float tensor that enters or
+    leaves the group carries pairs in that build."""
     inside = {model.index_of[n] for n in group}
     made = {t for n in inside for t in model.nodes[n].outputs}
     entering = {t for n in inside for t in model.nodes[n].inputs if t and t not in made and t not in model.constants}

@@ -12,11 +12,11 @@ from qdqtune.search.costs.units import Decision, Partition, Unit
 from qdqtune.types import Placement, WeightFormat
 
 DEPENDS = 1e-3
-"""A margin depends on an unmeasured price if it changes by more than this share of what such prices are raised by."""
+"""A margin depends on unmeasured prices if raising them changes it by more than this share of the raise."""
 
 
 def decision_of(costs: Costs, placement: Placement) -> Decision:
-    """The decision nearest to a placement; the cheaper one where it can be read in two ways."""
+    """The decision nearest to a placement; where a unit may run quantized or in float behind DQs, the cheaper one."""
     parts = costs.partition
     decision = nearest(parts, placement)
     for unit in parts.units:
@@ -49,8 +49,8 @@ def nearest(parts: Partition, placement: Placement) -> Decision:
 
 
 def margins(costs: Costs, decision: Decision) -> dict[str, float]:
-    """By kind of unit, what the other decision for a single unit would cost in ms, all else unchanged, summed over the
-    units of the kind."""
+    """By kind of unit, the ms that flipping a single unit between quantized and float would add, all else unchanged,
+    summed over the units of the kind."""
     sums: dict[str, float] = {}
     for unit in costs.partition.units:
         if unit.inputs and costs.prices[unit.number].as_float > 0:
@@ -59,7 +59,7 @@ def margins(costs: Costs, decision: Decision) -> dict[str, float]:
 
 
 def margin(costs: Costs, decision: Decision, unit: Unit) -> float:
-    """What the other decision for one unit would cost in ms, all else unchanged."""
+    """The ms that flipping one unit between quantized and float would add, all else unchanged."""
     parts = costs.partition
     leaving = [t for t in unit.outputs if t in parts.edges]
     near = {user for t in leaving for user in parts.users[t] if user is not None}
@@ -79,12 +79,12 @@ def is_shown_by(costs: Costs, decision: Decision, unit: Unit) -> bool:
 
 
 def cheapest_formats(costs: Costs, units: Iterable[int]) -> dict[int, WeightFormat]:
-    """The cheapest weight formats of some units in float; none for those that are cheapest with float weights."""
+    """The cheapest weight format of each unit in float; units that are cheapest with float weights are absent."""
     return {number: chosen for number in units if (chosen := costs.cheapest_float(number)[1]) is not None}
 
 
 def flip(costs: Costs, decision: Decision, kinds: Collection[str]) -> Decision:
-    """The decision with all units of some kinds decided the other way."""
+    """The decision with all units of some kinds flipped between quantized and float."""
     units = [u.number for u in costs.partition.units if u.kind in kinds and u.inputs]
     return other(costs.partition, decision, units, cheapest_formats(costs, units))
 
@@ -95,8 +95,8 @@ def other(
     units: Collection[int],
     weight_formats: Mapping[int, WeightFormat] = MappingProxyType({}),
 ) -> Decision:
-    """A decision with some units the other way: outputs of units that become quantized are stored, unless a reader has
-    stored weights; units that become float get their weight format from `weight_formats`. All else is unchanged."""
+    """A decision with some units flipped between quantized and float. Outputs of units that become quantized are
+    stored, unless a reader has stored weights; units that become float get their format from `weight_formats`."""
     changed = decision.quantized ^ frozenset(units)
     kept = {n: chosen for n, chosen in decision.weight_formats if n not in changed}
     kept |= {n: weight_formats[n] for n in units if n not in changed and n in weight_formats}
@@ -111,8 +111,8 @@ class UnitPrice:
     """One unit. All times in ms, as predicted with the final decisions about the units around it.
 
     `boundary_ms` is the cost of conversions and float outputs at its borders as decided, those shared with neighbours
-    included. `margin_ms` is what the other decision would cost more; None where the unit can only be float, for the
-    reason `unpriced`.
+    included. `margin_ms` is what flipping the unit between quantized and float would add; None where it can only be
+    float, for the reason `unpriced`.
     """
 
     nodes: tuple[str, ...]
@@ -136,8 +136,8 @@ class UnitPrice:
 def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
     """A row for every unit, the largest time in float first.
 
-    `quantize_ms`, `dequantize_ms` and `handing_ms` are the prices for its outputs: of a Q behind it as a float, of a DQ
-    in front of a float consumer, and of writing floats while it runs quantized.
+    `quantize_ms`, `dequantize_ms` and `handing_ms` are the prices for its outputs: of their Qs if it runs in float, of
+    their DQs in front of float consumers, and of writing floats if it runs quantized.
     """
     decision, parts = decision_of(costs, placement), costs.partition
     rows = []

@@ -1,8 +1,8 @@
 """How much noise a placement brings to the outputs, estimated from the noise of each of its values.
 
 Noise is relative: the power of the error at an output over the power of the output, 10^(-SQNR/10). Small errors of many
-values are nearly uncorrelated, so their powers add up. Engines fuse and round in their own way; by which factor the sum
-is off is learned from the builds: the one whose noise is nearest to the limit gives it. Where placements can be
+values are nearly uncorrelated, so their powers add up. Engines fuse and round in their own way: the factor between the
+sum and the measured noise is learned from the build whose noise is nearest to the limit. Where placements can be
 simulated, two factors are learned, one from builds with pairs and one from builds with stored weights alone: an engine
 that rounds more often than the file says does so at pairs, and takes stored weights as they are.
 """
@@ -27,7 +27,7 @@ DOUBT = 1.25
 not measured."""
 
 SHARES = (RESERVE, 1.0, DOUBT)
-"""Shares of the bound that are tried one after the other."""
+"""Shares of the allowed noise that a search aims at, one after the other."""
 
 WITHIN_FACTOR = 0.1
 """Builds count for the correction if their noise is within a factor of ten of the limit: farther away they tell little
@@ -69,16 +69,16 @@ class Noise:
 
     @cached_property
     def is_harmless(self) -> bool:
-        """The answer of `check_harmless`, computed once."""
+        """Whether everything that may be placed holds the limits, computed once."""
         return self.check_harmless()
 
     def value(self, tensor: str) -> str:
-        """The first tensor that holds the values of this one."""
+        """The first tensor that holds the values of `tensor`."""
         return self.aliases.get(tensor, tensor)
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
-        """Tensor to the tensor that holds the same values first; others are absent."""
+        """For each tensor that only rearranges another one, the first tensor that holds the same values."""
         first: dict[str, str] = {}
         for node in self.model.nodes:
             if node.op in REARRANGES and not node.domain and node.inputs[0] not in self.model.constants:
@@ -91,15 +91,15 @@ class Noise:
         return sum(map(self.of_value, values)) + sum(self.of_weight(edge, s) for edge, s in placement.compressed)
 
     def of_value(self, value: str) -> float:
-        """The corrected noise of a value that carries a pair."""
+        """The noise of a value that carries a pair, times `pair_factor`."""
         return self.pair_factor * self.value_noise.get(value, 0.0)
 
     def of_weight(self, edge: Edge, weight_format: WeightFormat) -> float:
-        """The corrected noise of a weight that is stored in a weight format."""
+        """The noise of a weight that is stored in a weight format, times `weight_factor`."""
         return self.weight_factor * self.weight_noise.get((edge.tensor, weight_format.name), 0.0)
 
     def expected(self, placement: Placement) -> float:
-        """The simulated noise of a placement, corrected; `summed` where it cannot be simulated."""
+        """The simulated noise of a placement, times its correction; `summed` where it cannot be simulated."""
         noise = None if self.simulate is None else self.simulate(placement)
         return self.summed(placement) if noise is None else noise * self._factor(placement)
 
@@ -122,8 +122,8 @@ class Noise:
         return LIMIT_SHARE * self.limit
 
     def corrected(self, history: Sequence[Trial]) -> Noise:
-        """The same with factors from the builds near the limit: the largest ratio of measured to simulated noise, at
-        least 1."""
+        """This noise with `pair_factor` and `weight_factor` from the builds near the limit: the largest ratio of
+        measured to simulated noise, at least 1."""
         limit, worst = self.limit, {True: 1.0, False: 1.0}
         if limit is None or self.simulate is None:
             return self

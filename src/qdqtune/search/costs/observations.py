@@ -24,7 +24,7 @@ Behind = Literal["quantized", "both", "float"]
 Conversion = Literal["quantize", "dequantize"]
 
 RANKS: Sequence[State] = ("float", "fed", "handing", "mixed", "quantized")
-"""From the least quantized to the most."""
+"""The states of a unit, from the least quantized to the most."""
 
 UNEQUAL = 1.5
 """Equal units whose times differ by more than this factor do not do equal work; smaller differences are noise of the
@@ -35,7 +35,7 @@ NEGLIGIBLE = 1e-3
 
 
 def state(unit: Unit, partition: Partition, placement: Placement) -> State:
-    """The state of a unit in a placement."""
+    """The state of a unit in a placement, as `prices` describes them."""
     placed = placement.edges
     if not placed.isdisjoint(unit.inner):
         return "mixed"  # the engine cannot run it as one kernel
@@ -52,7 +52,7 @@ def state(unit: Unit, partition: Partition, placement: Placement) -> State:
 
 
 def behind(unit: Unit, partition: Partition, stored: Container[str]) -> Behind:
-    """Whether the tensors that a unit reads are stored in 8 bits; graph inputs do not count."""
+    """What a unit reads: tensors stored in 8 bits, floats, or both; "quantized" also if it reads graph inputs alone."""
     found = {t in stored for t in partition.storable(unit)}
     return "both" if len(found) > 1 else "float" if found == {False} else "quantized"
 
@@ -76,15 +76,15 @@ class Observations:
 
     units: dict[UnitKey, list[float]] = field(default_factory=dict)
     disturbed: dict[str, float] = field(default_factory=dict)
-    """By kind, the extra time of a float unit among pairs."""
+    """By kind, the extra ms of a float unit that reads or writes tensors with pairs."""
     quantize: dict[str, float] = field(default_factory=dict)
     dequantize: dict[str, float] = field(default_factory=dict)
     sizes: list[tuple[float, float]] = field(default_factory=list)
     """Bytes and ms of all conversions that ran."""
     medians: dict[UnitKey, list[float]] = field(default_factory=dict)
-    """The median of each build with the key: their spread is the doubt about a price."""
+    """By key, the median of each build that has it: their spread is the doubt about a price."""
     per_consumer: bool = False
-    """Whether a DQ ran for each consumer of a tensor."""
+    """Whether a build ran several DQs of one tensor, one for each consumer."""
 
 
 def observe(partition: Partition, builds: Sequence[BuildTimes]) -> tuple[Partition, Observations]:
@@ -93,7 +93,7 @@ def observe(partition: Partition, builds: Sequence[BuildTimes]) -> tuple[Partiti
     before = partition.spent(builds[0].nodes)
     partition, found = _split_kinds(partition, before, sum(builds[0].nodes.values())), Observations()
     for times in builds:
-        _take(found, partition, times, before)
+        _add_build(found, partition, times, before)
     return partition, found
 
 
@@ -116,15 +116,15 @@ def _split_kinds(parts: Partition, before: Sequence[float], float_ms: float) -> 
     return replace(parts, units=tuple(units))
 
 
-def _take(found: Observations, partition: Partition, times: BuildTimes, before: Sequence[float]) -> None:
-    """Add the times of a build; `before` are the times of the units in the float build."""
+def _add_build(found: Observations, partition: Partition, times: BuildTimes, before: Sequence[float]) -> None:
+    """Add the times of a build to `found`; `before` are the times of the units in the float build."""
     states = [state(u, partition, times.placement) for u in partition.units]
     stored = stored_in(partition, times.placement, states)
     paired: dict[str, list[Edge]] = {}
     for edge in times.placement.edges & partition.possible:
         paired.setdefault(edge.tensor, []).append(edge)
     took = partition.spent(times.nodes)
-    paid = _conversions(
+    paid = _charged_dequantizations(
         partition, times, paired, states, [a / b if b > 0 else 0.0 for a, b in zip(took, before, strict=True)]
     )
     fresh: dict[UnitKey, list[float]] = {}
@@ -172,16 +172,16 @@ def _absorbed(partition: Partition, times: BuildTimes, states: Sequence[State]) 
             yield tensor, "dequantize"
 
 
-def _conversions(
+def _charged_dequantizations(
     partition: Partition,
     times: BuildTimes,
     paired: Mapping[str, Sequence[Edge]],
     states: Sequence[State],
     slowness: Sequence[float],
 ) -> Mapping[int, float]:
-    """DQs that ran, in ms by unit. Each is charged to the consumer that is the least quantized, judged by its state and
-    then by its slowness (its time over that in the float build): the others absorbed theirs. `paired` are the edges
-    with pairs by tensor."""
+    """By unit, the ms of the DQs that it is charged for. A DQ that ran is charged to the consumer that is the least
+    quantized, judged by its state and then by its slowness (its time over that in the float build): the others absorbed
+    theirs. `paired` are the edges with pairs by tensor."""
     paid: dict[int, float] = {}
     for tensor, spent in times.dequantize.items():
         edges = paired.get(tensor, ())

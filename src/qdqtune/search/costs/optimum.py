@@ -1,4 +1,5 @@
-"""The cheapest decision for given prices as a minimum cut, also within a limit on noise."""
+"""The cheapest decision for given prices as a minimum cut, also within a limit on noise: a price on noise (ms per unit
+of relative noise) is raised until the optimum holds the limit."""
 
 from __future__ import annotations
 
@@ -17,37 +18,36 @@ BISECTIONS = 20
 """Steps of the bisection for a price on noise. Chosen, not measured."""
 
 SIMULATED_BISECTIONS = 8
-"""The same where each placement on the way is simulated, which takes longer than a cut."""
+"""Steps of the bisection for a price on noise if each placement is simulated, which takes longer than a cut."""
 
 RAISES = 20
-"""How often a price on noise is raised, eightfold each time: any value with noise has a high enough price long
-before."""
+"""How often a price on noise is raised, by a factor of eight: every noise is prohibitive long before the last."""
 
 CLOSE_TO_LIMIT = 0.9
-"""Share of the limit (0.5 dB) from which on coming closer is not worth another simulation."""
+"""The bisection ends at noise above this share of the limit (0.5 dB): coming closer is not worth a simulation."""
 
 
 EQUAL_TIME = 0.01
 """Predicted times that differ by no more than this share count as equal: builds of one file differ by that."""
 
 QUIET_CUTS = 6
-"""Cuts that look for a decision with less noise that takes equal time. Chosen, not measured."""
+"""How many cuts look for a decision with less noise that takes equal time. Chosen, not measured."""
 
 
 def everything(parts: Partition) -> Decision:
-    """All units that can have a pair run quantized, and all their outputs are stored so."""
+    """Quantizes every unit whose inputs can carry pairs, and stores all outputs of these units in 8 bits."""
     able = frozenset(u.number for u in parts.units if u.inputs)
     return Decision(able, frozenset(t for t in parts.edges if parts.producer.get(t) in able))
 
 
 def cut_within(costs: Costs, noise: Noise, allowed: float) -> Decision:
-    """The optimum at the lowest price on noise that keeps the sum of noise within what is allowed."""
+    """The cheapest decision found whose sum of noise is at most `allowed`, by raising the price on noise."""
     return _cheapest(costs, noise, allowed, noise.summed, BISECTIONS, allowed)[0]
 
 
 def cut_holding(costs: Costs, noise: Noise, limit: float) -> Decision:
-    """The optimum at the lowest price on noise at which the expected noise is within a limit; or a decision with equal
-    time and less noise."""
+    """The cheapest decision found whose expected noise is at most `limit`, by raising the price on noise; or a quieter
+    one with equal time."""
     found, price = _cheapest(costs, noise, limit, noise.expected, SIMULATED_BISECTIONS, CLOSE_TO_LIMIT * limit)
     most, quiet, low, high = (1 + EQUAL_TIME) * costs.total(found), found, price, 0.0
     for _ in range(QUIET_CUTS if found != Decision() else 0):
@@ -63,9 +63,9 @@ def cut_holding(costs: Costs, noise: Noise, limit: float) -> Decision:
 def _cheapest(
     costs: Costs, noise: Noise, allowed: float, amount: Callable[[Placement], float], bisections: int, enough: float
 ) -> tuple[Decision, float]:
-    """The optimum at the lowest price on noise that keeps `amount` within what is allowed, and that price; the search
-    ends early at `enough` noise. If no price does, because the noise of single values does not explain that of
-    placements, nothing is quantized."""
+    """The optimum at the lowest price on noise that keeps `amount`, the noise of a placement, within `allowed`; and
+    that price. The search ends early at `enough` noise. If no price suffices, because the noise of single values does
+    not explain that of placements, nothing is quantized."""
 
     def at(price: float) -> tuple[Decision, float]:
         decision = cut(costs, noise, price)
@@ -75,7 +75,7 @@ def _cheapest(
     if noise_found <= allowed:
         return found, 0.0
     total = costs.float_ms
-    low, high = 0.0, total / allowed  # at which the allowed noise costs as much as the float model takes
+    low, high = 0.0, total / allowed  # at `high` the allowed noise costs the float model's time
     found, noise_found = at(high)
     for _ in range(RAISES):
         if noise_found <= allowed:
@@ -97,15 +97,15 @@ def _cheapest(
 
 
 def cut(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Decision:
-    """The cheapest decision, with a price in ms on its noise."""
+    """The cheapest decision, where noise costs `price` ms per unit of relative noise."""
     formulation = formulate(costs, noise, price)
     return formulation.decision(solve(formulation.problem))
 
 
 @dataclass(frozen=True)
 class Formulation:
-    """Prices as a minimum cut: the numbers of its decisions to run a unit quantized and to store a tensor, and the
-    cheapest weight format of float units."""
+    """Prices as a minimum cut: the numbers of the decisions to quantize each unit (`runs`) and to store each tensor in
+    8 bits (`stored`), and the cheapest weight formats of float units."""
 
     problem: Problem
     runs: Sequence[int]
@@ -114,7 +114,7 @@ class Formulation:
     parts: Partition
 
     def decision(self, answers: Sequence[bool]) -> Decision:
-        """The decision about units and tensors that an assignment stands for."""
+        """The decision about units and tensors that the yes/no `answers` of a solution stand for."""
         quantized = frozenset(unit for unit, number in enumerate(self.runs) if answers[number])
         stored = (tensor for tensor, number in self.stored.items() if answers[number])
         found = Decision.of(quantized, stored)
@@ -182,7 +182,7 @@ def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> F
 def _noise_charge(
     parts: Partition, unit: Unit, noise: Noise | None, price: float, most: float
 ) -> Callable[[WeightFormat], float]:
-    """What the noise of a unit's weights costs in each weight format."""
+    """A function that gives the ms that the noise of a unit's weights costs in a weight format, at most `most` each."""
 
     def charge(weight_format: WeightFormat) -> float:
         if noise is None or price <= 0:
@@ -195,8 +195,8 @@ def _noise_charge(
 def _charge_noise(
     problem: Problem, rounding: Sequence[tuple[int, str]], noise: Noise, price: float, most: float
 ) -> None:
-    """Charge each value once if any of the decisions that round one of its tensors is yes. No charge is above `most`: a
-    higher one forbids no more, and would cost the others precision."""
+    """Charge each value once if any of the decisions that round one of its tensors is yes. No charge is above `most`:
+    that is prohibitive already, and larger ones would leave the others fewer digits."""
     rounded: dict[str, int] = {}
     for decision, tensor in rounding:
         value = noise.value(tensor)

@@ -1,4 +1,4 @@
-"""Prices of units and conversions, learned from the layer reports of a few builds.
+"""Prices of units (nodes run as one kernel) and conversions (Q, DQ), learned from the layer reports of a few builds.
 
 Every build prices every unit at once, in the state that its placement puts the unit in:
 
@@ -15,9 +15,9 @@ behind float units than behind quantized ones, since engines use another memory 
 by itself behind a float unit is the price q of its tensor, a DQ that runs in front of a float unit its price d.
 Conversions that run although the units on both sides are quantized belong to the unit that did not absorb them.
 
-What no build has measured is guessed low, so that it is tried: prices of equal units are shared, conversions follow
-a + b * bytes, and the extras g, e and o are the share of its float time that units of the same operators have shown.
-What earlier runs have learned of equal units (`priors`) takes precedence over such guesses.
+Prices that no build has measured are guessed low, so that the search tries them: equal units share prices, conversions
+take a + b * bytes, and g, e and o are the same share of float time as in other units with the same operators. Prices
+that earlier runs have learned for equal units (`priors`) take precedence over such guesses.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from qdqtune.search.costs.units import Decision, Partition, Unit, kind_of
 from qdqtune.types import WeightFormat
 
 WITHIN: tuple[Behind, ...] = ("quantized", "both")
-"""What a unit reads among quantized units."""
+"""What a unit behind quantized units reads, as in `UnitKey`; the first with a measurement counts."""
 BEHIND: tuple[Behind, ...] = ("float",)
-"""What a unit reads behind float units."""
+"""What a unit behind float units reads, as in `UnitKey`."""
 
 UNMEASURED_SHARE = 0.25
-"""The guessed share of its float time that a quantized unit takes, where no unit of its operators was measured. Low, so
-that it is tried; chosen, not measured."""
+"""The guessed share of its float time that a quantized unit takes, where no unit with the same operators was measured.
+Low, so that it is tried; chosen, not measured."""
 
 EXTRAS = ("disturbed", "behind_float", "handing")
 """Fields of a price that are guessed from other kinds of units."""
@@ -59,21 +59,21 @@ class Price:
     as_float: float
     as_quantized: float
     disturbed: float = 0.0
-    """Extra of a float unit that reads a quantized tensor, or writes one that a quantized unit reads."""
+    """Extra ms of a float unit that reads a quantized tensor, or writes one that a quantized unit reads."""
     behind_float: float = 0.0
-    """Extra of a quantized unit for each tensor that it reads from a float unit."""
+    """Extra ms of a quantized unit for each tensor that it reads from a float unit."""
     handing: float = 0.0
-    """Extra of a quantized unit for each output that is not stored in 8 bits. Below zero where storing takes time: an
-    engine may move the Q behind a Concat into the units in front of it, which then run two."""
+    """Extra ms of a quantized unit for each output that it writes as floats. Negative where storing in 8 bits takes
+    longer: an engine may move the Q behind a Concat to each input of the Concat."""
     seen: bool = False
     """Whether its quantized price was measured, in this run or an earlier one."""
     stored: Mapping[WeightFormat, float] = field(default_factory=dict)
-    """By weight format, as a float unit whose weights are stored so, in place of `as_float`."""
+    """By weight format, the ms as a float unit with its weights in that format, in place of `as_float`."""
     guessed: frozenset[str] = frozenset()
     """The names of those `EXTRAS` and weight formats that no build has measured."""
 
     def raised(self, ms: float) -> Price:
-        """The price with everything that no build has measured raised by so many ms."""
+        """The price with all times that no build has measured raised by `ms`."""
         extras = {name: getattr(self, name) + ms for name in EXTRAS if name in self.guessed}
         stored = {s: paid + ms * (s.name in self.guessed) for s, paid in self.stored.items()}
         return replace(self, as_quantized=self.as_quantized + ms * (not self.seen), stored=stored, **extras)
@@ -81,7 +81,7 @@ class Price:
 
 @dataclass(frozen=True)
 class Costs:
-    """Prices in ms for every unit (by number) and every tensor that crosses a border."""
+    """Prices in ms for every unit (by number) and every tensor that crosses a border between units."""
 
     partition: Partition
     prices: tuple[Price, ...]
@@ -90,7 +90,7 @@ class Costs:
     per_consumer: bool = False
     """Whether each consumer of a tensor has a DQ of its own."""
     doubt: Mapping[str, float] = field(default_factory=dict)
-    """By kind, how much builds disagree about a price that should be equal in them."""
+    """By kind of unit, how many ms builds differ in prices that should be equal, summed over the states."""
     guessed: frozenset[tuple[Conversion, str]] = frozenset()
     """Conversions that no build has measured."""
 
@@ -133,7 +133,7 @@ class Costs:
     def cheapest_float(
         self, unit: int, charge: Callable[[WeightFormat], float] = lambda _: 0.0
     ) -> tuple[float, WeightFormat | None]:
-        """The least ms of a unit in float and its weight format then; `charge` is what a weight format adds."""
+        """The least ms of a unit in float, and the weight format for it; `charge` gives the ms a weight format adds."""
         price = self.prices[unit]
         if not price.stored:
             return price.as_float, None
@@ -154,14 +154,14 @@ class Costs:
 
 
 def learn(partition: Partition, builds: Sequence[BuildTimes], prior: Prior = NO_PRIOR) -> Costs:
-    """Prices from the builds so far, the first of them the float model's. Later builds take precedence, since they are
-    nearer to the solution; `prior` serves what no build has measured."""
+    """Prices from the builds so far, the float model's first. Later builds take precedence, since they are nearer to
+    the solution; `prior` gives prices that no build has measured."""
     partition, observed = observe(partition, builds)
     return _priced(partition, observed, prior)
 
 
 def learned_prior(partition: Partition, builds: Sequence[BuildTimes]) -> Prior:
-    """The prices that some builds have shown, for later runs."""
+    """The prices that some builds have measured, as a prior for later runs."""
     partition, observed = observe(partition, builds)
     seen = {key: median(times) for key, times in observed.units.items() if times}
     floats: dict[str, float] = {}
@@ -185,8 +185,8 @@ def learned_prior(partition: Partition, builds: Sequence[BuildTimes]) -> Prior:
 
 
 def _names_of_kinds(partition: Partition) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """The names by which later and earlier runs know each kind, whose equal units need not be split as they are here:
-    with the sizes of tensors, and without."""
+    """By kind, its name in other runs, with the sizes of tensors and without. It lacks the number that this run appends
+    where it splits a kind by float times."""
     kinds = {unit.kind: unit.nodes for unit in partition.units}
     same, others = (
         {kind: kind_of(partition.model, nodes, sized=sized) for kind, nodes in kinds.items()} for sized in (True, False)
@@ -200,7 +200,7 @@ def operators_of(unit: Unit, partition: Partition) -> str:
 
 
 def _neighbours(partition: Partition, tensor: str, names: Mapping[str, str]) -> str:
-    """A digest of the kinds of units that a tensor's conversions stand between, under the given names."""
+    """A digest of the kinds of the units that write and read a tensor, as `names` spells them."""
 
     def kind(number: int | None) -> str:
         return "" if number is None else names[partition.units[number].kind]
@@ -211,7 +211,7 @@ def _neighbours(partition: Partition, tensor: str, names: Mapping[str, str]) -> 
 
 @dataclass(frozen=True)
 class _PriorLookup:
-    """Prices of earlier runs for a partition: from models of the same sizes, or else of others."""
+    """Looks up prices of earlier runs for a partition: from models with equal tensor sizes, or else with others."""
 
     partition: Partition
     prior: Prior
@@ -238,14 +238,14 @@ class _PriorLookup:
         return None
 
     def guess(self, unit: Unit) -> float:
-        """The share of its float time that a quantized unit is guessed to take, from units of its operators."""
+        """The share of its float time that a quantized unit is guessed to take, from units with the same operators."""
         operators = operators_of(unit, self.partition)
         keys = ((operators, "quantized", reads) for reads in ("quantized", "both", "float"))
         return next((self.prior.by_operators[key] for key in keys if key in self.prior.by_operators), UNMEASURED_SHARE)
 
 
 def _priced(partition: Partition, observed: Observations, prior: Prior) -> Costs:
-    fixed, per_byte = _line(observed.sizes or prior.sizes)
+    fixed, per_byte = _fitted_line(observed.sizes or prior.sizes)
     earlier, guessed = _PriorLookup(partition, prior), set[tuple[Conversion, str]]()
 
     def conversion(tensor: str, op: Conversion, seen: Mapping[str, float]) -> float:
@@ -262,11 +262,11 @@ def _priced(partition: Partition, observed: Observations, prior: Prior) -> Costs
     dequantize = {t: conversion(t, "dequantize", observed.dequantize) for t in partition.edges}
     kinds = {unit.kind: unit for unit in partition.units}
     prices_of = {kind: _kind_prices(unit, medians, observed, earlier) for kind, unit in kinds.items()}
-    corrections = _corrections(partition, observed)
+    corrections = _format_corrections(partition, observed)
     known: list[tuple[Price, Extras]] = []
     for unit in partition.units:
         own = prices_of[unit.kind]
-        stored = _stored(partition, unit, own.as_float, medians, corrections)
+        stored = _format_times(partition, unit, own.as_float, medians, corrections)
         unseen = frozenset(s.name for s in stored if (unit.kind, s.name, "float") not in medians)
         quantized, extras = _split_price(partition, unit, own, dequantize)
         seen = own.inside is not None or own.outside is not None
@@ -292,7 +292,7 @@ def _split_price(
         more = own.handing - c1 - (for_floats if own.handing_inside is None else 0.0)
         is_real = seen is not None and unit.weights  # without weights it may as well run in float behind DQs
         o = max(-c1 if is_real else 0.0, more) / max(1, leaving)
-        if not unit.weights and entering:  # the same build as a float unit behind DQs
+        if not unit.weights and entering:  # then this is the time of a float unit behind DQs as well
             g = max(g or 0.0, own.handing - c0 - sum(dequantize[t] for t in entering))
     return c1, {"disturbed": g, "behind_float": e, "handing": o}
 
@@ -309,10 +309,10 @@ class _KindPrices(NamedTuple):
     """Handing, behind quantized units."""
     handing: float | None
     behind_floats: float | None
-    """The extra time behind float units, quantized or handing."""
+    """The extra time behind float units, in state quantized or handing."""
     disturbed: float | None
     guess: float
-    """The guessed share of its float time that it takes quantized."""
+    """The share of its float time that it is guessed to take quantized, if that was not measured."""
 
 
 def _kind_prices(
@@ -340,8 +340,8 @@ def _kind_prices(
 
 
 def _completed(partition: Partition, known: Sequence[tuple[Price, Extras]]) -> tuple[Price, ...]:
-    """Prices with all their extras. Those without a measurement are what other kinds of the same operators have shown,
-    as a share of their float time: whether a kernel reads 8 bits or writes floats does not depend on shapes."""
+    """Prices with all their extras. An extra without a measurement is the share of float time that it takes in other
+    kinds of units with the same operators: whether a kernel reads 8 bits or writes floats does not depend on shapes."""
     names = [operators_of(unit, partition) for unit in partition.units]
     shares: dict[tuple[str, str], dict[str, float]] = {}
     for unit, operators, (price, extras) in zip(partition.units, names, known, strict=True):
@@ -361,9 +361,9 @@ def _completed(partition: Partition, known: Sequence[tuple[Price, Extras]]) -> t
     return tuple(completed(operators, *one) for operators, one in zip(names, known, strict=True))
 
 
-def _corrections(partition: Partition, observed: Observations) -> Mapping[int, float]:
-    """By bits, the measured time of units that store their weights so, over that predicted from their products
-    alone."""
+def _format_corrections(partition: Partition, observed: Observations) -> Mapping[int, float]:
+    """By the bits of weight formats: the measured time of units with such weights, divided by the time predicted from
+    their products alone."""
     sums: dict[int, list[float]] = {}
     for unit in {u.kind: u for u in partition.units if partition.compressible(u)}.values():
         floats = observed.units.get((unit.kind, "float", "float"), [])
@@ -376,15 +376,15 @@ def _corrections(partition: Partition, observed: Observations) -> Mapping[int, f
     return {bits: real / promised for bits, (real, promised) in sums.items() if promised > 0}
 
 
-def _stored(
+def _format_times(
     partition: Partition,
     unit: Unit,
     as_float: float,
     medians: Mapping[UnitKey, float],
     corrections: Mapping[int, float],
 ) -> dict[WeightFormat, float]:
-    """The ms of a float unit by weight format: measured, or as its products take alone, corrected by what builds have
-    shown for formats with as many bits."""
+    """The ms of a float unit by weight format: measured, or else predicted from its products alone and multiplied by
+    the correction for formats with as many bits."""
     found = {}
     for weight_format in partition.weight_formats(unit):
         guess = as_float * partition.share(unit, weight_format) * corrections.get(weight_format.bits, 1.0)
@@ -392,8 +392,8 @@ def _stored(
     return found
 
 
-def _line(sizes: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """a and b of a + b * bytes, both at least zero; zeros without measurements."""
+def _fitted_line(sizes: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """(a, b) of the line a + b * bytes that fits the ms of conversions, both at least zero; zeros without data."""
     points = np.array(list(sizes)).reshape(-1, 2)
     if len(points) == 0:
         return 0.0, 0.0

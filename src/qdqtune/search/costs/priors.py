@@ -17,14 +17,13 @@ import msgspec
 import numpy as np
 
 PriceKey = tuple[str, str, str]
-"""Digest of a unit's kind; its state, or the name of the weight format of its weights; and what it reads (see
-`prices`)."""
+"""Digest of a unit's kind; its state, or the weight format of its weights; and what it reads (see `prices`)."""
 
 Split = frozenset[int]
 """Which inner edges of a fusion group carry pairs, by their position."""
 
 DISTURBED = "disturbed"
-"""In place of a state: the extra time of a float unit among pairs."""
+"""Stands in a `PriceKey` in place of a state: the extra time of a float unit among pairs."""
 
 MAX_SHARE = 100.0
 """Shares above this are measurement errors, not prices. Chosen, not measured."""
@@ -34,10 +33,10 @@ LOW_QUANTILE = 0.25
 and corrected by its build, one that is too high never is. Chosen, not measured."""
 
 DECIMALS = 5
-"""Decimals of shares, ms and bytes as they are written."""
+"""Decimals of shares, ms and bytes in a file."""
 
 MAX_ROWS = 20_000
-"""Rows of each sort that are kept, the latest: some megabytes."""
+"""The most rows that are kept of each table of a prior, the latest: some megabytes."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Prices(msgspec.Struct, frozen=True):
 
 
 def packed(prior: Prior) -> Prices:
-    """A prior as JSON."""
+    """A prior as rows for a JSON file."""
     return Prices(
         tuple((kind, prior.operators[kind], how, reads, _rounded(x)) for (kind, how, reads), x in prior.shares.items()),
         tuple((op, where, _rounded(size), _rounded(ms)) for (op, where), (size, ms) in prior.conversions.items()),
@@ -124,7 +123,7 @@ def packed(prior: Prior) -> Prices:
 
 
 def unpacked(prices: Prices) -> Prior:
-    """The prior of `packed`, without numbers that cannot be prices."""
+    """The prior that `packed` made rows of; rows with numbers that cannot be prices are dropped."""
     units = [row for row in prices.units if 0 <= row[4] <= MAX_SHARE]
     splits: dict[str, dict[Split, float]] = {}
     for kind, split, share in prices.splits:

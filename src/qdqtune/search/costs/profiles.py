@@ -1,6 +1,6 @@
 """Fusion groups timed alone: which schemes to try on one, and which groups run quantized by these times.
 
-A scheme is written as points, positions within the group, so that a measurement holds for all equal groups. A group's
+A scheme is a set of points (positions within the group), so that a measurement holds for all equal groups. A group's
 own time leaves out the Q of what it reads and the DQ of what it writes: alone it pays both, in the model its neighbours
 may be quantized as well. These conversions have prices of their own, and the minimum cut of `qdqtune.search.cut`
 decides by both which groups run quantized.
@@ -41,9 +41,10 @@ measured."""
 class PricedScheme:
     """The ms of a group alone in one scheme, to compare with `Profile.float_ms`.
 
-    `ratio` is that of the whole subgraph to its float form, None where it was not timed in rounds since its layers were
-    too slow. `quantize` are the Qs of what it reads, `dequantize` the DQs of what it writes, by the first point of the
-    tensor. `weight_format` is set, and `points` is empty, where weights alone are stored in fewer bits.
+    `ratio` is the latency of the whole subgraph over that of its float form; None where only layers were timed, since
+    they were too slow. `quantize` has the ms of the Qs on tensors that the group reads, `dequantize` of the DQs on
+    tensors that it writes, by the first point of the tensor. With a `weight_format`, only weights are quantized and
+    `points` is empty.
     """
 
     scheme: str
@@ -57,7 +58,7 @@ class PricedScheme:
 
 @dataclass(frozen=True)
 class Profile:
-    """The times of a group alone; `failures` has a reason for each scheme without one."""
+    """The times of a group alone; `failures` has the reason for each scheme that has no time."""
 
     float_ms: float
     options: tuple[PricedScheme, ...] = ()
@@ -104,7 +105,7 @@ def points_of(model: Model, placement: Placement) -> frozenset[GroupPoint]:
 
 
 def edges_of(parts: Partition, unit: Unit, points: Collection[GroupPoint]) -> frozenset[Edge]:
-    """The edges of some points of a group in the whole model, where pairs may stand."""
+    """The possible edges of the whole model that some points of a group stand for."""
     edges: set[Edge] = set()
     for number, index in points:
         if number < 0:
@@ -116,7 +117,7 @@ def edges_of(parts: Partition, unit: Unit, points: Collection[GroupPoint]) -> fr
 
 
 def signature(parts: Partition, unit: Unit, sizes: Mapping[str, tuple[int, ...]]) -> str:
-    """Equal exactly for groups of equal operators, attributes, wiring, shapes, types and possible pairs."""
+    """A text, equal for two groups exactly if operators, attributes, wiring, shapes, types and possible pairs are."""
     model = parts.model
     names: dict[str, str] = {}
 
@@ -143,7 +144,7 @@ def signature(parts: Partition, unit: Unit, sizes: Mapping[str, tuple[int, ...]]
 class SchemeResult:
     """The measurement of one scheme: the layers, and the paired rounds (b) against the float form (a).
 
-    There are no rounds where the layers were too slow already, and no layers where the engine reports none.
+    `result` is None where the layers were too slow already; `layers` is empty where the engine reports none.
     """
 
     scheme: str
@@ -153,8 +154,8 @@ class SchemeResult:
 
 
 def profile_of(model: Model, floats: Sequence[Layer], answers: Sequence[SchemeResult]) -> Profile:
-    """The profile of a group: by its layers, without reformats, which depend on the neighbours' layouts; by its latency
-    where there are no layers.
+    """The profile of a group from its layer times, or from its latency where the engine reports no layers. Reformats
+    are left out, since they depend on the layouts of neighbours.
 
     Args:
         model: the group alone.
@@ -181,7 +182,7 @@ def profile_of(model: Model, floats: Sequence[Layer], answers: Sequence[SchemeRe
 def _by_layers(
     model: Model, floats: Sequence[Layer], answer: SchemeResult, measured: Measurement | None
 ) -> PricedScheme:
-    """The time from the paired rounds, divided by the layers."""
+    """A scheme with its time from the paired rounds, divided among kernels, Qs and DQs by their layer times."""
     own = _without_reformats(model, answer.layers)
     before, after, counted = (sum(x.time_ms or 0.0 for x in group) for group in (floats, answer.layers, own))
     ratio = None if measured is None else _ratio(measured)
@@ -229,12 +230,12 @@ class GroupSelection:
 
     @property
     def parts(self) -> Partition:
-        """The groups."""
+        """The groups, as units of the model."""
         return self.costs.partition
 
     def option(self, number: int) -> PricedScheme | None:
-        """The chosen scheme of a group: of a quantized one the scheme that stores its outputs if the decision does;
-        None for a float one with float weights."""
+        """The chosen scheme of a group; None for a float group with float weights. For a quantized group, the scheme
+        that stores the outputs in 8 bits if the decision stores all of them, else the one that stores none."""
         if number not in self.decision.quantized:
             chosen = self.decision.format_of.get(number)
             own = self.profiles[number].options if chosen is not None else ()
@@ -245,7 +246,7 @@ class GroupSelection:
         return (storing or handing) if stores else (handing or storing)
 
     def placement(self) -> Placement:
-        """The pairs of all chosen schemes; a tensor that is stored in 8 bits has them on all its edges."""
+        """The pairs of all chosen schemes; a tensor that is stored in 8 bits has pairs on all its edges."""
         edges = {e for t in self.decision.stored for e in self.parts.edges.get(t, ())}
         for number in self.decision.quantized:
             option = self.option(number)
@@ -254,10 +255,10 @@ class GroupSelection:
         return Placement.of(edges, self.parts.placement(self.decision).compressed)
 
     def with_followers(self) -> GroupSelection:
-        """With the groups that read only what quantized ones write: the conversions that they paid alone are not needed
-        there.
+        """The selection with those groups quantized as well that read only tensors of quantized groups.
 
-        For times without layers, which include these conversions.
+        For engines without layer times: the latency of such a group alone includes conversions that the model does not
+        need.
         """
         parts, quantized, stored = self.parts, set(self.decision.quantized), set(self.decision.stored)
         for unit in parts.units:
@@ -270,7 +271,7 @@ class GroupSelection:
         return replace(self, decision=Decision.of(quantized, stored, formats))
 
     def savings(self) -> Mapping[int, float]:
-        """By group that is not as in the float model, the ms that it is expected to save, conversions included."""
+        """By group with pairs or stored weights, the ms that it is expected to save, conversions included."""
         units, prices = (self.parts.units[n] for n in sorted(self.decision.quantized)), self.costs.prices
         saved = {u.number: margin(self.costs, self.decision, u) for u in units}
         return saved | {
@@ -279,7 +280,7 @@ class GroupSelection:
 
     @property
     def ratio(self) -> float:
-        """The expected ratio to the float model."""
+        """The expected time of the model as a share of the float model's."""
         return self.costs.total(self.decision) / self.costs.float_ms
 
 
@@ -296,11 +297,11 @@ def prices(parts: Partition, profiles: Mapping[int, Profile]) -> Costs:
     """
     never = 1.0 + 2.0 * sum(profiles[u.number].float_ms for u in parts.units)
     quantize, dequantize = (_conversions(parts, profiles, which) for which in ("quantize", "dequantize"))
-    own = tuple(_price(parts, unit, profiles[unit.number], never) for unit in parts.units)
+    own = tuple(_group_price(parts, unit, profiles[unit.number], never) for unit in parts.units)
     return Costs(parts, own, quantize, dequantize)
 
 
-def _price(parts: Partition, unit: Unit, profile: Profile, never: float) -> Price:
+def _group_price(parts: Partition, unit: Unit, profile: Profile, never: float) -> Price:
     storing, giving = _storing_and_handing(parts, unit, profile)
     known = [option.ms for option in (storing, giving) if option is not None]
     leaving = sum(t in parts.edges for t in unit.outputs)
@@ -334,8 +335,7 @@ def _storing_and_handing(
 
 
 def _conversions(parts: Partition, profiles: Mapping[int, Profile], which: str) -> dict[str, float]:
-    """The price of a Q or DQ (`which`) of every tensor between groups: measured, or by the median price of an
-    element."""
+    """The price of a Q or DQ (`which`) of every tensor between groups: measured, or by the median price per element."""
     seen: dict[str, list[float]] = {}
     for unit in parts.units:
         for option in profiles[unit.number].options:

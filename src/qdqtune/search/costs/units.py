@@ -19,8 +19,8 @@ from qdqtune.placement import rules
 from qdqtune.types import Edge, Layer, Placement, WeightFormat
 
 FormatShares = Mapping[Edge, Mapping[WeightFormat, float]]
-"""By use of a weight, the weight formats that it may have, each with the time of its product alone as a share of its
-float time."""
+"""By edge of a weight, the weight formats that it may have, each with the time of the weight's matrix product alone as
+a share of its float time."""
 
 WORTHWHILE_SHARE = 0.8
 """All weights in so many bits are worth a build if their products take on average at most this share of their float
@@ -36,8 +36,8 @@ Group = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Unit:
-    """Nodes by index. `inputs` are the edges that enter, `weights` those of constants, `inner` those between its nodes,
-    `outputs` the tensors that leave.
+    """A unit: its nodes by index. `inputs` are the edges that enter, `weights` those of constants, `inner` those
+    between its nodes, `outputs` the tensors that leave.
 
     Constants of elementwise operators that are fused behind a product count as inner: that arithmetic is in float.
     """
@@ -91,7 +91,7 @@ class Partition:
 
     @cached_property
     def producer(self) -> Mapping[str, int]:
-        """Tensor that leaves a unit to the unit's number; graph inputs are absent."""
+        """The number of the unit that writes each tensor that leaves a unit; graph inputs are absent."""
         return {t: u.number for u in self.units for t in u.outputs}
 
     @cached_property
@@ -127,7 +127,7 @@ class Partition:
         return self._compressible.get(unit.number, ())
 
     def weight_formats(self, unit: Unit) -> tuple[WeightFormat, ...]:
-        """The weight formats that all these weights of a unit may have."""
+        """The weight formats that every compressible weight of a unit may have."""
         first, *others = [self.format_shares[e] for e in self.compressible(unit)] or [{}]
         return tuple(s for s in first if all(s in other for other in others))
 
@@ -137,7 +137,7 @@ class Partition:
         return sum(shares) / len(shares)
 
     def format_in(self, unit: Unit, placement: Placement) -> WeightFormat | None:
-        """The weight format of a unit's weights in a placement, if all of them have the same one."""
+        """The weight format that all compressible weights of a unit have in a placement; None if they differ."""
         if not placement.compressed:
             return None
         found = {placement.weight_formats.get(e) for e in self.compressible(unit)}
@@ -199,7 +199,7 @@ def partition(
 
 
 def fusion_groups(model: Model, layers: Sequence[Layer]) -> list[Group]:
-    """The sets of model nodes that one layer runs together."""
+    """The sets of two or more model nodes, by name, that one layer runs together."""
     known = [tuple(n for n in layer.nodes if n in model.index_of) for layer in layers if layer.kind == "compute"]
     return [group for group in known if len(group) > 1]
 
@@ -263,7 +263,7 @@ def kind_of(model: Model, nodes: tuple[int, ...], *, sized: bool = True) -> str:
 
 
 def usual_groups(model: Model, possible: frozenset[Edge]) -> list[list[str]]:
-    """Names of nodes that engines usually run together, in groups of more than one, from `rules.everything`."""
+    """Groups of nodes, by name, joined by edges without a pair in `rules.everything`, as engines usually run them."""
     inside = [e for e in possible - rules.everything(model, possible).edges if e.node]
     group_of: dict[str, list[str]] = {}
     for edge in sorted(inside, key=lambda e: (model.index_of[e.node], e)):
@@ -292,9 +292,9 @@ def expected_share(format_shares: FormatShares, placement: Placement) -> float:
 def weights_by_bits(
     format_shares: FormatShares, holds: Callable[[Placement], bool] = lambda _: True
 ) -> dict[str, Placement]:
-    """Placements with every weight in 4 bits and with every one in 8, as far as the formats allow, by name. A weight
-    gets the fastest format, or one that is `NEARLY_FASTEST` and keeps more of it; where that placement does not satisfy
-    `holds`, the format that keeps most. Nothing where products gain less than `WORTHWHILE_SHARE`."""
+    """Placements with every weight in 4 bits and with every one in 8, as far as the formats allow, by name. Each weight
+    gets the most exact format that is `NEARLY_FASTEST`; if that placement fails `holds`, the most exact one with these
+    bits. Bits are left out where products take `WORTHWHILE_SHARE` of their float time or more."""
     seeds = {}
     for bits in sorted({s.bits for shares in format_shares.values() for s in shares}):
         for nearness in (NEARLY_FASTEST, inf):
@@ -308,13 +308,13 @@ def weights_by_bits(
 
 
 def shares_by_bytes(format_shares: FormatShares) -> FormatShares:
-    """The same weight formats with their sizes, as shares of float32, in place of times."""
+    """`format_shares` with the size of each weight format, as a share of float32, in place of its time."""
     return {edge: {s: s.bytes_per_weight / 4 for s in shares} for edge, shares in format_shares.items()}
 
 
 def _of_bits(format_shares: FormatShares, bits: int, nearness: float) -> tuple[dict[Edge, WeightFormat], list[float]]:
-    """For each weight, of the formats with so many bits that take at most `nearness` times as long as the fastest, the
-    one that keeps most of it; and the shares of time of these."""
+    """For each weight, the format with the most bytes per weight among those with `bits` bits that take at most
+    `nearness` times as long as the fastest; and the shares of float time of the formats found."""
     stored, expected = {}, []
     for edge, shares in format_shares.items():
         able = {s: share for s, share in shares.items() if s.bits == bits}

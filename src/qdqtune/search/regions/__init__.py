@@ -1,1 +1,1 @@
-"""Equal parts of a graph."""
+"""Regions of a graph, and patterns of equal regions."""

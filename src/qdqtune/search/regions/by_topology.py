@@ -57,7 +57,7 @@ class Flow:
         return self.model.nodes[node].op
 
     def _depth_first(self) -> list[int]:
-        """Producers are visited in graph order: shared side inputs (masks) then come before what they are shared by."""
+        """Producers are visited in graph order: side inputs that branches share (masks) then come before them."""
         done = [False] * len(self.before)
         order: list[int] = []
         for sink in (v for v, users in enumerate(self.after) if not users):
@@ -125,7 +125,7 @@ def nest(flow: Flow, whole: int) -> Nest:
 
 
 def outline(flow: Flow, found: Nest) -> Outline:
-    """Each block that is not small as a group. Of deep nests only the innermost levels are kept."""
+    """The blocks that are not small, as nested groups; of deep nests only the innermost levels."""
     height = [0] * len(found.blocks)
     for i in reversed(range(len(found.blocks))):
         if not found.small[i] and found.parent[i] >= 0:
@@ -166,7 +166,7 @@ def _members(flow: Flow, block: Block) -> list[int]:
 
 
 def _blocks(flow: Flow) -> list[Block]:
-    """Every divergence with its convergence and the operators that continue it."""
+    """A block for each divergence: to its convergence, and the operators that continue it."""
     ends = post_dominators(flow)
     starts_of: dict[int, list[int]] = {}
     for vertex in flow.order:
@@ -190,7 +190,7 @@ def _epilogue(flow: Flow, vertex: int) -> int:
 
 
 def _without_crossings(found: Sequence[Block], length: int) -> list[Block]:
-    """Of any two blocks that cross the shorter one. Blocks cross where unrelated branches share a part of the order."""
+    """Keep the shorter of two blocks that cross, as blocks of unrelated branches in one part of the order may do."""
     inner = list(range(length + 1))  # inner[p]: the next border from p on that lies inside no kept block
 
     def open_border(p: int) -> int:

@@ -16,15 +16,15 @@ from qdqtune.types import Placement, Trial, WeightFormat
 
 
 class CachedPattern(Protocol):
-    """A pattern as far as the cache needs it."""
+    """What the cache writes of a pattern."""
 
     @property
     def digest(self) -> str:
-        """As in `Pattern`."""
+        """16 hex digits that stand for the pattern's signature."""
 
     @property
     def ops(self) -> Sequence[str]:
-        """As in `Pattern`."""
+        """The pattern's operators in canonical order."""
 
 
 def write_cache(
@@ -41,11 +41,11 @@ def write_cache(
 def content_of(
     caches: Mapping[str, Sequence[tuple[Scheme, float]]], patterns: Iterable[CachedPattern]
 ) -> dict[str, int | list[dict[str, object]]]:
-    """The content of the file of `write_cache`."""
+    """The content of a pattern cache, as `write_cache` writes it."""
     entries: list[dict[str, object]] = []
     for pattern in patterns:
         if schemes := caches.get(pattern.digest):
-            rows = [{"ratio": round(ratio, 4), **_row(scheme)} for scheme, ratio in schemes]
+            rows = [{"ratio": round(ratio, 4), **_row_of_scheme(scheme)} for scheme, ratio in schemes]
             entries.append({"pattern": pattern.digest, "ops": list(pattern.ops), "schemes": rows})
     return {"version": VERSION, "patterns": entries}
 
@@ -58,7 +58,7 @@ def read_cache(path: Path) -> dict[str, tuple[Scheme, ...]]:
     """
     content = read_yaml(path, "pattern cache")
     try:
-        return {entry["pattern"]: tuple(map(_scheme, entry["schemes"])) for entry in content["patterns"]}
+        return {entry["pattern"]: tuple(map(_scheme_of_row, entry["schemes"])) for entry in content["patterns"]}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadOption(f"{path} is no pattern cache: {error!r} is missing or wrong") from error
 
@@ -73,8 +73,8 @@ def cache_of(
     minimum_distance: int,
     maximum_entries: int,
 ) -> dict[str, list[tuple[Scheme, float]]]:
-    """Schemes worth trying again: that of the `final` placement and its ratio, then measured winners that differ enough
-    from all taken."""
+    """Schemes worth trying again, at most `maximum_entries` for each pattern: that of the `final` placement with its
+    ratio, then measured winners, the fastest first, that differ from all before in `minimum_distance` points."""
     schemes: dict[str, list[tuple[Scheme, float]]] = {}
     for pattern in patterns:
         region = pattern.instances[0]
@@ -89,20 +89,20 @@ def cache_of(
     return schemes
 
 
-def _row(scheme: Scheme) -> dict[str, object]:
-    points: list[object] = [_point(p) for p in sorted(scheme.points, key=repr)]
+def _row_of_scheme(scheme: Scheme) -> dict[str, object]:
+    points: list[object] = [_row_of_point(p) for p in sorted(scheme.points, key=repr)]
     stored: list[object] = [
-        [*_point(p), weight_format.name] for p, weight_format in sorted(scheme.weight_formats, key=repr)
+        [*_row_of_point(p), weight_format.name] for p, weight_format in sorted(scheme.weight_formats, key=repr)
     ]
     return {"points": points, **({"weights": stored} if stored else {})}
 
 
-def _scheme(row: Mapping[str, Any]) -> Scheme:
-    stored = ((_parsed(values[:3]), WeightFormat.named(values[3])) for values in row.get("weights", ()))
-    return Scheme(frozenset(map(_parsed, row["points"])), frozenset(stored))
+def _scheme_of_row(row: Mapping[str, Any]) -> Scheme:
+    stored = ((_point_of_row(values[:3]), WeightFormat.named(values[3])) for values in row.get("weights", ()))
+    return Scheme(frozenset(map(_point_of_row, row["points"])), frozenset(stored))
 
 
-def _point(point: Point) -> list[str | int | None]:
+def _row_of_point(point: Point) -> list[str | int | None]:
     match point:
         case NodeInput(node, number):
             return ["node_input", node, number]
@@ -115,7 +115,7 @@ def _point(point: Point) -> list[str | int | None]:
     raise TypeError(f"not an insertion point: {point!r}")
 
 
-def _parsed(values: Sequence[Any]) -> Point:
+def _point_of_row(values: Sequence[Any]) -> Point:
     form, owner, number = values
     if not (isinstance(owner, int) and isinstance(number, int)):
         raise ValueError(f"{values} is not an insertion point")

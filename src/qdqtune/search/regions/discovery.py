@@ -44,7 +44,7 @@ class Regions:
 
     @property
     def phase2(self) -> int:
-        """How many of them were refined into composites; the rest are leaves."""
+        """How many of the first partition's regions were refined into composites; the rest are leaves."""
         return sum(r.type is RegionType.COMPOSITE for r in self.root.children)
 
     def walk(self) -> Iterator[Region]:
@@ -55,7 +55,7 @@ class Regions:
 
     @property
     def leaves(self) -> tuple[Region, ...]:
-        """Every node of the model is in exactly one of these."""
+        """The regions that hold nodes; every node of the model is in exactly one of them."""
         return tuple(r for r in self.walk() if r.type is RegionType.LEAF)
 
     @property
@@ -66,7 +66,7 @@ class Regions:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Disable Python's garbage collection meanwhile: it would take a fourth of the time, and all these objects stay."""
+    """Disable Python's garbage collection meanwhile: it would take a fourth of the time and find nothing to free."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -121,14 +121,14 @@ def _without_wrappers(flow: Flow, groups: Outline) -> Outline:
 
 @dataclass(eq=False)
 class _Tree:
-    """A region without a number. `nodes` includes those of its children."""
+    """A region before it is numbered. `nodes` includes the nodes of its children."""
 
     nodes: list[int]
     children: Sequence[_Tree] = ()
 
 
 def _tree(groups: Outline, parts: Sequence[list[int]]) -> _Tree:
-    """The leaves in their groups; a group that would hold only one region is replaced by it."""
+    """The leaves in their groups; a group that would hold only one region is replaced by that region."""
     held: list[list[_Tree]] = [[] for _ in groups.parent]
     for nodes in parts:
         held[groups.home[nodes[0]]].append(_Tree(nodes))
@@ -142,14 +142,14 @@ def _tree(groups: Outline, parts: Sequence[list[int]]) -> _Tree:
 
 
 class _Assembly:
-    """Makes regions of such trees, with numbers, levels and borders."""
+    """Makes regions with numbers, levels and borders of a `_Tree`."""
 
     def __init__(self, structure: Structure) -> None:
         self._model, self._structure = structure.model, structure
         self.listings: dict[Region, Listing] = {}
 
     def root(self, tree: _Tree) -> Region:
-        """The whole hierarchy, without recursion, since hierarchies can be deep."""
+        """The whole hierarchy of a tree, made without recursion, since hierarchies can be deep."""
         order: list[tuple[_Tree, int]] = []
         stack = [(tree, -1)]
         while stack:
@@ -180,7 +180,7 @@ def has_module_names(model: Model) -> bool:
 
 
 def outline_by_names(flow: Flow, whole: int) -> Outline:
-    """Each module as a group, but for small ones: at most `whole` nodes with at most one heavy operator. The node
+    """Nested groups of nodes: the modules with more than `whole` nodes or more than one heavy operator. The node
     `/encoder/layer.0/attention/self/query/MatMul` lies in module encoder/layer.0/attention/self/query.
 
     A node without a path belongs to the module of its producer, or else of its user. An elementwise operator that alone
@@ -207,7 +207,7 @@ def outline_by_names(flow: Flow, whole: int) -> Outline:
                 group[module] = len(parent)
                 parent.append(around)
         home.append(group[path])
-    _draw_in(flow, home, parent)
+    _move_epilogues(flow, home, parent)
     return Outline(parent, home)
 
 
@@ -226,7 +226,7 @@ def _paths(flow: Flow) -> list[Path]:
     return [path or () for path in paths]
 
 
-def _draw_in(flow: Flow, home: list[int], parent: list[int]) -> None:
+def _move_epilogues(flow: Flow, home: list[int], parent: list[int]) -> None:
     """Move epilogues into the group that feeds them: elementwise nodes right behind it that alone use its result."""
     level = [0] * len(parent)
     for g in range(1, len(parent)):

@@ -15,8 +15,8 @@ def form(flow: Flow, structure: Structure, outline: Outline, units: Sequence[int
     """Divide the nodes into leaves within the groups of the outline, with at most `max_size` nodes unless a unit has
     more.
 
-    `units[n]` is the last node of the unit of node n; a unit whose nodes lie in several groups is ignored. Leaves are
-    in graph order of their first nodes, and so are the nodes in each.
+    `units[n]` is the last node of the unit (small block) of node n; a unit whose nodes lie in several groups is
+    ignored. Leaves are in graph order of their first nodes, and so are the nodes in each.
     """
     clusters = _Clusters(flow, structure, outline, units, max_size)
     clusters.follow_producers()
@@ -37,7 +37,7 @@ class _Clusters:
         for v in flow.order:
             if v >= flow.first:
                 self._members.setdefault(self._unit[v - flow.first], []).append(v - flow.first)
-        self._sole_user = [self._sole(v) for v in range(len(flow.order))]
+        self._sole_user = [self._sole_user_of(v) for v in range(len(flow.order))]
         self._heavy = {u: any(flow.heavy[flow.first + n] for n in nodes) for u, nodes in self._members.items()}
         self._depth = [0] * len(flow.order)
         for v in flow.order:
@@ -111,7 +111,7 @@ class _Clusters:
     def _is_in(self, vertex: int, unit: int) -> bool:
         return vertex >= self._flow.first and self._unit[vertex - self._flow.first] == unit
 
-    def _sole(self, vertex: int) -> int:
+    def _sole_user_of(self, vertex: int) -> int:
         """The only other unit that uses a vertex, -1 if there is none or if there are several."""
         flow = self._flow
         users = {self._unit[u - flow.first] for u in flow.after[vertex]}

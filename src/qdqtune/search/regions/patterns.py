@@ -40,11 +40,11 @@ class Pattern:
     instances: tuple[Region, ...] = field(compare=False, repr=False)
     model: Model = field(compare=False, repr=False)
     listings: Mapping[Region, Listing] = field(compare=False, repr=False)
-    """Those of all instances."""
+    """The canonical order of the nodes of each instance."""
 
     @property
     def type(self) -> RegionType:
-        """All instances are leaves, or all are composites."""
+        """LEAF or COMPOSITE, the same for all instances."""
         return self.instances[0].type
 
     @cached_property
@@ -95,7 +95,7 @@ def is_quantizable(model: Model, region: Region) -> bool:
 
 
 def _holds(model: Model, region: Region, operators: frozenset[str]) -> bool:
-    """Whether a region holds one of some operators, working on floats."""
+    """Whether a region holds a node with one of the `operators` that writes floats."""
     nodes = (model.nodes[n] for n in region.all_nodes())
     return any(node.op in operators and any(may_be_float(model, t) for t in node.outputs) for node in nodes)
 

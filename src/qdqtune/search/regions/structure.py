@@ -21,9 +21,9 @@ from qdqtune.search.regions.wiring import FREE, Inputs, Tensor, Wiring
 class Listing:
     """A part of the graph in canonical order.
 
-    `nodes` are node indices; `inputs[k]` those of the k-th and `orders[k]` their canonical order; `borders` the
-    activations that enter, `exits` the (canonical node number, output number) that leave, with whether a use outside
-    can carry a pair. `lines` describe all of it: equal lines mean that equal numbers correspond.
+    `nodes` are node indices; `inputs[k]` are the inputs of the k-th, `orders[k]` their canonical order. `borders` are
+    the activations that enter, `exits` the outputs that leave, as (canonical node number, output number), with whether
+    a use outside can carry a pair. `lines` describe all of it as text: if they are equal, equal numbers correspond.
     """
 
     nodes: tuple[int, ...]
@@ -69,7 +69,7 @@ class _Part:
 
     @cached_property
     def entries(self) -> Mapping[str, Sequence[tuple[int, int]]]:
-        """The uses of each activation that enters: the nodes, and what it is to them."""
+        """By activation that enters, its uses as (node, role of the input)."""
         readers: dict[str, list[tuple[int, int]]] = {}
         for n in self.order:
             inputs = self.structure.inputs[n]
@@ -79,14 +79,14 @@ class _Part:
         return readers
 
     def are_used_alike(self, tensors: Sequence[str]) -> bool:
-        """Whether activations that enter at the same node, one for each use there, have equal uses."""
+        """Whether activations that enter have equal uses; `tensors` names them once for each use at one node."""
         if len(self.order) == 1:
             return len(set(tensors)) == len(tensors)
         return len({tuple(self.entries[t]) for t in tensors}) == 1
 
     @cached_property
     def labels(self) -> _Labels:
-        """Computed on demand: a chain has only one order."""
+        """Computed on demand: a chain has only one order, and needs none."""
         return _Labelling(self).run()
 
 
@@ -102,17 +102,17 @@ class _Labelling:
 
     def __init__(self, part: _Part) -> None:
         self._part, self._structure = part, part.structure
-        self._inner = {n: self._roles(n) for n in part.order}
+        self._inner = {n: self._producers_by_role(n) for n in part.order}
 
     def run(self) -> _Labels:
         """The labels after three sweeps."""
         hashed, texts, results = self._structure.hash, self._structure.texts, self._part.results
         after = self._sweep_users({n: _mix(hashed(texts[n]), hashed(results[n])) for n in self._part.order})
-        nodes = self._sweep_users(self._sweep_producers(after, self._enter(after)))
-        return _Labels(nodes, self._enter(nodes))
+        nodes = self._sweep_users(self._sweep_producers(after, self._border_labels(after)))
+        return _Labels(nodes, self._border_labels(nodes))
 
-    def _roles(self, node: int) -> Sequence[tuple[int, Sequence[int]]]:
-        """The producers of a node inside, by what they are to it: to a commutative operator all are the same."""
+    def _producers_by_role(self, node: int) -> Sequence[tuple[int, Sequence[int]]]:
+        """The producers inside that a node reads, by the role of the input (one for all commutative inputs)."""
         part_of, producers_of = self._part.part_of, dict[tuple[int, int], list[int]]()
         inputs, own = self._structure.inputs[node], part_of[node]
         for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
@@ -121,7 +121,7 @@ class _Labelling:
         return [(_mix(*role), producers) for role, producers in producers_of.items()]
 
     def _sweep_users(self, labels: Mapping[int, int]) -> dict[int, int]:
-        """Each label with those of the node's users, theirs with their users', and so on."""
+        """New labels, from the last node to the first: each with the new labels of the node's users."""
         new, below = dict[int, int](), dict.fromkeys(labels, 0)
         for n in reversed(self._part.order):
             new[n] = _mix(labels[n], below[n])
@@ -131,11 +131,11 @@ class _Labelling:
                     below[producer] += label
         return new
 
-    def _enter(self, labels: Mapping[int, int]) -> dict[str, int]:
+    def _border_labels(self, labels: Mapping[int, int]) -> dict[str, int]:
         return {t: sum(_mix(labels[user], role) for user, role in uses) for t, uses in self._part.entries.items()}
 
     def _sweep_producers(self, labels: Mapping[int, int], borders: Mapping[str, int]) -> dict[int, int]:
-        """Each label with those of the node's inputs, theirs with their inputs', and so on."""
+        """New labels, from the first node to the last: each with the new labels of the node's producers."""
         new, by_role = dict[int, int](), dict[int, dict[str, int]]()
         for n in self._part.order:
             inputs, above = self._structure.inputs[n], 0
@@ -156,7 +156,7 @@ class _Labelling:
 
 
 _Rank = tuple[int, int, int, int, int]
-"""What inputs that may change places are sorted by: group, label, surroundings, producer, position."""
+"""The sort key of inputs that may change places: group, label, surroundings, producer, position."""
 
 
 class _Numbering:
@@ -172,10 +172,10 @@ class _Numbering:
     def run(self) -> Listing:
         """The listing of the nodes."""
         if len(self._part.order) == 1:
-            self._append(self._part.order[0])
+            self._number_node(self._part.order[0])
         for _, level in sorted(self._levels().items()) if not self._number else ():
             for node in self._sorted_level(level) if len(level) > 1 else level:
-                self._append(node)
+                self._number_node(node)
         nodes = tuple(self._number)
         inputs = tuple(self._structure.inputs[n] for n in nodes)
         return Listing(
@@ -193,9 +193,9 @@ class _Numbering:
     def _sorted_level(self, level: Iterable[int]) -> Iterator[int]:
         label = self._part.labels.nodes.__getitem__
         for _, alike in groupby(sorted(level, key=label), label):
-            yield from self._ordered(list(alike))
+            yield from self._in_canonical_order(list(alike))
 
-    def _ordered(self, alike: list[int]) -> list[int]:
+    def _in_canonical_order(self, alike: list[int]) -> list[int]:
         if len(alike) > 1:
             prints = self._structure.fingerprints
             alike.sort(key=lambda n: (self._surroundings(n), prints[n], n))
@@ -205,7 +205,7 @@ class _Numbering:
         tensors = self._structure.inputs[node].tensors
         return [self._key(tensors[k])[:3] for k in self._order(node)]
 
-    def _append(self, node: int) -> None:
+    def _number_node(self, node: int) -> None:
         order = self._order(node)
         inputs = ", ".join(self._inputs(node, order))
         self._lines.append(f"{self._structure.texts[node]}({inputs})->{self._part.results[node]}")
@@ -213,7 +213,7 @@ class _Numbering:
         self._orders.append(order)
 
     def _order(self, node: int) -> Sequence[int]:
-        """The inputs of a node; those that may stand in any order, in canonical order."""
+        """The numbers of a node's inputs, with those that may stand in any order in canonical order."""
         tensors, roles, _, _ = self._structure.inputs[node]
         first = len(roles) - roles.count(FREE)
         if len(roles) - first < 2:
@@ -235,7 +235,7 @@ class _Numbering:
         return (*range(first), *[first + k for k in sorted(range(len(free)), key=keys.__getitem__)])
 
     def _key(self, tensor: Tensor, several: bool = True, alike: bool = False) -> _Rank:
-        """Sorts inputs: numbered nodes, numbered borders, other borders by label and surroundings, constants."""
+        """Sort key of inputs: numbered nodes, numbered borders, other borders by label and surroundings, constants."""
         producer, label, surroundings = tensor.producer, 0, 0
         if producer in self._number:
             group, label = 0, self._number[producer]
@@ -257,7 +257,7 @@ class _Numbering:
                     yield (number, k), text[-1] == "!"
 
     def _inputs(self, node: int, order: Iterable[int]) -> Iterator[str]:
-        """How the listing writes what a node reads."""
+        """The texts of a node's inputs in its line of the listing."""
         (tensors, _, _, captured), number, border = self._structure.inputs[node], self._number, self._border
         for k in order:
             source, name, letter, producer, position, _, _ = tensors[k]
@@ -272,7 +272,7 @@ class _Numbering:
 
 
 def _mix(a: int, b: int) -> int:
-    """64 bits of two numbers, in this order. Python's own hash is not the same on every platform."""
+    """A 64-bit hash of two numbers, in this order. Python's own hash is not the same on every platform."""
     x = (a ^ (b * 0x9E3779B97F4A7C15)) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 31)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     return x ^ (x >> 29)

@@ -69,7 +69,7 @@ class Wiring:
         self.texts = tuple([written(n, model) for n in model.nodes])
         carries = [self._carries(n) for n in model.nodes]
         self.tensors = self._tensors(carries)
-        """All tensors by name, and the one without."""
+        """All tensors by name, and MISSING by the empty name."""
         self.inputs = tuple(map(self._inputs, model.nodes, carries))
         self._hashes: dict[str, int] = {}
 
@@ -115,7 +115,7 @@ class Wiring:
         return "?" if info is None else "f" if info.is_float else TYPE_LETTERS.get(info.dtype, "i")
 
     def hash(self, text: str) -> int:
-        """64 bits of a text, remembered."""
+        """A 64-bit hash of a text, cached."""
         if text not in self._hashes:
             self._hashes[text] = int(digest(text.encode()), 16)
         return self._hashes[text]
