@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -10,9 +11,11 @@ import pytest
 from rich.console import Console
 
 from engine_contract import conv_model, quantized_conv_model, static
-from qdqtune.cli import main
+from qdqtune.cli import main, models
 from qdqtune.cli.models import layers_table
-from qdqtune.types import Layer, NumericFormat, QType
+from qdqtune.commands.apply import Applied, ApplyOptions
+from qdqtune.commands.inspect import Inspection
+from qdqtune.types import Edge, Layer, NumericFormat, Placement, QType
 from trtexec_stand_in import stand_in
 
 DATA = Path(__file__).parents[1] / "data" / "tensorrt"
@@ -114,3 +117,46 @@ def test_names_with_brackets_and_unknown_times_fit_the_table(width: int) -> None
     assert "x[0]" in text
     assert max(map(len, text.splitlines())) <= width
     assert "compute" in text
+
+
+def test_options_of_apply_reach_it(monkeypatch, call, tuned, tmp_path):
+    given = SimpleNamespace()
+
+    def caught(options: ApplyOptions, _: object) -> Applied:
+        given.options = options
+        return Applied(target, Placement(), (Edge("t", "n", 1),), random_data=False)
+
+    monkeypatch.setattr(models, "apply", caught)
+    target, placement = tmp_path / "made.onnx", tuned.parent / "out" / "placement.yaml"
+    code, out, err = call("apply", tuned, "--placement", placement, "--output", target, "--engine", "onnxruntime",
+                          "--calibration_data", "d.npz", "--calibration-samples", 2, "--input-shape", "x:1x2",
+                          "--seed", 3, "--calibration-method", "percentile", "--percentile", 99,
+                          "--precision", "fp16")  # fmt: skip
+    assert code == 0
+    assert given.options == ApplyOptions(
+        tuned, output=target, precision="fp16", calibration_data="d.npz", calibration_samples=2,
+        input_shapes={"x": (1, 2)}, seed=3, placement=placement, engine="onnxruntime", calibration_method="percentile",
+        percentile=99,
+    )  # fmt: skip
+    assert out == f"{target}: 0 tensors with a Q/DQ pair\n"
+    assert "note: 1 edges are not in this model, the first: t -> n[1]\n" in err
+    call("apply", tuned, "--placement", placement)
+    assert given.options == ApplyOptions(tuned, output=tuned.with_suffix(".qdq.onnx"), placement=placement)
+
+
+def test_options_of_inspect_reach_it(monkeypatch, call):
+    given: dict[str, Any] = {}
+    found = Inspection({}, ("shown",), ("named",))
+    monkeypatch.setattr(models, "inspect", lambda options: given.update(vars(options)) or found)
+    code, out, _ = call("inspect", "m.onnx", "--regions", "topology", "--max_sequence_size", 4,
+                        "--include-all-regions", "--fix-input", "sr=1", "-v")  # fmt: skip
+    assert (code, out) == (0, "named\n")
+    assert given == {"model": Path("m.onnx"), "fix_inputs": {"sr": 1}, "regions": "topology", "max_sequence_size": 4,
+                     "include_all_regions": True, "tree": False}  # fmt: skip
+
+
+def test_inspect_prints_the_regions(call, tuned):
+    code, out, err = call("inspect", tuned, "--include-all-regions", "--verbose")
+    assert (code, err) == (0, "")
+    assert "8/8 nodes (100.0%)" in out
+    assert "  - third" in out

@@ -1,0 +1,20 @@
+"""What tests of several commands share: the commands by name, a short search, and what an error prints."""
+
+from __future__ import annotations
+
+from click import Command
+
+from qdqtune.cli import main
+
+COMMANDS: dict[str, Command] = {name: later.command for name, later in main.app.commands.items()}
+QUICK = ("--engine", "fake", "--builds", "7")
+
+
+def errors(found: tuple[int, str, str]) -> tuple[int, str]:
+    """Code and error of a run that failed: nothing on standard output, and one line at the end of standard error."""
+    code, out, err = found
+    assert out == ""
+    *before, last = err.splitlines()
+    assert last.startswith("error: ")
+    assert not any(line.startswith(("error", "Traceback", " ")) for line in before)
+    return code, last.removeprefix("error: ")
