@@ -139,16 +139,3 @@ def test_a_row_shows_the_last_event_and_what_candidates_have_found() -> None:
     row.take(parsed_event('{"kind": "note", "text": "the machine is busy"}'))
     assert (row.builds, row.best, row.now) == ("13/52", "1.64x", "the machine is busy")
     assert ANYWHERE.parts == ()
-
-
-@pytest.mark.usefixtures("workers")
-def test_a_child_reports_its_events_as_lines_of_json(
-    call: Call, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QDQTUNE_EVENTS", "1")
-    code, _, err = call("tune", models / "fast.onnx", "-o", tmp_path / "out", *QUICK, "--builds", 5)
-    assert code == 0
-    events = [Event(**json.loads(line)) for line in err.splitlines()]
-    assert [event.builds for event in events if event.builds][-1].endswith("/5")
-    assert any(event.kind == "note" for event in events)
-    assert all(event.short in event.text for event in events)
