@@ -124,6 +124,13 @@ def test_importing_loads_no_vendor_library() -> None:
     assert not loaded & VENDORS
 
 
+def test_nobody_else_starts_a_python() -> None:
+    found = {name for name, path in MODULES.items() if "sys.executable" in path.read_text()}
+    assert found == {"qdqtune.system.interpreter"}
+    starters = re.compile(r"multiprocessing(?!\.connection)|concurrent\.futures\.process|os\.(exec|spawn|posix_spawn)")
+    assert not {name for name, path in MODULES.items() if any(map(starters.match, imports(path)))}
+
+
 COPIED = "qdqtune.explanation.circumstances"
 """Composes commands that a user copies into a shell."""
 

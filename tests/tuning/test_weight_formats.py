@@ -140,14 +140,6 @@ def test_models_with_nothing_to_gain_are_not_measured(tmp_path: Path) -> None:
     assert engine.asked == 0
 
 
-def test_formats_that_the_engine_lacks_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadOption, match=r"no kernels for weights stored as 'w2'; it has w4, w8.*, and int8 for pairs"):
-        Settings(tmp_path / "m.onnx", formats=("int8", "w2"))
-    with pytest.raises(BadOption, match="names nothing"):
-        Settings(tmp_path / "m.onnx", formats=())
-    assert not Settings(tmp_path / "m.onnx", formats=("w4",)).has_pairs
-
-
 def test_placements_with_stored_weights_survive_the_state_file() -> None:
     placement = Placement.of([Edge("x", "a", 0)], [(Edge("w", "b", 1), WeightFormat(4, 32, symmetric=False))])
     stored = json.loads(json.dumps(plain(StoredPlacement.of(placement))))

@@ -10,12 +10,11 @@ from pathlib import Path
 import onnx
 import pytest
 
+from command_lines import is_refused
 from conftest import Call
-from qdqtune.errors import BadState
 from qdqtune.system.checks import LIST
-from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.loop import tune
-from runs import contents, mixed, settings, write
+from runs import mixed, settings, write
 
 QUICK = ("--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4", "-q")
 
@@ -38,17 +37,6 @@ def linked(target: Path, name: Path, how: Callable[[Path, Path], None]) -> Path:
     name.parent.mkdir(exist_ok=True)
     how(target, name)
     return name
-
-
-def is_refused(call: Call, folder: Path, words: str, *arguments: object) -> None:
-    """The command ends with one line and code 2, and nothing in the folder has changed."""
-    before = contents(folder)
-    code, out, err = call(*arguments)
-    assert (code, out) == (2, "")
-    assert words in err
-    assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1
-    assert "Traceback" not in err
-    assert contents(folder) == before
 
 
 @pytest.mark.parametrize("name", ["weights.bin", "copy.onnx", "link.onnx", "weights"])
@@ -181,48 +169,6 @@ def test_a_part_of_an_earlier_run_is_not_tuned_into_its_folder(call: Call, model
     part = out / "subgraphs" / "group_001.onnx"
     arguments = ["tune", part, *QUICK, "--mode", "subgraph", "--restart", "-o", out]
     is_refused(call, tmp_path, "would be overwritten", *arguments)
-
-
-@pytest.mark.usefixtures("workers")
-def test_parts_of_an_earlier_run_go(model: Path) -> None:
-    tune(settings(model, builds=4, mode="subgraph"))
-    parts = model.parent / "out" / "subgraphs"
-    shutil.copy(parts / "group_001.onnx", parts / "group_009.onnx")
-    with (parts.parent / LIST).open("a") as listed:
-        listed.write("subgraphs/group_009.onnx\nsubgraphs/../../model.onnx\n")
-    tune(settings(model, builds=4, mode="subgraph"))
-    assert not (parts / "group_009.onnx").exists()
-    assert model.exists()
-
-
-def test_a_folder_has_one_run_at_a_time(model: Path) -> None:
-    with OutputFolder(settings(model)), pytest.raises(BadState, match="in use by another run"):
-        OutputFolder(settings(model, state_file=model.parent / "other.yaml"))
-    OutputFolder(settings(model)).__exit__()
-
-
-@pytest.mark.usefixtures("workers")
-def test_a_list_that_is_not_ours_is_left_alone(model: Path) -> None:
-    out = model.parent / "out"
-    out.mkdir()
-    (out / LIST).write_text("mine\n")
-    with pytest.raises(Exception, match="is not of qdqtune's making"):
-        tune(settings(model))
-    assert (out / LIST).read_text() == "mine\n"
-
-
-def test_a_run_that_ends_before_it_has_written_anything_leaves_nothing(tmp_path: Path) -> None:
-    model = write(mixed(), tmp_path)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    before = sorted(tmp_path.rglob("*"))
-    for out in ("mine", "new/folder"):
-        with pytest.raises(BadState), OutputFolder(settings(model, output_dir=tmp_path / out)):
-            raise BadState("refused")
-    assert sorted(tmp_path.rglob("*")) == before
-    with OutputFolder(settings(model, output_dir=tmp_path / "new")):
-        (tmp_path / "new" / "logs" / "worker.log").write_text("what the engine has said")
-    assert (tmp_path / "new" / LIST).exists()
 
 
 NAMED = {
