@@ -1,7 +1,5 @@
 """What tests of several commands share: the commands by name, a short search, and what an error prints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

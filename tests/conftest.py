@@ -1,7 +1,5 @@
 """Fixtures that several test files ask for by name."""
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """A decoder of a language model, its calls of two shapes, and short runs over both."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

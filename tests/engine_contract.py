@@ -1,7 +1,5 @@
 """What every engine must do. A test class per engine inherits `EngineContract` and says how to open it."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

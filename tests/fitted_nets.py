@@ -1,7 +1,5 @@
 """What tests of fitted numbers share: prepared models, pairs on the inputs of some nodes, and who hears of progress."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from models import Arrays

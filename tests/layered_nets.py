@@ -1,7 +1,5 @@
 """Small Q/DQ models in ONNX text, and layers that an engine might run for them: for tests of findings and reasons."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """A chain of products with made-up times of its builds, for tests of prices."""
 
-from __future__ import annotations
-
 from models import build, normal, ranges
 from qdqtune.graph.model import Model
 from qdqtune.placement.possible import possible_edges

@@ -1,7 +1,5 @@
 """Small networks with all of their pairs, and whether two sets of outputs are equal."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from models import FORMATS, Arrays, attention, conv_net, ranges, tapped

@@ -1,7 +1,5 @@
 """What the tests of the search share: models on which pairs pay in parts, settings, and a worker without a process."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """A few records of a state file."""
 
-from __future__ import annotations
-
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.tuning.records import MetricRecord, NoiseRecord, RangesRecord, Record
 

@@ -1,7 +1,5 @@
 """The package as a library: what notebooks hold in memory, keywords, results that show themselves, logs and ends."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

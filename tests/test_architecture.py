@@ -1,7 +1,5 @@
 """Rules that keep the modules apart, checked on the source itself."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

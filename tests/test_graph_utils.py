@@ -1,7 +1,5 @@
 """Readers of a tensor, as scripts for ModelOpt ask for them."""
 
-from __future__ import annotations
-
 from models import build
 from qdqtune.graph_utils import get_tensor_consumer_node_indices
 

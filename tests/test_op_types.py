@@ -1,7 +1,5 @@
 """Operators whose inputs may change places, as scripts for ModelOpt ask for them."""
 
-from __future__ import annotations
-
 from qdqtune.op_types import get_symmetric_ops
 
 

@@ -1,7 +1,5 @@
 """Values of options: what is refused, and that Python and text mean the same."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError
 from typing import Any

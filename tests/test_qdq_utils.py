@@ -1,7 +1,5 @@
 """Tensors that carry a pair, as scripts for ModelOpt ask for them."""
 
-from __future__ import annotations
-
 from models import PLAIN, build, edges, normal, ranges
 from qdqtune.placement.insertion import insert
 from qdqtune.qdq_utils import get_quantized_tensors

@@ -1,7 +1,5 @@
 """Values that all folders share refuse bad combinations, and say the same in every form."""
 
-from __future__ import annotations
-
 import pytest
 
 from qdqtune.types import Edge, Placement, Slot, WeightFormat, noise_of, sqnr_of

@@ -1,7 +1,5 @@
 """Ranges of all tensors in one pass: exact for min-max, to a bin for percentiles, in memory that does not grow."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Histograms, and the ranges that percentile, mse and entropy take from them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Inputs of a model, and random values for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Options for ranges: what is given counts, and a cache of scales excludes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Notes on samples that tell little, and on few samples for a large model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

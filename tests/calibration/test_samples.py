@@ -1,7 +1,5 @@
 """Calibration data: every form that is promised, and one clear line for everything that does not fit."""
 
-from __future__ import annotations
-
 import sys
 import zipfile
 from collections.abc import Callable, Iterator

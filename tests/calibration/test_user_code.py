@@ -1,7 +1,5 @@
 """Samples that do not come, do not end, fill the memory or raise anything: one line, in every command."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Workloads: what fits a model and each other is read, and gives its shapes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`qdqtune check` as a user meets it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several models at a time, and what is left when any of the processes is ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Commands made of options: their help, wrong usage, and what is typed twice."""
 
-from __future__ import annotations
-
 import pytest
 from click import Command, Group
 

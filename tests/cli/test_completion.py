@@ -1,7 +1,5 @@
 """`qdqtune completion`: what a shell loads, and what it is answered."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

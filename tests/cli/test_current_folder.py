@@ -1,7 +1,5 @@
 """No process of ours executes a module that happens to lie in the current folder; what the user names is executed."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What is wrong with a model, data, YAML or user code is one line and a promised exit code; results stay results."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

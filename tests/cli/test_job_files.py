@@ -1,7 +1,5 @@
 """What a jobs file may hold: a schema that follows from the options of `tune` refuses all else at the start."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`qdqtune tune` of several models, and `qdqtune run`, which names them in a YAML file."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

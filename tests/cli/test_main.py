@@ -1,7 +1,5 @@
 """The command line as a user meets it: options, exit codes, one line for every bad input, and what goes where."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """What commands print: text of models commands no terminal, and JSON holds it as it is."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

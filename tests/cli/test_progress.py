@@ -1,7 +1,5 @@
 """A line for every candidate: its speed with the interval, all in times as fast as float, and why it is not taken."""
 
-from __future__ import annotations
-
 import ast
 from io import StringIO
 from pathlib import Path

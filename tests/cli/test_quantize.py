@@ -1,7 +1,5 @@
 """`qdqtune quantize` and `qdqtune rules` as a user meets them."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping

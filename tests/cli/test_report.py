@@ -1,7 +1,5 @@
 """Builds, candidates and models are told alike wherever people read of them."""
 
-from __future__ import annotations
-
 import io
 import re
 from itertools import product

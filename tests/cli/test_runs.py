@@ -1,7 +1,5 @@
 """`qdqtune explain` and `report` as a user meets them."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Closed, full and ASCII streams, pipes that nobody reads, Ctrl-C at any time: no traceback, the promised exit code."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

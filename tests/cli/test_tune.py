@@ -1,7 +1,5 @@
 """`qdqtune tune`: every option reaches its setting; what is printed of a result, and where."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections import Counter

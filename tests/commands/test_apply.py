@@ -1,7 +1,5 @@
 """`apply`: the pairs of a recorded placement in another model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`check`: what it finds in pairs that a run has measured, on engines, and in reports of TensorRT."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

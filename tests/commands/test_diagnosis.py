@@ -1,7 +1,5 @@
 """What is told of a suspect tensor follows from its ranges."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import inf, nan
 

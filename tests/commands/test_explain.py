@@ -1,7 +1,5 @@
 """`explain`: what is no finished run is refused; decisions are told one by one and together."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What Python programs hold in memory becomes files that the package reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`layers`: what an engine runs for a model, or has exported."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@ The cases are made of the commands themselves: each option that names something 
 command reads. `pytest -rP tests/commands/test_paths.py | grep refused` prints how many there are.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The noise of outputs: relative to their signal, of the worst one, and a number for what cannot be compared."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

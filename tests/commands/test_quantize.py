@@ -1,7 +1,5 @@
 """`quantize`: what is written, exact against a float64 reference, and what is said about it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The options of `quantize`: each reaches its field."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TensorRT-RTX takes what `quantize` writes for TensorRT, without a GPU, and runs it in 8 bits."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """Results that show themselves."""
 
-from __future__ import annotations
-
 from qdqtune.commands.layers import Layers
 from qdqtune.commands.shown import MOST_ROWS
 from qdqtune.types import Layer

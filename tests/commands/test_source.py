@@ -1,7 +1,5 @@
 """The engine, the samples and the model of a command."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from decoders import CALLS, WEIGHTS, decoder, written

@@ -1,7 +1,5 @@
 """The tensors that do most damage, and which of them to keep in float."""
 
-from __future__ import annotations
-
 from qdqtune.commands.worst_tensors import Damage, to_exclude
 
 

@@ -1,7 +1,5 @@
 """No written model keeps its name, or gets it, unless its engine loads it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Builds made ahead of time: which are made, what a run makes of them, and what becomes of those that nobody takes."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Devices: cores and GPUs that workers get, hold and give back."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Numbers of engines are known without the engine's library."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

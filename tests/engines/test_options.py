@@ -1,7 +1,5 @@
 """The engine that options choose, with what it is given of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

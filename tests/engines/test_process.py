@@ -1,7 +1,5 @@
 """Worker processes as their parent sees them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

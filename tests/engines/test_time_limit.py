@@ -1,7 +1,5 @@
 """What the user allows one build or inference holds wherever the model is run, calibration and checks included."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

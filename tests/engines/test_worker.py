@@ -1,7 +1,5 @@
 """The worker: orders of rounds, slots of workloads, and layers of the average call."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Charts: where marks stand follows from values, and what lies outside of an axis stands at its end."""
 
-from __future__ import annotations
-
 import pytest
 
 from qdqtune.explanation.charts import MOST_DOTS, Axis, course, dots, of_strips, scatter, spanning

@@ -1,7 +1,5 @@
 """The command that measures a result again: what was fed and built, and what is gone."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

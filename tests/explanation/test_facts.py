@@ -1,7 +1,5 @@
 """Facts of a finished run."""
 
-from __future__ import annotations
-
 import pytest
 
 from models import build, normal, ranges

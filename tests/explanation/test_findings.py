@@ -1,7 +1,5 @@
 """What `check` finds in a Q/DQ model and an engine's layers, and the reasons that it gives."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

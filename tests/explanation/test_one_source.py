@@ -1,8 +1,6 @@
 """`explain` and the page of one run say the same of every node, their sums are what was measured, and the command that
 measures the result again is complete: over runs of many kinds."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path

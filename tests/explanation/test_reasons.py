@@ -1,7 +1,5 @@
 """Why a part of a Q/DQ model runs in float: concluded from the graph around it and from its numbers."""
 
-from __future__ import annotations
-
 import pytest
 
 from layered_nets import CONV, FIRST, LAST, WEIGHT, failing, layers, net, reason

@@ -1,7 +1,5 @@
 """Explanations of nodes, added up by decision and reason."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from qdqtune.explanation.values import Explanation, origin_in_words, tally, total

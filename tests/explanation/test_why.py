@@ -1,7 +1,5 @@
 """What a finished run says of each node: true of what shipped, in every mode, with a number or the reason for none."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Counts and names as text: the same wherever people read of them."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 from pathlib import Path

@@ -4,8 +4,6 @@ In every run of the tests: what a driver has on disk at some of its steps, on th
 --kills 200` kills workers and drivers of ONNX Runtime and OpenVINO, their latencies replaced by steady ones.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

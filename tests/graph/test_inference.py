@@ -1,7 +1,5 @@
 """Shapes and constants that follow from input sizes, also where onnx's inference of a whole graph ends."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

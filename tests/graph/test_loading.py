@@ -1,7 +1,5 @@
 """Reading ONNX files: what comes out runs like the original, and what cannot be read is refused in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Operators of several nodes become one: the same outputs, and only where no other node reads the inner tensors."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

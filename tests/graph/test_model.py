@@ -1,7 +1,5 @@
 """The model value: its index, its constants, and how it is written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

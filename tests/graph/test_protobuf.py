@@ -1,7 +1,5 @@
 """Files that hold no model are refused when they are read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

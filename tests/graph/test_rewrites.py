@@ -1,7 +1,5 @@
 """Rewrites of the float model: the same outputs from fewer nodes, with the same names of tensors."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

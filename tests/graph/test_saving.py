@@ -1,7 +1,5 @@
 """Models are saved in one file, or by reference to a file of constants."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model with pairs whose scales are inputs computes what the formula of a pair says."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from models import build, normal, run

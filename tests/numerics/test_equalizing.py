@@ -1,7 +1,5 @@
 """Channels are made alike where samples gain by it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

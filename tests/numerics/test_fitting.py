@@ -1,7 +1,5 @@
 """Numbers are chosen by what they do to the outputs, and biases are corrected where that helps."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Half precision: what leaves float16's range stays in float32, casts stand where they cost least, the rest holds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The user's own metric: where it comes from, what it is given, and what its errors become."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

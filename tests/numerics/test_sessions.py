@@ -1,7 +1,5 @@
 """Models that are built and run one after the other: their outputs, and how many inferences were made."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fitted_nets import Heard

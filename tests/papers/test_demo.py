@@ -1,7 +1,5 @@
 """`make demo`, with less to do: it tunes, says what it typed, and prints latency and accuracy before and after."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Everything that the README tells a newcomer to type works, and what it names exists."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pairs of a file put onto the float model: all of them give the file again, damaged as it is."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from onnx import numpy_helper

@@ -1,7 +1,5 @@
 """Graphs while they are written: names are unique, and fragments of earlier graphs are taken over where they fit."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 

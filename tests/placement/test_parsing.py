@@ -1,7 +1,5 @@
 """The one reader of YAML: what it reads is what was written; it refuses all that takes time or memory without end."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A switch for each pair: models with switches compute what models of their own do."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

@@ -1,7 +1,5 @@
 """No command overwrites or deletes what a user has: inputs by whatever name, and files that are not of our making."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

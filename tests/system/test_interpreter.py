@@ -1,7 +1,5 @@
 """How Python processes are started."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

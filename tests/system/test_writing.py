@@ -1,7 +1,5 @@
 """Results appear whole under their names or not at all; what had these names stays until then."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

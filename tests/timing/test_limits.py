@@ -1,7 +1,5 @@
 """Limits on accuracy: what is taken, what ships, and what is measured for it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Rounds on the engine: which builds are made and unloaded, and where rounds are taken."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Candidates, bench and proof against an engine whose every build and round is scripted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

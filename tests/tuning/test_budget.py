@@ -1,7 +1,5 @@
 """A time budget bounds the whole run, whatever an inference takes. The clock is the test's: inferences move it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Files of placements: a small one that shares its constants, and a whole one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

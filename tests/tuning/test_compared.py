@@ -1,7 +1,5 @@
 """What comparisons gave, as values."""
 
-from __future__ import annotations
-
 import pytest
 
 from qdqtune.timing.ratios import Plan

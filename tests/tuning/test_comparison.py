@@ -1,7 +1,5 @@
 """The service that compares files: what is built, asked again, kept in the store, and when it ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run would take, estimated from one build."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

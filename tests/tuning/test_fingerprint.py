@@ -1,7 +1,5 @@
 """What a run was made with: a change that matters is refused by its name, budgets may change."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

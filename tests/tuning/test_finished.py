@@ -1,7 +1,5 @@
 """What ships is what was measured: finished runs answer from their record, files that changed do not count."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The folder of a run: it is locked, no name in it leads out of it, and what is not of our making stays."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The front: points that nothing else beats, each a proven file, and another one shipped without measuring."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from io import StringIO

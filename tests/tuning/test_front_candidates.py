@@ -1,7 +1,5 @@
 """Candidates of a front."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole tuning runs on the fake engine, whose latencies are known exactly."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Mistakes that tools of this kind have made before, each with a test that would catch it here."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

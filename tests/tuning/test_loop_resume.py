@@ -1,7 +1,5 @@
 """Runs that are killed, interrupted or ended by their budget go on as if nothing had happened."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is killed, too slow or short of room is tried again, and changes nothing of what ships; refusals are kept."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

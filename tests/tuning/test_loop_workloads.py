@@ -1,7 +1,5 @@
 """Calls of different shapes: timed together by their shares, judged on all, proven as one and told one by one."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

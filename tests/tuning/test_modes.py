@@ -1,7 +1,5 @@
 """Modes: what each begins with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Noise is found once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

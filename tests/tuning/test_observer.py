@@ -1,7 +1,5 @@
 """Events of a run: in order, and passed on as far as an observer takes them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Values of search options: numbers of threads, and wildcards of node names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

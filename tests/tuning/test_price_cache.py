@@ -1,7 +1,5 @@
 """What a run has learned of prices serves the next one, and is never more than a first word."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

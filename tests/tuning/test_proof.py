@@ -1,7 +1,5 @@
 """The proof: what ships is compared with the user's own file, and copied whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

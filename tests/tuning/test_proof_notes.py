@@ -1,7 +1,5 @@
 """Decisions of the proof as sentences."""
 
-from __future__ import annotations
-
 import pytest
 
 from qdqtune.engines.runner import as_workloads

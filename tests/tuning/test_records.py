@@ -1,7 +1,5 @@
 """Records: each comes back as it was, bit by bit, and another value anywhere is refused or serves."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a run gives back and writes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Rewrites that pay are found before the search, kept, told and made again; what does not pay is left out."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

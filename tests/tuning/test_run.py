@@ -1,7 +1,5 @@
 """What a run knows once it is open."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

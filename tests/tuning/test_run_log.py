@@ -1,7 +1,5 @@
 """How long a run took: all of its sessions."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

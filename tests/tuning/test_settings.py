@@ -1,7 +1,5 @@
 """Settings that leave nothing to do are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The state file: what is written is there after a kill, and what is damaged or foreign is refused."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """summary.json is read as it was written; what is missing or damaged is told in a line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

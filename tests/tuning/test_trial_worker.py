@@ -1,7 +1,5 @@
 """Candidates of a batch side by side: what is found, in which order it is known, and how such a run goes on."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which weights may be stored in fewer bits: what the engine says of products of the model's sizes, asked once."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

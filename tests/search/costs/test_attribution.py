@@ -1,7 +1,5 @@
 """Layer reports by node and tensor: no time is lost."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

@@ -1,7 +1,5 @@
 """The states of units in a placement."""
 
-from __future__ import annotations
-
 from models import build, normal, ranges
 from qdqtune.graph.model import Model
 from qdqtune.placement.possible import possible_edges

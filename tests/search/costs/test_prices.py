@@ -1,7 +1,5 @@
 """Prices from layer reports: each is charged to the unit or conversion that causes it."""
 
-from __future__ import annotations
-
 import pytest
 
 from models import INT8, build, normal, ranges

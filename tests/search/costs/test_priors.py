@@ -1,7 +1,5 @@
 """Prices of earlier runs: packed and unpacked, and what builds of this run make of them."""
 
-from __future__ import annotations
-
 import msgspec
 
 from price_chain import FLOAT, chain, parts_of, placed, times

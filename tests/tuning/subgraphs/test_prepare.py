@@ -1,7 +1,5 @@
 """Whole runs of subgraph mode: what they write, that they go on where they were, and what goes wrong on the way."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Groups timed alone: equal ones once, by layers or else by the whole, and without those that do not build."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
