@@ -160,9 +160,7 @@ def test_a_metric_of_the_callers_decides(tuned: qdqtune.Result) -> None:
     assert asked
 
 
-def test_nothing_is_printed_and_the_log_has_the_lines(
-    tuned: qdqtune.Result, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_printed_and_the_log_has_the_lines(tuned, caplog, capfd):
     with in_process(), caplog.at_level(logging.INFO, "qdqtune"):
         qdqtune.tune(onnx.load(tuned.baseline), calibration_data=feeds(mixed(), 3), output_dir=tuned.folder, **SHORT)
     assert capfd.readouterr() == ("", "")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Call
 from processes import family, until
 from qdqtune.cli import children
 from qdqtune.cli.children import Board, Ended, ModelRow
@@ -97,9 +96,7 @@ def test_nothing_is_left_of_workers_side_by_side(models: Path, tmp_path: Path, w
     until(lambda: all(devices.is_free(f"core-{cores[0]}") for cores in devices.physical_cores()))
 
 
-def test_models_are_shared_out_and_told_in_their_order(
-    call: Call, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_are_shared_out_and_told_in_their_order(call, models, tmp_path, monkeypatch):
     met: list[tuple[str, tuple[int, ...]]] = []
     both = threading.Barrier(2)
 

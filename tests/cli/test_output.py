@@ -71,9 +71,7 @@ def test_json_is_as_it_was(call: Call, model: Path) -> None:
     assert BROKEN in json.loads(out)["regions"][-1]["nodes"][0]
 
 
-def test_a_child_reports_its_events_as_lines_of_json(
-    call: Call, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_reports_its_events_as_lines_of_json(call, model, tmp_path, monkeypatch):
     monkeypatch.setenv("QDQTUNE_EVENTS", "1")
     quick = ("--engine", "fake", "--calibration-method", "minmax", "--no-bias-correction", "--no-report")
     code, _, err = call("tune", model, "-o", tmp_path / "out", *quick, "--builds", 5)

@@ -93,9 +93,7 @@ def test_memory_that_is_short_is_one_line(call: Call, model: Path, monkeypatch: 
     assert call("inspect", model) == (2, "", "error: there is not enough memory for this\n")
 
 
-def test_an_interrupt_that_a_library_made_another_error_of(
-    call: Call, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_that_a_library_made_another_error_of(call, model, monkeypatch):
     def interrupted(*_: object, **__: object) -> None:
         try:
             os.kill(os.getpid(), signal.SIGINT)

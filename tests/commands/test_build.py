@@ -1,7 +1,5 @@
 """`build`: what an engine saves of a model arrives whole, and replaces nothing that is read."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -78,7 +76,7 @@ class Saves:
     def describe(self) -> dict[str, str]:
         return {}
 
-    def build(self, model: Path, log: Path) -> Saves:
+    def build(self, model: Path, log: Path) -> "Saves":
         return self
 
     def save(self, path: Path) -> None:

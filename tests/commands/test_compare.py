@@ -1,10 +1,8 @@
 """`compare`: files of a user against the first of them."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -13,30 +11,18 @@ from qdqtune.engines import EngineSpec, runner
 from runs import mixed, write
 
 
-class Recorder:
-    """Stands in for the runner and keeps what it was made with."""
-
-    made: list[tuple[EngineSpec, float]]
-
-    def __init__(self, spec: EngineSpec, *, time_limit_s: float, log_dir: Path) -> None:
-        self.made.append((spec, time_limit_s))
-
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def numeric_format(self, quant_type: str) -> str:
-        return quant_type
-
-
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineSpec, float]]:
+def made(monkeypatch):
     """Engines and time limits of the runners that a command opens."""
-    monkeypatch.setattr(runner, "Runner", Recorder)
-    Recorder.made = []
-    return Recorder.made
+    found = list[tuple[EngineSpec, float]]()
+
+    @contextmanager
+    def recorder(spec, *, time_limit_s, log_dir):
+        found.append((spec, time_limit_s))
+        yield SimpleNamespace(numeric_format=lambda quant_type: quant_type)
+
+    monkeypatch.setattr(runner, "Runner", recorder)
+    return found
 
 
 def test_options_of_compare_reach_the_measurement(monkeypatch, call, made, tmp_path):

@@ -78,10 +78,7 @@ def test_trtexec_runs_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (("m.onnx", "--engine", "trtexec", "--engine-option", "trtexec=no-such-program"), "no-such-program", 5),
     ],
 )
-def test_what_cannot_be_shown_is_told_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...], words: str, code: int,
-) -> None:  # fmt: skip
+def test_what_cannot_be_shown_is_told_in_one_line(tmp_path, monkeypatch, capsys, arguments, words, code):
     monkeypatch.chdir(tmp_path)
     onnx.save(conv_model(), "m.onnx")
     assert run(*arguments) == code

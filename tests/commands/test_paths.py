@@ -139,13 +139,7 @@ def test_each_option_says_whether_what_it_names_is_read_or_written() -> None:
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("case", cases(Writes), ids=str)
-def test_no_option_writes_to_what_is_read_or_was_there_before(
-    case: Case,
-    files: dict[str, Path],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
-) -> None:
+def test_no_option_writes_to_what_is_read_or_was_there_before(case, files, tmp_path, capfd, request):
     assert case.option.name is not None
     others = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
     if case.command == "report":
@@ -166,9 +160,7 @@ def test_no_option_writes_to_what_is_read_or_was_there_before(
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("case", cases(Writes), ids=str)
-def test_a_folder_is_called_a_folder(
-    case: Case, files: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_called_a_folder(case, files, tmp_path, capfd):
     needed = [p for p in COMMANDS[case.command].params if isinstance(p.type, Writes) and p.required]
     more = [word for p in needed if p is not case.option for word in (max(p.opts, key=len), tmp_path / "new.onnx")]
     for name in (tmp_path, tmp_path / "run", f"{tmp_path}/run/", f"{tmp_path}/new/"):
@@ -178,13 +170,7 @@ def test_a_folder_is_called_a_folder(
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("case", [case for case in cases(OfRun) if case.command == "tune"], ids=str)
-def test_no_run_writes_to_what_is_read_or_was_there_before(
-    case: Case,
-    files: dict[str, Path],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
-) -> None:
+def test_no_run_writes_to_what_is_read_or_was_there_before(case, files, tmp_path, capfd, request):
     """A file of the run's own is named as each file that a run reads, or as another; its folder holds each of these
     under each name of a result."""
     count, out = 0, tmp_path / "out"
@@ -224,9 +210,7 @@ def names_of(asked: Settings) -> list[str]:
 
 
 @pytest.mark.usefixtures("workers")
-def test_what_a_command_has_written_it_writes_again(
-    files: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_command_has_written_it_writes_again(files, tmp_path, capfd):
     model, data = files["model"], ["--calibration-data", files["calibration_data"]]
     tune(settings(model, builds=3, mode="cut", output_dir=tmp_path / "o"))
     asked = [
@@ -248,9 +232,7 @@ def test_what_a_command_has_written_it_writes_again(
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
-def test_an_artifact_is_written_again(
-    engine: str, files: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_artifact_is_written_again(engine, files, tmp_path, capfd):
     pytest.importorskip(engine)
     ending = {"onnxruntime": "onnx", "openvino": "xml"}[engine]
     model = write(mixed(), tmp_path, "whole")

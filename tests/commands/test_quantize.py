@@ -1,6 +1,6 @@
 """`quantize`: what is written, exact against a float64 reference, and what is said about it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -263,9 +263,7 @@ def test_nodes_and_operators_to_quantize_and_to_exclude(
      ({"engine": "onnxruntime", "quant_type": "fp8"}, "no FP8 kernels"),
      ({"evaluate": "nothing:here"}, "evaluate")],
 )  # fmt: skip
-def test_what_cannot_be_asked_for(
-    changes: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_asked_for(changes, words, tmp_path, monkeypatch):
     path = written(conv_net(), tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadOption, match=words):
@@ -351,9 +349,7 @@ def test_the_report_ranks_tensors_by_what_they_do_to_the_outputs(tmp_path: Path)
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
 @pytest.mark.parametrize("net", [conv_net, attention])
-def test_what_the_report_says_of_a_tensor_holds_in_a_model_with_its_pairs_only(
-    engine: str, net: Callable[[], Model], tmp_path: Path
-) -> None:
+def test_what_the_report_says_of_a_tensor_holds_in_a_model_with_its_pairs_only(engine, net, tmp_path):
     """Also where a pair stands for a clamp that was dropped, and where it shares its scale."""
     model = net()
     path = written(model, tmp_path)

@@ -7,14 +7,12 @@ import pytest
 from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format, usual_precision
 from qdqtune.errors import BadOption
-from qdqtune.types import QType, QuantType
+from qdqtune.types import QType
 
 
 @pytest.mark.parametrize("engine", sorted(MODULES))
 @pytest.mark.parametrize("quant_type", ["int8", "fp8"])
-def test_every_engine_names_its_numbers_without_its_library(
-    engine: str, quant_type: QuantType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_engine_names_its_numbers_without_its_library(engine, quant_type, monkeypatch):
     for library in ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings", "openvino"):
         monkeypatch.setitem(sys.modules, library, None)
     if quant_type == "fp8" and engine in ("onnxruntime", "openvino"):

@@ -1,11 +1,9 @@
 """The engine that options choose, with what it is given of them."""
 
-from pathlib import Path
-
 import pytest
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.options import EngineOptions, with_timing_cache
+from qdqtune.engines.options import EngineOptions
 
 
 @pytest.mark.parametrize(
@@ -22,15 +20,3 @@ from qdqtune.engines.options import EngineOptions, with_timing_cache
 )  # fmt: skip
 def test_an_engine_has_the_options_that_are_for_it(given: dict[str, object], expected: dict[str, object]) -> None:
     assert EngineOptions(**given).spec({"x": (1, 3)}, threads=2).options == expected
-
-
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        (EngineSpec("trtexec", {"workspace_mb": 9}), {"workspace_mb": 9, "timing_cache": "/out/timing.cache"}),
-        (EngineSpec("tensorrt", {"timing_cache": "t"}), {"timing_cache": "t"}),
-        (EngineSpec("fake"), {}),
-    ],
-)
-def test_a_timing_cache_lies_beside_the_output_unless_named(spec: EngineSpec, expected: dict[str, object]) -> None:
-    assert with_timing_cache(spec, Path("/out")).options == expected

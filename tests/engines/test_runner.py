@@ -206,9 +206,7 @@ def kill_when_they_hang(runner: Runner, log: Path, count: int) -> None:
             os.kill(number, signal.SIGKILL)
 
 
-def test_a_worker_killed_twice_during_a_call_is_a_crash_that_names_the_signal(
-    tmp_path: Path, files: SimpleNamespace
-) -> None:
+def test_a_worker_killed_twice_during_a_call_is_a_crash_that_names_the_signal(tmp_path, files):
     with opened(tmp_path, faults={"hang": "conv"}) as runner:
         plain = loaded(runner, files.plain)
         threading.Thread(target=kill_when_they_hang, args=(runner, tmp_path / "logs" / "bad.log", 2)).start()
@@ -225,9 +223,7 @@ def test_a_model_that_cannot_be_built_again_is_a_failure(tmp_path: Path, files: 
         assert failed(runner.outputs(plain, [IMAGE])).stage == "build"
 
 
-def test_an_interrupt_while_waiting_leaves_the_runner_usable(
-    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_waiting_leaves_the_runner_usable(tmp_path, files, monkeypatch):
     def interrupted(*_: object) -> bool:
         raise KeyboardInterrupt
 

@@ -39,9 +39,7 @@ def linked(target: Path, name: Path, how: Callable[[Path, Path], None]) -> Path:
 
 @pytest.mark.parametrize("name", ["weights.bin", "copy.onnx", "link.onnx", "weights"])
 @pytest.mark.parametrize("command", ["quantize", "apply", "build"])
-def test_the_model_and_its_weights_are_not_overwritten_by_any_name(
-    call: Call, external: Path, placement: Path, command: str, name: str
-) -> None:
+def test_the_model_and_its_weights_are_not_overwritten_by_any_name(call, external, placement, command, name):
     folder = external.parent
     os.link(external, folder / "copy.onnx")
     (folder / "link.onnx").symlink_to(external)
@@ -61,9 +59,7 @@ def test_arrays_in_a_folder_are_not_overwritten(call: Call, model: Path, tmp_pat
 
 
 @pytest.mark.parametrize("named", ["ev.py:score", "ev:score"])
-def test_a_metric_is_not_overwritten(
-    call: Call, model: Path, tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_metric_is_not_overwritten(call, model, tmp_path, named, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("ev.py").write_text("def score(predict): return 1.0\n")
     arguments = ["quantize", model, "--calibration-data", model.with_suffix(".npz"), "--evaluate", named]
@@ -103,9 +99,7 @@ def test_whatever_a_run_reads_it_does_not_write(call: Call, model: Path, tmp_pat
         ("--pattern-cache", "autotuner_state_pattern_cache.yaml", "region"),
     ],
 )
-def test_groups_and_patterns_are_not_overwritten(
-    call: Call, model: Path, tmp_path: Path, option: str, name: str, mode: str
-) -> None:
+def test_groups_and_patterns_are_not_overwritten(call, model, tmp_path, option, name, mode):
     given = tmp_path / "out" / name
     given.parent.mkdir(parents=True)
     given.write_text("{}")
@@ -143,9 +137,7 @@ def test_a_users_file_with_the_name_of_a_result_is_refused(call: Call, model: Pa
         ("front", "front/30db.onnx"),
     ],
 )
-def test_a_users_file_with_the_name_of_a_part_is_refused(
-    call: Call, model: Path, tmp_path: Path, mode: str, name: str
-) -> None:
+def test_a_users_file_with_the_name_of_a_part_is_refused(call, model, tmp_path, mode, name):
     (tmp_path / name).parent.mkdir()
     (tmp_path / name).write_text("mine")
     chosen = ["--front", "--builds", "14"] if mode == "front" else ["--mode", mode]

@@ -2,16 +2,11 @@
 
 import os
 import sys
-from pathlib import Path
-
-import pytest
 
 from qdqtune.system import interpreter
 
 
-def test_the_current_folder_is_searched_where_the_package_itself_lies_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_current_folder_is_searched_where_the_package_itself_lies_there(tmp_path, monkeypatch):
     def path() -> list[str]:
         told: str = interpreter.python("-c", "")["env"]["PYTHONPATH"]
         return told.split(os.pathsep)

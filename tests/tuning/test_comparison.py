@@ -122,9 +122,7 @@ def test_a_file_that_is_refused_is_built_once(files: tuple[Path, Path], store: S
     assert script.builds == ["b"]
 
 
-def test_pairs_of_large_files_are_built_one_after_the_other(
-    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_of_large_files_are_built_one_after_the_other(files, monkeypatch):
     small, large = Script(), Script()
     Comparer(PLAN, 0).compare(request(files, small))
     monkeypatch.setattr(comparison, "SIDE_BY_SIDE", 0)

@@ -51,9 +51,7 @@ def asked(model: Path, mode: str) -> Settings:
 
 
 @pytest.mark.parametrize("mode", ["cut", "region", "subgraph", "front"])
-def test_no_name_of_a_run_leads_out_of_its_folder(
-    mode: str, finished: Finished, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_no_name_of_a_run_leads_out_of_its_folder(mode, finished, tmp_path, request):
     """Each file and each folder that a run writes is a link to a file elsewhere, or lies behind one."""
     home, count = finished(mode), 0
     victims = tmp_path / "victims"

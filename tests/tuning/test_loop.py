@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from models import INT8, build, conv_net, feeds, normal, ranges
+from observers import Log
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadModel, BadOption, BaselineFailed, OutputError
@@ -41,20 +42,6 @@ SUMMARY = {
     "model", "engine", "mode", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "builds", "trials",
     "seconds", "engine_seconds", "patterns", "regions", "pairs", "output_sqnr_db", "seed", "versions",
 }  # fmt: skip
-
-
-@dataclass
-class Log(Silent):
-    """Remembers what an observer is told."""
-
-    stages: list[str] = field(default_factory=list)
-    trials: list[tuple[Trial, str, State]] = field(default_factory=list)
-
-    def stage(self, text: str) -> None:
-        self.stages.append(text)
-
-    def trial(self, trial: Trial, verdict: str, state: State) -> None:
-        self.trials.append((trial, verdict, state))
 
 
 def faulty(**faults: str) -> EngineSpec:

@@ -4,16 +4,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from conftest import Call
 from qdqtune.cli import main
-from qdqtune.errors import BadState, EngineFailure
+from qdqtune.errors import EngineFailure
 from qdqtune.tuning.loop import tune
 from qdqtune.types import Failure
 from runs import environment, mixed, settings, write
@@ -70,9 +68,7 @@ def unbroken(folder: Path) -> tuple[Path, dict[str, bytes]]:
     return model, contents(folder / "unbroken")
 
 
-def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_files(
-    unbroken: tuple[Path, dict[str, bytes]], tmp_path: Path, call: Call
-) -> None:
+def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_files(unbroken, tmp_path, call):
     model, expected = unbroken
     records = expected[STATE].count(b"\n")
     assert records > 15
@@ -93,9 +89,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_files(
     assert not (tmp_path / "candidates").exists()
 
 
-def test_another_option_is_refused_in_one_line_with_exit_code_2(
-    unbroken: tuple[Path, dict[str, bytes]], folder: Path, call: Call
-) -> None:
+def test_another_option_is_refused_in_one_line_with_exit_code_2(unbroken, folder, call):
     model, expected = unbroken
     code, out, err = call(*command(model, folder / "unbroken", "--seed", "1"))
     assert (code, out) == (2, "")
@@ -166,25 +160,6 @@ def test_the_first_failure_of_an_engine_is_remembered_the_state_stays_good(model
     whole = tune(settings(model, builds=32))
     assert whole.history[: len(first.history[:-4])] == first.history[:-4]
     assert not [t for t in whole.history if isinstance(t.result, Failure)]
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, bytes]]:
-    """A finished run, and its state."""
-    with in_process():
-        model = write(mixed(), tmp_path_factory.mktemp("done"))
-        tune(settings(model, builds=4))
-        yield model, (model.parent / "out" / STATE).read_bytes()
-
-
-@pytest.mark.usefixtures("workers")
-def test_a_damaged_state_file_ends_the_run_with_one_line(done: tuple[Path, bytes], tmp_path: Path) -> None:
-    _, state = done
-    model = write(mixed(), tmp_path)
-    damaged = tmp_path / "state.yaml"
-    damaged.write_bytes(state.replace(b'"origin": "compute"', b'"origin": "other"'))
-    with pytest.raises(BadState, match=r"state\.yaml, line 6 is damaged"):
-        tune(settings(model, state_file=damaged))
 
 
 @pytest.mark.usefixtures("workers")

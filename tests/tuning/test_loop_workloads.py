@@ -110,9 +110,7 @@ def test_calibration_data_stay_the_samples_where_they_are_given(model: Path, wor
     assert [row["name"] for row in result.summary["workloads"]] == ["decode", "prefill"]
 
 
-def test_the_command_tunes_a_decoder_for_a_mix_on_openvino(
-    model: Path, call: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_tunes_a_decoder_for_a_mix_on_openvino(model, call, monkeypatch):
     pytest.importorskip("openvino")
     monkeypatch.setattr("qdqtune.commands.tune.Plan", partial(Plan, slot_seconds=0.001))
     out = model.parent / "out"

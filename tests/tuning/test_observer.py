@@ -1,28 +1,12 @@
 """Events of a run: in order, and passed on as far as an observer takes them."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from observers import Log
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.observer import Silent, State
-from qdqtune.types import Trial
 from runs import settings
-
-
-@dataclass
-class Log(Silent):
-    """Remembers what an observer is told."""
-
-    stages: list[str] = field(default_factory=list)
-    trials: list[tuple[Trial, str, State]] = field(default_factory=list)
-
-    def stage(self, text: str) -> None:
-        self.stages.append(text)
-
-    def trial(self, trial: Trial, verdict: str, state: State) -> None:
-        self.trials.append((trial, verdict, state))
 
 
 @pytest.mark.usefixtures("workers")

@@ -43,9 +43,7 @@ def branching(path: Path) -> None:
     (path.parent / "bodies.bin").write_bytes(np.repeat(np.float32([0, 1]), 300).tobytes())
 
 
-def test_a_copy_has_the_external_data_of_bodies_and_is_loaded_before_it_gets_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_has_the_external_data_of_bodies_and_is_loaded_before_it_gets_its_name(tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     source, target = tmp_path / "given.onnx", tmp_path / "out" / "optimized_final.onnx"
     branching(source)

@@ -4,44 +4,17 @@ import numpy as np
 import onnx
 import pytest
 
-from models import build, normal, ranges
+from price_chain import FLOAT, chain, parts_of, times
 from qdqtune.graph.model import Model
-from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.attribution import BuildTimes, TimedBuild, attribute
+from qdqtune.search.costs.attribution import TimedBuild, attribute
 from qdqtune.search.costs.optimum import cut
 from qdqtune.search.costs.prices import learn
-from qdqtune.search.costs.units import Partition, partition
 from qdqtune.types import Layer, Placement
 from tensorrt_exports import EXPORTS, report_of
-
-EMPTY = Placement()
-
-CHAIN = """net (float[8,64] x) => (float[8,64] y) {
-    [a] t = MatMul(x, w0)
-    [b] u = MatMul(t, w1)
-    [c] v = Softmax(u)
-    [d] y = MatMul(v, w2)
-}"""
-
-
-def chain() -> Model:
-    return build(CHAIN, {f"w{k}": normal(64, 64, seed=k) for k in range(3)})
-
-
-def parts_of(model: Model) -> Partition:
-    return partition(model, possible_edges(model, ranges(model)), ())
 
 
 def layer(time: float, *nodes: str) -> Layer:
     return Layer(nodes[0] if nodes else "reformat", nodes, "FP32", time, "compute" if nodes else "reformat")
-
-
-def times(placement: Placement = EMPTY, quantize=None, dequantize=None, copies=None, **nodes: float) -> BuildTimes:
-    dequantize = dequantize or {}
-    return BuildTimes(placement, nodes, quantize or {}, dequantize, copies or dict.fromkeys(dequantize, 1))
-
-
-FLOAT = {"a": 10.0, "b": 10.0, "c": 3.0, "d": 10.0}
 
 
 def test_attribution_adds_up_to_the_scaled_latency() -> None:

@@ -16,13 +16,14 @@ from rich.console import Console
 
 from conftest import Call
 from models import build, feeds, normal, run
+from observers import Log
 from qdqtune.cli import report
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, BadState
 from qdqtune.graph.loading import load
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.observer import Observer, Silent
+from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.result import Result
 from runs import cost, environment, hopeless, mixed, settings, write
 from trtexec_stand_in import calls, stand_in
@@ -30,14 +31,6 @@ from workers import Workers
 
 ONCE = Plan((1,), error=0.4, slot_seconds=0.0, warmup=0)
 pytestmark = pytest.mark.usefixtures("workers")
-
-
-class Heard(Silent):
-    def __init__(self) -> None:
-        self.notes = list[str]()
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def subgraph_run(folder: Path, observer: Observer | None = None, **changes: Any) -> Result:
@@ -109,7 +102,7 @@ def test_a_run_goes_on_from_the_file_of_progress_alone(tmp_path: Path, workers: 
         if path.name != ".qdqtune":  # the list says that the file of progress is ours
             path.rmdir() if path.is_dir() else path.unlink()
     (out / "autotune_cache.json").write_text(kept)
-    heard = Heard()
+    heard = Log()
     again = subgraph_run(tmp_path, observer=heard)
     assert not any(build.path.name.startswith("group_") for build in workers.builds[before:])
     assert again.history == first.history
@@ -186,9 +179,7 @@ def test_groups_of_a_given_file(tmp_path: Path, call: Call) -> None:
     ("text", "words"),
     [('{"Layers": [{"Na', "cut short"), ('{"Layers": ["conv7", "conv8"]}', "another model"), (None, "cannot read")],
 )
-def test_an_unusable_file_of_groups_ends_the_run_in_one_line(
-    tmp_path: Path, call: Call, text: str | None, words: str
-) -> None:
+def test_an_unusable_file_of_groups_ends_the_run_in_one_line(tmp_path, call, text, words):
     model, graph = write(mixed(), tmp_path), tmp_path / "graph.json"
     if text is not None:
         graph.write_text(text)
