@@ -129,6 +129,12 @@ def test_nobody_else_starts_a_python() -> None:
     assert not {name for name, path in MODULES.items() if any(map(starters.match, imports(path)))}
 
 
+def test_nothing_else_reads_yaml() -> None:
+    readers = re.compile(r"yaml\.(safe_|full_|unsafe_)?(load|parse|compose|scan)|C?SafeLoader")
+    found = {name for name, path in MODULES.items() if readers.search(path.read_text())}
+    assert found == {"qdqtune.placement.parsing"}
+
+
 COPIED = "qdqtune.explanation.circumstances"
 """Composes commands that a user copies into a shell."""
 

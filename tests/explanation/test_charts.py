@@ -36,8 +36,8 @@ def test_equal_outputs_stand_at_the_top_of_the_chart_of_points() -> None:
 
 def test_the_course_keeps_the_best_speed_that_was_accepted() -> None:
     told = (("slower", 0.8), ("accepted", 1.5), ("failed", None), ("faster", 2.0))
-    steps, axis = course([Candidate(n, "cut", outcome, "", None, speed, None, 1, 1, None) for n, (outcome, speed) in
-                          enumerate(told)], height=100)  # type: ignore[arg-type]  # fmt: skip
+    tried = [Candidate(n, "cut", became, "", None, speed, None, 1, 1, None) for n, (became, speed) in enumerate(told)]
+    steps, axis = course(tried, height=100)
     assert [step.x for step in steps] == [12.5, 37.5, 62.5, 87.5]
     assert [step.y is None for step in steps] == [False, False, True, False]
     assert [step.best for step in steps] == pytest.approx([100 - axis.place(v) for v in (1.0, 1.5, 1.5, 1.5)], abs=0.1)

@@ -1,4 +1,4 @@
-"""Candidates of a front."""
+"""Candidates of a front that the search itself has not built."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Modes: what each begins with."""
+"""What a mode begins with: the pattern cache of an earlier run in region mode."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Noise is found once."""
+"""What rounding does to the outputs is measured once, and read from the state file by later runs."""
 
 from pathlib import Path
 
