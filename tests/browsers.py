@@ -1,7 +1,5 @@
 """A real browser without a window, for the tests of what people look at."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

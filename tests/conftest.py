@@ -1,7 +1,5 @@
 """Fixtures that several test files ask for by name."""
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import os
@@ -15,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from command_lines import QUICK
 from qdqtune.cli import main
 from runs import mixed, write
 from workers import Workers, in_process
@@ -68,6 +67,17 @@ def cores() -> Iterator[None]:
 def model(tmp_path: Path) -> Path:
     """A file with a model on which pairs pay in parts, and samples beside it."""
     return write(mixed(), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and in `out` beside it what a tuning run on the fake engine has written."""
+    path = write(mixed(), tmp_path_factory.mktemp("tuned"))
+    arguments = ["tune", str(path), *QUICK, "--calibration-data", str(path.with_suffix(".npz"))]
+    with in_process(), pytest.raises(SystemExit) as end:
+        main.main([*arguments, "-o", str(path.parent / "out")])
+    assert end.value.code == 0
+    return path
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """What the tests of the README, of docs/ and of examples/ share: fenced blocks, and how their commands are run."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

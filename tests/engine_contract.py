@@ -1,7 +1,5 @@
 """What every engine must do. A test class per engine inherits `EngineContract` and says how to open it."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any
@@ -134,9 +132,7 @@ class EngineContract:
         np.testing.assert_allclose(outputs["y"], ReferenceEvaluator(make()).run(None, inputs)[0], atol=1e-4)
         assert log.exists()
 
-    def test_a_model_quantized_in_its_own_format_is_near_the_float_model(
-        self, engine: Engine, tmp_path: Path, log: Path
-    ) -> None:
+    def test_a_model_quantized_in_its_own_format_is_near_the_float_model(self, engine, tmp_path, log):
         onnx.save(quantized_conv_model(engine.numeric_format("int8")), tmp_path / "q.onnx")
         quantized = engine.build(tmp_path / "q.onnx", log).run(IMAGE)["y"]
         exact = np.clip(ReferenceEvaluator(conv_model()).run(None, IMAGE)[0], 0, 4)
@@ -186,9 +182,7 @@ class EngineContract:
         assert built.time(three, 1) > 0
 
     @pytest.mark.parametrize("kind", ["missing", "not onnx", "unknown operator", "dangling input"])
-    def test_a_bad_model_is_refused_in_one_line_with_a_log(
-        self, engine: Engine, tmp_path: Path, log: Path, kind: str
-    ) -> None:
+    def test_a_bad_model_is_refused_in_one_line_with_a_log(self, engine, tmp_path, log, kind):
         path = tmp_path / "bad.onnx"
         if kind == "not onnx":
             path.write_bytes(b"this is no model")
@@ -254,9 +248,7 @@ class EngineContract:
         with pytest.raises(EngineFailure):
             engine.build(tmp_path / "m.onnx", log).layers({"x": np.zeros((1, 3, 8, 8), np.float32)}, 1)
 
-    def test_what_is_built_can_be_saved_or_the_refusal_says_why(
-        self, engine: Engine, tmp_path: Path, log: Path
-    ) -> None:
+    def test_what_is_built_can_be_saved_or_the_refusal_says_why(self, engine, tmp_path, log):
         onnx.save(conv_model(), tmp_path / "m.onnx")
         built = engine.build(tmp_path / "m.onnx", log)
         if self.saved is None:

@@ -1,7 +1,5 @@
 """What tests look up in models that `insert` has made."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import onnx

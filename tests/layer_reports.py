@@ -1,7 +1,5 @@
 """Models whose fusions are known, and checked reports of their layers."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models in ONNX text syntax, run by ONNX Runtime as they are and as they are loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

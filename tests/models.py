@@ -1,7 +1,5 @@
 """Small networks with weights from a fixed generator, and how to run them: for the tests of the numeric stages."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping
 from functools import cache

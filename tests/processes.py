@@ -1,7 +1,5 @@
 """What tests that end processes share: waiting, and who is at work."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

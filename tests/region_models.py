@@ -1,7 +1,5 @@
 """Small models for the tests of regions, patterns and inspection: networks by hand, and random graphs by hypothesis."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Placements by the rules of an engine, as tests of the rules ask for them."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from models import known, normal

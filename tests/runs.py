@@ -1,7 +1,5 @@
 """What the tests of the search share: models on which pairs pay in parts, settings, and a worker without a process."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -35,7 +33,6 @@ MIXED = """net (float[B,ROWS,64] x) => (float[B,ROWS,8] y) {
     [tanh] g = Tanh(f)
     [head] y = MatMul(g, w3)
 }"""
-
 HOPELESS = """net (float[2,8] x) => (float[2,8] y) {
     [first] a = MatMul(x, w0)
     [tanh] b = Tanh(a)
@@ -112,3 +109,7 @@ def room_for(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def out(model: Path, name: str) -> Path:
+    return model.parent / "out" / name

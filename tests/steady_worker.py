@@ -3,8 +3,6 @@
 At the step that the variable KILLED_AT names (a number of the file STEPS counts, over all processes) it ends at once.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Mapping

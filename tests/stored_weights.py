@@ -1,7 +1,5 @@
 """A chain of products whose weights may be stored in fewer bits, for tests of searches."""
 
-from __future__ import annotations
-
 from models import build, normal, ranges
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.units import Partition, partition

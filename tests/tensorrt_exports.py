@@ -1,7 +1,5 @@
 """Layer information and profiles that TensorRT wrote, in tests/data/tensorrt."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 are computed by the reference evaluator, in the bytes of a make-believe device.
 """
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import gzip

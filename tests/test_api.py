@@ -1,16 +1,12 @@
 """The package as a library: what notebooks hold in memory, keywords, results that show themselves, logs and ends."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import FrozenInstanceError
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import onnx
 import pytest
 
@@ -18,15 +14,10 @@ import qdqtune
 from models import feeds
 from qdqtune import api
 from qdqtune.cli import main
-from qdqtune.commands.inputs import metric_source, model_file, sample_source
-from qdqtune.commands.layers import Layers
-from qdqtune.commands.shown import MOST_ROWS
-from qdqtune.commands.tune import TuneOptions
-from qdqtune.errors import BadData, BadModel, BadOption
-from qdqtune.numerics.metric import load_evaluation
+from qdqtune.errors import BadOption
 from qdqtune.options import Options, options_of
 from qdqtune.tuning.observer import State
-from qdqtune.types import Layer, Trial
+from qdqtune.types import Trial
 from runs import mixed, settings, write
 from workers import in_process
 
@@ -124,8 +115,6 @@ def test_settings_go_on_to_work(model: Path, workers: object) -> None:
         qdqtune.tune(settings(model), builds=3)
 
 
-# Keywords
-
 DOORS: dict[str, tuple[type[Options], Callable[..., object]]] = {
     "tune": (api.TuneCall, api.tune), "quantize": (api.QuantizeCall, api.quantize),
     "compare": (api.CompareCall, api.compare), "apply": (api.ApplyCall, api.apply),
@@ -152,114 +141,6 @@ def test_an_unknown_keyword_is_refused_with_the_nearest(model: Path) -> None:
         qdqtune.compare(model, model, thread=3)
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"builds": "many"}, "builds: 'many' is not a valid integer"),
-        ({"mode": "cat"}, "mode: 'cat' is not one of"),
-        ({"front": 1}, "front is True or False"),
-        ({"builds": True}, "builds takes a value, not True"),
-        ({"builds": {"a": 1}}, "builds is one value"),
-        ({"time_budget": "soon"}, "is no duration"),
-        ({"min_sqnr": float("nan")}, "is no finite number"),
-        ({"input_shapes": {"x": "wide"}}, "'wide' is no shape of 'x'"),
-        ({"workloads": {"d.npz": 0}}, "no weight above zero"),
-    ],
-)
-def test_values_are_checked_as_on_the_command_line(given: Mapping[str, Any], words: str) -> None:
-    with pytest.raises(BadOption, match=words):
-        TuneOptions("model.onnx", **given)
-
-
-def test_values_of_python_mean_what_text_means() -> None:
-    typed = TuneOptions(
-        "-model.onnx",
-        input_shapes=["x:0:1x3", "s:"], fix_inputs=["n=2", "s=a=b"], engine_options=["streams=2", "mode=x"],
-        plugin_libraries=["a.so", "b.so"], min_sqnr="none", min_agreement="auto",  # type: ignore[arg-type]
-        time_budget="90s", deploy_threads="1,4", workloads=["a.npz:2"],
-    )  # fmt: skip
-    held = TuneOptions(
-        "-model.onnx",
-        input_shapes={"x:0": (1, 3), "s": ()}, fix_inputs={"n": 2, "s": "a=b"},
-        engine_options={"streams": 2, "mode": "x"},
-        plugin_libraries=("a.so", "b.so"), min_sqnr=None, time_budget=90, deploy_threads=[1, 4], workloads={"a.npz": 2},
-    )  # fmt: skip
-    assert typed == held
-    assert held.input_shapes == {"x:0": (1, 3), "s": ()}
-    assert held.fix_inputs == {"n": 2, "s": "a=b"}
-    assert (held.min_sqnr, held.time_budget, held.deploy_threads) == (None, 90.0, (1, 4))
-    with pytest.raises(FrozenInstanceError):
-        held.builds = 3
-
-
-# What is in memory
-
-
-def test_samples_of_every_kind_have_one_file_or_one_each(tmp_path: Path) -> None:
-    one = {"x": np.zeros((2, 3), np.float32), "file": np.ones(2)}
-    kinds: list[Any] = [one, [one, one], (s for s in [one, one]), lambda: [one, one], np.zeros(3)]
-    made = []
-    for number, samples in enumerate(kinds):
-        (folder := tmp_path / str(number)).mkdir()
-        source = sample_source(samples, folder)
-        assert source is not None
-        made.append([Path(source)] if Path(source).is_file() else sorted(Path(source).iterdir()))
-    assert [len(found) for found in made] == [1, 2, 2, 2, 1]
-    assert made[1][0].read_bytes() == made[2][1].read_bytes() == made[0][0].read_bytes()
-    with np.load(made[0][0]) as arrays:
-        assert set(arrays) == {"x", "file"}
-    assert sample_source("module:callable", tmp_path) == "module:callable"
-    assert sample_source(tmp_path, tmp_path) == str(tmp_path)
-    assert sample_source(None, tmp_path) is None
-
-
-def test_a_generator_is_read_as_far_as_it_is_needed(tmp_path: Path) -> None:
-    def endless() -> Iterator[Mapping[str, Any]]:
-        while True:
-            yield {"x": np.zeros(1)}
-
-    source = sample_source(endless(), tmp_path, limit=3)
-    assert source is not None
-    assert len(list(Path(source).iterdir())) == 3
-
-
-@pytest.mark.parametrize(
-    ("samples", "words"),
-    [([1, 2], "sample 1 is int"), (iter(()), "gives no sample"), (3, "not int"), ({"x": [object()]}, "numbers")],
-)
-def test_what_is_no_sample_is_refused(tmp_path: Path, samples: Any, words: str) -> None:
-    with pytest.raises(BadData, match=words):
-        sample_source(samples, tmp_path)
-
-
-def test_a_model_in_memory_stays_as_it_is(model: Path, tmp_path: Path) -> None:
-    proto = onnx.load(model)
-    before = proto.SerializeToString()
-    assert onnx.load(model_file(proto, tmp_path, "copy")) == proto
-    assert proto.SerializeToString() == before
-    with pytest.raises(BadModel, match="not int"):
-        model_file(3, tmp_path)  # type: ignore[arg-type]
-
-
-def test_a_metric_is_a_function_known_by_its_code(tuned: qdqtune.Result) -> None:
-    def small(predict: Any) -> float:
-        return 0.5
-
-    def smaller(predict: Any) -> float:
-        return 0.25
-
-    names = []
-    for function in (small, smaller, small):
-        with metric_source(function) as source:
-            assert source is not None
-            evaluation = load_evaluation(source)
-            assert evaluation.function is function
-            names.append(evaluation.digest)
-    assert names[0] == names[2] != names[1]
-    with pytest.raises(BadOption, match="not int"), metric_source(3):  # type: ignore[arg-type]
-        pass
-
-
 def test_a_metric_of_the_callers_decides(tuned: qdqtune.Result) -> None:
     asked = []
 
@@ -279,21 +160,7 @@ def test_a_metric_of_the_callers_decides(tuned: qdqtune.Result) -> None:
     assert asked
 
 
-# What is told, and how a call ends
-
-
-def test_names_from_models_are_escaped_and_long_tables_end() -> None:
-    hostile = Layer("<script>alert(1)</script>", ("a&b",), "FP32", 1.0, "compute")
-    html = Layers("fake", (hostile,) * (MOST_ROWS + 5))._repr_html_()
-    assert "<script>" not in html
-    assert "a&amp;b" in html
-    assert html.count("<tr>") == MOST_ROWS + 1
-    assert "and 5 more" in html
-
-
-def test_nothing_is_printed_and_the_log_has_the_lines(
-    tuned: qdqtune.Result, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_printed_and_the_log_has_the_lines(tuned, caplog, capfd):
     with in_process(), caplog.at_level(logging.INFO, "qdqtune"):
         qdqtune.tune(onnx.load(tuned.baseline), calibration_data=feeds(mixed(), 3), output_dir=tuned.folder, **SHORT)
     assert capfd.readouterr() == ("", "")

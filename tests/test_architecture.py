@@ -1,7 +1,5 @@
 """Rules that keep the modules apart, checked on the source itself."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -122,6 +120,19 @@ def test_importing_loads_no_vendor_library() -> None:
     loaded = set(done.stdout.split())
     assert {"qdqtune", "onnx"} <= loaded
     assert not loaded & VENDORS
+
+
+def test_nobody_else_starts_a_python() -> None:
+    found = {name for name, path in MODULES.items() if "sys.executable" in path.read_text()}
+    assert found == {"qdqtune.system.interpreter"}
+    starters = re.compile(r"multiprocessing(?!\.connection)|concurrent\.futures\.process|os\.(exec|spawn|posix_spawn)")
+    assert not {name for name, path in MODULES.items() if any(map(starters.match, imports(path)))}
+
+
+def test_nothing_else_reads_yaml() -> None:
+    readers = re.compile(r"yaml\.(safe_|full_|unsafe_)?(load|parse|compose|scan)|C?SafeLoader")
+    found = {name for name, path in MODULES.items() if readers.search(path.read_text())}
+    assert found == {"qdqtune.placement.parsing"}
 
 
 COPIED = "qdqtune.explanation.circumstances"

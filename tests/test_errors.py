@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from qdqtune.errors import one_line
 
 

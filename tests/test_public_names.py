@@ -1,7 +1,5 @@
 """What users import by name stays where it is."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Calibration caches of other tools: every scale comes back bit for bit, and what is no cache is refused in a line."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

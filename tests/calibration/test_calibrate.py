@@ -1,25 +1,20 @@
 """Ranges of all tensors in one pass: exact for min-max, to a bin for percentiles, in memory that does not grow."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any, get_args
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from models import FP8, INT8, UINT8, Arrays, activations, branching, build, conv_net, embedding, feeds, normal
 from qdqtune.calibration.calibrate import calibrate, candidate_tensors
 from qdqtune.calibration.histograms import Histogram
 from qdqtune.calibration.samples import Samples
-from qdqtune.calibration.scales import Calibration, Method, Range, dequantize, of_range, quantize
+from qdqtune.calibration.scales import Calibration, Method
 from qdqtune.errors import BadData, BadModel
 from qdqtune.graph.model import Model
-from qdqtune.types import NumericFormat
-
-Array = npt.NDArray[Any]
+from range_errors import close
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -113,15 +108,6 @@ def test_memory_does_not_grow_with_the_number_of_samples(method: Any) -> None:
     assert peak < 0.5 * count * sample_bytes  # the values of one tensor would take twice that
 
 
-def close(found: Range, values: Array, percentile: float, bin_width: float) -> None:
-    """Both ends lie between the two values that numpy would interpolate, give or take a bin."""
-    tails = [(100 - percentile) / 2, (100 + percentile) / 2]
-    least, most = (np.percentile(values, tails, method=m) for m in ("lower", "higher"))
-    ends = np.array([found.low, found.high])
-    assert (least - 1.001 * bin_width <= ends).all()
-    assert (ends <= most + 1.001 * bin_width).all()
-
-
 def test_percentiles_of_a_model_over_samples() -> None:
     net = embedding()
     samples = feeds(net, 6)
@@ -138,12 +124,6 @@ def test_percentiles_that_make_no_sense(percentile: float) -> None:
 
 
 NUMBERS = {"uint8": UINT8, "int8": INT8, "fp8": FP8}
-
-
-def error(values: Array, tried: Range, numbers: NumericFormat) -> float:
-    """Mean squared error of a range, by the definition."""
-    how = of_range(tried, numbers)
-    return float(np.square(values - dequantize(quantize(values, how), how)).mean())
 
 
 @pytest.mark.parametrize("method", ["entropy", "mse"])

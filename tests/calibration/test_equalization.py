@@ -1,7 +1,5 @@
 """Channels are scaled where weights take the scales back: every output stays as it was, bit by bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

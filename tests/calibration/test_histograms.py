@@ -1,21 +1,14 @@
 """Histograms, and the ranges that percentile, mse and entropy take from them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import FP8, INT8, UINT8, normal
 from qdqtune.calibration.histograms import Histogram
-from qdqtune.calibration.scales import Range, dequantize, of_range, quantize
-from qdqtune.types import NumericFormat
-
-Array = npt.NDArray[Any]
+from qdqtune.calibration.scales import Range
+from range_errors import Array, close, error
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -25,15 +18,6 @@ def filled(*parts: Array) -> Histogram:
     for part in parts:
         histogram.add(part)
     return histogram
-
-
-def close(found: Range, values: Array, percentile: float, bin_width: float) -> None:
-    """Both ends lie between the two values that numpy would interpolate, give or take a bin."""
-    tails = [(100 - percentile) / 2, (100 + percentile) / 2]
-    least, most = (np.percentile(values, tails, method=m) for m in ("lower", "higher"))
-    ends = np.array([found.low, found.high])
-    assert (least - 1.001 * bin_width <= ends).all()
-    assert (ends <= most + 1.001 * bin_width).all()
 
 
 @pytest.mark.parametrize("percentile", [90.0, 99.0, 99.9, 100.0])
@@ -90,12 +74,6 @@ def test_odd_histograms(parts: list[Array], expected: Range | None) -> None:
 
 
 NUMBERS = {"uint8": UINT8, "int8": INT8, "fp8": FP8}
-
-
-def error(values: Array, tried: Range, numbers: NumericFormat) -> float:
-    """Mean squared error of a range, by the definition."""
-    how = of_range(tried, numbers)
-    return float(np.square(values - dequantize(quantize(values, how), how)).mean())
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)

@@ -1,31 +1,14 @@
 """Inputs of a model, and random values for them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
 from models import build, embedding, normal
 from qdqtune.calibration.inputs import input_specs
-from qdqtune.calibration.samples import Samples, open_samples
-from qdqtune.errors import BadModel, BadOption, InputError
+from qdqtune.calibration.samples import open_samples
+from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.model import Model
-
-
-def model(inputs: str = "float[1,3] x") -> Model:
-    first = inputs.split(",")[0 if "[" not in inputs else -1].split()[-1]
-    return build(f"net ({inputs}) => (float[A] y) {{ y = Cast <to=1> ({first}) }}")
-
-
-def lists(samples: Samples) -> list[dict[str, Any]]:
-    return [{name: array.tolist() for name, array in sample.items()} for sample in samples]
-
-
-def one_line(error: pytest.ExceptionInfo[InputError]) -> None:
-    assert "\n" not in str(error.value)
-    assert error.value.exit_code == 2
+from sample_files import lists, model, one_line
 
 
 def test_random_inputs_are_the_same_in_every_pass_and_differ_by_number_and_input() -> None:

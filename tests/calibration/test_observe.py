@@ -1,7 +1,5 @@
 """Values of tensors on samples: those of the model, in batches, in their own type or widened."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,29 +1,13 @@
 """Notes on samples that tell little, and on few samples for a large model."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from models import build, normal
+from models import normal
 from qdqtune.calibration.prepare import Data, prepare
-from qdqtune.graph.model import Model
-
-Array = npt.NDArray[Any]
-
-
-def model(inputs: str = "float[1,3] x") -> Model:
-    first = inputs.split(",")[0 if "[" not in inputs else -1].split()[-1]
-    return build(f"net ({inputs}) => (float[A] y) {{ y = Cast <to=1> ({first}) }}")
-
-
-def saved(folder: Path, **arrays: Array) -> str:
-    np.savez(folder / "data.npz", **arrays)
-    return str(folder / "data.npz")
+from sample_files import Array, model, saved
 
 
 @pytest.mark.parametrize(
@@ -41,9 +25,7 @@ def test_samples_that_are_all_alike_give_one_note(tmp_path: Path, rows: Array, w
     assert words or not prepared.doubts
 
 
-def test_a_large_model_compares_outputs_on_fewer_samples_with_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_model_compares_outputs_on_fewer_samples_with_a_note(tmp_path, monkeypatch):
     monkeypatch.setattr("qdqtune.calibration.prepare.JUDGED_WORK", 9.0)  # work counts an element as one at the least
     prepared = prepare(model(), Data(saved(tmp_path, x=normal(20, 3))))
     assert 8 <= len(prepared.judging) < 20

@@ -1,7 +1,5 @@
 """Weights alone become integers: blocks by least squared error."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Calibration data: every form that is promised, and one clear line for everything that does not fit."""
 
-from __future__ import annotations
-
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -9,29 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from models import build, normal
+from models import normal
 from qdqtune.calibration.samples import Samples, open_samples
-from qdqtune.errors import BadData, BadOption, InputError
-from qdqtune.graph.model import Model
-
-Array = npt.NDArray[Any]
-
-
-def model(inputs: str = "float[1,3] x") -> Model:
-    first = inputs.split(",")[0 if "[" not in inputs else -1].split()[-1]
-    return build(f"net ({inputs}) => (float[A] y) {{ y = Cast <to=1> ({first}) }}")
-
-
-def saved(folder: Path, **arrays: Array) -> str:
-    np.savez(folder / "data.npz", **arrays)
-    return str(folder / "data.npz")
-
-
-def lists(samples: Samples) -> list[dict[str, Any]]:
-    return [{name: array.tolist() for name, array in sample.items()} for sample in samples]
+from qdqtune.errors import BadData, BadOption
+from sample_files import Array, lists, model, one_line, saved
 
 
 @pytest.fixture
@@ -162,11 +143,6 @@ BAD_ARRAYS: list[tuple[str, str, dict[str, Array], str]] = [
     ("counts", "float[1,3] x, float[1,3] z", {"x": normal(2, 3), "z": normal(3, 3)}, "different numbers of samples"),
     ("objects", "float[1,3] x", {"x": np.array([{}], object)}, "holds objects"),
 ]
-
-
-def one_line(error: pytest.ExceptionInfo[InputError]) -> None:
-    assert "\n" not in str(error.value)
-    assert error.value.exit_code == 2
 
 
 @pytest.mark.parametrize(("inputs", "arrays", "message"), [b[1:] for b in BAD_ARRAYS], ids=[b[0] for b in BAD_ARRAYS])

@@ -1,7 +1,5 @@
 """The arithmetic of quantization against exact references: numpy in float64, and ONNX's own operators."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

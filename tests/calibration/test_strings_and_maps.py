@@ -1,7 +1,5 @@
 """Inputs that are strings, in every form in which users have them; outputs that are maps, as of scikit-learn."""
 
-from __future__ import annotations
-
 import sys
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Samples that do not come, do not end, fill the memory or raise anything: one line, in every command."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator
@@ -77,9 +75,7 @@ def source(folder: Path, what: str, at: int) -> str:
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize(("what", "at"), [*product(DOES, AT)])
-def test_whatever_a_generator_does_is_one_line(
-    call: Call, small: Path, monkeypatch: pytest.MonkeyPatch, what: str, at: int
-) -> None:
+def test_whatever_a_generator_does_is_one_line(call, small, monkeypatch, what, at):
     monkeypatch.setattr(user_code, "MOST_GENERATED", 50)
     given = source(small.parent, what, at)
     for name, template in COMMANDS.items():

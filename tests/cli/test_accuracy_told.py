@@ -1,7 +1,5 @@
 """No command tells accuracy on inputs that are made up; beside a run they are that run's."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from itertools import product

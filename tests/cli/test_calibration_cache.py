@@ -1,7 +1,5 @@
 """`--calibration-cache`: a file of scales stands for data, in every command that calibrates."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

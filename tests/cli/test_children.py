@@ -1,7 +1,5 @@
 """Several models at a time, and what is left when any of the processes is ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -14,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Call
 from processes import family, until
 from qdqtune.cli import children
 from qdqtune.cli.children import Board, Ended, ModelRow
@@ -99,9 +96,7 @@ def test_nothing_is_left_of_workers_side_by_side(models: Path, tmp_path: Path, w
     until(lambda: all(devices.is_free(f"core-{cores[0]}") for cores in devices.physical_cores()))
 
 
-def test_models_are_shared_out_and_told_in_their_order(
-    call: Call, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_are_shared_out_and_told_in_their_order(call, models, tmp_path, monkeypatch):
     met: list[tuple[str, tuple[int, ...]]] = []
     both = threading.Barrier(2)
 
@@ -139,16 +134,3 @@ def test_a_row_shows_the_last_event_and_what_candidates_have_found() -> None:
     row.take(parsed_event('{"kind": "note", "text": "the machine is busy"}'))
     assert (row.builds, row.best, row.now) == ("13/52", "1.64x", "the machine is busy")
     assert ANYWHERE.parts == ()
-
-
-@pytest.mark.usefixtures("workers")
-def test_a_child_reports_its_events_as_lines_of_json(
-    call: Call, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QDQTUNE_EVENTS", "1")
-    code, _, err = call("tune", models / "fast.onnx", "-o", tmp_path / "out", *QUICK, "--builds", 5)
-    assert code == 0
-    events = [Event(**json.loads(line)) for line in err.splitlines()]
-    assert [event.builds for event in events if event.builds][-1].endswith("/5")
-    assert any(event.kind == "note" for event in events)
-    assert all(event.short in event.text for event in events)

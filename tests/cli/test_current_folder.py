@@ -1,10 +1,6 @@
 """No process of ours executes a module that happens to lie in the current folder; what the user names is executed."""
 
-from __future__ import annotations
-
 import importlib.util
-import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,12 +12,9 @@ import yaml
 
 from qdqtune.cli.main import app
 from qdqtune.engines import devices
-from qdqtune.system import interpreter
 from runs import environment, hopeless, mixed, write
-from test_architecture import MODULES, imports
 
 QUICK = "--engine fake --builds 4 --calibration-method minmax --no-bias-correction --no-report --price-cache none"
-
 COMMANDS = {
     "apply": "apply a.onnx --placement placement.yaml --calibration-data a.npz -o q.onnx",
     "build": "build a.onnx --engine onnxruntime -o built.onnx",
@@ -41,9 +34,7 @@ COMMANDS = {
     "tune, with functions": f"tune a.onnx -o out {QUICK} --calibration-data user:samples --evaluate user:score",
 }
 """Every command that starts processes."""
-
 START_NONE = {"completion", "explain", "inspect", "report", "rules"}
-
 USER = """
 import numpy as np
 import beside
@@ -113,26 +104,3 @@ def test_no_process_executes_what_lies_in_the_current_folder(name: str, folder: 
     executed = folder.parent / "executed"
     assert not executed.exists(), executed.read_text()
     assert done.returncode in (0, 3, 4), done.stderr
-
-
-def test_the_current_folder_is_searched_where_the_package_itself_lies_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def path() -> list[str]:
-        told: str = interpreter.python("-c", "")["env"]["PYTHONPATH"]
-        return told.split(os.pathsep)
-
-    monkeypatch.setattr(sys, "path", ["", *sys.path, str(tmp_path), str(tmp_path / "gone")])
-    monkeypatch.chdir(tmp_path)
-    assert str(tmp_path / "gone") in path()
-    assert str(tmp_path) not in path()
-    monkeypatch.chdir(interpreter.HOME)
-    assert path()[0] == interpreter.HOME
-    assert str(tmp_path) in path()
-
-
-def test_nobody_else_starts_a_python() -> None:
-    found = {name for name, path in MODULES.items() if "sys.executable" in path.read_text()}
-    assert found == {"qdqtune.system.interpreter"}
-    starters = re.compile(r"multiprocessing(?!\.connection)|concurrent\.futures\.process|os\.(exec|spawn|posix_spawn)")
-    assert not {name for name, path in MODULES.items() if any(map(starters.match, imports(path)))}

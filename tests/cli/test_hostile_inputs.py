@@ -1,7 +1,5 @@
 """What is wrong with a model, data, YAML or user code is one line and a promised exit code; results stay results."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -82,9 +80,7 @@ def test_a_constant_product_of_any_rank_runs_on_its_engine(call: Call, tmp_path:
 
 
 @pytest.mark.parametrize("command", ["quantize", "tune"])
-def test_external_data_behind_a_link_that_leaves_the_folder_is_refused(
-    call: Call, tmp_path: Path, command: str
-) -> None:
+def test_external_data_behind_a_link_that_leaves_the_folder_is_refused(call, tmp_path, command):
     (tmp_path / "m").mkdir()
     model = write(mixed(), tmp_path / "m")
     onnx.save(onnx.load(model), model, save_as_external_data=True, location="w.bin", size_threshold=0)
@@ -232,9 +228,7 @@ def test_a_large_graph_is_calibrated_without_optimizing_it(model: Path, monkeypa
     ],
     ids=lambda command: command[0],
 )
-def test_json_that_is_too_deep_or_too_long(
-    call: Call, model: Path, tmp_path: Path, command: tuple[str, ...], text: str
-) -> None:
+def test_json_that_is_too_deep_or_too_long(call, model, tmp_path, command, text):
     (tmp_path / "summary.json").write_text(text)
     names = {"MODEL": str(model), "FOLDER": str(tmp_path), "TEXT": text}
     arguments = command

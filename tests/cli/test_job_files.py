@@ -1,7 +1,5 @@
 """What a jobs file may hold: a schema that follows from the options of `tune` refuses all else at the start."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -13,7 +11,6 @@ import click
 import pytest
 import yaml
 
-from conftest import Call
 from qdqtune.cli.job_files import KNOWN, read_jobs
 from qdqtune.errors import BadOption
 from qdqtune.placement import parsing
@@ -118,9 +115,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, file=sys.stderr)
     assert json.loads(done.stdout) == []
 
 
-def test_a_wrong_file_ends_the_command_before_anything_begins(
-    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_file_ends_the_command_before_anything_begins(call, tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", None)
     file = tmp_path / "jobs.yaml"
     for text, words in {

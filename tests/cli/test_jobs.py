@@ -1,7 +1,5 @@
 """`qdqtune tune` of several models, and `qdqtune run`, which names them in a YAML file."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -52,9 +50,7 @@ def test_what_makes_no_sense_is_refused(typed: list[str], said: str, call: Call,
     assert "empty holds no .onnx file" in call("tune", tmp_path / "empty")[2]
 
 
-def test_a_model_that_fails_does_not_end_the_others_and_all_go_on(
-    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_fails_does_not_end_the_others_and_all_go_on(call, tmp_path, monkeypatch):
     models = tmp_path / "models"
     models.mkdir()
     first, second = write(mixed(), models, "fast"), write(hopeless(), models, "slow")

@@ -1,7 +1,5 @@
 """A line for every candidate: its speed with the interval, all in times as fast as float, and why it is not taken."""
 
-from __future__ import annotations
-
 import ast
 from io import StringIO
 from pathlib import Path
@@ -93,9 +91,7 @@ def test_a_line_says_how_fast_and_why_not(
     assert told(outcome, ratio, best=best, best_ratio=best_ratio, against=against) == words
 
 
-def test_steps_of_a_long_stage_are_told_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_of_a_long_stage_are_told_now_and_then(monkeypatch, capsys):
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     with progress.shown() as observer:

@@ -1,26 +1,17 @@
 """`qdqtune quantize` and `qdqtune rules` as a user meets them."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import pytest
 
 from conftest import Call
 from models import build, conv_net, normal
-from qdqtune.calibration.scales import Calibration
-from qdqtune.cli.quantize import quantize_command
-from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.tune import TuneOptions
-from qdqtune.commands.worst_tensors import Damage, to_exclude
 from qdqtune.engines import devices
-from qdqtune.errors import BadModel
 from qdqtune.graph.loading import load
 from qdqtune.placement.engine_rules import RULES, rules_of
 from qdqtune.placement.reading import count_pairs, read_placement
@@ -84,20 +75,6 @@ def test_a_report_names_no_node_without_which_nothing_is_quantized(call: Call, t
     assert json.loads(call(*given, "--json")[1])["nodes_to_exclude"] == []
 
 
-def test_only_what_makes_a_tenth_of_the_error_is_to_be_excluded() -> None:
-    levels = {("n1", "n2"): 12.0, ("n2",): 20.0, ("n3",): 20.1, ("n4",): None}
-    found = [Damage(nodes[0], nodes, level, None) for nodes, level in levels.items()]
-    for sqnr_db, most, expected in (
-        (10.0, 4, ("n1", "n2")),
-        (10.2, 4, ("n1", "n2", "n3")),
-        (10.2, 2, ("n1", "n2")),
-        (10.2, 1, ()),
-        (1.0, 4, ()),
-        (None, 4, ()),
-    ):
-        assert to_exclude(found, sqnr_db, lambda nodes, most=most: len(nodes) <= most) == expected  # type: ignore[misc]
-
-
 def test_json_holds_it_all_and_null_where_nothing_is_lost(call: Call, tmp_path: Path) -> None:
     text = "net (float[4,32] x) => (float[4,32] y) {\n [a] p = MatMul(x, w)\n [b] q = Abs(p)\n [end] y = Floor(q) }"
     path = write(build(text, {"w": np.eye(32, dtype=np.float32)}), tmp_path)
@@ -151,63 +128,6 @@ def test_weights_alone_are_stored_as_asked_and_the_words_say_how_many(call: Call
     assert "no kernels for weights stored as 'w3'; it has w4, w8, w4b32a, w4b32" in err
     code, _, err = call("quantize", path, "--weight-only", "w8", "--report", "-o", target)
     assert code == 2
-
-
-QUANTIZE: dict[str, tuple[Sequence[str], Callable[[QuantizeOptions], object], object]] = {
-    "--output": (["x.onnx"], lambda r: r.output, Path("x.onnx")),
-    "--quant-type": (["fp8"], lambda r: r.quant_type, "fp8"),
-    "--engine": (["openvino"], lambda r: r.engine, "openvino"),
-    "--precision": (["fp16"], lambda r: r.precision, "fp16"),
-    "--no-per-channel": ([], lambda r: r.per_channel, False),
-    "--nodes-to-quantize": (["a"], lambda r: r.nodes_to_quantize, ("a",)),
-    "--op-types-to-quantize": (["Conv"], lambda r: r.op_types_to_quantize, ("Conv",)),
-    "--nodes-to-exclude": (["b"], lambda r: r.nodes_to_exclude, ("b",)),
-    "--op-types-to-exclude": (["Add"], lambda r: r.op_types_to_exclude, ("Add",)),
-    "--calibration-data": (["a:b"], lambda r: r.calibration_data, "a:b"),
-    "--calibration-samples": (["7"], lambda r: r.calibration_samples, 7),
-    "--input-shape": (["a:1x3"], lambda r: r.input_shapes, {"a": (1, 3)}),
-    "--seed": (["5"], lambda r: r.seed, 5),
-    "--calibration-method": (["mse"], lambda r: r.calibration, Calibration("mse", 99.99, True, True)),
-    "--no-bias-correction": ([], lambda r: r.calibration.bias_correction, False),
-    "--no-equalize": ([], lambda r: r.calibration.equalization, False),
-    "--percentile": (["99.5"], lambda r: r.calibration.percentile, 99.5),
-    "--rewrites": (["off"], lambda r: r.rewrites, "off"),
-    "--calibration-cache": (["c.cache"], lambda r: r.calibration_cache, Path("c.cache")),
-    "--placement-like": (["implicit"], lambda r: r.placement_like, "implicit"),
-    "--weight-only": (["w4"], lambda r: r.weight_only, "w4"),
-    "--weight-rounding": (["gptq"], lambda r: r.weight_rounding, "gptq"),
-    "--fix-input": (["sr=16000"], lambda r: r.fix_inputs, {"sr": 16000}),
-    "--evaluate": (["metric:score"], lambda r: r.evaluate, "metric:score"),
-    "--report": ([], lambda r: r.report, True),
-}
-"""Option to values, what to look at in the request, and what is expected there."""
-
-
-def test_every_option_reaches_its_field_and_every_field_has_one(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[QuantizeOptions] = []
-
-    def caught(options: QuantizeOptions, observer: object) -> NoReturn:
-        given.append(options)
-        raise BadModel("caught")
-
-    monkeypatch.setattr("qdqtune.cli.quantize.quantize", caught)
-    assert call("quantize", "m.onnx") == (2, "", "error: caught\n")
-    usual, reached = given[0], set[str]()
-    assert usual == QuantizeOptions(Path("m.onnx"), output=usual.target)
-    assert usual.target == Path("m.qdq.onnx")
-    for option, (values, look, expected) in QUANTIZE.items():
-        call("quantize", "m.onnx", option, *values)
-        assert look(given[-1]) == expected != look(usual)
-        reached |= {name for name, value in vars(given[-1]).items() if value != getattr(usual, name)}
-    assert reached == {field.name for field in fields(QuantizeOptions)} - {"model", "time_limit"}
-    names = {next(o for o in p.opts if o.startswith("--")) for p in quantize_command.params if p.name != "model"}
-    assert names == {name.replace("--no-", "--") for name in QUANTIZE} | {
-        "--tune",
-        "--tune-args",
-        "--json",
-        "--time-limit",
-        "--html",
-    }
 
 
 def test_what_is_given_reaches_the_search(call: Call, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,9 +225,6 @@ def test_tune_starts_from_the_placement(call: Call, precision: str, tmp_path: Pa
     assert "origin: imported" in (tmp_path / "out" / "autotuner_state.yaml").read_text().replace('"', "")
     ours = read_placement(load(path), load(path.with_suffix(".qdq.onnx"))).placement
     assert ours.edges
-
-
-# The list of rules
 
 
 def test_rules_lists_every_rule_with_its_reason_and_source(call: Call) -> None:

@@ -1,7 +1,5 @@
 """Builds, candidates and models are told alike wherever people read of them."""
 
-from __future__ import annotations
-
 import io
 import re
 from itertools import product
@@ -13,7 +11,7 @@ from rich.console import Console
 from qdqtune.cli.progress import Live, Plain
 from qdqtune.cli.report import result_table
 from qdqtune.explanation.report import report_of_run
-from qdqtune.explanation.words import builds, built, title
+from qdqtune.explanation.words import built
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Observers
 from runs import mixed, settings, write
@@ -38,20 +36,3 @@ def test_a_run_has_one_count_of_builds_and_candidates_without_holes(mode: str, c
     page = report_of_run(tmp_path / "out")
     assert any(built(result.summary) in fact.hint for fact in page.facts)
     assert [one.number for one in page.candidates] == list(range(1, len(result.history) + 1))
-
-
-@pytest.mark.parametrize("counts", list(product([1, 8], [0, 3], [0, 4])))
-def test_builds_for_rewrites_are_told_beside_those_of_the_search(counts: tuple[int, int, int]) -> None:
-    search, rewrites, proof = counts
-    summary = {"builds": search + rewrites, "proof_builds": proof, "rewrites": {"builds": rewrites}}
-    assert built(summary) == builds(*counts)
-    assert [int(number) for number in re.findall(r"\d+", built(summary))] == [n for n in counts if n]
-
-
-@pytest.mark.parametrize(
-    ("path", "told"),
-    [("a/model.onnx", "a/model.onnx"), ("x/a/model.onnx", "a/model.onnx"), ("a/m.onnx", "m.onnx"),
-     ("/model.onnx", "model.onnx")],
-)  # fmt: skip
-def test_titles_name_the_folder_of_a_usual_name(path: str, told: str) -> None:
-    assert title(Path(path)) == told

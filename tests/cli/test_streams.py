@@ -1,9 +1,6 @@
 """Closed, full and ASCII streams, pipes that nobody reads, Ctrl-C at any time: no traceback, the promised exit code."""
 
-from __future__ import annotations
-
 import io
-import json
 import os
 import pty
 import signal
@@ -12,19 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-import onnx
 import pytest
-from rich.table import Table
-from rich.text import Text
 
 from conftest import Call
-from qdqtune.cli import main, output, streams
+from qdqtune.cli import main, streams
 from runs import environment
 
 COMMAND = f"{sys.executable} -m qdqtune"
-HOSTILE = "\x1b]0;owned\x07[red]\x9b31m:smile:\u202e"
-BROKEN = HOSTILE + "\nbroken"
-SPELT = "\\x1b]0;ow"
 
 
 def shell(line: str, folder: Path, **more: str) -> tuple[int, str, str]:
@@ -70,58 +61,6 @@ def test_a_file_name_that_is_no_text(tmp_path: Path) -> None:
     assert err.count("\n") == 1
 
 
-def hostile(model: Path) -> Path:
-    """The model with names that are commands to a terminal, markup, emoji and a line break."""
-    proto = onnx.load(model)
-    for node in proto.graph.node:
-        node.name = BROKEN + node.name
-        for names in (node.input, node.output):
-            names[:] = [BROKEN + name if name in "abcdefg" else name for name in names]
-    onnx.save(proto, model)
-    return model
-
-
-@pytest.mark.parametrize("command", ["inspect", "layers", "check", "quantize", "tune"])
-def test_names_cannot_command_a_terminal(call: Call, model: Path, tmp_path: Path, command: str) -> None:
-    data = ["--calibration-data", hostile(model).with_suffix(".npz")]
-    quick = ["--calibration-method", "minmax", "--no-bias-correction"]
-    if command == "check":
-        assert call("quantize", model, *data, *quick, "-o", tmp_path / "q.onnx")[0] == 0
-    told = {
-        "inspect": [model, "-v"],
-        "layers": [model, *data],
-        "check": [tmp_path / "q.onnx", *data],
-        "quantize": [model, *data, *quick, "--report", "-o", tmp_path / "q.onnx"],
-        "tune": [model, *data, *quick, "--engine", "fake", "--builds", "4", "-v", "-o", tmp_path / "out"],
-    }[command]
-    code, out, err = call(command, *told)
-    assert code in (0, 3, 4), err
-    assert {c for c in out + err if not c.isprintable()} <= {"\n"}
-    assert not [line for line in (out + err).splitlines() if line.strip().startswith("broken")]
-    assert SPELT in out or command == "tune"  # which shows names of nodes where units have prices only
-
-
-def test_a_console_takes_text_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", streams.Escaping(written))
-    table = Table(title=HOSTILE)
-    table.add_column(HOSTILE)
-    table.add_row(Text(HOSTILE))
-    table.add_row("[bold]plain[/bold]")
-    shown = output.console(width=200)
-    shown.print(table)
-    shown.print(HOSTILE)
-    assert written.getvalue().count(SPELT) == 4
-    assert "[bold]plain[/bold]" in written.getvalue()
-    assert {c for c in written.getvalue() if not c.isprintable()} <= {"\n"}
-
-
-def test_json_is_as_it_was(call: Call, model: Path) -> None:
-    code, out, _ = call("inspect", hostile(model), "--json")
-    assert code == 0
-    assert BROKEN in json.loads(out)["regions"][-1]["nodes"][0]
-
-
 class Lost(io.StringIO):
     """A stream that fails after its first words."""
 
@@ -154,9 +93,7 @@ def test_memory_that_is_short_is_one_line(call: Call, model: Path, monkeypatch: 
     assert call("inspect", model) == (2, "", "error: there is not enough memory for this\n")
 
 
-def test_an_interrupt_that_a_library_made_another_error_of(
-    call: Call, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_that_a_library_made_another_error_of(call, model, monkeypatch):
     def interrupted(*_: object, **__: object) -> None:
         try:
             os.kill(os.getpid(), signal.SIGINT)

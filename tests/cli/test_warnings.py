@@ -1,7 +1,5 @@
 """No command prints a result below 20 dB without a word about it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`debug` on models with known faults, in their pairs or in the engine: who is named, and in how many runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace

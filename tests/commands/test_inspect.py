@@ -1,7 +1,5 @@
 """The text and the JSON of region inspection."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

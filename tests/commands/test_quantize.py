@@ -1,9 +1,6 @@
 """`quantize`: what is written, exact against a float64 reference, and what is said about it."""
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.commands.apply import Applied, ApplyOptions, apply
 from qdqtune.commands.quantize import HELD_OUT, quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
-from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadOption, OutputError
 from qdqtune.graph.loading import load
@@ -31,12 +27,10 @@ from qdqtune.numerics.fitting import with_known_ranges
 from qdqtune.placement.files import PlacementFile, write_placement
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement
-from qdqtune.types import Failure, Placement, QType, QuantType
+from qdqtune.types import Failure, Placement
 
 Array = npt.NDArray[Any]
 DIGITS = Path(__file__).parents[2] / "demo" / "digits.onnx"
-
-
 pytestmark = pytest.mark.usefixtures("workers")
 
 
@@ -85,9 +79,6 @@ def pairs(model: Model) -> Iterator[tuple[str, Array, Array, Array]]:
             scale, zero = (model.constants[name].array() for name in node.inputs[1:3])
             constant = model.constants.get(node.inputs[0])
             yield node.inputs[0], scale, zero, np.zeros(0) if constant is None else constant.array()
-
-
-# Numbers
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -142,29 +133,6 @@ def test_int8_rounds_half_to_even_as_onnx_says(source: str, per_channel: bool, t
             np.testing.assert_array_equal(values, np.clip(ties, -128, 127))
             seen += 1
     assert seen
-
-
-@pytest.mark.parametrize("engine", sorted(MODULES))
-@pytest.mark.parametrize("quant_type", ["int8", "fp8"])
-def test_every_engine_names_its_numbers_without_its_library(
-    engine: str, quant_type: QuantType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for library in ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings", "openvino"):
-        monkeypatch.setitem(sys.modules, library, None)
-    if quant_type == "fp8" and engine in ("onnxruntime", "openvino"):
-        with pytest.raises(BadOption, match="no FP8"):
-            numeric_format(engine, quant_type)
-    else:
-        numbers = numeric_format(engine, quant_type)
-        assert (numbers.weight is QType.FP8) == (quant_type == "fp8")
-
-
-def test_an_engine_that_nobody_knows() -> None:
-    with pytest.raises(BadOption, match="unknown engine 'gpu'; there are fake, onnxruntime"):
-        numeric_format("gpu", "int8")
-
-
-# What comes out
 
 
 @pytest.mark.parametrize("method", ["minmax", "percentile", "entropy", "mse"])
@@ -267,9 +235,6 @@ def test_what_a_softmax_makes_has_the_range_from_0_to_1_in_uint8_if_it_comes_hal
         assert with_known_ranges(model, found, numeric_format("tensorrt", "int8"), found) == found
 
 
-# Choices
-
-
 def consumers(done: Any) -> set[str]:
     return {e.node for e in done.placed.placement}
 
@@ -298,9 +263,7 @@ def test_nodes_and_operators_to_quantize_and_to_exclude(
      ({"engine": "onnxruntime", "quant_type": "fp8"}, "no FP8 kernels"),
      ({"evaluate": "nothing:here"}, "evaluate")],
 )  # fmt: skip
-def test_what_cannot_be_asked_for(
-    changes: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_asked_for(changes, words, tmp_path, monkeypatch):
     path = written(conv_net(), tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadOption, match=words):
@@ -361,9 +324,6 @@ def test_from_python(tmp_path: Path) -> None:
         qdqtune.quantize(path, tmp_path / "q.onnx", calibration_dta="x")
 
 
-# The report
-
-
 def test_the_report_ranks_tensors_by_what_they_do_to_the_outputs(tmp_path: Path) -> None:
     """The tensor with the longest tail loses most by itself, and hardly reaches the output."""
     text = """net (float[N,32] x) => (float[N,32] y) {
@@ -389,9 +349,7 @@ def test_the_report_ranks_tensors_by_what_they_do_to_the_outputs(tmp_path: Path)
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
 @pytest.mark.parametrize("net", [conv_net, attention])
-def test_what_the_report_says_of_a_tensor_holds_in_a_model_with_its_pairs_only(
-    engine: str, net: Callable[[], Model], tmp_path: Path
-) -> None:
+def test_what_the_report_says_of_a_tensor_holds_in_a_model_with_its_pairs_only(engine, net, tmp_path):
     """Also where a pair stands for a clamp that was dropped, and where it shares its scale."""
     model = net()
     path = written(model, tmp_path)
@@ -422,9 +380,6 @@ def test_no_report_where_the_model_with_switches_does_not_run(tmp_path: Path, mo
     assert done.damages == ()
     assert done.sqnr_db is not None
     assert done.notes[1:] == ("no report of single tensors, as the model with switches fails: no such operator",)
-
-
-# Weights alone
 
 
 def test_rounding_by_data_says_where_the_data_are_few_and_is_refused_without_stored_weights(tmp_path: Path) -> None:

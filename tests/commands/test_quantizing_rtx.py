@@ -1,10 +1,6 @@
 """TensorRT-RTX takes what `quantize` writes for TensorRT, without a GPU, and runs it in 8 bits."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,10 +10,8 @@ from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.commands.quantize import quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.engines import EngineSpec, open_engine
-from qdqtune.graph.float16 import Precision
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
-from qdqtune.types import QuantType
 
 pytest.importorskip("tensorrt_rtx_bindings")
 
@@ -80,9 +74,7 @@ CASES = [(passing, "int8"), (passing, "fp8"), (convnext, "int8"), (convnext, "fp
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize(("make", "quant_type"), CASES)
-def test_it_builds_and_runs_in_8_bits(
-    make: object, quant_type: QuantType, precision: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_builds_and_runs_in_8_bits(make, quant_type, precision, tmp_path, monkeypatch):
     for module in ("cuda.bindings.runtime", "cuda.cudart"):  # as without a GPU, also where there is one
         monkeypatch.setitem(sys.modules, module, None)
     assert callable(make)
@@ -104,9 +96,7 @@ def test_it_builds_and_runs_in_8_bits(
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("like", ["rules", "implicit"])
-def test_scales_of_a_calibration_cache_build_and_run_in_8_bits(
-    like: Literal["rules", "implicit"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scales_of_a_calibration_cache_build_and_run_in_8_bits(like, tmp_path, monkeypatch):
     for module in ("cuda.bindings.runtime", "cuda.cudart"):
         monkeypatch.setitem(sys.modules, module, None)
     model = passing()
@@ -133,9 +123,7 @@ LOUD = """net (float[1,32,16,16] x) => (float[1,32,16,16] y) {
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_precision_with_nodes_in_float32_builds(
-    precision: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_precision_with_nodes_in_float32_builds(precision, tmp_path, monkeypatch):
     for module in ("cuda.bindings.runtime", "cuda.cudart"):
         monkeypatch.setitem(sys.modules, module, None)
     save(build(LOUD, {"w": normal(32, 32, 3, 3, scale=20.0)}), tmp_path / "model.onnx")

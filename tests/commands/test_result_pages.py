@@ -1,7 +1,5 @@
 """What quantize, layers, check and compare write for a browser: their own findings, and no more than they know."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rewrites of the float model in `quantize`, `apply` and `debug`: what is written, and that it is found again."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No written model keeps its name, or gets it, unless its engine loads it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -46,9 +44,7 @@ def test_a_file_that_the_engine_refuses_does_not_appear(tmp_path: Path, workers:
     check_loads(target, engine)
 
 
-def test_without_the_engine_the_checker_decides(
-    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_engine_the_checker_decides(tmp_path, workers, monkeypatch):
     monkeypatch.setitem(sys.modules, "openvino", None)
     monkeypatch.delitem(sys.modules, "qdqtune.engines.openvino.engine", raising=False)  # which may have it already
     save(mixed(), tmp_path / "m.onnx")
@@ -65,9 +61,7 @@ def test_a_file_that_was_run_is_not_loaded_again(tmp_path: Path, workers: Worker
 
 
 @pytest.mark.parametrize("command", ["quantize", "apply"])
-def test_a_command_that_writes_what_its_engine_refuses_writes_nothing(
-    call: Call, model: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_writes_what_its_engine_refuses_writes_nothing(call, model, tmp_path, command, monkeypatch):
     told = [model, "--calibration-data", model.with_suffix(".npz"), "--calibration-method", "minmax"]
     if command == "apply":
         quick = ["--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4", "--min-sqnr", "none"]

@@ -1,7 +1,5 @@
 """Devices for the workers of a run: one kind only, and Ray where it is asked for."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

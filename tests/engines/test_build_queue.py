@@ -1,7 +1,5 @@
 """Builds made ahead of time: which are made, what a run makes of them, and what becomes of those that nobody takes."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
@@ -9,7 +7,6 @@ import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -24,7 +21,7 @@ from qdqtune.tuning.run import prepared
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Failure
 from runs import settings
-from workers import Build, Workers
+from workers import Build
 
 ASIDE = EngineSpec("fake", {"builds_aside": 2, "noise": 0.01})
 
@@ -34,9 +31,7 @@ def cut(model: Path, folder: str, engine: EngineSpec = ASIDE) -> Settings:
 
 
 @pytest.mark.parametrize("mode", ["cut", "region"])
-def test_a_run_finds_the_same_from_builds_that_two_processes_make_at_once(
-    mode: Literal["cut", "region"], model: Path, workers: Workers
-) -> None:
+def test_a_run_finds_the_same_from_builds_that_two_processes_make_at_once(mode, model, workers):
     alone = tune(replace(cut(model, "alone", EngineSpec("fake", {"noise": 0.01})), mode=mode))
     needed, here = Counter(map(which, workers.builds)), threading.get_ident()
     aside, both = itertools.count(), threading.Barrier(2, timeout=60)

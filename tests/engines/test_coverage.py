@@ -1,7 +1,5 @@
 """Which nodes of a model the layers of an engine cover, by what the layers claim."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

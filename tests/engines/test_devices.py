@@ -1,7 +1,5 @@
 """Devices: cores and GPUs that workers get, hold and give back."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from qdqtune.engines import EngineSpec, devices
-from qdqtune.engines.devices import Device, allot, cores_for, divide_cores, leased, pinned
-from qdqtune.engines.process import WorkerProcess
+from qdqtune.engines.devices import Device, allot, cores_for, divide_cores, leased
 from qdqtune.errors import BadOption, EngineUnavailable
 
 FAKE = EngineSpec("fake")
@@ -56,21 +53,6 @@ def test_a_device_is_held_until_the_process_that_has_it_is_gone(tmp_path: Path) 
     sleeper.communicate()
     with leased(device, 0.0):
         assert not devices.is_free(device.parts[0])
-
-
-@LINUX
-def test_a_worker_runs_on_its_cores_only(tmp_path: Path) -> None:
-    (core, *_), *_ = devices.physical_cores()
-    before = os.sched_getaffinity(0)
-    with pinned([core]):
-        asked = [sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"]
-        done = subprocess.run(asked, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(core)]
-    assert os.sched_getaffinity(0) == before
-    worker = WorkerProcess(tmp_path / "worker.log", Device("one", gpu=f"pinned-{os.getpid()}"))
-    assert not devices.is_free(f"gpu-pinned-{os.getpid()}")
-    worker.kill()
-    assert devices.is_free(f"gpu-pinned-{os.getpid()}")
 
 
 @pytest.mark.parametrize(

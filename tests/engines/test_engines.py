@@ -1,7 +1,5 @@
 """Engines are opened by name, with options that are checked."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

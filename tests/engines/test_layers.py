@@ -1,7 +1,5 @@
 """`Built.layers` of the engines that run here, for known fusions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A memory budget: which builds are freed, and which models have one."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """A pool of workers: tasks are done in order of priority, and again where a worker is lost or slow."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -22,11 +20,10 @@ from engine_contract import IMAGE, conv_model, quantized_conv_model
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.engines.memory import MemoryBudget, is_scarce, scarce_memory
-from qdqtune.engines.runner import Handle, Runner, as_workloads
-from qdqtune.engines.worker import Session
+from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
 from qdqtune.graph.saving import nbytes
-from qdqtune.types import Failure, Measurement, NumericFormat, QType, Slot
+from qdqtune.types import Failure, Measurement, NumericFormat, QType
 from runs import environment
 from trtexec_stand_in import stand_in
 from workers import Build, Workers
@@ -137,40 +134,6 @@ def test_rounds_continue_where_the_last_call_stopped(tmp_path: Path, files: Simp
     assert run(6) != run(6, seed=4)
 
 
-class _Scripted:
-    """Records the slots that a model is asked for."""
-
-    def __init__(self, name: str, seconds: float, slots: list[tuple[str, int]]) -> None:
-        self.name, self.seconds, self.slots = name, seconds, slots
-
-    def time(self, inputs: object, runs: int) -> float:
-        self.slots.append((self.name, runs))
-        return self.seconds + len(self.slots)
-
-
-def _scripted(a_seconds: float = 1.0, b_seconds: float = 1.0) -> tuple[Session, list[tuple[str, int]]]:
-    slots: list[tuple[str, int]] = []
-    session = Session(EngineSpec("fake"))
-    session.feed(as_workloads({}))
-    session._models = {0: _Scripted("A", a_seconds, slots), 1: _Scripted("B", b_seconds, slots)}  # type: ignore[dict-item]
-    return session, slots
-
-
-def test_a_round_is_abba_or_baab_by_its_own_coin() -> None:
-    session, slots = _scripted()
-    samples = session.rounds(0, 1, 5, range(64), [Slot(7, 2, 0.01)], 3)
-    assert slots[:2] == [("A", 3), ("B", 3)]
-    assert {runs for _, runs in slots[2:]} == {7}
-    orders = ["".join(name for name, _ in slots[i : i + 4]) for i in range(2, len(slots), 4)]
-    assert set(orders) == {"ABBA", "BAAB"}
-    assert 16 < orders.count("ABBA") < 48
-    assert samples.a == samples.b  # a steady drift hits both sides alike
-
-    later, later_slots = _scripted()
-    later.rounds(0, 1, 5, range(10, 12), [Slot(7, 2, 0.01)], 0)
-    assert ["".join(name for name, _ in later_slots[i : i + 4]) for i in (0, 4)] == orders[10:12]
-
-
 def test_the_slower_model_fills_a_slot(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path) as runner:
         runner.rounds(loaded(runner, files.plain), loaded(runner, files.large), 1, **ROUNDS | {"slot_seconds": 0.01})
@@ -243,9 +206,7 @@ def kill_when_they_hang(runner: Runner, log: Path, count: int) -> None:
             os.kill(number, signal.SIGKILL)
 
 
-def test_a_worker_killed_twice_during_a_call_is_a_crash_that_names_the_signal(
-    tmp_path: Path, files: SimpleNamespace
-) -> None:
+def test_a_worker_killed_twice_during_a_call_is_a_crash_that_names_the_signal(tmp_path, files):
     with opened(tmp_path, faults={"hang": "conv"}) as runner:
         plain = loaded(runner, files.plain)
         threading.Thread(target=kill_when_they_hang, args=(runner, tmp_path / "logs" / "bad.log", 2)).start()
@@ -262,9 +223,7 @@ def test_a_model_that_cannot_be_built_again_is_a_failure(tmp_path: Path, files: 
         assert failed(runner.outputs(plain, [IMAGE])).stage == "build"
 
 
-def test_an_interrupt_while_waiting_leaves_the_runner_usable(
-    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_waiting_leaves_the_runner_usable(tmp_path, files, monkeypatch):
     def interrupted(*_: object) -> bool:
         raise KeyboardInterrupt
 

@@ -1,7 +1,5 @@
 """What the user allows one build or inference holds wherever the model is run, calibration and checks included."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +7,6 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from conftest import Call
 from qdqtune.calibration.observe import outputs_on
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import TIME_LIMIT, Runner, time_limit
@@ -53,9 +50,7 @@ def test_runners_have_the_limit_of_the_user_by_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["tune", "quantize", "apply", "check", "debug"])
-def test_every_runner_of_a_command_has_the_limit(
-    call: Call, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_runner_of_a_command_has_the_limit(call, tmp_path, command, monkeypatch):
     model = write(mixed(), tmp_path)
     data = ["--calibration-data", model.with_suffix(".npz")]
     quick = ["--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4"]

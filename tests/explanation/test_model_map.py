@@ -1,7 +1,5 @@
 """The map: groups in the order in which values flow, and blocks where there are too many to see at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

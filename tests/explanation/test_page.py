@@ -1,7 +1,5 @@
 """The report in a real browser: it shows, answers to mouse and keys, says nothing on the console, asks for nothing."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The report of a run: what it says, and that nothing from a model is more than text in it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,31 +1,24 @@
 """What a finished run says of each node: true of what shipped, in every mode, with a number or the reason for none."""
 
-from __future__ import annotations
-
-import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from conftest import Call
-from models import build, normal, ranges
+from models import build, normal
 from qdqtune.cli.runs import by_reason
 from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.engines import EngineSpec
-from qdqtune.errors import BadOption, BadState
-from qdqtune.explanation.facts import Facts, facts_of
+from qdqtune.explanation.facts import facts_of
 from qdqtune.explanation.values import Explanation
 from qdqtune.explanation.why import headline, tallied
 from qdqtune.placement.files import PlacementFile, write_placement
-from qdqtune.placement.possible import possible_edges
 from qdqtune.search.cut import CutSearch
 from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
-from qdqtune.types import Edge, Layer, Measurement, Placement, Proposal, Trial, WeightFormat
+from qdqtune.types import Placement
 from runs import hopeless, mixed, settings, write
 from runs import rows as lines
 from workers import in_process
@@ -64,13 +57,6 @@ def test_prices_decide_and_are_told(tuned: tuple[Path, Result]) -> None:
     assert f"{second.ms:.3g} ms" in second.reason
     assert f"in the float model {second.float_ms:.3g} ms" in second.reason
     assert rows["softmax"].why == "no kernel"
-
-
-def test_the_table_of_reasons_shortens_names(tuned: tuple[Path, Result]) -> None:
-    explained = explain_run(tuned[0])
-    long = replace(explained.tallies[0], example="model/" + "relu;" * 40 + "conv")
-    cells = by_reason(replace(explained, tallies=(long,))).columns[-1].cells
-    assert [str(cell) for cell in cells] == ["model/relu;relu;relu…relu;relu;relu;conv", ""]
 
 
 def test_a_rule_that_won_is_not_told_as_the_prices_decision(tuned: tuple[Path, Result], tmp_path: Path) -> None:
@@ -165,80 +151,6 @@ def test_a_pick_of_another_placement_needs_no_new_prices(tuned: tuple[Path, Resu
     assert told == [t.proposal.predicted is None for t in tuned[1].history]
     assert search.costs(facts.history).prices == search.costs(tuned[1].history).prices
     assert tallied(facts)[0] == explain_run(tuned[0]).rows
-
-
-def test_the_command_line_tells_reasons_and_nodes(
-    call: Call, tuned: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tuned[0]
-    code, out, _ = call("explain", folder)
-    assert code == 0
-    assert "faster so" in out
-    assert "8 bits take longer" in out
-    code, out, _ = call("explain", folder, "s*")
-    assert [line.split(" (")[0] for line in out.splitlines() if not line.startswith(" ")] == [
-        "second",
-        "skip",
-        "softmax",
-    ]
-    assert re.search(r"float would cost \S+ ms more", out)
-    code, out, _ = call("explain", folder, "third", "--json")
-    told = json.loads(out)
-    assert [row["node"] for row in told["nodes"]] == ["third"]
-    assert told["nodes"][0]["margin_ms"] > 0
-    code, _, err = call("explain", folder, "th")
-    assert code == 2
-    assert "near are third" in err
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "60")
-    assert max(map(len, call("explain", folder, "s*")[1].splitlines())) <= 60
-
-
-def test_what_is_no_finished_run_is_refused(tuned: tuple[Path, Result], tmp_path: Path) -> None:
-    with pytest.raises(BadOption, match=r"there is no folder .*none: name the output folder"):
-        explain_run(tmp_path / "none")
-    shutil.copytree(tuned[0], tmp_path / "out")
-    (tmp_path / "out" / "autotuner_state.yaml").rename(tmp_path / "elsewhere.yaml")
-    with pytest.raises(BadState, match="`state_file`"):
-        explain_run(tmp_path / "out")
-    assert explain_run(tmp_path / "out", tmp_path / "elsewhere.yaml").rows == explain_run(tuned[0]).rows
-
-
-def test_weights_in_fewer_bits_are_a_decision_of_their_own() -> None:
-    net = """net (float[4,64] x) => (float[4,64] y) {
-        [a] p = MatMul(x, w0) [b] q = Tanh(p) [c] r = Softmax(q) [d] y = MatMul(r, w1) }"""
-    model = build(net, {"w0": normal(64, 64), "w1": normal(64, 64, seed=1)})
-    w4, (first, last) = WeightFormat(4, 32), (Edge("w0", "a", 1), Edge("w1", "d", 1))
-    shipped = Placement.of((), [(first, w4), (last, w4)])
-    ran = [("a", "W4", 0.25), ("b", "FP32", 1.0), ("c", "FP32", 1.0), ("d", "W4", 0.25)]
-    layers = tuple(Layer(n, (n,), precision, ms, "compute") for n, precision, ms in ran)
-    floats = tuple(Layer(n.name, (n.name,), "FP32", 1.0, "compute") for n in model.nodes)
-    won = Measurement((4e-3,) * 12, (2.5e-3,) * 12)
-    trial = Trial(0, Proposal("weights in 4 bits", shipped), Placement(), won, layers=layers, accepted=True)
-    able = possible_edges(model, ranges(model))
-    facts = Facts(model, able, able, shipped, "tuned", "int8", floats, (trial,))
-    assert "weights of products in 4 bits, and no pairs" in headline(facts)
-    rows, tallies = tallied(facts)
-    a = rows[0]
-    assert (a.precision, a.weight_format, a.otherwise, a.why, a.quantized) == (
-        "w4",
-        "w4b32",
-        "float weights",
-        "faster",
-        False,
-    )
-    assert (a.ms, a.margin_ms) == pytest.approx((0.25, 0.75))
-    assert (rows[1].weight_format, rows[1].otherwise) == ("", "8 bits")
-    stored = next(tally for tally in tallies if tally.bits == 4)
-    assert (stored.runs_in, stored.nodes, stored.ms, stored.float_ms) == ("4-bit weights", 2, 0.5, 2.0)
-
-
-def test_units_decided_otherwise_together_need_no_conversions_between_them(tuned: tuple[Path, Result]) -> None:
-    explained = explain_run(tuned[0])
-    in_8_bits = {row.unit: row for row in explained.rows if row.quantized}.values()
-    (together,) = (tally for tally in explained.tallies if tally.quantized)
-    assert together.margin_ms is not None
-    assert 0 < together.margin_ms < sum(row.margin_ms or 0.0 for row in in_8_bits)
 
 
 def test_where_nothing_was_tried_no_candidate_is_told_and_the_other_way_is_a_guess(tuned: tuple[Path, Result]) -> None:

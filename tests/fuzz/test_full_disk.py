@@ -1,7 +1,5 @@
 """A disk that fills up: the old file stays, one line says so, and with room again a run ends as if nothing had been."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

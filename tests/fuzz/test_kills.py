@@ -4,8 +4,6 @@ In every run of the tests: what a driver has on disk at some of its steps, on th
 --kills 200` kills workers and drivers of ONNX Runtime and OpenVINO, their latencies replaced by steady ones.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil
@@ -69,9 +67,7 @@ def shipped(out: Path) -> dict[str, bytes]:
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_driver_leaves_at_any_step_is_gone_on_with(
-    model: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_driver_leaves_at_any_step_is_gone_on_with(model, mode, monkeypatch):
     """A driver that is killed leaves what is on disk: so what is there at its steps is what a kill leaves."""
     out, steps = model.parent / "out", [0]
     append, replace = Store._append, Path.replace
@@ -129,9 +125,7 @@ def kills(count: int) -> Iterator[Kill]:
         yield who, engine, mode, (number // len(table) + 0.5) / rounds
 
 
-def test_real_engines_and_drivers_are_killed(
-    request: pytest.FixtureRequest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_real_engines_and_drivers_are_killed(request, tmp_path, capfd):
     count = request.config.getoption("--kills")
     if not count:
         pytest.skip("a long run: --kills N")

@@ -4,8 +4,6 @@
 `--fuzz-from` says where to begin.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Constants of every form become initializers; large ones stay outside the protobuf."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shapes and constants that follow from input sizes, also where onnx's inference of a whole graph ends."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -9,19 +7,19 @@ import onnx
 import pytest
 from onnx import parser
 
-from models import Arrays, activations, build, feeds, normal, run
+from models import activations, build, feeds, normal
 from qdqtune.errors import BadOption
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.rewrites import REWRITES
+from rewrite_nets import net, same
 
 DYNAMIC = """g (float[batch,3,size] x, float[batch,4] z, float[1] q) => (float[batch,o] y, float[1] u) {
     t = Flatten(x)
     y = Concat<axis=1>(t, z)
     u = Relu(q)
 }"""
-
 WINDOWS = """g (float[N,10,12,8] x) => (float[A,B] y) {
     s = Shape(x)
     h = Gather(s, middle)
@@ -116,27 +114,6 @@ def test_all_of_a_chain_of_sizes_is_computed_at_once() -> None:
     folded = REWRITES["constants"].apply(windows())
     assert "Shape" in [n.op for n in folded.nodes]
     assert [n.op for n in REWRITES["constants"].apply(shaped).nodes] == ["Pad", "MatMul", "Reshape", "Relu", "Neg"]
-
-
-def net(
-    body: str, constants: Arrays | None = None, shape: str = "float[2,5,8]", more: str = "", opset: int = 19
-) -> Model:
-    """What stands between an input x and a Relu that makes the output from n."""
-    numbers = {
-        **{"half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0, "six": 6.0, "zero": 0.0, "epsilon": 1e-5},
-        **{"root": np.sqrt(2), "rootless": np.sqrt(0.5), "sixth": 1 / 6},
-    }
-    known = {name: np.float32(value) for name, value in numbers.items()} | dict(constants or {})
-    text = f"net ({shape} x) => (float[] y{more}) {{ {body} [last] y = Relu(n) }}"
-    return build(text, known, opset)
-
-
-def same(model: Model, rewritten: Model) -> None:
-    samples = feeds(model, 2)
-    for exact, found in zip(run(model, samples), run(rewritten, samples), strict=True):
-        assert exact.keys() == found.keys()
-        for name, values in exact.items():
-            np.testing.assert_allclose(found[name], values, rtol=2e-5, atol=2e-6)
 
 
 def test_nodes_that_follow_from_constants_and_shapes_are_computed() -> None:

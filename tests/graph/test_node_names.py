@@ -1,7 +1,5 @@
 """Nodes without a name in the file have one name everywhere: that of `loading.load`, whatever an engine calls them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The catalogue of operator families."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models are saved in one file, or by reference to a file of constants."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from pathlib import Path
@@ -12,35 +10,14 @@ import numpy.typing as npt
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, parser
+from onnx import TensorProto
 
 from models import build, normal
 from qdqtune.errors import OutputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.saving import WEIGHTS, ConstantFile, constants_to_share, nbytes, one_constant_file, save
-
-TEXT = """<ir_version: 8, opset_import: ["": 17]>
-g (float[N,40] x, bool c) => (float[N,40] y, float[N,40] z) <float[N,40] t, float[1] b = {2}> {
-    [mm] t = MatMul(x, w)
-    [add] s = Add(t, b)
-    [mm2] y = MatMul(s, v)
-    [if] z = If(c) <
-        then_branch = a () => (float[N,40] p) { k = Relu(t)
-            p = Add(k, b) },
-        else_branch = d () => (float[N,40] q) { q = Add(x, x) }>
-}"""
-
-
-def weights(value: float = 1.0) -> npt.NDArray[Any]:
-    array = np.eye(40, dtype=np.float32)
-    array[0, 0] = value
-    return array
-
-
-def model(w: npt.NDArray[Any] | None = None, v: npt.NDArray[Any] | None = None) -> Model:
-    large = {"w": Constant.of(weights() if w is None else w), "v": Constant.of(weights() if v is None else v)}
-    return Model(parser.parse_model(TEXT), large)
+from two_products import model, weights
 
 
 def run(path: Path) -> list[npt.NDArray[Any]]:
@@ -55,9 +32,7 @@ def test_a_model_is_saved_in_one_file(tmp_path: Path) -> None:
     np.testing.assert_array_equal(run(tmp_path / "m.onnx")[0], np.full((2, 40), 3))
 
 
-def test_beyond_the_limit_constants_go_beside_it_and_each_content_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beyond_the_limit_constants_go_beside_it_and_each_content_once(tmp_path, monkeypatch):
     monkeypatch.setattr("qdqtune.graph.saving.ONE_FILE_LIMIT", 6000)
     (tmp_path / "m.onnx.data").write_bytes(bytes(100_000))
     save(model(), tmp_path / "m.onnx")
@@ -105,9 +80,7 @@ def test_stages_share_one_file_of_constants(tmp_path: Path) -> None:
     assert loaded[0] == loaded[1] == model.constants["w"].data()
 
 
-def test_weights_of_the_model_are_written_once_and_ship_under_a_second_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_the_model_are_written_once_and_ship_under_a_second_name(tmp_path, monkeypatch):
     def refused(*_: object) -> None:
         raise OSError(errno.EPERM, "no second names here")
 

@@ -1,7 +1,5 @@
 """Identity and unused nodes are removed; fixed inputs decide Ifs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

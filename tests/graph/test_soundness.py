@@ -1,7 +1,5 @@
 """Models that ONNX's checker lets pass, and that nobody can work with: one line each, from every command."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

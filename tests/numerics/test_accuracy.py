@@ -1,7 +1,5 @@
 """Output error in dB."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,8 +1,6 @@
 """An adjustable placement gives the outputs of the file; with corrected biases the means of all layers are those of
 the float model, in any placement."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

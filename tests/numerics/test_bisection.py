@@ -1,7 +1,5 @@
 """Culprits among parts: alone, several, only together, spread; and how often damage is measured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from math import log2
 

@@ -1,26 +1,20 @@
 """Numbers are chosen by what they do to the outputs, and biases are corrected where that helps."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import product
 
 import numpy as np
 import pytest
 
+from fitted_nets import Heard, db, inputs_of, prepared
 from models import INT8, UINT8, Arrays, build, conv_net, feeds, normal, run
-from qdqtune.calibration.prepare import Prepared
-from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import AUTO, Calibration, Method, Range, Ranges
 from qdqtune.graph.model import Model
-from qdqtune.numerics.accuracy import sqnr_db
 from qdqtune.numerics.fitting import fitted
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
-from qdqtune.types import Deaf, Placement
+from qdqtune.types import Placement
 
 pytestmark = pytest.mark.usefixtures("workers")
-
 SQUASHED = """net (float[1,256] x) => (float[1,4] y) {
     [squash] s = SQUASH(x)
     [last] y = MatMul(s, w)
@@ -31,41 +25,12 @@ def squashed(op: str) -> Model:
     return build(SQUASHED.replace("SQUASH", op), {"w": normal(256, 4)})
 
 
-def prepared(net: Model, feeds: list[Arrays]) -> Prepared:
-    samples = Samples("test", "", False, lambda: iter(feeds))
-    return Prepared(net, net, samples, samples, samples)
-
-
-def inputs_of(net: Model, *nodes: str) -> Callable[[Ranges], Placement]:
-    """Pairs on the inputs of some nodes."""
-    return lambda known: Placement.of(e for e in possible_edges(net, known) if e.node in nodes)
-
-
 def heavy_tailed(count: int = 4) -> list[Arrays]:
     """Values within 3, but for a few far outside."""
     feeds = [{"x": normal(1, 256, seed=i)} for i in range(count)]
     for i, feed in enumerate(feeds):
         feed["x"][0, i] = 120.0
     return feeds
-
-
-class Heard(Deaf):
-    """How far each stage was, as it was told."""
-
-    def __init__(self) -> None:
-        self.stages: list[tuple[str, list[tuple[int, int | None]]]] = []
-
-    def stage(self, text: str) -> None:
-        self.stages.append((text, []))
-
-    def progress(self, done: int, total: int | None) -> None:
-        self.stages[-1][1].append((done, total))
-
-
-def db(exact: list[Arrays], outputs: list[Arrays]) -> float:
-    found = sqnr_db(exact, outputs)
-    assert found is not None
-    return found
 
 
 def test_auto_cuts_off_what_the_outputs_do_not_see() -> None:
@@ -159,44 +124,6 @@ def test_nothing_is_run_for_an_empty_placement() -> None:
     found = fitted(prepared(net, feeds), Calibration("auto", bias_correction=True), UINT8, lambda _: Placement())
     assert not found.shifts
     assert found.activations.keys() == {"x", "s", "y"}
-
-
-NORMALIZED = """net (float[4,32] x) => (float[4,16] y) {
-    n = LayerNormalization <axis = -1> (x, g, h)
-    [last] y = MatMul(n, w)
-}"""
-
-
-def uneven(by: float) -> Model:
-    """A few channels behind a normalization are larger than the others, and matter less."""
-    gain = np.ones(32, np.float32)
-    gain[:3] = by
-    weights = normal(32, 16) / gain[:, None]
-    return build(NORMALIZED, {"g": gain, "h": np.zeros(32, np.float32), "w": weights})
-
-
-def test_channels_are_made_alike_where_samples_gain_that_set_no_scale() -> None:
-    feeds = [{"x": normal(4, 32, seed=i)} for i in range(8)]
-    how = Calibration("minmax", equalization=True)
-    net = uneven(64.0)
-    place = inputs_of(net, "last")
-    heard = Heard()
-    found, plain = (fitted(prepared(net, feeds), h, UINT8, place, listener=heard) for h in (how, Calibration()))
-    assert [text for text, _ in heard.stages] == [
-        "trying to make channels alike",
-        "calibrating on test",
-        "calibrating on test",
-    ]
-    assert {f.edge.tensor for f in found.factors} == {"g", "h", "w"}
-    assert how.chosen(found).equalization
-    assert not how.chosen(plain).equalization
-    unseen = [{"x": normal(4, 32, seed=i)} for i in range(20, 24)]
-    exact = run(net, unseen)
-    gained, lost = (db(exact, run(insert(net, place(r), r, UINT8), unseen)) for r in (found, plain))
-    assert gained > lost + 6
-    assert insert(net, Placement(), found, UINT8).to_proto() == insert(net, Placement(), plain, UINT8).to_proto()
-    assert not fitted(prepared(uneven(1.0), feeds), how, UINT8, place).factors
-    assert not fitted(prepared(net, feeds[:1]), how, UINT8, place).factors  # which nobody else can judge
 
 
 @pytest.mark.parametrize(

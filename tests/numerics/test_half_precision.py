@@ -1,7 +1,5 @@
 """Half precision: what leaves float16's range stays in float32, casts stand where they cost least, the rest holds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,6 @@ from models import attention, build, conv_net, feeds, normal, run, sqnr, valid
 from qdqtune.calibration.calibrate import calibrate, candidate_tensors
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.scales import Calibration, Range, Ranges
-from qdqtune.engines.formats import usual_precision
 from qdqtune.errors import ConstraintUnmet
 from qdqtune.graph.float16 import converted, kept_in, to_float16
 from qdqtune.graph.loading import load
@@ -32,7 +29,6 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Accuracy, Edge, Failure, Placement
 
 pytestmark = pytest.mark.usefixtures("workers")
-
 LOUD = """net (float[2,16] x) => (float[2,16] y) {
     [first] a = MatMul(x, w)
     [square] b = Mul(a, a)
@@ -42,12 +38,10 @@ LOUD = """net (float[2,16] x) => (float[2,16] y) {
     [last] y = MatMul(e, w)
 }"""
 """Between `square` and `root` values reach 1e9."""
-
 NORM = """net (float[2,4096] x) => (float[2,1] y) {
     [mean] m = ReduceMean <keepdims=1> (x, axes)
     [last] y = Relu(m)
 }"""
-
 MASKED = """net (float[2,4] x, float[2,4] mask) => (float[2,4] y) {
     [first] a = Mul(mask, low)
     [add] b = Add(x, a)
@@ -66,9 +60,6 @@ def ranges_of(model: Model) -> Ranges:
 
 def types(model: Model) -> dict[str, int]:
     return {name: info.dtype for name, info in model.tensors.items()}
-
-
-# Which nodes
 
 
 def test_what_makes_or_reads_too_large_values_stays() -> None:
@@ -95,9 +86,6 @@ def test_a_mask_may_be_cut_off_and_a_weight_may_not() -> None:
     assert out_of_range(build(text, {"w": np.full((16, 16), -1e6, "f")}), Ranges({})) == {
         "mm": "its weights exceed float16"
     }
-
-
-# Casts
 
 
 def test_between_kept_nodes_nothing_is_cast() -> None:
@@ -133,9 +121,6 @@ def test_what_only_moves_values_between_kept_nodes_stays_with_them() -> None:
     assert cheaper_in_float32(loud(), ()) == set()
 
 
-# What holds
-
-
 def test_overflow_is_seen_and_kept_nodes_mend_it() -> None:
     model = loud()
     samples = feeds(model)
@@ -169,18 +154,6 @@ def test_bfloat16_is_everywhere_that_float16_would_be(make) -> None:  # type: ig
     assert {t: swapped.get(d, d) for t, d in types(half).items()} == types(wide)
     assert (wide.inputs, wide.outputs) == (model.inputs, model.outputs)
     assert [n.op for n in wide.nodes] == [n.op for n in half.nodes]
-
-
-# Where the user asks
-
-
-@pytest.mark.parametrize(
-    ("engine", "version", "wanted"),
-    [("tensorrt", "11.4.0", "fp16"), ("tensorrt", "8.6.1", "fp32"), ("tensorrt-rtx", "1.7", "fp16"),
-     ("trtexec", "", "fp16"), ("trtexec", "8.6", "fp32"), ("onnxruntime", "1.31", "fp32"), ("fake", "", "fp32")],
-)  # fmt: skip
-def test_the_usual_precision_is_that_of_the_engine(engine: str, version: str, wanted: str) -> None:
-    assert usual_precision(engine, version) == wanted
 
 
 def test_what_does_not_hold_stays_in_float32_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

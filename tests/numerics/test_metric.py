@@ -1,7 +1,5 @@
 """The user's own metric: where it comes from, what it is given, and what its errors become."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -51,9 +49,7 @@ def test_predict_runs_the_model_on_the_engine(metric: Metric, loaded: tuple[Runn
     assert evaluate(load_evaluation(source), *loaded) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_metric_may_come_from_a_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: tuple[Runner, Handle]
-) -> None:
+def test_a_metric_may_come_from_a_module(tmp_path, monkeypatch, loaded):
     (tmp_path / "metric_of_a_module.py").write_text(
         "class Score:\n def __call__(self, predict):\n  return True\nf = Score()"
     )
@@ -84,9 +80,7 @@ def test_what_cannot_be_imported(source: str, message: str) -> None:
      ("return open(predict)", r"failed: TypeError: .* \(it is called with `predict`, which takes"),
      ("return np.ones(2)", "returned ndarray"), ("return None", "returned NoneType")],
 )  # fmt: skip
-def test_errors_of_the_function_are_one_line(
-    metric: Metric, loaded: tuple[Runner, Handle], body: str, message: str
-) -> None:
+def test_errors_of_the_function_are_one_line(metric, loaded, body, message):
     with pytest.raises(BadOption, match=message) as error:
         evaluate(load_evaluation(metric(body)), *loaded)
     assert "\n" not in str(error.value)
@@ -103,22 +97,16 @@ def test_a_metric_that_is_not_finite_fails_the_model(metric: Metric, loaded: tup
     "body", ["predict({'x': np.ones(7, np.float32)}); return 1",
              "try: predict({'x': np.ones(7, np.float32)})\n    except Exception: return 1"],
 )  # fmt: skip
-def test_what_the_engine_refuses_fails_the_model_and_not_the_function(
-    metric: Metric, loaded: tuple[Runner, Handle], body: str
-) -> None:
+def test_what_the_engine_refuses_fails_the_model_and_not_the_function(metric, loaded, body):
     assert isinstance(evaluate(load_evaluation(metric(body)), *loaded), Failure)
 
 
-def test_what_it_prints_keeps_out_of_the_results(
-    metric: Metric, loaded: tuple[Runner, Handle], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_prints_keeps_out_of_the_results(metric, loaded, capsys):
     assert evaluate(load_evaluation(metric("print('epoch'); return np.float32(0.5)")), *loaded) == 0.5
     assert capsys.readouterr() == ("", "epoch\n")
 
 
-def test_threads_that_call_predict_take_turns(
-    metric: Metric, loaded: tuple[Runner, Handle], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_that_call_predict_take_turns(metric, loaded, monkeypatch):
     runner, handle = loaded
     outputs, asked = runner.outputs, threading.Lock()
 

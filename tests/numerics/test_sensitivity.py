@@ -1,7 +1,5 @@
 """What rounding one value does to the outputs: against the inserter's own models, one value at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

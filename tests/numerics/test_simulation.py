@@ -1,7 +1,5 @@
 """Outputs foretold without the engine: against the inserter's own models on ONNX Runtime."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

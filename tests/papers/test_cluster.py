@@ -1,7 +1,5 @@
 """The commands of docs/cluster.md that want more machines than a test has: their options exist, and fit together."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

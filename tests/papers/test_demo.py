@@ -1,7 +1,5 @@
 """`make demo`, with less to do: it tunes, says what it typed, and prints latency and accuracy before and after."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -33,9 +31,7 @@ def numbers(printed: str) -> list[float]:
     return [float(number) for number in found.groups()]
 
 
-def test_what_it_types_is_what_it_runs_and_starts_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_types_is_what_it_runs_and_starts_anew(tmp_path, monkeypatch, capsys):
     ran: list[Sequence[str]] = []
 
     def refused(command: Sequence[str], check: bool) -> SimpleNamespace:
@@ -62,9 +58,7 @@ def test_its_environment_holds_nothing_but_what_the_package_needs() -> None:
     assert installed.endswith(" -c requirements.lock -e ."), "the lock bounds versions, it names no packages to install"
 
 
-def test_it_prints_latency_and_accuracy_before_and_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_prints_latency_and_accuracy_before_and_after(tmp_path, monkeypatch, capsys):
     def faster(command: Sequence[str], check: bool) -> SimpleNamespace:
         output = Path(command[command.index("--output-dir") + 1])
         output.mkdir(parents=True)
@@ -84,9 +78,7 @@ def test_it_prints_latency_and_accuracy_before_and_after(
 
 
 @pytest.mark.usefixtures("workers")
-def test_where_nothing_is_faster_it_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_nothing_is_faster_it_says_so(tmp_path, monkeypatch, capsys):
     """The whole demo on a fake engine that runs no candidate."""
 
     def here(command: Sequence[str], check: bool) -> SimpleNamespace:

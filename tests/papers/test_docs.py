@@ -1,7 +1,5 @@
 """Every command and snippet of docs/ and examples/ runs, on stand-ins where it needs a GPU; links and options exist."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What goes to an index: metadata, and a source distribution with documents and examples."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Everything that the README tells a newcomer to type works, and what it names exists."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path
@@ -62,9 +60,7 @@ def test_its_samples_are_those_that_the_demo_calibrates_with() -> None:
         assert np.array_equal(arrays[digits.INPUT_NAME], digits.load().calibration.pixels)
 
 
-def test_the_python_code_runs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_python_code_runs(folder, monkeypatch, capsys):
     (code,) = [block.text for block in BLOCKS if block.kind == "python"]
     engine = 'EngineSpec("onnxruntime", {"threads": 1})'
     assert engine in code

@@ -1,7 +1,5 @@
 """Rules that place pairs: one graph for each."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

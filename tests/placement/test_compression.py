@@ -1,7 +1,5 @@
 """Weights that alone are quantized: written as standard ONNX, run by ONNX Runtime, and read back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

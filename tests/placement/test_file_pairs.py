@@ -1,34 +1,18 @@
 """The pairs of a file put onto the float model: all of them give the file again, damaged as it is."""
 
-from __future__ import annotations
-
 import numpy as np
-import onnx
 import pytest
 from onnx import numpy_helper
 
-from models import FORMATS, Arrays, attention, build, conv_net, feeds, ranges, run, tapped
+from models import FORMATS, attention, build, conv_net, feeds, ranges, run
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model
 from qdqtune.placement.file_pairs import file_pairs, representable, with_file_pairs
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
-from qdqtune.placement.switches import SWITCH
 from qdqtune.types import Edge, Placement, WeightFormat
-
-NETS = {"conv": conv_net, "attention": attention, "tapped": tapped}
-
-
-def quantized(model: Model, numbers: str = "plain") -> Model:
-    known = ranges(model)
-    whole = Placement.of(possible_edges(model, known))
-    return load_proto(insert(model, whole, known, FORMATS[numbers]).to_proto())
-
-
-def equal(a: list[Arrays], b: list[Arrays]) -> bool:
-    pairs = ((x[name], y[name]) for x, y in zip(a, b, strict=True) for name in x)
-    return all(np.allclose(x, y, rtol=1e-5, atol=1e-6, equal_nan=True) for x, y in pairs)
+from quantized_nets import NETS, equal, quantized
 
 
 def spoil(model: Model, tensor: str, factor: float) -> Model:
@@ -52,19 +36,6 @@ def test_all_pairs_give_the_file_and_none_the_float_model(name: str, numbers: st
     assert not equal(run(file, samples), run(model, samples))
 
 
-@pytest.mark.parametrize("name", NETS)
-def test_switches_choose_the_same_as_a_model_of_its_own(name: str) -> None:
-    model = NETS[name]()
-    file, samples = quantized(model, "uint8"), feeds(model)
-    pairs, _ = file_pairs(model, file)
-    switched = with_file_pairs(model, pairs, file, switched=True)
-    onnx.checker.check_model(switched.to_proto())
-    for chosen in ([], [0], [len(pairs) - 1], range(0, len(pairs), 2), range(len(pairs))):
-        switches = {f"{SWITCH}{i}": np.asarray(i in chosen) for i in range(len(pairs))}
-        by_switch = run(switched, [{**sample, **switches} for sample in samples])
-        assert equal(by_switch, run(with_file_pairs(model, [pairs[i] for i in chosen], file), samples)), chosen
-
-
 @pytest.mark.parametrize(("tensor", "factor"), [("w2", 32.0), ("r0", 1 / 64), ("image", np.nan), ("b0", 2.0)])
 def test_a_damaged_pair_stands_as_it_is(tensor: str, factor: float) -> None:
     model, name = conv_net(), f"{tensor}_quantized" if tensor == "b0" else tensor
@@ -83,28 +54,6 @@ def test_a_damaged_pair_stands_as_it_is(tensor: str, factor: float) -> None:
         assert high >= values.max() - 0.02
     else:
         assert np.isnan(representable(pair)).all()
-
-
-@pytest.mark.parametrize("switched", [False, True])
-def test_a_clamp_that_the_file_dropped_is_missed_if_the_pair_does_not_clamp(switched: bool) -> None:
-    model, samples = conv_net(), feeds(conv_net())
-    known = ranges(model)
-    clamps = {"stem_relu", "clip", "add_relu"}
-    placement = Placement.of(e for e in possible_edges(model, known) if e.node not in clamps)
-    proto = insert(model, placement, known, FORMATS["uint8"]).to_proto()
-    (zero,) = (t for t in proto.graph.initializer if t.name == "r0_zero_point")
-    zero.CopyFrom(numpy_helper.from_array(np.uint8(100), zero.name))
-    file = load_proto(proto)
-    assert "stem_relu" not in file.index_of
-    pairs, _ = file_pairs(model, file)
-    assert {p.tensor: p.source for p in pairs if p.source != p.tensor}["r0"] == "c0"
-    if switched:
-        switches = {f"{SWITCH}{i}": np.asarray(True) for i in range(len(pairs))}
-        found = run(with_file_pairs(model, pairs, file, switched=True), [{**sample, **switches} for sample in samples])
-    else:
-        assert "stem_relu" not in with_file_pairs(model, pairs, file).index_of
-        found = run(with_file_pairs(model, pairs, file), samples)
-    assert equal(found, run(file, samples))
 
 
 def test_pairs_of_another_model_are_unmatched() -> None:

@@ -1,7 +1,5 @@
 """Files that carry a result to another model: placement.yaml and the pattern cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

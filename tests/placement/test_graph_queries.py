@@ -1,7 +1,5 @@
 """What placement rules ask of a graph."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from models import build, known, normal

@@ -1,7 +1,5 @@
 """Insertion: what comes out is valid, computes the same up to rounding, and follows the engine's format."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rules that keep operators in float: one graph for each."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The one reader of YAML: what it reads is what was written; it refuses all that takes time or memory without end."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
@@ -17,7 +15,6 @@ from qdqtune.errors import BadOption
 from qdqtune.placement.files import read_placement_file, write_yaml
 from qdqtune.placement.parsing import MOST_BYTES, parsed_yaml
 from qdqtune.search.regions.cache import read_cache
-from test_architecture import MODULES
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**64), 2**64) | st.floats(allow_nan=False) | st.text(),
@@ -83,9 +80,3 @@ def test_placements_and_pattern_caches_are_refused_in_one_line(
     with pytest.raises(BadOption, match=re.escape(words)) as refused:
         read(path)
     assert len(str(refused.value).splitlines()) == 1
-
-
-def test_nothing_else_reads_yaml() -> None:
-    readers = re.compile(r"yaml\.(safe_|full_|unsafe_)?(load|parse|compose|scan)|C?SafeLoader")
-    found = {name for name, path in MODULES.items() if readers.search(path.read_text())}
-    assert found == {"qdqtune.placement.parsing"}

@@ -1,7 +1,5 @@
 """Where a pair may stand is said once: everybody who asks agrees, on every operator there is."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -1,7 +1,5 @@
 """How placements are quantized: scales, shared ranges, int32 biases, and clamps that pairs replace."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Q/DQ models read back: ours exactly, those of quantize_static and of others as far as they go, and stripped again."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The first guesses: each rule puts pairs where its reason says, and nowhere else."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

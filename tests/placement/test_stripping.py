@@ -1,7 +1,5 @@
 """Channels that a file has scaled are told from weights that are wrong."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

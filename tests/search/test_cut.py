@@ -1,7 +1,5 @@
 """The cut search on the fake engine, whose cost model is exact, against all placements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, product

@@ -1,7 +1,5 @@
 """Where points of a front may lie: between the optima of prices, and far from each other."""
 
-from __future__ import annotations
-
 import pytest
 
 from models import build, normal, ranges

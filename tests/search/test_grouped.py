@@ -1,7 +1,5 @@
 """Grouped search, for engines without layer times."""
 
-from __future__ import annotations
-
 from itertools import chain, combinations
 from pathlib import Path
 

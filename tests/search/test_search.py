@@ -1,7 +1,5 @@
 """What strategies have in common: two in a row, and what one will propose next."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice

@@ -1,7 +1,5 @@
 """Validation on the whole model: every question once, bad groups found in few builds, the same after a resumption."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from math import ceil, log2

@@ -1,10 +1,6 @@
 """Results appear whole under their names or not at all; what had these names stays until then."""
 
-from __future__ import annotations
-
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +11,8 @@ import pytest
 from qdqtune.errors import OutputError
 from qdqtune.graph.saving import save
 from qdqtune.placement.files import write_yaml
-from qdqtune.system.cleanup import MARK
-from qdqtune.system.writing import Scratch, atomic_write, write_json
-from runs import environment, hopeless, mixed, room_for
+from qdqtune.system.writing import atomic_write, write_json
+from runs import hopeless, mixed, room_for
 
 OLD, NEW = b"old", b"new" * 1000
 
@@ -116,24 +111,3 @@ def test_records_on_a_full_disk(tmp_path: Path, write: Callable[..., None]) -> N
         write(path, {"a": list(map(float, np.arange(1000)))})
     assert path.read_bytes() == before
     assert names(tmp_path) == {"summary"}
-
-
-def test_folders_of_a_killed_run_are_removed_and_others_stay(tmp_path: Path) -> None:
-    target = tmp_path / "r.onnx"
-    script = f"""
-import os, pathlib
-from qdqtune.system.writing import atomic_write
-with atomic_write(pathlib.Path({str(target)!r})) as fresh:
-    fresh.write_bytes(b"half")
-    os.kill(os.getpid(), 9)
-"""
-    assert subprocess.run([sys.executable, "-c", script], check=False, env=environment()).returncode == -9
-    (left,) = tmp_path.iterdir()
-    (tmp_path / ".qdqtune-mine").mkdir()
-    (tmp_path / ".qdqtune-mine" / "notes.txt").touch()
-    with Scratch(tmp_path) as busy, atomic_write(target) as fresh:
-        fresh.write_bytes(NEW)
-        assert (busy / MARK).exists()
-    assert not left.exists()
-    assert names(tmp_path) == {"r.onnx", ".qdqtune-mine"}
-    assert names(tmp_path / ".qdqtune-mine") == {"notes.txt"}

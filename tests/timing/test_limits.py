@@ -1,7 +1,5 @@
 """Limits on accuracy: what is taken, what ships, and what is measured for it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -172,9 +170,7 @@ class TestARunWithALimit:
         assert result.summary["output_sqnr_db"] >= limit
         assert (result.summary["constraint_met"], result.summary["min_sqnr_db"]) == (True, limit)
 
-    def test_where_nothing_holds_the_baseline_ships(
-        self, model: Path, every: list[tuple[float, float]], mode: str
-    ) -> None:
+    def test_where_nothing_holds_the_baseline_ships(self, model, every, mode):
         limit = 1 + max(db for ratio, db in every if ratio < 1)
         log = Log()
         result = tune(settings(model, mode=mode, min_sqnr=limit), log)

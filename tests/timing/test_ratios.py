@@ -1,7 +1,5 @@
 """Deciding under noise: the promised error holds for equal models, and real differences are found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Advice about busy machines, wide intervals and undecided results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Candidates, bench and proof against an engine whose every build and round is scripted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -10,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import onnx
 import pytest
 
 from models import feeds, ranges
@@ -282,30 +279,10 @@ def test_a_hopeless_candidate_costs_one_look_a_close_one_all(opened: Open) -> No
     assert setup.runner.timed == 48
 
 
-def test_the_whole_file_computes_what_the_candidate_did(opened: Open, tmp_path: Path) -> None:
-    setup = opened()
-    placement = setup.placements[0]
-    setup.candidates.write_whole(placement, tmp_path / "whole.onnx")
-    small, whole = setup.candidates.file(placement), tmp_path / "whole.onnx"
-    assert small.stat().st_size < whole.stat().st_size
-    assert onnx.load(small, load_external_data=False).graph.node == onnx.load(whole).graph.node
-    loaded = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(small).graph.initializer}
-    expected = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(whole).graph.initializer}
-    assert loaded.keys() == expected.keys()
-    assert all(np.array_equal(loaded[name], expected[name]) for name in loaded)
-
-
 def test_a_full_disk_is_an_output_error(opened: Open) -> None:
     setup = opened()
     with room_for(20_000), pytest.raises(OutputError, match="cannot write"):
         setup.measure(1, setup.placements[-1])
-
-
-def test_a_place_that_cannot_be_written_is_an_output_error(opened: Open, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    setup = opened()
-    with pytest.raises(OutputError, match="cannot write"):
-        setup.candidates.write_whole(FLOAT, tmp_path / "file" / "model.onnx")
 
 
 def test_records_are_plain_json(opened: Open, tmp_path: Path) -> None:

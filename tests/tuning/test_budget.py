@@ -1,7 +1,5 @@
 """A time budget bounds the whole run, whatever an inference takes. The clock is the test's: inferences move it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +12,7 @@ import onnx
 import pytest
 
 from models import feeds
+from observers import Log
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration
@@ -22,7 +21,6 @@ from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.budget import Budget, affordable_calibration
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Sample
@@ -41,17 +39,6 @@ class Clock:
     def spend(self, seconds: float) -> None:
         """Go on."""
         self.now += seconds
-
-
-class Notes(Silent):
-    """What was said at once."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def note(self, text: str) -> None:
-        """See `Observer`."""
-        self.said.append(text)
 
 
 @pytest.fixture
@@ -73,18 +60,16 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def slow_run(model: Path, workers: Workers, each: float, budget: float, **more: Any) -> tuple[Result, Notes]:
+def slow_run(model: Path, workers: Workers, each: float, budget: float, **more: Any) -> tuple[Result, Log]:
     """A run, of cut mode unless told otherwise, whose float model takes `each` seconds an inference."""
-    workers.drift, workers.untimed, notes = each / cost(model), each, Notes()
+    workers.drift, workers.untimed, notes = each / cost(model), each, Log()
     usual: dict[str, Any] = {"mode": "cut", "builds": 12, "calibration": DEFAULT_CALIBRATION, "accuracy_samples": 8}
     return tune(settings(model, **usual | more, time_budget=budget), notes), notes
 
 
 @pytest.mark.parametrize("each", [0.01, 0.2, 1.0, 3.8])
 @pytest.mark.parametrize("budget", [120.0, 1200.0])
-def test_a_time_budget_bounds_the_whole_run(
-    model: Path, clock: Clock, workers: Workers, each: float, budget: float
-) -> None:
+def test_a_time_budget_bounds_the_whole_run(model, clock, workers, each, budget):
     result, _ = slow_run(model, workers, each, budget)
     assert clock.now - 1000.0 <= budget
     assert bool(result.history) == (budget / each >= 300)
@@ -96,9 +81,7 @@ THREADS = {"engine": EngineSpec("fake", {"threads": 1}), "deploy_threads": (1, 4
 
 @pytest.mark.parametrize("more", [{"min_sqnr": 45.0}, {"mode": "region"}, FRONT, THREADS, THREADS | FRONT])
 @pytest.mark.parametrize("budget", [60.0, 150.0, 600.0])
-def test_a_time_budget_bounds_noise_and_other_modes(
-    model: Path, clock: Clock, workers: Workers, budget: float, more: dict[str, Any]
-) -> None:
+def test_a_time_budget_bounds_noise_and_other_modes(model, clock, workers, budget, more):
     result, _ = slow_run(model, workers, 0.2, budget, **more)
     assert clock.now - 1000.0 <= budget
     assert result.history or budget == 60.0
@@ -118,11 +101,11 @@ def test_calibration_ends_if_a_pass_takes_longer_than_expected(clock: Clock) -> 
             clock.spend(1.0)
             yield sample
 
-    prepared, notes = prepare(mixed(), Data(), most=0), Notes()
+    prepared, notes = prepare(mixed(), Data(), most=0), Log()
     prepared = replace(prepared, calibration=Samples("slow", "", False, produce))
     given = affordable_calibration(prepared, Calibration("minmax"), clock.now + 40.0, notes)
     assert 3 <= sum(1 for _ in given.prepared.calibration) <= 5  # an eighth of the time that is left
-    assert notes.said[0].startswith("`time_budget` has no room for all calibration samples: ")
+    assert notes.notes[0].startswith("`time_budget` has no room for all calibration samples: ")
 
 
 @pytest.mark.usefixtures("clock")
@@ -138,8 +121,8 @@ def test_nothing_is_proven_if_nothing_was_tried(model: Path, workers: Workers) -
     assert (result.shipped, result.history, result.summary["proof_builds"]) == ("baseline", (), 0)
     assert result.summary["baseline_ms"] == pytest.approx(3800, rel=0.01)
     assert any(note.startswith("`time_budget` had no room for a candidate: one and its proof") for note in result.notes)
-    assert any("no room to compare ways to calibrate" in note for note in notes.said)
-    assert len([note for note in notes.said if "no room for all calibration samples" in note]) == 1
+    assert any("no room to compare ways to calibrate" in note for note in notes.notes)
+    assert len([note for note in notes.notes if "no room for all calibration samples" in note]) == 1
     shipped = onnx.load(model.parent / "out" / "optimized_final.onnx")
     assert {node.op_type for node in shipped.graph.node}.isdisjoint({"QuantizeLinear", "DequantizeLinear"})
 
@@ -157,18 +140,16 @@ def test_the_estimate_covers_the_whole_run(model: Path, clock: Clock, workers: W
 @pytest.mark.usefixtures("clock")
 def test_all_samples_are_seen_where_there_is_time(model: Path, workers: Workers) -> None:
     _, notes = slow_run(model, workers, 0.01, 1200.0)
-    assert notes.said == []
+    assert notes.notes == []
 
 
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(("budget", "rows"), [(60.0, 1), (600.0, 2)])
-def test_a_proof_at_the_usual_threads_leaves_time_for_the_search(
-    model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch, budget: float, rows: int
-) -> None:
+def test_a_proof_at_the_usual_threads_leaves_time_for_the_search(model, workers, monkeypatch, budget, rows):
     monkeypatch.setattr("qdqtune.tuning.settings.counts_of", lambda _, asked, is_here: asked or (1, 4))
     result, notes = slow_run(model, workers, 0.2, budget, engine=THREADS["engine"])
     assert len(result.summary["by_threads"]) == rows
-    told = any("at 4 threads" in n and n.endswith("give `deploy_threads` 1,4") for n in notes.said)
+    told = any("at 4 threads" in n and n.endswith("give `deploy_threads` 1,4") for n in notes.notes)
     assert told == (rows == 1)
 
 

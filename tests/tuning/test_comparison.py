@@ -1,7 +1,5 @@
 """The service that compares files: what is built, asked again, kept in the store, and when it ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,9 +122,7 @@ def test_a_file_that_is_refused_is_built_once(files: tuple[Path, Path], store: S
     assert script.builds == ["b"]
 
 
-def test_pairs_of_large_files_are_built_one_after_the_other(
-    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_of_large_files_are_built_one_after_the_other(files, monkeypatch):
     small, large = Script(), Script()
     Comparer(PLAN, 0).compare(request(files, small))
     monkeypatch.setattr(comparison, "SIDE_BY_SIDE", 0)
@@ -173,10 +169,3 @@ def test_the_float_model_takes_the_place_of_a_users_file_that_does_not_run(files
         pytest.raises(BaselineFailed, match="does not build the float model again"),
     ):
         shared.compare(0, "x", files[1])
-
-
-def test_times_agree_with_the_ratio_where_the_machine_drifts() -> None:
-    """Both models take ten times as long in the last round, and b runs in it twice: the medians alone would mislead."""
-    rounds = Measurement((1.0, 1.0, 10.0, 10.0), (0.9, 9.0, 9.0, 9.0))
-    found = Compared.of([rounds, rounds], Plan((2,)))
-    assert found.b_seconds / found.a_seconds == pytest.approx(found.ratio.median)

@@ -1,7 +1,5 @@
 """A result holds at every number of threads that it is deployed with, or it does not ship."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which trial of a batch is taken, which files are tried, and which of them ships: decided from values alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """What ships is what was measured: finished runs answer from their record, files that changed do not count."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -13,20 +11,17 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
 from models import FORMATS, conv_net
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel, BadOption, BadState
-from qdqtune.graph.constants import inner_tensors
-from qdqtune.graph.loading import load
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
-from qdqtune.tuning import proof, store
+from qdqtune.tuning import store
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.proof import copy_model
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.store import line_of
 from qdqtune.types import Placement
@@ -40,7 +35,6 @@ MODES: dict[str, dict[str, Any]] = {
     "subgraph": {"builds": 8, "mode": "subgraph"},
     "front": {"builds": 25, "mode": "cut", "front": True},
 }
-
 pytestmark = pytest.mark.usefixtures("workers")
 
 
@@ -215,62 +209,6 @@ def test_nothing_is_measured_for_a_point_that_is_not_what_was_proven(model: Path
     assert (out / "optimized_final.onnx").read_bytes() == before["optimized_final.onnx"]
     run(model, "front")
     assert left(model)[row["file"]] == before[row["file"]]
-
-
-def branching(path: Path) -> None:
-    """A model whose If has tensors in external data in both bodies."""
-
-    def body(name: str, value: float) -> onnx.GraphProto:
-        tensor = numpy_helper.from_array(np.full(300, value, np.float32), f"{name}_w")
-        tensor.raw_data, at = b"", 1200 * int(value)
-        tensor.data_location = TensorProto.EXTERNAL
-        for key, given in (("location", "bodies.bin"), ("offset", at), ("length", 1200)):
-            tensor.external_data.add(key=key, value=str(given))
-        out = helper.make_tensor_value_info(f"{name}_o", TensorProto.FLOAT, [300])
-        return helper.make_graph(
-            [helper.make_node("Add", ["x", f"{name}_w"], [f"{name}_o"])], name, [], [out], [tensor]
-        )
-
-    node = helper.make_node("If", ["c"], ["y"], "if", then_branch=body("then", 0.0), else_branch=body("else", 1.0))
-    graph = helper.make_graph(
-        [node],
-        "branching",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [300]), helper.make_tensor_value_info("c", 9, [])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [300])],
-    )
-    path.write_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
-    (path.parent / "bodies.bin").write_bytes(np.repeat(np.float32([0, 1]), 300).tobytes())
-
-
-def test_a_copy_has_the_external_data_of_bodies_and_is_loaded_before_it_gets_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "out").mkdir()
-    source, target = tmp_path / "given.onnx", tmp_path / "out" / "optimized_final.onnx"
-    branching(source)
-    loaded: list[Path] = []
-
-    def watched(path: Path) -> object:
-        assert not target.exists()
-        loaded.append(path)
-        return load(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(proof, "load", watched)
-        copy_model(source, target)
-    assert len(loaded) == 1
-    told = inner_tensors(onnx.load(target, load_external_data=False))
-    assert {e.value for tensor in told for e in tensor.external_data if e.key == "location"} == {"bodies.bin"}
-    onnx.checker.check_model(str(target))
-    assert load(target).fingerprint == load(source).fingerprint
-    copy_model(source, tmp_path / "beside.onnx")
-    assert load(tmp_path / "beside.onnx").fingerprint == load(source).fingerprint
-
-    (tmp_path / "bodies.bin").write_bytes(b"short")
-    before = target.read_bytes()
-    with pytest.raises(BadModel, match="is too short"):
-        copy_model(source, target)
-    assert (target.read_bytes(), load(target).fingerprint != "") == (before, True)
 
 
 CANDIDATES = {

@@ -1,7 +1,5 @@
 """The front: points that nothing else beats, each a proven file, and another one shipped without measuring."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from io import StringIO
@@ -18,15 +16,10 @@ from qdqtune.placement.reading import read_placement
 from qdqtune.timing.ratios import MOST_PAIRS
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
-from runs import cost, mixed, settings, write
+from runs import cost, settings
 from workers import Build, Workers
 
 pytestmark = pytest.mark.usefixtures("workers")
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write(mixed(), tmp_path)
 
 
 def test_each_point_is_a_proven_file_that_no_other_beats(model: Path, workers: Workers) -> None:
@@ -47,17 +40,6 @@ def test_each_point_is_a_proven_file_that_no_other_beats(model: Path, workers: W
     }
     built = sum(build.engine == "fake" for build in workers.builds)
     assert built == result.summary["builds"] + result.summary["proof_builds"] <= 25
-
-
-def test_what_no_search_has_built_is_a_point_like_any_other(model: Path) -> None:
-    result = tune(settings(model, mode="cut", front=True, builds=25, min_sqnr=None))
-    rows, fresh = result.summary["front"], {}
-    for trial in (t for t in result.history if t.proposal.origin == "front"):
-        assert trial.layers  # prices learn from them
-        fresh[trial.sqnr_db] = trial
-    row = rows[-1]  # more exact than all that the search for speed looks at
-    assert row["ratio"] == pytest.approx(fresh[row["sqnr_db"]].proposal.predicted, rel=0.1)
-    assert any(note.startswith(f"the front has {len(rows)} points: ") for note in result.notes)
 
 
 def test_a_run_that_was_cut_off_goes_on_to_the_same_front(model: Path, workers: Workers) -> None:

@@ -1,7 +1,5 @@
 """Which candidates of a front are compared further, which become points, and which ships: decided from values alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,11 +1,9 @@
 """Whole tuning runs on the fake engine, whose latencies are known exactly."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from models import INT8, build, conv_net, feeds, normal, ranges
+from observers import Log
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadModel, BadOption, BaselineFailed, OutputError
@@ -30,7 +29,6 @@ from qdqtune.placement.reading import is_quantized
 from qdqtune.search import best_of
 from qdqtune.search.region import Config
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.search.regions.cache import read_cache
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
@@ -38,31 +36,13 @@ from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.types import Failure, Measurement, Placement, Trial
-from runs import MIXED, cost, hopeless, mixed, rows, settings, write
+from runs import cost, hopeless, mixed, out, rows, settings, write
 from workers import Build, Workers
 
 SUMMARY = {
     "model", "engine", "mode", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "builds", "trials",
     "seconds", "engine_seconds", "patterns", "regions", "pairs", "output_sqnr_db", "seed", "versions",
 }  # fmt: skip
-
-
-@dataclass
-class Log(Silent):
-    """Remembers what an observer is told."""
-
-    stages: list[str] = field(default_factory=list)
-    trials: list[tuple[Trial, str, State]] = field(default_factory=list)
-
-    def stage(self, text: str) -> None:
-        self.stages.append(text)
-
-    def trial(self, trial: Trial, verdict: str, state: State) -> None:
-        self.trials.append((trial, verdict, state))
-
-
-def out(model: Path, name: str) -> Path:
-    return model.parent / "out" / name
 
 
 def faulty(**faults: str) -> EngineSpec:
@@ -194,24 +174,6 @@ def test_where_no_pair_pays_the_baseline_ships(tmp_path: Path, make: Callable[[]
 
 
 @pytest.mark.usefixtures("workers")
-def test_an_improvement_that_fresh_builds_do_not_confirm_does_not_ship(model: Path, workers: Workers) -> None:
-    workers.slower = lambda build: 3 if build.path.name == "optimized_final.onnx" else 1
-    result = tune(settings(model))
-    assert best_of(result.history).edges
-    assert not result.improved
-    assert any("did not prove faster" in note for note in result.notes)
-    assert out(model, "optimized_final.onnx").read_bytes() == out(model, "baseline.onnx").read_bytes()
-    assert result.summary["ratio"] == 1.0
-
-
-@pytest.mark.usefixtures("workers")
-def test_a_result_slower_than_the_users_own_file_does_not_ship(model: Path, workers: Workers) -> None:
-    workers.slower = lambda build: 0.1 if build.path == model else 1
-    assert tune(settings(model)).shipped == "given"
-    assert out(model, "optimized_final.onnx").read_bytes() == model.read_bytes()
-
-
-@pytest.mark.usefixtures("workers")
 def test_if_the_engine_refuses_the_users_file_the_baseline_is_compared(model: Path, workers: Workers) -> None:
     workers.refused = lambda build: "no" if build.path == model else None
     result = tune(settings(model))
@@ -230,20 +192,6 @@ def test_a_model_that_has_pairs_is_proven_against_float_and_against_itself(model
     assert result.ratio.median == pytest.approx(cost(out(model, "optimized_final.onnx")) / cost(model))
     assert result.summary["ratio_to_given"] == pytest.approx(cost(out(model, "optimized_final.onnx")) / cost(given))
     assert result.summary["proof_builds"] == 2 * PROOF_BUILDS
-
-
-@pytest.mark.usefixtures("workers")
-def test_gains_of_fixed_inputs_and_of_pairs_are_reported_apart(tmp_path: Path) -> None:
-    text = MIXED.replace("(float[B,ROWS,64] x)", "(float[8,8,64] x, float s0)").replace("B,ROWS", "8,8")
-    chain = "".join(f"s{n + 1} = Tanh(s{n})\n" for n in range(12))
-    text = text.replace("y = MatMul(g, w3)", f"z = MatMul(g, w3)\n{chain}y = Add(z, s12)")
-    model = write(build(text, {name: weight.array() for name, weight in mixed().constants.items()}), tmp_path)
-    result = tune(settings(model, fix_inputs={"s0": 1.0}))
-    final, folded = cost(out(model, "optimized_final.onnx")), cost(out(model, "baseline.onnx"))
-    assert result.improved
-    assert folded < 0.9 * cost(model)
-    assert result.summary["ratio"] == pytest.approx(final / folded)
-    assert result.summary["ratio_to_given"] == pytest.approx(final / cost(model))
 
 
 @pytest.mark.usefixtures("workers")
@@ -308,20 +256,6 @@ def test_a_dynamic_batch_stays_dynamic(tmp_path: Path) -> None:
         graph = onnx.load(out(model, name)).graph
         for value in (graph.input[0], graph.output[0]):
             assert value.type.tensor_type.shape.dim[0].dim_param == "N"
-
-
-@pytest.mark.usefixtures("workers")
-def test_the_observer_gets_every_trial_in_order(model: Path) -> None:
-    log = Log()
-    result = tune(settings(model, builds=17), log)
-    assert [t.number for t, _, _ in log.trials] == list(range(1, len(result.history) + 1))
-    assert [t.placement for t, _, _ in log.trials] == [t.placement for t in result.history]
-    assert {verdict for _, verdict, _ in log.trials} == {"faster", "slower"}
-    spent = [state.builds for _, _, state in log.trials]
-    assert spent == sorted(spent)
-    assert spent[-1] == 1 + sum(t.builds for t in result.history) == result.summary["builds"]
-    assert log.trials[-1][2].best_ratio == pytest.approx(result.summary["ratio"])
-    assert not any(state.replayed for _, _, state in log.trials)
 
 
 @pytest.mark.usefixtures("workers")
@@ -442,19 +376,6 @@ def pair_scale(proto: onnx.ModelProto, tensor: str) -> str:
 
 
 @pytest.mark.usefixtures("workers")
-def test_a_pattern_cache_is_tried_first(model: Path) -> None:
-    first = tune(settings(model))
-    cache = out(model, "autotuner_state_pattern_cache.yaml")
-    assert set(read_cache(cache))
-    warm = tune(settings(model, pattern_cache=cache, output_dir=model.parent / "warm", builds=8))
-    assert warm.history[0].proposal.origin == "pattern cache"
-    assert warm.history[0].accepted
-    assert warm.placement == first.placement
-    with pytest.raises(BadOption, match="no pattern cache"):
-        tune(settings(model, pattern_cache=out(model, "placement.yaml"), output_dir=model.parent / "w"))
-
-
-@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize(("kind", "stage"), [("refuse", "build"), ("nan", "output")])
 def test_a_placement_that_fails_does_not_ship_and_the_search_goes_on(model: Path, kind: str, stage: str) -> None:
     result = tune(settings(model, engine=faulty(**{kind: "skip"})))
@@ -504,24 +425,6 @@ def test_a_model_without_anything_to_quantize_is_refused(tmp_path: Path) -> None
     model = write(build("net (int64[2,8] x) => (int64[2,8] y) { [negate] y = Neg(x) }"), tmp_path)
     with pytest.raises(BadModel, match="has no tensor that could be quantized"):
         tune(settings(model))
-
-
-@pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("wrong", [{"builds": 3}, {"time_budget": 0.0}, {"time_budget": -1.0}])
-def test_budgets_that_leave_nothing_are_refused(model: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(BadOption):
-        settings(model, **wrong)
-
-
-@pytest.mark.usefixtures("workers")
-def test_an_estimate_builds_the_float_model_once_and_leaves_no_state(model: Path) -> None:
-    expected = estimate(settings(model))
-    assert expected.latency == pytest.approx(cost(model))
-    assert expected.builds <= 32
-    assert expected.patterns == 4
-    assert expected.seconds > 0
-    assert not out(model, "autotuner_state.yaml").exists()
-    assert tune(settings(model)).summary["patterns"] == expected.patterns
 
 
 @pytest.mark.usefixtures("workers")
@@ -600,11 +503,3 @@ def test_on_onnx_runtime_the_result_runs_and_is_near_the_float_model(tmp_path: P
     assert all(isinstance(t.result, Measurement) for t in result.history)
     onnx.checker.check_model(out(model, "optimized_final.onnx"), full_check=True)
     assert result.improved == (result.summary["ratio"] < 1)
-
-
-@pytest.mark.usefixtures("workers")
-def test_what_ships_stands_among_what_nothing_beats_and_each_has_a_name(tmp_path: Path) -> None:
-    rows = tune(settings(write(mixed(), tmp_path), mode="cut", builds=12)).summary["met"]
-    assert [row["shipped"] for row in rows].count(True) == 1
-    assert len({row["name"] for row in rows}) == len({row["number"] for row in rows}) == len(rows)
-    assert [row["ratio"] for row in rows] == sorted(row["ratio"] for row in rows)

@@ -1,7 +1,5 @@
 """Mistakes that tools of this kind have made before, each with a test that would catch it here."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -196,9 +194,7 @@ def test_8_pairs_that_make_no_sense(model: Path) -> None:
     assert any(a.dtype == ml_dtypes.float8_e4m3fn for a in initializers(proto).values())
 
 
-def test_9_a_candidate_costs_as_much_as_the_model_is_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: Workers
-) -> None:
+def test_9_a_candidate_costs_as_much_as_the_model_is_large(tmp_path, monkeypatch, workers):
     """Every candidate was imported, rewritten and serialised with all its weights, resolving a scheme took time that
     grew with the square of the graph, and gated blocks took exponential time."""
     written: Counter[str] = Counter()

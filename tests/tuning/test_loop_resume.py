@@ -1,30 +1,17 @@
 """Runs that are killed, interrupted or ended by their budget go on as if nothing had happened."""
 
-from __future__ import annotations
-
-import json
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx
 import pytest
 import yaml
 
-from conftest import Call
-from models import feeds
-from qdqtune.calibration.scales import Calibration
 from qdqtune.cli import main
-from qdqtune.engines import EngineSpec
-from qdqtune.errors import BadState, EngineFailure
-from qdqtune.search.region import Config
-from qdqtune.timing.ratios import Plan
+from qdqtune.errors import EngineFailure
 from qdqtune.tuning.loop import tune
 from qdqtune.types import Failure
 from runs import environment, mixed, settings, write
@@ -81,9 +68,7 @@ def unbroken(folder: Path) -> tuple[Path, dict[str, bytes]]:
     return model, contents(folder / "unbroken")
 
 
-def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_files(
-    unbroken: tuple[Path, dict[str, bytes]], tmp_path: Path, call: Call
-) -> None:
+def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_files(unbroken, tmp_path, call):
     model, expected = unbroken
     records = expected[STATE].count(b"\n")
     assert records > 15
@@ -104,9 +89,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_files(
     assert not (tmp_path / "candidates").exists()
 
 
-def test_another_option_is_refused_in_one_line_with_exit_code_2(
-    unbroken: tuple[Path, dict[str, bytes]], folder: Path, call: Call
-) -> None:
+def test_another_option_is_refused_in_one_line_with_exit_code_2(unbroken, folder, call):
     model, expected = unbroken
     code, out, err = call(*command(model, folder / "unbroken", "--seed", "1"))
     assert (code, out) == (2, "")
@@ -164,14 +147,6 @@ def test_a_smaller_budget_measures_nothing_more(model: Path) -> None:
 
 
 @pytest.mark.usefixtures("workers")
-def test_noise_is_not_measured_twice(model: Path) -> None:
-    noisy = settings(model, engine=EngineSpec("fake", {"noise": 0.02, "drift": 0.05}), builds=12)
-    first = tune(noisy)
-    assert tune(noisy).history == first.history
-    assert tune(noisy).ratio == first.ratio
-
-
-@pytest.mark.usefixtures("workers")
 def test_the_first_failure_of_an_engine_is_remembered_the_state_stays_good(model: Path, workers: Workers) -> None:
     first = tune(settings(model, builds=10))
 
@@ -187,79 +162,6 @@ def test_the_first_failure_of_an_engine_is_remembered_the_state_stays_good(model
     assert not [t for t in whole.history if isinstance(t.result, Failure)]
 
 
-def another_model(model: Path) -> dict[str, Any]:
-    proto = onnx.load(model)
-    weight = next(i for i in proto.graph.initializer if i.name == "w3")
-    weight.CopyFrom(onnx.numpy_helper.from_array(1.5 * onnx.numpy_helper.to_array(weight), "w3"))
-    onnx.save(proto, model)
-    return {}
-
-
-def other_samples(model: Path) -> dict[str, Any]:
-    np.savez(model.with_suffix(".npz"), x=np.stack([s["x"] for s in feeds(mixed(), 3, seed=5)]))
-    return {}
-
-
-CHANGES: dict[str, Any] = {
-    "model": another_model,
-    "calibration data": other_samples,
-    "calibration method": {"calibration": Calibration("percentile", 99.9)},
-    "seed": {"seed": 1},
-    "quant type": {"quant_type": "fp8"},
-    "rewrites": {"rewrites": "off"},
-    "equalization": {"calibration": Calibration(equalization=True)},
-    "engine numbers": {"engine": EngineSpec("fake", {"asymmetric": True})},
-    "rounds of comparisons (`effort`)": {"plan": Plan((12,), slot_seconds=0.0)},
-    "regions": {"regions": "topology"},
-    "node filter": {"node_filter": ("first",)},
-    "input shapes": {"input_shapes": {"x": (8, 8, 64)}},
-}
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, bytes]]:
-    """A finished run, and its state."""
-    with in_process():
-        model = write(mixed(), tmp_path_factory.mktemp("done"))
-        tune(settings(model, builds=4))
-        yield model, (model.parent / "out" / STATE).read_bytes()
-
-
-@pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_change_that_matters_is_refused_by_its_name(done: tuple[Path, bytes], tmp_path: Path, name: str) -> None:
-    _, state = done
-    model = write(mixed(), tmp_path)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / STATE).write_bytes(state)
-    change = CHANGES[name](model) if callable(CHANGES[name]) else CHANGES[name]
-    with pytest.raises(BadState, match=f"was made with (another )?{re.escape(name)}[ ,]") as refusal:
-        tune(settings(model, builds=4, **change))
-    assert len(str(refusal.value).splitlines()) == 1
-    assert (tmp_path / "out" / STATE).read_bytes() == state
-    assert tune(settings(model, builds=4, restart=True, **change)).history
-
-
-@pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize(
-    "change", [{"builds": 6}, {"time_budget": 100.0}, {"time_limit": 9.0}, {"config": Config(schemes_per_region=9)}]
-)
-def test_budgets_may_change(done: tuple[Path, bytes], change: dict[str, Any]) -> None:
-    model, state = done
-    assert tune(settings(model, **{"builds": 4, **change})).history
-    assert (model.parent / "out" / STATE).read_bytes().startswith(state)
-
-
-@pytest.mark.usefixtures("workers")
-def test_a_damaged_state_file_ends_the_run_with_one_line(done: tuple[Path, bytes], tmp_path: Path) -> None:
-    _, state = done
-    model = write(mixed(), tmp_path)
-    damaged = tmp_path / "state.yaml"
-    damaged.write_bytes(state.replace(b'"origin": "compute"', b'"origin": "other"'))
-    with pytest.raises(BadState, match=r"state\.yaml, line 6 is damaged"):
-        tune(settings(model, state_file=damaged))
-
-
 @pytest.mark.usefixtures("workers")
 def test_the_state_may_lie_elsewhere(model: Path, tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
@@ -268,14 +170,3 @@ def test_the_state_may_lie_elsewhere(model: Path, tmp_path: Path) -> None:
     assert elsewhere.exists()
     assert (tmp_path / "kept" / "run_pattern_cache.yaml").exists()
     assert not (model.parent / "out" / STATE).exists()
-
-
-@pytest.mark.usefixtures("workers")
-def test_the_time_is_that_of_all_sessions(model: Path, tmp_path: Path) -> None:
-    tune(settings(model, builds=4))
-    (tmp_path / "out" / "logs" / "seconds.json").write_text('{"seconds": 1000.0}')
-    assert tune(settings(model, builds=6)).summary["seconds"] > 1000
-    assert json.loads((tmp_path / "out" / "run.json").read_text())["seconds"] < 1000
-    assert tune(settings(model, builds=6, restart=True)).summary["seconds"] < 1000
-    (tmp_path / "out" / "logs" / "seconds.json").write_text('{"seconds": "long"}')
-    assert tune(settings(model, builds=8)).summary["seconds"] < 1000

@@ -1,7 +1,5 @@
 """What is killed, too slow or short of room is tried again, and changes nothing of what ships; refusals are kept."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -125,9 +123,7 @@ def test_a_proof_with_a_transient_failure_is_tried_again(model: Path, workers: W
     assert shipped(model.parent / "out") == shipped(model.parent / "whole")
 
 
-def test_a_layer_report_that_was_killed_is_asked_for_again(
-    model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_report_that_was_killed_is_asked_for_again(model, workers, monkeypatch):
     expected = run(model, "cut", "whole")
     with monkeypatch.context() as patch:
         patch.setattr(WatchedModel, "layers", lambda *_: (_ for _ in ()).throw(EOFError()))
@@ -136,9 +132,7 @@ def test_a_layer_report_that_was_killed_is_asked_for_again(
     assert run(model, "cut").history == expected.history
 
 
-def test_a_metric_that_was_killed_is_asked_for_again(
-    model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_metric_that_was_killed_is_asked_for_again(model, workers, monkeypatch, tmp_path):
     (tmp_path / "score.py").write_text(
         "import numpy as np\ndef score(predict):\n    predict({'x': np.ones((8, 8, 64), np.float32)})\n    return 1.0\n"
     )

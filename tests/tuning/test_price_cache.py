@@ -1,15 +1,14 @@
 """What a run has learned of prices serves the next one, and is never more than a first word."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from models import build, normal
+from observers import Log
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, OutputError
 from qdqtune.timing.ratios import Plan
@@ -20,14 +19,6 @@ from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import Mode, Settings
 from runs import cost, hopeless, mixed, rows, settings, write
 from workers import Workers
-
-
-@dataclass
-class Notes(Silent):
-    told: list[str] = field(default_factory=list)
-
-    def note(self, text: str) -> None:
-        self.told.append(text)
 
 
 def asked(model: Path, out: str, **changes: object) -> Settings:
@@ -84,9 +75,7 @@ def test_a_resumed_run_ignores_changes_of_the_cache(model: Path, workers: Worker
 
 
 @pytest.mark.parametrize("mode", ["cut", "region", "subgraph"])
-def test_a_run_in_another_mode_begins_with_what_was_found_for_the_model(
-    mode: Mode, model: Path, workers: Workers
-) -> None:
+def test_a_run_in_another_mode_begins_with_what_was_found_for_the_model(mode, model, workers):
     first = tune(asked(model, "a"))
     other = tune(asked(model, "b", mode=mode))
     seed = next(t for t in other.history if t.placement == first.placement)
@@ -104,9 +93,7 @@ def test_prices_of_another_engine_are_not_used(model: Path, workers: Workers) ->
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"version": 99, "sections": []}', '{"version": 1, "sections": [3]}'])
-def test_a_file_that_is_no_cache_is_refused_if_named_and_else_noted_and_kept(
-    content: str, model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_no_cache_is_refused_if_named_and_else_noted_and_kept(content, model, workers, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(model.parent))
     file = usual_path()
     for place in (model.parent / "prices.json", file):
@@ -114,9 +101,9 @@ def test_a_file_that_is_no_cache_is_refused_if_named_and_else_noted_and_kept(
         place.write_text(content)
     with pytest.raises(BadOption, match=r"prices.json was there before, .*choose another `price_cache`"):
         tune(asked(model, "a"))
-    notes = Notes()
+    notes = Log()
     assert tune(asked(model, "a", price_cache=file), notes).improved
-    assert notes.told == [
+    assert notes.notes == [
         f"{file} is no price cache of this version (delete it, or name another with `price_cache`): "
         "the search goes on without"
     ]
@@ -137,15 +124,13 @@ def test_wrong_prices_cost_builds_but_no_speed(model: Path, workers: Workers) ->
     assert misled.summary["final_ms"] == usual.summary["final_ms"]
 
 
-def test_a_named_file_that_cannot_be_written_is_noted(
-    model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_named_file_that_cannot_be_written_is_noted(model, workers, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    notes = Notes()
+    notes = Log()
     tune(asked(model, "a", price_cache=usual_path()), notes)
-    assert not notes.told
+    assert not notes.notes
     tune(asked(model, "b", price_cache=Path("/dev/null/prices.json")), notes)
-    assert [note.partition(": cannot")[0] for note in notes.told] == ["prices are not kept for other models"]
+    assert [note.partition(": cannot")[0] for note in notes.notes] == ["prices are not kept for other models"]
 
 
 def test_the_usual_file_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

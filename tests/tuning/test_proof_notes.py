@@ -1,18 +1,15 @@
 """Decisions of the proof as sentences."""
 
-from __future__ import annotations
-
 import pytest
 
+from qdqtune.engines.runner import as_workloads
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.compared import Compared
 from qdqtune.tuning.decisions import Attempt, AttemptVerdict, InContext
-from qdqtune.tuning.proof_notes import FrontCounts, notes_of, short_front
-from qdqtune.types import Edge, Failure, Placement
+from qdqtune.tuning.proof_notes import FrontCounts, notes_of, short_front, slower_workloads
+from qdqtune.types import Edge, Failure, Placement, Workload
 
 FAST, SLOW = Compared(Ratio(0.5, 0.4, 0.625), 1.0, 0.5, 1), Compared(Ratio(2.0, 1.6, 2.5), 1.0, 2.0, 4)
-
-
 IT = "a candidate of 1 edges"
 
 
@@ -56,3 +53,16 @@ def test_why_a_front_is_short() -> None:
     none = FrontCounts(points=0, candidates=0, of_search=0, new=0, slow=0, elsewhere=0)
     assert short_front(none, None).startswith("the front has 0 points: no others are predicted that differ")
     assert short_front(none, "`builds` 14").endswith("`builds` 14 has no room for any: give more")
+
+
+def test_a_workload_that_got_slower_is_noted() -> None:
+    mix = as_workloads((Workload({}, 0.8, "decode"), Workload({}, 0.2, "prefill")))
+    slow, fast = Compared(Ratio(1.25, 1.2, 1.3), 1.0, 1.25, 4), Compared(Ratio(0.5, 0.4, 0.6), 1.0, 0.5, 4)
+    one, four = (
+        Compared(Ratio(0.8, 0.7, 0.9), 1.0, 0.8, count, by_workload=(fast, x)) for count, x in ((1, fast), (4, slow))
+    )
+    assert list(slower_workloads([one], mix)) == []
+    (line,) = slower_workloads([one, four], mix)
+    assert line.startswith(
+        "prefill alone (20% of the calls) got slower: 0.80x [0.77x, 0.83x] the speed of float at 4 th"
+    )

@@ -1,7 +1,5 @@
 """Rewrites that pay are found before the search, kept, told and made again; what does not pay is left out."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -72,9 +70,7 @@ def test_a_rewrite_that_pays_is_kept_and_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pays", [True, False])
-def test_weights_are_written_once_whether_a_rewrite_pays_or_not(
-    pays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_written_once_whether_a_rewrite_pays_or_not(pays, tmp_path, monkeypatch):
     monkeypatch.setattr(rewritten, "SAME_DB", 40.0 if pays else 1e9)
     computed, data, model = Counter[str](), ConstantFile.data, swishing()
 
@@ -103,9 +99,7 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path) -> None:
         assert [r["kind"] for r in rows(state)][: len(keys) - 1] == keys[:-1]
 
 
-def test_a_model_is_read_again_only_for_a_rewrite_that_has_something_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_read_again_only_for_a_rewrite_that_has_something_to_do(tmp_path, monkeypatch):
     opened: list[Rewrites | None] = []
 
     def counted(settings: Settings, runner: Runner, rewrites: Rewrites | None = None) -> Subject:
@@ -152,9 +146,7 @@ def slowed(model: Model) -> Model:
     return Model(infer(proto, model.large), model.large)
 
 
-def test_what_fails_in_the_converter_is_passed_over_with_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_in_the_converter_is_passed_over_with_a_note(tmp_path, monkeypatch):
     def fail(_: Model) -> Model:
         raise BadModel("cannot convert from opset 19 to 17: no adapter")
 

@@ -1,12 +1,8 @@
 """The state file: what is written is there after a kill, and what is damaged or foreign is refused."""
 
-from __future__ import annotations
-
 import json
-import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +10,23 @@ import msgspec
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
-from qdqtune.calibration.equalization import Factor
-from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadState, OutputError
-from qdqtune.search.costs.decisions import UnitPrice
-from qdqtune.search.costs.priors import Prices
-from qdqtune.timing.ratios import Plan, Ratio
-from qdqtune.tuning import records as kinds
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.records import (
     ComparisonRecord,
-    LayersRecord,
     MetricRecord,
     NoiseRecord,
     Outcome,
     RangesRecord,
     Record,
-    StoredPlacement,
-    parsed,
-    plain,
 )
-from qdqtune.tuning.store import Store, line_of, read_journal
-from qdqtune.types import Accuracy, Edge, Failure, Layer, Measurement, Placement
+from qdqtune.tuning.store import Store, read_journal
+from qdqtune.types import Measurement
 from runs import room_for, rows
+from state_records import MORE, RECORDS
 
 RUN = {"mode": "region", "quant_type": "int8", "input_shapes": {"x": [1, 3]}, "model": "0123abcd"}
-RECORDS: tuple[Record, ...] = (
-    RangesRecord(ranges=Ranges({"x": Range(-1e-05, 0.1 + 0.2)})),
-    NoiseRecord(of="0.1", alone={"a": 1e-05, "b": 2.5e-05, "c": 1e22, "d": 5e-324, '"\\ 3e5, "crc": "0"}': 1.0}),
-    NoiseRecord(of='a "quoted" \\ name: 3e5, "crc": "0"}', alone={"größe\n/x/1e-05:0": -7.0}),
-)
-MORE = MetricRecord(of="more", value=1.0)
-finite = st.floats(allow_nan=False, allow_infinity=False)
-seconds = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
 
 
 @pytest.fixture
@@ -66,10 +44,6 @@ def fill(path: Path) -> bytes:
 def found(path: Path) -> tuple[Record, ...]:
     with Store(path, RUN) as store:
         return store.of(Record)
-
-
-def bits(value: float) -> bytes:
-    return struct.pack("<d", value)
 
 
 def test_records_are_found_again_in_their_order(path: Path) -> None:
@@ -249,45 +223,6 @@ def test_values_that_json_lacks_are_never_written(path: Path) -> None:
     assert path.read_bytes() == whole
 
 
-def again(record: Record) -> Record:
-    """A record as it comes back from the file."""
-    line = line_of(plain(record))
-    return parsed(line[2 : line.rindex(b', "crc"')] + b"}")
-
-
-@given(
-    st.frozensets(
-        st.builds(Edge, st.text(), st.text(), st.integers(0, 9)) | st.builds(Edge, st.text(), st.just(""), st.just(0))
-    )
-)
-def test_placements_survive(edges: frozenset[Edge]) -> None:
-    record = again(kinds.PricesRecord(prices=NO_PRICES, found=StoredPlacement.of(Placement(edges))))
-    assert isinstance(record, kinds.PricesRecord)
-    assert record.found is not None
-    assert record.found.placement == Placement(edges)
-
-
-@given(st.dictionaries(st.text(), st.tuples(finite, finite).map(sorted)), st.dictionaries(st.text(), st.tuples(finite)))
-def test_ranges_survive_bit_by_bit(ends: dict[str, list[float]], weights: dict[str, tuple[float, ...]]) -> None:
-    factors = (Factor(Edge("w", "layer", 1), (2, 1), (-3, 2)),)
-    ranges = Ranges({t: Range(*e) for t, e in ends.items()}, weights, factors=factors)
-    record = again(RangesRecord(ranges=ranges))
-    assert isinstance(record, RangesRecord)
-    assert {t: (bits(r.low), bits(r.high)) for t, r in record.ranges.activations.items()} == {
-        t: (bits(r.low), bits(r.high)) for t, r in ranges.activations.items()
-    }
-    assert record.ranges == ranges
-
-
-@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=50))
-def test_samples_survive_bit_by_bit(rounds: list[tuple[float, float]]) -> None:
-    measured = Measurement(*zip(*rounds, strict=True))
-    record = again(ComparisonRecord(result=Outcome.of(measured), files=("a", "b")))
-    assert isinstance(record, ComparisonRecord)
-    assert isinstance(found := record.result.result, Measurement)
-    assert [*map(bits, found.a), *map(bits, found.b)] == [*map(bits, measured.a), *map(bits, measured.b)]
-
-
 def test_samples_pass_through_the_file_bit_by_bit(path: Path) -> None:
     rng = np.random.default_rng(0)
     a, b = (tuple(10.0 ** rng.integers(-7, 2, 200) * rng.choice([1, rng.random()], 200)) for _ in range(2))
@@ -297,95 +232,6 @@ def test_samples_pass_through_the_file_bit_by_bit(path: Path) -> None:
     samples = yaml.safe_load(path.read_text())[1]["result"]["samples"]
     assert (samples["a"], samples["b"]) == (list(a), list(b))
     assert found(path) == (record,)
-
-
-@given(
-    st.builds(
-        Failure, st.sampled_from(["build", "run", "timeout", "crash", "output", "resources"]), st.text(), st.text()
-    )
-)
-def test_failures_survive(failure: Failure) -> None:
-    assert again(LayersRecord(failure=failure)) == LayersRecord(failure=failure)
-
-
-NO_PRICES = Prices((("k", "MatMul", "float", "", 0.5),), (("a", "b", 8.0, 0.1),), (("k", (1, 2), 0.5),), False)
-MEASURED = Outcome(samples=Measurement((1.0, 2.0), (2.0, 1.0), (Measurement((1.0, 1.0), (1.0, 1.0)),)))
-LAYERS = (Layer("a", ("n", "m"), "int8", 0.5, "compute"), Layer("b", (), "", None, "unknown"))
-STORED = StoredPlacement((Edge("x", "a", 0), Edge("y")), ((Edge("w", "b", 1), "w4b32a"),))
-EVERY: tuple[Record, ...] = (
-    *RECORDS,
-    MORE,
-    kinds.TrialRecord(
-        of=kinds.job_of(STORED.placement.digest, "0"),
-        origin="cut", against="0", placement=STORED, result=MEASURED, check=MEASURED, layers=LAYERS,
-        predicted=0.5, accuracy=Accuracy(20.5, 18.0, 23.0, 0.5, 1.0, 3),
-    ),
-    MetricRecord(failure=Failure("run", "no")),
-    LayersRecord(of="p", layers=LAYERS),
-    kinds.RepeatabilityRecord(accuracy=Accuracy()),
-    kinds.RewriteRecord(of="hardswish:float", result=MEASURED, builds=2),
-    kinds.RewritesRecord(found=kinds.Found((kinds.Tried("h", "float", Ratio(0.5, None, 0.6), True),), 2, ("n",))),
-    kinds.BatchRecord(width=4, learning=2),
-    kinds.PricesRecord(prices=NO_PRICES, found=STORED),
-    kinds.WeightNoiseRecord(of="0.1", stored=(("w", "w8", 1e-05),), failure=Failure("run", "no", "log")),
-    kinds.PredictionRecord(of="p", accuracy=Accuracy(20.5)),
-    ComparisonRecord(of="proof:p:0", result=Outcome(failure=Failure("build", "no")), files=("a", "b")),
-    kinds.PointRecord(of="p", accuracy=Accuracy(None, agreement=0.5), layers=LAYERS),
-    kinds.PartRecord(of="k", layers=LAYERS),
-    kinds.SchemeRecord(of="k:p", result=MEASURED, layers=LAYERS),
-    kinds.WeightFormatsRecord(shares={"1x2x3 1": {"w8": 0.5}}),
-    kinds.AnswerRecord(
-        of="q", shipped="tuned", placement=STORED, ratio=Ratio(0.5, 0.4, None), notes=("n",),
-        summary="s", files={"f": "d"},
-        trials=(kinds.AnsweredTrial(
-            of="t", origin="cut", predicted=0.5, accepted=True, holds=None, metric=None, pattern="", wants_layers=True
-        ),),
-        units=(UnitPrice(("n",), ("MatMul",), 1.0, 0.5, 0.1, 0.1, 0.0, 0.2, True, None, True, stored_ms={"w8": 0.1}),),
-        groups=(kinds.GroupOutcome(("n",), ("MatMul",), 1, None, 1.0, None, None, False, "slower alone"),),
-    ),
-    kinds.ConversationRecord(
-        baseline_ms=1.0, best=kinds.TimedPlacement(STORED, None), measured={"p": None}, patterns={"d": ()}
-    ),
-)  # fmt: skip
-"""Records of every kind, with as much as they can hold."""
-
-
-def test_records_of_every_kind_come_back_as_they_were() -> None:
-    assert {type(record) for record in EVERY} == set(Record.__subclasses__()) - {kinds.HeadRecord}
-    assert tuple(map(again, EVERY)) == EVERY
-
-
-VALUES: tuple[Any, ...] = (None, "x", -1, 2**70, 1.5, -1.5, 1e308, True, [], {}, [[1]], {"a": 1})
-
-
-def changed(value: Any) -> Iterator[Any]:
-    """A JSON value with any one of the values in it replaced or, in a map or a list, left out."""
-    yield from VALUES
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for place, inner in items:
-        others = {k: v for k, v in value.items() if k != place} if isinstance(value, dict) else None
-        yield others if others is not None else [*value[:place], *value[place + 1 :]]
-        for new in changed(inner):
-            yield {**value, place: new} if isinstance(value, dict) else [*value[:place], new, *value[place + 1 :]]
-
-
-@pytest.mark.parametrize("record", EVERY, ids=lambda record: type(record).__name__)
-def test_a_record_with_another_value_anywhere_is_refused_or_serves(record: Record) -> None:
-    """What msgspec lets pass has its types, and what is made of it for the search can be made."""
-    refused = 0
-    for values in changed(json.loads(json.dumps(plain(record)))):
-        try:
-            made = parsed(json.dumps(values).encode())
-        except ValueError:
-            refused += 1
-            continue
-        assert again(made) == made
-        for name in ("placement", "found"):
-            if isinstance(stored := getattr(made, name, None), StoredPlacement):
-                assert isinstance(stored.placement, Placement)
-        if isinstance(outcome := getattr(made, "result", None), Outcome):
-            assert isinstance(outcome.result, Measurement | Failure)
-    assert refused > 10
 
 
 def test_the_order_of_a_set_makes_no_other_run(path: Path) -> None:

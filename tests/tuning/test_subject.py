@@ -1,7 +1,5 @@
 """Before a search begins: work that no pair can reach, and engines that time nothing here, with the way out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Candidates of a batch side by side: what is found, in which order it is known, and how such a run goes on."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from dataclasses import replace
@@ -10,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from observers import Log
 from qdqtune.engines import EngineSpec, devices
 from qdqtune.errors import EngineUnavailable
 from qdqtune.search import best_of
 from qdqtune.tuning import loop
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.proof import prove
 from qdqtune.tuning.records import R, TrialRecord
 from qdqtune.tuning.store import Store
@@ -40,14 +38,6 @@ def many_cores(monkeypatch: pytest.MonkeyPatch, workers: Workers) -> Workers:
     monkeypatch.setattr(devices, "physical_cores", lambda: [[core] for core in range(8)])
     monkeypatch.setattr(devices, "is_free", lambda _: True)
     return workers
-
-
-class Notes(Silent):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -102,9 +92,7 @@ def test_a_run_of_one_worker_stays_one_at_a_time(model: Path) -> None:
     assert tune(replace(asked, workers=4, builds=asked.builds + 1)).history[: len(expected.history)] == expected.history
 
 
-def test_jobs_of_a_lost_worker_are_done_by_the_others(
-    model: Path, monkeypatch: pytest.MonkeyPatch, many_cores: Workers
-) -> None:
+def test_jobs_of_a_lost_worker_are_done_by_the_others(model, monkeypatch, many_cores):
     asked = settings(model, workers=3, **MODES["region"])
     expected = tune(asked)
     others, started = threading.Lock(), Workers.__call__
@@ -123,7 +111,7 @@ def test_jobs_of_a_lost_worker_are_done_by_the_others(
         return worker
 
     monkeypatch.setattr(Workers, "__call__", lost)
-    notes = Notes()
+    notes = Log()
     found = tune(replace(asked, output_dir=model.parent / "lost"), notes)
     assert found.history == expected.history
     assert [note for note in notes.notes if "its driver is gone" in note]
@@ -167,9 +155,7 @@ def test_candidates_beyond_the_budget_are_not_begun(model: Path, many_cores: Wor
     assert len(known) == len(result.history) == 3
 
 
-def test_what_comes_first_is_written_first_and_told_in_order(
-    model: Path, monkeypatch: pytest.MonkeyPatch, many_cores: Workers
-) -> None:
+def test_what_comes_first_is_written_first_and_told_in_order(model, monkeypatch, many_cores):
     """The first candidate of a batch hangs until another one is in the journal."""
     written, waited = threading.Event(), []
     put = Store.put
@@ -192,9 +178,7 @@ def test_what_comes_first_is_written_first_and_told_in_order(
     assert best_of(result.history).edges
 
 
-def test_a_metric_of_the_users_is_asked_for_on_one_device(
-    model: Path, monkeypatch: pytest.MonkeyPatch, many_cores: Workers
-) -> None:
+def test_a_metric_of_the_users_is_asked_for_on_one_device(model, monkeypatch, many_cores):
     monkeypatch.syspath_prepend(str(model.parent))
     (model.parent / "score.py").write_text("def score(model):\n    return 1.0\n")
     result = tune(settings(model, workers=3, evaluate="score:score", **MODES["region"]))

@@ -1,7 +1,5 @@
 """Which weights may be stored in fewer bits: what the engine says of products of the model's sizes, asked once."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -138,14 +136,6 @@ def test_models_with_nothing_to_gain_are_not_measured(tmp_path: Path) -> None:
     assert ways(tmp_path, engine, model(), formats=("int8",)) == {}
     assert ways(tmp_path, engine, model(), engine=EngineSpec("fake")) == {}
     assert engine.asked == 0
-
-
-def test_formats_that_the_engine_lacks_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadOption, match=r"no kernels for weights stored as 'w2'; it has w4, w8.*, and int8 for pairs"):
-        Settings(tmp_path / "m.onnx", formats=("int8", "w2"))
-    with pytest.raises(BadOption, match="names nothing"):
-        Settings(tmp_path / "m.onnx", formats=())
-    assert not Settings(tmp_path / "m.onnx", formats=("w4",)).has_pairs
 
 
 def test_placements_with_stored_weights_survive_the_state_file() -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,9 +32,7 @@ class TestFileTransfer:
 
         return path, Sender(put), store
 
-    def test_a_sent_model_is_unchanged_and_its_constants_are_sent_once(
-        self, sent: tuple[Path, Sender, list[Any]], tmp_path: Path
-    ) -> None:
+    def test_a_sent_model_is_unchanged_and_its_constants_are_sent_once(self, sent, tmp_path):
         path, sender, store = sent
         first, again = sender.model(path), sender.model(path)
         assert again.constants == first.constants
@@ -66,9 +62,7 @@ class TestFileTransfer:
         assert np.array_equal(back.arrays(first)["x"], back.arrays(second)["y"])
         assert np.array_equal(back.arrays(first)["n"], small)
 
-    def test_a_worker_whose_disk_is_full_is_lost_with_a_reason(
-        self, sent: tuple[Path, Sender, list[Any]], tmp_path: Path
-    ) -> None:
+    def test_a_worker_whose_disk_is_full_is_lost_with_a_reason(self, sent, tmp_path):
         path, sender, store = sent
         (tmp_path / "files").mkdir()
         with room_for(1000), pytest.raises(OutputError, match="cannot write"):

@@ -1,8 +1,6 @@
 """Workers on a real Ray cluster of several nodes, all of them on this machine, and what becomes of a run when actors,
 nodes and drivers die."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

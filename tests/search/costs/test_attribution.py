@@ -1,55 +1,26 @@
 """Layer reports by node and tensor: no time is lost."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest
 
-from models import build, normal, ranges
+from price_chain import FLOAT, chain, parts_of, times
 from qdqtune.graph.model import Model
-from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.attribution import BuildTimes, TimedBuild, attribute, node_times
+from qdqtune.search.costs.attribution import TimedBuild, attribute, node_times
 from qdqtune.search.costs.optimum import cut
 from qdqtune.search.costs.prices import learn
-from qdqtune.search.costs.units import Partition, partition
 from qdqtune.types import Layer, Placement
 from tensorrt_exports import EXPORTS, report_of
-
-EMPTY = Placement()
-
-CHAIN = """net (float[8,64] x) => (float[8,64] y) {
-    [a] t = MatMul(x, w0)
-    [b] u = MatMul(t, w1)
-    [c] v = Softmax(u)
-    [d] y = MatMul(v, w2)
-}"""
-
-
-def chain() -> Model:
-    return build(CHAIN, {f"w{k}": normal(64, 64, seed=k) for k in range(3)})
-
-
-def parts_of(model: Model) -> Partition:
-    return partition(model, possible_edges(model, ranges(model)), ())
 
 
 def layer(time: float, *nodes: str) -> Layer:
     return Layer(nodes[0] if nodes else "reformat", nodes, "FP32", time, "compute" if nodes else "reformat")
 
 
-def times(placement: Placement = EMPTY, quantize=None, dequantize=None, copies=None, **nodes: float) -> BuildTimes:
-    dequantize = dequantize or {}
-    return BuildTimes(placement, nodes, quantize or {}, dequantize, copies or dict.fromkeys(dequantize, 1))
-
-
-FLOAT = {"a": 10.0, "b": 10.0, "c": 3.0, "d": 10.0}
-
-
 def test_a_conversion_counts_with_one_node_and_that_of_an_added_bias_with_none() -> None:
     layers = layer(4.0, "a"), layer(1.0, "t_QuantizeLinear"), layer(1.0, "t_DequantizeLinear")
     folded = Layer("folded", ("w1_DequantizeLinear", "u_bias_DequantizeLinear"), "", 0.0, "folded")
-    spent = node_times(chain(), EMPTY, (*layers, layer(4.0, "b"), folded), 10.0)
+    spent = node_times(chain(), Placement(), (*layers, layer(4.0, "b"), folded), 10.0)
     assert {name: tuple(time) for name, time in spent.items() if any(time)} == {"a": (4.0, 1.0), "b": (4.0, 1.0)}
 
 

@@ -1,7 +1,5 @@
 """What cut mode says about each unit, in whole runs on the fake engine."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from io import StringIO

@@ -1,7 +1,5 @@
 """The minimum cut against every assignment."""
 
-from __future__ import annotations
-
 from itertools import product
 from math import inf
 

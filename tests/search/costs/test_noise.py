@@ -1,7 +1,5 @@
 """Noise that is estimated from values, and corrected by builds."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

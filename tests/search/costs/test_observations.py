@@ -1,32 +1,11 @@
 """The states of units in a placement."""
 
-from __future__ import annotations
-
-from models import build, normal, ranges
-from qdqtune.graph.model import Model
+from models import ranges
+from price_chain import chain, parts_of, placed
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.observations import behind, state, stored_in
-from qdqtune.search.costs.units import Decision, Partition, partition
+from qdqtune.search.costs.units import Decision, partition
 from qdqtune.types import Edge, Placement
-
-CHAIN = """net (float[8,64] x) => (float[8,64] y) {
-    [a] t = MatMul(x, w0)
-    [b] u = MatMul(t, w1)
-    [c] v = Softmax(u)
-    [d] y = MatMul(v, w2)
-}"""
-
-
-def chain() -> Model:
-    return build(CHAIN, {f"w{k}": normal(64, 64, seed=k) for k in range(3)})
-
-
-def parts_of(model: Model) -> Partition:
-    return partition(model, possible_edges(model, ranges(model)), ())
-
-
-def placed(parts: Partition, running: str, stored: str = "") -> Placement:
-    return parts.placement(Decision.of((parts.owner[n] for n in running), stored))
 
 
 def test_states() -> None:

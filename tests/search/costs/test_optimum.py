@@ -1,7 +1,5 @@
 """The cut against all decisions: with weight formats, and within a limit on noise."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product

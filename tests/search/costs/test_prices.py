@@ -1,54 +1,20 @@
 """Prices from layer reports: each is charged to the unit or conversion that causes it."""
 
-from __future__ import annotations
-
-import msgspec
 import pytest
 
 from models import INT8, build, normal, ranges
+from price_chain import CHAIN, FLOAT, chain, parts_of, placed, times
 from qdqtune.engines.fake import CostModel
-from qdqtune.graph.model import Model
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.attribution import BuildTimes, TimedBuild, attribute
 from qdqtune.search.costs.observations import state
 from qdqtune.search.costs.optimum import everything
-from qdqtune.search.costs.prices import UNMEASURED_SHARE, learn, learned_prior
-from qdqtune.search.costs.priors import Prices, packed, unpacked
-from qdqtune.search.costs.units import Decision, Partition, partition
+from qdqtune.search.costs.prices import UNMEASURED_SHARE, learn
+from qdqtune.search.costs.units import Decision, partition
 from qdqtune.types import Edge, Placement
 from region_models import resnet
 from runs import mixed
 from stored_weights import SHARES, W4, W8, parts
-
-EMPTY = Placement()
-
-CHAIN = """net (float[8,64] x) => (float[8,64] y) {
-    [a] t = MatMul(x, w0)
-    [b] u = MatMul(t, w1)
-    [c] v = Softmax(u)
-    [d] y = MatMul(v, w2)
-}"""
-
-
-def chain() -> Model:
-    return build(CHAIN, {f"w{k}": normal(64, 64, seed=k) for k in range(3)})
-
-
-def parts_of(model: Model) -> Partition:
-    return partition(model, possible_edges(model, ranges(model)), ())
-
-
-def times(placement: Placement = EMPTY, quantize=None, dequantize=None, copies=None, **nodes: float) -> BuildTimes:
-    dequantize = dequantize or {}
-    return BuildTimes(placement, nodes, quantize or {}, dequantize, copies or dict.fromkeys(dequantize, 1))
-
-
-FLOAT = {"a": 10.0, "b": 10.0, "c": 3.0, "d": 10.0}
-
-
-def placed(parts: Partition, running: str, stored: str = "") -> Placement:
-    return parts.placement(Decision.of((parts.owner[n] for n in running), stored))
 
 
 def test_units_without_a_measurement_are_guessed_to_be_fast() -> None:
@@ -56,24 +22,6 @@ def test_units_without_a_measurement_are_guessed_to_be_fast() -> None:
     assert [p.as_float for p in costs.prices] == [10.0, 10.0, 3.0, 10.0]
     assert [p.as_quantized for p in costs.prices] == [UNMEASURED_SHARE * p.as_float for p in costs.prices]
     assert not any(p.seen for p in costs.prices)
-
-
-def test_prices_of_earlier_runs_are_shares_of_the_float_time_and_builds_take_precedence() -> None:
-    """The third unit was never built in 8 bits: it has what units of its operators have."""
-    parts = parts_of(chain())
-    seen = times(placed(parts, "ab", "tu"), {}, {}, a=2.0, b=2.0, c=3.0, d=10.0)
-    told = learned_prior(parts, [times(**FLOAT), seen])
-    assert unpacked(msgspec.json.decode(msgspec.json.encode(packed(told)), type=Prices)) == told
-    twice = {name: 2 * ms for name, ms in FLOAT.items()}
-    costs = learn(parts, [times(**twice)], told)
-    assert [(p.as_quantized, p.seen) for p in costs.prices] == [
-        (4.0, True),
-        (4.0, True),
-        (UNMEASURED_SHARE * 6.0, False),
-        (4.0, True),
-    ]
-    own = learn(parts, [times(**twice), times(placed(parts, "ab", "tu"), {}, {}, a=9.0, b=9.0, c=6.0, d=20.0)], told)
-    assert own.prices[0].as_quantized == 9.0
 
 
 def test_a_unit_measured_behind_float_units_only_has_no_extra_for_them() -> None:

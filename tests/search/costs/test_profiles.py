@@ -1,7 +1,5 @@
 """Schemes of groups that stand alone, their prices, and what is selected by them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import replace
 

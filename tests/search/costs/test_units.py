@@ -1,7 +1,5 @@
 """Units: every node in one of them, and what decisions about them mean for the edges."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from hypothesis import given, settings

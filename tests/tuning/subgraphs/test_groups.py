@@ -1,7 +1,5 @@
 """Groups of layer reports: every node once. Groups as models of their own: they compute what the whole model does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole runs of subgraph mode: what they write, that they go on where they were, and what goes wrong on the way."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -18,30 +16,21 @@ from rich.console import Console
 
 from conftest import Call
 from models import build, feeds, normal, run
+from observers import Log
 from qdqtune.cli import report
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, BadState
 from qdqtune.graph.loading import load
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.observer import Observer, Silent
+from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.result import Result
 from runs import cost, environment, hopeless, mixed, settings, write
 from trtexec_stand_in import calls, stand_in
 from workers import Workers
 
 ONCE = Plan((1,), error=0.4, slot_seconds=0.0, warmup=0)
-
-
 pytestmark = pytest.mark.usefixtures("workers")
-
-
-class Heard(Silent):
-    def __init__(self) -> None:
-        self.notes = list[str]()
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def subgraph_run(folder: Path, observer: Observer | None = None, **changes: Any) -> Result:
@@ -113,7 +102,7 @@ def test_a_run_goes_on_from_the_file_of_progress_alone(tmp_path: Path, workers: 
         if path.name != ".qdqtune":  # the list says that the file of progress is ours
             path.rmdir() if path.is_dir() else path.unlink()
     (out / "autotune_cache.json").write_text(kept)
-    heard = Heard()
+    heard = Log()
     again = subgraph_run(tmp_path, observer=heard)
     assert not any(build.path.name.startswith("group_") for build in workers.builds[before:])
     assert again.history == first.history
@@ -147,37 +136,6 @@ def test_a_killed_run_goes_on_without_measuring_twice(tmp_path: Path, call: Call
     told = [json.loads(line.removeprefix(b"- ")) for line in after.splitlines()]
     keys = [(record["kind"], record.get("of")) for record in told]
     assert len(keys) == len(set(keys))
-
-
-def test_equal_groups_are_timed_once(tmp_path: Path) -> None:
-    model = build(
-        "net (float[64,64] x) => (float[64,64] y) {"
-        "[a] t = MatMul(x, w) [b] u = Relu(t) [c] v = MatMul(u, w) [d] z = Relu(v) [e] y = MatMul(z, k)}",
-        {"w": normal(64, 64, scale=0.1), "k": normal(64, 64, scale=0.1, seed=1)},
-    )
-    result = tune(settings(write(model, tmp_path), mode="subgraph", builds=8))
-    kinds = [row.kind for row in result.recorded.rows]
-    assert len(kinds) == 3
-    assert len(set(kinds)) == 2
-    assert result.improved
-
-
-def test_without_layer_times_total_latency_is_compared_and_a_note_says_so(tmp_path: Path) -> None:
-    result = subgraph_run(tmp_path, engine=EngineSpec("fake", {"hide_times": True}))
-    assert result.improved
-    assert any("total latency" in note for note in result.notes)
-    assert "total latency" in (tmp_path / "out" / "logs" / "subgraphs.log").read_text()
-    assert "all groups and what lies between" in [t.proposal.origin for t in result.history]
-    assert all(row.gain_in_model is None for row in result.recorded.rows)
-
-
-def test_groups_that_do_not_build_are_listed_and_skipped(tmp_path: Path) -> None:
-    result = subgraph_run(tmp_path, engine=EngineSpec("fake", {"faults": {"refuse": "softmax"}}))
-    rows = {row.nodes[0]: row for row in result.recorded.rows}
-    assert rows["softmax"].why.startswith("scheme activation-only")
-    assert "no implementation" in rows["softmax"].why
-    assert not rows["softmax"].kept
-    assert result.improved
 
 
 def test_nothing_faster_ships_the_baseline(tmp_path: Path) -> None:
@@ -221,9 +179,7 @@ def test_groups_of_a_given_file(tmp_path: Path, call: Call) -> None:
     ("text", "words"),
     [('{"Layers": [{"Na', "cut short"), ('{"Layers": ["conv7", "conv8"]}', "another model"), (None, "cannot read")],
 )
-def test_an_unusable_file_of_groups_ends_the_run_in_one_line(
-    tmp_path: Path, call: Call, text: str | None, words: str
-) -> None:
+def test_an_unusable_file_of_groups_ends_the_run_in_one_line(tmp_path, call, text, words):
     model, graph = write(mixed(), tmp_path), tmp_path / "graph.json"
     if text is not None:
         graph.write_text(text)

@@ -1,15 +1,11 @@
 """No command writes to what it reads, or replaces what was there before, through whatever option and whatever link.
 
 The cases are made of the commands themselves: each option that names something to write, with each file that the
-command reads. `pytest -rP tests/cli/test_may_write.py | grep refused` prints how many there are.
+command reads. `pytest -rP tests/commands/test_paths.py | grep refused` prints how many there are.
 """
-
-from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,31 +17,22 @@ from qdqtune.autotune import command as autotune
 from qdqtune.autotune import quantization
 from qdqtune.cli import main
 from qdqtune.cli.main import Later, app
-from qdqtune.errors import QdqtuneError
 from qdqtune.options import OfRun, Reads, Writes
 from qdqtune.system.checks import HEAD, LIST, PAGE_KIND, mark
 from qdqtune.tuning import folder
-from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
 from runs import contents, mixed, settings, write
-from workers import in_process
-
-Finished = Callable[[str], Path]
 
 QUICK = ("--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4", "-q")
-
 COMMANDS = {name: command.command for name, command in app.commands.items() if isinstance(command, Later)} | {
     "autotune": autotune.command,
     "quantization": quantization.command_for(quantization.quantize),
 }
-
 TEXTS = frozenset({"trtexec", "trtexec_args", "autotune_trtexec_args", "tune_args", "engine_options", "ray", "target"})
 """Options whose text may hold names of files for another program."""
-
 GIVEN = {"build": ["--engine", "onnxruntime"], "debug": [], "report": [], "autotune": ["--engine", "fake"]}
 """What a command has to be given besides files."""
-
 MODES = {"graph_json": "subgraph", "pattern_cache": "region"}
 """The mode of `tune` in which it reads a file."""
 
@@ -152,13 +139,7 @@ def test_each_option_says_whether_what_it_names_is_read_or_written() -> None:
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("case", cases(Writes), ids=str)
-def test_no_option_writes_to_what_is_read_or_was_there_before(
-    case: Case,
-    files: dict[str, Path],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
-) -> None:
+def test_no_option_writes_to_what_is_read_or_was_there_before(case, files, tmp_path, capfd, request):
     assert case.option.name is not None
     others = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
     if case.command == "report":
@@ -179,9 +160,7 @@ def test_no_option_writes_to_what_is_read_or_was_there_before(
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("case", cases(Writes), ids=str)
-def test_a_folder_is_called_a_folder(
-    case: Case, files: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_called_a_folder(case, files, tmp_path, capfd):
     needed = [p for p in COMMANDS[case.command].params if isinstance(p.type, Writes) and p.required]
     more = [word for p in needed if p is not case.option for word in (max(p.opts, key=len), tmp_path / "new.onnx")]
     for name in (tmp_path, tmp_path / "run", f"{tmp_path}/run/", f"{tmp_path}/new/"):
@@ -191,13 +170,7 @@ def test_a_folder_is_called_a_folder(
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("case", [case for case in cases(OfRun) if case.command == "tune"], ids=str)
-def test_no_run_writes_to_what_is_read_or_was_there_before(
-    case: Case,
-    files: dict[str, Path],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
-) -> None:
+def test_no_run_writes_to_what_is_read_or_was_there_before(case, files, tmp_path, capfd, request):
     """A file of the run's own is named as each file that a run reads, or as another; its folder holds each of these
     under each name of a result."""
     count, out = 0, tmp_path / "out"
@@ -237,9 +210,7 @@ def names_of(asked: Settings) -> list[str]:
 
 
 @pytest.mark.usefixtures("workers")
-def test_what_a_command_has_written_it_writes_again(
-    files: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_command_has_written_it_writes_again(files, tmp_path, capfd):
     model, data = files["model"], ["--calibration-data", files["calibration_data"]]
     tune(settings(model, builds=3, mode="cut", output_dir=tmp_path / "o"))
     asked = [
@@ -261,9 +232,7 @@ def test_what_a_command_has_written_it_writes_again(
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
-def test_an_artifact_is_written_again(
-    engine: str, files: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_artifact_is_written_again(engine, files, tmp_path, capfd):
     pytest.importorskip(engine)
     ending = {"onnxruntime": "onnx", "openvino": "xml"}[engine]
     model = write(mixed(), tmp_path, "whole")
@@ -275,130 +244,3 @@ def test_an_artifact_is_written_again(
         (tmp_path / "b.xml").unlink()
         told = refused(capfd, tmp_path, "build", *asked)
         assert "b.bin was there before" in told
-
-
-# Links in a folder that came from elsewhere
-
-
-LINKS: dict[str, Callable[[Path, Path], None]] = {
-    "symbolic": lambda victim, name: name.symlink_to(victim),
-    "to nothing": lambda victim, name: name.symlink_to(victim.with_name("nothing")),
-    "to itself": lambda _, name: name.symlink_to(name),
-    "relative": lambda victim, name: name.symlink_to(os.path.relpath(victim, name.parent)),
-    "hard": lambda victim, name: os.link(victim, name),
-}
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """The folder of a finished run in a mode, its model beside it."""
-    made: dict[str, Path] = {}
-
-    def ran(mode: str) -> Path:
-        if mode not in made:
-            home = tmp_path_factory.mktemp(mode)
-            with in_process():
-                tune(asked(write(mixed(), home), mode))
-            made[mode] = home
-        return made[mode]
-
-    return ran
-
-
-def asked(model: Path, mode: str) -> Settings:
-    if mode == "front":
-        return settings(model, mode="cut", builds=14, front=True, min_sqnr=None)
-    return settings(model, mode=mode, builds=6)
-
-
-@pytest.mark.parametrize("mode", ["cut", "region", "subgraph", "front"])
-def test_no_name_of_a_run_leads_out_of_its_folder(
-    mode: str, finished: Finished, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """Each file and each folder that a run writes is a link to a file elsewhere, or lies behind one."""
-    home, count = finished(mode), 0
-    victims = tmp_path / "victims"
-    (victims / "folder").mkdir(parents=True)
-    names = [path.relative_to(home / "out") for path in sorted((home / "out").rglob("*"))]
-    for name in names:
-        for kind, link in LINKS.items():
-            if kind == "hard" and not ((home / "out" / name).is_file() and is_appended(name)):
-                continue
-            shutil.copytree(home, tmp_path / "home", dirs_exist_ok=True)
-            model, place = tmp_path / "home" / "model.onnx", tmp_path / "home" / "out" / name
-            (victims / "file").write_text("mine")
-            for inner in (home / "out" / name).rglob("*"):
-                (victims / "folder" / inner.name).write_text("mine")
-            before = contents(victims)
-            target = victims / ("folder" if place.is_dir() else "file")
-            shutil.rmtree(place) if place.is_dir() else place.unlink()
-            link(target, place)
-            with pytest.raises(QdqtuneError) as error, OutputFolder(asked(model, mode)):
-                pass
-            assert error.value.exit_code == 2
-            assert "\n" not in str(error.value)
-            assert contents(victims) == before, (name, kind)
-            assert not (victims / "nothing").exists()
-            shutil.rmtree(tmp_path / "home")
-            count += 1
-    request.node.add_report_section("call", "links", f"tune --mode {mode}: {count} links, all refused and untouched")
-
-
-def is_appended(name: Path) -> bool:
-    """Whether a run writes to a file as it lies there: others are replaced, and a second name keeps the old content."""
-    return name.parts[0] == "logs" or name.name in (LIST, "autotuner_state.yaml")
-
-
-@pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("mode", ["cut", "region", "subgraph", "front"])
-def test_second_names_keep_their_content(mode: str, finished: Finished, tmp_path: Path) -> None:
-    """A run replaces files under their names: what else they are called keeps what it holds."""
-    shutil.copytree(finished(mode), tmp_path / "home")
-    model, out = tmp_path / "home" / "model.onnx", tmp_path / "home" / "out"
-    (tmp_path / "second").mkdir()
-    for number, path in enumerate(sorted(out.rglob("*"))):
-        if path.is_file() and not is_appended(path.relative_to(out)):
-            os.link(path, tmp_path / "second" / str(number))
-    before = contents(tmp_path / "second")
-    tune(replace(asked(model, mode), restart=True))
-    assert contents(tmp_path / "second") == before
-
-
-@pytest.mark.usefixtures("workers")
-def test_a_list_from_elsewhere_deletes_nothing_elsewhere(finished: Finished, tmp_path: Path) -> None:
-    for mode, part in (("region", "region_models"), ("subgraph", "subgraphs"), ("front", "front")):
-        home, victim = tmp_path / mode, tmp_path / f"{mode} victim"
-        shutil.copytree(finished(mode), home)
-        victim.mkdir()
-        (victim / "x").write_text("mine")
-        with (home / "out" / LIST).open("a") as listed:
-            listed.write(f"{part}/x\n../{mode} victim/x\n{victim}/x\n")
-        shutil.rmtree(home / "out" / part, ignore_errors=True)
-        (home / "out" / part).symlink_to(victim)
-        with pytest.raises(QdqtuneError):
-            tune(asked(home / "model.onnx", mode))
-        assert contents(victim) == {"x": b"mine"}
-
-
-@pytest.mark.usefixtures("workers")
-def test_what_ends_a_run_does_not_write_through_links(
-    finished: Finished, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """`report` and `tune --pick` in a folder that came from elsewhere."""
-    shutil.copytree(finished("front"), tmp_path / "home")
-    out, victim = tmp_path / "home" / "out", tmp_path / "victim"
-    point = next((out / "front").glob("*.onnx")).stem
-    for name in ("report.html", "summary.json", "placement.yaml", "optimized_final.onnx", "optimized_final.onnx.data"):
-        kept = (out / name).read_bytes() if (out / name).exists() else None
-        for kind in ("symbolic", "to nothing"):
-            victim.write_text("mine")
-            (out / name).unlink(missing_ok=True)
-            LINKS[kind](victim, out / name)
-            refused(capfd, tmp_path, "tune", tmp_path / "home" / "model.onnx", "--pick", point, "-o", out)
-            if name == "report.html":
-                refused(capfd, tmp_path, "report", out)
-            assert victim.read_text() == "mine"
-            (out / name).unlink()
-        if kept is not None:
-            (out / name).write_bytes(kept)
-    assert not [path for path in tmp_path.iterdir() if path.name == "nothing"]

@@ -1,7 +1,5 @@
 """No command overwrites or deletes what a user has: inputs by whatever name, and files that are not of our making."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable
@@ -10,12 +8,11 @@ from pathlib import Path
 import onnx
 import pytest
 
+from command_lines import is_refused
 from conftest import Call
-from qdqtune.errors import BadState
 from qdqtune.system.checks import LIST
-from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.loop import tune
-from runs import contents, mixed, settings, write
+from runs import mixed, settings, write
 
 QUICK = ("--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4", "-q")
 
@@ -40,22 +37,9 @@ def linked(target: Path, name: Path, how: Callable[[Path, Path], None]) -> Path:
     return name
 
 
-def is_refused(call: Call, folder: Path, words: str, *arguments: object) -> None:
-    """The command ends with one line and code 2, and nothing in the folder has changed."""
-    before = contents(folder)
-    code, out, err = call(*arguments)
-    assert (code, out) == (2, "")
-    assert words in err
-    assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1
-    assert "Traceback" not in err
-    assert contents(folder) == before
-
-
 @pytest.mark.parametrize("name", ["weights.bin", "copy.onnx", "link.onnx", "weights"])
 @pytest.mark.parametrize("command", ["quantize", "apply", "build"])
-def test_the_model_and_its_weights_are_not_overwritten_by_any_name(
-    call: Call, external: Path, placement: Path, command: str, name: str
-) -> None:
+def test_the_model_and_its_weights_are_not_overwritten_by_any_name(call, external, placement, command, name):
     folder = external.parent
     os.link(external, folder / "copy.onnx")
     (folder / "link.onnx").symlink_to(external)
@@ -75,9 +59,7 @@ def test_arrays_in_a_folder_are_not_overwritten(call: Call, model: Path, tmp_pat
 
 
 @pytest.mark.parametrize("named", ["ev.py:score", "ev:score"])
-def test_a_metric_is_not_overwritten(
-    call: Call, model: Path, tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_metric_is_not_overwritten(call, model, tmp_path, named, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("ev.py").write_text("def score(predict): return 1.0\n")
     arguments = ["quantize", model, "--calibration-data", model.with_suffix(".npz"), "--evaluate", named]
@@ -117,9 +99,7 @@ def test_whatever_a_run_reads_it_does_not_write(call: Call, model: Path, tmp_pat
         ("--pattern-cache", "autotuner_state_pattern_cache.yaml", "region"),
     ],
 )
-def test_groups_and_patterns_are_not_overwritten(
-    call: Call, model: Path, tmp_path: Path, option: str, name: str, mode: str
-) -> None:
+def test_groups_and_patterns_are_not_overwritten(call, model, tmp_path, option, name, mode):
     given = tmp_path / "out" / name
     given.parent.mkdir(parents=True)
     given.write_text("{}")
@@ -157,9 +137,7 @@ def test_a_users_file_with_the_name_of_a_result_is_refused(call: Call, model: Pa
         ("front", "front/30db.onnx"),
     ],
 )
-def test_a_users_file_with_the_name_of_a_part_is_refused(
-    call: Call, model: Path, tmp_path: Path, mode: str, name: str
-) -> None:
+def test_a_users_file_with_the_name_of_a_part_is_refused(call, model, tmp_path, mode, name):
     (tmp_path / name).parent.mkdir()
     (tmp_path / name).write_text("mine")
     chosen = ["--front", "--builds", "14"] if mode == "front" else ["--mode", mode]
@@ -181,48 +159,6 @@ def test_a_part_of_an_earlier_run_is_not_tuned_into_its_folder(call: Call, model
     part = out / "subgraphs" / "group_001.onnx"
     arguments = ["tune", part, *QUICK, "--mode", "subgraph", "--restart", "-o", out]
     is_refused(call, tmp_path, "would be overwritten", *arguments)
-
-
-@pytest.mark.usefixtures("workers")
-def test_parts_of_an_earlier_run_go(model: Path) -> None:
-    tune(settings(model, builds=4, mode="subgraph"))
-    parts = model.parent / "out" / "subgraphs"
-    shutil.copy(parts / "group_001.onnx", parts / "group_009.onnx")
-    with (parts.parent / LIST).open("a") as listed:
-        listed.write("subgraphs/group_009.onnx\nsubgraphs/../../model.onnx\n")
-    tune(settings(model, builds=4, mode="subgraph"))
-    assert not (parts / "group_009.onnx").exists()
-    assert model.exists()
-
-
-def test_a_folder_has_one_run_at_a_time(model: Path) -> None:
-    with OutputFolder(settings(model)), pytest.raises(BadState, match="in use by another run"):
-        OutputFolder(settings(model, state_file=model.parent / "other.yaml"))
-    OutputFolder(settings(model)).__exit__()
-
-
-@pytest.mark.usefixtures("workers")
-def test_a_list_that_is_not_ours_is_left_alone(model: Path) -> None:
-    out = model.parent / "out"
-    out.mkdir()
-    (out / LIST).write_text("mine\n")
-    with pytest.raises(Exception, match="is not of qdqtune's making"):
-        tune(settings(model))
-    assert (out / LIST).read_text() == "mine\n"
-
-
-def test_a_run_that_ends_before_it_has_written_anything_leaves_nothing(tmp_path: Path) -> None:
-    model = write(mixed(), tmp_path)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    before = sorted(tmp_path.rglob("*"))
-    for out in ("mine", "new/folder"):
-        with pytest.raises(BadState), OutputFolder(settings(model, output_dir=tmp_path / out)):
-            raise BadState("refused")
-    assert sorted(tmp_path.rglob("*")) == before
-    with OutputFolder(settings(model, output_dir=tmp_path / "new")):
-        (tmp_path / "new" / "logs" / "worker.log").write_text("what the engine has said")
-    assert (tmp_path / "new" / LIST).exists()
 
 
 NAMED = {

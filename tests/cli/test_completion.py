@@ -1,0 +1,34 @@
+"""`qdqtune completion`: what a shell loads, and what it is answered."""
+
+import shutil
+import subprocess
+
+import pytest
+from click.shell_completion import ShellComplete
+
+from command_lines import COMMANDS
+from qdqtune.cli import main
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_gets_its_completion(shell, call, tmp_path):
+    code, script, _ = call("completion", shell)
+    assert code == 0
+    assert "_QDQTUNE_COMPLETE" in script
+    if shutil.which(shell):
+        file = tmp_path / "script"
+        file.write_text(script)
+        subprocess.run([shell, "-n", str(file)], check=True)
+
+
+def test_a_shell_that_asks_is_answered(monkeypatch, call):
+    for name, value in {"COMP_WORDS": "qdqtune tune --incr", "COMP_CWORD": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("_QDQTUNE_COMPLETE", "bash_complete")
+    assert call() == (0, "plain,--incremental-validation\n", "")
+
+
+def test_a_shell_completes_the_options_of_a_command():
+    completing = ShellComplete(main.app, {}, "qdqtune", "_QDQTUNE_COMPLETE")
+    assert [item.value for item in completing.get_completions(["tune"], "--incr")] == ["--incremental-validation"]
+    assert {item.value for item in completing.get_completions([], "")} == COMMANDS.keys()

@@ -1,0 +1,44 @@
+"""`qdqtune explain` and `report` as a user meets them."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conftest import Call
+from qdqtune.cli.runs import by_reason
+from qdqtune.commands.explain import explain_run
+
+
+def test_the_table_of_reasons_shortens_names(tuned: Path) -> None:
+    explained = explain_run(tuned.parent / "out")
+    long = replace(explained.tallies[0], example="model/" + "relu;" * 40 + "conv")
+    cells = by_reason(replace(explained, tallies=(long,))).columns[-1].cells
+    assert [str(cell) for cell in cells] == ["model/relu;relu;relu…relu;relu;relu;conv", ""]
+
+
+def test_the_command_line_tells_reasons_and_nodes(call: Call, tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tuned.parent / "out"
+    code, out, _ = call("explain", folder)
+    assert code == 0
+    assert "faster so" in out
+    assert "8 bits take longer" in out
+    code, out, _ = call("explain", folder, "s*")
+    assert [line.split(" (")[0] for line in out.splitlines() if not line.startswith(" ")] == [
+        "second",
+        "skip",
+        "softmax",
+    ]
+    assert re.search(r"float would cost \S+ ms more", out)
+    code, out, _ = call("explain", folder, "third", "--json")
+    told = json.loads(out)
+    assert [row["node"] for row in told["nodes"]] == ["third"]
+    assert told["nodes"][0]["margin_ms"] > 0
+    code, _, err = call("explain", folder, "th")
+    assert code == 2
+    assert "near are third" in err
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, call("explain", folder, "s*")[1].splitlines())) <= 60

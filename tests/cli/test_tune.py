@@ -1,0 +1,330 @@
+"""`qdqtune tune`: every option reaches its setting; what is printed of a result, and where."""
+
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import onnx
+import pytest
+
+from command_lines import COMMANDS, QUICK, errors
+from models import conv_net
+from qdqtune.calibration.scales import Calibration
+from qdqtune.calibration.workloads import WorkloadFile
+from qdqtune.cli import main, tune
+from qdqtune.engines import EngineSpec
+from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
+from qdqtune.tuning.subject import tuned_patterns
+from runs import hopeless, mixed, write
+
+
+def settings_of(*arguments: object, model: str | Path = "m.onnx") -> Settings:
+    """The settings of a search with these arguments of `tune`."""
+    with main.app.make_context("qdqtune", ["tune"]):
+        return tune.typed([str(a) for a in arguments], {"model": model})[0].settings(("qdqtune", *map(str, arguments)))
+
+
+TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
+    "--output-dir": (["x/y"], lambda s: s.output_dir, Path("x/y")),
+    "--mode": (["region"], lambda s: s.mode, "region"),
+    "--no-cut-seed": ([], lambda s: s.cut_seed, False),
+    "--quant-type": (["fp8"], lambda s: s.quant_type, "fp8"),
+    "--precision": (["fp16"], lambda s: s.precision, "fp16"),
+    "--engine": (["fake"], lambda s: s.engine, EngineSpec("fake")),
+    "--threads": (["3", "--deploy-threads", "1"], lambda s: s.engine.options.get("threads"), 3),
+    "--deploy-threads": (["1"], lambda s: s.deploy_threads, (1,)),
+    "--workers": (["3"], lambda s: s.workers, 3),
+    "--ray": (["auto"], lambda s: s.ray, "auto"),
+    "--cores-per-worker": (["2"], lambda s: s.cores_per_worker, 2),
+    "--provider": (["CUDA"], lambda s: s.engine.options.get("provider"), "CUDA"),
+    "--target": (["sm89"], lambda s: s.engine.options.get("target"), "sm89"),
+    "--min-shapes": (["a:1x2"], lambda s: s.engine.options.get("min_shapes"), {"a": [1, 2]}),
+    "--opt-shapes": (["a:1x2"], lambda s: s.engine.options.get("opt_shapes"), {"a": [1, 2]}),
+    "--max-shapes": (["a:1x2"], lambda s: s.engine.options.get("max_shapes"), {"a": [1, 2]}),
+    "--timing-cache": (["t.cache"], lambda s: s.engine.options.get("timing_cache"), "t.cache"),
+    "--plugin-libraries": (["p.so"], lambda s: s.engine.options.get("plugin_libraries"), ["p.so"]),
+    "--workspace-mb": (["64"], lambda s: s.engine.options.get("workspace_mb"), 64),
+    "--builder-level": (["3"], lambda s: s.engine.options.get("builder_level"), 3),
+    "--trtexec": (["/x/trtexec"], lambda s: s.engine.options.get("trtexec"), "/x/trtexec"),
+    "--trtexec-args": (["--fp16 --best"], lambda s: s.engine.options.get("trtexec_args"), "--fp16 --best"),
+    "--engine-option": (["noise=0.5"], lambda s: s.engine.options.get("noise"), 0.5),
+    "--time-limit": (["90s"], lambda s: s.time_limit, 90),
+    "--calibration-data": (["a:b"], lambda s: s.calibration_data, "a:b"),
+    "--calibration-samples": (["7"], lambda s: s.calibration_samples, 7),
+    "--input-shape": (["a:b:1x3x224"], lambda s: s.input_shapes, {"a:b": (1, 3, 224)}),
+    "--seed": (["5"], lambda s: s.seed, 5),
+    "--calibration-method": (["percentile"], lambda s: s.calibration, Calibration("percentile", 99.99, True, True)),
+    "--no-bias-correction": ([], lambda s: s.calibration.bias_correction, False),
+    "--no-equalize": ([], lambda s: s.calibration.equalization, False),
+    "--percentile": (["99.5"], lambda s: s.calibration.percentile, 99.5),
+    "--rewrites": (["off"], lambda s: s.rewrites, "off"),
+    "--formats": (["int8,w4"], lambda s: s.formats, ("int8", "w4")),
+    "--weight-rounding": (["gptq", "--calibration-data", "d.npz"], lambda s: s.weight_rounding, "gptq"),
+    "--calibration-cache": (["c.cache"], lambda s: s.calibration_cache, Path("c.cache")),
+    "--fix-input": (["sr=16000"], lambda s: s.fix_inputs, {"sr": 16000}),
+    "--effort": (["extensive"], lambda s: (s.builds, s.plan.looks, s.config.schemes_per_region, s.proof),
+                 (EFFORTS["extensive"].builds["cut"], EFFORTS["extensive"].looks, 200, EFFORTS["extensive"].proof)),
+    "--builds": (["33"], lambda s: s.builds, 33),
+    "--schemes-per-region": (["9"], lambda s: s.config.schemes_per_region, 9),
+    "--time-budget": (["1.5h"], lambda s: s.time_budget, 5400),
+    "--timing-runs": (["25"], lambda s: s.plan.looks, (12, 20, 25)),
+    "--warmup-runs": (["0"], lambda s: s.plan.warmup, 0),
+    "--regions": (["topology"], lambda s: s.regions, "topology"),
+    "--node-filter-list": (["names.txt"], lambda s: s.node_filter, ("/a/*", "b?")),
+    "--default-dq-dtype": (["float16"], lambda s: s.default_dq_dtype, "float16"),
+    "--qdq-baseline": (["q.onnx"], lambda s: s.qdq_baseline, Path("q.onnx")),
+    "--from-qdq": ([], lambda s: s.from_qdq, True),
+    "--pattern-cache": (["c.yaml", "--mode", "region"], lambda s: s.pattern_cache, Path("c.yaml")),
+    "--price-cache": (["p.json"], lambda s: s.price_cache, Path("p.json")),
+    "--state-file": (["s.yaml"], lambda s: s.state, Path("s.yaml")),
+    "--min-sqnr": (["20.5"], lambda s: s.min_sqnr, 20.5),
+    "--min-agreement": (["none"], lambda s: s.min_agreement, None),
+    "--front": ([], lambda s: (s.front, s.builds), (True, 25)),
+    "--evaluate": (["metric:score"], lambda s: s.evaluate, "metric:score"),
+    "--max-drop": (["0.5", "--evaluate", "metric:score"], lambda s: s.max_drop, 0.5),
+    "--graph-json": (["g.json", "--mode", "subgraph"], lambda s: s.graph_json, Path("g.json")),
+    "--no-incremental-validation": ([], lambda s: s.incremental_validation, False),
+    "--restart": ([], lambda s: s.restart, True),
+    "--workload": (["a.b/decode.npz:0.8"], lambda s: s.workloads, (WorkloadFile(Path("a.b/decode.npz"), 0.8),)),
+}  # fmt: skip
+"""Option to values, what to look at in the settings, and what is expected there."""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], Path("/caches/qdqtune/prices.json")),
+        (["--price-cache", "none"], None),
+        (["--timing-cache", "gpu/t.cache"], Path("gpu/t.prices.json")),
+    ],
+)
+def test_prices_go_beside_the_timing_cache_or_to_the_users_caches(given, expected, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert settings_of(*given).price_cache == expected
+
+
+SHOWN = {"--dry-run", "--report", "--pick", "--json"}
+"""Options of `tune` that change what is shown. Other tests see to them."""
+
+
+@pytest.mark.parametrize("spelling", ["-", "_"])
+@pytest.mark.parametrize("option", TUNE)
+def test_every_option_of_tune_reaches_its_setting(option, spelling, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("names.txt").write_text("# encoder only\n/a/*\n\n  b?\n")
+    values, look, expected = TUNE[option]
+    written = "--" + option[2:].replace("-", spelling)
+    assert look(Settings(Path("m"))) != expected
+    assert look(settings_of(written, *values)) == expected
+
+
+@pytest.mark.parametrize("engine", ["tensorrt", "trtexec"])
+def test_a_timing_cache_lies_beside_the_output_unless_named(engine, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    beside = settings_of("--engine", engine, "-o", "out").engine
+    assert beside.options == {"timing_cache": str(tmp_path / "out" / "timing.cache")}
+    named = settings_of("--engine", engine, "--timing-cache", "t", "--input-shape", "x:1x2")
+    assert named.engine.options == {"timing_cache": "t", "opt_shapes": {"x": [1, 2]}}
+
+
+def test_no_option_of_tune_is_left_out():
+    names = {next(o for o in p.opts if o.startswith("--")) for p in COMMANDS["tune"].params if p.opts[0] != "model"}
+    assert names == {name.replace("--no-", "--") for name in TUNE} | SHOWN
+
+
+def test_every_field_of_the_settings_has_an_option(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("names.txt").write_text("/a/*\n")
+    usual = settings_of()
+    reached = set()
+    for option, (values, _, _) in TUNE.items():
+        given = settings_of(option, *values)
+        reached |= {name for name, value in vars(given).items() if value != getattr(usual, name)}
+    assert reached == {field.name for field in fields(Settings)} - {"model", "accuracy_samples"}
+
+
+def test_defaults_are_those_of_settings():
+    given = settings_of("--price-cache", "none")
+    assert given == Settings(Path("m.onnx"), engine=EngineSpec("onnxruntime", {"threads": 1}))
+
+
+def test_a_search_runs_at_the_largest_number_of_threads_that_is_deployed(monkeypatch):
+    monkeypatch.setattr("qdqtune.tuning.contexts.usable_cores", lambda: 16)
+    for asked, counts in (((), (16, 1, 4)), (("--threads", 4), (4, 1, 16))):
+        given = settings_of("--deploy-threads", "1,4,16", *asked)
+        assert (given.engine.options["threads"], given.thread_counts) == (counts[0], counts)
+
+
+def test_explicit_options_win_over_the_preset():
+    given = settings_of("--builds", 50, "--effort", "quick", "-s", 3, "--timing_runs", 12)
+    assert (given.builds, given.config.schemes_per_region, given.plan.looks) == (50, 3, (12,))
+    assert given.proof == EFFORTS["quick"].proof
+
+
+def test_a_damaged_state_file(call, tuned, tmp_path):
+    output = tmp_path / "out"
+    shutil.copytree(tuned.parent / "out", output)
+    state = output / "autotuner_state.yaml"
+    lines = state.read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2].replace(b"1", b"2", 1)
+    state.write_bytes(b"".join(lines))
+    command = ["tune", tuned, *QUICK, "--calibration-data", tuned.with_suffix(".npz"), "-o", output]
+    code, error = errors(call(*command))
+    assert (code, error) == (2, f"{state}, line 3 is damaged: restore the file, or start over with --restart")
+    assert call(*command, "--restart", "-q")[0] == 0
+
+
+def test_a_state_file_of_other_options(call, tuned):
+    before = (tuned.parent / "out" / "autotuner_state.yaml").read_bytes()
+    code, error = errors(call("tune", tuned, *QUICK, "-o", tuned.parent / "out", "--seed", 1))
+    assert code == 2
+    assert "was made with seed 0, now it is 1" in error
+    code, error = errors(call("tune", tuned, "--engine", "onnxruntime", "-o", tuned.parent / "out"))
+    assert code == 2
+    assert "was made with engine fake, now it is onnxruntime: " in error
+    assert (tuned.parent / "out" / "autotuner_state.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--engine", "abacus"], 2, "unknown engine 'abacus'; there are "),
+        (["--engine-option", "colour=3"], 2, "engine 'onnxruntime' has no option 'colour'"),
+        (["--provider", "NoSuchProvider"], 5, "no provider 'NoSuchProvider'"),
+        (["--quant-type", "fp8"], 2, "ONNX Runtime has no FP8 kernels"),
+    ],
+)
+def test_engines_that_cannot_be_had(options, code, words, call, model, tmp_path):
+    found, error = errors(call("tune", model, *options, "-o", tmp_path / "out"))
+    assert found == code
+    assert words in error
+
+
+@pytest.mark.parametrize("pairs", ["none", "others"])
+def test_a_baseline_that_gives_nothing_is_refused(pairs, call, tuned, model, tmp_path):
+    """The float model itself, and another network with pairs."""
+    other = write(conv_net(), tmp_path, "other") if pairs == "none" else tuned.parent / "out" / "optimized_final.onnx"
+    model = write(conv_net(), tmp_path, "network")
+    code, error = errors(call("tune", model, *QUICK, "--qdq-baseline", other, "-o", tmp_path / "out"))
+    assert code == 2
+    assert error.startswith(f"{other} has no Q/DQ pair that fits {model}: give a quantized version of it")
+
+
+def test_tune_prints_a_table_and_tells_its_progress_in_plain_lines(call, model, tmp_path):
+    code, out, err = call("tune", model, *QUICK, "-o", tmp_path / "out")
+    assert code == 0
+    assert re.search(r"^ latency +[\d.]+ ms +[\d.]+ ms *$", out, re.MULTILINE)
+    assert re.search(r"^ speedup \[interval\] +1x +[\d.]+x \[[\d.]+x, [\d.]+x\] *$", out, re.MULTILINE)
+    assert "dB" not in out
+    assert out.splitlines()[-1] == f"{tmp_path / 'out' / 'optimized_final.onnx'} is the tuned model"
+    lines = err.splitlines()
+    assert lines[0] == "reading model.onnx"
+    assert any(re.fullmatch(r" +1 +\d+/7 builds  best [\d.]+x  [\w ]+: .*", line) for line in lines)
+    assert any(line.startswith("note: no --calibration-data") for line in lines)
+    assert lines[-1] == f"{tmp_path / 'out' / 'report.html'} shows how it went"
+    assert "\x1b" not in out + err
+
+
+def test_the_same_command_goes_on(call, tuned):
+    command = ["tune", tuned, *QUICK, "--calibration-data", tuned.with_suffix(".npz"), "-o", tuned.parent / "out"]
+    code, _, err = call(*command, "-v")
+    assert code == 0
+    assert "this run has finished before: nothing is measured again" in err
+    state = tuned.parent / "out" / "autotuner_state.yaml"
+    state.write_bytes(b"".join(state.read_bytes().splitlines(keepends=True)[:-1]))
+    code, _, err = call(*command, "-v")
+    assert code == 0
+    trials = [line for line in err.splitlines() if " builds  best " in line]
+    assert trials
+    assert all(line.endswith(", from the state file") for line in trials)
+
+
+def test_quiet_leaves_the_result(call, tuned):
+    command = ["tune", tuned, *QUICK, "--calibration-data", tuned.with_suffix(".npz"), "-o", tuned.parent / "out"]
+    code, out, err = call(*command, "--quiet")
+    assert (code, err) == (0, "")
+    assert "is the tuned model" in out
+
+
+def test_no_improvement_is_code_3(call, tmp_path):
+    path = write(hopeless(), tmp_path)
+    code, out, _ = call("tune", path, *QUICK, "-o", tmp_path / "out")
+    assert code == 3
+    final = tmp_path / "out" / "optimized_final.onnx"
+    assert out.splitlines()[-1] == f"no improvement found: {final} is the baseline"
+    assert final.read_bytes() == (tmp_path / "out" / "baseline.onnx").read_bytes()
+    assert "speedup" not in out
+    for name in ("placement.yaml", "summary.json", "autotuner_state.yaml", "autotuner_state_pattern_cache.yaml"):
+        assert (tmp_path / "out" / name).is_file()
+
+
+def noted(err: str) -> list[str]:
+    return [line.removeprefix("note: ") for line in err.splitlines() if line.startswith("note: ")]
+
+
+def test_when_every_candidate_fails_one_note_says_why(call, model, tmp_path):
+    """A candidate with a pair at `softmax` gives NaN, and any other is refused."""
+    data = ["--calibration-data", model.with_suffix(".npz")]
+    faults = 'faults={"nan": "softmax", "refuse": "*"}'
+    code, out, err = call("tune", model, *QUICK, *data, "--engine-option", faults, "-o", tmp_path / "out")
+    assert code == 3
+    (note,) = noted(err)
+    told = re.fullmatch(r"all (\d+) candidates failed, (\d+) of them: (.*) \(see (.*)\)", note)
+    assert told is not None
+    reasons = Counter(re.findall(r": failed: (.*)", err))
+    assert len(reasons) == 2
+    assert int(told[1]) == reasons.total()
+    assert (told[3], int(told[2])) == reasons.most_common(1)[0]
+    assert Path(told[4]).is_file()
+    assert f"candidates: {told[1]} ({told[1]} failed)" in out
+
+
+def test_candidates_that_hang_alike_have_one_reason(call, model, tmp_path, workers):
+    """Although the name of a candidate's file stands in it."""
+
+    def hangs(build):
+        if any(node.op_type == "DequantizeLinear" for node in onnx.load(build.path).graph.node):
+            raise TimeoutError
+
+    workers.refused = hangs
+    data = ["--calibration-data", model.with_suffix(".npz")]
+    limit = ["--time-limit", "1", "--builds", "3", "--json"]
+    code, _, err = call("tune", model, *QUICK, *data, *limit, "-o", tmp_path / "out")
+    assert code == 3
+    *_, note = noted(err)  # behind that of --builds, which QUICK has as well
+    assert (
+        note
+        == f"all 2 candidates failed: building a candidate took longer than 1 s (see {tmp_path}/out/logs/trial_001.log)"
+    )
+
+
+def test_a_candidate_that_ran_needs_no_word_about_those_that_failed(call, model, tmp_path):
+    data = ["--calibration-data", model.with_suffix(".npz")]
+    faults = 'faults={"refuse": "softmax"}'
+    code, out, err = call("tune", model, *QUICK, *data, "--engine-option", faults, "-o", tmp_path / "out")
+    assert code == 0
+    assert ": failed: " in err
+    assert not noted(err)
+    assert re.search(r"candidates: \d+ \(\d+ failed\)", out)
+
+
+def test_dry_run_says_what_would_be_done_and_does_nothing(call, model, tmp_path):
+    code, out, _ = call("tune", model, *QUICK, "-o", tmp_path / "out", "--dry-run")
+    assert code == 0
+    told = r"regions: \d+\npatterns: \d+\nbuilds: at most \d+, without the proof\ntime: about \d+ s \(.* ms\)\n"
+    assert re.fullmatch(told, out)
+    assert not (tmp_path / "out").exists()
+
+
+def test_schemes_that_are_asked_for_have_as_many_builds_as_they_take(tmp_path: Path) -> None:
+    path = write(mixed(), tmp_path)
+
+    def builds(*more: object) -> int:
+        return settings_of("--mode", "region", *more, model=path).builds
+
+    assert builds("-s", 30) == builds_for(30, len(tuned_patterns(path))) > 4 * 30
+    assert builds("-s", 30, "--builds", 20) == 20
+    assert builds("-s", 1) == builds() == EFFORTS["default"].builds["region"]

@@ -1,0 +1,33 @@
+"""What tests of several commands share: the commands by name, a short search, and what an error prints."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from click import Command
+
+from qdqtune.cli import main
+from runs import contents
+
+COMMANDS: dict[str, Command] = {name: later.command for name, later in main.app.commands.items()}
+QUICK = ("--engine", "fake", "--builds", "7")
+
+
+def errors(found: tuple[int, str, str]) -> tuple[int, str]:
+    """Code and error of a run that failed: nothing on standard output, and one line at the end of standard error."""
+    code, out, err = found
+    assert out == ""
+    *before, last = err.splitlines()
+    assert last.startswith("error: ")
+    assert not any(line.startswith(("error", "Traceback", " ")) for line in before)
+    return code, last.removeprefix("error: ")
+
+
+def is_refused(call: Callable[..., tuple[int, str, str]], folder: Path, words: str, *arguments: object) -> None:
+    """The command ends with one line and code 2, and nothing in the folder has changed."""
+    before = contents(folder)
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1
+    assert "Traceback" not in err
+    assert contents(folder) == before

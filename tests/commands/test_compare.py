@@ -1,0 +1,81 @@
+"""`compare`: files of a user against the first of them."""
+
+import json
+import re
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from qdqtune.engines import EngineSpec, runner
+from runs import mixed, write
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Engines and time limits of the runners that a command opens."""
+    found = list[tuple[EngineSpec, float]]()
+
+    @contextmanager
+    def recorder(spec, *, time_limit_s, log_dir):
+        found.append((spec, time_limit_s))
+        yield SimpleNamespace(numeric_format=lambda quant_type: quant_type)
+
+    monkeypatch.setattr(runner, "Runner", recorder)
+    return found
+
+
+def test_options_of_compare_reach_the_measurement(monkeypatch, call, made, tmp_path):
+    path = write(mixed(batch=None), tmp_path)
+    given = SimpleNamespace()
+    monkeypatch.setattr("qdqtune.commands.compare.compare_files", lambda *a, **k: given.__dict__.update(a=a, **k) or [])
+    code, _, _ = call("compare", path, path, "--engine", "fake", "--engine_option", "noise=0.1", "--time-limit", "3m",
+                      "--input-shape", "x:5x64x64", "--calibration_samples", 2, "--seed", 4,
+                      "--timing_runs", 30, "--warmup-runs", 1, "--threads", 2, "--provider", "P")  # fmt: skip
+    assert code == 0
+    compared, _, samples, plan = given.a
+    assert (compared, given.seed, plan.looks, plan.warmup) == ((path, path), 4, (30,), 1)
+    assert [s["x"].shape for s in samples] == [(5, 64, 64)] * 2
+    assert made == [(EngineSpec("fake", {"noise": 0.1, "provider": "P"}), 180)]
+    code, _, _ = call("compare", path, path, "--calibration-data", path.with_suffix(".npz"), "--threads", 2, "--json")
+    assert code == 0
+    assert len(given.a[2]) == 3
+    assert made[1] == (EngineSpec("onnxruntime", {"threads": 2}), 600)
+
+
+def test_compare_prints_a_table(call, tuned):
+    final = tuned.parent / "out" / "optimized_final.onnx"
+    code, out, err = call("compare", tuned, tuned, final, "--engine", "fake")
+    assert code == 0
+    assert f"first: {tuned}" in out
+    assert re.search(r"1\.00x \[0\.92x, 1\.09x\] +equal files ", out)
+    assert "output SQNR over 3 samples" in out
+    assert re.search(rf"^ {final} .* \d\.\d\dx \[\d\.\d\dx, \d\.\d\dx\] +faster +[\d.]+ *$", out, re.MULTILINE)
+    assert err.splitlines() == [
+        "running model.onnx",
+        "timing model.onnx against model.onnx",
+        "timing optimized_final.onnx against model.onnx",
+        f"note: no --calibration-data: the inputs are those of the run beside it, {tuned.with_suffix('.npz')}",
+    ]
+
+
+def test_compare_tells_each_number_of_threads(call, tuned):
+    final = tuned.parent / "out" / "optimized_final.onnx"
+    at = ("--engine", "fake", "--engine-option", "threads=1", "--deploy-threads", "1,4")
+    code, out, _ = call("compare", tuned, final, *at)
+    assert code == 0
+    assert re.search(rf"{final}, 1 thread .*faster", out)
+    assert re.search(rf"{final}, 4 threads .*faster", out)
+    code, out, _ = call("compare", tuned, final, *at, "--json")
+    assert [row["threads"] for row in json.loads(out)["others"]] == [1, 4]
+    assert call("compare", tuned, final, "--engine", "fake", "--deploy-threads", "1;4")[0] == 2
+
+
+def test_compare_goes_on_behind_a_file_that_the_engine_refuses(call, tuned):
+    final = tuned.parent / "out" / "optimized_final.onnx"
+    faults = 'faults={"refuse": "*"}'
+    code, out, err = call("compare", tuned, final, tuned, "--engine", "fake", "--engine-option", faults)
+    assert code == 5
+    assert re.search(r" failed ", out)
+    assert re.search(r" equal files ", out)
+    assert err.splitlines()[-1].startswith(f"error: {final} cannot be compared: fake engine: ")

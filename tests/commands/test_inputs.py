@@ -1,0 +1,78 @@
+"""What Python programs hold in memory becomes files that the package reads."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from qdqtune.commands.inputs import metric_source, model_file, sample_source
+from qdqtune.errors import BadData, BadModel, BadOption
+from qdqtune.numerics.metric import load_evaluation
+
+
+def test_samples_of_every_kind_have_one_file_or_one_each(tmp_path: Path) -> None:
+    one = {"x": np.zeros((2, 3), np.float32), "file": np.ones(2)}
+    kinds: list[Any] = [one, [one, one], (s for s in [one, one]), lambda: [one, one], np.zeros(3)]
+    made = []
+    for number, samples in enumerate(kinds):
+        (folder := tmp_path / str(number)).mkdir()
+        source = sample_source(samples, folder)
+        assert source is not None
+        made.append([Path(source)] if Path(source).is_file() else sorted(Path(source).iterdir()))
+    assert [len(found) for found in made] == [1, 2, 2, 2, 1]
+    assert made[1][0].read_bytes() == made[2][1].read_bytes() == made[0][0].read_bytes()
+    with np.load(made[0][0]) as arrays:
+        assert set(arrays) == {"x", "file"}
+    assert sample_source("module:callable", tmp_path) == "module:callable"
+    assert sample_source(tmp_path, tmp_path) == str(tmp_path)
+    assert sample_source(None, tmp_path) is None
+
+
+def test_a_generator_is_read_as_far_as_it_is_needed(tmp_path: Path) -> None:
+    def endless() -> Iterator[Mapping[str, Any]]:
+        while True:
+            yield {"x": np.zeros(1)}
+
+    source = sample_source(endless(), tmp_path, limit=3)
+    assert source is not None
+    assert len(list(Path(source).iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [([1, 2], "sample 1 is int"), (iter(()), "gives no sample"), (3, "not int"), ({"x": [object()]}, "numbers")],
+)
+def test_what_is_no_sample_is_refused(tmp_path: Path, samples: Any, words: str) -> None:
+    with pytest.raises(BadData, match=words):
+        sample_source(samples, tmp_path)
+
+
+def test_a_model_in_memory_stays_as_it_is(model: Path, tmp_path: Path) -> None:
+    proto = onnx.load(model)
+    before = proto.SerializeToString()
+    assert onnx.load(model_file(proto, tmp_path, "copy")) == proto
+    assert proto.SerializeToString() == before
+    with pytest.raises(BadModel, match="not int"):
+        model_file(3, tmp_path)  # type: ignore[arg-type]
+
+
+def test_a_metric_is_a_function_known_by_its_code() -> None:
+    def small(predict: Any) -> float:
+        return 0.5
+
+    def smaller(predict: Any) -> float:
+        return 0.25
+
+    names = []
+    for function in (small, smaller, small):
+        with metric_source(function) as source:
+            assert source is not None
+            evaluation = load_evaluation(source)
+            assert evaluation.function is function
+            names.append(evaluation.digest)
+    assert names[0] == names[2] != names[1]
+    with pytest.raises(BadOption, match="not int"), metric_source(3):  # type: ignore[arg-type]
+        pass

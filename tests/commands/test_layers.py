@@ -1,0 +1,97 @@
+"""`layers`: what an engine runs for a model, or has exported."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from engine_contract import conv_model, quantized_conv_model, static
+from qdqtune.cli import main
+from qdqtune.types import NumericFormat, QType
+from trtexec_stand_in import stand_in
+
+DATA = Path(__file__).parents[1] / "data" / "tensorrt"
+
+
+def run(*arguments: str | Path) -> int:
+    with pytest.raises(SystemExit) as end:
+        main.main(["layers", *map(str, arguments)])
+    return end.value.code if isinstance(end.value.code, int) else 1
+
+
+@pytest.fixture
+def exports(tmp_path: Path) -> list[str | Path]:
+    found: list[str | Path] = []
+    for kind in ("graph", "profile"):
+        path = tmp_path / f"{kind}.json"
+        path.write_bytes(gzip.decompress((DATA / f"resnet18_torch_A100_qat.{kind}.json.gz").read_bytes()))
+        found += [f"--{kind}-json", path]
+    return found
+
+
+def test_files_as_json(exports: list[str | Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*exports, "--json") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert list(found) == ["engine", "layers"]
+    assert found["engine"] == "tensorrt"
+    assert len(found["layers"]) == 37
+    assert all(list(x) == ["name", "nodes", "precision", "time_ms", "kind"] for x in found["layers"])
+    assert found["layers"][0] == {"name": "QuantizeLinear_2", "nodes": ["QuantizeLinear_2"], "precision": "INT8",
+                                  "time_ms": 0.06144, "kind": "quantize"}  # fmt: skip
+
+
+def test_files_as_a_table(exports: list[str | Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*exports) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("quantize" in line and "0.0614" in line and "5.6" in line for line in lines)
+    assert any("37 layers" in line and "1.0957" in line for line in lines)
+
+
+def test_an_engine_runs_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    onnx.save(conv_model(), tmp_path / "m.onnx")
+    assert run(tmp_path / "m.onnx", "--engine", "fake", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["engine"] == "fake"
+    assert [(x["nodes"], x["kind"]) for x in found["layers"]] == [(["conv", "relu"], "compute")]
+
+
+def test_trtexec_runs_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = static(quantized_conv_model(NumericFormat(QType.INT8, QType.INT8, symmetric=True)))
+    onnx.save(model, tmp_path / "m.onnx")
+    program = stand_in(tmp_path, "11.1")
+    assert run(tmp_path / "m.onnx", "--engine", "trtexec", "--engine-option", f"trtexec={program}", "--json") == 0
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    assert sum(len(x["nodes"]) for x in layers) == len(model.graph.node)
+    assert [x["precision"] for x in layers if x["kind"] == "compute"] == ["INT8"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "code"),
+    [
+        ((), "give a MODEL, or --graph-json", 2),
+        (("m.onnx", "--profile-json", "p.json"), "--profile-json goes with --graph-json", 2),
+        (("--graph-json", "none.json"), "cannot read the layer information", 2),
+        (("none.onnx", "--engine", "fake"), "none.onnx", 2),
+        (("m.onnx", "--engine", "trtexec", "--engine-option", "trtexec=no-such-program"), "no-such-program", 5),
+    ],
+)
+def test_what_cannot_be_shown_is_told_in_one_line(tmp_path, monkeypatch, capsys, arguments, words, code):
+    monkeypatch.chdir(tmp_path)
+    onnx.save(conv_model(), "m.onnx")
+    assert run(*arguments) == code
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+    assert not printed.out
+
+
+def test_the_model_names_the_nodes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    onnx.save(conv_model(), tmp_path / "m.onnx")
+    (tmp_path / "g.json").write_text(json.dumps({"Layers": ["w + conv"], "Bindings": []}))
+    assert run(tmp_path / "m.onnx", "--graph-json", tmp_path / "g.json", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["layers"][0]["nodes"] == ["conv", "relu"]
+    assert run(tmp_path / "none.onnx", "--graph-json", tmp_path / "g.json") == 2
+    assert "none.onnx" in capsys.readouterr().err

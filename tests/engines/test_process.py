@@ -1,0 +1,29 @@
+"""Worker processes as their parent sees them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qdqtune.engines import devices
+from qdqtune.engines.devices import Device, pinned
+from qdqtune.engines.process import WorkerProcess
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="cores are pinned on Linux only")
+
+
+@LINUX
+def test_a_worker_runs_on_its_cores_only(tmp_path: Path) -> None:
+    (core, *_), *_ = devices.physical_cores()
+    before = os.sched_getaffinity(0)
+    with pinned([core]):
+        asked = [sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"]
+        done = subprocess.run(asked, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(core)]
+    assert os.sched_getaffinity(0) == before
+    worker = WorkerProcess(tmp_path / "worker.log", Device("one", gpu=f"pinned-{os.getpid()}"))
+    assert not devices.is_free(f"gpu-pinned-{os.getpid()}")
+    worker.kill()
+    assert devices.is_free(f"gpu-pinned-{os.getpid()}")

@@ -1,0 +1,94 @@
+"""The worker: orders of rounds, slots of workloads, and layers of the average call."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.runner import as_workloads
+from qdqtune.engines.worker import Session, average_layers
+from qdqtune.types import Layer, Slot, Workload
+
+
+class _Scripted:
+    """Records the slots that a model is asked for."""
+
+    def __init__(self, name: str, seconds: float, slots: list[tuple[str, int]]) -> None:
+        self.name, self.seconds, self.slots = name, seconds, slots
+
+    def time(self, inputs: object, runs: int) -> float:
+        self.slots.append((self.name, runs))
+        return self.seconds + len(self.slots)
+
+
+def _scripted(a_seconds: float = 1.0, b_seconds: float = 1.0) -> tuple[Session, list[tuple[str, int]]]:
+    slots: list[tuple[str, int]] = []
+    session = Session(EngineSpec("fake"))
+    session.feed(as_workloads({}))
+    session._models = {0: _Scripted("A", a_seconds, slots), 1: _Scripted("B", b_seconds, slots)}  # type: ignore[dict-item]
+    return session, slots
+
+
+def test_a_round_is_abba_or_baab_by_its_own_coin() -> None:
+    session, slots = _scripted()
+    samples = session.rounds(0, 1, 5, range(64), [Slot(7, 2, 0.01)], 3)
+    assert slots[:2] == [("A", 3), ("B", 3)]
+    assert {runs for _, runs in slots[2:]} == {7}
+    orders = ["".join(name for name, _ in slots[i : i + 4]) for i in range(2, len(slots), 4)]
+    assert set(orders) == {"ABBA", "BAAB"}
+    assert 16 < orders.count("ABBA") < 48
+    assert samples.a == samples.b  # a steady drift hits both sides alike
+
+    later, later_slots = _scripted()
+    later.rounds(0, 1, 5, range(10, 12), [Slot(7, 2, 0.01)], 0)
+    assert ["".join(name for name, _ in later_slots[i : i + 4]) for i in (0, 4)] == orders[10:12]
+
+
+class Scripted:
+    """A model whose inferences take as long as its inputs say, times a factor."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.asked = factor, list[tuple[float, int]]()
+
+    def time(self, inputs: Mapping[str, Any], runs: int) -> float:
+        self.asked.append((float(inputs["x"]), runs))
+        return self.factor * float(inputs["x"])
+
+
+def test_a_round_has_every_workload_in_its_part_of_a_slot() -> None:
+    session = Session(EngineSpec("fake"))
+    a, b = Scripted(0.001), Scripted(0.0005)
+    session._models = {0: a, 1: b}  # type: ignore[dict-item]
+    session.feed(as_workloads((Workload({"x": 1.0}, 3.0), Workload({"x": 10.0}, 1.0))))  # type: ignore[dict-item]
+    slots = session.probe(0, 1, 0.02)
+    assert slots == [Slot(10, 2, 0.001), Slot(1, 2, 0.01)]
+    a.asked.clear()
+    measured = session.rounds(0, 1, 5, range(3), slots, 2)
+    assert a.asked == [(1.0, 2), (10.0, 2), *([(1.0, 1), (1.0, 10), (1.0, 10), (10.0, 1), (10.0, 1), (10.0, 1)] * 3)]
+    assert measured.a == pytest.approx([0.00325] * 3)
+    assert [(p.a, p.b) for p in measured.parts] == [((0.001,) * 3, (0.0005,) * 3), ((0.01,) * 3, (0.005,) * 3)]
+
+
+def test_of_two_models_with_long_inferences_each_has_one_in_a_round() -> None:
+    session = Session(EngineSpec("fake"))
+    a, b = Scripted(0.05), Scripted(0.02)
+    session._models = {0: a, 1: b}  # type: ignore[dict-item]
+    session.feed(as_workloads({"x": 1.0}))  # type: ignore[dict-item]
+    slots = session.probe(0, 1, 0.02)
+    a.asked.clear()
+    measured = session.rounds(0, 1, 5, range(8), slots, 2)
+    assert a.asked == [(1.0, 2), *[(1.0, 1)] * 8]
+    assert (measured.a, measured.b) == ((0.05,) * 8, (0.02,) * 8), "whichever comes first"
+
+
+def layer(name: str, ms: float | None) -> Layer:
+    return Layer(name, (name,), "FP32", ms, "compute")
+
+
+def test_layers_have_the_times_of_the_average_call() -> None:
+    mix = as_workloads((Workload({}, 0.75), Workload({}, 0.25)))
+    same = average_layers(mix, [(layer("a", 1.0), layer("b", None)), (layer("a", 5.0), layer("b", None))])
+    assert same == (layer("a", 2.0), layer("b", None))
+    other = average_layers(mix, [(layer("a", 1.0), layer("b", 1.0)), (layer("c", 6.0), layer("d", 12.0))])
+    assert other == (layer("c", 2.0), layer("d", 4.0))

@@ -1,0 +1,34 @@
+"""Models of some inputs, samples of them in files and as lists, and errors of one line."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from models import build
+from qdqtune.calibration.samples import Samples
+from qdqtune.errors import InputError
+from qdqtune.graph.model import Model
+
+Array = npt.NDArray[Any]
+
+
+def model(inputs: str = "float[1,3] x") -> Model:
+    first = inputs.split(",")[0 if "[" not in inputs else -1].split()[-1]
+    return build(f"net ({inputs}) => (float[A] y) {{ y = Cast <to=1> ({first}) }}")
+
+
+def saved(folder: Path, **arrays: Array) -> str:
+    np.savez(folder / "data.npz", **arrays)
+    return str(folder / "data.npz")
+
+
+def lists(samples: Samples) -> list[dict[str, Any]]:
+    return [{name: array.tolist() for name, array in sample.items()} for sample in samples]
+
+
+def one_line(error: pytest.ExceptionInfo[InputError]) -> None:
+    assert "\n" not in str(error.value)
+    assert error.value.exit_code == 2

@@ -1,0 +1,36 @@
+"""Temporary folders of processes that were killed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from qdqtune.system.cleanup import MARK
+from qdqtune.system.writing import Scratch, atomic_write
+from runs import environment
+
+NEW = b"new" * 1000
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_folders_of_a_killed_run_are_removed_and_others_stay(tmp_path: Path) -> None:
+    target = tmp_path / "r.onnx"
+    script = f"""
+import os, pathlib
+from qdqtune.system.writing import atomic_write
+with atomic_write(pathlib.Path({str(target)!r})) as fresh:
+    fresh.write_bytes(b"half")
+    os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False, env=environment()).returncode == -9
+    (left,) = tmp_path.iterdir()
+    (tmp_path / ".qdqtune-mine").mkdir()
+    (tmp_path / ".qdqtune-mine" / "notes.txt").touch()
+    with Scratch(tmp_path) as busy, atomic_write(target) as fresh:
+        fresh.write_bytes(NEW)
+        assert (busy / MARK).exists()
+    assert not left.exists()
+    assert names(tmp_path) == {"r.onnx", ".qdqtune-mine"}
+    assert names(tmp_path / ".qdqtune-mine") == {"notes.txt"}

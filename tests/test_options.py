@@ -1,0 +1,50 @@
+"""Values of options: what is refused, and that Python and text mean the same."""
+
+from collections.abc import Mapping
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from qdqtune.commands.tune import TuneOptions
+from qdqtune.errors import BadOption
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"builds": "many"}, "builds: 'many' is not a valid integer"),
+        ({"mode": "cat"}, "mode: 'cat' is not one of"),
+        ({"front": 1}, "front is True or False"),
+        ({"builds": True}, "builds takes a value, not True"),
+        ({"builds": {"a": 1}}, "builds is one value"),
+        ({"time_budget": "soon"}, "is no duration"),
+        ({"min_sqnr": float("nan")}, "is no finite number"),
+        ({"input_shapes": {"x": "wide"}}, "'wide' is no shape of 'x'"),
+        ({"workloads": {"d.npz": 0}}, "no weight above zero"),
+    ],
+)
+def test_values_are_checked_as_on_the_command_line(given: Mapping[str, Any], words: str) -> None:
+    with pytest.raises(BadOption, match=words):
+        TuneOptions("model.onnx", **given)
+
+
+def test_values_of_python_mean_what_text_means() -> None:
+    typed = TuneOptions(
+        "-model.onnx",
+        input_shapes=["x:0:1x3", "s:"], fix_inputs=["n=2", "s=a=b"], engine_options=["streams=2", "mode=x"],
+        plugin_libraries=["a.so", "b.so"], min_sqnr="none", min_agreement="auto",  # type: ignore[arg-type]
+        time_budget="90s", deploy_threads="1,4", workloads=["a.npz:2"],
+    )  # fmt: skip
+    held = TuneOptions(
+        "-model.onnx",
+        input_shapes={"x:0": (1, 3), "s": ()}, fix_inputs={"n": 2, "s": "a=b"},
+        engine_options={"streams": 2, "mode": "x"},
+        plugin_libraries=("a.so", "b.so"), min_sqnr=None, time_budget=90, deploy_threads=[1, 4], workloads={"a.npz": 2},
+    )  # fmt: skip
+    assert typed == held
+    assert held.input_shapes == {"x:0": (1, 3), "s": ()}
+    assert held.fix_inputs == {"n": 2, "s": "a=b"}
+    assert (held.min_sqnr, held.time_budget, held.deploy_threads) == (None, 90.0, (1, 4))
+    with pytest.raises(FrozenInstanceError):
+        held.builds = 3

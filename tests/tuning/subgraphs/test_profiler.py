@@ -1,0 +1,50 @@
+"""Groups timed alone: equal ones once, by layers or else by the whole, and without those that do not build."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models import build, normal
+from qdqtune.engines import EngineSpec
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.result import Result
+from runs import mixed, settings, write
+
+pytestmark = pytest.mark.usefixtures("workers")
+
+
+def subgraph_run(folder: Path, observer: Observer | None = None, **changes: Any) -> Result:
+    return tune(settings(write(mixed(), folder), **{"mode": "subgraph", "builds": 8} | changes), observer)
+
+
+def test_equal_groups_are_timed_once(tmp_path: Path) -> None:
+    model = build(
+        "net (float[64,64] x) => (float[64,64] y) {"
+        "[a] t = MatMul(x, w) [b] u = Relu(t) [c] v = MatMul(u, w) [d] z = Relu(v) [e] y = MatMul(z, k)}",
+        {"w": normal(64, 64, scale=0.1), "k": normal(64, 64, scale=0.1, seed=1)},
+    )
+    result = tune(settings(write(model, tmp_path), mode="subgraph", builds=8))
+    kinds = [row.kind for row in result.recorded.rows]
+    assert len(kinds) == 3
+    assert len(set(kinds)) == 2
+    assert result.improved
+
+
+def test_without_layer_times_total_latency_is_compared_and_a_note_says_so(tmp_path: Path) -> None:
+    result = subgraph_run(tmp_path, engine=EngineSpec("fake", {"hide_times": True}))
+    assert result.improved
+    assert any("total latency" in note for note in result.notes)
+    assert "total latency" in (tmp_path / "out" / "logs" / "subgraphs.log").read_text()
+    assert "all groups and what lies between" in [t.proposal.origin for t in result.history]
+    assert all(row.gain_in_model is None for row in result.recorded.rows)
+
+
+def test_groups_that_do_not_build_are_listed_and_skipped(tmp_path: Path) -> None:
+    result = subgraph_run(tmp_path, engine=EngineSpec("fake", {"faults": {"refuse": "softmax"}}))
+    rows = {row.nodes[0]: row for row in result.recorded.rows}
+    assert rows["softmax"].why.startswith("scheme activation-only")
+    assert "no implementation" in rows["softmax"].why
+    assert not rows["softmax"].kept
+    assert result.improved

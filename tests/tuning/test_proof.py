@@ -1,0 +1,90 @@
+"""The proof: what ships is compared with the user's own file, and copied whole."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from qdqtune.errors import BadModel
+from qdqtune.graph.constants import inner_tensors
+from qdqtune.graph.loading import load
+from qdqtune.search import best_of
+from qdqtune.tuning import proof
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.proof import copy_model
+from runs import out, settings
+from workers import Workers
+
+
+def branching(path: Path) -> None:
+    """A model whose If has tensors in external data in both bodies."""
+
+    def body(name: str, value: float) -> onnx.GraphProto:
+        tensor = numpy_helper.from_array(np.full(300, value, np.float32), f"{name}_w")
+        tensor.raw_data, at = b"", 1200 * int(value)
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, given in (("location", "bodies.bin"), ("offset", at), ("length", 1200)):
+            tensor.external_data.add(key=key, value=str(given))
+        out = helper.make_tensor_value_info(f"{name}_o", TensorProto.FLOAT, [300])
+        return helper.make_graph(
+            [helper.make_node("Add", ["x", f"{name}_w"], [f"{name}_o"])], name, [], [out], [tensor]
+        )
+
+    node = helper.make_node("If", ["c"], ["y"], "if", then_branch=body("then", 0.0), else_branch=body("else", 1.0))
+    graph = helper.make_graph(
+        [node],
+        "branching",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [300]), helper.make_tensor_value_info("c", 9, [])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [300])],
+    )
+    path.write_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
+    (path.parent / "bodies.bin").write_bytes(np.repeat(np.float32([0, 1]), 300).tobytes())
+
+
+def test_a_copy_has_the_external_data_of_bodies_and_is_loaded_before_it_gets_its_name(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    source, target = tmp_path / "given.onnx", tmp_path / "out" / "optimized_final.onnx"
+    branching(source)
+    loaded: list[Path] = []
+
+    def watched(path: Path) -> object:
+        assert not target.exists()
+        loaded.append(path)
+        return load(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(proof, "load", watched)
+        copy_model(source, target)
+    assert len(loaded) == 1
+    told = inner_tensors(onnx.load(target, load_external_data=False))
+    assert {e.value for tensor in told for e in tensor.external_data if e.key == "location"} == {"bodies.bin"}
+    onnx.checker.check_model(str(target))
+    assert load(target).fingerprint == load(source).fingerprint
+    copy_model(source, tmp_path / "beside.onnx")
+    assert load(tmp_path / "beside.onnx").fingerprint == load(source).fingerprint
+
+    (tmp_path / "bodies.bin").write_bytes(b"short")
+    before = target.read_bytes()
+    with pytest.raises(BadModel, match="is too short"):
+        copy_model(source, target)
+    assert (target.read_bytes(), load(target).fingerprint != "") == (before, True)
+
+
+@pytest.mark.usefixtures("workers")
+def test_an_improvement_that_fresh_builds_do_not_confirm_does_not_ship(model: Path, workers: Workers) -> None:
+    workers.slower = lambda build: 3 if build.path.name == "optimized_final.onnx" else 1
+    result = tune(settings(model))
+    assert best_of(result.history).edges
+    assert not result.improved
+    assert any("did not prove faster" in note for note in result.notes)
+    assert out(model, "optimized_final.onnx").read_bytes() == out(model, "baseline.onnx").read_bytes()
+    assert result.summary["ratio"] == 1.0
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_result_slower_than_the_users_own_file_does_not_ship(model: Path, workers: Workers) -> None:
+    workers.slower = lambda build: 0.1 if build.path == model else 1
+    assert tune(settings(model)).shipped == "given"
+    assert out(model, "optimized_final.onnx").read_bytes() == model.read_bytes()

@@ -1,0 +1,31 @@
+"""What a run gives back and writes."""
+
+from pathlib import Path
+
+import pytest
+
+from models import build
+from qdqtune.tuning.loop import tune
+from runs import MIXED, cost, mixed, out, settings, write
+
+
+@pytest.mark.usefixtures("workers")
+def test_gains_of_fixed_inputs_and_of_pairs_are_reported_apart(tmp_path: Path) -> None:
+    text = MIXED.replace("(float[B,ROWS,64] x)", "(float[8,8,64] x, float s0)").replace("B,ROWS", "8,8")
+    chain = "".join(f"s{n + 1} = Tanh(s{n})\n" for n in range(12))
+    text = text.replace("y = MatMul(g, w3)", f"z = MatMul(g, w3)\n{chain}y = Add(z, s12)")
+    model = write(build(text, {name: weight.array() for name, weight in mixed().constants.items()}), tmp_path)
+    result = tune(settings(model, fix_inputs={"s0": 1.0}))
+    final, folded = cost(out(model, "optimized_final.onnx")), cost(out(model, "baseline.onnx"))
+    assert result.improved
+    assert folded < 0.9 * cost(model)
+    assert result.summary["ratio"] == pytest.approx(final / folded)
+    assert result.summary["ratio_to_given"] == pytest.approx(final / cost(model))
+
+
+@pytest.mark.usefixtures("workers")
+def test_what_ships_stands_among_what_nothing_beats_and_each_has_a_name(tmp_path: Path) -> None:
+    rows = tune(settings(write(mixed(), tmp_path), mode="cut", builds=12)).summary["met"]
+    assert [row["shipped"] for row in rows].count(True) == 1
+    assert len({row["name"] for row in rows}) == len({row["number"] for row in rows}) == len(rows)
+    assert [row["ratio"] for row in rows] == sorted(row["ratio"] for row in rows)
