@@ -45,8 +45,8 @@ class _Build:
 
 
 class BuildQueue:
-    """Builds of model files by path and log name, as many at once as there are builders. They write into `folder`.
-    `notify` gets a message at the end about builds that nobody took. Without builders nothing is queued."""
+    """Builds model files ahead of time on `builders`, and writes plans to `folder`; without builders nothing is queued.
+    At the end `notify` gets a message if builds were never used."""
 
     def __init__(
         self, folder: Path = Path(), builders: Sequence[Builder] = (), notify: Callable[[str], None] = lambda _: None
@@ -62,7 +62,7 @@ class BuildQueue:
     def add(self, path: Path, log_name: str = "", urgency: Urgency = Urgency.NOW) -> None:
         """Queue the build of a file, which must stay until the build is taken.
 
-        A file is built once for each log name; "" serves any. Queued again, a build can only become more urgent.
+        A file is built once for each log name; "" serves any log name. Adding a build again can only raise its urgency.
         """
         path = path.absolute()
         if (build := self._builds.get((path, log_name))) is not None:

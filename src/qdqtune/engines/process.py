@@ -65,7 +65,7 @@ class Worker(Protocol):
         """Its host and device, for messages; "" on this host."""
 
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
-        """`(True, result)`, or `(False, QdqtuneError)`.
+        """Send a request. The answer is `(True, result)`, or `(False, error)` with a QdqtuneError.
 
         Raises:
             TimeoutError: no answer within `limit` seconds.
@@ -76,14 +76,14 @@ class Worker(Protocol):
         """End it at once."""
 
     def exit_reason(self) -> str:
-        """Exit code or signal of a worker that has ended."""
+        """The exit code or the signal with which the worker has ended, for messages."""
 
     def printed(self) -> str:
         """What it has printed outside of builds."""
 
 
 StartWorker = Callable[[Path, Device], Worker]
-"""Starts a worker on a device. The worker appends what it prints to the file."""
+"""Starts a worker, given its log file and its device. The worker appends what it prints to that file."""
 
 
 class WorkerProcess:
@@ -177,10 +177,10 @@ class WorkerLostError(Exception):
 
 
 class WorkerConnection:
-    """Asks a worker. It is started before the first request, and another one after it was lost.
+    """Sends requests to a worker, which is started before the first request, and replaced after it was lost.
 
-    `start` makes a worker. `first_requests` are sent to each new worker once its engine is open. `ended` is called when
-    a worker has ended, and with it the builds that it held. `limit` holds for each request, in seconds.
+    `start` starts one. `first_requests` are sent to each new worker once its engine is open. `ended` is called when a
+    worker has ended, and with it the builds that it held. `limit` holds for each request, in seconds.
     """
 
     def __init__(
@@ -211,8 +211,8 @@ class WorkerConnection:
         self._ended()
 
     def ask(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
-        """The answer to a request, or a `Failure` of the engine or the worker. `what` is being done, for messages;
-        `log` is that of a build; `extra` seconds are added to the limit.
+        """The answer to a request, or a `Failure` of the engine or the worker. `what` says in messages what is being
+        done; `log` is the log of a build; `extra` seconds are added to the limit.
 
         Raises:
             EngineUnavailable: the engine cannot be opened.
@@ -254,11 +254,11 @@ class WorkerConnection:
     def exchange(
         self, name: str, *arguments: Any, what: str, log: Path | None = None, limit: float | None = None
     ) -> Any:
-        """The answer of the worker that there is.
+        """Send a request to the running worker, and return its answer.
 
         Raises:
-            WorkerLostError: it gave none.
-            QdqtuneError: the one that it answered with.
+            WorkerLostError: the worker gave no answer.
+            QdqtuneError: the error that it answered with.
         """
         worker, limit = self.worker, self.limit if limit is None else limit
         assert worker is not None
@@ -290,7 +290,7 @@ def twice(ask: Callable[[], T | Failure]) -> T | Failure:
 def finish_log(log: Path, path: Path, seconds: float | Failure) -> None:
     """Write the outcome of a build to the end of its log: many engines print nothing."""
     outcome = f"failed: {seconds.reason}" if isinstance(seconds, Failure) else f"built in {seconds:.3f} s"
-    with contextlib.suppress(OSError):  # a full disk is reported by what cannot do without
+    with contextlib.suppress(OSError):  # a full disk is reported where a write has to succeed
         append(log, f"[qdqtune] {path.name}: {outcome}\n")
 
 
