@@ -146,10 +146,10 @@ def writing(what: Path | str, hint: str = "") -> Iterator[None]:
 
 
 def check_file(path: Path) -> None:
-    """Refuse to read what is there but is neither file nor folder: a pipe or a device might never end.
+    """Refuse to read a path that exists but is neither file nor folder: a pipe or a device might never end.
 
     Raises:
-        OSError: it is such.
+        OSError: the path is a pipe or a device.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is no file")

@@ -60,7 +60,7 @@ def model_file(model: ModelLike, folder: Path, name: str = "model") -> Path:
     """The path of a model; a model object is written to the folder.
 
     Raises:
-        BadModel: it is no model.
+        BadModel: `model` is no model.
     """
     if isinstance(model, str | Path):
         return Path(model)
@@ -80,7 +80,7 @@ def sample_source(samples: SamplesLike | None, folder: Path, limit: int | None =
     Equal arrays give files of equal bytes, so that a stopped run can continue.
 
     Raises:
-        BadData: they are no samples, or there is none, or they do not end.
+        BadData: `samples` are no samples, or none at all, or do not end.
     """
     if samples is None or isinstance(samples, str):
         return samples
@@ -140,17 +140,17 @@ class InputOptions(ModelOption):
 
 
 def limited(options: Options) -> AbstractContextManager[None]:
-    """Apply the time limits of a command: for one request to an engine, for reading samples, and for the whole."""
+    """Apply the time limits of a command: for one request to an engine, for reading samples, and for the whole run."""
     seconds, budget = getattr(options, "time_limit", TIME_LIMIT), getattr(options, "time_budget", None)
     return time_limit(seconds, None if budget is None else monotonic() + budget)
 
 
 @contextmanager
 def on_disk(options: T) -> Iterator[T]:
-    """The same options with files and names in place of Python objects, which are written to a temporary folder.
+    """Yield the options with files and names in place of Python objects, which are written to a temporary folder.
 
     Raises:
-        BadModel, BadData, BadOption: one is not what it has to be.
+        BadModel, BadData, BadOption: an object has a wrong type or value.
     """
     given = {name: getattr(options, name) for name in IN_MEMORY if hasattr(options, name)}
     with temporary_folder() as folder, metric_source(given.get("evaluate")) as metric:
@@ -202,7 +202,7 @@ def metric_source(metric: MetricLike | None) -> Iterator[str | None]:
     """A name under which a function can be imported as a metric. It changes with the code of the function.
 
     Raises:
-        BadOption: it is no function.
+        BadOption: the metric is no function.
     """
     if metric is None or isinstance(metric, str):
         yield metric

@@ -71,7 +71,7 @@ class TensorRt:
         return numeric_format(self._trt, quant_type)
 
     def build(self, model: Path, log: Path) -> Built:
-        """A serialized engine, loaded onto the GPU.
+        """Build a serialized engine, and load it onto the GPU.
 
         Raises:
             EngineFailure: TensorRT refuses the model.
@@ -104,7 +104,7 @@ def numeric_format(trt: Any, quant_type: QuantType) -> NumericFormat:
 
 
 class TensorRtModel:
-    """An engine on the GPU, and its plan."""
+    """A model that is loaded onto the GPU, with the plan that it was loaded from."""
 
     def __init__(self, trt: Any, cuda: Cuda, plan: Any, model: Path) -> None:
         self._trt, self._cuda, self._plan, self._model = trt, cuda, plan, model
@@ -156,7 +156,7 @@ class TensorRtModel:
 
 @contextmanager
 def translated(cuda: Cuda | None) -> Iterator[None]:
-    """Raise what the bindings raise as an EngineFailure. The whole message goes to standard error.
+    """Turn exceptions of the bindings into EngineFailure. The whole message goes to standard error.
 
     After a failure the device is checked: an inference that reads invalid addresses makes it unusable for the process.
 
