@@ -102,7 +102,7 @@ def escaped(text: str) -> str:
 
 def with_flags(text: str, known: Mapping[str, str] = MappingProxyType({})) -> str:
     """The text with options in backquotes spelled as they are typed: `time_budget` becomes --time-budget. `known` are
-    flags by field name; others are spelled like their field."""
+    flags by field name; other flags are spelled like their field."""
     return re.sub(r"`(\w+)`", lambda found: known.get(found[1]) or f"--{found[1].replace('_', '-')}", text)
 
 
@@ -115,7 +115,7 @@ def parsed_json(text: str, **how: Any) -> Any:
     """The value of a JSON text; `how` are arguments of `json.loads`.
 
     Raises:
-        ValueError: it is no JSON, nested too deeply, or has numbers beyond those of floats, NaN or Infinity.
+        ValueError: the text is no JSON, is nested too deeply, or has NaN, Infinity or numbers that no float can hold.
     """
 
     def refused(word: str) -> None:

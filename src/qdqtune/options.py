@@ -145,7 +145,7 @@ def options_of(kind: type[Options]) -> dict[str, Option[Any, Any]]:
 
 
 def given_in(options: Options, kind: type[Options]) -> dict[str, Any]:
-    """The values of `options` for those options that the command of `kind` takes as well, by field name."""
+    """The values of `options`, by field name, of the options that the command of `kind` takes as well."""
     return {name: getattr(options, name) for name in options_of(kind) if name in options_of(type(options))}
 
 
@@ -186,7 +186,7 @@ class Reads(FileName):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Refuse a pipe or a device, and record in the context what is read (see `READ`)."""
-        if ctx is not None and param is not None:  # what is read may become something else, such as lines of the file
+        if ctx is not None and param is not None:  # a type may convert the path, say to lines of the file
             ctx.meta.setdefault(f"{READ} {ctx.info_name}", []).append((self.what or str(param.name), self, str(value)))
         _check_name(value)
         try:
@@ -198,7 +198,7 @@ class Reads(FileName):
 
 class Writes(FileName):
     """Text that names a file to write. `outputs` gives the files that are written, from the path, the option's name and
-    the values of all options; `usual` gives the path where none is named."""
+    the values of all options; `usual` gives the path if the user names none."""
 
     def __init__(
         self,
@@ -221,8 +221,7 @@ class Writes(FileName):
 
 
 class OfRun(FileName):
-    """Text that names the folder of a run, or a file that a run writes elsewhere; `tuning.folder.check_run` checks
-    it."""
+    """Text that names a run's folder, or a file that a run writes elsewhere; `tuning.folder.check_run` checks it."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)

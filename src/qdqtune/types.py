@@ -97,7 +97,8 @@ class WeightFormat:
 
 @dataclass(frozen=True)
 class Placement:
-    """The edges with a Q/DQ pair, of activations and constants; an int32 bias follows from the other two inputs.
+    """The edges with a Q/DQ pair, of activations and constants. A constant bias has none: its scale follows from other
+    inputs.
 
     `compressed` are uses of weights that alone are quantized, with their formats. An edge has a pair or a weight
     format, not both.
@@ -232,7 +233,7 @@ class Layer:
 
 
 TRANSIENT = frozenset({"timeout", "crash", "resources"})
-"""Stages of failures that may not occur again."""
+"""Stages of failures after which another attempt may succeed."""
 
 
 @dataclass(frozen=True)
@@ -271,9 +272,9 @@ def sqnr_of(noise: float) -> float | None:
 class Accuracy:
     """How far a model's outputs are from the float model's, on `samples` samples.
 
-    `sqnr_db` is that of the worst float output over all samples, `lowest_db` and `highest_db` are the extremes of that
-    output on single samples; None if outputs are equal, or none is float. `agreement` is the share of equal elements of
-    the worst integer output, `top1` the share of samples with the same best class; None without such an output.
+    `sqnr_db` is the SQNR of the worst float output over all samples, `lowest_db` and `highest_db` are its extremes on
+    single samples; None if outputs are equal, or no output is float. `agreement` is the share of equal elements of the
+    worst integer output, `top1` the share of samples with the same best class; None without such an output.
     """
 
     sqnr_db: float | None = None
@@ -330,9 +331,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Times of a paired comparison, in seconds per inference: `a[i]` and `b[i]` are of round i.
+    """Times of models a and b in a paired comparison, in seconds per inference: `a[i]` and `b[i]` are those of round i.
 
-    With several workloads, these are means over calls, and `parts` has the times of each workload.
+    With several workloads, `a` and `b` are means over calls, and `parts` has the times of each workload.
     """
 
     a: tuple[float, ...]

@@ -162,8 +162,9 @@ class Part:
 class Row:
     """One file against the first: median latencies in ms, ratio b/a, and output SQNR against the first in dB.
 
-    `reason` says why there is no ratio; `rounds` are those of each pair of builds. `is_same`: both files hold the same
-    bytes. `threads` is the engine's number where several were asked for; `workloads` has a part for each of several.
+    `reason` says why there is no ratio; `rounds` holds a measurement for each pair of builds. `is_same`: both files
+    hold the same bytes. `threads` is set if several numbers of threads were asked for; `workloads` has a part for each
+    of several.
     """
 
     file: str
@@ -277,7 +278,7 @@ def compare_files(
 
 
 def _median_ms(compared: Compared) -> tuple[float, float]:
-    """The median latency of the first file, and that of the other."""
+    """Median latencies in ms: of the first file, and of the other."""
     return 1e3 * compared.a_seconds, 1e3 * compared.b_seconds
 
 

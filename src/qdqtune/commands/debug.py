@@ -57,7 +57,7 @@ RANKED = 400
 """Most pairs that are measured one by one if no pair stands out."""
 
 NAMED = 5
-"""Pairs that are named if none stands out: those that make most noise alone."""
+"""How many pairs are named if none stands out: those with the most noise alone."""
 
 WORSE = 2.0
 """The engine is at fault if its noise is this many times that of the pairs as ONNX defines them: 3 dB."""

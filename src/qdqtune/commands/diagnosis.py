@@ -34,9 +34,9 @@ class Suspect:
 
     `cause` says what is wrong: the numbers of the pair, or what the engine computes from them. `nodes` are the nodes to
     keep in float: those that read the tensor through the pair, or the node that makes a graph output. Noise is relative
-    to the signal at the outputs, measured with `company` pairs and all others in float: `noise` with this pair,
-    `without` it. `float_range` are the values of the float tensor on the samples, `quantized_range` those that the pair
-    can represent.
+    to the signal at the outputs, measured with `company` pairs in the model and no others: `noise` with this pair,
+    `without` without it. `float_range` are the values of the float tensor on the samples, `quantized_range` those that
+    the pair can represent.
     """
 
     tensor: str

@@ -60,7 +60,7 @@ class Explained(Shown):
         """The rows of the node with that name, or else of those whose names match the wildcard, in graph order.
 
         Raises:
-            BadOption: there is none.
+            BadOption: no row matches.
         """
         named = tuple(row for row in self.rows if row.node == pattern)
         rows = named or tuple(row for row in self.rows if fnmatchcase(row.node, pattern))

@@ -74,8 +74,8 @@ def model_file(model: ModelLike, folder: Path, name: str = "model") -> Path:
 
 
 def sample_source(samples: SamplesLike | None, folder: Path, limit: int | None = None) -> str | None:
-    """The source of samples; arrays are written to the folder one by one, at most `limit`. A generator runs in a thread
-    of its own, limited by `time_limit`.
+    """The source of samples as text. Arrays are written to the folder one by one, at most `limit`. A generator runs in
+    a thread of its own, limited by `time_limit`.
 
     Equal arrays give files of equal bytes, so that a stopped run can continue.
 
@@ -110,7 +110,7 @@ def workload_files(workloads: Sequence[WorkloadFile | WorkloadArrays], folder: P
     """The files of workloads; arrays are written to the folder.
 
     Raises:
-        BadData: they are no arrays.
+        BadData: a workload holds no arrays.
     """
     found = []
     for workload in workloads:
@@ -189,7 +189,7 @@ def _array(values: object) -> npt.NDArray[np.generic]:
     """Values as an array of numbers or of fixed-size strings, which files can hold.
 
     Raises:
-        ValueError: they are neither.
+        ValueError: `values` hold Python objects.
     """
     array = np.asarray(values)
     if array.dtype.kind == "O" and not all(isinstance(value, str) for value in array.flat):
@@ -199,7 +199,7 @@ def _array(values: object) -> npt.NDArray[np.generic]:
 
 @contextmanager
 def metric_source(metric: MetricLike | None) -> Iterator[str | None]:
-    """A name under which a function can be imported as a metric. It changes with the code of the function.
+    """Yield a name under which the function can be imported as a metric. The name changes with the function's code.
 
     Raises:
         BadOption: the metric is no function.

@@ -21,11 +21,11 @@ Read = tuple[str, Reads, str]
 
 
 def check_paths(kinds: Kinds, given: Given, read: Iterable[Read]) -> dict[str, Path]:
-    """Check that a command may write the files that its options name. Gives the usual paths of options that were not
-    given, by name.
+    """Check that a command may write the files that its options name. The default paths of options that were not given,
+    by option name.
 
     Raises:
-        BadOption, OutputError: it may not.
+        BadOption, OutputError: the command may not write a file.
     """
     outputs, usual, inputs = list[Output](), dict[str, Path](), dict[str, list[Path]]()
     for name, kind in kinds.items():

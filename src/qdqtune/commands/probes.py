@@ -43,7 +43,7 @@ def reference_spec() -> EngineSpec:
 def noise(reference: Outputs, found: Outputs | Failure) -> float:
     """The power of the error relative to that of the signal, for the worst output.
 
-    For outputs that are no floats, such as class numbers, it is the share of them that differ.
+    For integer outputs, such as class numbers, the share of values that differ, if that is larger.
     """
     if isinstance(found, Failure) or not is_finite(found):
         return NOT_FINITE
@@ -179,7 +179,7 @@ class CutOff:
     folder: Path
     runs: int = 0
     reason: str = ""
-    """The engine's reason for refusing a part, the last one."""
+    """The reason that the engine gave for refusing the last part that it refused."""
 
     def noise(self, start: int, stop: int) -> float:
         """The noise of what a part gives to the rest of the model, given exact inputs."""

@@ -209,7 +209,7 @@ def _few_rows(
     if not met or prepared is None:
         return ()
     tensor = max(met, key=lambda name: met[name])
-    if any(not size for size in model.tensors[tensor].shape or (None,)):  # as long as each sample has it
+    if any(not size for size in model.tensors[tensor].shape or (None,)):  # a size that depends on the sample
         return ()
     rows = sum(1 for _ in prepared.calibration) * max(1, int(elements(model, tensor)) // met[tensor])
     if rows >= met[tensor]:
@@ -313,7 +313,7 @@ def _measured(metric: Evaluation, runner: Runner, handle: Handle) -> float:
     """The value of the user's metric for one model.
 
     Raises:
-        BadOption: it is not finite, or asks for what the model cannot do.
+        BadOption: the metric is not finite, or its calls fail on the model.
         EngineFailure: the engine crashed or hung.
     """
     value = evaluate(metric, runner, handle)

@@ -15,7 +15,7 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
 class Shown:
-    """A result of a command."""
+    """A result of a command, which shows itself in Python and in notebooks."""
 
     @abstractmethod
     def in_words(self) -> str:

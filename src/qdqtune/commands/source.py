@@ -57,10 +57,10 @@ class PreparedModel:
 
 
 def _beside(given: Given) -> Path | None:
-    """The usual path of the Q/DQ model.
+    """The default path of the Q/DQ model: beside the float model.
 
     Raises:
-        BadOption: the float model lies in memory, beside which there is no file to write.
+        BadOption: the float model is an object in memory, so it has no folder.
     """
     if isinstance(given["model"], onnx.ModelProto):
         raise BadOption("the model lies in memory: give `output`, the file to write")

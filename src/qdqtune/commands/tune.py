@@ -181,7 +181,7 @@ class Result(Shown, result.Result):
 
     @property
     def baseline(self) -> Path:
-        """The float model that others were compared with."""
+        """The file of the float model that candidates were compared with."""
         return self.folder / BASELINE
 
     @property
@@ -195,7 +195,7 @@ class Result(Shown, result.Result):
         return self.folder / REPORT
 
     def explain(self, pattern: str | None = None) -> Explained:
-        """Why each node runs as it does, or those whose names match a wildcard: see `qdqtune.explain`."""
+        """Why each node, or each whose name matches the wildcard, runs as it does: see `qdqtune.explain`."""
         return explain_run(self.folder, None, pattern)
 
     def in_words(self) -> str:

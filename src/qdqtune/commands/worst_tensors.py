@@ -19,7 +19,7 @@ WORST = 10
 """Most tensors that a report lists."""
 
 TENTH_DB = 10.0
-"""A tensor makes a tenth of the error or more if its SQNR is at most so many dB above that of the whole model."""
+"""A tensor makes a tenth of the error or more if its SQNR is at most `TENTH_DB` above that of the whole model."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def to_exclude(
 ) -> tuple[str, ...]:
     """The nodes of the tensors that make a tenth or more of the error of a model with `output_db`, the worst first.
 
-    `leaves_some` says whether anything stays quantized without some nodes; tensors are added as long as it does.
+    `leaves_some` says whether anything stays quantized without some nodes; tensors are added as long as something does.
     """
     chosen: tuple[str, ...] = ()
     for damage in found:

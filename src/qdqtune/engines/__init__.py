@@ -88,7 +88,7 @@ class Launched(Built, Protocol):
     """Seconds that one call of `time` takes, with the start of the process; above 0."""
 
     def time_and_keep(self, inputs: Tensors, runs: int) -> float:
-        """`time`, with the outputs kept for the next `run` on the same inputs."""
+        """Like `time`, and keep the outputs for the next `run` on the same inputs."""
 
 
 class Engine(Protocol):
@@ -117,9 +117,9 @@ TENSORRT_FAMILY = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
 
 
 class Compiler(Engine, Protocol):
-    """An engine whose builds have two steps: `compile` takes long and writes a plan, `load` reads it. `compile` may
-    run in other processes without disturbing what is timed here; the option `builds_aside` says in how many at once.
-    Both raise what `build` raises."""
+    """An engine whose builds have two steps: `compile` takes long and writes a plan, `load` reads it. Other processes
+    may run `compile` without disturbing what this one times; the option `builds_aside` says how many at once. Both
+    raise what `build` raises."""
 
     def compile(self, model: Path, log: Path, plan: Path) -> None:
         """Write the plan of a model to the file `plan`."""
@@ -149,8 +149,8 @@ def open_engine(spec: EngineSpec) -> Engine:
     """The engine that `spec` describes.
 
     Raises:
-        BadOption: no engine has that name, or the engine does not take these options, or not these values.
-        EngineUnavailable: its library, driver or device is missing.
+        BadOption: no engine has that name, or the engine does not take an option or its value.
+        EngineUnavailable: the engine's library, driver or device is missing.
     """
     if spec.name not in MODULES:
         raise BadOption(f"unknown engine {spec.name!r}; there are {', '.join(sorted(MODULES))}")

@@ -36,7 +36,7 @@ def allocate_workers(
 
     Raises:
         BadOption: this host has no room for so many, or no node has `most` cores.
-        EngineUnavailable: Ray is not installed, no cluster answers, or it has no room for so many.
+        EngineUnavailable: Ray is not installed, no cluster answers, or the cluster has no room for so many.
     """
     if ray is None:
         is_shared = (workers or 1) == 1 and cores_each is None  # a single worker needs no cores of its own

@@ -1,8 +1,8 @@
 """Builds made ahead of time in other processes while one process times, for engines whose `builds_aside` allows it.
 
 A free builder takes the most urgent build (list scheduling). For builds that are all needed this takes less than twice
-as long as the best order: R. L. Graham, Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17 (1969).
-Timing keeps its own order, so a run finds the same with builders and without.
+as long as the best order: R. L. Graham, Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17 (1969). The
+order of timings does not depend on builds, so a run finds the same result with builders and without.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ class BuildQueue:
         """The plan of a file with the seconds that its build took, or why the engine refuses the file. While the plan
         is not ready, `here` makes other builds of urgency `NOW`.
 
-        None if the build has not begun, or failed for a reason that may not hold for another try: a lost builder, too
-        little memory.
+        None if the build has not begun, or failed in a way that another try may not: a lost builder, too little memory.
         """
         path = path.absolute()
         build = self._builds.pop((path, log.stem), None) or self._builds.pop((path, ""), None)

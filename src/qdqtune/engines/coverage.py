@@ -43,8 +43,8 @@ def cover(graph: onnx.GraphProto, claims: Sequence[Claim]) -> tuple[list[tuple[s
 
     A node that several layers claim belongs to the first. A node that no layer claims joins the layer of its producer
     (unless it is one of `FIRST_IN_FUSION`), or else of its reader; across borders only if there is no other. A constant
-    node joins a layer only if that reads the constant it is computed from (int8 weights of a fused DequantizeLinear).
-    The other constant nodes, and shapes known in advance, run nowhere.
+    node joins a layer only if the layer reads a constant that the node is computed from (int8 weights of a
+    DequantizeLinear). The other constant nodes, and shapes known in advance, run nowhere.
     """
     return _Assignment(graph, claims).result()
 
@@ -128,7 +128,7 @@ class _Assignment:
                 for name in reversed(list(self._unassigned())):
                     outputs = (t for t in self._nodes[name].output if t not in borders)
                     self._assign_like(name, (user for t in outputs for user in self._users.get(t, ())), min)
-        for name in self._unassigned():  # no node reads a DequantizeLinear that makes a graph output
+        for name in self._unassigned():  # a DequantizeLinear without reader makes a graph output
             self._assign_like(name, self._makers(name), max)
 
     def _unassigned(self) -> Iterator[str]:

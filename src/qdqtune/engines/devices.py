@@ -56,7 +56,7 @@ class Device:
 
 
 ANYWHERE = Device()
-"""The device of a single worker, which shares the machine with other processes."""
+"""The device of a single worker, which is not pinned and shares the machine with other processes."""
 
 
 @contextlib.contextmanager
@@ -76,11 +76,11 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]]:
-    """Hold a device. A process that inherits the file descriptors yielded holds it until it ends, also if it is killed.
-    They are sockets with abstract names, which leave no file behind.
+    """Hold the parts of a device, as sockets with abstract names, which leave no files. Yields their file descriptors:
+    a process that inherits them holds the device until it ends, even by a kill.
 
     Raises:
-        EngineUnavailable: another process still holds it after so many seconds.
+        EngineUnavailable: another process still holds a part after `seconds`.
     """
     held: list[socket.socket] = []
     until = time.monotonic() + seconds
@@ -140,7 +140,7 @@ def cores_for(spec: EngineSpec, given: int | None) -> int:
 
 
 def allot(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tuple[Device, ...]:
-    """Devices of this host for so many workers. No two share a core or a GPU; they share a physical core only where
+    """Devices of this host for `workers` workers. No two share a core or a GPU; they share a physical core only if
     there are too few of them.
 
     Raises:
@@ -201,7 +201,7 @@ def gpus_here() -> tuple[str, ...]:
 
 
 def nvidia_smi(fields: str, *more: str) -> tuple[list[list[str]], str]:
-    """What nvidia-smi says of each GPU of this host: a row of these fields for each, or no rows and the reason."""
+    """What nvidia-smi says of each GPU of this host: a row of the `fields` for each; or no rows, and the reason."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return [], "no NVIDIA driver: there is no nvidia-smi"
@@ -239,7 +239,7 @@ def products_saturate(machine: str | None = None, cpuinfo: str | None = None) ->
 
 
 def _cpuinfo_field(cpuinfo: str | None, *names: str) -> str:
-    """The first of these fields in /proc/cpuinfo; "" where it has none of them, or cannot be read."""
+    """The value of the first field in /proc/cpuinfo that has one of `names`; "" if there is none, or no such file."""
     if cpuinfo is None:
         with contextlib.suppress(OSError):
             cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")

@@ -4,12 +4,12 @@ Outputs come from ONNX's reference evaluator. Latencies come from a cost model, 
 engines where it matters for placing Q/DQ pairs:
 
 - Work is counted in multiply-adds for Conv, ConvTranspose, Gemm and MatMul, in output elements for everything else,
-  plus a fixed cost for each node that runs. Inputs bring their sizes; what stays unknown counts as 1.
-- A Relu or Clip behind a compute operator that it alone consumes is fused into it.
-- An operator with an integer kernel uses it if all its inputs (biases aside) come out of DequantizeLinear and only
-  QuantizeLinear reads its output. It then costs a fraction, and absorbs that QuantizeLinear.
-- A DequantizeLinear is absorbed if all its readers run in integers, or if it reads a constant; a QuantizeLinear, if its
-  producer runs in integers. All others run, and cost like any node of their size.
+plus a fixed cost for each node that runs. Inputs bring their sizes; sizes that stay unknown count as 1. - A Relu or
+Clip behind a compute operator that it alone consumes is fused into it. - An operator with an integer kernel uses it if
+all its inputs (biases aside) come out of DequantizeLinear and only QuantizeLinear reads its output. It then takes a
+fraction of the time, and absorbs that QuantizeLinear. - A DequantizeLinear is absorbed if all its readers run in
+integers, or if it reads a constant; a QuantizeLinear, if its producer runs in integers. All other Q and DQ nodes run,
+and cost like any node of their size.
 
 So pairs around one small or unsupported operator cost more than they gain, and a chain of pairs around large operators
 gains: the best placement is neither empty nor full.
@@ -66,7 +66,7 @@ FAULTS = ("crash", "hang", "nan", "refuse")
 class FakeOptions:
     """Options of the fake engine.
 
-    seed: of the noise. The n-th call of `time` draws the same noise, whatever the clock says.
+    seed: seed of the noise. The n-th call of `time` draws the same noise, whatever the clock says.
     noise: standard deviation of independent noise on each sample, relative.
     drift: standard deviation of a slow drift that neighbouring samples share, relative (0.1 swings by 30 %).
     spikes: probability that a sample takes up to three times as long.
@@ -126,13 +126,13 @@ class Fake:
         """Read the model, apply the faults, and compute the latency.
 
         Raises:
-            EngineFailure: the model is invalid, or an option says that it is refused.
+            EngineFailure: the model is invalid, or the option `faults` has it refused.
         """
         time.sleep(self._options.build_seconds)
         return self.load(model, model, log)
 
     def compile(self, model: Path, log: Path, plan: Path) -> None:
-        """Take the time of a build and refuse the same models. There is no plan to write."""
+        """Take as long as a build, and refuse the same models. There is no plan to write."""
         self.build(model, log)
 
     def load(self, plan: Path, model: Path, log: Path) -> FakeModel:
@@ -147,7 +147,7 @@ class Fake:
                     tensor.ClearField("raw_data")
             fault = self._fault(proto)
             costs = CostModels(proto, self._options.threads)
-            seconds = costs.of({}).seconds  # also a check that the cost model can read it
+            seconds = costs.of({}).seconds  # fails if the cost model cannot read the model
         except Exception as error:  # what protobuf, the checker and shape inference raise has no common class
             append(log, f"{error}\n")
             raise EngineFailure(f"fake engine: {one_line(error)}") from error
@@ -268,7 +268,7 @@ def _is_fixed(value: onnx.ValueInfoProto) -> bool:
 
 
 def _with_sizes(model: onnx.ModelProto, sizes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
-    """The model with these sizes of its inputs in place of open ones, and shapes inferred from them."""
+    """The model with `sizes` in place of unknown sizes of its inputs, and without the shapes that depended on them."""
     copy = deepcopy(model)
     for value in copy.graph.input:
         for dim, size in zip(value.type.tensor_type.shape.dim, sizes.get(value.name, ()), strict=False):

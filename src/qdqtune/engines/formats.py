@@ -105,8 +105,8 @@ def openvino(quant_type: QuantType) -> NumericFormat:
 def tensorrt(quant_type: QuantType, *, explicit_weights: bool = True) -> NumericFormat:
     """TensorRT: symmetric int8 with per-channel weights, or FP8 E4M3 per tensor; biases stay in float.
 
-    Without `explicit_weights` (version 8.6) weights stay in float, in front of a Q and a DQ: it takes no integers
-    there.
+    Without `explicit_weights` (version 8.6) weights stay float in front of a Q and a DQ: TensorRT 8.6 takes no
+    integers.
     """
     if quant_type == "int8":
         return NumericFormat(
@@ -158,7 +158,7 @@ def checked_weight_format(engine: str, wanted: str) -> str:
     """The name of a weight format or of a family, if the engine has kernels of products for it.
 
     Raises:
-        BadOption: it has none.
+        BadOption: the engine has none.
     """
     known = weight_formats(engine)
     if not weight_formats_like(engine, wanted):

@@ -31,8 +31,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 block is a memory mapping of its own, which goes back to the system when it is freed."""
 
 SCARCE_MMAP, USUAL_MMAP = 2**18, 2**25
-"""The size of such blocks where memory is scarce, and the one that glibc chooses by itself in a process that frees
-large blocks. With the latter, freed weights stay in the heap: repacking takes two to four times their size."""
+"""Values of `M_MMAP_THRESHOLD`: where memory is scarce, and the one that glibc chooses by itself in a process that
+frees large blocks. With the latter, freed weights stay in the heap: repacking takes two to four times their size."""
 
 Build = tuple[int, int]
 """The `id` of a runner, and its number of a build that it holds."""

@@ -105,7 +105,7 @@ class WorkerPool(Generic[W]):
         return task
 
     def withdraw(self, task: Task[W, Any]) -> bool:
-        """Cancel a task that no worker has begun; whether that was so."""
+        """Cancel a task if no worker has begun it. Returns whether it was cancelled."""
         with self._changed:
             if task not in self._waiting:
                 return False
@@ -132,7 +132,8 @@ class WorkerPool(Generic[W]):
                 check()
 
     def do_one(self, worker: W, priority: int) -> bool:
-        """Do a queued task of at least that urgency in this thread, with the caller's worker; whether there was one."""
+        """Do a queued task of at most this `priority` in this thread, with the caller's worker. Returns whether there
+        was one."""
         with self._changed:
             task = self._begin_next(priority)
         if task is None:
@@ -215,7 +216,7 @@ class WorkerPool(Generic[W]):
         return None
 
     def _begin_next(self, priority: float = inf) -> Task[W, Any] | None:
-        """Begin the most urgent queued task, if it is at least that urgent."""
+        """Begin the queued task with the lowest priority, if that is at most `priority`; None if there is none."""
         task = min(self._waiting, key=lambda task: task.priority, default=None)
         if task is None or task.priority > priority:
             return None

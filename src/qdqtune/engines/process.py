@@ -1,4 +1,4 @@
-"""Worker processes as their parent sees them: how one is started, asked over a socket, killed, and replaced."""
+"""Worker processes as their parent sees them: how one starts, answers over a socket, is killed, and is replaced."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Worker(Protocol):
 
         Raises:
             TimeoutError: no answer within `limit` seconds.
-            EOFError, OSError: it has ended.
+            EOFError, OSError: the worker has ended.
         """
 
     def kill(self) -> None:
@@ -130,7 +130,7 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
-        """`Worker.request`."""
+        """Implements `Worker.request`."""
         self._channel.send((name, arguments))
         check, deadline = current_check(), monotonic() + limit
         while not self._channel.poll(limit if check is None else CHECK_SECONDS):
@@ -141,7 +141,7 @@ class WorkerProcess:
         return answer
 
     def kill(self) -> None:
-        """End the process and those that it has started. Its log is removed if it is empty."""
+        """End the process and all that it has started. Its log is removed if it is empty."""
         self._channel.close()
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended by itself
@@ -153,7 +153,7 @@ class WorkerProcess:
         self._scratch.close()
 
     def exit_reason(self) -> str:
-        """`Worker.exit_reason`."""
+        """Implements `Worker.exit_reason`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
         code = self._process.poll()
@@ -162,7 +162,7 @@ class WorkerProcess:
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
     def printed(self) -> str:
-        """`Worker.printed`."""
+        """Implements `Worker.printed`."""
         with self._log.open("rb") as file:
             file.seek(self._log_start)
             return file.read().decode(errors="replace")

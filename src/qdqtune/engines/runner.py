@@ -85,8 +85,8 @@ class Runner:
             Rounds may take `SLACK` times the expected time in addition.
         start: starts a worker; by default a process on this host.
         device: where the worker runs.
-        unpacked: bytes that a build takes in addition to its file: weights that are written out.
-        memory: bounds what this runner and others of the same thread hold; without it all loaded models stay loaded.
+        unpacked: bytes that a build takes in addition to its file, for weights that it holds as floats.
+        memory: limits the builds of this and other runners of one thread; without it all loaded models stay loaded.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Runner:
     # The engine
 
     def describe(self) -> dict[str, str]:
-        """`Engine.describe`.
+        """`Engine.describe` in the worker process.
 
         Raises:
             BadOption, EngineUnavailable: the engine cannot be opened.
@@ -170,7 +170,7 @@ class Runner:
         return dict(self._ask("describe"))
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """`Engine.numeric_format`.
+        """`Engine.numeric_format` in the worker process.
 
         Raises:
             BadOption, EngineUnavailable: the engine cannot be opened, or has no kernels for that type.
@@ -212,14 +212,14 @@ class Runner:
         return twice(lambda: self._connection.ask("compile", path, log, plan, what=f"building {path.name}", log=log))
 
     def unload(self, handle: Handle) -> None:
-        """Free one build, if it is loaded."""
+        """Free one build, if the worker holds it."""
         self._logs.pop(handle, None)
         self._slots = {key: slot for key, slot in self._slots.items() if handle not in key[0]}
         if handle.build in self._present:
             self._free(handle.build)
 
     def save(self, handle: Handle, path: Path) -> Failure | None:
-        """`Built.save`."""
+        """`Built.save` in the worker process."""
         what = f"saving {handle.path.name}"
         failure: Failure | None = self._ask_of([handle], "save", handle.build, path.absolute(), what=what)
         return failure
@@ -262,7 +262,7 @@ class Runner:
         return layers
 
     def report(self, model: Path, given: Tensors | Mix, runs: int, log_name: str) -> tuple[Layer, ...] | Failure:
-        """`layers` of a file for these inputs (see `feed`). Its build is freed afterwards."""
+        """`layers` of the file `model` for the inputs `given` (see `feed`). Its build is freed afterwards."""
         self.feed(given)
         handle = self.load(model, log_name, fresh=True)
         if isinstance(handle, Failure):

@@ -2,7 +2,7 @@
 
 It reads requests `(name of a Session method, arguments)` from socket FD, and answers each with `(True, result)` or
 `(False, QdqtuneError)`. Any other exception is a defect: it ends the process, with a traceback in its log. Engines may
-print to standard output. The process ends when the other end of the socket closes, however its parent died. It needs
+print to standard output. The process ends when the other end of the socket closes, however its parent died. This needs
 POSIX.
 """
 
@@ -44,11 +44,11 @@ class Session:
         self._build_context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def describe(self) -> dict[str, str]:
-        """`Engine.describe`."""
+        """`Engine.describe` of this process's engine."""
         return self._engine.describe()
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """`Engine.numeric_format`."""
+        """`Engine.numeric_format` of this process's engine."""
         return self._engine.numeric_format(quant_type)
 
     def feed(self, mix: Mix) -> None:
@@ -96,7 +96,7 @@ class Session:
         return average_layers(self._mix, reports)
 
     def save(self, number: int, path: Path) -> None:
-        """`Built.save`."""
+        """`Built.save` of the model with this number."""
         self._models[number].save(path)
 
     def start_seconds(self, number: int) -> float:
@@ -104,7 +104,7 @@ class Session:
         return cast(Launched, self._models[number]).start_seconds if self._is_launched else 0.0
 
     def probe(self, a: int, b: int, slot_seconds: float) -> list[Slot]:
-        """The slot of each workload: in a turn, the slower model runs for an equal part of `slot_seconds`."""
+        """The `Slot` of each workload, in which the slower model runs for an equal part of `slot_seconds`."""
         models, part = [self._models[n] for n in dict.fromkeys((a, b))], slot_seconds / len(self._mix)
         if start := max(self.start_seconds(a), self.start_seconds(b)):
             return [Slot.of(0.0, part, start)] * len(self._mix)  # the process chooses how often it runs the model
@@ -175,7 +175,7 @@ def _quickest(model: Built, inputs: Tensors) -> float:
 
 
 def _round(a: Built, b: Built, inputs: Tensors, slot: Slot, *, a_is_first: bool) -> tuple[float, float]:
-    """Seconds per inference of both models in one round: A B B A or B A A B, or the first half of these."""
+    """Seconds per inference of both models in one round: A B B A or B A A B; with one turn, A B or B A."""
     first, second = (a, b) if a_is_first else (b, a)
     seconds = [model.time(inputs, slot.runs) for model in (first, second, second, first)[: 2 * slot.turns]]
     outside, inside = (sum(seconds[0::3]) / slot.turns, sum(seconds[1:3]) / slot.turns)

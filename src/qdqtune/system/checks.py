@@ -95,7 +95,7 @@ def overwritten(outputs: Iterable[Path], read: Inputs) -> tuple[Path, str] | Non
 
 
 def _identities(path: Path) -> Iterator[Path | tuple[int, int]]:
-    """What equal files have in common: the path without links, and device and inode number."""
+    """What equal files have in common: the path with links resolved, and device and inode number."""
     with suppress(OSError, ValueError):  # a name that no file can have: writing it gives an error
         yield real(path)
         found = path.stat()
@@ -103,7 +103,7 @@ def _identities(path: Path) -> Iterator[Path | tuple[int, int]]:
 
 
 def real(path: Path) -> Path:
-    """The path without links.
+    """The path with all links resolved.
 
     Raises:
         OSError: no file can have that name (it holds a NUL, say), or its links lead in a circle.

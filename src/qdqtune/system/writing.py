@@ -19,7 +19,7 @@ SCRATCH = ".qdqtune-"
 """Prefix of temporary folders beside a result."""
 
 TEMPORARY = "qdqtune-"
-"""Prefix of temporary folders in the system's folder for these."""
+"""Prefix of temporary folders in the system's temporary folder."""
 
 WORKERS = "worker-"
 """Prefix of temporary folders of engine processes, beside their logs."""
@@ -130,10 +130,10 @@ class Scratch:
     """
 
     def __init__(self, parent: Path, prefix: str = SCRATCH) -> None:
-        """Make it in `parent`.
+        """Make the folder in `parent`.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the folder cannot be made.
         """
         remove_left(parent, prefix)
         cleaner().watch(parent, prefix)

@@ -44,7 +44,7 @@ BLOCK = 4
 measured."""
 
 ORT_MESSAGES = "ONNX Runtime", re.compile(r"^\[ONNXRuntimeError\] : \d+ : (\w+ : Load model from .*? failed:)?")
-"""Arguments of `translated`: the name, and what is cut from messages. It names files that are often temporary."""
+"""Arguments of `translated`: a name, and the beginning of messages, which is cut: it often names a temporary file."""
 
 TOO_NEW = {
     r"Unsupported model IR version: (\d+), max supported IR version: (\d+)": "IR version",
@@ -178,7 +178,7 @@ class OnnxRuntimeModel:
         self._reuses_outputs = True
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """`Built.run`."""
+        """Implements `Built.run`."""
         with translated(*ORT_MESSAGES):
             return dict(zip(self._outputs, self._session.run(self._outputs, self._known_inputs(inputs)), strict=True))
 
@@ -204,10 +204,10 @@ class OnnxRuntimeModel:
                 return self._seconds(binding, runs)
 
     def _seconds(self, binding: ort.IOBinding, runs: int) -> float:
-        """Seconds per inference. The first one allocates the outputs, and the others write into them.
+        """Seconds per inference. The first inference allocates the outputs, and the others write into them.
 
-        ONNX Runtime refuses to write an output again that the model declares with another shape than it has. For such a
-        model each inference allocates its outputs.
+        ONNX Runtime refuses to write again into an output whose shape differs from that in the model. For such a model
+        each inference allocates its outputs.
         """
         start = time.perf_counter()
         for run in range(runs):
@@ -222,7 +222,7 @@ class OnnxRuntimeModel:
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """`Built.layers`: those of a second session of the model, which is profiled.
 
-        In that session every node has a name, and fused nodes are named after those that they were made of.
+        In that session every node has a name, and a fused node is named after the nodes that it was made of.
         """
         model, feed = read_model(self._path), self._known_inputs(inputs)
         is_large = is_scarce() or nbytes(self._path) >= LOADED_ONCE

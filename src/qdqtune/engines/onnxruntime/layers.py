@@ -27,7 +27,7 @@ Event = Mapping[str, Any]
 MEMORY_COPIES = frozenset({"MemcpyFromHost", "MemcpyToHost"})
 CONVERSIONS = frozenset({"Cast", "ReorderInput", "ReorderOutput", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 INSERTED = MEMORY_COPIES | QDQ | CONVERSIONS
-"""Operators that the optimizer inserts. All other nodes come from nodes of the model."""
+"""Operators of the nodes that the optimizer may insert. Nodes of other operators come from nodes of the model."""
 
 PASSIVE = QDQ | CONVERSIONS | {"Flatten", "Gather", "Identity", "MaxPool", "Slice", "Split"}
 """Operators across which the optimizer moves Q and DQ nodes."""
@@ -52,7 +52,7 @@ def report(
     """The layers of a session, in the order in which it ran them; see `Built.layers`.
 
     The first `warmup` inferences in the profile do not count. `plain` are seconds of inferences without the profiler,
-    run between the others: the excess of the layers' times over these is overhead of the profile.
+    run between the profiled ones: the excess of the layers' times over `plain` is overhead of the profile.
 
     Raises:
         EngineFailure: the profile is not that of the optimized graph.
@@ -142,8 +142,8 @@ def _named_nodes(nodes: Sequence[onnx.NodeProto], model: _Names, made: Sequence[
 def _moved_pairs(
     nodes: Sequence[onnx.NodeProto], model: _Names, tensors: Mapping[str, str]
 ) -> Iterator[tuple[int, Iterator[str]]]:
-    """Every Q and DQ by number, with the nodes of the model that it may be: those behind its input, with only nodes
-    that move data in between."""
+    """The number of every Q and DQ in `nodes`, with the nodes of the model that it may be: those behind its input, with
+    only nodes that move data in between."""
     producer = {tensor: node for node in nodes for tensor in node.output}
     for i, node in enumerate(nodes):
         if node.op_type in QDQ:

@@ -30,7 +30,7 @@ OPENVINO_MESSAGES = (
     "OpenVINO",
     re.compile(r"Exception from \S+:\d+:\s*|Check '.*?' failed at \S+:\d+:\s*|FrontEnd API failed with \w+:\s*"),
 )
-"""Arguments of `translated`: the name, and what is cut from messages: places in OpenVINO's sources."""
+"""Arguments of `translated`: a name, and parts of messages that are cut: places in OpenVINO's sources."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class OpenVinoModel:
         self._outputs = outputs
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """`Built.run`."""
+        """Implements `Built.run`."""
         with translated(*OPENVINO_MESSAGES):
             _feed(self._request, inputs)
             self._request.infer(share_outputs=True)

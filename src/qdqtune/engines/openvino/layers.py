@@ -157,7 +157,7 @@ def _kind(info: Mapping[str, str], name: str, operators: Sequence[str]) -> Layer
         return "quantize" if QDQ.issuperset(operators) else "compute"
     if info["layerType"] in ("Convert", "Reorder"):
         return "reformat"
-    return "quantize" if "FakeQuantize" in (info["layerType"], name.split("_")[0]) else "compute"  # of a moved pair
+    return "quantize" if "FakeQuantize" in (info["layerType"], name.split("_")[0]) else "compute"  # from a moved pair
 
 
 def _precision(info: Mapping[str, str], is_logical: bool) -> str:

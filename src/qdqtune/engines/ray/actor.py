@@ -83,7 +83,7 @@ class Sender:
         """Put a model file and its external data into the object store.
 
         Raises:
-            BadOption: it cannot be read.
+            BadOption: a file cannot be read.
         """
         with reading(path):
             proto = onnx.load(path, load_external_data=False)

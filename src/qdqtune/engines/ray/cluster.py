@@ -83,7 +83,7 @@ class Cluster:
         """Stop waiting for a worker that the cluster cannot hold any more because nodes were lost.
 
         Raises:
-            TimeoutError: it cannot.
+            TimeoutError: the cluster cannot hold the worker.
         """
         if sum(worker.alive for worker in self.started) >= capacity(self.spec, cores):
             raise TimeoutError
@@ -99,7 +99,7 @@ class RemoteWorker:
         self.location = str(location)
 
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
-        """`Worker.request`."""
+        """Implements `Worker.request`."""
         log = target = None
         if name == "build":
             number, path, log, _ = arguments  # there is no plan: builds are not made ahead for other hosts
@@ -128,17 +128,17 @@ class RemoteWorker:
         return reply.good, reply.result
 
     def kill(self) -> None:
-        """`Worker.kill`."""
+        """Implements `Worker.kill`."""
         if self.alive:
             self.alive = False
             _end_actor(self._actor)
 
     def exit_reason(self) -> str:
-        """`Worker.exit_reason`."""
+        """Implements `Worker.exit_reason`."""
         return f"{self._reason or 'no reason given'} on {self.location}"
 
     def printed(self) -> str:
-        """`Worker.printed`."""
+        """Implements `Worker.printed`."""
         return self._printed
 
 
@@ -153,7 +153,7 @@ def _await_answer(reference: Any, limit: float, check: Callable[[], None] = lamb
     """The answer of an actor. `check` is called every `CHECK_SECONDS` while this waits.
 
     Raises:
-        TimeoutError: it did not come in time.
+        TimeoutError: no answer came within `limit` seconds.
         RayError: the actor has died, or failed.
     """
     waiting, deadline = current_check(), monotonic() + limit
@@ -209,7 +209,7 @@ def _session_folder() -> Scratch:
 
 
 def capacity(spec: EngineSpec, cores_each: int) -> int:
-    """How many workers the cluster can hold, each with so many cores, and with a GPU if the engine needs one."""
+    """How many workers the cluster can hold, each with `cores_each` cores, and with a GPU if the engine needs one."""
     total = 0
     for node in nodes():
         has = node["Resources"] if node["Alive"] else {}

@@ -87,7 +87,7 @@ class TensorRt:
             save_plan(build_plan(self._trt, model, self._options, self._times), plan)
 
     def load(self, plan: Path, model: Path, log: Path) -> Built:
-        """`Compiler.load`."""
+        """Implements `Compiler.load`."""
         with translated(self._cuda):
             return TensorRtModel(self._trt, self._cuda, plan.read_bytes(), model)
 
@@ -122,7 +122,7 @@ class TensorRtModel:
         return engine
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """`Built.run`."""
+        """Implements `Built.run`."""
         with translated(self._cuda):
             self._execution.bind(inputs)
             self._execution.enqueue()
@@ -135,7 +135,7 @@ class TensorRtModel:
             return self._execution.seconds(runs)
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
-        """`Built.layers`."""
+        """Implements `Built.layers`."""
         with translated(self._cuda):  # a profiler cannot be removed from a context, so this one is used once
             with contextlib.closing(Execution(self._trt, self._cuda, self._engine)) as execution:
                 execution.bind(inputs)

@@ -79,7 +79,7 @@ def logger_of(trt: Any) -> Any:
             self.errors, self.layers = [], ""
 
         def reason(self, otherwise: str) -> str:
-            """The first error message, from which others mostly follow."""
+            """The first error message, the cause of most others; `otherwise` if there was none."""
             return one_line(self.errors[0] if self.errors else otherwise)
 
         def log(self, severity: Any, message: str) -> None:
@@ -98,7 +98,7 @@ def load_plugins(trt: Any, libraries: Sequence[str]) -> None:
     """Load TensorRT's own plug-ins, and those in `libraries`.
 
     Raises:
-        BadOption: no such file.
+        BadOption: a library is no file.
         EngineUnavailable: a library cannot be loaded.
     """
     trt.init_libnvinfer_plugins(logger_of(trt), "")
@@ -199,7 +199,7 @@ def _profile(builder: Any, network: Any, options: TensorRtOptions) -> Any | None
 
 
 def _fits(shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether a shape has these sizes, where -1 stands for any."""
+    """Whether a shape fits the `sizes` of an input, where -1 stands for any size."""
     return len(shape) == len(sizes) and all(known in (-1, given) for given, known in zip(shape, sizes, strict=True))
 
 

@@ -71,7 +71,7 @@ class Cuda:
         )
 
     def stream(self) -> Any:
-        """A new stream, to be freed by `free_stream`. `int` of it is its handle."""
+        """A new stream, to be freed by `free_stream`. `int(stream)` is its handle."""
         return self._call("cudaStreamCreate")
 
     def free_stream(self, stream: Any) -> None:
@@ -86,7 +86,7 @@ class Cuda:
         """Check that the device still works.
 
         Raises:
-            CudaError: it does not.
+            CudaError: the device does not work.
         """
         self._api.cudaGetLastError()  # clears an error that was reported before
         self._call("cudaDeviceSynchronize")

@@ -41,8 +41,7 @@ class Span(NamedTuple):
 
     @staticmethod
     def of(low: Sequence[int] | None, usual: Sequence[int] | None, high: Sequence[int] | None) -> Span | None:
-        """The span; a missing value is replaced by one that is given, first by `usual`. None if all three are
-        missing."""
+        """The span; a missing value is replaced by a given one, `usual` first. None if all three are missing."""
         size = usual or high or low
         return None if size is None else Span(tuple(low or size), tuple(size), tuple(high or size))
 

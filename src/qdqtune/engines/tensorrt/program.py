@@ -41,7 +41,7 @@ def launch_process(command: Sequence[str], printed: BinaryIO) -> int:
     """Run a command as a `Launch`. The child stays in the process group of the worker, so that it is killed with it.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the command cannot be started.
     """
     return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, check=False).returncode
 
@@ -135,7 +135,7 @@ class Program:
     def run(self, flags: Iterable[str], log: Path) -> str:
         """Call the program, append what it prints to the log, and return it.
 
-        A call that is refused for a profiling flag is repeated without these, and later calls omit them.
+        A call that is refused for a profiling flag is repeated without profiling flags, and later calls omit them.
 
         Raises:
             EngineFailure: the call fails.

@@ -97,9 +97,9 @@ def read_report(
             nodes that depend on constants only in one last layer of kind "folded". Without it, a layer has the names
             that it mentions, which may be those of constants.
 
-    `precision` is that of the values which the layer multiplies, if it is known, and otherwise of those that it writes.
-    Layers of an optimization profile that the profiled run did not use are left out. Rows of the profile that fit no
-    layer become layers of kind "unknown" without nodes.
+    `precision` is the type of the values that the layer multiplies or, if unknown, of those that it writes. Layers of
+    an optimization profile that the profiled run did not use are left out. Rows of the profile that fit no layer become
+    layers of kind "unknown" without nodes.
 
     Raises:
         BadOption: a text has another form, or the texts and the model do not belong together.

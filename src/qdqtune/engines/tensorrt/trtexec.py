@@ -54,7 +54,7 @@ EXPORTED_OUTPUT = re.compile(r'"name" : "(.*?)"\s*, "dimensions" : "(.*?)"\s*, "
 
 @dataclass(frozen=True)
 class TrtexecOptions(CachedOptions):
-    """Options of the engine. Without shapes, a model is built for those of the inputs that it is run on.
+    """Options of the engine. Without shapes, a model is built for the shapes of the inputs that it is run on.
 
     trtexec: the program: a path, or a name on the search path.
     trtexec_args: further flags for every call, as on a command line. They take precedence over the engine's own.
@@ -75,7 +75,7 @@ def create(options: TrtexecOptions, *, launch: Launch = launch_process) -> Trtex
     """Make the engine. `launch` runs the program.
 
     Raises:
-        BadOption: a flag is not the user's to set.
+        BadOption: trtexec_args have a flag that users must not set.
         EngineUnavailable: there is no such program, or it is no trtexec of 8.6 or later.
     """
     program = find(options.trtexec, options.trtexec_args, launch)
@@ -190,7 +190,7 @@ class TrtexecModel:
 
     @property
     def start_seconds(self) -> float:
-        """`Launched.start_seconds`."""
+        """Implements `Launched.start_seconds`."""
         return self._program.start_seconds
 
     def plan(self, sizes: Mapping[str, Sequence[int]]) -> Path:
