@@ -134,7 +134,7 @@ def parsed_json(text: str, **how: Any) -> Any:
 
 @contextmanager
 def writing(what: Path | str, hint: str = "") -> Iterator[None]:
-    """Turn errors of the operating system while `what` is written into one line; `hint` says what to do.
+    """Turn an OSError of the block, which writes `what`, into one line; `hint` says what to do.
 
     Raises:
         OutputError: `what` could not be written.
@@ -157,7 +157,7 @@ def check_file(path: Path) -> None:
 
 @contextmanager
 def reading(what: Path | str, raises: type[InputError] = BadOption) -> Iterator[None]:
-    """Turn errors of the operating system while `what` is read into one line of the error `raises`."""
+    """Turn an OSError of the block, which reads `what`, into one line of the error `raises`."""
     try:
         yield
     except OSError as error:

@@ -97,8 +97,7 @@ class WeightFormat:
 
 @dataclass(frozen=True)
 class Placement:
-    """The edges with a Q/DQ pair, of activations and constants. A constant bias has none: its scale follows from other
-    inputs.
+    """The edges with a Q/DQ pair; a constant bias has none, since its scale follows from other inputs.
 
     `compressed` are uses of weights that alone are quantized, with their formats. An edge has a pair or a weight
     format, not both.
@@ -331,7 +330,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Times of models a and b in a paired comparison, in seconds per inference: `a[i]` and `b[i]` are those of round i.
+    """Times of two models in a paired comparison, in seconds per inference: `a[i]` and `b[i]` are of round i.
 
     With several workloads, `a` and `b` are means over calls, and `parts` has the times of each workload.
     """

@@ -18,7 +18,7 @@ OFF = 0.05
 """Two ranges are alike if they differ by less than this share of the tensor's range."""
 
 MOVED = 8.0
-"""Steps of its scale by which a bias differs from the float one where more than rounding has changed it."""
+"""A bias was changed by more than rounding if it is more than this many steps of its scale off the float bias."""
 
 COARSE = 3.0
 """A pair's range is too wide if it is this many times that of the float tensor: it wastes more than a bit."""

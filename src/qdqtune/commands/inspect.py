@@ -29,7 +29,7 @@ MOST_BARS = 8
 """Most bars of the histogram in the summary."""
 
 LONGEST_BAR = 40
-"""Width of the longest histogram bar."""
+"""Width of the longest histogram bar, in characters."""
 
 
 @dataclass(kw_only=True)

@@ -37,7 +37,7 @@ def check_paths(kinds: Kinds, given: Given, read: Iterable[Read]) -> dict[str, P
             continue
         if not named:
             usual[name] = path
-        if named or path.parent.is_dir():  # else the input beside it is missing too
+        if named or path.parent.is_dir():  # otherwise the input in that folder is missing too
             outputs += kind.outputs(Path(path), f"`{name}`", given)
     of_engine = given.get("engine_options") or {}
     if isinstance(cache := of_engine.get("timing_cache"), str):

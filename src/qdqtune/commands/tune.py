@@ -186,7 +186,7 @@ class Result(Shown, result.Result):
 
     @property
     def placement_file(self) -> Path:
-        """The placement, for `apply`."""
+        """The file of the placement, for `apply`."""
         return self.folder / PLACEMENT
 
     @property

@@ -115,7 +115,7 @@ class Fake:
         return {"engine": "fake", "version": "1", "device": "cost model", "threads": threads, "numbers": numbers}
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """Like TensorRT; int8 like ONNX Runtime's CPU with the option `asymmetric`."""
+        """That of TensorRT; for int8 with the option `asymmetric`, that of ONNX Runtime on a CPU."""
         if quant_type == "int8" and self._options.asymmetric:
             return NumericFormat(
                 QType.UINT8, QType.INT8, symmetric=False, bias="int32", drop_clamps=True, shared_scale_ops=MOVE_DATA
@@ -302,7 +302,7 @@ class CostModel:
 
     @cached_property
     def seconds(self) -> float:
-        """One inference."""
+        """Modelled seconds of one inference."""
         return sum(self._node_seconds(node) for node in self.nodes) or SECONDS_PER_NODE
 
     def layers(self) -> tuple[Layer, ...]:

@@ -93,7 +93,7 @@ def is_scarce() -> bool:
 
 
 def return_free_memory() -> None:
-    """Return free memory to the system where the C library is glibc, which keeps what lies between blocks in use."""
+    """Return free memory to the system if the C library is glibc, which keeps free memory between blocks in use."""
     if (trim := getattr(_LIBC, "malloc_trim", None)) is not None:
         trim(0)
 

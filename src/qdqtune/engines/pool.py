@@ -113,7 +113,8 @@ class WorkerPool(Generic[W]):
             return task.result.cancel()
 
     def cancel(self, tasks: Iterable[Task[W, Any]]) -> None:
-        """Cancel tasks, and return when no worker does any of them. A worker that waits for an engine ends it."""
+        """Cancel tasks, and return when no worker does any of them. A worker that waits for an engine ends that
+        engine."""
         tasks = list(tasks)
         with self._changed:
             self._waiting = [task for task in self._waiting if task not in tasks]

@@ -54,15 +54,15 @@ def current_check() -> Callable[[], None] | None:
 
 
 class Worker(Protocol):
-    """Answers requests: names of `worker.Session` methods with their arguments. The first one opens the engine."""
+    """Answers requests: names of `worker.Session` methods with their arguments. The first request opens the engine."""
 
     @property
     def alive(self) -> bool:
-        """Whether it answers requests. A worker that does not has lost its builds."""
+        """Whether the worker answers requests. If not, its builds are lost."""
 
     @property
     def location(self) -> str:
-        """Its host and device, for messages; "" on this host."""
+        """Host and device of the worker, for messages; "" on this host."""
 
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
         """Send a request. The answer is `(True, result)`, or `(False, error)` with a QdqtuneError.
@@ -73,13 +73,13 @@ class Worker(Protocol):
         """
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the worker at once."""
 
     def exit_reason(self) -> str:
         """The exit code or the signal with which the worker has ended, for messages."""
 
     def printed(self) -> str:
-        """What it has printed outside of builds."""
+        """What the worker has printed outside of builds."""
 
 
 StartWorker = Callable[[Path, Device], Worker]
@@ -97,7 +97,7 @@ class WorkerProcess:
     """The module that answers requests."""
 
     def __init__(self, log: Path, device: Device = ANYWHERE) -> None:
-        """Start it.
+        """Start the process.
 
         Raises:
             EngineUnavailable: another process has the device.

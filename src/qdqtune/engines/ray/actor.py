@@ -36,7 +36,7 @@ Put = Callable[[Array], Any]
 """Puts an array into the object store, and returns the reference to it."""
 
 Get = Callable[[Any], Array]
-"""The array of a reference."""
+"""Gets the array of a reference from the object store."""
 
 FILES = "files"
 """Name of the folder for model files, within the temporary folder of an actor."""

@@ -59,7 +59,7 @@ COPY_TYPES = frozenset(
 MYELIN = re.compile(r"__myl_([A-Za-z]+)_myl\d+_\d+")
 MOVE_STEPS = re.compile(r"(Move|Tran|Resh|Cast|Conc|Slic)+")
 ROUNDING_STEPS = re.compile(r"(Mul|Div|Min|Max|Roun|Cast|Move|Tran|Resh)+")
-"""Steps of a kernel that quantizes or dequantizes, if it changes to or from a low precision."""
+"""Steps of a kernel that quantizes or dequantizes, provided that it converts to or from a low precision."""
 
 PROFILE_SUFFIX = re.compile(r" \[profile (\d+)\]$")
 PROFILE_LINE = re.compile(r'\{\s*"name"\s*:\s*"(.*)"\s*,\s*"timeMs"\s*:(.*)\}\s*$', re.MULTILINE)
