@@ -156,7 +156,7 @@ def _tune(options: TuneCall, observer: Observer) -> Result:
     The same call continues where an earlier one was stopped. `model` may be `Settings`, in place of all options.
 
     Raises:
-        QdqtuneError: see `errors`; Cancelled if that was asked for.
+        QdqtuneError: see `errors`; Cancelled if `cancel` was set.
     """
     if isinstance(options.model, Settings):
         usual = TuneCall(options.model)
@@ -257,7 +257,7 @@ def explain(run: str | Path | Result, pattern: str | None = None, *, state_file:
     Args:
         run: its result, or its output folder.
         pattern: only the node of this name, or those that match a wildcard.
-        state_file: where that does not lie in the folder.
+        state_file: the state file of the run, if it is not in the folder.
 
     Raises:
         QdqtuneError: the folder holds no finished run, or no such node.
@@ -292,7 +292,7 @@ def observing(observer: Observer | None, progress: bool, cancel: Cancel | None) 
     with ExitStack() as stack:
         stack.enter_context(cancellable(cancel))
         if progress:
-            shown = _shown()
+            shown = _display()
             stack.enter_context(shown)
             observers.insert(0, shown)
         yield Observers(observers, cancel)
@@ -303,7 +303,7 @@ def cancellable(cancel: Cancel | None) -> Iterator[None]:
     """Make waits for an engine end as soon as `cancel` is set.
 
     Raises:
-        Cancelled: it is set, or was before.
+        Cancelled: `cancel` is set.
     """
     if cancel is None:
         yield
@@ -313,7 +313,7 @@ def cancellable(cancel: Cancel | None) -> Iterator[None]:
         yield
 
 
-def _shown() -> lines.Live | lines.Plain:
+def _display() -> lines.Live | lines.Plain:
     """A display of changing lines on a terminal, and in a notebook with ipywidgets; plain lines elsewhere."""
     console = Console(stderr=True)
     if console.is_jupyter:

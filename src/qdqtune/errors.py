@@ -102,7 +102,7 @@ def escaped(text: str) -> str:
 
 def with_flags(text: str, known: Mapping[str, str] = MappingProxyType({})) -> str:
     """The text with options in backquotes spelled as they are typed: `time_budget` becomes --time-budget. `known` are
-    flags by field name; others are spelled like their field."""
+    flags by field name; other flags are spelled like their field."""
     return re.sub(r"`(\w+)`", lambda found: known.get(found[1]) or f"--{found[1].replace('_', '-')}", text)
 
 
@@ -115,7 +115,7 @@ def parsed_json(text: str, **how: Any) -> Any:
     """The value of a JSON text; `how` are arguments of `json.loads`.
 
     Raises:
-        ValueError: it is no JSON, nested too deeply, or has numbers beyond those of floats, NaN or Infinity.
+        ValueError: the text is no JSON, is nested too deeply, or has NaN, Infinity or numbers that no float can hold.
     """
 
     def refused(word: str) -> None:
@@ -134,7 +134,7 @@ def parsed_json(text: str, **how: Any) -> Any:
 
 @contextmanager
 def writing(what: Path | str, hint: str = "") -> Iterator[None]:
-    """Turn errors of the operating system while `what` is written into one line; `hint` says what to do.
+    """Turn an OSError of the block, which writes `what`, into one line; `hint` says what to do.
 
     Raises:
         OutputError: `what` could not be written.
@@ -146,10 +146,10 @@ def writing(what: Path | str, hint: str = "") -> Iterator[None]:
 
 
 def check_file(path: Path) -> None:
-    """Refuse to read what is there but is neither file nor folder: a pipe or a device might never end.
+    """Refuse to read a path that exists but is neither file nor folder: a pipe or a device might never end.
 
     Raises:
-        OSError: it is such.
+        OSError: the path is a pipe or a device.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is no file")
@@ -157,7 +157,7 @@ def check_file(path: Path) -> None:
 
 @contextmanager
 def reading(what: Path | str, raises: type[InputError] = BadOption) -> Iterator[None]:
-    """Turn errors of the operating system while `what` is read into one line of the error `raises`."""
+    """Turn an OSError of the block, which reads `what`, into one line of the error `raises`."""
     try:
         yield
     except OSError as error:

@@ -29,7 +29,7 @@ Given = Mapping[str, Any]
 """Values of options by name."""
 
 READ = "qdqtune.read"
-"""The key, in the `meta` of a click context, of the files that a command line names to be read."""
+"""Beginning of the key in the `meta` of a click context under which `Reads` records the files that a command reads."""
 
 LONGEST_SECONDS = 366 * 24 * 3600
 """The longest duration that is accepted: a year."""
@@ -120,8 +120,7 @@ REQUIRED = _Required()
 
 
 def option(kind: click.ParamType[Any], default: Any, help: str, group: Group = "Other", **how: Any) -> Any:
-    """Make an `Option` for a field of a dataclass that inherits `Options`; the annotation of the field gives its
-    types."""
+    """Make an `Option` for a field of an `Options` dataclass; the field's annotation gives its types."""
     return Option(kind, default, help, group, **how)
 
 
@@ -146,7 +145,7 @@ def options_of(kind: type[Options]) -> dict[str, Option[Any, Any]]:
 
 
 def given_in(options: Options, kind: type[Options]) -> dict[str, Any]:
-    """The values of those options that another command takes as well, by field name."""
+    """The values of `options`, by field name, of the options that the command of `kind` takes as well."""
     return {name: getattr(options, name) for name in options_of(kind) if name in options_of(type(options))}
 
 
@@ -154,7 +153,7 @@ def given_in(options: Options, kind: type[Options]) -> dict[str, Any]:
 
 
 def _check_name(value: Any) -> None:
-    """Engines take names in UTF-8 only."""
+    """Refuse a file name that is not UTF-8, since engines take no others, or that holds a NUL."""
     try:
         is_one = b"\0" not in str(value).encode()
     except UnicodeEncodeError:
@@ -167,7 +166,7 @@ class FileName(click.Path):
     """Text that names a file."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """See click."""
+        """Refuse names that engines do not take (see `_check_name`)."""
         _check_name(value)
         return super().convert(value, param, ctx)
 
@@ -186,8 +185,8 @@ class Reads(FileName):
         self.files, self.what = files, what
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """See click."""
-        if ctx is not None and param is not None:  # what is read may become something else, such as lines of the file
+        """Refuse a pipe or a device, and record in the context what is read (see `READ`)."""
+        if ctx is not None and param is not None:  # a type may convert the path, say to lines of the file
             ctx.meta.setdefault(f"{READ} {ctx.info_name}", []).append((self.what or str(param.name), self, str(value)))
         _check_name(value)
         try:
@@ -199,7 +198,7 @@ class Reads(FileName):
 
 class Writes(FileName):
     """Text that names a file to write. `outputs` gives the files that are written, from the path, the option's name and
-    the values of all options; `usual` gives the path where none is named."""
+    the values of all options; `usual` gives the path if the user names none."""
 
     def __init__(
         self,
@@ -211,7 +210,7 @@ class Writes(FileName):
         self.outputs, self.usual = outputs, usual
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """See click.
+        """Refuse a name that means a folder.
 
         Raises:
             OutputError: the name ends with a slash.
@@ -222,8 +221,7 @@ class Writes(FileName):
 
 
 class OfRun(FileName):
-    """Text that names the folder of a run, or a file that a run writes elsewhere; `tuning.folder.check_run` checks
-    them."""
+    """Text that names a run's folder, or a file that a run writes elsewhere; `tuning.folder.check_run` checks it."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -245,7 +243,7 @@ class Anything(Several):
         self.typed = typed
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """See click."""
+        """Keep the value, but refuse text that is no name for engines (see `_check_name`)."""
         if isinstance(value, str | Path):
             _check_name(value)
         return value
@@ -257,7 +255,7 @@ class Switch(click.ParamType[bool]):
     name = "boolean"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
-        """See click."""
+        """Convert to bool."""
         return bool(value)
 
 
@@ -267,7 +265,7 @@ class Number(click.FloatRange):
     name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """See click."""
+        """Convert to float, and refuse nan and infinity."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is no finite number", param, ctx)
@@ -278,14 +276,14 @@ class Number(click.FloatRange):
 
 
 class Limit(Number):
-    """A number, `none` for no limit, or `auto` for the usual limit."""
+    """A number, `none` for no limit, or `auto` for the `usual` limit."""
 
     def __init__(self, usual: float | None = None, **bounds: Any) -> None:
         super().__init__(**bounds)
         self._usual = usual
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """See click."""
+        """Convert to a float, or None for `none`. `auto` gives the usual limit; without one it is kept."""
         if isinstance(value, str) and value in ("none", "auto"):
             return None if value == "none" else value if self._usual is None else self._usual
         return super().convert(value, param, ctx)
@@ -297,7 +295,7 @@ class Seconds(click.ParamType[float]):
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """See click."""
+        """Convert to seconds, more than 0 and at most a year."""
         if isinstance(value, int | float):
             duration = float(value)
         else:
@@ -319,7 +317,7 @@ class Texts(Several):
         self._comma, self.typed = comma, typed
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        """See click."""
+        """Convert one text or several to a tuple."""
         given = [value] if isinstance(value, str | Path) else list(value or ())
         if not self._comma:
             return tuple(map(str, given))
@@ -334,7 +332,7 @@ class Shapes(Several):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> dict[str, tuple[int, ...]]:
-        """See click."""
+        """Convert to sizes by input name."""
         if isinstance(value, Mapping):
             return {str(name): self._sizes(name, sizes) for name, sizes in value.items()}
         shape_of = {}
@@ -367,7 +365,7 @@ class Assignments(Several):
         self._what, self._numbers_only = what, numbers_only
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
-        """See click."""
+        """Convert to values by name."""
         if isinstance(value, Mapping):
             return {str(name): item for name, item in value.items()}
         value_of: dict[str, Any] = {}
@@ -384,7 +382,7 @@ class Assignments(Several):
 
 
 def _listed(value: Any) -> Iterator[Any]:
-    """The single value, or each of several."""
+    """Yield a single text, or each of several."""
     yield from [value] if isinstance(value, str) else (value or ())
 
 
@@ -397,7 +395,7 @@ class Files(Several):
         self.typed = typed
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Path, ...]:
-        """See click."""
+        """Convert one path or several to a tuple."""
         return tuple(map(Path, [value] if isinstance(value, str | Path) else value or ()))
 
 
@@ -406,7 +404,7 @@ COUNT, SECONDS, NAMES, WORDS, SHAPES = click.IntRange(1), Seconds(), Texts(comma
 
 
 def choice(*names: str) -> click.Choice[str]:
-    """One of these names."""
+    """The type of an option that takes one of `names`."""
     return click.Choice(names)
 
 

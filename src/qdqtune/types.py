@@ -78,15 +78,15 @@ class WeightFormat:
 
     @property
     def opset(self) -> int:
-        """The least opset: 21 for blocks and for 4 bits."""
+        """The lowest opset that has the format: 21 for blocks, else 13."""
         return 13 if self.block is None else 21
 
     @staticmethod
     def named(name: str) -> WeightFormat:
-        """The weight format of a name.
+        """The weight format that a name such as w4b32 stands for.
 
         Raises:
-            ValueError: there is none of that name.
+            ValueError: no weight format has that name.
         """
         match = STORAGE.fullmatch(name)
         if match is None:
@@ -97,7 +97,7 @@ class WeightFormat:
 
 @dataclass(frozen=True)
 class Placement:
-    """The edges with a Q/DQ pair, of activations and constants; an int32 bias follows from the other two inputs.
+    """The edges with a Q/DQ pair; a constant bias has none, since its scale follows from other inputs.
 
     `compressed` are uses of weights that alone are quantized, with their formats. An edge has a pair or a weight
     format, not both.
@@ -143,7 +143,7 @@ class Placement:
 
     @staticmethod
     def of(edges: Iterable[Edge], compressed: Iterable[tuple[Edge, WeightFormat]] = ()) -> Placement:
-        """A placement of these edges and weight formats."""
+        """A placement of pairs on `edges`, and of weight formats."""
         return Placement(frozenset(edges), frozenset(compressed))
 
     @cached_property
@@ -213,7 +213,7 @@ class NumericFormat:
 
     @property
     def opset(self) -> int:
-        """The least opset for the pairs: 13 for per-channel scales, 19 for FP8."""
+        """The lowest opset that has such pairs: 13 for per-channel scales, 19 for FP8."""
         return 19 if self.activation is QType.FP8 else 13
 
 
@@ -232,7 +232,7 @@ class Layer:
 
 
 TRANSIENT = frozenset({"timeout", "crash", "resources"})
-"""Stages of failures that may not occur again."""
+"""Stages of failures after which another attempt may succeed."""
 
 
 @dataclass(frozen=True)
@@ -271,9 +271,9 @@ def sqnr_of(noise: float) -> float | None:
 class Accuracy:
     """How far a model's outputs are from the float model's, on `samples` samples.
 
-    `sqnr_db` is that of the worst float output over all samples, `lowest_db` and `highest_db` are the extremes of that
-    output on single samples; None if outputs are equal, or none is float. `agreement` is the share of equal elements of
-    the worst integer output, `top1` the share of samples with the same best class; None without such an output.
+    `sqnr_db` is the SQNR of the worst float output over all samples, `lowest_db` and `highest_db` are its extremes on
+    single samples; None if outputs are equal, or no output is float. `agreement` is the share of equal elements of the
+    worst integer output, `top1` the share of samples with the same best class; None without such an output.
     """
 
     sqnr_db: float | None = None
@@ -304,18 +304,18 @@ class Accuracy:
 
 
 LONG = 0.04
-"""Inferences of so many seconds have one turn in a round, as disturbances average out. Chosen, not measured."""
+"""Seconds from which on inferences have one turn in a round, as disturbances average out. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """`runs` back-to-back inferences of one model; the slower of two takes `seconds` for each. In a round, each model
-    has two turns, A B B A, so that a steady drift cancels, or one, A B, if inferences are long or await a `start`."""
+    """A turn of a model: `runs` back-to-back inferences, each of `seconds` on the slower of both models. In a round
+    each model has two turns, A B B A, so that drift cancels; one if inferences are long or a turn has a `start`."""
 
     runs: int
     turns: int
     seconds: float
-    start: float = 0.0  # seconds that a process takes to start, where each turn starts one
+    start: float = 0.0  # seconds to start the process of a turn; 0 if turns start none
 
     @classmethod
     def of(cls, seconds: float, least: float, start: float = 0.0) -> Slot:
@@ -330,9 +330,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Times of a paired comparison, in seconds per inference: `a[i]` and `b[i]` are of round i.
+    """Times of two models in a paired comparison, in seconds per inference: `a[i]` and `b[i]` are of round i.
 
-    With several workloads, these are means over calls, and `parts` has the times of each workload.
+    With several workloads, `a` and `b` are means over calls, and `parts` has the times of each workload.
     """
 
     a: tuple[float, ...]
@@ -386,7 +386,7 @@ class Trial:
     layers: tuple[Layer, ...] | None = None
     metric: float | None = None
     holds: bool | None = True
-    """Whether the candidate holds the user's limits; None if that was not needed."""
+    """Whether the candidate holds the user's limits; None if that was not determined."""
     accepted: bool = False
 
     @property
@@ -418,7 +418,7 @@ Tensors = Mapping[str, Array]
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """Inputs of a call, and the share of such calls in all calls. The shares of a `Mix` add up to 1."""
+    """Inputs of one kind of call, and the share of these calls in all. The shares of a `Mix` add up to 1."""
 
     inputs: Tensors
     share: float = 1.0

@@ -1,1 +1,1 @@
-"""The other verbs as functions: quantize, compare, apply, check, build, doctor."""
+"""The commands of the command line as functions: tune, quantize, compare, apply, check, build, doctor and others."""

@@ -63,7 +63,7 @@ class Applied(Shown):
     lost: tuple[Edge, ...]
     random_data: bool
     accuracy: Accuracy | None = None
-    """Of the outputs against the float model's, on ONNX Runtime; None if it cannot run them, or inputs are random."""
+    """The accuracy of the outputs on ONNX Runtime; None if it cannot run them, or inputs are random."""
     matched: Matched | None = None
     """The ranges of the calibration cache that the model has tensors for; None without a cache."""
     notes: tuple[str, ...] = ()
@@ -74,11 +74,11 @@ class Applied(Shown):
         return f"{self.output}, {placed(self.placement)}, {len(self.lost)} edges lost{known}"
 
     def table(self) -> Table:
-        """The edges that the model lacks."""
+        """A row for each lost edge."""
         return ("edge that is not in this model",), [(str(edge),) for edge in self.lost]
 
     def to_dict(self) -> dict[str, Any]:
-        """What was written, for machines."""
+        """The result as JSON values."""
         accuracy = None if self.accuracy is None else asdict(self.accuracy)
         cache = {} if self.matched is None else {"cache": self.matched.as_json()}
         lost = [str(edge) for edge in self.lost]
@@ -121,7 +121,7 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     placed, lost = known(ranges)
     if recorded.placement and not placed:
         raise BadModel(f"on none of the edges of {options.placement} can a pair stand in {path}")
-    met, notes = _met(recorded, ready, placed)
+    met, notes = _moments(recorded, ready, placed)
     inserter = Inserter(ready.graph, ranges, numbers, met)
     with checked_output(options.target, engine) as fresh:
         save(finished(inserter.insert(placed), precision), fresh)
@@ -130,9 +130,8 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     )
 
 
-def _met(recorded: PlacementFile, ready: PreparedModel, placement: Placement) -> tuple[Moments, tuple[str, ...]]:
-    """Second moments of the inputs of products whose weights are rounded by them (gptq), and a note where no
-    calibration data give them."""
+def _moments(recorded: PlacementFile, ready: PreparedModel, placement: Placement) -> tuple[Moments, tuple[str, ...]]:
+    """Second moments of the inputs of products, by which gptq rounds weights; a note if gptq lacks calibration data."""
     tensors = sorted(product_inputs(ready.shaped, placement.weight_formats))
     if recorded.weight_rounding == "nearest" or not tensors:
         return no_moments, ()

@@ -31,13 +31,13 @@ FORMATS = {
 """The format that each engine saves. A plan runs on one version and one kind of GPU."""
 
 SUFFIXES = {".onnx": "ONNX", ".xml": "OpenVINO", ".plan": "plan", ".engine": "plan", ".trt": "plan"}
-"""The format that a suffix stands for: a part of the text in `FORMATS`."""
+"""The format that a file suffix stands for: a part of the engine's text in `FORMATS`."""
 
 ARTIFACT = "build"
 """The mark in files that `build` has written."""
 
 
-def _written(path: Path, name: str, given: Given) -> list[Output]:
+def _outputs(path: Path, name: str, given: Given) -> list[Output]:
     """The files that `build` writes: the artifact, and a timing cache beside it if none is named."""
     engine = given["engine"] if isinstance(given["engine"], EngineSpec) else EngineSpec(given["engine"])
     beside = None if given["timing_cache"] else with_timing_cache(engine, path.parent).options.get("timing_cache")
@@ -49,7 +49,7 @@ def _written(path: Path, name: str, given: Given) -> list[Output]:
 class BuildOptions(EngineOptions, ModelOption):
     """The options of `build`."""
 
-    output: File = option(Writes(_written), REQUIRED, "File to write.", "Output", flags="-o --output")
+    output: File = option(Writes(_outputs), REQUIRED, "File to write.", "Output", flags="-o --output")
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,7 +73,7 @@ class Artifact(Shown):
         return ("file",), [(str(file),) for file in self.files]
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """The result as JSON values."""
         files = [str(file) for file in self.files]
         return {"engine": self.engine, "files": files, "bytes": self.nbytes, "seconds": self.seconds}
 

@@ -65,14 +65,14 @@ class CompareOptions(EngineOptions, DataOptions):
 
     @property
     def plan(self) -> Plan:
-        """When a comparison looks: once."""
+        """The rounds of a comparison: one verdict, after `timing_runs` rounds."""
         return Plan((self.timing_runs,), warmup=self.warmup_runs)
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Shown):
     """The result of `compare`: a row for each file but the first, in their order, and notes for the user. Outputs were
-    compared on `judged` samples; none where samples tell no accuracy."""
+    compared on `judged` samples, 0 if samples are random."""
 
     first: str
     rows: tuple[Row, ...]
@@ -107,7 +107,7 @@ class Comparison(Shown):
         return ("file", "first, ms", "ms", "speedup", "verdict"), rows
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """The result as JSON values."""
         return {"first": self.first, "others": [row.as_json() for row in self.rows], "notes": list(self.notes)}
 
 
@@ -149,7 +149,7 @@ HIDDEN = frozenset({"rounds", "is_same"})
 
 @dataclass(frozen=True)
 class Part:
-    """One of several workloads alone, which is so large a share of all calls: median latencies in ms, ratio b/a."""
+    """The comparison on one of several workloads: its share of all calls, median latencies in ms, ratio b/a."""
 
     name: str
     share: float
@@ -162,8 +162,9 @@ class Part:
 class Row:
     """One file against the first: median latencies in ms, ratio b/a, and output SQNR against the first in dB.
 
-    `reason` says why there is no ratio; `rounds` are those of each pair of builds. `is_same`: both files hold the same
-    bytes. `threads` is the engine's number where several were asked for; `workloads` has a part for each of several.
+    `reason` says why there is no ratio; `rounds` holds a measurement for each pair of builds. `is_same`: both files
+    hold the same bytes. `threads` is set if several numbers of threads were asked for; `workloads` has a part for each
+    of several.
     """
 
     file: str
@@ -180,12 +181,12 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The file, and at how many threads where that was asked for."""
+        """The file, with the number of threads if several were compared."""
         return self.file if self.threads is None else f"{self.file}, {self.threads} thread{'s' * (self.threads > 1)}"
 
     @property
     def words(self) -> str:
-        """The verdict for people; an undecided one with how much the files may differ at most."""
+        """The verdict in words; an undecided one with the largest difference that the interval allows."""
         if self.ratio is None or self.ratio.verdict != "undecided":
             return self.verdict or "failed"
         low, high = self.ratio.low, self.ratio.high
@@ -198,7 +199,7 @@ class Row:
         return self.ratio.verdict if self.ratio else None
 
     def as_json(self) -> dict[str, Any]:
-        """The row for machines."""
+        """The row as JSON values."""
         fields = asdict(self) | {"verdict": self.verdict}
         hidden = HIDDEN if self.workloads else HIDDEN | {"workloads"}
         return {name: value for name, value in fields.items() if name not in hidden}
@@ -233,9 +234,9 @@ def compare_files(
     seed: int = 0,
     observer: Observer | None = None,
 ) -> list[Row]:
-    """Compare each other file with the first, on so many fresh builds of both, by default on as many as needed. They
-    are timed on the workloads of `mix`, by default on the first sample of `judging`, on whose samples outputs are
-    compared if these tell accuracy.
+    """Compare each other file with the first, on `builds` fresh builds of both (None: as many as a verdict needs). They
+    are timed on `mix`, by default on the first sample of `judging`. Outputs are compared on `judging` if
+    `has_real_samples`.
 
     Raises:
         EngineFailure: the engine cannot build or run the first file.
@@ -258,13 +259,13 @@ def compare_files(
             continue
         exact = _accuracy(file, runner, judging, reference.values) if has_real_samples else None
         parts = tuple(
-            Part(workload.name, workload.share, *_milliseconds(part), part.ratio)
+            Part(workload.name, workload.share, *_median_ms(part), part.ratio)
             for workload, part in zip(timed, compared.by_workload, strict=False)
         )
         rows.append(
             Row(
                 str(file),
-                *_milliseconds(compared),
+                *_median_ms(compared),
                 compared.ratio,
                 None if exact is None else exact.sqnr_db,
                 rounds=compared.measured,
@@ -276,8 +277,8 @@ def compare_files(
     return rows
 
 
-def _milliseconds(compared: Compared) -> tuple[float, float]:
-    """The median latency of the first file, and that of the other."""
+def _median_ms(compared: Compared) -> tuple[float, float]:
+    """Median latencies in ms: of the first file, and of the other."""
     return 1e3 * compared.a_seconds, 1e3 * compared.b_seconds
 
 
@@ -292,10 +293,10 @@ def compare_at(
     time_limit_s: float | None = None,
     observer: Observer | None = None,
 ) -> list[Row]:
-    """The rows of `compare_files` on an engine: at each of several numbers of threads, if any are asked for.
+    """The rows of `compare_files` on an engine, for each number of threads in `counts`; None leaves the engine's own.
 
     Raises:
-        BadOption: the engine has no threads to be told, or this process has no room for so many.
+        BadOption: the engine does not compute on CPU threads, or this process has too few cores.
         EngineFailure: see `compare_files`.
     """
     rows: list[Row] = []
@@ -340,7 +341,7 @@ def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> _Ran | Fa
 def _accuracy(
     file: Path, runner: Runner, samples: Sequence[Sample], reference: list[dict[str, Array]]
 ) -> Accuracy | None:
-    """Outputs against those of the first file, or None where they do not correspond."""
+    """The accuracy of a file's outputs against those of the first file, or None if names or shapes differ."""
     seen = _outputs(file, runner, samples)
     if isinstance(seen, Failure) or seen.values[0].keys() != reference[0].keys():
         return None

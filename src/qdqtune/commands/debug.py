@@ -54,10 +54,10 @@ MOST_EXAMINED = 4
 """Most samples that the search for guilty tensors uses: those with the largest error."""
 
 RANKED = 400
-"""Most pairs that are measured one by one where none stands out."""
+"""Most pairs that are measured one by one if no pair stands out."""
 
 NAMED = 5
-"""Pairs that are named in that case."""
+"""How many pairs are named if none stands out: those with the most noise alone."""
 
 WORSE = 2.0
 """The engine is at fault if its noise is this many times that of the pairs as ONNX defines them: 3 dB."""
@@ -183,7 +183,7 @@ def _probe(
 
 
 class _Debugging:
-    """Makes one diagnosis; `_notes` grow on the way."""
+    """Makes one diagnosis, and collects `_notes` on the way."""
 
     def __init__(self, probe: Probe, file: Path, engine: str, min_sqnr: float | None, observer: Observer) -> None:
         self._probe, self._file, self._observer = probe, file, observer
@@ -235,7 +235,7 @@ class _Debugging:
         before: BisectionResult,
         bound: float,
     ) -> Diagnosis:
-        """Search for pairs that the engine computes wrongly: those left in `before` are noisier there than by ONNX."""
+        """Search `before.rest`, pairs that make more noise on the engine than as ONNX defines them, for wrong ones."""
         probe, rest = self._probe, before.rest
         self._observer.stage(f"building with some of the pairs on {self._name}")
         if probe.on_engine(rest) <= bound:
@@ -277,8 +277,8 @@ class _Debugging:
                 culprit.tested,
                 ranges[pair.tensor],
                 representable(pair),
-                _ends(pair.scale),
-                _ends(pair.zero_point),
+                _min_max(pair.scale),
+                _min_max(pair.zero_point),
             )
             for culprit, pair in zip(found, pairs, strict=True)
         )
@@ -286,17 +286,17 @@ class _Debugging:
     def _float_ranges(self, pairs: Sequence[FilePair]) -> Mapping[str, tuple[float, float]]:
         """The least and the largest value of each tensor on the samples."""
         model = self._probe.float_model
-        found = {p.tensor: _ends(model.constants[p.tensor].array()) for p in pairs if p.tensor in model.constants}
+        found = {p.tensor: _min_max(model.constants[p.tensor].array()) for p in pairs if p.tensor in model.constants}
         if computed := [p.tensor for p in pairs if p.tensor not in found]:
             self._probe.runs += 1
             for tensor, values in observe(model, list(dict.fromkeys(computed)), self._probe.samples):
-                low, high = _ends(values)
+                low, high = _min_max(values)
                 before = found.get(tensor, (low, high))
                 found[tensor] = min(low, before[0]), max(high, before[1])
         return found
 
     def _largest(self, rest: Parts) -> tuple[Suspect, ...]:
-        """The pairs that make most noise alone, where none stands out."""
+        """The pairs that make most noise alone, for when no pair stands out."""
         if len(rest) > RANKED:
             self._notes.append(f"{len(rest)} pairs are too many to measure one by one: see `report` of quantize")
             return ()
@@ -313,7 +313,7 @@ class _Debugging:
     def _diagnosis(
         self, loss: float, numbers: float | None = None, rest: float | None = None, **found: Any
     ) -> Diagnosis:
-        """What was found: `guilty`, `largest` and `wrong_parts`, by the names of the fields of `Diagnosis`."""
+        """The diagnosis. `found` are its fields `guilty`, `largest` and `wrong_parts`."""
         probe = self._probe
         return Diagnosis(
             pairs=len(probe.pairs),
@@ -335,6 +335,6 @@ def _nodes(model: Model, pair: FilePair) -> tuple[str, ...]:
     return readers or (model.nodes[model.producers[pair.tensor]].name,)
 
 
-def _ends(values: np.ndarray) -> tuple[float, float]:
+def _min_max(values: np.ndarray) -> tuple[float, float]:
     wide = values.astype(np.float64)
     return float(wide.min()), float(wide.max())

@@ -18,7 +18,7 @@ OFF = 0.05
 """Two ranges are alike if they differ by less than this share of the tensor's range."""
 
 MOVED = 8.0
-"""Steps of its scale by which a bias differs from the float one where more than rounding has changed it."""
+"""A bias was changed by more than rounding if it is more than this many steps of its scale off the float bias."""
 
 COARSE = 3.0
 """A pair's range is too wide if it is this many times that of the float tensor: it wastes more than a bit."""
@@ -34,9 +34,9 @@ class Suspect:
 
     `cause` says what is wrong: the numbers of the pair, or what the engine computes from them. `nodes` are the nodes to
     keep in float: those that read the tensor through the pair, or the node that makes a graph output. Noise is relative
-    to the signal at the outputs, measured with `company` pairs and all others in float: `noise` with this pair,
-    `without` it. `float_range` are the values of the float tensor on the samples, `quantized_range` those that the pair
-    can represent.
+    to the signal at the outputs, measured with `company` pairs in the model and no others: `noise` with this pair,
+    `without` without it. `float_range` are the values of the float tensor on the samples, `quantized_range` those that
+    the pair can represent.
     """
 
     tensor: str
@@ -53,7 +53,7 @@ class Suspect:
 
     @property
     def reason(self) -> str:
-        """What is wrong with the pair, judged by the two ranges, for people."""
+        """In words, what is wrong with the pair, judged by its range and that of the float tensor."""
         if self.cause == "engine":
             return "the engine computes other values than the pair says"
         low, high = self.quantized_range
@@ -76,7 +76,7 @@ class Suspect:
         return SENSITIVE
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines; ends of ranges that are no numbers are text, since JSON has no NaN."""
+        """The tensor as JSON values; NaN and infinite ends of ranges are text, since JSON has no such numbers."""
         levels = {"with_db": sqnr_of(self.noise), "without_db": sqnr_of(self.without)}
         kept = {name: value for name, value in asdict(self).items() if name not in ("noise", "without")}
         for name in ("float_range", "quantized_range", "scale", "zero_point"):
@@ -88,10 +88,10 @@ class Suspect:
 class Diagnosis:
     """The result of `debug`. Noise is relative to the signal, of the worst output; see `probes.noise`.
 
-    `noise` is that of `file` on the `engine`, on `samples`. The next values are of the worst samples alone, `examined`
-    of them: the noise of the file, that of its pairs as ONNX defines them, `by_numbers` (None: not needed), and that
-    without the guilty pairs, `rest`. `largest` is filled where `rest` is above the limit and no pair stands out.
-    `pairs` counts examined pairs, those on biases included; `runs` counts how often samples went through a model.
+    `noise` is that of `file` on the `engine` on all `samples`. The next values are measured on the `examined` worst
+    samples: `noise_there` of the file, `by_numbers` of its pairs as ONNX defines them (None: not needed), and `rest`
+    without the guilty pairs. `largest` is filled where `rest` is above the limit and no pair stands out. `pairs` counts
+    examined pairs, those on biases included; `runs` counts how often samples went through a model.
     """
 
     pairs: int
@@ -124,7 +124,7 @@ class Diagnosis:
 
     @property
     def excluded(self) -> tuple[str, ...]:
-        """The nodes to keep in float, so that none of the guilty pairs is there."""
+        """The nodes to keep in float, which removes all guilty pairs."""
         return tuple(dict.fromkeys(node for suspect in self.guilty for node in suspect.nodes))
 
     @property
@@ -137,7 +137,7 @@ class Diagnosis:
         return min(names if len(names) == 1 else {each.family for each in formats})
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines. SQNR in dB, None where nothing is lost, -30 where outputs are not finite."""
+        """The result as JSON values. SQNR in dB, None for equal outputs, -30 if outputs are not finite."""
         return {
             "model": str(self.file),
             "engine": self.engine,

@@ -32,7 +32,7 @@ class ExplainOptions(Options):
 @dataclass(frozen=True, repr=False)
 class Explained(Shown):
     """A finished run, explained: what shipped in a sentence, a row for every node, and sums by reason, the most time
-    first. `is_part`: the rows are only those that were asked for."""
+    first. `is_part`: `rows` are only the nodes that were asked for."""
 
     folder: Path
     headline: str
@@ -60,7 +60,7 @@ class Explained(Shown):
         """The rows of the node with that name, or else of those whose names match the wildcard, in graph order.
 
         Raises:
-            BadOption: there is none.
+            BadOption: no row matches.
         """
         named = tuple(row for row in self.rows if row.node == pattern)
         rows = named or tuple(row for row in self.rows if fnmatchcase(row.node, pattern))
@@ -71,7 +71,7 @@ class Explained(Shown):
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """The result as JSON values."""
         return {
             "folder": str(self.folder),
             "headline": self.headline,
@@ -81,8 +81,8 @@ class Explained(Shown):
 
 
 def explain_run(folder: Path, state: Path | None = None, pattern: str | None = None) -> Explained:
-    """Explain a finished run; `state` is its state file, where that does not lie in the folder. With a `pattern`, only
-    the node of that name, or those that match it.
+    """Explain a finished run; `state` is its state file, if it is not in the folder. With a `pattern`, only the node of
+    that name, or nodes that match it.
 
     Raises:
         BadOption: the folder holds no finished run, or no such node.

@@ -60,7 +60,7 @@ def model_file(model: ModelLike, folder: Path, name: str = "model") -> Path:
     """The path of a model; a model object is written to the folder.
 
     Raises:
-        BadModel: it is no model.
+        BadModel: `model` is no model.
     """
     if isinstance(model, str | Path):
         return Path(model)
@@ -74,13 +74,13 @@ def model_file(model: ModelLike, folder: Path, name: str = "model") -> Path:
 
 
 def sample_source(samples: SamplesLike | None, folder: Path, limit: int | None = None) -> str | None:
-    """The source of samples; arrays are written to the folder one by one, at most `limit`. A generator runs in a thread
-    of its own, limited by `time_limit`.
+    """The source of samples as text. Arrays are written to the folder one by one, at most `limit`. A generator runs in
+    a thread of its own, limited by `time_limit`.
 
     Equal arrays give files of equal bytes, so that a stopped run can continue.
 
     Raises:
-        BadData: they are no samples, or there is none, or they do not end.
+        BadData: `samples` are no samples, or none at all, or do not end.
     """
     if samples is None or isinstance(samples, str):
         return samples
@@ -110,7 +110,7 @@ def workload_files(workloads: Sequence[WorkloadFile | WorkloadArrays], folder: P
     """The files of workloads; arrays are written to the folder.
 
     Raises:
-        BadData: they are no arrays.
+        BadData: a workload holds no arrays.
     """
     found = []
     for workload in workloads:
@@ -140,17 +140,17 @@ class InputOptions(ModelOption):
 
 
 def limited(options: Options) -> AbstractContextManager[None]:
-    """Apply the time limits of a command: for one request to an engine, for reading samples, and for the whole."""
+    """Apply the time limits of a command: for one request to an engine, for reading samples, and for the whole run."""
     seconds, budget = getattr(options, "time_limit", TIME_LIMIT), getattr(options, "time_budget", None)
     return time_limit(seconds, None if budget is None else monotonic() + budget)
 
 
 @contextmanager
 def on_disk(options: T) -> Iterator[T]:
-    """The same options with files and names in place of Python objects, which are written to a temporary folder.
+    """Yield the options with files and names in place of Python objects, which are written to a temporary folder.
 
     Raises:
-        BadModel, BadData, BadOption: one is not what it has to be.
+        BadModel, BadData, BadOption: an object has a wrong type or value.
     """
     given = {name: getattr(options, name) for name in IN_MEMORY if hasattr(options, name)}
     with temporary_folder() as folder, metric_source(given.get("evaluate")) as metric:
@@ -189,7 +189,7 @@ def _array(values: object) -> npt.NDArray[np.generic]:
     """Values as an array of numbers or of fixed-size strings, which files can hold.
 
     Raises:
-        ValueError: they are neither.
+        ValueError: `values` hold Python objects.
     """
     array = np.asarray(values)
     if array.dtype.kind == "O" and not all(isinstance(value, str) for value in array.flat):
@@ -199,10 +199,10 @@ def _array(values: object) -> npt.NDArray[np.generic]:
 
 @contextmanager
 def metric_source(metric: MetricLike | None) -> Iterator[str | None]:
-    """A name under which a function can be imported as a metric. It changes with the code of the function.
+    """Yield a name under which the function can be imported as a metric. The name changes with the function's code.
 
     Raises:
-        BadOption: it is no function.
+        BadOption: the metric is no function.
     """
     if metric is None or isinstance(metric, str):
         yield metric

@@ -23,13 +23,13 @@ from qdqtune.search.regions.region import Region, RegionType
 from qdqtune.tuning.options import Division, regions_option
 
 MOST_FREQUENT, FEW = 10, 5
-"""How many patterns are listed below the tree, and in the summary."""
+"""How many patterns are listed: `MOST_FREQUENT` below the tree, `FEW` in the summary."""
 
 MOST_BARS = 8
 """Most bars of the histogram in the summary."""
 
 LONGEST_BAR = 40
-"""Width of the longest histogram bar."""
+"""Width of the longest histogram bar, in characters."""
 
 
 @dataclass(kw_only=True)
@@ -68,7 +68,7 @@ class Inspection(Shown):
         return ("pattern", "kind", "instances", "points", "operators"), rows
 
     def to_dict(self) -> Mapping[str, Any]:
-        """For machines."""
+        """The result as JSON values."""
         return dict(self.told)
 
 
@@ -120,7 +120,7 @@ def render(
 def as_json(
     model: Model, regions: Regions, patterns: Sequence[Pattern], *, include_all_regions: bool = False
 ) -> dict[str, object]:
-    """The same as JSON values. Regions refer to parents by `id` and to patterns by `digest`."""
+    """The hierarchy and its statistics as JSON values."""
     patterns = patterns if include_all_regions else tunable(model, patterns)
     summary = _Summary.of(model, regions)
     pattern_of = {region: p.digest for p in patterns for region in p.instances}

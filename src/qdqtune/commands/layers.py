@@ -82,7 +82,7 @@ class Layers(Shown):
         return ("nodes", "kind", "precision", "ms", "layer"), rows
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """The result as JSON values."""
         return {"engine": self.engine, "layers": [asdict(layer) for layer in self.layers]}
 
 
@@ -90,7 +90,7 @@ def layers(options: LayersOptions) -> Layers:
     """The layers of a model. Model and samples lie in files (see `on_disk`).
 
     Raises:
-        BadOption: options do not go together.
+        BadOption: options exclude each other, or no model is given.
         QdqtuneError: the engine cannot run the model, or has no layers of it.
     """
     model = None if options.model is None else Path(str(options.model))
@@ -112,6 +112,6 @@ def profiled(runner: Runner, model: Path, sample: Sample, runs: int, *, refusal:
     """The layers of a model with their times.
 
     Raises:
-        EngineFailure: `refusal`, and why.
+        EngineFailure: the engine fails; the message is `refusal`, and the reason.
     """
     return insist(runner.report(model, sample, runs, "layers"), refusal)

@@ -17,15 +17,15 @@ Kinds = Mapping[str, click.ParamType[Any]]
 """Options by name, with the type of a single value."""
 
 Read = tuple[str, Reads, str]
-"""Something that is read: what it is called, the type of the option that names it, and the text."""
+"""Something to read: its name in messages, the type of the option that names it, and the option's text."""
 
 
 def check_paths(kinds: Kinds, given: Given, read: Iterable[Read]) -> dict[str, Path]:
-    """Check that a command may write the files that its options name. Gives the usual paths of options that were not
-    given, by name.
+    """Check that a command may write the files that its options name. The default paths of options that were not given,
+    by option name.
 
     Raises:
-        BadOption, OutputError: it may not.
+        BadOption, OutputError: the command may not write a file.
     """
     outputs, usual, inputs = list[Output](), dict[str, Path](), dict[str, list[Path]]()
     for name, kind in kinds.items():
@@ -37,7 +37,7 @@ def check_paths(kinds: Kinds, given: Given, read: Iterable[Read]) -> dict[str, P
             continue
         if not named:
             usual[name] = path
-        if named or path.parent.is_dir():  # else the input is not there either
+        if named or path.parent.is_dir():  # otherwise the input in that folder is missing too
             outputs += kind.outputs(Path(path), f"`{name}`", given)
     of_engine = given.get("engine_options") or {}
     if isinstance(cache := of_engine.get("timing_cache"), str):
@@ -50,7 +50,7 @@ def check_paths(kinds: Kinds, given: Given, read: Iterable[Read]) -> dict[str, P
 
 
 def check_options(options: Options) -> None:
-    """The same for options that a program has given.
+    """`check_paths` for options of a Python call.
 
     Raises:
         BadOption, OutputError: see `check_paths`.
@@ -61,7 +61,7 @@ def check_options(options: Options) -> None:
 
 
 def typed(kind: click.ParamType[Any]) -> click.ParamType[Any]:
-    """The type of a single value that is typed for an option of a kind."""
+    """The type of one value on the command line, for an option of type `kind`."""
     return kind.typed if isinstance(kind, Several) else kind
 
 

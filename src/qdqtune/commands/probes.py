@@ -43,7 +43,7 @@ def reference_spec() -> EngineSpec:
 def noise(reference: Outputs, found: Outputs | Failure) -> float:
     """The power of the error relative to that of the signal, for the worst output.
 
-    For outputs that are no floats, such as class numbers, it is the share of them that differ.
+    For integer outputs, such as class numbers, the share of values that differ, if that is larger.
     """
     if isinstance(found, Failure) or not is_finite(found):
         return NOT_FINITE
@@ -86,7 +86,7 @@ class Probe:
             EngineFailure: ONNX Runtime does not run it, or its outputs are not finite.
         """
         if self._reference is None:
-            self._reference = self._exactly(())
+            self._reference = self._outputs_as_defined(())
             if not is_finite(self._reference):
                 raise EngineFailure(
                     "outputs of the float model are NaN or infinite on ONNX Runtime without "
@@ -96,7 +96,7 @@ class Probe:
 
     def by_numbers(self, on: Parts) -> float:
         """The noise of some pairs as ONNX defines them."""
-        return 0.0 if not on else noise(self.reference(), self._exactly(on))
+        return 0.0 if not on else noise(self.reference(), self._outputs_as_defined(on))
 
     def on_engine(self, on: Parts) -> float:
         """The noise of the float model with some pairs on the engine under test; takes a build."""
@@ -116,14 +116,14 @@ class Probe:
             self.failures.append(outputs)
         elif missing := self.reference()[0].keys() - outputs[0].keys():
             raise EngineFailure(f"{path.name} has no output {sorted(missing)[0]!r} as the float model has")
-        else:  # an output that the file has beyond the float model's is compared with nothing
+        else:  # outputs that only the file has are ignored
             outputs = [{name: found[name] for name in self.reference()[0]} for found in outputs]
         self._last = outputs
         return noise(self.reference(), outputs)
 
     def narrow(self, most: int, limit: float) -> float:
-        """Keep only the `most` samples with the largest error of the last file, if its noise on them is above `limit`.
-        Gives its noise on the samples that are kept."""
+        """Keep only the `most` samples with the largest error in the last call of `of_file`, if the noise on these is
+        above `limit`. The noise on the samples that are kept."""
         reference, outputs = self.reference(), self._last
         if isinstance(outputs, Failure):
             self.samples, self._reference = self.samples[:most], reference[:most]
@@ -136,7 +136,7 @@ class Probe:
         self.samples, self._reference = [self.samples[i] for i in worst], kept
         return there
 
-    def _exactly(self, on: Parts) -> Outputs:
+    def _outputs_as_defined(self, on: Parts) -> Outputs:
         self.runs += 1
         if self._switched is None:
             path = self.folder / "switched.onnx"
@@ -179,7 +179,7 @@ class CutOff:
     folder: Path
     runs: int = 0
     reason: str = ""
-    """The engine's reason for refusing a part, the last one."""
+    """The reason that the engine gave for refusing the last part that it refused."""
 
     def noise(self, start: int, stop: int) -> float:
         """The noise of what a part gives to the rest of the model, given exact inputs."""
@@ -208,7 +208,7 @@ class CutOff:
         self.runs += 1
         names = {tensor: f"__value_{i}" for i, tensor in enumerate(tensors)}
         nodes = [helper.make_node("Identity", [tensor], [name], name) for tensor, name in names.items()]
-        shown = with_outputs(self.model, nodes)  # graph inputs cannot be outputs as they are
+        shown = with_outputs(self.model, nodes)  # a graph input needs an Identity to be an output
         path = self.folder / "shown.onnx"
         with ConstantFile(self.folder / "shown.bin") as constants:
             constants.save(shown, path)
@@ -234,7 +234,7 @@ def wrong_parts(cut: CutOff, limit: float) -> tuple[WrongPart, ...]:
 
 
 def _narrowed(cut: CutOff, start: int, stop: int, limit: float) -> tuple[int, int]:
-    """The wrong part with the earliest end within a wrong part."""
+    """The smallest wrong part with the earliest end within nodes [start, stop), which are wrong."""
     end = _first(start + 1, stop, lambda e: cut.noise(start, e) > limit)
     return end - _first(1, end - start, lambda size: cut.noise(end - size, end) > limit), end
 

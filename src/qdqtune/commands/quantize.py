@@ -1,7 +1,7 @@
 """`qdqtune quantize`: makes a Q/DQ model of a float model by placement rules, without measuring latency.
 
-It loads the model, calibrates, places pairs by the engine's rules, inserts and saves them, and compares the outputs: on
-samples that calibration has not seen, if there are enough.
+It loads the model, calibrates, places pairs by the engine's rules, inserts and saves them, and compares the outputs, if
+there are enough samples on some that calibration has not seen.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Quantized(Shown):
     """Nodes that the report proposes to keep in float (see `to_exclude`)."""
     notes: tuple[str, ...] = ()
     is_finite: bool = True
-    """Whether the outputs of both models are."""
+    """Whether all outputs of both models are finite."""
     matched: Matched | None = None
     """The ranges of the calibration cache that the model has tensors for; None without a cache."""
 
@@ -83,12 +83,12 @@ class Quantized(Shown):
         return f"{self.output}, {placed(self.placed.placement)}, outputs {near}"
 
     def table(self) -> Table:
-        """How many edges each rule decided."""
+        """A row for each rule: how many edges it decided, and its effect."""
         effects = {rule.name: engine_rules.effect(rule) for rule in engine_rules.RULES}
         return ("rule", "edges", ""), [(name, str(count), effects.get(name, "")) for name, count in self.placed.counts]
 
     def to_dict(self) -> dict[str, Any]:
-        """The result for machines."""
+        """The result as JSON values."""
         return {
             "output": str(self.output),
             "edges": len(self.placed.placement),
@@ -121,7 +121,7 @@ def quantize(options: QuantizeOptions, observer: Observer | None = None) -> Quan
 def _quantized(options: QuantizeOptions, observer: Observer) -> Quantized:
     _check_options(options)
     path = Path(str(options.model))
-    numbers, made = _numbers(options), allowed(options.rewrites)
+    numbers, made = _numeric_format(options), allowed(options.rewrites)
     metric = None if options.evaluate is None else load_evaluation(str(options.evaluate))
     observer.stage(f"reading {path.name}")
     usual = usual_precision(options.engine)
@@ -153,7 +153,7 @@ def _quantized(options: QuantizeOptions, observer: Observer) -> Quantized:
         chosen = " among the nodes that you chose" if options.chooses_nodes else ""
         what = f"the rules of {options.engine} find nothing to quantize in {path}{chosen}"
         hidden = None if prepared is None else hidden_work(ready.graph, prepared.samples)
-        raise BadModel(what + _keepers(placed) + (f"; {hidden}" if hidden else ""))
+        raise BadModel(what + _float_rules(placed) + (f"; {hidden}" if hidden else ""))
     met = _moments(options, shaped, placed.placement, prepared, observer)
     notes = (*ready.notes, *_few_rows(options, shaped, placed.placement, prepared))
     quantized = Inserter(ready.graph, ranges, numbers, lambda _: met).insert(placed.placement)
@@ -167,9 +167,9 @@ def _quantized(options: QuantizeOptions, observer: Observer) -> Quantized:
             save(finished(quantized, precision), fresh)
     if prepared is not None and options.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
-        plain = scaled(ready.graph, ranges.factors)  # whose values have the scales of the pairs
+        plain = scaled(ready.graph, ranges.factors)  # equalized like the model with pairs
         report = damages(plain, quantized, placed.placement, prepared.judging)
-        done = _reported(done, report, lambda nodes: bool(placed_by_rules(ranges, nodes).placement))
+        done = _with_report(done, report, lambda nodes: bool(placed_by_rules(ranges, nodes).placement))
     return replace(done, output=options.target, notes=(*notes, *done.notes), matched=ready.matched)
 
 
@@ -194,7 +194,7 @@ def _check_options(options: QuantizeOptions) -> None:
 def _moments(
     options: QuantizeOptions, model: Model, placement: Placement, prepared: Prepared | None, observer: Observer
 ) -> Mapping[str, Array]:
-    """Second moments of the inputs of products with stored weights, for gptq; empty without it."""
+    """Second moments of the inputs of products whose weights are stored in few bits, for gptq; empty without gptq."""
     if options.weight_rounding == "nearest" or prepared is None:
         return {}
     observer.stage(f"looking at what products meet on {prepared.samples.origin}")
@@ -209,7 +209,7 @@ def _few_rows(
     if not met or prepared is None:
         return ()
     tensor = max(met, key=lambda name: met[name])
-    if any(not size for size in model.tensors[tensor].shape or (None,)):  # as long as each sample has it
+    if any(not size for size in model.tensors[tensor].shape or (None,)):  # a size that depends on the sample
         return ()
     rows = sum(1 for _ in prepared.calibration) * max(1, int(elements(model, tensor)) // met[tensor])
     if rows >= met[tensor]:
@@ -240,10 +240,10 @@ def _compared(
     return replace(done, is_held_out=prepared.is_held_out, notes=tuple(notes))
 
 
-def _reported(
+def _with_report(
     done: Quantized, report: Sequence[Damage] | Failure, leaves_some: Callable[[tuple[str, ...]], bool]
 ) -> Quantized:
-    """The result with the report on single tensors."""
+    """The result with the report on single tensors, or with a note why there is none."""
     if isinstance(report, Failure):
         told = f"no report of single tensors, as the model with switches fails: {report.reason}"
         return replace(done, notes=(*done.notes, told))
@@ -258,7 +258,7 @@ def _quantized_parts(model: Model) -> str:
     return f"8-bit operators ({', '.join(operators)})" if operators else ""
 
 
-def _keepers(placed: PlacedByRules) -> str:
+def _float_rules(placed: PlacedByRules) -> str:
     """The rules that kept edges in float, in words, the one with the most edges first."""
     keepers = {r.name: r.reason for r in engine_rules.RULES if isinstance(r, engine_rules.KeepFloat)}
     counts = sorted(((count, name) for name, count in placed.counts if count and name in keepers), reverse=True)
@@ -266,7 +266,7 @@ def _keepers(placed: PlacedByRules) -> str:
     return f": kept in float by {', '.join(kept)}" if kept else ""
 
 
-def _numbers(options: QuantizeOptions) -> NumericFormat:
+def _numeric_format(options: QuantizeOptions) -> NumericFormat:
     numbers = numeric_format(options.engine, options.quant_type)
     if options.per_channel is None:
         return numbers
@@ -313,7 +313,7 @@ def _measured(metric: Evaluation, runner: Runner, handle: Handle) -> float:
     """The value of the user's metric for one model.
 
     Raises:
-        BadOption: it is not finite, or asks for what the model cannot do.
+        BadOption: the metric is not finite, or its calls fail on the model.
         EngineFailure: the engine crashed or hung.
     """
     value = evaluate(metric, runner, handle)

@@ -1,4 +1,4 @@
-"""Reports on the results of other commands than `tune`."""
+"""HTML reports on the results of commands other than `tune`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def of_layers(name: str, model: Model | None, engine: str, layers: Sequence[Laye
     running = [layer for layer in layers if layer.kind != "folded"]
     total = sum(layer.time_ms or 0.0 for layer in running)
     low = sum(is_low(layer.precision) for layer in running)
-    drawn = None if model is None else _map(model, layers)
+    drawn = None if model is None else _drawn_map(model, layers)
     meaning = f"{low} of them in 8 bits." if low else "None of them is in 8 bits."
     return Report(
         title=name,
@@ -41,9 +41,9 @@ def of_layers(name: str, model: Model | None, engine: str, layers: Sequence[Laye
         bars=bars(drawn) if drawn else (),
         bars_lead=PROFILED,
         map=drawn,
-        listings=(_layers(layers),),
+        listings=(_layer_table(layers),),
         circumstances=(Fact("engine", engine), Fact("qdqtune", __version__)),
-        commands=_typed(typed),
+        commands=_command_facts(typed),
     )
 
 
@@ -55,7 +55,7 @@ def of_check(name: str, done: Checked, typed: Sequence[str]) -> Report:
     whys: dict[str, str] = {}
     for finding in findings:
         whys |= dict.fromkeys(finding.nodes, finding.reason)
-    drawn = _map(done.graph, layers, whys) if layers else None
+    drawn = _drawn_map(done.graph, layers, whys) if layers else None
     if failing:
         verdict = Headline(
             f"{engine} does not fuse all of {name}", f"{len(failing)} findings, each with its reason.", False
@@ -82,7 +82,7 @@ def of_check(name: str, done: Checked, typed: Sequence[str]) -> Report:
         bars_lead=PROFILED,
         map=drawn,
         circumstances=(Fact("engine", engine), Fact("qdqtune", __version__)),
-        commands=_typed(typed),
+        commands=_command_facts(typed),
     )
 
 
@@ -114,9 +114,9 @@ def of_compare(first: str, rows: Sequence[Row], plan: Plan, notes: Sequence[str]
         verdict=verdict,
         notes=tuple(notes),
         listings=(ReportTable("All files", f"Against {first}.", columns, cells, (1, 2, 3, 4, 6)),),
-        proof=tuple(_strips(known, plan)),
+        proof=tuple(_round_strips(known, plan)),
         circumstances=(Fact("qdqtune", __version__),),
-        commands=_typed(typed),
+        commands=_command_facts(typed),
     )
 
 
@@ -155,18 +155,18 @@ def of_quantize(options: QuantizeOptions, done: Quantized, model: Model, typed: 
         circumstances=tuple(
             map(Fact, ("engine", "numbers", "qdqtune"), (options.engine, options.quant_type, __version__))
         ),
-        commands=_typed(typed),
+        commands=_command_facts(typed),
     )
 
 
-def _map(model: Model, layers: Sequence[Layer], whys: Mapping[str, str] | None = None) -> Map:
+def _drawn_map(model: Model, layers: Sequence[Layer], whys: Mapping[str, str] | None = None) -> Map:
     grouped = from_layers(model, layers, "")
     total = sum(layer.time_ms or 0.0 for layer in layers)
     ran = Ran(Placement(), layers, node_times(model, Placement(), layers, total))
     return draw(model, grouped.groups, frozenset(grouped.folded), ran, None, {}, whys or {}, "")
 
 
-def _layers(layers: Sequence[Layer]) -> ReportTable:
+def _layer_table(layers: Sequence[Layer]) -> ReportTable:
     rows = tuple(
         (str(number), ", ".join(layer.nodes[:8]), layer.kind, layer.precision, _ms(layer.time_ms), layer.name)
         for number, layer in enumerate(layers, 1)
@@ -175,7 +175,7 @@ def _layers(layers: Sequence[Layer]) -> ReportTable:
     return ReportTable("All layers", lead, ("#", "nodes", "kind", "precision", "ms", "layer"), rows, (0, 4), late=True)
 
 
-def _strips(rows: Sequence[Row], plan: Plan) -> Iterator[Strip]:
+def _round_strips(rows: Sequence[Row], plan: Plan) -> Iterator[Strip]:
     for row in rows:
         for number, measured in enumerate(row.rounds, 1):
             yield strip(f"{title(Path(row.file))}, builds {number}", measured, ratio(measured, plan))
@@ -189,7 +189,7 @@ def _speed_cells(row: Row) -> tuple[str, str, str]:
     return f"{found.median:.2f}×", f"{found.low:.2f}× to {found.high:.2f}×" if known else "", row.words
 
 
-def _typed(typed: Sequence[str]) -> tuple[Fact, ...]:
+def _command_facts(typed: Sequence[str]) -> tuple[Fact, ...]:
     return (Fact("what was run", shlex.join(typed)),) if typed else ()
 
 

@@ -8,14 +8,14 @@ from html import escape
 from typing import Any
 
 MOST_ROWS = 30
-"""Rows that a notebook shows."""
+"""Most rows of a table that a notebook shows."""
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 """Titles of columns, and rows."""
 
 
 class Shown:
-    """A result of a command."""
+    """A result of a command, which shows itself in Python and in notebooks."""
 
     @abstractmethod
     def in_words(self) -> str:
@@ -27,7 +27,7 @@ class Shown:
 
     @abstractmethod
     def to_dict(self) -> Mapping[str, Any]:
-        """The result for machines: what JSON can hold."""
+        """The result as JSON values."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.in_words()}>"

@@ -1,4 +1,4 @@
-"""The float model and the samples of a command: in the right precision and shapes, with the ranges of a file."""
+"""Prepares the float model and the samples of a command: precision, input shapes, ranges of a calibration cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from qdqtune.types import Listener, NumericFormat, Placement
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """A float model that pairs can be put into: `graph`, and the same with fixed input shapes, `shaped`.
+    """A float model that pairs can be put into: `graph`, and `shaped`, the same model with fixed input shapes.
 
     `prepared` holds its samples, None where the model is not run. `matched` holds the ranges of a calibration cache,
     None where none was given. `notes` are for the user.
@@ -50,17 +50,17 @@ class PreparedModel:
         placed: Callable[[Ranges], Placement],
         listener: Listener,
     ) -> Ranges:
-        """The ranges of the cache, or else calibrated ones. `placed` gives the placement that follows from ranges."""
+        """The ranges of the cache, or else calibrated ones. `placed` maps ranges to the placement."""
         if self.matched is not None:
             return self.matched.ranges
         return Ranges({}) if self.prepared is None else fitted(self.prepared, how, numbers, placed, listener=listener)
 
 
 def _beside(given: Given) -> Path | None:
-    """The usual path of the Q/DQ model.
+    """The default path of the Q/DQ model: beside the float model.
 
     Raises:
-        BadOption: the float model lies in memory, beside which there is no file to write.
+        BadOption: the float model is an object in memory, so it has no folder.
     """
     if isinstance(given["model"], onnx.ModelProto):
         raise BadOption("the model lies in memory: give `output`, the file to write")
@@ -135,7 +135,7 @@ def data_of(options: DataOptions, *files: Path | None) -> Data:
 
 
 def told_of_inputs(options: DataOptions, prepared: Prepared) -> list[str]:
-    """A note about inputs that the user has not named."""
+    """A note about the inputs if the user has named none."""
     if getattr(options, "calibration_data", None) is not None or getattr(options, "workloads", None):
         return []
     if prepared.has_real_samples:
@@ -157,7 +157,7 @@ def prepared_for(
 
 
 def built_for(spec: EngineSpec, workloads: Sequence[WorkloadFile], fixed: Collection[str] = ()) -> EngineSpec:
-    """The engine with the range of input sizes of all workloads, if it takes such ranges and has none.
+    """`spec` with the range of input sizes over all workloads, if the engine takes such ranges and none are set.
 
     Raises:
         BadData: a workload cannot be read.

@@ -76,13 +76,13 @@ class EffortOptions(SearchOptions):
 
 
 LAUNCHED_LOOKS, LAUNCHED_ERROR = (7, 20), 0.02
-"""Rounds after which a candidate is judged, and the error that its comparison may spend, on engines that start a
+"""Rounds after which a candidate is judged, and the error probability of its comparison, on engines that start a
 process for each turn of a round. There a false win costs a proof, which is as strict as with any engine."""
 
 
 def search_plan(engine: str, looks: tuple[int, ...], last: int | None, warmup: int) -> Plan:
-    """The rounds of a candidate: `looks` of the effort, or those for engines that start a process for each turn; the
-    last one at `last` rounds where the user says so."""
+    """The plan of a candidate's comparison: `looks` of the effort, or `LAUNCHED_LOOKS` on engines that start a process
+    for each turn; the last look at `last` rounds, if the user sets that."""
     if engine not in LAUNCHED:
         return Plan(looks_until(last or looks[-1], looks), warmup=warmup)
     looks = looks_until(last or LAUNCHED_LOOKS[-1], LAUNCHED_LOOKS)
@@ -123,7 +123,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
 
     def settings(self, command: tuple[str, ...] = (), **more: Any) -> Settings:
         """The settings of the search. `command` is the command line; `more` are fields of `Settings` that take
-        precedence. `effort` sets what is not given. Samples, workloads and metric lie in files (see `on_disk`).
+        precedence. `effort` sets the others. Samples, workloads and metric lie in files (see `on_disk`).
 
         Raises:
             BadOption: options exclude each other, or leave nothing to do.
@@ -151,7 +151,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             "proof": effort.proof,
             "builds": builds if self.builds is None else self.builds,
             "time_limit": self.time_limit,
-            "price_cache": self._prices(),
+            "price_cache": self._price_file(),
             "evaluate": None if self.evaluate is None else str(self.evaluate),
             "workloads": files,
             "command": command,
@@ -160,8 +160,9 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             told["accuracy_samples"] = plan.looks[0]  # more would start more processes than a comparison needs
         return Settings(**(told | more))
 
-    def _prices(self) -> Path | None:
-        """The price file: the named one, else one beside the named timing cache, else the usual one; None for none."""
+    def _price_file(self) -> Path | None:
+        """The price file: the named one (None for `none`), else one beside the named timing cache, else the usual
+        one."""
         if self.price_cache is not None:
             return None if str(self.price_cache) == "none" else self.price_cache
         return usual_path() if self.timing_cache is None else Path(self.timing_cache).with_suffix(".prices.json")
@@ -180,21 +181,21 @@ class Result(Shown, result.Result):
 
     @property
     def baseline(self) -> Path:
-        """The float model that others were compared with."""
+        """The file of the float model that candidates were compared with."""
         return self.folder / BASELINE
 
     @property
     def placement_file(self) -> Path:
-        """The placement, for `apply`."""
+        """The file of the placement, for `apply`."""
         return self.folder / PLACEMENT
 
     @property
     def report(self) -> Path:
-        """The report for a browser; it is not there with `report=False`."""
+        """The report for a browser; missing if `report` is False."""
         return self.folder / REPORT
 
     def explain(self, pattern: str | None = None) -> Explained:
-        """Why each node runs as it does, or those whose names match a wildcard: see `qdqtune.explain`."""
+        """Why each node, or each whose name matches the wildcard, runs as it does: see `qdqtune.explain`."""
         return explain_run(self.folder, None, pattern)
 
     def in_words(self) -> str:
@@ -230,15 +231,15 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
 def result_rows(found: result.Result) -> list[tuple[str, str, str]]:
     """The result as rows of a table: latency, speedup, pairs and accuracy of the float and of the tuned model."""
     summary = found.summary
-    rows = _latencies(found)
+    rows = _latency_rows(found)
     if found.ratio is not None and summary["ratio_to_given"] is not None:
         rows.append((f"speedup over {title(Path(summary['model']))}", "", speed(summary["ratio_to_given"])))
-    rows += _rewritten(summary)
+    rows += _rewrite_rows(summary)
     rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
     if stored := summary.get("weights"):
         rows.append(("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in stored.items())))
     if found.improved and is_judged(summary):
-        rows.append(("output SQNR against float", "", _accuracy(summary)))
+        rows.append(("output SQNR against float", "", _accuracy_text(summary)))
         if (equal := (summary["output_accuracy"] or {}).get("agreement")) is not None:
             rows.append(("integers as in float", "", f"{equal:.1%}"))
     if (without := summary["fastest_without_limits"]) is not None:
@@ -250,8 +251,8 @@ def result_rows(found: result.Result) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _rewritten(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The speedup by rewrites of the float model where they were measured, and that by the placement."""
+def _rewrite_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Rows of the speedup by rewrites of the float model, if it was measured, and of that by the placement."""
     rewrites = summary.get("rewrites", {})
     if "gave" not in rewrites:
         return []
@@ -260,8 +261,8 @@ def _rewritten(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return rows if placed is None else [*rows, ("  and by the placement", "1x", speed(placed))]
 
 
-def _latencies(found: result.Result) -> list[tuple[str, str, str]]:
-    """Latency and speedup: at each number of threads and of each workload, where there are several."""
+def _latency_rows(found: result.Result) -> list[tuple[str, str, str]]:
+    """Rows of latency and speedup, for each number of threads and each workload if there are several."""
     summary = found.summary
     mean = "latency of a call, on average" if summary.get("workloads") else "latency"
     times = f"{summary['baseline_ms']:.3f} ms", f"{summary['final_ms']:.3f} ms"
@@ -272,19 +273,19 @@ def _latencies(found: result.Result) -> list[tuple[str, str, str]]:
     if len(by_threads) > 1:
         rows = []
         for row in by_threads:
-            rows += _compared(f"latency, {row['threads']} thread{'s' * (row['threads'] > 1)}", row)
+            rows += _comparison_rows(f"latency, {row['threads']} thread{'s' * (row['threads'] > 1)}", row)
     for row in summary.get("workloads", []):
-        rows += _compared(f"{row['name']}, {row['share']:.0%} of the calls", row)
+        rows += _comparison_rows(f"{row['name']}, {row['share']:.0%} of the calls", row)
     return rows
 
 
-def _compared(name: str, row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Latencies, and the speedup with its interval."""
+def _comparison_rows(name: str, row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Two rows: the latencies, and the speedup with its interval."""
     times = f"{row['baseline_ms']:.3f} ms", f"{row['final_ms']:.3f} ms"
     return [(name, *times), ("  speedup [interval]", "1x", Ratio(row["ratio"], row["low"], row["high"]).speedup)]
 
 
-def _accuracy(summary: Mapping[str, Any]) -> str:
+def _accuracy_text(summary: Mapping[str, Any]) -> str:
     """Output SQNR with its spread over single samples."""
     accuracy = summary["output_accuracy"] or {}
     lost = summary["output_sqnr_db"]

@@ -16,10 +16,10 @@ from qdqtune.numerics.sensitivity import sensitivities
 from qdqtune.types import Edge, Failure, Placement, Sample, sqnr_of
 
 WORST = 10
-"""Pairs that a report lists."""
+"""Most tensors that a report lists."""
 
 TENTH_DB = 10.0
-"""A tensor makes a tenth of the error or more if its SQNR is at most so many dB above that of the whole model."""
+"""A tensor makes a tenth of the error or more if its SQNR is at most `TENTH_DB` above that of the whole model."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def damages(
     if isinstance(alone, Failure):
         return alone
     worst = sorted(alone, key=alone.__getitem__, reverse=True)[:WORST]
-    own = _own(float_model, {e.tensor: how for e, how in pairs.items() if e.tensor in worst}, samples)
+    own = _tensor_sqnr(float_model, {e.tensor: how for e, how in pairs.items() if e.tensor in worst}, samples)
     return [Damage(t, _nodes(float_model, placement, t), sqnr_of(alone[t]), own[t]) for t in worst]
 
 
@@ -61,7 +61,7 @@ def to_exclude(
 ) -> tuple[str, ...]:
     """The nodes of the tensors that make a tenth or more of the error of a model with `output_db`, the worst first.
 
-    `leaves_some` says whether anything stays quantized without some nodes; tensors are added as long as it does.
+    `leaves_some` says whether anything stays quantized without some nodes; tensors are added as long as something does.
     """
     chosen: tuple[str, ...] = ()
     for damage in found:
@@ -89,8 +89,8 @@ def _nodes(model: Model, placement: Placement, tensor: str) -> tuple[str, ...]:
     return readers or (model.nodes[model.producers[tensor]].name,)
 
 
-def _own(model: Model, pairs: Mapping[str, Quantization], samples: Sequence[Sample]) -> dict[str, float | None]:
-    """The SQNR of each rounded tensor, in dB."""
+def _tensor_sqnr(model: Model, pairs: Mapping[str, Quantization], samples: Sequence[Sample]) -> dict[str, float | None]:
+    """The SQNR of each rounded tensor against its float values, in dB; None without error."""
     fixed = {t: model.constants[t].array() for t in pairs if t in model.constants}
     computed = [t for t in pairs if t not in fixed]
     power = {tensor: np.zeros(2) for tensor in pairs}

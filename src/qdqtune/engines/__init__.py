@@ -1,8 +1,8 @@
 """What an engine is, and how one is opened by name.
 
-An engine builds a model file, runs it, and says how long that takes. Engines crash and hang, so the rest of the
-package uses them through `qdqtune.engines.runner.Runner`, which keeps them in a process of their own. A vendor's
-library is imported by its engine's module only, and that module when the engine is opened.
+An engine builds a model file, runs it, and says how long that takes. Engines crash and hang, so the rest of the package
+uses them through `qdqtune.engines.runner.Runner`, which keeps them in a process of their own. Only an engine's own
+module imports the vendor's library, and that module is imported when the engine is opened.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MODULES = {
     "tensorrt-rtx": "qdqtune.engines.tensorrt.rtx",
     "trtexec": "qdqtune.engines.tensorrt.trtexec",
 }
-"""Engine name to the module whose `create` makes it. `create` takes one argument, a dataclass of the engine's options;
-its annotation says which."""
+"""Engine name to its module, whose function `create` takes a dataclass of options (its type is the parameter's
+annotation) and returns the engine."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ class Launched(Built, Protocol):
     """A model that starts a process for each call. Its `time` runs the model at least `runs` times, warmed up."""
 
     start_seconds: float
-    """Seconds of a call of `time`, above 0."""
+    """Seconds that one call of `time` takes, with the start of the process; above 0."""
 
     def time_and_keep(self, inputs: Tensors, runs: int) -> float:
-        """`time`, with the outputs kept for the next `run` on the same inputs."""
+        """Like `time`, and keep the outputs for the next `run` on the same inputs."""
 
 
 class Engine(Protocol):
@@ -98,7 +98,7 @@ class Engine(Protocol):
         """Name, version, device, threads, and all else that must be equal for latencies to be comparable."""
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """The numeric format that the engine runs fast.
+        """The number types of Q/DQ pairs for which the engine has fast kernels.
 
         Raises:
             BadOption: the engine has no kernels for that type.
@@ -117,9 +117,9 @@ TENSORRT_FAMILY = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
 
 
 class Compiler(Engine, Protocol):
-    """An engine whose builds have two steps: `compile` takes long and writes a plan, `load` reads it. `compile` may
-    run in other processes without disturbing what is timed here; the option `builds_aside` says in how many at once.
-    Both raise what `build` raises."""
+    """An engine whose builds have two steps: `compile` takes long and writes a plan, `load` reads it. Other processes
+    may run `compile` without disturbing what this one times; the option `builds_aside` says how many at once. Both
+    raise what `build` raises."""
 
     def compile(self, model: Path, log: Path, plan: Path) -> None:
         """Write the plan of a model to the file `plan`."""
@@ -149,8 +149,8 @@ def open_engine(spec: EngineSpec) -> Engine:
     """The engine that `spec` describes.
 
     Raises:
-        BadOption: no engine has that name, or the engine does not take these options, or not these values.
-        EngineUnavailable: its library, driver or device is missing.
+        BadOption: no engine has that name, or the engine does not take an option or its value.
+        EngineUnavailable: the engine's library, driver or device is missing.
     """
     if spec.name not in MODULES:
         raise BadOption(f"unknown engine {spec.name!r}; there are {', '.join(sorted(MODULES))}")
@@ -192,7 +192,7 @@ def output_to(log: Path) -> Iterator[None]:
 
 @contextmanager
 def translated(vendor: str, noise: re.Pattern[str]) -> Iterator[None]:
-    """Raise what a vendor's library raises as an EngineFailure, with `noise` removed from the message.
+    """Turn exceptions of a vendor's library into EngineFailure; text that matches `noise` is cut from the message.
 
     The whole message goes to standard error, beside the output of the library.
     """

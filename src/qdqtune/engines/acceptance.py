@@ -14,15 +14,15 @@ from qdqtune.graph.saving import sign
 from qdqtune.system.writing import atomic_write
 
 LOADED_BY = {"fake": "onnxruntime", "onnxruntime": "onnxruntime", "openvino": "openvino"}
-"""The engine that checks a written file, by the engine that it is for: those that load any model in seconds without
-further options. TensorRT builds for minutes and may need shapes and plug-ins, so its files go through the checker."""
+"""For each engine, the engine that loads a written file to check it: one that loads any model in seconds without
+options. TensorRT builds for minutes and may need shapes and plug-ins, so ONNX's checker checks its files."""
 
 
 @contextlib.contextmanager
 def checked_output(output: Path, engine: str, *, is_run: bool = False) -> Iterator[Path]:
-    """A file to write a model to. At the end it is marked as an output, checked by `check_loads`, and renamed `output`.
+    """Yield a path to write a model to. At the end the file is marked as an output, checked, and renamed to `output`.
 
-    If the caller runs the file on ONNX Runtime (`is_run`), it is not loaded there once more.
+    `is_run`: the block itself runs the file on ONNX Runtime, so it is not loaded there again.
 
     Raises:
         EngineFailure: the engine does not load it.

@@ -19,7 +19,7 @@ INSTALL = "pip install 'qdqtune[ray]'"
 
 @dataclass(frozen=True)
 class Allocation:
-    """Devices to measure on, and how a worker is started on one; None is `runner.start_worker`."""
+    """Devices to measure on, and the function that starts a worker on one; None means `runner.start_worker`."""
 
     devices: tuple[Device, ...]
     start: StartWorker | None = None
@@ -29,14 +29,14 @@ class Allocation:
 def allocate_workers(
     spec: EngineSpec, workers: int | None, cores_each: int | None, ray: str | None, most: int = 0
 ) -> Iterator[Allocation]:
-    """Devices for so many workers of an engine, on this host or on the Ray cluster at the address `ray`.
+    """Yield devices for `workers` workers of an engine, on this host or on the Ray cluster at the address `ray`.
 
-    With None for `workers` there is one on this host, and on a cluster as many as it has room for. A node of the
-    cluster has to have `most` cores.
+    `workers` None means one on this host, and as many as fit on a cluster. `cores_each` are the cores of each worker.
+    At least one node of the cluster must have `most` cores.
 
     Raises:
         BadOption: this host has no room for so many, or no node has `most` cores.
-        EngineUnavailable: Ray is not installed, no cluster answers, or it has no room for so many.
+        EngineUnavailable: Ray is not installed, no cluster answers, or the cluster has no room for so many.
     """
     if ray is None:
         is_shared = (workers or 1) == 1 and cores_each is None  # a single worker needs no cores of its own

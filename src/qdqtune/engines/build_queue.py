@@ -1,8 +1,8 @@
 """Builds made ahead of time in other processes while one process times, for engines whose `builds_aside` allows it.
 
 A free builder takes the most urgent build (list scheduling). For builds that are all needed this takes less than twice
-as long as the best order: R. L. Graham, Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17 (1969).
-Timing keeps its own order, so a run finds the same with builders and without.
+as long as the best order: R. L. Graham, Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17 (1969). The
+order of timings does not depend on builds, so a run finds the same result with builders and without.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class _Build:
 
 
 class BuildQueue:
-    """Builds of model files by path and log name, as many at once as there are builders. They write into `folder`.
-    `notify` gets a message at the end about builds that nobody took. Without builders nothing is queued."""
+    """Builds model files ahead of time on `builders`, and writes plans to `folder`; without builders nothing is queued.
+    At the end `notify` gets a message if builds were never used."""
 
     def __init__(
         self, folder: Path = Path(), builders: Sequence[Builder] = (), notify: Callable[[str], None] = lambda _: None
@@ -62,7 +62,7 @@ class BuildQueue:
     def add(self, path: Path, log_name: str = "", urgency: Urgency = Urgency.NOW) -> None:
         """Queue the build of a file, which must stay until the build is taken.
 
-        A file is built once for each log name; "" serves any. Queued again, a build can only become more urgent.
+        A file is built once for each log name; "" serves any log name. Adding a build again can only raise its urgency.
         """
         path = path.absolute()
         if (build := self._builds.get((path, log_name))) is not None:
@@ -82,8 +82,7 @@ class BuildQueue:
         """The plan of a file with the seconds that its build took, or why the engine refuses the file. While the plan
         is not ready, `here` makes other builds of urgency `NOW`.
 
-        None if the build has not begun, or failed for a reason that may not hold for another try: a lost builder, too
-        little memory.
+        None if the build has not begun, or failed in a way that another try may not: a lost builder, too little memory.
         """
         path = path.absolute()
         build = self._builds.pop((path, log.stem), None) or self._builds.pop((path, ""), None)

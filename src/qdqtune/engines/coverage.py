@@ -43,8 +43,8 @@ def cover(graph: onnx.GraphProto, claims: Sequence[Claim]) -> tuple[list[tuple[s
 
     A node that several layers claim belongs to the first. A node that no layer claims joins the layer of its producer
     (unless it is one of `FIRST_IN_FUSION`), or else of its reader; across borders only if there is no other. A constant
-    node joins a layer only if that reads the constant it is computed from (int8 weights of a fused DequantizeLinear).
-    The other constant nodes, and shapes known in advance, run nowhere.
+    node joins a layer only if the layer reads a constant that the node is computed from (int8 weights of a
+    DequantizeLinear). The other constant nodes, and shapes known in advance, run nowhere.
     """
     return _Assignment(graph, claims).result()
 
@@ -55,60 +55,60 @@ def never_run(nodes: tuple[str, ...]) -> tuple[Layer, ...]:
 
 
 class _Assignment:
-    """The steps of `cover`. `_home` is the number of the layer that a node is assigned to."""
+    """The steps of `cover`. `_layer_of` maps a node to the number of its layer."""
 
     def __init__(self, graph: onnx.GraphProto, claims: Sequence[Claim]) -> None:
         self._claims = claims
         self._borders = frozenset[str]().union(*(claim.reads | claim.writes for claim in claims))
         self._nodes = {node.name: node for node in graph.node}
-        self._inputs = {node.name: tuple(_read(node)) for node in graph.node}
+        self._inputs = {node.name: tuple(_inputs_of(node)) for node in graph.node}
         self._maker = {tensor: node.name for node in graph.node for tensor in node.output if tensor}
         self._users: dict[str, list[str]] = {}
         for name, tensors in self._inputs.items():
             for tensor in tensors:
                 self._users.setdefault(tensor, []).append(name)
-        self._home: dict[str, int] = {}
+        self._layer_of: dict[str, int] = {}
         for number, claim in enumerate(claims):
             for name in claim.nodes:
                 if name in self._nodes:
-                    self._home.setdefault(name, number)
-        self._known = {t.name for t in graph.initializer}
-        self._fixed = self._constants()
+                    self._layer_of.setdefault(name, number)
+        self._constant_tensors = {t.name for t in graph.initializer}
+        self._constant_nodes = self._constants()
         self._assign_constants()
         self._assign_others()
 
     def result(self) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
         covered: list[list[str]] = [[] for _ in self._claims]
         for name in self._nodes:
-            if name in self._home:
-                covered[self._home[name]].append(name)
-        return [tuple(names) for names in covered], tuple(n for n in self._nodes if n not in self._home)
+            if name in self._layer_of:
+                covered[self._layer_of[name]].append(name)
+        return [tuple(names) for names in covered], tuple(n for n in self._nodes if n not in self._layer_of)
 
     def _constants(self) -> frozenset[str]:
-        """Unclaimed nodes that do not depend on inputs of the graph. Their results become `_known`."""
+        """Unclaimed nodes that do not depend on inputs of the graph. Their results are added to `_constant_tensors`."""
         constants = set()
         for name, node in self._nodes.items():
-            is_static = node.op_type in ASKS_SHAPE or self._known.issuperset(self._inputs[name])
-            if name not in self._home and is_static and not node.op_type.startswith("Random"):
+            is_static = node.op_type in ASKS_SHAPE or self._constant_tensors.issuperset(self._inputs[name])
+            if name not in self._layer_of and is_static and not node.op_type.startswith("Random"):
                 constants.add(name)
-                self._known.update(node.output)
+                self._constant_tensors.update(node.output)
         return frozenset(constants)
 
     def _assign_constants(self) -> None:
         """Assign constant nodes to the layers that read the constants they are computed from."""
         for name in reversed(self._nodes):
-            if name in self._fixed:
+            if name in self._constant_nodes:
                 for tensor in self._nodes[name].output:
-                    owners = (self._home[u] for u in self._users.get(tensor, ()) if u in self._home)
+                    owners = (self._layer_of[u] for u in self._users.get(tensor, ()) if u in self._layer_of)
                     owner = next((o for o in owners if tensor not in self._claims[o].reads), None)
-                    if owner is not None and self._starts_at(name, self._claims[owner].reads):
-                        self._home.setdefault(name, owner)
+                    if owner is not None and self._depends_on(name, self._claims[owner].reads):
+                        self._layer_of.setdefault(name, owner)
 
-    def _starts_at(self, name: str, tensors: frozenset[str]) -> bool:
+    def _depends_on(self, name: str, tensors: frozenset[str]) -> bool:
         """Whether a constant node is computed from a constant among `tensors`."""
         seen, stack = {name}, [name]
         while stack:
-            inputs = self._known.intersection(self._inputs[stack.pop()])
+            inputs = self._constant_tensors.intersection(self._inputs[stack.pop()])
             if inputs & tensors:
                 return True
             fresh = {self._maker[t] for t in inputs if t in self._maker} - seen
@@ -120,30 +120,30 @@ class _Assignment:
         """Assign other nodes to the layers of their neighbours: within the borders first, then across them."""
         for borders in (self._borders, frozenset[str]()):
             before = -1
-            while before != len(self._home):
-                before = len(self._home)
-                for name in self._left():
+            while before != len(self._layer_of):
+                before = len(self._layer_of)
+                for name in self._unassigned():
                     if self._nodes[name].op_type not in FIRST_IN_FUSION:
-                        self._follow(name, self._makers(name, borders), max)
-                for name in reversed(list(self._left())):
+                        self._assign_like(name, self._makers(name, borders), max)
+                for name in reversed(list(self._unassigned())):
                     outputs = (t for t in self._nodes[name].output if t not in borders)
-                    self._follow(name, (user for t in outputs for user in self._users.get(t, ())), min)
-        for name in self._left():  # no node reads a DequantizeLinear that makes a graph output
-            self._follow(name, self._makers(name), max)
+                    self._assign_like(name, (user for t in outputs for user in self._users.get(t, ())), min)
+        for name in self._unassigned():  # a DequantizeLinear without reader makes a graph output
+            self._assign_like(name, self._makers(name), max)
 
-    def _left(self) -> Iterator[str]:
-        return (name for name in self._nodes if name not in self._home and name not in self._fixed)
+    def _unassigned(self) -> Iterator[str]:
+        return (name for name in self._nodes if name not in self._layer_of and name not in self._constant_nodes)
 
     def _makers(self, name: str, borders: frozenset[str] = frozenset()) -> Iterator[str]:
         return (self._maker[t] for t in self._inputs[name] if t in self._maker and t not in borders)
 
-    def _follow(self, name: str, neighbours: Iterable[str], choose: Callable[[Iterable[int]], int]) -> None:
+    def _assign_like(self, name: str, neighbours: Iterable[str], choose: Callable[[Iterable[int]], int]) -> None:
         """Assign a node to the layer of a neighbour: of its producers the last that runs, of its readers the first."""
-        if owners := [self._home[n] for n in neighbours if n in self._home]:
-            self._home[name] = choose(owners)
+        if owners := [self._layer_of[n] for n in neighbours if n in self._layer_of]:
+            self._layer_of[name] = choose(owners)
 
 
-def _read(node: onnx.NodeProto) -> Iterator[str]:
+def _inputs_of(node: onnx.NodeProto) -> Iterator[str]:
     yield from (tensor for tensor in node.input if tensor)
     for body in bodies(node):
         yield from sorted(captured(body))

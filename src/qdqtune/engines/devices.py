@@ -26,18 +26,18 @@ NVIDIA_SMI_SECONDS = 30.0
 """How long nvidia-smi may take to answer. Chosen, not measured."""
 
 INSTRUCTION_SETS = ("avx2", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
-"""Those that decide which integer kernels run, as /proc/cpuinfo names them."""
+"""Instruction sets that decide which integer kernels run, as /proc/cpuinfo names them."""
 
 DOT_PRODUCTS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
-"""Those of x86 that add products of 8-bit values into 32 bits."""
+"""Instruction sets of x86 that add products of 8-bit values into 32 bits."""
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True)
 class Device:
-    """Cores that no other worker uses, and the number of a GPU or "". A worker without cores is not pinned. For a
-    device that a cluster is to find, `least` is how many cores it must have."""
+    """What a worker runs on: cores that no other worker uses (none: it is not pinned), and the number of a GPU or "".
+    For a device that a cluster is to find, `least` is how many cores it must have."""
 
     name: str = ""
     cores: tuple[int, ...] = ()
@@ -56,13 +56,13 @@ class Device:
 
 
 ANYWHERE = Device()
-"""The device of a single worker, which shares the machine with other processes."""
+"""The device of a single worker, which is not pinned and shares the machine with other processes."""
 
 
 @contextlib.contextmanager
 def pinned(cores: Sequence[int]) -> Iterator[None]:
-    """Processes that this thread starts meanwhile run on these cores only. Without cores, and on systems that cannot
-    pin, nothing happens."""
+    """Within the block, processes that this thread starts run on these cores only. Without cores, and on systems that
+    cannot pin, nothing happens."""
     if not cores or sys.platform != "linux":
         yield
         return
@@ -76,17 +76,17 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]]:
-    """Hold a device. A process that inherits the file descriptors yielded holds it until it ends, also if it is killed.
-    They are sockets with abstract names, which leave no file behind.
+    """Hold the parts of a device, as sockets with abstract names, which leave no files. Yields their file descriptors:
+    a process that inherits them holds the device until it ends, even by a kill.
 
     Raises:
-        EngineUnavailable: another process still holds it after so many seconds.
+        EngineUnavailable: another process still holds a part after `seconds`.
     """
     held: list[socket.socket] = []
     until = time.monotonic() + seconds
     try:
         for part in device.parts if sys.platform == "linux" else ():
-            while (taken := _taken(part)) is None:
+            while (taken := _try_lease(part)) is None:
                 if time.monotonic() > until:
                     raise EngineUnavailable(f"{part.replace('-', ' ')} is in use by another run of qdqtune")
                 time.sleep(0.05)
@@ -97,7 +97,7 @@ def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]
             one.close()
 
 
-def _taken(part: str) -> socket.socket | None:
+def _try_lease(part: str) -> socket.socket | None:
     """A socket that holds a core or a GPU; None if another process holds that."""
     lease = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
@@ -112,7 +112,7 @@ def is_free(part: str) -> bool:
     """Whether no worker on this host holds this core or GPU."""
     if sys.platform != "linux":
         return True
-    taken = _taken(part)
+    taken = _try_lease(part)
     if taken is not None:
         taken.close()
     return taken is not None
@@ -140,7 +140,7 @@ def cores_for(spec: EngineSpec, given: int | None) -> int:
 
 
 def allot(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tuple[Device, ...]:
-    """Devices of this host for so many workers. No two share a core or a GPU; they share a physical core only where
+    """Devices of this host for `workers` workers. No two share a core or a GPU; they share a physical core only if
     there are too few of them.
 
     Raises:
@@ -159,11 +159,11 @@ def allot(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tupl
 def divide_cores(
     free: Sequence[Sequence[int]], workers: int, each: int, *, are_others_in_use: bool = False
 ) -> list[tuple[int, ...]]:
-    """The cores of each worker. `free` are logical cores, grouped by physical core; groups are divided only if
+    """The `each` cores of each worker. `free` are logical cores, grouped by physical core; a group is split only if
     necessary.
 
     Raises:
-        BadOption: there are too few.
+        BadOption: there are fewer than `workers` x `each` free cores.
     """
     count, wanted = sum(map(len, free)), workers * each
     if count < wanted:
@@ -201,7 +201,7 @@ def gpus_here() -> tuple[str, ...]:
 
 
 def nvidia_smi(fields: str, *more: str) -> tuple[list[list[str]], str]:
-    """What nvidia-smi says of each GPU of this host: a row of these fields for each, or no rows and the reason."""
+    """What nvidia-smi says of each GPU of this host: a row of the `fields` for each; or no rows, and the reason."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return [], "no NVIDIA driver: there is no nvidia-smi"
@@ -223,23 +223,23 @@ def usable_cores() -> int:
 
 def processor_name(cpuinfo: str | None = None) -> str:
     """The name of the processor. `cpuinfo`, here and below, is the text of /proc/cpuinfo; None reads it."""
-    return _field(cpuinfo, "model name") or platform.processor() or platform.machine()
+    return _cpuinfo_field(cpuinfo, "model name") or platform.processor() or platform.machine()
 
 
 def instruction_sets(cpuinfo: str | None = None) -> tuple[str, ...]:
-    """Those of `INSTRUCTION_SETS` that the processor has."""
-    flags = _field(cpuinfo, "flags", "Features").split()
+    """The members of `INSTRUCTION_SETS` that the processor has."""
+    flags = _cpuinfo_field(cpuinfo, "flags", "Features").split()
     return tuple(name for name in INSTRUCTION_SETS if name in flags)
 
 
 def products_saturate(machine: str | None = None, cpuinfo: str | None = None) -> bool:
-    """Whether sums of two u8 x s8 products saturate: on x86 without a dot product, and where nothing is known."""
+    """Whether sums of two u8 x s8 products saturate: on x86 without `DOT_PRODUCTS`, and if the processor is unknown."""
     is_arm = (machine or platform.machine()).lower() in ("aarch64", "arm64")
     return not is_arm and not DOT_PRODUCTS.intersection(instruction_sets(cpuinfo))
 
 
-def _field(cpuinfo: str | None, *names: str) -> str:
-    """The first of these fields in /proc/cpuinfo; "" where it has none of them, or cannot be read."""
+def _cpuinfo_field(cpuinfo: str | None, *names: str) -> str:
+    """The value of the first field in /proc/cpuinfo that has one of `names`; "" if there is none, or no such file."""
     if cpuinfo is None:
         with contextlib.suppress(OSError):
             cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")

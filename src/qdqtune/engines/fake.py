@@ -4,12 +4,12 @@ Outputs come from ONNX's reference evaluator. Latencies come from a cost model, 
 engines where it matters for placing Q/DQ pairs:
 
 - Work is counted in multiply-adds for Conv, ConvTranspose, Gemm and MatMul, in output elements for everything else,
-  plus a fixed cost for each node that runs. Inputs bring their sizes; what stays unknown counts as 1.
-- A Relu or Clip behind a compute operator that it alone consumes is fused into it.
-- An operator with an integer kernel uses it if all its inputs (biases aside) come out of DequantizeLinear and only
-  QuantizeLinear reads its output. It then costs a fraction, and absorbs that QuantizeLinear.
-- A DequantizeLinear is absorbed if all its readers run in integers, or if it reads a constant; a QuantizeLinear, if its
-  producer runs in integers. All others run, and cost like any node of their size.
+plus a fixed cost for each node that runs. Inputs bring their sizes; sizes that stay unknown count as 1. - A Relu or
+Clip behind a compute operator that it alone consumes is fused into it. - An operator with an integer kernel uses it if
+all its inputs (biases aside) come out of DequantizeLinear and only QuantizeLinear reads its output. It then takes a
+fraction of the time, and absorbs that QuantizeLinear. - A DequantizeLinear is absorbed if all its readers run in
+integers, or if it reads a constant; a QuantizeLinear, if its producer runs in integers. All other Q and DQ nodes run,
+and cost like any node of their size.
 
 So pairs around one small or unsupported operator cost more than they gain, and a chain of pairs around large operators
 gains: the best placement is neither empty nor full.
@@ -46,10 +46,10 @@ ELEMENTS_PER_SECOND = 4e9
 SECONDS_PER_NODE = 2e-6
 COMPUTE_FRACTION = 0.3
 MEMORY_FRACTION = 0.4
-"""Speed on floats, and what part of the time integers take. Chosen, not measured: of the order of one CPU core."""
+"""Speed in float32, and the share of its time that integers take. Chosen, not measured: of the order of a CPU core."""
 
 DRIFT_CORRELATION = 0.995
-"""Correlation of the drift from one sample to the next: it turns around within some hundreds of samples."""
+"""Correlation of the drift from one sample to the next: it changes its direction within some hundreds of samples."""
 
 SHAPE_BYTES = 1024
 """Larger constants are weights. Shape inference does not need their values, and is slow with large ones."""
@@ -66,7 +66,7 @@ FAULTS = ("crash", "hang", "nan", "refuse")
 class FakeOptions:
     """Options of the fake engine.
 
-    seed: of the noise. The n-th call of `time` draws the same noise, whatever the clock says.
+    seed: seed of the noise. The n-th call of `time` draws the same noise, whatever the clock says.
     noise: standard deviation of independent noise on each sample, relative.
     drift: standard deviation of a slow drift that neighbouring samples share, relative (0.1 swings by 30 %).
     spikes: probability that a sample takes up to three times as long.
@@ -99,7 +99,7 @@ class FakeOptions:
 
 
 def create(options: FakeOptions) -> Fake:
-    """The engine."""
+    """Make the engine."""
     return Fake(options)
 
 
@@ -115,7 +115,7 @@ class Fake:
         return {"engine": "fake", "version": "1", "device": "cost model", "threads": threads, "numbers": numbers}
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """Like TensorRT; int8 like ONNX Runtime's CPU with the option `asymmetric`."""
+        """That of TensorRT; for int8 with the option `asymmetric`, that of ONNX Runtime on a CPU."""
         if quant_type == "int8" and self._options.asymmetric:
             return NumericFormat(
                 QType.UINT8, QType.INT8, symmetric=False, bias="int32", drop_clamps=True, shared_scale_ops=MOVE_DATA
@@ -126,13 +126,13 @@ class Fake:
         """Read the model, apply the faults, and compute the latency.
 
         Raises:
-            EngineFailure: the model is invalid, or an option says that it is refused.
+            EngineFailure: the model is invalid, or the option `faults` has it refused.
         """
         time.sleep(self._options.build_seconds)
         return self.load(model, model, log)
 
     def compile(self, model: Path, log: Path, plan: Path) -> None:
-        """Take the time of a build and refuse the same models. There is no plan to write."""
+        """Take as long as a build, and refuse the same models. There is no plan to write."""
         self.build(model, log)
 
     def load(self, plan: Path, model: Path, log: Path) -> FakeModel:
@@ -147,7 +147,7 @@ class Fake:
                     tensor.ClearField("raw_data")
             fault = self._fault(proto)
             costs = CostModels(proto, self._options.threads)
-            seconds = costs.of({}).seconds  # also a check that the cost model can read it
+            seconds = costs.of({}).seconds  # fails if the cost model cannot read the model
         except Exception as error:  # what protobuf, the checker and shape inference raise has no common class
             append(log, f"{error}\n")
             raise EngineFailure(f"fake engine: {one_line(error)}") from error
@@ -161,7 +161,7 @@ class Fake:
         return FakeModel(model, costs, self._noise, spoiled=fault == "nan", timed=not self._options.hide_times)
 
     def _fault(self, proto: onnx.ModelProto) -> str | None:
-        """The fault of a model, if it has a pair at a node of one."""
+        """The fault that the options name for a model, if it has a pair at an input of a matching node."""
         faults = self._options.faults or {}
         dequantized = {n.output[0] for n in proto.graph.node if n.op_type == "DequantizeLinear"}
         named = [n.name for n in proto.graph.node if n.op_type != "QuantizeLinear" and dequantized & set(n.input)]
@@ -199,7 +199,7 @@ class FakeModel:
         return layers if self._timed else tuple(replace(layer, time_ms=None) for layer in layers)
 
     def save(self, path: Path) -> None:
-        """Raise EngineFailure."""
+        """Raise EngineFailure: the engine has no format of its own."""
         raise EngineFailure("fake engine: it has no format of its own to save")
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class FakeModel:
 
 
 class DequantizeLinear(OpRun):
-    """The operator before opset 19, the first that the reference evaluator has. It knows this one by the class name."""
+    """The operator of opset 13: the evaluator has it from opset 19 on only. It finds this class by the class name."""
 
     op_domain = ""
     op_schema = onnx.defs.get_schema("DequantizeLinear", 13)
@@ -258,7 +258,7 @@ class CostModels:
         sizes = {name: np.shape(inputs[name]) for name in self._open if name in inputs}
         key = tuple(sizes.values())
         if key not in self._known:
-            self._known[key] = CostModel(_sized(self._model, sizes), self._threads)
+            self._known[key] = CostModel(_with_sizes(self._model, sizes), self._threads)
         return self._known[key]
 
 
@@ -267,8 +267,8 @@ def _is_fixed(value: onnx.ValueInfoProto) -> bool:
     return value.type.tensor_type.HasField("shape") and all(dim.dim_value > 0 for dim in shape.dim)
 
 
-def _sized(model: onnx.ModelProto, sizes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
-    """The model with these sizes of its inputs in place of open ones, and shapes inferred from them."""
+def _with_sizes(model: onnx.ModelProto, sizes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
+    """The model with `sizes` in place of unknown sizes of its inputs, and without the shapes that depended on them."""
     copy = deepcopy(model)
     for value in copy.graph.input:
         for dim, size in zip(value.type.tensor_type.shape.dim, sizes.get(value.name, ()), strict=False):
@@ -302,7 +302,7 @@ class CostModel:
 
     @cached_property
     def seconds(self) -> float:
-        """One inference."""
+        """Modelled seconds of one inference."""
         return sum(self._node_seconds(node) for node in self.nodes) or SECONDS_PER_NODE
 
     def layers(self) -> tuple[Layer, ...]:
@@ -332,7 +332,7 @@ class CostModel:
         precision = "INT8" if node.output[0] in self.integer else "FP32"
         return Layer(node.name, names, precision, 1e3 * self._node_seconds(node), kind)
 
-    def _end(self, node: onnx.NodeProto) -> str:
+    def _final_tensor(self, node: onnx.NodeProto) -> str:
         """The tensor that other nodes read from a node: its output, or that of the operator fused into it."""
         readers = self.readers.get(node.output[0], [])
         if node.op_type in COMPUTE and len(readers) == 1 and readers[0] is not None:
@@ -341,14 +341,14 @@ class CostModel:
 
     def _is_epilogue(self, node: onnx.NodeProto) -> bool:
         before = self.producer.get(node.input[0]) if node.op_type in CLAMPS else None
-        return before is not None and self._end(before) == node.output[0]
+        return before is not None and self._final_tensor(before) == node.output[0]
 
     def _runs_in_integers(self, node: onnx.NodeProto) -> bool:
         if node.op_type not in RUN_ON_INTEGERS:
             return False
         operands = node.input[: 1 if node.op_type in MOVE_DATA else 2 if node.op_type in COMPUTE else None]
         makers = [self.producer.get(name) for name in operands]
-        readers = self.readers.get(self._end(node), [])
+        readers = self.readers.get(self._final_tensor(node), [])
         return (
             all(m is not None and m.op_type == "DequantizeLinear" for m in makers)
             and bool(readers)

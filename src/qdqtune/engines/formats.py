@@ -27,7 +27,7 @@ MOVED_ACROSS = frozenset({
 
 
 def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
-    """The numeric format of an engine with its default options, on a processor such as this one.
+    """The numeric format of an engine with default options, as it is on this machine's processor.
 
     Raises:
         BadOption: no engine has that name, or it has no kernels for that type.
@@ -105,8 +105,8 @@ def openvino(quant_type: QuantType) -> NumericFormat:
 def tensorrt(quant_type: QuantType, *, explicit_weights: bool = True) -> NumericFormat:
     """TensorRT: symmetric int8 with per-channel weights, or FP8 E4M3 per tensor; biases stay in float.
 
-    Without `explicit_weights` (version 8.6) weights stay in float, in front of a Q and a DQ: it takes no integers
-    there.
+    Without `explicit_weights` (version 8.6) weights stay float in front of a Q and a DQ: TensorRT 8.6 takes no
+    integers.
     """
     if quant_type == "int8":
         return NumericFormat(
@@ -133,13 +133,12 @@ def weight_formats(engine: str, operator: str = "MatMul") -> tuple[WeightFormat,
 
     Observed, where nothing else is said:
 
-    - ONNX Runtime 1.31 makes MatMulNBits of blocks of 16 to 256 of a product's inputs, in 4 and 8 bits (of one scale a
-      channel blocks of 32 with that scale), and computes on 8-bit activations then. It has no other kernels. Zero
-      points take no more time there and leave 0.8 dB less noise.
+    - ONNX Runtime 1.31 runs products with blocks of 16 to 256 weights of 4 or 8 bits as MatMulNBits, which computes on
+      8-bit activations. One scale a channel becomes blocks of 32 with that scale. It has no other kernels. Zero
+      points cost no time there and make 0.8 dB less noise.
     - OpenVINO 2026.4 takes the integers into FullyConnected.
     - TensorRT documents blocks of 64 and 128 of signed 4 bits. TensorRT-RTX 1.7 also takes blocks of 32, and 8 bits
-    with
-      a scale for each channel. Blocks of 8 bits get a kernel of their own; zero points are refused.
+      with a scale for each channel. Blocks of 8 bits get a kernel of their own; zero points are refused.
     - A Gather of integers needs no kernel of the engine: qdqtune writes it as nodes.
     """
     names = WEIGHT_FORMATS.get(engine, {})
@@ -147,8 +146,8 @@ def weight_formats(engine: str, operator: str = "MatMul") -> tuple[WeightFormat,
 
 
 def weight_formats_like(engine: str, wanted: str, operator: str = "MatMul") -> tuple[WeightFormat, ...]:
-    """Those of `weight_formats` that a name means, the nearest first: w8 and w4 mean all of so many bits, other names
-    one format. A table of Gather has 8 bits even where 4 are asked for."""
+    """The formats of `weight_formats` that the name `wanted` stands for, the exact one first: w8 and w4 stand for every
+    format of so many bits, other names for one. Gather gets its 8-bit format even where 4 bits are asked for."""
     known = weight_formats(engine, operator)
     exact = [s for s in known if s.name == wanted]
     alike = [s for s in known if wanted == s.family or operator == "Gather"]
@@ -159,7 +158,7 @@ def checked_weight_format(engine: str, wanted: str) -> str:
     """The name of a weight format or of a family, if the engine has kernels of products for it.
 
     Raises:
-        BadOption: it has none.
+        BadOption: the engine has none.
     """
     known = weight_formats(engine)
     if not weight_formats_like(engine, wanted):

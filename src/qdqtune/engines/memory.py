@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 LARGE_MODEL, BUDGET_FACTOR = 2**30, 1.3
-"""A model of at least so many bytes has a budget, of so many times its size: room for the float build, and for one with
-weights of 8 bits, which take a quarter. Below 1 GiB several builds fit into the memory of any machine that tunes."""
+"""A model of at least `LARGE_MODEL` bytes gets a budget of `BUDGET_FACTOR` times its size: room for the float build,
+and one with 8-bit weights, which take a quarter. Below 1 GiB several builds fit anyway."""
 
 OUT_OF_RESOURCES = re.compile(
     r"out of ?memory|bad[ _]alloc|(failed|cannot|unable) to allocate|cannot allocate|no space left|disk quota"
@@ -31,15 +31,15 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 block is a memory mapping of its own, which goes back to the system when it is freed."""
 
 SCARCE_MMAP, USUAL_MMAP = 2**18, 2**25
-"""The size of such blocks where memory is scarce, and the one that glibc chooses by itself in a process that frees
-large blocks. With the latter, freed weights stay in the heap: repacking takes two to four times their size."""
+"""Values of `M_MMAP_THRESHOLD`: where memory is scarce, and the one that glibc chooses by itself in a process that
+frees large blocks. With the latter, freed weights stay in the heap: repacking takes two to four times their size."""
 
 Build = tuple[int, int]
-"""A runner that holds a build, and the number of the build there."""
+"""The `id` of a runner, and its number of a build that it holds."""
 
 
 class MemoryBudget:
-    """Builds in the order of their last use, each with its bytes and a function that frees it. Not for threads."""
+    """Limits the bytes of loaded builds: frees those that were unused for longest. Not thread-safe."""
 
     def __init__(self, nbytes: float) -> None:
         self._nbytes = nbytes
@@ -47,7 +47,7 @@ class MemoryBudget:
 
     @classmethod
     def for_model(cls, nbytes: int) -> MemoryBudget | None:
-        """The budget for builds of versions of a model of that size; None for a model that is not large."""
+        """The budget for builds of a model of `nbytes` bytes, quantized or not; None if the model is not large."""
         return cls(BUDGET_FACTOR * nbytes) if nbytes >= LARGE_MODEL else None
 
     def make_room(self, nbytes: int, needed: frozenset[Build]) -> None:
@@ -63,7 +63,7 @@ class MemoryBudget:
         self._held[build] = nbytes, free
 
     def use(self, build: Build) -> None:
-        """Note that a build was used."""
+        """Mark a build as the last one used."""
         self._held[build] = self._held.pop(build)
 
     def remove(self, build: Build) -> None:
@@ -76,7 +76,7 @@ _is_scarce: ContextVar[bool] = ContextVar("memory is scarce", default=False)
 
 @contextmanager
 def scarce_memory() -> Iterator[None]:
-    """In a worker process: builds made meanwhile return memory as soon as they free it, and hold no weight twice."""
+    """In a worker process: builds in the block return memory at once when they free it, and hold no weight twice."""
     token = _is_scarce.set(True)
     _set_malloc(M_MMAP_THRESHOLD, SCARCE_MMAP)
     try:
@@ -93,7 +93,7 @@ def is_scarce() -> bool:
 
 
 def return_free_memory() -> None:
-    """Return free memory to the system where the C library is glibc, which keeps what lies between blocks in use."""
+    """Return free memory to the system if the C library is glibc, which keeps free memory between blocks in use."""
     if (trim := getattr(_LIBC, "malloc_trim", None)) is not None:
         trim(0)
 

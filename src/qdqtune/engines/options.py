@@ -38,7 +38,7 @@ from qdqtune.options import (
 from qdqtune.system.checks import Output
 
 MOST_THREADS = max(16, os.cpu_count() or 1)
-"""More threads than cores slow a machine down by orders of magnitude, since idle ones spin."""
+"""The most `threads` allowed. More than cores slow a machine down by orders of magnitude, since idle threads spin."""
 
 ENGINE_NAMES = ", ".join(sorted(set(MODULES) - {"fake"})) + " or fake"
 SHAPE = "NAME:1x3x224x224"
@@ -47,7 +47,7 @@ TRANSLATED = frozenset({"engine", "threads", "engine_options", "time_limit"})
 
 
 def tensorrt_option(kind: click.ParamType[Any], help: str, **how: Any) -> Any:
-    """A rare option of TensorRT's engines."""
+    """Make an option of the TensorRT engines, which `--help` lists by name only."""
     return option(kind, None, help, "Engine", is_rare=True, **how)
 
 
@@ -69,7 +69,7 @@ TIMING_CACHE = Writes(tensorrt_cache, path_type=str)
 
 @dataclass(kw_only=True)
 class EngineOptions(Options):
-    """Which engine, and how it runs."""
+    """Options that choose an engine and set how it runs."""
 
     engine: Option[str | EngineSpec, str | EngineSpec] = option(
         ANYTHING,
@@ -139,10 +139,10 @@ class EngineOptions(Options):
     def spec(
         self, input_shapes: Mapping[str, tuple[int, ...]] | None = None, *, threads: int | None = None
     ) -> EngineSpec:
-        """The engine with the options that were given. Opening it refuses those that it does not have.
+        """The engine with the options that were given. `open_engine` refuses options that the engine does not have.
 
-        `threads` is the default for an engine on the CPU; without it one. `input_shapes`, with which the model is
-        measured, are the default of `opt_shapes`.
+        `threads` is the default of that option for an engine on the CPU (None: 1). `input_shapes`, the shapes that the
+        model is measured with, are the default of `opt_shapes`.
         """
         if isinstance(self.engine, EngineSpec):
             return self.engine
@@ -161,7 +161,7 @@ class EngineOptions(Options):
 
 
 def with_timing_cache(spec: EngineSpec, folder: Path) -> EngineSpec:
-    """The engine with a timing cache in `folder`, unless one is given."""
+    """`spec` with a timing cache in `folder`, if the engine takes one and none is set."""
     if spec.name not in ("tensorrt", "trtexec") or "timing_cache" in spec.options:
         return spec
     return EngineSpec(spec.name, {**spec.options, "timing_cache": str(folder.absolute() / "timing.cache")})

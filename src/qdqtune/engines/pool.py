@@ -23,8 +23,8 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 SLOW_FACTOR, SLOW_SECONDS = 3.0, 10.0
-"""A task that runs so many times longer than any finished one, and at least so many seconds, is given to a second
-worker: so a machine that hangs does not hold up a batch. Chosen, not measured."""
+"""A task that runs `SLOW_FACTOR` times as long as any finished one, and at least `SLOW_SECONDS`, is given to a second
+worker as well: so a machine that hangs does not hold up a batch. Chosen, not measured."""
 
 
 class _Cancelled(BaseException):
@@ -88,7 +88,7 @@ class WorkerPool(Generic[W]):
 
     @property
     def first(self) -> W:
-        """The worker to use alone, while no task runs."""
+        """The worker for callers that need a single one. Use it only while no task runs."""
         return self._workers[0]
 
     def submit(self, do: Callable[[W], T], priority: int = 0, *, is_part: bool = False) -> Task[W, T]:
@@ -105,7 +105,7 @@ class WorkerPool(Generic[W]):
         return task
 
     def withdraw(self, task: Task[W, Any]) -> bool:
-        """Cancel a task that no worker has begun; whether that was so."""
+        """Cancel a task if no worker has begun it. Returns whether it was cancelled."""
         with self._changed:
             if task not in self._waiting:
                 return False
@@ -113,7 +113,8 @@ class WorkerPool(Generic[W]):
             return task.result.cancel()
 
     def cancel(self, tasks: Iterable[Task[W, Any]]) -> None:
-        """Cancel tasks, and return when no worker does any of them. A worker that waits for an engine ends it."""
+        """Cancel tasks, and return when no worker does any of them. A worker that waits for an engine ends that
+        engine."""
         tasks = list(tasks)
         with self._changed:
             self._waiting = [task for task in self._waiting if task not in tasks]
@@ -122,7 +123,7 @@ class WorkerPool(Generic[W]):
             self._changed.wait_for(lambda: not any(task.running for task in tasks))
 
     def wait(self, is_over: Callable[[], bool]) -> None:
-        """Wait until a condition holds that tasks of this pool change; see `checking_while_waiting`."""
+        """Wait until `is_over` is true, which tasks of this pool bring about; see `checking_while_waiting`."""
         check = current_check()
         while True:
             with self._changed:
@@ -132,9 +133,10 @@ class WorkerPool(Generic[W]):
                 check()
 
     def do_one(self, worker: W, priority: int) -> bool:
-        """Do a queued task of at least that urgency in this thread, with the caller's worker; whether there was one."""
+        """Do a queued task of at most this `priority` in this thread, with the caller's worker. Returns whether there
+        was one."""
         with self._changed:
-            task = self._next(priority)
+            task = self._begin_next(priority)
         if task is None:
             return False
         self._do(task, worker)
@@ -162,12 +164,12 @@ class WorkerPool(Generic[W]):
         try:
             while waited_for:
                 self.wait(lambda: bool(self._lost) or any(task.result.done() for task in waited_for.values()))
-                self._tell_lost()
+                self._notify_lost()
                 for number in [number for number, task in waited_for.items() if task.result.done()]:
                     yield number, waited_for.pop(number).result.result()
         finally:
             self.cancel(tasks)
-            self._tell_lost()
+            self._notify_lost()
 
     def idle_per_task(self) -> int:
         """How many workers are idle for each task that runs, rounded up."""
@@ -176,7 +178,7 @@ class WorkerPool(Generic[W]):
             return max(0, ceil((self._idle - len(self._waiting)) / max(1, busy)))
 
     def shared(self, own: Callable[[], T], parts: Sequence[Callable[[W], U]]) -> tuple[T, list[U | None]]:
-        """Do one part of a task in this thread while idle workers do the others; None for each that no worker did."""
+        """Do `own` in this thread while idle workers do `parts`; the results, None for a part that no worker did."""
         tasks = [self.submit(part, is_part=True) for part in parts]
         try:
             mine = own()
@@ -207,31 +209,31 @@ class WorkerPool(Generic[W]):
         """Wait for the next task; None when the pool is closed."""
         with self._changed:
             while not self._is_closed:
-                if (task := self._next() or self._slow()) is not None:
+                if (task := self._begin_next() or self._begin_slow()) is not None:
                     return task
                 self._idle += 1
                 self._changed.wait(CHECK_SECONDS if self._running and self._repeat_after is not None else None)
                 self._idle -= 1
         return None
 
-    def _next(self, priority: float = inf) -> Task[W, Any] | None:
-        """Begin the most urgent queued task, if it is at least that urgent."""
+    def _begin_next(self, priority: float = inf) -> Task[W, Any] | None:
+        """Begin the queued task with the lowest priority, if that is at most `priority`; None if there is none."""
         task = min(self._waiting, key=lambda task: task.priority, default=None)
         if task is None or task.priority > priority:
             return None
         self._waiting.remove(task)
-        return self._begun(task)
+        return self._mark_begun(task)
 
-    def _slow(self) -> Task[W, Any] | None:
+    def _begin_slow(self) -> Task[W, Any] | None:
         """Begin a task once more that has kept one worker much longer than others took."""
         if self._repeat_after is None or self._longest is None:
             return None
         latest = monotonic() - max(self._repeat_after, SLOW_FACTOR * self._longest)
         alone = (t for t in self._running if t.running == 1 and not t.is_part and not t.result.done())
         slow = next((task for task in alone if task.started < latest), None)
-        return None if slow is None else self._begun(slow)
+        return None if slow is None else self._mark_begun(slow)
 
-    def _begun(self, task: Task[W, Any]) -> Task[W, Any]:
+    def _mark_begun(self, task: Task[W, Any]) -> Task[W, Any]:
         task.started = min(task.started, monotonic())
         task.running += 1
         if task not in self._running:
@@ -239,11 +241,11 @@ class WorkerPool(Generic[W]):
         return task
 
     def _do(self, task: Task[W, Any], worker: W) -> bool:
-        """Do a task and store its result, unless it has one already; whether the worker is lost. The last worker never
-        is: its task fails."""
+        """Do a task and store its result, unless it has one already. Returns whether the worker is lost; the last
+        worker is never lost: its task fails instead."""
         result, error = None, None
         try:
-            result = task.context.copy().run(self._called, task, worker)
+            result = task.context.copy().run(self._call_cancellable, task, worker)
         except BaseException as raised:  # noqa: BLE001  (raised where the result is read)
             error = raised
         with self._changed:
@@ -260,7 +262,7 @@ class WorkerPool(Generic[W]):
             self._changed.notify_all()
         return is_lost
 
-    def _called(self, task: Task[W, T], worker: W) -> T:
+    def _call_cancellable(self, task: Task[W, T], worker: W) -> T:
         """Call a task so that it ends when it is cancelled."""
         outer = current_check()
 
@@ -282,6 +284,6 @@ class WorkerPool(Generic[W]):
         elif not task.running and not task.result.done():
             self._waiting.insert(0, task)
 
-    def _tell_lost(self) -> None:
+    def _notify_lost(self) -> None:
         while self._lost:
             self._notify(f"a worker is lost, and the others go on with its job: {self._lost.pop(0)}")

@@ -1,4 +1,4 @@
-"""Worker processes as their parent sees them: how one is started, asked over a socket, killed, and replaced."""
+"""Worker processes as their parent sees them: how one starts, answers over a socket, is killed, and is replaced."""
 
 from __future__ import annotations
 
@@ -54,36 +54,36 @@ def current_check() -> Callable[[], None] | None:
 
 
 class Worker(Protocol):
-    """Answers requests: names of `worker.Session` methods with their arguments. The first one opens the engine."""
+    """Answers requests: names of `worker.Session` methods with their arguments. The first request opens the engine."""
 
     @property
     def alive(self) -> bool:
-        """Whether it answers requests. A worker that does not has lost its builds."""
+        """Whether the worker answers requests. If not, its builds are lost."""
 
     @property
     def location(self) -> str:
-        """Its host and device, for messages; "" on this host."""
+        """Host and device of the worker, for messages; "" on this host."""
 
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
-        """`(True, result)`, or `(False, QdqtuneError)`.
+        """Send a request. The answer is `(True, result)`, or `(False, error)` with a QdqtuneError.
 
         Raises:
             TimeoutError: no answer within `limit` seconds.
-            EOFError, OSError: it has ended.
+            EOFError, OSError: the worker has ended.
         """
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the worker at once."""
 
     def exit_reason(self) -> str:
-        """Exit code or signal of a worker that has ended."""
+        """The exit code or the signal with which the worker has ended, for messages."""
 
     def printed(self) -> str:
-        """What it has printed outside of builds."""
+        """What the worker has printed outside of builds."""
 
 
 StartWorker = Callable[[Path, Device], Worker]
-"""Starts a worker on a device. The worker appends what it prints to the file."""
+"""Starts a worker, given its log file and its device. The worker appends what it prints to that file."""
 
 
 class WorkerProcess:
@@ -97,7 +97,7 @@ class WorkerProcess:
     """The module that answers requests."""
 
     def __init__(self, log: Path, device: Device = ANYWHERE) -> None:
-        """Start it.
+        """Start the process.
 
         Raises:
             EngineUnavailable: another process has the device.
@@ -130,7 +130,7 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
-        """`Worker.request`."""
+        """Implements `Worker.request`."""
         self._channel.send((name, arguments))
         check, deadline = current_check(), monotonic() + limit
         while not self._channel.poll(limit if check is None else CHECK_SECONDS):
@@ -141,7 +141,7 @@ class WorkerProcess:
         return answer
 
     def kill(self) -> None:
-        """End the process and those that it has started. Its log is removed if it is empty."""
+        """End the process and all that it has started. Its log is removed if it is empty."""
         self._channel.close()
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended by itself
@@ -153,7 +153,7 @@ class WorkerProcess:
         self._scratch.close()
 
     def exit_reason(self) -> str:
-        """`Worker.exit_reason`."""
+        """Implements `Worker.exit_reason`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
         code = self._process.poll()
@@ -162,7 +162,7 @@ class WorkerProcess:
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
     def printed(self) -> str:
-        """`Worker.printed`."""
+        """Implements `Worker.printed`."""
         with self._log.open("rb") as file:
             file.seek(self._log_start)
             return file.read().decode(errors="replace")
@@ -177,10 +177,10 @@ class WorkerLostError(Exception):
 
 
 class WorkerConnection:
-    """Asks a worker. It is started before the first request, and another one after it was lost.
+    """Sends requests to a worker, which is started before the first request, and replaced after it was lost.
 
-    `start` makes a worker. `first_requests` are sent to each new worker once its engine is open. `ended` is called when
-    a worker has ended, and with it the builds that it held. `limit` holds for each request, in seconds.
+    `start` starts one. `first_requests` are sent to each new worker once its engine is open. `ended` is called when a
+    worker has ended, and with it the builds that it held. `limit` holds for each request, in seconds.
     """
 
     def __init__(
@@ -211,8 +211,8 @@ class WorkerConnection:
         self._ended()
 
     def ask(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
-        """The answer to a request, or a `Failure` of the engine or the worker. `what` is being done, for messages;
-        `log` is that of a build; `extra` seconds are added to the limit.
+        """The answer to a request, or a `Failure` of the engine or the worker. `what` says in messages what is being
+        done; `log` is the log of a build; `extra` seconds are added to the limit.
 
         Raises:
             EngineUnavailable: the engine cannot be opened.
@@ -254,11 +254,11 @@ class WorkerConnection:
     def exchange(
         self, name: str, *arguments: Any, what: str, log: Path | None = None, limit: float | None = None
     ) -> Any:
-        """The answer of the worker that there is.
+        """Send a request to the running worker, and return its answer.
 
         Raises:
-            WorkerLostError: it gave none.
-            QdqtuneError: the one that it answered with.
+            WorkerLostError: the worker gave no answer.
+            QdqtuneError: the error that it answered with.
         """
         worker, limit = self.worker, self.limit if limit is None else limit
         assert worker is not None
@@ -290,7 +290,7 @@ def twice(ask: Callable[[], T | Failure]) -> T | Failure:
 def finish_log(log: Path, path: Path, seconds: float | Failure) -> None:
     """Write the outcome of a build to the end of its log: many engines print nothing."""
     outcome = f"failed: {seconds.reason}" if isinstance(seconds, Failure) else f"built in {seconds:.3f} s"
-    with contextlib.suppress(OSError):  # a full disk is reported by what cannot do without
+    with contextlib.suppress(OSError):  # a full disk is reported where a write has to succeed
         append(log, f"[qdqtune] {path.name}: {outcome}\n")
 
 

@@ -32,7 +32,7 @@ from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat, QuantType, Slot, Tensors, Workload
 
 SLACK = 5.0
-"""How much longer than expected rounds may take: a shared machine slows down, but rarely that much for that long."""
+"""Multiple of the expected time that rounds may take beyond their limit: a shared machine rarely slows down so much."""
 
 TIME_LIMIT = 600.0
 """Seconds that a build or an inference may take unless the user gives a limit."""
@@ -47,9 +47,9 @@ _limit: ContextVar[tuple[float, float | None]] = ContextVar("time limit", defaul
 
 @contextlib.contextmanager
 def time_limit(seconds: float, ends: float | None = None) -> Iterator[None]:
-    """The user's limit for one request to an engine: the default of all runners made meanwhile, those of calibration,
-    sensitivity and checks among them. A pass over samples opened meanwhile has the same limit, and has to end before
-    the run `ends` by `time.monotonic`."""
+    """Set the user's limit in seconds for a request to an engine: the default of all runners made in the block, also by
+    calibration, sensitivity and checks. A pass over samples in the block has the same limit, and has to finish before
+    `ends`, the end of the run by `time.monotonic`."""
     token = _limit.set((seconds, ends))
     try:
         yield
@@ -58,7 +58,7 @@ def time_limit(seconds: float, ends: float | None = None) -> Iterator[None]:
 
 
 def current_limit() -> tuple[float, float | None]:
-    """The arguments of `time_limit`."""
+    """`seconds` and `ends` of the surrounding `time_limit`."""
     return _limit.get()
 
 
@@ -85,8 +85,8 @@ class Runner:
             Rounds may take `SLACK` times the expected time in addition.
         start: starts a worker; by default a process on this host.
         device: where the worker runs.
-        unpacked: bytes that a build takes in addition to its file: weights that are written out.
-        memory: bounds what this runner and others of the same thread hold; without it all loaded models stay loaded.
+        unpacked: bytes that a build takes in addition to its file, for weights that it holds as floats.
+        memory: limits the builds of this and other runners of one thread; without it all loaded models stay loaded.
     """
 
     def __init__(
@@ -138,14 +138,14 @@ class Runner:
 
     @property
     def location(self) -> str:
-        """Its device and host, for messages."""
+        """The device and the host of the worker, for messages."""
         worker = self._connection.worker
         return " on ".join(filter(None, (self.device.name, "" if worker is None else worker.location)))
 
     def on_same_device(self, spec: EngineSpec, log_dir: Path, *, has_budget: bool = True) -> Runner:
-        """A runner of another engine on the device of this one, and if it `has_budget` with the same memory budget.
+        """A runner of another engine on the device of this one; it shares the memory budget if `has_budget`.
 
-        The worker of this runner ends if the device is its own. Do not use this runner before the other is closed.
+        The worker of this runner ends if it has a device of its own. Do not use this runner before the other is closed.
         """
         if self.device != ANYWHERE:
             self.close()
@@ -162,7 +162,7 @@ class Runner:
     # The engine
 
     def describe(self) -> dict[str, str]:
-        """`Engine.describe`.
+        """`Engine.describe` in the worker process.
 
         Raises:
             BadOption, EngineUnavailable: the engine cannot be opened.
@@ -170,7 +170,7 @@ class Runner:
         return dict(self._ask("describe"))
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """`Engine.numeric_format`.
+        """`Engine.numeric_format` in the worker process.
 
         Raises:
             BadOption, EngineUnavailable: the engine cannot be opened, or has no kernels for that type.
@@ -212,14 +212,14 @@ class Runner:
         return twice(lambda: self._connection.ask("compile", path, log, plan, what=f"building {path.name}", log=log))
 
     def unload(self, handle: Handle) -> None:
-        """Free one build, if it is loaded."""
+        """Free one build, if the worker holds it."""
         self._logs.pop(handle, None)
         self._slots = {key: slot for key, slot in self._slots.items() if handle not in key[0]}
         if handle.build in self._present:
             self._free(handle.build)
 
     def save(self, handle: Handle, path: Path) -> Failure | None:
-        """`Built.save`."""
+        """`Built.save` in the worker process."""
         what = f"saving {handle.path.name}"
         failure: Failure | None = self._ask_of([handle], "save", handle.build, path.absolute(), what=what)
         return failure
@@ -246,8 +246,8 @@ class Runner:
         return outputs
 
     def start_seconds(self, handle: Handle) -> float:
-        """Seconds of a turn in a round, where each starts a process, as far as the engine knows; 0 on other engines,
-        and where a model cannot be built again."""
+        """Seconds of a turn in a round on an engine that starts a process for each turn; 0 on other engines, and if the
+        model cannot be built again."""
         if self._spec.name not in LAUNCHED:
             return 0.0
         seconds = self._ask_of([handle], "start_seconds", handle.build, what="answering")
@@ -262,7 +262,7 @@ class Runner:
         return layers
 
     def report(self, model: Path, given: Tensors | Mix, runs: int, log_name: str) -> tuple[Layer, ...] | Failure:
-        """`layers` of a file for these inputs (see `feed`). Its build is freed afterwards."""
+        """`layers` of the file `model` for the inputs `given` (see `feed`). Its build is freed afterwards."""
         self.feed(given)
         handle = self.load(model, log_name, fresh=True)
         if isinstance(handle, Failure):
@@ -285,13 +285,13 @@ class Runner:
     ) -> Measurement | Failure:
         """Time two models against each other on the inputs of `feed`, in one exchange with the worker.
 
-        Round r runs A B B A or B A A B, by a coin of (seed, r); with long inferences A B or B A. It gives the mean of
-        each side's slots in seconds per inference. A `Slot` is the same for both sides and for all rounds of this pair.
-        Several workloads take turns in each round, and share `slot_seconds`. `warmup` inferences of each model come
-        before the first round.
+        Round r runs A B B A or B A A B, drawn with seed (seed, r); with long inferences A B or B A. Its times are the
+        means over each side's turns, in seconds per inference. Both sides and all rounds of a pair have the same
+        `Slot`. Several workloads follow each other in each round, and share `slot_seconds`. `warmup` inferences of each
+        model come before the first round.
 
-        Where each turn starts a process, a round is A B or B A, without warm-up. Round r then runs `samples[r]`, if
-        there are so many, in place of a single workload of its sizes, and `outputs` of b on it take no time.
+        Where each turn starts a process, a round is A B or B A, without warm-up. Round r then runs `samples[r]`, if it
+        exists and has the shapes of the only workload, and keeps the outputs of b for a later call of `outputs`.
         """
         if not self._mix:
             raise ValueError("rounds need a sample: call feed first")
@@ -326,7 +326,7 @@ class Runner:
         """The answer to a request that concerns no model.
 
         Raises:
-            EngineUnavailable: there is none.
+            EngineUnavailable: the request fails.
         """
         result = twice(lambda: self._connection.ask(name, *arguments, what="answering"))
         if isinstance(result, Failure):
@@ -338,7 +338,7 @@ class Runner:
         return twice(lambda: self._rebuild(handles) or self._connection.ask(name, *arguments, what=what, extra=extra))
 
     def _rebuild(self, handles: list[Handle]) -> Failure | None:
-        """Build again those that were lost with a worker, or freed for other builds."""
+        """Build again those of `handles` that were lost with a worker, or freed for other builds; the first failure."""
         self._connection.open()
         needed = frozenset(handle.build for handle in handles)
         for handle in handles:
@@ -394,7 +394,7 @@ class Runner:
 
 
 def as_workloads(given: Tensors | Mix) -> Mix:
-    """Workloads whose shares add up to 1; inputs by name are a single workload."""
+    """Workloads with shares that add up to 1. A mapping of inputs by name is a single workload."""
     mix = (Workload(given),) if isinstance(given, Mapping) else given
     total = sum(workload.share for workload in mix)
     return tuple(
@@ -403,10 +403,10 @@ def as_workloads(given: Tensors | Mix) -> Mix:
 
 
 def insist(result: T | Failure, otherwise: str, error: type[QdqtuneError] = EngineFailure) -> T:
-    """A result that is no failure.
+    """The result, if it is no `Failure`.
 
     Raises:
-        EngineFailure: it is one: `otherwise`, and the reason. Or another `error`.
+        `error`, by default EngineFailure: it is one. The message is `otherwise` and the reason.
     """
     if isinstance(result, Failure):
         raise error(f"{otherwise}: {result.reason}")

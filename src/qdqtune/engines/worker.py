@@ -2,7 +2,7 @@
 
 It reads requests `(name of a Session method, arguments)` from socket FD, and answers each with `(True, result)` or
 `(False, QdqtuneError)`. Any other exception is a defect: it ends the process, with a traceback in its log. Engines may
-print to standard output. The process ends when the other end of the socket closes, however its parent died. It needs
+print to standard output. The process ends when the other end of the socket closes, however its parent died. This needs
 POSIX.
 """
 
@@ -31,7 +31,7 @@ from qdqtune.errors import QdqtuneError
 from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Slot, Tensors, Workload
 
 PROBES, PROBE_SECONDS = 3, 0.2
-"""A model's speed is probed by at most so many inferences, which stop after so many seconds. Chosen, not measured."""
+"""A model's speed is the best of `PROBES` inferences, fewer after `PROBE_SECONDS`. Chosen, not measured."""
 
 
 class Session:
@@ -41,14 +41,14 @@ class Session:
         self._engine, self._is_launched = opener(spec), spec.name in LAUNCHED
         self._models: dict[int, Built] = {}
         self._mix: Mix = (Workload({}),)
-        self._building: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._build_context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def describe(self) -> dict[str, str]:
-        """`Engine.describe`."""
+        """`Engine.describe` of this process's engine."""
         return self._engine.describe()
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """`Engine.numeric_format`."""
+        """`Engine.numeric_format` of this process's engine."""
         return self._engine.numeric_format(quant_type)
 
     def feed(self, mix: Mix) -> None:
@@ -57,7 +57,7 @@ class Session:
 
     def save_memory(self) -> None:
         """From now on, build in `scarce_memory`."""
-        self._building = scarce_memory
+        self._build_context = scarce_memory
 
     def compile(self, path: Path, log: Path, plan: Path) -> float:
         """`Compiler.compile`; the seconds that it took."""
@@ -68,7 +68,7 @@ class Session:
     def build(self, number: int, path: Path, log: Path, plan: Path | None = None) -> float:
         """Build a model, or load its plan, and keep it under a number; the seconds that it took."""
         start = perf_counter()
-        with self._building():
+        with self._build_context():
             if plan is None:
                 self._models[number] = self._engine.build(path, log)
             else:
@@ -90,13 +90,13 @@ class Session:
     def layers(self, number: int, runs: int) -> tuple[Layer, ...]:
         """`Built.layers` with the times of the average call."""
         model = self._models[number]
-        with self._building():  # many engines build the model once more for the report
+        with self._build_context():  # many engines build the model once more for the report
             reports = [model.layers(workload.inputs, runs) for workload in self._mix]
         return_free_memory()
         return average_layers(self._mix, reports)
 
     def save(self, number: int, path: Path) -> None:
-        """`Built.save`."""
+        """`Built.save` of the model with this number."""
         self._models[number].save(path)
 
     def start_seconds(self, number: int) -> float:
@@ -104,10 +104,10 @@ class Session:
         return cast(Launched, self._models[number]).start_seconds if self._is_launched else 0.0
 
     def probe(self, a: int, b: int, slot_seconds: float) -> list[Slot]:
-        """The slot of each workload, in which the slower model is busy for an equal part of `slot_seconds`."""
+        """The `Slot` of each workload, in which the slower model runs for an equal part of `slot_seconds`."""
         models, part = [self._models[n] for n in dict.fromkeys((a, b))], slot_seconds / len(self._mix)
         if start := max(self.start_seconds(a), self.start_seconds(b)):
-            return [Slot.of(0.0, part, start)] * len(self._mix)  # how often it runs the model, a process finds out
+            return [Slot.of(0.0, part, start)] * len(self._mix)  # the process chooses how often it runs the model
         slower = [max(_quickest(model, workload.inputs) for model in models) for workload in self._mix]
         return [Slot.of(seconds, part) for seconds in slower]
 
@@ -124,7 +124,7 @@ class Session:
         """Paired rounds of the models `a` and `b`, each of all workloads in their slots: see `Runner.rounds`."""
         first, second = self._models[a], self._models[b]
         if self._is_launched:
-            return self._launched(first, cast(Launched, second), coins_of(seed, numbers), samples)
+            return self._launched_rounds(first, cast(Launched, second), coins_of(seed, numbers), samples)
         coins = coins_of(seed, numbers)
         if warmup:
             for workload in self._mix:
@@ -140,9 +140,9 @@ class Session:
                 rounds[-1].append(_round(first, second, workload.inputs, slot, a_is_first=coin))
         return measurement(self._mix, rounds)
 
-    def _launched(self, a: Built, b: Launched, coins: Sequence[bool], samples: Sequence[Tensors]) -> Measurement:
-        """Rounds of models that start a process for each turn, which warms up by itself. The first rounds run these
-        samples in place of the workload, and keep the outputs of b."""
+    def _launched_rounds(self, a: Built, b: Launched, coins: Sequence[bool], samples: Sequence[Tensors]) -> Measurement:
+        """Rounds of models that start a process for each turn, which warms up by itself. The first rounds run `samples`
+        in place of a workload of the same shapes, and keep the outputs of b."""
         rounds: list[list[tuple[float, float]]] = []
         for number, a_is_first in enumerate(coins):
             rounds.append([])
@@ -161,7 +161,7 @@ def _sizes(inputs: Tensors) -> dict[str, tuple[int, ...]]:
 
 
 def coins_of(seed: int, numbers: Sequence[int]) -> list[bool]:
-    """Whether the first model comes first in each of these rounds."""
+    """For each round, whether it begins with model a."""
     return [bool(np.random.default_rng((seed, number)).integers(2)) for number in numbers]
 
 
@@ -175,7 +175,7 @@ def _quickest(model: Built, inputs: Tensors) -> float:
 
 
 def _round(a: Built, b: Built, inputs: Tensors, slot: Slot, *, a_is_first: bool) -> tuple[float, float]:
-    """Seconds per inference of both models in one round: A B B A or B A A B, or the first half of these."""
+    """Seconds per inference of both models in one round: A B B A or B A A B; with one turn, A B or B A."""
     first, second = (a, b) if a_is_first else (b, a)
     seconds = [model.time(inputs, slot.runs) for model in (first, second, second, first)[: 2 * slot.turns]]
     outside, inside = (sum(seconds[0::3]) / slot.turns, sum(seconds[1:3]) / slot.turns)
@@ -200,7 +200,7 @@ def average_layers(mix: Mix, reports: Sequence[tuple[Layer, ...]]) -> tuple[Laye
     names = [[(layer.name, layer.nodes) for layer in report] for report in reports]
     if all(each == names[0] for each in names):
         return tuple(
-            replace(together[0], time_ms=_mean([layer.time_ms for layer in together], shares))
+            replace(together[0], time_ms=_weighted_mean([layer.time_ms for layer in together], shares))
             for together in zip(*reports, strict=True)
         )
     spent = [sum(layer.time_ms or 0.0 for layer in report) for report in reports]
@@ -212,8 +212,8 @@ def average_layers(mix: Mix, reports: Sequence[tuple[Layer, ...]]) -> tuple[Laye
     )
 
 
-def _mean(times: Sequence[float | None], shares: Sequence[float]) -> float | None:
-    """The sum of times by shares; None if one is unknown."""
+def _weighted_mean(times: Sequence[float | None], shares: Sequence[float]) -> float | None:
+    """The mean of times, weighted by shares; None if one is unknown."""
     known = [share * ms for share, ms in zip(shares, times, strict=True) if ms is not None]
     return sum(known) if len(known) == len(times) else None
 
@@ -242,7 +242,7 @@ def main() -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect garbage now, and not before the end: it would be timed."""
+    """Collect garbage now, and not within the block: that would be timed."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""May a command write these files, and are the files that it reads still the same?
+"""Checks whether a command may write its files, and whether the files that it reads have changed.
 
 A path that does not exist may be written. An existing file may be replaced if an earlier command wrote it: it carries a
 mark, or is on the list in a run's folder. A file that the command reads is never written, under whatever name, and
@@ -49,8 +49,8 @@ class Output:
 
 
 def check_outputs(outputs: Sequence[Output], read: Inputs) -> None:
-    """Refuse outputs that are no files, have no folder or are in none that can be written, that are links out of their
-    folder, or that would overwrite an input, each other, or a file that no earlier command wrote.
+    """Refuse an output that is no file, has no folder that can be written, is a link out of its folder, or would
+    overwrite an input, another output, or a file that no earlier command wrote.
 
     Raises:
         BadOption, OutputError: an output is refused.
@@ -95,7 +95,7 @@ def overwritten(outputs: Iterable[Path], read: Inputs) -> tuple[Path, str] | Non
 
 
 def _identities(path: Path) -> Iterator[Path | tuple[int, int]]:
-    """What equal files have in common: the path without links, and the number on the disk."""
+    """What equal files have in common: the path with links resolved, and device and inode number."""
     with suppress(OSError, ValueError):  # a name that no file can have: writing it gives an error
         yield real(path)
         found = path.stat()
@@ -103,7 +103,7 @@ def _identities(path: Path) -> Iterator[Path | tuple[int, int]]:
 
 
 def real(path: Path) -> Path:
-    """The path without links.
+    """The path with all links resolved.
 
     Raises:
         OSError: no file can have that name (it holds a NUL, say), or its links lead in a circle.
@@ -118,10 +118,10 @@ def real(path: Path) -> Path:
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """Refuse a path in `folder` that a link leads out of it, or to a pipe or a device.
+    """Refuse a path in `folder` that leads out of it through a link, or that is a pipe or a device.
 
     Raises:
-        OutputError: it does.
+        OutputError: the path is refused.
     """
     with writing(path):
         if not real(path).is_relative_to(real(folder)):
@@ -133,7 +133,7 @@ def check_single(path: Path) -> None:
     """Refuse a file with several hard links: a change in place would show under all of them.
 
     Raises:
-        OutputError: it has several.
+        OutputError: the file has several.
     """
     if path.is_file() and path.stat().st_nlink > 1:
         raise OutputError(f"cannot write {path}: the file has another name (a hard link) as well; put a copy there")
@@ -182,7 +182,7 @@ def replaceable(kind: str) -> Callable[[Path], bool]:
 
 
 Stamp = tuple[int, int, int]
-"""Size in bytes, time of the last change in ns, and number on the disk."""
+"""Size in bytes, time of the last change in ns, and inode number."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Removes the temporary folders of processes that were killed.
 
-Each temporary folder holds a lock of its process. `Cleaner` starts this file as a small program of its own, which only
-needs the standard library. It reads from its standard input where such folders are made. The input ends when the
-process that started it has ended, even by a kill; the program then removes the folders there that nobody has locked.
+Each temporary folder holds a lock of its process. `Cleaner` starts this module as a small program that only needs the
+standard library. It reads from its standard input where such folders are made. The input ends when the process that
+started it has ended, even by a kill; the program then removes the folders there that nobody has locked.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def locked(folder: str | os.PathLike[str]) -> int:
 
 
 class Cleaner:
-    """Starts the program of this file, and tells it each place with temporary folders once."""
+    """Starts this module as a program, and tells it once of each place with temporary folders."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class Cleaner:
         self._pipe: int | None = None
 
     def watch(self, parent: str | os.PathLike[str], prefix: str) -> None:
-        """Have folders of this prefix in `parent` removed if this process is killed, once the program runs."""
+        """Have folders of this prefix in `parent` removed if this process is killed. Takes effect after `start`."""
         place = b"%s\0%s\n" % (os.fsencode(os.path.abspath(parent)), prefix.encode())
         with self._lock:
             if place not in self._places:

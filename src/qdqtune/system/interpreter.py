@@ -16,7 +16,7 @@ def python(*arguments: str, **variables: str) -> dict[str, Any]:
     """`args` and `env` for `subprocess` to run this Python with these arguments and additional environment variables.
 
     The process finds the modules that this one finds, except those in the current folder: a numpy.py that happens to be
-    there must not be imported. Only if this package is there, the folder is searched.
+    there must not be imported. It is searched only if it holds this package.
     """
     folders = [os.path.abspath(folder) for folder in sys.path if _is_current(HOME) or not _is_current(folder)]
     path = {"PYTHONPATH": os.pathsep.join(folders)}

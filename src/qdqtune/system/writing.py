@@ -19,7 +19,7 @@ SCRATCH = ".qdqtune-"
 """Prefix of temporary folders beside a result."""
 
 TEMPORARY = "qdqtune-"
-"""Prefix of temporary folders in the system's folder for these."""
+"""Prefix of temporary folders in the system's temporary folder."""
 
 WORKERS = "worker-"
 """Prefix of temporary folders of engine processes, beside their logs."""
@@ -27,7 +27,7 @@ WORKERS = "worker-"
 
 @contextmanager
 def atomic_write(target: Path) -> Iterator[Path]:
-    """A file to write instead of `target`, which is renamed to `target` when the block ends without an error.
+    """Yield a file to write instead of `target`, which is renamed to `target` when the block ends without an error.
 
     Files that were written beside it (external data of a model) are renamed with it. Until then, and after an error,
     existing files of these names are unchanged. If `target` is a link to a file in its folder or below, that file is
@@ -73,7 +73,7 @@ def _flush(fresh: Path, target: Path) -> None:
 
 
 def append(log: Path, text: str) -> None:
-    """Add text to a log; what is no UTF-8, as in names of files, is escaped."""
+    """Add text to a log; characters that are not UTF-8, as in names of files, are escaped."""
     with log.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
 
@@ -125,15 +125,15 @@ def temporary_folder() -> Scratch:
 class Scratch:
     """A temporary folder: a context manager that gives its path and removes it at the end.
 
-    It is locked while its process lives. If the process is killed, `cleanup` removes it, or at the latest the next
-    folder that is made in the same place.
+    It is locked while its process lives. If the process is killed, `cleanup` removes it, at the latest when the next
+    folder is made in the same place.
     """
 
     def __init__(self, parent: Path, prefix: str = SCRATCH) -> None:
-        """Make it in `parent`.
+        """Make the folder in `parent`.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the folder cannot be made.
         """
         remove_left(parent, prefix)
         cleaner().watch(parent, prefix)

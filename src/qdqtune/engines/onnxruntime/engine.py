@@ -27,7 +27,7 @@ from qdqtune.graph.saving import ONE_FILE_LIMIT, nbytes
 from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
 
 LOG_WARNING, LOG_ERROR = 2, 3
-"""Levels of its log."""
+"""Levels of ONNX Runtime's log."""
 
 WARMUP = 1
 """Profiled inferences that do not count: the first one allocates."""
@@ -44,13 +44,13 @@ BLOCK = 4
 measured."""
 
 ORT_MESSAGES = "ONNX Runtime", re.compile(r"^\[ONNXRuntimeError\] : \d+ : (\w+ : Load model from .*? failed:)?")
-"""Its name, and the beginning of its messages that is left out: the files that it names are often temporary."""
+"""Arguments of `translated`: a name, and the beginning of messages, which is cut: it often names a temporary file."""
 
 TOO_NEW = {
     r"Unsupported model IR version: (\d+), max supported IR version: (\d+)": "IR version",
     r"Opset (\d+) is under development .* is till opset (\d+)": "opset",
 }
-"""How it refuses a model of a later ONNX than it knows, and what is too new."""
+"""Messages of ONNX Runtime about a model of a later ONNX than it knows, and what is too new."""
 
 INPUT_FOLDER = "session.model_external_initializers_file_folder_path"
 KEEP_PAIRS = "session.disable_quant_qdq"
@@ -69,8 +69,8 @@ class OnnxRuntimeOptions:
     threads: CPU threads of each operator; operators run one after the other.
     provider: the execution provider.
     fuse: whether operators are fused. If not, each runs exactly as the file has it: that shows what pairs do to the
-        numbers, not to the speed.
-    fuse_pairs: whether Q/DQ pairs are fused with operators. If not, only these run by themselves.
+        values, not to the speed.
+    fuse_pairs: whether Q/DQ pairs are fused with operators. If not, Q and DQ run as nodes of their own.
     rewrite: without `fuse`, whether ONNX Runtime first rewrites the graph: it moves pairs, and rounds weights between
         them.
     """
@@ -87,7 +87,7 @@ class OnnxRuntimeOptions:
 
 
 def create(options: OnnxRuntimeOptions) -> OnnxRuntime:
-    """The engine.
+    """Make the engine.
 
     Raises:
         EngineUnavailable: this build of ONNX Runtime lacks the provider.
@@ -101,7 +101,7 @@ def create(options: OnnxRuntimeOptions) -> OnnxRuntime:
 
 
 class OnnxRuntime:
-    """Makes sessions, all with the same options."""
+    """Builds models as sessions, all with the same options."""
 
     def __init__(self, options: OnnxRuntimeOptions) -> None:
         self._options = options
@@ -131,7 +131,7 @@ class OnnxRuntime:
         return numbers if is_cpu else NumericFormat(QType.INT8, QType.INT8, symmetric=True)
 
     def build(self, model: Path, log: Path) -> OnnxRuntimeModel:
-        """A session for the model.
+        """Build a model: load it into a session.
 
         Raises:
             EngineFailure: ONNX Runtime refuses the model.
@@ -175,17 +175,17 @@ class OnnxRuntimeModel:
         self._session = session
         self._inputs = frozenset(given.name for given in session.get_inputs())
         self._outputs = [output.name for output in session.get_outputs()]
-        self._writes_twice = True
+        self._reuses_outputs = True
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """`Built.run`."""
+        """Implements `Built.run`."""
         with translated(*ORT_MESSAGES):
-            return dict(zip(self._outputs, self._session.run(self._outputs, self._taken(inputs)), strict=True))
+            return dict(zip(self._outputs, self._session.run(self._outputs, self._known_inputs(inputs)), strict=True))
 
     def time(self, inputs: Tensors, runs: int) -> float:
         """`Built.time`, with inputs and outputs on the device."""
         with translated(*ORT_MESSAGES):
-            given = self._taken(inputs)
+            given = self._known_inputs(inputs)
             if any(array.dtype.kind in "OSU" for array in given.values()):  # strings, which cannot be bound
                 start = time.perf_counter()
                 for _ in range(runs):
@@ -198,20 +198,20 @@ class OnnxRuntimeModel:
             try:
                 return self._seconds(binding, runs)
             except RuntimeError:
-                if not self._writes_twice:
+                if not self._reuses_outputs:
                     raise
-                self._writes_twice = False
+                self._reuses_outputs = False
                 return self._seconds(binding, runs)
 
     def _seconds(self, binding: ort.IOBinding, runs: int) -> float:
-        """Seconds per inference. The first one allocates the outputs, and the others write into them.
+        """Seconds per inference. The first inference allocates the outputs, and the others write into them.
 
-        ONNX Runtime refuses to write an output again that the model declares with another shape than it has. For such a
-        model each inference allocates its outputs.
+        ONNX Runtime refuses to write again into an output whose shape differs from that in the model. For such a model
+        each inference allocates its outputs.
         """
         start = time.perf_counter()
         for run in range(runs):
-            if run == 0 or not self._writes_twice:
+            if run == 0 or not self._reuses_outputs:
                 binding.clear_binding_outputs()
                 for name in self._outputs:
                     binding.bind_output(name)
@@ -222,9 +222,9 @@ class OnnxRuntimeModel:
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """`Built.layers`: those of a second session of the model, which is profiled.
 
-        In that session every node has a name, and fused nodes are named after those that they were made of.
+        In that session every node has a name, and a fused node is named after the nodes that it was made of.
         """
-        model, feed = read_model(self._path), self._taken(inputs)
+        model, feed = read_model(self._path), self._known_inputs(inputs)
         is_large = is_scarce() or nbytes(self._path) >= LOADED_ONCE
         with TemporaryDirectory(prefix="qdqtune-") as name:
             folder = Path(name)
@@ -271,7 +271,7 @@ class OnnxRuntimeModel:
             )
             self._engine.session(path)
 
-    def _taken(self, inputs: Tensors) -> dict[str, Array]:
+    def _known_inputs(self, inputs: Tensors) -> dict[str, Array]:
         """The arrays that the model has inputs for: in some versions of a model, inputs have become constants."""
         return {name: array for name, array in inputs.items() if name in self._inputs}
 

@@ -27,7 +27,7 @@ Event = Mapping[str, Any]
 MEMORY_COPIES = frozenset({"MemcpyFromHost", "MemcpyToHost"})
 CONVERSIONS = frozenset({"Cast", "ReorderInput", "ReorderOutput", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 INSERTED = MEMORY_COPIES | QDQ | CONVERSIONS
-"""Operators that the optimizer inserts. All other nodes come from nodes of the model."""
+"""Operators of the nodes that the optimizer may insert. Nodes of other operators come from nodes of the model."""
 
 PASSIVE = QDQ | CONVERSIONS | {"Flatten", "Gather", "Identity", "MaxPool", "Slice", "Split"}
 """Operators across which the optimizer moves Q and DQ nodes."""
@@ -39,7 +39,7 @@ MOST_OVERHEAD = 0.9
 """Largest share of a layer's reported time that is taken for overhead of the profile. Chosen, not measured."""
 
 OVERHEAD_STEPS = 40
-"""Enough to find the overhead to the last digit: each halves the interval."""
+"""Steps of the bisection for the overhead: 40 halvings find it to the last digit."""
 
 TRIMMED_SHARE = 0.25
 """Share of the shortest and of the longest times that `trimmed_mean` leaves out. Unlike a median, it resolves fractions
@@ -52,7 +52,7 @@ def report(
     """The layers of a session, in the order in which it ran them; see `Built.layers`.
 
     The first `warmup` inferences in the profile do not count. `plain` are seconds of inferences without the profiler,
-    run between the others: the excess of the layers' times over these is overhead of the profile.
+    run between the profiled ones: the excess of the layers' times over `plain` is overhead of the profile.
 
     Raises:
         EngineFailure: the profile is not that of the optimized graph.
@@ -76,8 +76,8 @@ def trimmed_mean(times: Sequence[float]) -> float:
 
 
 def without_overhead(times: npt.NDArray[np.float64], total: float) -> npt.NDArray[np.float64]:
-    """Layer times minus an equal overhead for each, so that they add up to `total`. At most `MOST_OVERHEAD` of a time
-    is subtracted. Times that add up to less stay as they are.
+    """Layer times minus an equal overhead for each, so that they add up to `total`. At most the share `MOST_OVERHEAD`
+    of a time is subtracted. If times add up to less than `total`, nothing is.
     """
     most = MOST_OVERHEAD * times
     excess = float(times.sum()) - total
@@ -112,12 +112,12 @@ def _inferences(profile: Iterable[Event], nodes: Sequence[onnx.NodeProto]) -> li
 
 
 def _claims(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[Claim]:
-    """The claim of each optimized node, from its name and its tensors."""
+    """The `Claim` of each optimized node, from its name and its tensors."""
     model = _Names(graph)
     tensors = {name: model.tensor(name) for node in nodes for name in (*node.input, *node.output)}
-    claimed = _named(nodes, model, _made(nodes, model, tensors))
+    claimed = _named_nodes(nodes, model, _written_nodes(nodes, model, tensors))
     free = set(model.nodes).difference(*claimed)
-    for i, moved in _moved(nodes, model, tensors):
+    for i, moved in _moved_pairs(nodes, model, tensors):
         nearest = next((name for name in moved if name in free), None)
         if nearest is not None and not claimed[i]:
             claimed[i] = [nearest]
@@ -126,7 +126,7 @@ def _claims(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[Cla
     return [Claim(tuple(names), *around) for names, around in zip(claimed, borders, strict=True)]
 
 
-def _named(nodes: Sequence[onnx.NodeProto], model: _Names, made: Sequence[Sequence[str]]) -> list[list[str]]:
+def _named_nodes(nodes: Sequence[onnx.NodeProto], model: _Names, made: Sequence[Sequence[str]]) -> list[list[str]]:
     """For each optimized node, the nodes of the model that it is named after or whose results it writes."""
     exact = {node.name for node in nodes if node.name in model.nodes}
     claimed = []
@@ -139,11 +139,11 @@ def _named(nodes: Sequence[onnx.NodeProto], model: _Names, made: Sequence[Sequen
     return claimed
 
 
-def _moved(
+def _moved_pairs(
     nodes: Sequence[onnx.NodeProto], model: _Names, tensors: Mapping[str, str]
 ) -> Iterator[tuple[int, Iterator[str]]]:
-    """Every Q and DQ by number, with the nodes of the model that it may be: those behind its input, with only nodes
-    that move data in between."""
+    """The number of every Q and DQ in `nodes`, with the nodes of the model that it may be: those behind its input, with
+    only nodes that move data in between."""
     producer = {tensor: node for node in nodes for tensor in node.output}
     for i, node in enumerate(nodes):
         if node.op_type in QDQ:
@@ -157,7 +157,7 @@ def _moved(
             yield i, (n for n in model.behind(start) if model.nodes[n].op_type == node.op_type)
 
 
-def _made(nodes: Sequence[onnx.NodeProto], model: _Names, tensors: Mapping[str, str]) -> list[list[str]]:
+def _written_nodes(nodes: Sequence[onnx.NodeProto], model: _Names, tensors: Mapping[str, str]) -> list[list[str]]:
     """For each optimized node, the nodes of the model whose results it writes. The results of an inserted node count
     for the node in front of it."""
     made = [[n for t in node.output if (n := model.maker(tensors[t] or t))] for node in nodes]
@@ -188,7 +188,7 @@ class _Names:
 
     def tensor(self, name: str) -> str:
         """The tensor of the model with this name, or with the name without suffixes; "" if there is none."""
-        return next((part for part in _parts(name) if part in self._tensors), "")
+        return next((part for part in _prefixes(name) if part in self._tensors), "")
 
     def maker(self, tensor: str) -> str:
         """The node that writes a tensor, or has its name; "" if there is none."""
@@ -207,10 +207,10 @@ class _Names:
 
     def origin(self, name: str) -> str | None:
         """The node with whose name, or with the name of whose tensor, an optimized node's name begins."""
-        return next((node for part in _parts(name) if (node := self.maker(part))), None)
+        return next((node for part in _prefixes(name) if (node := self.maker(part))), None)
 
 
-def _parts(name: str) -> Iterator[str]:
+def _prefixes(name: str) -> Iterator[str]:
     """A name, then the name without its last suffix, and so on: `a_token_3`, `a_token`, `a`."""
     return (name[:end] for end in range(len(name), 0, -1) if end == len(name) or name[end] in "/_")
 

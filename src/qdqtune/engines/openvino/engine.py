@@ -30,7 +30,7 @@ OPENVINO_MESSAGES = (
     "OpenVINO",
     re.compile(r"Exception from \S+:\d+:\s*|Check '.*?' failed at \S+:\d+:\s*|FrontEnd API failed with \w+:\s*"),
 )
-"""Its name, and what precedes its messages, once for each level of calls: the place in its sources."""
+"""Arguments of `translated`: a name, and parts of messages that are cut: places in OpenVINO's sources."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class OpenVinoOptions:
 
 
 def create(options: OpenVinoOptions) -> OpenVino:
-    """The engine.
+    """Make the engine.
 
     Raises:
         EngineUnavailable: this build of OpenVINO cannot use the CPU.
@@ -82,7 +82,7 @@ class OpenVino:
         return formats.openvino(quant_type)
 
     def build(self, model: Path, log: Path) -> OpenVinoModel:
-        """The model, compiled.
+        """Compile a model.
 
         Raises:
             EngineFailure: OpenVINO refuses the model.
@@ -93,7 +93,7 @@ class OpenVino:
         return OpenVinoModel(self, model, compiled, outputs)
 
     def configuration(self, **more: Any) -> dict[str, Any]:
-        """The properties that models are compiled with, and `more` of them."""
+        """The properties that models are compiled with; `more` are added, or replace some."""
         return {
             "PERFORMANCE_HINT": "LATENCY",
             "NUM_STREAMS": 1,
@@ -114,7 +114,7 @@ class OpenVinoModel:
         self._outputs = outputs
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """`Built.run`."""
+        """Implements `Built.run`."""
         with translated(*OPENVINO_MESSAGES):
             _feed(self._request, inputs)
             self._request.infer(share_outputs=True)

@@ -29,7 +29,7 @@ BORDERS = frozenset({"Input", "Output"})
 
 @dataclass(frozen=True)
 class Tag:
-    """The name of an operation before it was renamed, the nodes that it is part of, and the tensors of a constant.
+    """An operation before it was renamed: its name, the nodes that it is part of, and the tensors of a constant.
 
     An operation that `is_logical` reads or writes booleans, which OpenVINO reports as 8-bit values.
     """
@@ -82,17 +82,17 @@ def report(
         infos[op.get_friendly_name()] = {key: value.astype(str) for key, value in op.get_rt_info().items()}
         sources = (port.get_source_output().get_node() for port in op.inputs())
         before[op.get_friendly_name()] = [source.get_friendly_name() for source in sources]
-    fixed = _fixed(infos, before)
+    fixed = _constant_layers(infos, before)
     running = sorted(
         (name for name, info in infos.items() if name not in fixed and info["layerType"] not in BORDERS),
         key=lambda name: int(infos[name]["execOrder"]),
     )
-    weights = _weights(graph)
+    weights = _dequantized(graph)
     claims, precisions = [], []
     for name in running:
         fused = [tags[int(tagged[1])] for tagged in TAG.finditer(infos[name]["originalLayersNames"])]
         nodes = tuple(dict.fromkeys(node for part in fused for node in part.nodes))
-        constants = _constants(before[name], before, fixed, tags)
+        constants = _constants_read(before[name], before, fixed, tags)
         precisions.append(_precision(infos[name], any(part.is_logical for part in fused)))
         if precisions[-1] == "INT8":  # then its weights have 8 bits as well
             constants = constants.union(*(weights.get(node, frozenset()) for node in nodes))
@@ -115,15 +115,15 @@ def _times(profiles: Sequence[Iterable[Any]]) -> dict[str, float]:
     for profile in profiles:
         for entry in profile:
             samples.setdefault(entry.node_name, []).append(1e3 * entry.real_time.total_seconds())
-    return {name: _undisturbed(values) for name, values in samples.items()}
+    return {name: _mean_of_shortest(values) for name, values in samples.items()}
 
 
-def _undisturbed(times: Sequence[float]) -> float:
+def _mean_of_shortest(times: Sequence[float]) -> float:
     """The mean of the shortest tenth: other processes make some inferences of a layer several times slower."""
     return fmean(sorted(times)[: max(1, len(times) // 10)])
 
 
-def _fixed(infos: Mapping[str, Mapping[str, str]], before: Mapping[str, Sequence[str]]) -> frozenset[str]:
+def _constant_layers(infos: Mapping[str, Mapping[str, str]], before: Mapping[str, Sequence[str]]) -> frozenset[str]:
     """Constants, and layers that depend on constants only: they ran when the model was compiled."""
     fixed: set[str] = set()
     for name, info in infos.items():
@@ -132,13 +132,13 @@ def _fixed(infos: Mapping[str, Mapping[str, str]], before: Mapping[str, Sequence
     return frozenset(fixed)
 
 
-def _weights(graph: onnx.GraphProto) -> dict[str, frozenset[str]]:
+def _dequantized(graph: onnx.GraphProto) -> dict[str, frozenset[str]]:
     """For each node, the inputs of the DequantizeLinear nodes in front of it."""
     sources = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "DequantizeLinear"}
     return {node.name: frozenset(sources[t] for t in node.input if t in sources) for node in graph.node}
 
 
-def _constants(
+def _constants_read(
     names: Sequence[str], before: Mapping[str, Sequence[str]], fixed: frozenset[str], tags: Sequence[Tag]
 ) -> frozenset[str]:
     """The model's constants that a layer reads, directly or after preparation."""
@@ -157,7 +157,7 @@ def _kind(info: Mapping[str, str], name: str, operators: Sequence[str]) -> Layer
         return "quantize" if QDQ.issuperset(operators) else "compute"
     if info["layerType"] in ("Convert", "Reorder"):
         return "reformat"
-    return "quantize" if "FakeQuantize" in (info["layerType"], name.split("_")[0]) else "compute"  # of a moved pair
+    return "quantize" if "FakeQuantize" in (info["layerType"], name.split("_")[0]) else "compute"  # from a moved pair
 
 
 def _precision(info: Mapping[str, str], is_logical: bool) -> str:

@@ -36,7 +36,7 @@ Put = Callable[[Array], Any]
 """Puts an array into the object store, and returns the reference to it."""
 
 Get = Callable[[Any], Array]
-"""The array of a reference."""
+"""Gets the array of a reference from the object store."""
 
 FILES = "files"
 """Name of the folder for model files, within the temporary folder of an actor."""
@@ -52,7 +52,7 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class SentModel:
-    """A model file, and by name the files that hold its constants."""
+    """A model file to send: its name, the bytes of its ModelProto, and by name the files that hold its constants."""
 
     name: str
     proto: StoredArray | Array
@@ -67,7 +67,7 @@ class Sender:
     stored: dict[str, StoredArray] = field(default_factory=dict)
 
     def store(self, values: Array) -> StoredArray:
-        """An array in the object store, where it is put if its content is new."""
+        """Put an array into the object store, unless its content is there already."""
         content = hashlib.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
         digest = hashlib.sha256(f"{content.hexdigest()}{values.dtype}{values.shape}".encode()).hexdigest()[:32]
         if digest not in self.stored:
@@ -75,15 +75,15 @@ class Sender:
         return self.stored[digest]
 
     def arrays(self, tensors: Mapping[str, Array]) -> dict[str, Array | StoredArray]:
-        """Arrays by name, the large ones stored."""
+        """Arrays by name; those from `STORED_BYTES` on are put into the object store."""
         held = {name: np.asarray(array) for name, array in tensors.items()}
         return {n: self.store(a) if a.nbytes >= STORED_BYTES and a.dtype.kind != "O" else a for n, a in held.items()}
 
     def model(self, path: Path) -> SentModel:
-        """A model file and its external data.
+        """Put a model file and its external data into the object store.
 
         Raises:
-            BadOption: it cannot be read.
+            BadOption: a file cannot be read.
         """
         with reading(path):
             proto = onnx.load(path, load_external_data=False)
@@ -171,8 +171,8 @@ class WorkerLocation:
 
 class WorkerActor:
     """Answers the requests of one runner on a device of this host. Ray ends it together with the process that created
-    it; the engine process then ends too, and the files of both are removed. Names of files in the options of the
-    engine are relative to `folder`, if this host has it."""
+    it; the engine process then ends too, and the files of both are removed. File names in the engine's options are
+    relative to `folder`, if this host has that folder."""
 
     def __init__(self, spec: EngineSpec, cores_each: int | None, get: Get, folder: str) -> None:
         with suppress(OSError):
@@ -186,10 +186,10 @@ class WorkerActor:
         self._worker: WorkerProcess | None = None
 
     def start(self) -> WorkerLocation:
-        """Start an engine process on cores that no other worker holds, and on such a GPU if the engine needs one.
+        """Start an engine process on free cores of this host, and on a free GPU if the engine needs one.
 
         Raises:
-            BadOption, EngineUnavailable: none are free.
+            BadOption, EngineUnavailable: there are too few within `LEASE_SECONDS`.
         """
         end = monotonic() + LEASE_SECONDS
         while True:
@@ -203,7 +203,7 @@ class WorkerActor:
                 sleep(0.1)
 
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> Reply:
-        """One request of `worker.Session`. A model file comes as `SentModel`; a saved file is returned as its
+        """Pass on one request for `worker.Session`. A model file comes as `SentModel`; a saved file is returned as its
         content."""
         assert self._worker is not None
         log, wanted = self._folder / "build.log", None

@@ -32,13 +32,13 @@ CLOSING_SECONDS = 2.0
 """How long an actor may take to remove its files before it is killed. Chosen, not measured."""
 
 LOCAL = "local"
-"""The address of a cluster that is started for one run."""
+"""The address that starts a cluster on this host for one run."""
 
 LONGEST_FOLDER = 24
 """Characters of a folder's path with which the names of Ray's sockets fit into the 107 that Linux allows."""
 
 NETWORK_SECONDS = 60.0
-"""Added to the limit of each request for the way to another host and back. Chosen, not measured."""
+"""Seconds added to the limit of each request for the way to another host and back. Chosen, not measured."""
 
 
 @dataclass
@@ -60,18 +60,18 @@ class Cluster:
         wants = {"num_cpus": cores, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
         actor: Any = ray.remote(WorkerActor).options(**wants).remote(self.spec, cores, ray.get, os.getcwd())
         try:
-            where = _answer(actor.start.remote(), WAIT_SECONDS, partial(self._check_capacity, cores))
+            where = _await_answer(actor.start.remote(), WAIT_SECONDS, partial(self._check_capacity, cores))
         except TimeoutError:
-            _end(actor)
+            _end_actor(actor)
             wanted = f"{cores} CPUs" + (" and a GPU" if gpus else "")
             raise EngineUnavailable(
                 f"the cluster has had no node with {wanted} to spare for {WAIT_SECONDS:.0f} s: give fewer `workers`"
             ) from None
         except RayError as error:
-            _end(actor)
+            _end_actor(actor)
             raise EngineUnavailable(f"no worker starts on the cluster: {_reason(error)}") from error
         if where.version != __version__:
-            _end(actor)
+            _end_actor(actor)
             raise EngineUnavailable(
                 f"{where.host} has qdqtune {where.version}, and here is {__version__}: install one version everywhere"
             )
@@ -83,7 +83,7 @@ class Cluster:
         """Stop waiting for a worker that the cluster cannot hold any more because nodes were lost.
 
         Raises:
-            TimeoutError: it cannot.
+            TimeoutError: the cluster cannot hold the worker.
         """
         if sum(worker.alive for worker in self.started) >= capacity(self.spec, cores):
             raise TimeoutError
@@ -99,7 +99,7 @@ class RemoteWorker:
         self.location = str(location)
 
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
-        """`Worker.request`."""
+        """Implements `Worker.request`."""
         log = target = None
         if name == "build":
             number, path, log, _ = arguments  # there is no plan: builds are not made ahead for other hosts
@@ -111,7 +111,7 @@ class RemoteWorker:
         elif name == "run":
             arguments = (arguments[0], self._sender.arrays(arguments[1]))
         try:
-            reply: Reply = _answer(self._actor.request.remote(name, arguments, limit), limit + NETWORK_SECONDS)
+            reply: Reply = _await_answer(self._actor.request.remote(name, arguments, limit), limit + NETWORK_SECONDS)
         except RayError as error:
             self.alive, self._reason = False, _reason(error)
             raise EOFError from error
@@ -128,32 +128,32 @@ class RemoteWorker:
         return reply.good, reply.result
 
     def kill(self) -> None:
-        """`Worker.kill`."""
+        """Implements `Worker.kill`."""
         if self.alive:
             self.alive = False
-            _end(self._actor)
+            _end_actor(self._actor)
 
     def exit_reason(self) -> str:
-        """`Worker.exit_reason`."""
+        """Implements `Worker.exit_reason`."""
         return f"{self._reason or 'no reason given'} on {self.location}"
 
     def printed(self) -> str:
-        """`Worker.printed`."""
+        """Implements `Worker.printed`."""
         return self._printed
 
 
-def _end(actor: Any) -> None:
+def _end_actor(actor: Any) -> None:
     """End an actor. If it is idle it removes its files first; otherwise its engine process does so when it ends."""
     with contextlib.suppress(RayError):
         ray.wait([actor.close.remote()], timeout=CLOSING_SECONDS)
         ray.kill(actor)
 
 
-def _answer(reference: Any, limit: float, check: Callable[[], None] = lambda: None) -> Any:
+def _await_answer(reference: Any, limit: float, check: Callable[[], None] = lambda: None) -> Any:
     """The answer of an actor. `check` is called every `CHECK_SECONDS` while this waits.
 
     Raises:
-        TimeoutError: it did not come in time.
+        TimeoutError: no answer came within `limit` seconds.
         RayError: the actor has died, or failed.
     """
     waiting, deadline = current_check(), monotonic() + limit
@@ -209,7 +209,7 @@ def _session_folder() -> Scratch:
 
 
 def capacity(spec: EngineSpec, cores_each: int) -> int:
-    """How many workers the cluster can hold, each with so many cores, and with a GPU if the engine needs one."""
+    """How many workers the cluster can hold, each with `cores_each` cores, and with a GPU if the engine needs one."""
     total = 0
     for node in nodes():
         has = node["Resources"] if node["Alive"] else {}
@@ -219,17 +219,17 @@ def capacity(spec: EngineSpec, cores_each: int) -> int:
 
 
 def nodes() -> Sequence[Mapping[str, Any]]:
-    """What Ray says of each node."""
+    """Ray's description of each node of the cluster."""
     listed: Sequence[Mapping[str, Any]] = ray.nodes()
     return listed
 
 
 def devices(spec: EngineSpec, workers: int | None, cores_each: int | None, most: int = 0) -> tuple[Device, ...]:
-    """Devices for so many workers, by default for as many as the cluster can hold. Ray decides where each runs.
+    """Devices for `workers` workers, by default for as many as the cluster can hold. Ray decides where each runs.
 
     Raises:
         BadOption: no node has as many cores as `most`.
-        EngineUnavailable: it cannot hold as many.
+        EngineUnavailable: the cluster cannot hold so many workers.
     """
     each = cores_for(spec, cores_each)
     if most > each and not capacity(spec, most):

@@ -71,7 +71,7 @@ class TensorRt:
         return numeric_format(self._trt, quant_type)
 
     def build(self, model: Path, log: Path) -> Built:
-        """A serialized engine, loaded onto the GPU.
+        """Build a serialized engine, and load it onto the GPU.
 
         Raises:
             EngineFailure: TensorRT refuses the model.
@@ -87,7 +87,7 @@ class TensorRt:
             save_plan(build_plan(self._trt, model, self._options, self._times), plan)
 
     def load(self, plan: Path, model: Path, log: Path) -> Built:
-        """`Compiler.load`."""
+        """Implements `Compiler.load`."""
         with translated(self._cuda):
             return TensorRtModel(self._trt, self._cuda, plan.read_bytes(), model)
 
@@ -104,7 +104,7 @@ def numeric_format(trt: Any, quant_type: QuantType) -> NumericFormat:
 
 
 class TensorRtModel:
-    """An engine on the GPU, and its plan."""
+    """A model that is loaded onto the GPU, with the plan that it was loaded from."""
 
     def __init__(self, trt: Any, cuda: Cuda, plan: Any, model: Path) -> None:
         self._trt, self._cuda, self._plan, self._model = trt, cuda, plan, model
@@ -122,7 +122,7 @@ class TensorRtModel:
         return engine
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """`Built.run`."""
+        """Implements `Built.run`."""
         with translated(self._cuda):
             self._execution.bind(inputs)
             self._execution.enqueue()
@@ -135,7 +135,7 @@ class TensorRtModel:
             return self._execution.seconds(runs)
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
-        """`Built.layers`."""
+        """Implements `Built.layers`."""
         with translated(self._cuda):  # a profiler cannot be removed from a context, so this one is used once
             with contextlib.closing(Execution(self._trt, self._cuda, self._engine)) as execution:
                 execution.bind(inputs)
@@ -156,7 +156,7 @@ class TensorRtModel:
 
 @contextmanager
 def translated(cuda: Cuda | None) -> Iterator[None]:
-    """Raise what the bindings raise as an EngineFailure. The whole message goes to standard error.
+    """Turn exceptions of the bindings into EngineFailure. The whole message goes to standard error.
 
     After a failure the device is checked: an inference that reads invalid addresses makes it unusable for the process.
 

@@ -1,6 +1,6 @@
 """Builds a serialized TensorRT engine, also called a plan, of an ONNX file: TensorRT 8.6, 10, 11 and TensorRT-RTX.
 
-`trt` is the vendor's module. Where versions differ, it depends on whether a name exists there.
+`trt` is the vendor's module. Code that depends on the version tests whether a name exists in this module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 
 
 class TimingCache:
-    """Times of kernels that builds share, in memory and, if a path is given, in a file.
+    """Kernel times that builds share, in memory and, if a path is given, in a file.
 
     A file of another version of TensorRT, or one that is no timing cache, is neither used nor changed.
     """
@@ -31,14 +31,14 @@ class TimingCache:
     def apply(self, config: Any) -> None:
         """Set the known times in the configuration of a build."""
         stored = self._read()
-        if stored and not self._accepts(config, stored):
+        if stored and not self._try_set(config, stored):
             os.write(2, f"{self._path} is no timing cache of this TensorRT and GPU: not used\n".encode())
             self._path = None
         if self._path is None or not stored:
-            self._accepts(config, self._data)
+            self._try_set(config, self._data)
 
     def update(self, config: Any) -> None:
-        """Take over the times after a build, and add them to the file.
+        """Keep the kernel times of a build, and add them to the file.
 
         Raises:
             OutputError: the file cannot be written.
@@ -56,7 +56,7 @@ class TimingCache:
         return self._path.read_bytes() if self._path is not None and self._path.is_file() else b""
 
     @staticmethod
-    def _accepts(config: Any, data: bytes) -> bool:
+    def _try_set(config: Any, data: bytes) -> bool:
         cache = config.create_timing_cache(data)
         return cache is not None and bool(config.set_timing_cache(cache, False))
 
@@ -79,7 +79,7 @@ def logger_of(trt: Any) -> Any:
             self.errors, self.layers = [], ""
 
         def reason(self, otherwise: str) -> str:
-            """The first error message, from which others mostly follow."""
+            """The first error message, the cause of most others; `otherwise` if there was none."""
             return one_line(self.errors[0] if self.errors else otherwise)
 
         def log(self, severity: Any, message: str) -> None:
@@ -98,7 +98,7 @@ def load_plugins(trt: Any, libraries: Sequence[str]) -> None:
     """Load TensorRT's own plug-ins, and those in `libraries`.
 
     Raises:
-        BadOption: no such file.
+        BadOption: a library is no file.
         EngineUnavailable: a library cannot be loaded.
     """
     trt.init_libnvinfer_plugins(logger_of(trt), "")
@@ -199,7 +199,7 @@ def _profile(builder: Any, network: Any, options: TensorRtOptions) -> Any | None
 
 
 def _fits(shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether a shape has these sizes, where -1 stands for any."""
+    """Whether a shape fits the `sizes` of an input, where -1 stands for any size."""
     return len(shape) == len(sizes) and all(known in (-1, given) for given, known in zip(shape, sizes, strict=True))
 
 

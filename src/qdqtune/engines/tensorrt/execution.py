@@ -71,7 +71,7 @@ class Cuda:
         )
 
     def stream(self) -> Any:
-        """A new stream, to be freed by `free_stream`. `int` of it is its handle."""
+        """A new stream, to be freed by `free_stream`. `int(stream)` is its handle."""
         return self._call("cudaStreamCreate")
 
     def free_stream(self, stream: Any) -> None:
@@ -86,7 +86,7 @@ class Cuda:
         """Check that the device still works.
 
         Raises:
-            CudaError: it does not.
+            CudaError: the device does not work.
         """
         self._api.cudaGetLastError()  # clears an error that was reported before
         self._call("cudaDeviceSynchronize")
@@ -114,7 +114,7 @@ class Cuda:
         return array
 
     def seconds(self, stream: Any, work: Callable[[], None]) -> float:
-        """How long the device is busy with what `work` puts on the stream."""
+        """Seconds that the device is busy with what `work` puts on the stream."""
         start, stop = self._call("cudaEventCreate"), self._call("cudaEventCreate")
         try:
             self._call("cudaEventRecord", start, stream)
@@ -206,7 +206,7 @@ class Execution:
         for name in self._inputs:
             if name not in inputs:
                 raise EngineFailure(f"TensorRT: there is no array for input {name!r}")
-            self._put(name, np.asarray(inputs[name], self._dtype(name), order="C"))
+            self._bind_input(name, np.asarray(inputs[name], self._dtype(name), order="C"))
         if unknown := self._context.infer_shapes():
             raise EngineFailure(f"TensorRT: the shapes of {', '.join(unknown)} remain unknown")
         for name in self._outputs:
@@ -216,7 +216,7 @@ class Execution:
                 self._can_capture = False
             else:
                 size = math.prod(shape) * np.dtype(self._dtype(name)).itemsize
-                self._point(name, self._reserve(name, size))
+                self._set_address(name, self._reserve(name, size))
         self._shapes = shapes
 
     def enqueue(self) -> None:
@@ -225,7 +225,7 @@ class Execution:
             raise EngineFailure("TensorRT: the inference was refused")
 
     def outputs(self) -> dict[str, Array]:
-        """The outputs, after all work on the stream."""
+        """Wait for all work on the stream, and return the graph outputs by name."""
         self._cuda.synchronize(self._stream)
         return {
             name: self._cuda.download(self._buffers[name][0], self._shape(name), self._dtype(name), self._stream)
@@ -266,7 +266,7 @@ class Execution:
         return text, [(calls[0][0], median(ms for _, ms in calls)) for calls in columns]
 
     def close(self) -> None:
-        """Free everything."""
+        """Free the context, the buffers and the stream."""
         self._drop_graph()
         # The allocator refers to this object: both, and the weights, would stay until the next garbage collection.
         del self._context, self._allocator, self._engine
@@ -275,19 +275,19 @@ class Execution:
         self._buffers.clear()
         self._cuda.free_stream(self._stream)
 
-    def _put(self, name: str, array: Array) -> None:
+    def _bind_input(self, name: str, array: Array) -> None:
         if not self._context.set_input_shape(name, array.shape):
             raise EngineFailure(f"TensorRT: input {name!r} cannot have sizes {array.shape} in this engine")
         if self._engine.get_tensor_location(name) == self._trt.TensorLocation.HOST:  # a shape, which the CPU reads
             self._host[name] = array
             self._drop_graph()  # its values are part of the graph
-            self._point(name, array.ctypes.data)
+            self._set_address(name, array.ctypes.data)
         else:
             address = self._reserve(name, array.nbytes)
-            self._point(name, address)
+            self._set_address(name, address)
             self._cuda.upload(address, array, self._stream)
 
-    def _point(self, name: str, address: int) -> None:
+    def _set_address(self, name: str, address: int) -> None:
         if not self._context.set_tensor_address(name, address):
             raise EngineFailure(f"TensorRT: no memory can be bound to {name!r}")
 
@@ -317,7 +317,7 @@ class Execution:
 
 
 def _profiler(trt: Any) -> Any:
-    """Keeps the name and the time of each layer that TensorRT reports."""
+    """A profiler that keeps the name and the milliseconds of each layer that TensorRT reports."""
 
     class Profiler(trt.IProfiler):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -331,7 +331,7 @@ def _profiler(trt: Any) -> Any:
 
 
 def _allocator(trt: Any, reserve: Callable[[str, int], int]) -> Any:
-    """Allocates outputs whose size is known during the inference only, and keeps their shapes."""
+    """An allocator of outputs whose size is known during the inference only; it keeps their shapes."""
 
     class Allocator(trt.IOutputAllocator):  # type: ignore[misc]
         def __init__(self) -> None:

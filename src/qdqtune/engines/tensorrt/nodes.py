@@ -80,16 +80,16 @@ def mentioned(layer: str) -> tuple[str, ...]:
 def assign(
     model: onnx.ModelProto, names: NodeNames, layers: Sequence[tuple[str, Sequence[str]]]
 ) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-    """The nodes of each layer, so that every node of the model is in one, and the nodes that were folded.
+    """The nodes of each layer, and the nodes that were folded. Every node of the model is in one of these.
 
     `names` are those of the model, `layers` the name of each layer with the nodes that it mentions. Nodes that no layer
     mentions are assigned by `coverage.cover`: TensorRT, too, fuses a DQ with its reader and other nodes with the
     producer of their input.
 
     Raises:
-        BadOption: the layers mention no node of the model, or mostly others.
+        BadOption: no layer mentions a node of the model, or most mention none.
     """
-    home = _claimed(names, layers)
+    home = _mentioned_in(names, layers)
     for number, (name, _) in enumerate(layers):
         if foreign := FOREIGN.search(name):
             for between in _between(names, *foreign.groups()):
@@ -103,7 +103,7 @@ def assign(
     return cover(named, [Claim(tuple(own)) for own in claims])
 
 
-def _claimed(names: NodeNames, layers: Sequence[tuple[str, Sequence[str]]]) -> dict[str, int]:
+def _mentioned_in(names: NodeNames, layers: Sequence[tuple[str, Sequence[str]]]) -> dict[str, int]:
     """The number of the layer for each mentioned node: the first with the node in its name, or else in its metadata."""
     home: dict[str, int] = {}
     for number, (layer, own) in enumerate(layers):
@@ -136,7 +136,7 @@ def _between(names: NodeNames, first: str, last: str) -> set[str]:
 
 
 def _reached(start: Iterable[str], neighbours: Mapping[str, Sequence[str]]) -> set[str]:
-    """What can be reached from `start`, which is included."""
+    """The names that can be reached from `start` along `neighbours`; `start` is included."""
     seen, stack = set(start), list(start)
     while stack:
         fresh = set(neighbours[stack.pop()]) - seen

@@ -1,4 +1,4 @@
-"""What the engines of the TensorRT family are told: their options, input shapes, and the timing cache."""
+"""Options of the TensorRT engines, the input shapes among them, and the file of the timing cache."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Span(NamedTuple):
 
     @staticmethod
     def of(low: Sequence[int] | None, usual: Sequence[int] | None, high: Sequence[int] | None) -> Span | None:
-        """The span of the sizes that are given, which stand for those that are not; None if none are."""
+        """The span; a missing value is replaced by a given one, `usual` first. None if all three are missing."""
         size = usual or high or low
         return None if size is None else Span(tuple(low or size), tuple(size), tuple(high or size))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRtOptions:
-    """Options of the whole family.
+    """Options that all engines of the TensorRT family have.
 
     plugin_libraries: shared libraries with plug-ins.
     min_shapes, opt_shapes, max_shapes: smallest sizes of each dynamic input, those to tune for, and largest.
@@ -71,15 +71,15 @@ class TensorRtOptions:
 
     @property
     def target(self) -> str | None:
-        """The GPU to build for, such as `sm89`, which need not be here; None is the one that is."""
+        """The architecture of the GPU to build for, such as `sm89`; None is the GPU of this machine."""
         return None
 
     def shapes(self, name: str) -> Span | None:
-        """The sizes of an input; None if none are given."""
+        """The `Span` of an input's sizes; None if none are given."""
         return Span.of(*((getattr(self, option) or {}).get(name) for option in SHAPE_OPTIONS))
 
     def described(self) -> dict[str, str]:
-        """Those that change the latency, as text."""
+        """The options that change the latency, as text by name."""
         shapes = {name: f"{dict(values)}" for name in SHAPE_OPTIONS if (values := getattr(self, name))}
         others = {"workspace_mb": self.workspace_mb, "builder_level": self.builder_level, "target": self.target}
         return shapes | {name: str(value) for name, value in others.items() if value not in (None, "")}
@@ -129,7 +129,7 @@ def spans(spec: EngineSpec) -> dict[str, Span]:
     if spec.name not in TENSORRT_FAMILY:
         return {}
     given = [dict(spec.options.get(name) or {}) for name in SHAPE_OPTIONS]
-    for word in _words(spec):
+    for word in _split_arguments(spec):
         if match := SHAPE_FLAG.fullmatch(word):
             for i, which in enumerate(("min", "opt", "max")):
                 if match[1] in (None, which):
@@ -140,7 +140,7 @@ def spans(spec: EngineSpec) -> dict[str, Span]:
 
 
 def check_inputs(spec: EngineSpec, model: Model) -> None:
-    """Check the shapes that an engine is given against the inputs of a model, and the names of these for trtexec.
+    """Check the shapes that an engine is given against the inputs of a model; for trtexec also the names of the inputs.
 
     Engines themselves ignore shapes for unknown inputs, since they also build parts of a model.
 
@@ -171,17 +171,17 @@ def check_inputs(spec: EngineSpec, model: Model) -> None:
 
 
 def with_spans(spec: EngineSpec, found: Mapping[str, Span]) -> EngineSpec:
-    """The engine with these shapes instead of its own."""
+    """`spec` with the spans `found` in place of its own shapes, those in trtexec_args too."""
     options = {name: value for name, value in spec.options.items() if name not in SHAPE_OPTIONS}
     if "trtexec_args" in options:
-        options["trtexec_args"] = shlex.join(word for word in _words(spec) if not SHAPE_FLAG.fullmatch(word))
+        options["trtexec_args"] = shlex.join(word for word in _split_arguments(spec) if not SHAPE_FLAG.fullmatch(word))
     if found:
         options |= {name: {t: list(span[i]) for t, span in found.items()} for i, name in enumerate(SHAPE_OPTIONS)}
     return EngineSpec(spec.name, options)
 
 
-def _words(spec: EngineSpec) -> list[str]:
-    """The single arguments in trtexec_args."""
+def _split_arguments(spec: EngineSpec) -> list[str]:
+    """The arguments in trtexec_args, split as by a shell."""
     try:
         return shlex.split(spec.options.get("trtexec_args") or "")
     except ValueError as error:
@@ -189,7 +189,7 @@ def _words(spec: EngineSpec) -> list[str]:
 
 
 def read_shapes(text: str, where: str = "") -> dict[str, tuple[int, ...]]:
-    """Sizes by input, from `a:1x3x224x224,b:1x8`. `where` the text comes from begins the message of an error.
+    """Sizes by input, from `a:1x3x224x224,b:1x8`. `where` names the source of the text in messages.
 
     Raises:
         BadOption: the text has another form.
@@ -204,6 +204,5 @@ def read_shapes(text: str, where: str = "") -> dict[str, tuple[int, ...]]:
 
 
 def usual_shapes(spec: EngineSpec, calibration_data: str | None) -> dict[str, tuple[int, ...]]:
-    """Shapes for random inputs: those that the engine tunes for. With the user's samples there are none, since samples
-    have shapes."""
+    """Shapes of random inputs: those that the engine tunes for; none with calibration data, which have shapes."""
     return {} if calibration_data else {name: span.usual for name, span in spans(spec).items()}

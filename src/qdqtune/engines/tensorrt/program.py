@@ -38,10 +38,10 @@ Launch = Callable[[Sequence[str], BinaryIO], int]
 
 
 def launch_process(command: Sequence[str], printed: BinaryIO) -> int:
-    """A `Launch`. The child stays in the process group of the worker, so that it is killed with it.
+    """Run a command as a `Launch`. The child stays in the process group of the worker, so that it is killed with it.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the command cannot be started.
     """
     return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, check=False).returncode
 
@@ -53,7 +53,7 @@ def find(name: str, arguments: str, launch: Launch = launch_process) -> Program:
         BadOption: the flags cannot be read, or the user must not set one.
         EngineUnavailable: there is no such program, or it is no trtexec of 8.6 or later.
     """
-    flags = _arguments(arguments)
+    flags = _checked_flags(arguments)
     path = shutil.which(name)
     if path is None:
         raise EngineUnavailable(
@@ -63,7 +63,7 @@ def find(name: str, arguments: str, launch: Launch = launch_process) -> Program:
     return Program(path, _version(path, launch), flags, launch)
 
 
-def _arguments(text: str) -> tuple[str, ...]:
+def _checked_flags(text: str) -> tuple[str, ...]:
     """The user's flags, each once: as in trtexec itself, the last value of a flag counts."""
     try:
         words = shlex.split(text)
@@ -83,7 +83,7 @@ def _arguments(text: str) -> tuple[str, ...]:
 
 
 def flag_name(flag: str) -> str:
-    """`name` of `--name=value`."""
+    """The `name` in `--name=value` or `--name`."""
     return flag.removeprefix("--").partition("=")[0]
 
 
@@ -128,28 +128,28 @@ class Program:
     arguments: tuple[str, ...]
     launch: Launch = launch_process
     profiles: bool = field(default=True, init=False)
-    """Whether it knows the profiling flags. A call that is refused for one shows that it does not."""
+    """Whether the program knows the flags of `PROFILING`; False after it has refused one."""
     start_seconds: float = field(default=2.0, init=False)
-    """What the last timing of a model took; before the first one a guess."""
+    """Seconds that the last timing of a model took; a guess before the first."""
 
     def run(self, flags: Iterable[str], log: Path) -> str:
         """Call the program, append what it prints to the log, and return it.
 
-        A call that is refused for a profiling flag is repeated without these, and later calls omit them.
+        A call that is refused for a profiling flag is repeated without profiling flags, and later calls omit them.
 
         Raises:
             EngineFailure: the call fails.
         """
-        command = self._merged(flags)
+        command = self._merged_flags(flags)
         status, printed = self._call(command, log)
         if status and self.profiles and PROFILING & set(UNKNOWN_OPTION.findall(printed)):
             self.profiles = False
-            status, printed = self._call(self._merged(flags), log)
+            status, printed = self._call(self._merged_flags(flags), log)
         if status or re.search(r"^&&&& FAILED", printed, re.MULTILINE):
             raise EngineFailure(f"trtexec: {_reason(status, printed)}")
         return printed
 
-    def _merged(self, flags: Iterable[str]) -> list[str]:
+    def _merged_flags(self, flags: Iterable[str]) -> list[str]:
         given = {flag_name(flag) for flag in self.arguments} - REPEATABLE
         both = [*(flag for flag in flags if flag_name(flag) not in given), *self.arguments]
         return [flag for flag in dict.fromkeys(both) if self.profiles or flag_name(flag) not in PROFILING]

@@ -33,7 +33,7 @@ PRECISION_NAMES = {
 DATATYPE = re.compile(rf"\b({'|'.join(PRECISION_NAMES)})\b", re.IGNORECASE)
 
 OPERANDS = re.compile(r"_({0})({0})_({0})({0})(?:_|$)".format("i8|u8|i4|e4m3|e5m2|e2m1|f16|bf16|tf32|f32|i32"))
-"""Types in the name of a GEMM or a convolution: first operand, result, second operand, sum."""
+"""Types in the tactic name of a GEMM or a convolution: first operand, result, second operand, sum."""
 
 OPERAND = {"i8": "INT8", "u8": "UINT8", "i4": "INT4", "e4m3": "FP8", "e5m2": "FP8", "e2m1": "FP4", "f16": "FP16",
            "bf16": "BF16", "tf32": "FP32", "f32": "FP32"}  # fmt: skip
@@ -59,7 +59,7 @@ COPY_TYPES = frozenset(
 MYELIN = re.compile(r"__myl_([A-Za-z]+)_myl\d+_\d+")
 MOVE_STEPS = re.compile(r"(Move|Tran|Resh|Cast|Conc|Slic)+")
 ROUNDING_STEPS = re.compile(r"(Mul|Div|Min|Max|Roun|Cast|Move|Tran|Resh)+")
-"""Steps of a kernel that quantizes or dequantizes, if it changes to or from a low precision."""
+"""Steps of a kernel that quantizes or dequantizes, provided that it converts to or from a low precision."""
 
 PROFILE_SUFFIX = re.compile(r" \[profile (\d+)\]$")
 PROFILE_LINE = re.compile(r'\{\s*"name"\s*:\s*"(.*)"\s*,\s*"timeMs"\s*:(.*)\}\s*$', re.MULTILINE)
@@ -68,9 +68,9 @@ TIME_FIELD = re.compile(r'"(averageMs|medianMs)"\s*:\s*([-+.\deE]+)')
 
 @dataclass(frozen=True)
 class _ReportedLayer:
-    """One layer in the layer information. `inputs`, `constants` and `outputs` are precisions, empty where only names
-    were exported: of the values that a kernel may multiply, of weights (also of those among the inputs in the file),
-    and of what is written."""
+    """One layer in the layer information. `inputs`, `constants` and `outputs` are precisions: of values that a kernel
+    may multiply, of weights (also those listed as inputs), and of results. All fields but `name` are empty where only
+    names were exported."""
 
     name: str
     type: str = ""
@@ -97,15 +97,15 @@ def read_report(
             nodes that depend on constants only in one last layer of kind "folded". Without it, a layer has the names
             that it mentions, which may be those of constants.
 
-    `precision` is that of the values which the layer multiplies, if it is known, and otherwise of those that it writes.
-    Layers of an optimization profile that the profiled run did not use are left out. Rows of the profile that fit no
-    layer become layers of kind "unknown" without nodes.
+    `precision` is the type of the values that the layer multiplies or, if unknown, of those that it writes. Layers of
+    an optimization profile that the profiled run did not use are left out. Rows of the profile that fit no layer become
+    layers of kind "unknown" without nodes.
 
     Raises:
         BadOption: a text has another form, or the texts and the model do not belong together.
     """
-    entries = _entries(_text(graph, "layer information"), _constants_of(model))
-    times = _times(profile)
+    entries = _reported_layers(_text_of(graph, "layer information"), _constants_of(model))
+    times = _profile_rows(profile)
     entries = _of_one_profile(entries, times)
     names = None if model is None else NodeNames(model.graph)
     mentions = [_mentions(entry, names) for entry in entries]
@@ -116,7 +116,7 @@ def read_report(
         nodes, folded = assign(model, names, named)
         operators = {name: node.op_type for name, node in names.nodes.items()}
     kinds = [_kind(entry, own, operators) for entry, own in zip(entries, mentions, strict=True)]
-    aligned, unmatched = _aligned(entries, mentions, times, names)
+    aligned, unmatched = _match_times(entries, mentions, times, names)
     layers = [
         Layer(entry.name, covered, _precision(entry, kind), time, kind)
         for entry, covered, time, kind in zip(entries, nodes, aligned, kinds, strict=True)
@@ -139,7 +139,7 @@ def layers_of(
         raise EngineFailure(f"{vendor}: {one_line(error)}") from error
 
 
-def _text(source: Path | str, what: str) -> str:
+def _text_of(source: Path | str, what: str) -> str:
     if isinstance(source, str):
         return source
     with reading(f"the {what} {source}"):
@@ -153,7 +153,7 @@ def _constants_of(model: onnx.ModelProto | None) -> frozenset[str]:
     return frozenset((*(tensor.name for tensor in model.graph.initializer), *made))
 
 
-def _entries(text: str, constants: frozenset[str]) -> list[_ReportedLayer]:
+def _reported_layers(text: str, constants: frozenset[str]) -> list[_ReportedLayer]:
     try:
         content = parsed_json(text, strict=False)
     except ValueError as error:
@@ -166,10 +166,10 @@ def _entries(text: str, constants: frozenset[str]) -> list[_ReportedLayer]:
     layers = content.get("Layers") if isinstance(content, dict) else None
     if not isinstance(layers, list) or not layers:
         raise BadOption("the layer information has no list 'Layers': give what trtexec --exportLayerInfo writes")
-    return [_entry(layer, constants) for layer in layers]
+    return [_reported_layer(layer, constants) for layer in layers]
 
 
-def _entry(layer: Any, known: frozenset[str]) -> _ReportedLayer:
+def _reported_layer(layer: Any, known: frozenset[str]) -> _ReportedLayer:
     if isinstance(layer, str):
         return _ReportedLayer(layer)
     if not isinstance(layer, dict) or not isinstance(layer.get("Name"), str):
@@ -198,7 +198,7 @@ def _entry(layer: Any, known: frozenset[str]) -> _ReportedLayer:
 
 
 def _tensors(tensors: Any) -> list[tuple[str, str]]:
-    """Name and precision of tensors. TensorRT 11 has a field for the datatype, others name it in that of the format."""
+    """Name and precision of tensors. TensorRT 11 has a field `Datatype`, other versions `Format/Datatype`."""
     if not isinstance(tensors, list):
         return []
     given = [t for t in tensors if isinstance(t, Mapping)]
@@ -218,10 +218,10 @@ def _onnx_layers(metadata: str) -> tuple[str, ...]:
     return tuple(re.findall(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f]|\[ONNX Layer: |$)", metadata, re.DOTALL))
 
 
-def _times(profile: Path | str | Times | None) -> Times | None:
+def _profile_rows(profile: Path | str | Times | None) -> Times | None:
     if profile is None or not isinstance(profile, Path | str):
         return profile
-    text = _text(profile, "profile").strip()
+    text = _text_of(profile, "profile").strip()
     try:
         content = parsed_json(text, strict=False)
     except ValueError as error:  # names are not escaped: a quote or a backslash in one spoils the JSON
@@ -231,10 +231,10 @@ def _times(profile: Path | str | Times | None) -> Times | None:
         content = [{"name": name, **{k: float(v) for k, v in TIME_FIELD.findall(rest)}} for name, rest in lines]
     if not isinstance(content, list):
         raise BadOption("the profile is no list of layers: give what trtexec --exportProfile writes")
-    return [_time(entry) for entry in content if not (isinstance(entry, Mapping) and "name" not in entry)]
+    return [_name_and_ms(entry) for entry in content if not (isinstance(entry, Mapping) and "name" not in entry)]
 
 
-def _time(entry: Any) -> tuple[str, float]:
+def _name_and_ms(entry: Any) -> tuple[str, float]:
     milliseconds = entry.get("medianMs", entry.get("averageMs")) if isinstance(entry, Mapping) else None
     if not isinstance(milliseconds, int | float):
         raise BadOption("the profile has a layer without a time: give what trtexec --exportProfile writes")
@@ -253,7 +253,7 @@ def _profile_number(name: str) -> int:
     return int(match[1]) if match else 0
 
 
-def _aligned(
+def _match_times(
     entries: Sequence[_ReportedLayer], mentions: Sequence[tuple[str, ...]], times: Times | None, names: NodeNames | None
 ) -> tuple[list[float | None], list[tuple[str, float]]]:
     """The time of each layer, and the rows of the profile that belong to no layer.

@@ -1,8 +1,8 @@
 """TensorRT-RTX: TensorRT for GeForce and RTX GPUs, installed from PyPI, with the same API.
 
 It can build for a GPU that this machine does not have (`target`), and lists the layers: so a model can be checked for
-TensorRT without a GPU, but not run or timed. Of the data-centre GPUs it has kernels for the A100 only. It times nothing
-while it builds, so there is no timing cache.
+TensorRT without a GPU, though neither run nor timed. Of the data-centre GPUs it has kernels for the A100 only. It times
+nothing while it builds, so there is no timing cache.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class AheadOfTime:
         return numeric_format(self._trt, quant_type)
 
     def build(self, model: Path, log: Path) -> Built:
-        """See `TensorRt.build`."""
+        """A plan for the target. Raises what `TensorRt.build` raises."""
         with output_to(log), translated(None):
             plan = build_plan(self._trt, model, self._options, None)
             return AheadOfTimeModel(plan, model, logger_of(self._trt).layers, self._options.target)
@@ -102,11 +102,11 @@ class AheadOfTimeModel:
         self._plan, self._model, self._layers, self._target = plan, model, layers, target
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """Raise EngineUnavailable."""
+        """Raise EngineUnavailable: the GPU is not here."""
         self._refuse("run")
 
     def time(self, inputs: Tensors, runs: int) -> float:
-        """Raise EngineUnavailable."""
+        """Raise EngineUnavailable: the GPU is not here."""
         self._refuse("time")
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:

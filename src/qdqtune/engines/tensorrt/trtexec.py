@@ -42,10 +42,10 @@ SHAPE_FLAGS = frozenset({"maxShapes", "minShapes", "optShapes", "shapes"})
 ONCE = ("--iterations=1", "--avgRuns=1", "--warmUp=0", "--duration=0")
 
 TIMED_SECONDS = 0.2
-"""How long a process runs a model to time it: a tenth of what it usually takes to start. Chosen, not measured."""
+"""Least time that a process runs a model to time it: a tenth of its usual start time. Chosen, not measured."""
 
 PRINTED_AFTER = 100_000
-"""Inferences after which a timing prints their average: never, as files tell them all."""
+"""trtexec prints a mean after so many inferences: too many to be reached, since a file has all times."""
 
 PRINTED_SUMMARY = re.compile(r"(?<!Total )GPU Compute Time: min = .*?median = ([-+.\deE]+) ms")
 FINAL_SHAPE = re.compile(r"Final shape is (.*?) reported by the output allocator\.\s*")
@@ -54,7 +54,7 @@ EXPORTED_OUTPUT = re.compile(r'"name" : "(.*?)"\s*, "dimensions" : "(.*?)"\s*, "
 
 @dataclass(frozen=True)
 class TrtexecOptions(CachedOptions):
-    """Options of the engine. Without shapes, a model is built for those of the inputs that it is run on.
+    """Options of the engine. Without shapes, a model is built for the shapes of the inputs that it is run on.
 
     trtexec: the program: a path, or a name on the search path.
     trtexec_args: further flags for every call, as on a command line. They take precedence over the engine's own.
@@ -72,10 +72,10 @@ class TrtexecOptions(CachedOptions):
 
 
 def create(options: TrtexecOptions, *, launch: Launch = launch_process) -> Trtexec:
-    """The engine. `launch` runs the program.
+    """Make the engine. `launch` runs the program.
 
     Raises:
-        BadOption: a flag is not the user's to set.
+        BadOption: trtexec_args have a flag that users must not set.
         EngineUnavailable: there is no such program, or it is no trtexec of 8.6 or later.
     """
     program = find(options.trtexec, options.trtexec_args, launch)
@@ -97,7 +97,7 @@ class Trtexec:
         """Version, GPU, driver, and the options that change the latency."""
         device = next((f.partition("=")[2] for f in self.program.arguments if flag_name(f) == "device"), "0")
         name, driver = gpu(device)
-        strong = self.program.version >= STRONG_TYPING and not self._precisions()
+        strong = self.program.version >= STRONG_TYPING and not self._sets_precision()
         return {
             "engine": "trtexec",
             "version": str(self.program.version),
@@ -133,12 +133,12 @@ class Trtexec:
             append(log, f"{error}\n")
             raise EngineFailure(f"trtexec: cannot read {model.name}: {one_line(error)}") from error
         flags = [f"--onnx={model}", "--skipInference", "--profilingVerbosity=detailed", *self.files]
-        flags += self._typing(signature)
+        flags += self._precision_flags(signature)
         if self.options.workspace_mb is not None:
             flags.append(f"--memPoolSize=workspace:{self.options.workspace_mb}")
         if self.options.builder_level is not None:
             flags.append(f"--builderOptimizationLevel={self.options.builder_level}")
-        shapes = self._given_shapes(signature)
+        shapes = self._shape_flags(signature)
         built = TrtexecModel(self, model, signature, flags, shapes, log)
         try:
             built.plan({name: [size or 1 for size in spec.sizes] for name, spec in signature.inputs.items()})
@@ -147,17 +147,17 @@ class Trtexec:
             raise
         return built
 
-    def _typing(self, signature: _Signature) -> list[str]:
-        if self._precisions():
+    def _precision_flags(self, signature: _Signature) -> list[str]:
+        if self._sets_precision():
             return []  # trtexec ignores or refuses the user's precisions beside --stronglyTyped
         if self.program.version >= STRONG_TYPING:
             return ["--stronglyTyped"] if self.program.version < BETTER_DEFAULTS else []
         return ["--fp16", *(["--int8"] if signature.has_pairs else [])]
 
-    def _precisions(self) -> bool:
+    def _sets_precision(self) -> bool:
         return any(flag_name(flag) in PRECISION_FLAGS for flag in self.program.arguments)
 
-    def _given_shapes(self, signature: _Signature) -> list[str] | None:
+    def _shape_flags(self, signature: _Signature) -> list[str] | None:
         """Flags for the shapes that the user gives; None if the model needs shapes and none are given."""
         if any(flag_name(flag) in SHAPE_FLAGS for flag in self.program.arguments) or not signature.dynamic:
             return []
@@ -168,13 +168,13 @@ class Trtexec:
         if lacking := [name for name in signature.dynamic if name not in given]:
             raise BadOption(f"input {lacking[0]!r} has dynamic sizes as well: give `opt_shapes` {lacking[0]}:1x...")
         return [
-            f"--{which}Shapes=" + _sizes({name: three[i] for name, three in given.items()})
+            f"--{which}Shapes=" + _sizes_text({name: three[i] for name, three in given.items()})
             for i, which in enumerate(("min", "opt", "max"))
         ]
 
 
 class TrtexecModel:
-    """A model with its plans: a single one, or without given shapes one for each set of input sizes."""
+    """A model with its plans: one, or one for each set of input sizes if the user gives no shapes."""
 
     def __init__(
         self, engine: Trtexec, model: Path, signature: _Signature, flags: Sequence[str], shapes: Sequence[str] | None,
@@ -185,12 +185,12 @@ class TrtexecModel:
         self._flags, self._shapes = flags, shapes
         self._folder = tempfile.TemporaryDirectory(prefix="trtexec-")
         self._plans: dict[str, Path] = {}
-        self._fed: Tensors | None = None
+        self._written_inputs: Tensors | None = None
         self._kept: dict[str, dict[str, Array]] = {}
 
     @property
     def start_seconds(self) -> float:
-        """`Launched.start_seconds`."""
+        """Implements `Launched.start_seconds`."""
         return self._program.start_seconds
 
     def plan(self, sizes: Mapping[str, Sequence[int]]) -> Path:
@@ -199,7 +199,7 @@ class TrtexecModel:
         Raises:
             EngineFailure: trtexec refuses the model.
         """
-        needed = _sizes({name: sizes[name] for name in self._signature.dynamic}) if self._shapes is None else ""
+        needed = _sizes_text({name: sizes[name] for name in self._signature.dynamic}) if self._shapes is None else ""
         if needed not in self._plans:
             shapes = self._shapes
             if shapes is None:
@@ -220,30 +220,30 @@ class TrtexecModel:
         return self._outputs(target)
 
     def _outputs(self, target: Path) -> dict[str, Array]:
-        outputs = dict(_outputs(_read(target)))
+        outputs = dict(_outputs(_read_and_delete(target)))
         try:
             return {name: outputs[name].astype(dtype) for name, dtype in self._signature.outputs.items()}
         except KeyError as error:
             raise EngineFailure(f"trtexec: it gives no output {error}") from error
 
     def time(self, inputs: Tensors, runs: int) -> float:
-        """`Built.time`: median GPU time of at least so many inferences and `TIMED_SECONDS`, of a CUDA graph where the
-        model can be captured."""
-        return self._timed(inputs, runs)
+        """`Built.time`: the median GPU time of at least `runs` inferences and `TIMED_SECONDS`, as a CUDA graph if
+        possible."""
+        return self._median_seconds(inputs, runs)
 
     def time_and_keep(self, inputs: Tensors, runs: int) -> float:
-        """`Launched.time_and_keep`. trtexec copies outputs when all is timed, so that this disturbs no time."""
+        """`Launched.time_and_keep`. trtexec copies outputs after the last timed inference, so no time is disturbed."""
         target = self._file("outputs.json")
-        seconds = self._timed(inputs, runs, f"--exportOutput={target}")
+        seconds = self._median_seconds(inputs, runs, f"--exportOutput={target}")
         self._kept[_digest(inputs)] = self._outputs(target)
         return seconds
 
-    def _timed(self, inputs: Tensors, runs: int, *flags: str) -> float:
+    def _median_seconds(self, inputs: Tensors, runs: int, *flags: str) -> float:
         target, begun = self._file("times.json"), perf_counter()
         quick = ["--useCudaGraph", "--useSpinWait", "--noDataTransfers"]
-        asked = [*self._iterations(runs, TIMED_SECONDS), f"--exportTimes={target}", *flags]
+        asked = [*self._duration_flags(runs, TIMED_SECONDS), f"--exportTimes={target}", *flags]
         printed = self._infer(inputs, asked + (quick if self._program.version < BETTER_DEFAULTS else []))
-        seconds = _milliseconds(_read(target), printed) / 1e3
+        seconds = _milliseconds(_read_and_delete(target), printed) / 1e3
         self._program.start_seconds = perf_counter() - begun
         return seconds
 
@@ -251,7 +251,7 @@ class TrtexecModel:
         """`Built.layers`. What trtexec exports is kept beside the log as `<log's stem>.graph.json`."""
         graph, profile = self._file("graph.json"), self._file("profile.json")
         flags = [
-            *self._iterations(runs),
+            *self._duration_flags(runs),
             "--profilingVerbosity=detailed",
             f"--exportLayerInfo={graph}",
             f"--exportProfile={profile}",
@@ -274,7 +274,7 @@ class TrtexecModel:
         except OSError as error:
             raise EngineFailure(f"cannot write {path}: {error.strerror or error}") from error
         given = (flag.partition("=")[2] for flag in self._shapes or () if flag_name(flag) == "optShapes")
-        self._started(path, needed or next(given, ""), ONCE)
+        self._run_plan(path, needed or next(given, ""), ONCE)
 
     def close(self) -> None:
         """Delete the plans."""
@@ -283,8 +283,8 @@ class TrtexecModel:
     def _file(self, name: str) -> Path:
         return Path(self._folder.name, name)
 
-    def _iterations(self, runs: int, seconds: float = 0.0) -> list[str]:
-        """Flags for at least so many inferences and seconds. By default these would be three."""
+    def _duration_flags(self, runs: int, seconds: float = 0.0) -> list[str]:
+        """Flags for at least so many inferences and seconds; trtexec's own default is 3 seconds."""
         return [
             f"--iterations={runs}",
             f"--avgRuns={max(runs, PRINTED_AFTER) if seconds else runs}",
@@ -297,17 +297,17 @@ class TrtexecModel:
         arrays = self._signature.checked(inputs)
         plan = self.plan({name: array.shape for name, array in arrays.items()})
         files = {name: self._file(f"{number}.bin") for number, name in enumerate(arrays)}
-        if self._fed is not inputs:
+        if self._written_inputs is not inputs:
             for name, array in arrays.items():
                 # Before version 10 TensorRT has no 64-bit integers: its parser makes them 32 bits wide.
                 narrow = array.dtype == np.int64 and self._program.version < STRONG_TYPING
                 array.astype(np.int32 if narrow else array.dtype).tofile(files[name])
-            self._fed = inputs
-        sizes = _sizes({name: arrays[name].shape for name in self._signature.dynamic})
+            self._written_inputs = inputs
+        sizes = _sizes_text({name: arrays[name].shape for name in self._signature.dynamic})
         loaded = "--loadInputs=" + ",".join(f"{name}:{file}" for name, file in files.items())
-        return self._started(plan, sizes, [loaded, *flags])
+        return self._run_plan(plan, sizes, [loaded, *flags])
 
-    def _started(self, plan: Path, sizes: str, flags: Sequence[str]) -> str:
+    def _run_plan(self, plan: Path, sizes: str, flags: Sequence[str]) -> str:
         """What trtexec prints when it loads and runs a plan."""
         plugins = (flag for flag in self._flags if flag_name(flag) == "staticPlugins")
         shapes = [f"--shapes={sizes}"] if sizes else []
@@ -330,7 +330,7 @@ class _Signature:
 
     @property
     def dynamic(self) -> list[str]:
-        """Inputs with open sizes."""
+        """The names of inputs with unknown sizes."""
         return [name for name, spec in self.inputs.items() if None in spec.sizes]
 
     def checked(self, inputs: Tensors) -> dict[str, Array]:
@@ -374,19 +374,19 @@ def _dtype(value: onnx.ValueInfoProto) -> np.dtype[Any]:
     return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type or onnx.TensorProto.FLOAT))
 
 
-def _sizes(shapes: Mapping[str, Sequence[int]]) -> str:
+def _sizes_text(shapes: Mapping[str, Sequence[int]]) -> str:
     return ",".join(f"{name}:{'x'.join(map(str, sizes))}" for name, sizes in shapes.items())
 
 
 def _digest(inputs: Tensors) -> str:
-    """A digest of names and values."""
+    """A digest of the names, shapes and values of inputs."""
     found = sha256()
     for name, array in sorted(inputs.items()):
         found.update(f"{name}:{np.shape(array)}".encode() + np.ascontiguousarray(array).tobytes())
     return found.hexdigest()
 
 
-def _read(path: Path) -> str:
+def _read_and_delete(path: Path) -> str:
     """The text of a file that trtexec may have written. The file is deleted, so that the next call cannot read it."""
     if not path.is_file():
         return ""
