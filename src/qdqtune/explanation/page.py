@@ -1,4 +1,4 @@
-"""A report as one HTML file that makes no request. It runs one script; names from models are escaped in it."""
+"""Writes a report as one HTML file without network requests. It runs one script; names from models are escaped."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def policy(style: str, script: str) -> str:
 
 
 def compact(drawn: Map) -> dict[str, Any]:
-    """A map as the script reads it: lists in place of objects, and each text once."""
+    """A map as the page's script reads it: lists in place of objects, and numbers that refer to a list of texts."""
     texts: dict[str, int] = {}
 
     def number(text: str) -> int:
@@ -81,9 +81,9 @@ def compact(drawn: Map) -> dict[str, Any]:
             len(g.nodes),
             number(g.label),
             number(g.precision),
-            _short(g.float_ms),
-            _short(g.tuned_ms),
-            _short(g.conversion_ms),
+            _rounded(g.float_ms),
+            _rounded(g.tuned_ms),
+            _rounded(g.conversion_ms),
             None if g.error_db is None else round(min(g.error_db, EQUAL_DB), 1),
             [number(note) for note in g.notes],
         ]
@@ -106,7 +106,7 @@ def _block(block: MapBlock) -> list[object]:
     return [escaped(block.label), block.first, block.last, [_block(inner) for inner in block.blocks]]
 
 
-def _short(ms: float | None) -> float | None:
+def _rounded(ms: float | None) -> float | None:
     """A time rounded to four digits: measurements have fewer."""
     return None if ms is None else float(f"{ms:.4g}")
 

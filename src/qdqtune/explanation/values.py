@@ -1,5 +1,5 @@
-"""Explanations of nodes as values: why each runs as it does, and what the other decision would cost. `why` makes
-them."""
+"""Explanations of nodes as values: why each runs as it does, and what the opposite decision would cost. The
+module `why` makes them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Why = Literal[
     "faster", "slower", "close", "placement", "inaccurate", "no kernel", "failed", "unproven", "untried", "unsupported",
     "excluded", "no time",
 ]  # fmt: skip
-"""What decided: prices or measurements ("faster", "slower", or "close" if they hardly differ); the measured placement
-as a whole, against the prices; the accuracy of the outputs; that the engine has no such kernel, or refused the
-candidate; that no candidate was proven faster, or none tried it; that no pair can stand there; the user; or that the
-node takes no time."""
+"""What decided, in this order: prices or measurements ("faster", "slower", or "close" if they hardly differ); the
+measured placement as a whole, against the prices; the accuracy of the outputs; that the engine has no such kernel, or
+refused the candidate; that no candidate was proven faster, or none tried it; that no pair can stand there; the user; or
+that the node takes no time."""
 
 IN_WORDS: Mapping[Why, str] = {
     "faster": "faster so",
@@ -53,7 +53,7 @@ ORIGINS: Mapping[str, str] = {
 """Origins of candidates, in words."""
 
 RULED = ("compute", "residual", "islands", "static", "everything")
-"""Origins that are named by the placement rule that made the candidate."""
+"""Origins that are names of START_PLACEMENTS (`placement.rules`)."""
 
 
 def origin_in_words(origin: str) -> str:
@@ -100,7 +100,7 @@ class Explanation:
     otherwise: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """A dict that JSON can hold."""
         return asdict(self) | {"unit": list(self.unit)}
 
 
@@ -128,12 +128,12 @@ class Tally:
         return "8 bits" if self.quantized and self.why != "no kernel" else "float"
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """A dict that JSON can hold."""
         return asdict(self)
 
 
 def tally(rows: Sequence[Explanation], together: Callable[[Sequence[Explanation]], float | None]) -> tuple[Tally, ...]:
-    """The rows by decision and reason, the most time first. Each unit counts once.
+    """The sums of rows with equal decision and reason, the longest time first. Each unit counts once.
 
     `together` gives the extra time of the model, in ms, if all units of some rows ran the other way; None if unknown.
     """
