@@ -1,4 +1,4 @@
-"""A model as a map: groups of nodes, the flow between them, and blocks of groups where there are many."""
+"""Makes the map of a model: groups of nodes, the tensors between them, and blocks of groups if there are many."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_CELLS = 240
 """Most groups that are drawn without blocks: about what a screen shows. Chosen, not measured."""
 
 MOST_FLAT = 60
-"""Most groups that are drawn without blocks where sequences of groups repeat. Chosen, not measured."""
+"""Most groups that are drawn without blocks if sequences of groups repeat. Chosen, not measured."""
 
 REPEATS = 3
 """Least number of times in a row that a sequence of groups occurs to count as a repeated block."""
@@ -32,7 +32,7 @@ VIEWS = REARRANGES - {"Transpose"}
 """Operators that only change the shape: they join the group that makes their input."""
 
 USUAL = 80
-"""Most blocks of one level. Chosen, not measured."""
+"""Most blocks that are shown on one level. Chosen, not measured."""
 
 FEWEST = 4
 """Fewest blocks into which modules may divide groups, and fewest groups in each block on average."""
@@ -202,12 +202,12 @@ def scope(name: str) -> tuple[str, ...]:
 
 
 def shared(a: Sequence[str], b: Sequence[str]) -> int:
-    """How many modules two names have in common, from the outermost."""
+    """How many modules two `scope`s have in common, from the outermost."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def block_label(operators: Sequence[str], scopes: Sequence[tuple[str, ...]], *, is_module: bool) -> str:
-    """A name for a block: its module, its first and last module, or else its most frequent operators."""
+    """A name for a block: its first and last module unless `is_module`; else its module, else common operators."""
     depth = min(shared(scopes[0], other) for other in scopes)
     ends = [scope[depth] for scope in (scopes[0], scopes[-1]) if len(scope) > depth]
     if len(set(ends)) == 2 and not is_module:

@@ -42,7 +42,7 @@ def write_report(report: Report, path: Path) -> None:
 
 
 def render(report: Report) -> str:
-    """The page of a report."""
+    """The HTML text of a report."""
     style, script = (PARTS / "style.css").read_text(encoding="utf-8"), (PARTS / "map.js").read_text(encoding="utf-8")
     return (
         _environment()
@@ -107,7 +107,7 @@ def _block(block: MapBlock) -> list[object]:
 
 
 def _rounded(ms: float | None) -> float | None:
-    """A time rounded to four digits: measurements have fewer."""
+    """A time rounded to four significant digits: measurements have fewer."""
     return None if ms is None else float(f"{ms:.4g}")
 
 
@@ -136,7 +136,7 @@ def _environment() -> Environment:
 
 
 def _ms(value: float | None) -> str:
-    """A time in ms, with fewer decimals where it is long."""
+    """A time in ms as text, with fewer decimals if it is long; empty for None."""
     if value is None:
         return ""
     return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.3f}"

@@ -123,7 +123,7 @@ def _map(run: FinishedRun, facts: Facts) -> Map:
 
 
 def _has_measured_rewrites(run: FinishedRun) -> bool:
-    """Whether rewrites have changed the user's float model, and the gain was measured."""
+    """Whether rewrites have changed the user's float model, and their gain was measured."""
     return "gave" in run.summary["rewrites"]
 
 

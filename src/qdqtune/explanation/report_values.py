@@ -93,7 +93,7 @@ class Map:
 
 @dataclass(frozen=True)
 class Strip:
-    """The rounds of one comparison as speeds, and the speed that follows from all of them."""
+    """The rounds of one comparison as speeds, one for each, and the speed that follows from all rounds."""
 
     name: str
     rounds: tuple[float, ...]
@@ -155,7 +155,7 @@ class ReportTable:
     rows: tuple[tuple[str, ...], ...]
     numbers: tuple[int, ...] = ()
     late: bool = False
-    """Whether it comes after the charts."""
+    """Whether the table comes after the charts."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Explanations of nodes as values: why each runs as it does, and what the opposite decision would cost. The
+"""Explanations of nodes as values: why each runs in float or 8 bits, and what the opposite decision would cost. The
 module `why` makes them."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ RULED = ("compute", "residual", "islands", "static", "everything")
 
 
 def origin_in_words(origin: str) -> str:
-    """Where a candidate comes from."""
+    """Where a candidate comes from, as text for people."""
     return ORIGINS.get(origin, f"the rule {origin!r}" if origin in RULED else f"the candidate {origin!r}")
 
 
@@ -73,11 +73,11 @@ NOT_TAKEN = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why one node runs as it does. Times are in ms, and of its whole unit.
+    """Why one node runs in float or in 8 bits. Times are in ms, and of its whole unit.
 
     `ms` is the time of the unit in the shipped model, conversions included (each counts with one unit), and `float_ms`
     its time in the float model. Summed over all units they give the measured latencies. `margin_ms` is the extra time
-    of the whole model if this unit alone ran the other way, which `otherwise` names; below 0 if it would save time.
+    of the whole model if this unit alone had the opposite decision (`otherwise`); below 0 if it would save time.
     `measured` is False where that time is partly a guess. Where a time is None, `unknown` says why.
 
     `precision` is that of the engine's report on the shipped build, or else follows from the pairs. `weight_format` is
@@ -107,7 +107,7 @@ class Explanation:
 @dataclass(frozen=True)
 class Tally:
     """The nodes with one decision and reason: how many, and the times of their units in the shipped and in the float
-    model. `margin_ms` is the extra time of the model if all of them ran the other way; `measured` is False where that
+    model. `margin_ms` is the extra time of the model if all had the opposite decision; `measured` is False where that
     is partly a guess. `bits` are those of weights stored in fewer bits without pairs, None where there are none."""
 
     quantized: bool
@@ -135,7 +135,7 @@ class Tally:
 def tally(rows: Sequence[Explanation], together: Callable[[Sequence[Explanation]], float | None]) -> tuple[Tally, ...]:
     """The sums of rows with equal decision and reason, the longest time first. Each unit counts once.
 
-    `together` gives the extra time of the model, in ms, if all units of some rows ran the other way; None if unknown.
+    `together` gives the extra time of the model in ms if all units of some rows had the opposite decision, or None.
     """
     groups: dict[tuple[bool, int | None, Why], list[Explanation]] = {}
     for row in rows:

@@ -91,7 +91,7 @@ class _Explainer:
             yield trial, known[trial.placement], known[trial.against]
 
     def together(self, rows: Sequence[Explanation]) -> float | None:
-        """The extra time of the model, in ms, if all units of these rows ran the other way; None if unknown.
+        """The extra time of the model, in ms, if all units of these rows had the opposite decision; None if unknown.
 
         Conversions between two of these units no longer count.
         """
@@ -165,7 +165,7 @@ class _Explainer:
         if (way := self._decision.format_of.get(unit.number)) is not None and not quantized:
             return self._stored(unit, way, verdict)
         if not unit.inputs:
-            return self._barred(unit, verdict)
+            return self._without_pairs(unit, verdict)
         if costs is None:
             return self._by_trials(unit, replace(verdict, why="untried"))
         more, is_shown = margin(costs, self._decision, unit), is_shown_by(costs, self._decision, unit)
@@ -185,9 +185,9 @@ class _Explainer:
         if verdict.ms is None or verdict.float_ms is None:
             return replace(verdict, reason=f"{told}, as part of {self._facts.origin}")
         verdict = replace(verdict, margin_ms=verdict.float_ms - verdict.ms, measured=True)
-        return self._weighed(verdict, "; ".join([told, *_times_text(verdict, "it")]))
+        return self._with_reason(verdict, "; ".join([told, *_times_text(verdict, "it")]))
 
-    def _barred(self, unit: Unit, verdict: Explanation) -> Explanation:
+    def _without_pairs(self, unit: Unit, verdict: Explanation) -> Explanation:
         """Explain a unit of which no input can have a pair, apart from constants."""
         facts, nodes = self._facts, [self.parts.model.nodes[n] for n in unit.nodes]
         names = {n.name for n in nodes}
@@ -217,7 +217,7 @@ class _Explainer:
     def _in_8_bits(self, unit: Unit, verdict: Explanation) -> Explanation:
         if self._is_free(unit, verdict):
             return replace(verdict, why="no time", reason="it takes no time either way, and follows its neighbours")
-        return self._weighed(verdict, "; ".join(_times_text(verdict, "in 8 bits it")))
+        return self._with_reason(verdict, "; ".join(_times_text(verdict, "in 8 bits it")))
 
     def _in_part(self, verdict: Explanation) -> Explanation:
         """Explain a unit that prices count as float although some inputs have pairs and a node runs in 8 bits."""
@@ -225,9 +225,9 @@ class _Explainer:
         assert verdict.float_ms is not None
         more = verdict.float_ms - verdict.ms
         verdict = replace(verdict, quantized=True, margin_ms=more, measured=True, otherwise="float")
-        return self._weighed(verdict, "; ".join(["it carries pairs in part", *_times_text(verdict, "it")]))
+        return self._with_reason(verdict, "; ".join(["it carries pairs in part", *_times_text(verdict, "it")]))
 
-    def _weighed(self, verdict: Explanation, told: str) -> Explanation:
+    def _with_reason(self, verdict: Explanation, told: str) -> Explanation:
         """Add the reason: the unit is faster so by its prices, or its placement was measured as a whole."""
         assert verdict.margin_ms is not None
         if verdict.margin_ms > 0:
@@ -249,7 +249,7 @@ class _Explainer:
             return replace(verdict, margin_ms=None, why="no kernel", reason=told, unknown=kernel)
         if verdict.margin_ms > 0:
             return replace(verdict, why="slower", reason=told)
-        if noise := self._damage(unit):
+        if noise := self._lost_accuracy(unit):
             return replace(verdict, why="inaccurate", reason=f"{noise}; {told}")
         tried = self._by_trials(unit, verdict)
         if tried.why in ("failed", "inaccurate"):
@@ -269,7 +269,7 @@ class _Explainer:
         return self._costs.prices[unit.number].as_float == 0 and not verdict.ms and not verdict.margin_ms
 
     def _is_close(self, verdict: Explanation) -> bool:
-        """Whether the two ways differ by less than the smallest difference that the search regards."""
+        """Whether float and 8 bits differ by less than the smallest difference that the search regards."""
         assert verdict.margin_ms is not None
         return abs(verdict.margin_ms) <= CLOSE_SHARE * self._facts.float_ms / 2
 
@@ -287,7 +287,7 @@ class _Explainer:
             return ""
         return f"with pairs around it (as in the candidate {ran[0][0]!r}) the engine still ran it in float"
 
-    def _damage(self, unit: Unit) -> str:
+    def _lost_accuracy(self, unit: Unit) -> str:
         """A text if rounding the unit is predicted to take the outputs below the limit; else empty."""
         noise, parts = self._facts.noise, self.parts
         if noise is None or self._facts.limits.max_noise is None:
@@ -316,7 +316,7 @@ class _Explainer:
         return noise.allowed(self._facts.history)
 
     def _by_trials(self, unit: Unit, verdict: Explanation) -> Explanation:
-        """Explain a unit by the candidate with the fewest changes that ran it otherwise than its opponent."""
+        """Explain a unit by the candidate with the fewest changes that ran it otherwise than its `against`."""
         facts = self._facts
         if verdict.quantized and facts.trial is not None:
             share = ratios_to_float(facts.history, facts.plan).get(facts.placement)
@@ -357,7 +357,7 @@ def _time_of(names: Sequence[str], spent: Mapping[str, NodeTime]) -> float | Non
 
 
 def _times_text(verdict: Explanation, subject: str) -> Iterator[str]:
-    """The times of a unit in the shipped and in the float model, and what the other decision would add."""
+    """The times of a unit in the shipped and in the float model, and what the opposite decision would add."""
     if verdict.ms is not None and verdict.float_ms is not None:
         yield f"{subject} takes {_ms(verdict.ms)}, in the float model {_ms(verdict.float_ms)}"
     if (margin_ms := verdict.margin_ms) is not None:

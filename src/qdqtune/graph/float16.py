@@ -1,4 +1,4 @@
-"""A float32 model as a float16 or bfloat16 one, for engines that take precision from the graph.
+"""Converts a float32 model to float16 or bfloat16, for engines that take precision from the graph.
 
 ONNX Runtime's converter makes the float16 model. It puts casts around operators that are unsafe in half precision, and
 clips finite constants to the range of float16, so that a mask of -3e38 stays a mask. It needs the whole protobuf in
@@ -67,7 +67,7 @@ def load_for(
 
 
 def is_float32(model: Model) -> bool:
-    """Whether a node makes float32 values, which could be converted."""
+    """Whether any node makes float32 values, which could be converted."""
     return any(_holds_float32(model, t) for node in model.nodes for t in node.outputs)
 
 

@@ -1,8 +1,8 @@
-"""Shape inference: the types and shapes of tensors, and the nodes whose results follow from constants and shapes.
+"""Infers types and shapes of tensors, and computes nodes whose results are determined by constants and shapes.
 
 onnx infers whole graphs. It stops where a node would have to be computed (the pads of a Pad, the sizes of a Reshape):
-`decided` computes such nodes and goes on node by node. Constants that are only transposed or reshaped are read when
-needed, so that no large weight is copied.
+`decided` computes such nodes and goes on node by node. Transposed and reshaped large constants are computed when they
+are read, so that no large weight is copied.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def constants_computed(model: Model) -> Model:
 
 
 def decided(model: Model) -> tuple[dict[str, Constant], dict[str, TensorInfo]]:
-    """The results of nodes that follow from constants and shapes, and the type and shape of every tensor."""
+    """The results of nodes that constants and shapes determine, by tensor; and the type and shape of every tensor."""
     known, infos = dict(model.constants), dict(model.tensors)
     made: dict[str, Constant] = {}
     for node in model.nodes:

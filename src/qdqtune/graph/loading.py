@@ -212,7 +212,7 @@ def node_names(graph: onnx.GraphProto) -> list[str]:
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:
-    """Give the nodes the names of `node_names`."""
+    """Give the nodes the names from `node_names`, in place."""
     for node, name in zip(graph.node, node_names(graph), strict=True):
         node.name = name
 

@@ -72,14 +72,14 @@ class TensorInfo:
 
     @staticmethod
     def of(value: onnx.ValueInfoProto) -> TensorInfo:
-        """The type and shape in a protobuf."""
+        """The type and shape that a ValueInfoProto declares."""
         tensor = value.type.tensor_type
         shape = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
         return TensorInfo(tensor.elem_type, shape if tensor.HasField("shape") else None)
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
-        """The shape if all of it is known."""
+        """The shape if every dimension is known; else None."""
         sizes = tuple(size for size in self.shape or () if size is not None)
         return None if self.shape is None or len(sizes) < len(self.shape) else sizes
 

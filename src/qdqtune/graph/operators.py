@@ -41,7 +41,7 @@ INTEGER_KERNELS = frozenset({"Add", "Concat", "GlobalAveragePool", "Mul"})
 # ---- operators that pass values on
 
 REARRANGES = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Operators whose result holds each value of their input once: rounding both is the same as rounding one."""
+"""Operators whose result holds each value of their input once: a rounded input needs no second rounding."""
 
 COPIES = REARRANGES | {"Cast"}
 """Operators that pass every value on, in another order, shape or type."""

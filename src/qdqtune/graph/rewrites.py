@@ -1,7 +1,7 @@
-"""The rewrites of a float model, by name. Each keeps every output up to rounding, and may allow an engine to fuse more.
+"""Rewrites of a float model, by name. Each keeps every output up to rounding, and may allow an engine to fuse more.
 
-`folded` multiplies what scales and shifts channels behind a layer into the layer's weights and bias. Engines do so with
-float weights, but not where these come out of a DequantizeLinear: a BatchNormalization there would run by itself.
+`folded` merges nodes that scale or shift channels behind a layer into the layer's weights and bias. Engines do so with
+float weights, but not if these come out of a DequantizeLinear: a BatchNormalization there would run by itself.
 Which of the other rewrites make a model faster is measured.
 """
 
@@ -62,7 +62,7 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType({
     "gemm": Rewrite("MatMul and Add with constants as one Gemm", as_gemm, "Gemm"),
     "opset21": Rewrite("the operators of opset 21", partial(with_opset, opset=21)),
 })  # fmt: skip
-"""By name, in the order in which they are applied."""
+"""The rewrites by name, in the order in which they are applied, except `fold`."""
 
 REWRITE_NAMES = (FOLD, *REWRITES)
 
@@ -97,7 +97,7 @@ def between(before: Collection[str], after: Collection[str]) -> tuple[str, ...]:
 
 
 def allowed(value: str) -> Rewrites:
-    """The rewrites that the option `rewrites` names: `auto` (`fold`; runs measure others), `off`, or names with commas.
+    """The rewrites that the option `rewrites` names: `auto` (at first `fold` alone), `off`, or names with commas.
 
     Raises:
         BadOption: a name is unknown.

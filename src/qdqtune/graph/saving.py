@@ -24,8 +24,8 @@ CONSTANTS, WEIGHTS = "constants.bin", "weights.bin"
 """Names of the file with constants of candidates, and of the file with constants of models that may ship."""
 
 MOSTLY = 0.99
-"""A model ships with a whole file of constants if it uses at least this share of it: the rest is what rewrites have
-replaced. Chosen, not measured."""
+"""A model ships with a link to a file of constants if it uses at least this share of its bytes: the rest is what
+rewrites have replaced. Chosen, not measured."""
 
 ONE_FILE_LIMIT = 2**31 - 2**20
 """Bytes from which a model needs external data: the 2 GiB limit of protobuf, less room for fields added later."""
@@ -178,9 +178,10 @@ class ConstantFile:
             self._known.save(model, self.path.with_name("weights.onnx"))
 
     def named(self, data: Path, model: Model, path: Path) -> bool:
-        """Write `model` to `path`, with `data` as a hard link to this file or the known one for its large constants.
+        """Write `model` to `path`, and make `data` a hard link to the file of its large constants: this one or `known`.
 
-        Returns False where neither holds all of them and hardly any others, or the disk allows no link.
+        Returns False and writes nothing if neither file holds all these constants and hardly any others (`MOSTLY`), or
+        if the disk has no hard links.
         """
         keys = {c.key for c in model.large.values()}
         needed = sum(length for key, (_, length) in self._spans.items() if key in keys)

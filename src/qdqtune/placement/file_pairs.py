@@ -35,7 +35,7 @@ class FilePair(Rounding):
 
 
 def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ...], tuple[str, ...]]:
-    """The pairs of `qdq_model` on edges of `float_model` in graph order, and names of DQ nodes without one."""
+    """The pairs of `qdq_model` on edges of `float_model` in graph order, and names of DQs with a use on none."""
     twins = twins_of(float_model, qdq_model)
     kept = {node.name for node in twins.values()}
     pairs: list[FilePair] = []

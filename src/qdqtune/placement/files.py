@@ -23,7 +23,7 @@ from qdqtune.types import Edge, Placement, QuantType, WeightFormat
 VERSION = 1
 
 OF_MODELOPT = frozenset({"pattern_schemes", "baseline_latency_ms"})
-"""Keys of pattern caches and state files of ModelOpt's autotuner, which ours lack."""
+"""Keys of pattern caches and state files of ModelOpt's autotuner, which files of qdqtune lack."""
 
 QUANT_TYPES: tuple[QuantType, ...] = get_args(QuantType)
 

@@ -12,7 +12,7 @@ from qdqtune.placement.possible import compute_edges
 from qdqtune.types import Edge, QuantType
 
 SCALES_AND_MASKS = COPIES | ARITHMETIC | {"Clip", "Where"}
-"""Operators between the first product of attention and its Softmax."""
+"""Operators that may stand between the first product of attention and its Softmax."""
 
 MOST_COPIES = 10
 """Most COPIES between two operators that still count as neighbours. Chosen, not measured."""

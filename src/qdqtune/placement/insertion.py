@@ -1,4 +1,4 @@
-"""Insertion: a float model and a placement become a Q/DQ model.
+"""Writes a float model with a placement as a Q/DQ model.
 
 Baselines, candidates and final models all come from here; the empty placement gives the baseline. `quantizations`
 decides scales, biases and clamps first, then nodes are written in one pass.

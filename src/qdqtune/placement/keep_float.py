@@ -120,7 +120,7 @@ def _gate_of(queries: GraphQueries, x: str, gate: str) -> Node | None:
 
 
 def float_functions(queries: GraphQueries) -> Iterator[Edge]:
-    """Edges into FLOAT_FUNCTIONS and unfused normalizations, except data of one that `follows_convolution`."""
+    """Edges into FLOAT_FUNCTIONS and unfused normalizations, except the data of one that `follows_convolution`."""
     for node in queries.model.nodes:
         if node.op in NORMALIZATIONS and queries.fusions.get(node.index) is None:
             kept = 0 if follows_convolution(queries, node) is not None else None
@@ -130,7 +130,7 @@ def float_functions(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def follows_convolution(queries: GraphQueries, node: Node) -> Node | None:
-    """The compute operator in front of a LayerNormalization in a convolutional network; None in other networks.
+    """The compute operator in front of a LayerNormalization in a convolutional network; None for other nodes.
 
     The data of the LayerNormalization comes, through copies, from the fusion of a convolution. Or it comes from a
     residual Add whose branch ends in a matrix product, and the result goes, through copies, into a Conv.
@@ -175,8 +175,9 @@ def tiny_products(queries: GraphQueries) -> Iterator[Edge]:
 def tiny_convolutions(queries: GraphQueries) -> Iterator[Edge]:
     """Edges into convolutions with few input or output channels.
 
-    INT8: below 16 of either, and neither a multiple of 8, or both below 16 behind the first layer; if grouped, below 16
-    of either, and outputs no multiple of 8 or a filter narrower than 3. FP8: up to 16, or a filter above 32 values.
+    INT8: inputs or outputs below 16; and both below 16 behind the first layer, or neither a multiple of 8. A grouped
+    one: inputs or outputs below 16; and outputs no multiple of 8, or a filter narrower than 3. FP8: inputs or outputs
+    of 16 or less, or a filter of more than 32 values.
     """
     for node in queries.computes():
         weight = queries.sizes(node.inputs[1])
@@ -215,7 +216,8 @@ def attention_results(queries: GraphQueries, attention: Attention) -> list[Edge]
 
 
 def unfusable_fp8_attention(queries: GraphQueries) -> Iterator[Edge]:
-    """Edges into both products of an attention that no FP8 kernel fuses, by its head size or the possible pairs."""
+    """Edges into both products of an attention that no FP8 kernel fuses: for a head size that is unknown, no multiple of
+    16 or above 256, or because a pair on an input of a product is not possible."""
     for attention in queries.attentions:
         size = attention.head_size or 0
         fits = 0 < size <= LARGEST_FP8_HEAD and size % 16 == 0
@@ -224,7 +226,7 @@ def unfusable_fp8_attention(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def transposed_convolutions(queries: GraphQueries) -> Iterator[Edge]:
-    """All inputs of a ConvTranspose."""
+    """Edges into ConvTranspose nodes."""
     for node in queries.computes():
         if node.op == "ConvTranspose":
             yield from queries.into(node)

@@ -115,7 +115,7 @@ class _Document:
 
 
 def _scalar(event: Any) -> Any:
-    """The Python value of a YAML scalar: in quotes a string, else also a number, a bool or None."""
+    """The Python value of a YAML scalar: in quotes a string; without quotes a string, number, bool or None."""
     if not event.implicit[0]:
         return event.value
     tag = RESOLVER.resolve(yaml.ScalarNode, event.value, (True, False))

@@ -60,8 +60,7 @@ class Decision:
 
 
 class Quantizer:
-    """Decides how placements of one model are quantized with given ranges; caches scales, which most placements
-    share."""
+    """Decides how placements of one model are quantized with given ranges; caches scales that placements share."""
 
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
         self._model, self._ranges, self._format = model, ranges, fmt
@@ -302,7 +301,7 @@ def _reads_alone(
 
 
 def _still_clamps(model: Model, members: Sequence[Member], own: Range, given: Range) -> bool:
-    """Whether a pair with the `given` range still replaces the Relu or Clip in front of it."""
+    """Whether pairs on `members` still replace the Relu or Clip in front if the range changes from `own` to `given`."""
     for node in (model.maker(m) for m in members if isinstance(m, str)):
         bounds = clamp_bounds(model, node) if node and node.op in CLAMPS and not node.domain else None
         if bounds is not None and not (given.low >= bounds[0] and given.high <= max(bounds[1], own.high)):

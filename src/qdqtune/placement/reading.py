@@ -214,7 +214,7 @@ def counterpart(
 
 
 def weight_format_in(zero_point: Array, block: int | None) -> WeightFormat | None:
-    """The weight format of integers with these zero points and blocks; None if we have no such format."""
+    """The weight format of integers with these zero points and this block size; None if `WeightFormat` has no such."""
     name = zero_point.dtype.name
     is_signed = not name.startswith("u") and not zero_point.astype(np.int8).any()
     try:

@@ -1,4 +1,4 @@
-"""The float model behind a Q/DQ model, and the channels that the Q/DQ model has scaled."""
+"""Recovers the float model from a Q/DQ model, and finds the channels that the Q/DQ model has scaled."""
 
 from __future__ import annotations
 
