@@ -216,8 +216,8 @@ def attention_results(queries: GraphQueries, attention: Attention) -> list[Edge]
 
 
 def unfusable_fp8_attention(queries: GraphQueries) -> Iterator[Edge]:
-    """Edges into both products of an attention that no FP8 kernel fuses: for a head size that is unknown, no multiple of
-    16 or above 256, or because a pair on an input of a product is not possible."""
+    """Edges into both products of an attention that no FP8 kernel fuses: for a head size that is unknown, no multiple
+    of 16 or above 256, or because a pair on an input of a product is not possible."""
     for attention in queries.attentions:
         size = attention.head_size or 0
         fits = 0 < size <= LARGEST_FP8_HEAD and size % 16 == 0
