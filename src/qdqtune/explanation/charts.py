@@ -15,7 +15,7 @@ OUTSIDE = 0.02
 """Share of the rounds at either end that may lie outside the axis; they are drawn at its end."""
 
 FINE = 1000
-"""Units of width in which the dots of a comparison are drawn."""
+"""Width of the box in which the dots of a comparison are drawn, in SVG units."""
 
 LANES = (5, 11, 2, 8, 13, 4, 10, 7)
 """Heights at which dots are drawn by turns, so that they do not hide each other."""
@@ -37,7 +37,7 @@ class Axis:
         return round(100 * min(max(share, 0.0), 1.0), 2)
 
     def ticks(self, most: int = 6) -> tuple[float, ...]:
-        """Round values on the axis, at most so many."""
+        """Round values that divide the axis into at most `most` steps."""
         rough = (self.high - self.low) / most
         power = 10 ** math.floor(math.log10(rough))
         step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power >= rough * 0.999)
@@ -59,7 +59,7 @@ def ends(speed: Speed) -> tuple[float, ...]:
 
 
 def of_strips(strips: Sequence[Strip]) -> Axis:
-    """One axis that holds several comparisons and 1."""
+    """One axis for the speeds of several comparisons, which includes the speed 1."""
     values = [1.0]
     for strip in strips:
         values += [*ends(strip.speed), *np.quantile(strip.rounds, [OUTSIDE, 1 - OUTSIDE]).tolist()]
@@ -101,7 +101,7 @@ def scatter(points: Sequence[Point], floor_db: float | None, height: int = 260) 
 
 @dataclass(frozen=True)
 class Step:
-    """A candidate in the chart of the search: position, and height of the best speed so far."""
+    """A candidate in the chart of the search: `x` in % of the width, `y` and the `best` speed so far in px."""
 
     x: float
     y: float | None

@@ -16,10 +16,10 @@ from qdqtune.tuning.folder import BASELINE, FINAL
 from qdqtune.tuning.run_log import RunLog
 
 SAME_NAMES = ("calibration_samples", "seed", "time_limit")
-"""Settings with numbers whose option of `compare` has the same name."""
+"""Numeric settings of a run that are options of `compare` under the same name."""
 
 
-def _measured_again(run: FinishedRun) -> Fact:
+def _compare_command(run: FinishedRun) -> Fact:
     """The `compare` command that measures the result again, and hints about files that are gone."""
     settings = {} if run.log is None else run.log.settings
     first, hints = Path(run.summary["model"]), list[str]()
@@ -27,7 +27,7 @@ def _measured_again(run: FinishedRun) -> Fact:
         why = "inputs were made constant in it" if first.is_file() else f"{first} is gone"
         first, hints = run.folder / BASELINE, [f"against {BASELINE}: {why}"]
     source, workloads = settings.get("calibration_data"), settings.get("workloads", [])
-    options = [*_options(settings, run), *(word for text in workloads for word in ("--workload", text))]
+    options = [*_input_options(settings, run), *(word for text in workloads for word in ("--workload", text))]
     if source is not None:
         options += ["--calibration-data", source]
     named = [source] if source is not None and ":" not in source else []
@@ -47,8 +47,8 @@ def _engine(spec: EngineSpec) -> Iterator[str]:
             yield from ("--engine-option", f"{name}={json.dumps(value)}")
 
 
-def _options(settings: Mapping[str, Any], run: FinishedRun) -> Iterator[str]:
-    """Options about inputs and numbers of threads."""
+def _input_options(settings: Mapping[str, Any], run: FinishedRun) -> Iterator[str]:
+    """The options of `compare` for inputs and numbers of threads."""
     for name in SAME_NAMES:
         if name in settings:
             yield from (f"--{name.replace('_', '-')}", f"{settings[name]:g}")
@@ -74,7 +74,7 @@ def circumstances(run: FinishedRun) -> Iterator[Fact]:
             yield Fact("load, begin and end", " and ".join(loads), "processes that wanted the cores")
         yield Fact("system", log.machine.system)
         yield Fact("begun", log.begun.replace("T", " ").replace("+00:00", " UTC"))
-        if spent := _spent(log):
+        if spent := _longest_stages(log):
             yield Fact("where the time of the run went", spent)
     yield Fact("seed", str(summary["seed"]))
     yield Fact("mode", summary["mode"])
@@ -87,7 +87,7 @@ def circumstances(run: FinishedRun) -> Iterator[Fact]:
         yield Fact(name, version)
 
 
-def _spent(log: RunLog) -> str:
+def _longest_stages(log: RunLog) -> str:
     """The stages of the run that took longest, with their durations."""
     ends = [*(seconds for _, seconds in log.stages[1:]), log.seconds]
     took: dict[str, float] = {}
@@ -107,4 +107,4 @@ def commands(run: FinishedRun) -> Iterator[Fact]:
         )
     elif run.log is not None and run.log.settings:
         yield Fact("settings", ", ".join(f"{name}={value!r}" for name, value in run.log.settings.items()))
-    yield _measured_again(run)
+    yield _compare_command(run)

@@ -43,7 +43,7 @@ from qdqtune.types import Edge, Layer, Placement, Trial
 
 @dataclass(frozen=True)
 class Alone:
-    """A group that subgraph mode has timed by itself: the verdict, and its ms in float and at best in 8 bits."""
+    """A group that subgraph mode has timed by itself: its verdict, its time in float, and its best time in 8 bits."""
 
     why: str
     float_ms: float
@@ -157,7 +157,7 @@ def facts_of(run: FinishedRun) -> Facts:
     facts = Facts(
         model=shaped,
         able=able,
-        possible=able & _chosen(shaped, fingerprint) | seen,
+        possible=able & _edges_of_listed_nodes(shaped, fingerprint) | seen,
         placement=placement,
         shipped=shipped,
         quant_type=recorded.quant_type,
@@ -171,11 +171,11 @@ def facts_of(run: FinishedRun) -> Facts:
         prior=NO_PRIOR if known is None else unpacked(known.prices),
         alone=dict(_alone(summary.get("groups", ()))),
     )
-    return _with_engine(facts, folder / FINAL, recorded.engine)
+    return _with_float_reasons(facts, folder / FINAL, recorded.engine)
 
 
-def _chosen(model: Model, fingerprint: Fingerprint) -> frozenset[Edge]:
-    """The edges within the nodes that the user has listed; all without a list."""
+def _edges_of_listed_nodes(model: Model, fingerprint: Fingerprint) -> frozenset[Edge]:
+    """The edges within the nodes that the user has listed; all edges if there is no list."""
     if not fingerprint.node_filter:
         return every_edge(model)
     regions = discovery.find(model, fingerprint.regions)
@@ -190,8 +190,8 @@ def _alone(groups: Iterable[GroupOutcome]) -> Iterator[tuple[str, Alone]]:
                 yield node, Alone(group.why, group.float_ms, group.quantized_ms)
 
 
-def _with_engine(facts: Facts, final: Path, engine: str) -> Facts:
-    """The facts with `in_float`, read from the shipped model."""
+def _with_float_reasons(facts: Facts, final: Path, engine: str) -> Facts:
+    """The facts with `in_float`, concluded from the graph of the shipped model."""
     running = {name: x for name, x in facts.layers.items() if x.kind == "compute" and is_float(x.precision)}
     paired = {e.node for e in facts.placement} & running.keys()
     if not paired or engine not in FORMATS:

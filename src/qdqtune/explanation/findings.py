@@ -112,7 +112,7 @@ class _Checker:
             return None
         if layer.kind == "quantize" or (pairs and not others and layer.kind != "copy"):
             finding = self._conversion(number, pairs)
-            # A kernel that only computes a Q of the model's, but is no conversion: what is left of an operator before.
+            # A compute kernel that names only a Q is the rest of the operator in front of it, and no conversion.
             return None if layer.kind == "compute" and finding.fails else finding
         if others:
             return self._in_float(layer, others)
@@ -133,7 +133,7 @@ class _Checker:
         return Finding("standalone pair", layer.name, _names(pairs), layer.time_ms, first.text, first.cause)
 
     def _in_float(self, layer: Layer, others: Sequence[Node]) -> Finding | None:
-        """A finding about a layer in float that was meant to run in 8 bits, if it was."""
+        """A finding about a layer that runs in float although nodes in it were meant to run in 8 bits; else None."""
         if not is_float(layer.precision):
             return None
         meant = [n for n in others if self._is_meant_for_8_bits(n)]
@@ -145,13 +145,12 @@ class _Checker:
         return Finding(kind, layer.name, _names(meant), layer.time_ms, reason, first.name)
 
     def _is_meant_for_8_bits(self, node: Node) -> bool:
-        """Whether a convolution or product has a pair, or all inputs of another operator have one and one of them runs.
-
-        Otherwise float arithmetic in a kernel that reads and writes 8 bits costs nothing.
+        """Whether a convolution or product has a pair; or another operator has pairs on all inputs, and
+        `has_running_pair`: else it is float arithmetic in a kernel that reads and writes 8 bits, which costs nothing.
         """
         operands = self._reasons.operands(node)
         if any(o.dq is not None and o.dq.name in self._stored for o in operands):
-            return False  # its weights alone are meant
+            return False  # only its weights are meant to have fewer bits
         paired = [operand.dq for operand in operands if operand.dq is not None]
         if not paired or not any(output in self._float_types for output in node.outputs):
             return False
@@ -163,7 +162,7 @@ class _Checker:
         """A finding about a layer that the engine has added beside one in 8 bits to move values."""
         layer = self._layers[number]
         if layer.kind == "compute" or (layer.kind == "copy" and not layer.time_ms):
-            return None  # a copy that takes no time is none
+            return None  # a copy that takes no time is not run
         around = self._neighbours(number)
         beside = [neighbour for neighbour in around if neighbour is not None]
         if not any(is_low(neighbour.precision) for neighbour in beside):
@@ -204,7 +203,7 @@ def is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
             return False
         recorded = read_placement_file(folder / "placement.yaml").placement
         return recorded == placement_in(load(folder / BASELINE), model)
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, InputError):  # no output folder of ours
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, InputError):  # no output folder of qdqtune
         return False
 
 

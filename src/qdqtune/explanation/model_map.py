@@ -1,4 +1,4 @@
-"""A model as a map: groups of nodes, the flow between them, and blocks of groups where there are many."""
+"""Makes the map of a model: groups of nodes, the tensors between them, and blocks of groups if there are many."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_CELLS = 240
 """Most groups that are drawn without blocks: about what a screen shows. Chosen, not measured."""
 
 MOST_FLAT = 60
-"""Most groups that are drawn without blocks where sequences of groups repeat. Chosen, not measured."""
+"""Most groups that are drawn without blocks if sequences of groups repeat. Chosen, not measured."""
 
 REPEATS = 3
 """Least number of times in a row that a sequence of groups occurs to count as a repeated block."""
@@ -32,10 +32,10 @@ VIEWS = REARRANGES - {"Transpose"}
 """Operators that only change the shape: they join the group that makes their input."""
 
 USUAL = 80
-"""Most blocks of one level. Chosen, not measured."""
+"""Most blocks that are shown on one level. Chosen, not measured."""
 
 FEWEST = 4
-"""Least number of blocks that modules may form, and of groups in each on average."""
+"""Fewest blocks into which modules may divide groups, and fewest groups in each block on average."""
 
 LEAST_GROUPS = 8
 """Least number of groups in a block where names show no modules."""
@@ -50,11 +50,11 @@ class Ran:
     spent: Mapping[str, NodeTime] = field(default_factory=dict)
 
     def own(self, nodes: Iterable[str]) -> float | None:
-        """The time of some nodes without their conversions; None if unknown."""
+        """The time of some nodes in ms without their conversions; None if unknown."""
         return sum(self.spent[name].own for name in nodes) if self.spent else None
 
     def conversions(self, nodes: Iterable[str]) -> float:
-        """The time of the conversions that count with some nodes."""
+        """The time in ms of the conversions that are attributed to some nodes."""
         return sum(self.spent[name].conversions for name in nodes) if self.spent else 0.0
 
 
@@ -70,7 +70,7 @@ def flows(model: Model, groups: Sequence[Sequence[str]]) -> tuple[tuple[int, int
 
 
 def in_order(model: Model, groups: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """The groups in topological order, else in that of the file; groups in a cycle in that of the file."""
+    """The groups in topological order, ties in file order; groups in or behind a cycle come last, in file order."""
     told = sorted((tuple(g) for g in groups), key=lambda g: max(model.index_of[n] for n in g))
     waits = [0] * len(told)
     readers: list[list[int]] = [[] for _ in told]
@@ -94,7 +94,8 @@ def blocks(
 ) -> tuple[MapBlock, ...]:
     """Divide groups into blocks of consecutive ones; none where all fit a screen and nothing repeats.
 
-    Blocks begin where a sequence of groups repeats, or else where modules begin, or where few tensors cross.
+    Blocks begin where a sequence of groups repeats; else where modules begin; else where few tensors cross the border.
+    `operators` are by node name, `between` is the result of `flows`.
     """
     if len(groups) <= MOST_FLAT:
         return ()
@@ -139,8 +140,8 @@ def _divided(
 
 def _repeated(labels: Sequence[str]) -> tuple[list[int], int]:
     """The starts and the length of a sequence of groups that repeats at least `REPEATS` times in a row and covers most
-    of the groups: of several the one that covers most, of these the shortest. Empty if there is none, or it repeats
-    more often than a screen shows."""
+    of the groups; among several, that which covers the most groups, and among equals the shortest. Empty if there is
+    none, or it repeats more than USUAL times."""
     numbers = np.unique(labels, return_inverse=True)[1]
     found, most = ([0], 1), len(labels) // 2
     for period in range(1, min(len(labels) // REPEATS, MOST_CELLS) + 1):
@@ -154,8 +155,8 @@ def _repeated(labels: Sequence[str]) -> tuple[list[int], int]:
 
 
 def _module_of_each(blocks: Sequence[Sequence[tuple[str, ...]]]) -> list[str]:
-    """A name for each block, given the modules of its groups: the module of most of them, if no two blocks have the
-    same. Empty otherwise."""
+    """A name for each block, given the `scope` of each of its groups: the module of most groups, at the first depth at
+    which all blocks differ. Empty if there is no such depth."""
     for depth in range(1, 1 + max((len(scope) for block in blocks for scope in block), default=0)):
         found = [Counter(scope[:depth] for scope in block).most_common(1)[0][0] for block in blocks]
         if len(set(found)) == len(blocks):
@@ -164,7 +165,7 @@ def _module_of_each(blocks: Sequence[Sequence[tuple[str, ...]]]) -> list[str]:
 
 
 def _by_module(scopes: Sequence[tuple[str, ...]], first: int, last: int) -> list[int]:
-    """The groups with which modules begin, as deep as a screen can show; empty if names show no modules."""
+    """Numbers of the groups that begin a module, at the deepest level that a screen can show; empty if none fits."""
     for depth in range(max(map(len, scopes[first:last])), 0, -1):
         inner = [n for n in range(first + 1, last) if scopes[n - 1][:depth] != scopes[n][:depth]]
         if FEWEST <= len(inner) + 1 <= min(USUAL, (last - first) / FEWEST):
@@ -201,12 +202,12 @@ def scope(name: str) -> tuple[str, ...]:
 
 
 def shared(a: Sequence[str], b: Sequence[str]) -> int:
-    """How many modules two names have in common, from the outermost."""
+    """How many modules two `scope`s have in common, from the outermost."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def block_label(operators: Sequence[str], scopes: Sequence[tuple[str, ...]], *, is_module: bool) -> str:
-    """A name for a block: its module, its first and last module, or else its most frequent operators."""
+    """A name for a block: its first and last module unless `is_module`; else its module, else common operators."""
     depth = min(shared(scopes[0], other) for other in scopes)
     ends = [scope[depth] for scope in (scopes[0], scopes[-1]) if len(scope) > depth]
     if len(set(ends)) == 2 and not is_module:
@@ -222,7 +223,7 @@ def group_label(operators: Sequence[str]) -> str:
 
 
 def _with_views(model: Model, groups: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """The groups; those of views are joined with the group that makes their input."""
+    """The groups, with each group that holds VIEWS only joined to the group that makes its input."""
     owner = {name: number for number, group in enumerate(groups) for name in group}
     joined: dict[int, list[str]] = {number: [] for number in range(len(groups))}
     home = list(range(len(groups)))
@@ -235,7 +236,7 @@ def _with_views(model: Model, groups: Sequence[Sequence[str]]) -> list[tuple[str
     return [tuple(group) for group in joined.values() if group]
 
 
-def _of_shapes(model: Model) -> frozenset[str]:
+def _shape_nodes(model: Model) -> frozenset[str]:
     """Nodes that depend on shapes and constants only, and make no graph output."""
     found, known = set[str](), set(model.constants)
     for node in model.nodes:
@@ -248,7 +249,7 @@ def _of_shapes(model: Model) -> frozenset[str]:
 
 
 def alike(drawn: Map) -> list[list[int]]:
-    """The numbers of groups; those at the same position of repeated blocks are together."""
+    """Lists of group numbers: groups at the same position of repeated blocks share a list, others are alone in one."""
     shapes = [tuple(g.label for g in drawn.groups[b.first : b.last]) for b in drawn.blocks]
     times, place = Counter(shapes), dict[int, tuple[object, ...]]()
     for block, shape in zip(drawn.blocks, shapes, strict=True):
@@ -272,8 +273,9 @@ def draw(
     floats: str = "float",
 ) -> Map:
     """The map of a model whose nodes form `groups`, with the builds `before` and `after`, which are called `floats` and
-    `tuned`. `error_db` is by tensor, `whys` by name of node."""
-    of_shapes = _of_shapes(model)
+    `tuned`. `folded`: nodes that the engine computes in advance. `error_db`: output SQNR by tensor, if only that
+    one is rounded. `whys`: reasons by node name."""
+    of_shapes = _shape_nodes(model)
     shapes = [group for group in groups if of_shapes.issuperset(group)]
     ordered = in_order(model, _with_views(model, [group for group in groups if not of_shapes.issuperset(group)]))
     between = flows(model, ordered)
@@ -316,8 +318,8 @@ def _group(
 
 
 def _quantized(model: Model, before: Ran, after: Ran | None) -> frozenset[str]:
-    """Nodes that run in 8 bits: they read tensors with pairs, and their layer, if known, is not in float. Where there
-    is one build only, its layers say so."""
+    """Nodes that run in 8 bits: they read tensors with pairs, and their layer, if known, is not in float. Without
+    a build `after`: nodes whose layer in `before` has at most 8 bits."""
     if after is None:
         return frozenset(name for layer in before.layers if is_low(layer.precision) for name in layer.nodes)
     fed = {e.node for e in after.placement if e.tensor not in model.constants}

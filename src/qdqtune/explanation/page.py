@@ -1,4 +1,4 @@
-"""A report as one HTML file that makes no request. It runs one script; names from models are escaped in it."""
+"""Writes a report as one HTML file without network requests. It runs one script; names from models are escaped."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_report(report: Report, path: Path) -> None:
 
 
 def render(report: Report) -> str:
-    """The page of a report."""
+    """The HTML text of a report."""
     style, script = (PARTS / "style.css").read_text(encoding="utf-8"), (PARTS / "map.js").read_text(encoding="utf-8")
     return (
         _environment()
@@ -68,7 +68,7 @@ def policy(style: str, script: str) -> str:
 
 
 def compact(drawn: Map) -> dict[str, Any]:
-    """A map as the script reads it: lists in place of objects, and each text once."""
+    """A map as the page's script reads it: lists in place of objects, and numbers that refer to a list of texts."""
     texts: dict[str, int] = {}
 
     def number(text: str) -> int:
@@ -81,9 +81,9 @@ def compact(drawn: Map) -> dict[str, Any]:
             len(g.nodes),
             number(g.label),
             number(g.precision),
-            _short(g.float_ms),
-            _short(g.tuned_ms),
-            _short(g.conversion_ms),
+            _rounded(g.float_ms),
+            _rounded(g.tuned_ms),
+            _rounded(g.conversion_ms),
             None if g.error_db is None else round(min(g.error_db, EQUAL_DB), 1),
             [number(note) for note in g.notes],
         ]
@@ -106,8 +106,8 @@ def _block(block: MapBlock) -> list[object]:
     return [escaped(block.label), block.first, block.last, [_block(inner) for inner in block.blocks]]
 
 
-def _short(ms: float | None) -> float | None:
-    """A time rounded to four digits: measurements have fewer."""
+def _rounded(ms: float | None) -> float | None:
+    """A time rounded to four significant digits: measurements have fewer."""
     return None if ms is None else float(f"{ms:.4g}")
 
 
@@ -136,7 +136,7 @@ def _environment() -> Environment:
 
 
 def _ms(value: float | None) -> str:
-    """A time in ms, with fewer decimals where it is long."""
+    """A time in ms as text, with fewer decimals if it is long; empty for None."""
     if value is None:
         return ""
     return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.3f}"

@@ -1,4 +1,4 @@
-"""The report of a finished run."""
+"""Makes the report of a finished run, as values of `report_values`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from qdqtune.tuning.subgraphs.groups import by_rules, from_layers
 from qdqtune.types import EQUAL_DB, Failure, Measurement, Placement, Trial
 
 BARS = 24
-"""Most bars; one more is for all other groups."""
+"""Most bars in the chart of times; one more is for all other groups."""
 
 TAIL = 36
-"""Characters of a node's name beside a bar."""
+"""Most characters of a node's name beside a bar."""
 
 
 def report_of_run(folder: Path) -> Report:
@@ -65,13 +65,13 @@ def report_of_run(folder: Path) -> Report:
 
 
 def speed(measured: Ratio) -> Speed:
-    """The speed of a ratio of time: its inverse."""
+    """A ratio of times as a speed: its inverse, with the ends of the interval swapped."""
     low, high = (None if end is None else 1 / end for end in (measured.high, measured.low))
     return Speed(1 / measured.median, low, high)
 
 
 def strip(name: str, measurement: Measurement, measured: Ratio) -> Strip:
-    """The rounds of a comparison as speeds."""
+    """The rounds of a comparison, and the ratio `measured` in them, as speeds."""
     rounds = tuple(a / b for a, b in zip(measurement.a, measurement.b, strict=True))
     return Strip(name, rounds, speed(measured))
 
@@ -118,12 +118,12 @@ def _map(run: FinishedRun, facts: Facts) -> Map:
     before = Ran(Placement(), layers, facts.float_spent)
     error_db = {tensor: _db(noise) for tensor, noise in run.alone.items()}
     whys = {row.node: row.reason for row in tallied(facts)[0]}
-    floats = "rewritten float" if _gave(run) else "float"
+    floats = "rewritten float" if _has_measured_rewrites(run) else "float"
     return draw(model, grouped.groups, frozenset(grouped.folded), before, after, error_db, whys, name, floats)
 
 
-def _gave(run: FinishedRun) -> bool:
-    """Whether rewrites have changed the user's float model, and the gain was measured."""
+def _has_measured_rewrites(run: FinishedRun) -> bool:
+    """Whether rewrites have changed the user's float model, and their gain was measured."""
     return "gave" in run.summary["rewrites"]
 
 
@@ -167,7 +167,7 @@ def foremost(drawn: Map, group: MapGroup) -> str:
 
 
 def tail(name: str) -> str:
-    """The end of a node's name, which says more than its beginning."""
+    """The last TAIL characters of a node's name, which say more than its beginning."""
     return name if len(name) <= TAIL else "…" + name[1 - TAIL :]
 
 
@@ -191,7 +191,7 @@ def _facts(run: FinishedRun) -> Iterator[Fact]:
     here = [row["threads"] for row in by_threads if row["baseline_ms"] == summary["baseline_ms"]]
     at = f", {_threads(here[0])}" if here else ""
     yield Fact("float", f"{summary['baseline_ms']:.4g} ms", f"median time of one inference of your file{at}")
-    if _gave(run):
+    if _has_measured_rewrites(run):
         told = "what rewrites made of your file, without any pair"
         yield Fact("rewritten float", f"{run.float_ms:.4g} ms", told)
     if summary["shipped"] == "tuned":

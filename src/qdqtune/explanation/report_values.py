@@ -50,7 +50,7 @@ class MapNode:
 
 @dataclass(frozen=True)
 class MapGroup:
-    """Nodes, by number, that the engine runs together, with the views of their results; or all nodes that it computes
+    """Nodes, by number, that the engine runs together, with reshapes of their results; or all nodes that it computes
     in advance ("folded"), or that compute shapes only ("shapes"). Times come from profiled inferences; None where the
     engine gives none. `conversion_ms` is the time of the pairs at the group's borders in the tuned model.
 
@@ -86,14 +86,14 @@ class Map:
     flows: tuple[tuple[int, int], ...]
     blocks: tuple[MapBlock, ...]
     tuned: str
-    """The model of a group's second time: the tuned one, or a candidate that did not ship."""
+    """The model that `tuned_ms` of groups is about: the tuned one, or a candidate that did not ship."""
     before: str = "float"
-    """The model of a group's first time: float, or rewritten float."""
+    """The model that `float_ms` of groups is about: float, or rewritten float."""
 
 
 @dataclass(frozen=True)
 class Strip:
-    """The rounds of one comparison as speeds, and the speed that follows from all of them."""
+    """The rounds of one comparison as speeds, one for each, and the speed that follows from all rounds."""
 
     name: str
     rounds: tuple[float, ...]
@@ -133,7 +133,7 @@ class Point:
 @dataclass(frozen=True)
 class Bar:
     """A row of the chart of times: one group, or several `groups` that are alike, of which `group` is the number of the
-    first and `node` its first node; `group` is None for the sum of all other groups. Conversions are apart."""
+    first and `node` its first node; `group` is None for the sum of all others. `tuned_ms` is without conversions."""
 
     name: str
     node: str
@@ -155,7 +155,7 @@ class ReportTable:
     rows: tuple[tuple[str, ...], ...]
     numbers: tuple[int, ...] = ()
     late: bool = False
-    """Whether it comes after the charts."""
+    """Whether the table comes after the charts."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Explanations of nodes as values: why each runs as it does, and what the other decision would cost. `why` makes
-them."""
+"""Explanations of nodes as values: why each runs in float or 8 bits, and what the opposite decision would cost. The
+module `why` makes them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Why = Literal[
     "faster", "slower", "close", "placement", "inaccurate", "no kernel", "failed", "unproven", "untried", "unsupported",
     "excluded", "no time",
 ]  # fmt: skip
-"""What decided: prices or measurements ("faster", "slower", or "close" if they hardly differ); the measured placement
-as a whole, against the prices; the accuracy of the outputs; that the engine has no such kernel, or refused the
-candidate; that no candidate was proven faster, or none tried it; that no pair can stand there; the user; or that the
-node takes no time."""
+"""What decided, in this order: prices or measurements ("faster", "slower", or "close" if they hardly differ); the
+measured placement as a whole, against the prices; the accuracy of the outputs; that the engine has no such kernel, or
+refused the candidate; that no candidate was proven faster, or none tried it; that no pair can stand there; the user; or
+that the node takes no time."""
 
 IN_WORDS: Mapping[Why, str] = {
     "faster": "faster so",
@@ -53,11 +53,11 @@ ORIGINS: Mapping[str, str] = {
 """Origins of candidates, in words."""
 
 RULED = ("compute", "residual", "islands", "static", "everything")
-"""Origins that are named by the placement rule that made the candidate."""
+"""Origins that are names of START_PLACEMENTS (`placement.rules`)."""
 
 
 def origin_in_words(origin: str) -> str:
-    """Where a candidate comes from."""
+    """Where a candidate comes from, as text for people."""
     return ORIGINS.get(origin, f"the rule {origin!r}" if origin in RULED else f"the candidate {origin!r}")
 
 
@@ -73,11 +73,11 @@ NOT_TAKEN = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why one node runs as it does. Times are in ms, and of its whole unit.
+    """Why one node runs in float or in 8 bits. Times are in ms, and of its whole unit.
 
     `ms` is the time of the unit in the shipped model, conversions included (each counts with one unit), and `float_ms`
     its time in the float model. Summed over all units they give the measured latencies. `margin_ms` is the extra time
-    of the whole model if this unit alone ran the other way, which `otherwise` names; below 0 if it would save time.
+    of the whole model if this unit alone had the opposite decision (`otherwise`); below 0 if it would save time.
     `measured` is False where that time is partly a guess. Where a time is None, `unknown` says why.
 
     `precision` is that of the engine's report on the shipped build, or else follows from the pairs. `weight_format` is
@@ -100,14 +100,14 @@ class Explanation:
     otherwise: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """A dict that JSON can hold."""
         return asdict(self) | {"unit": list(self.unit)}
 
 
 @dataclass(frozen=True)
 class Tally:
     """The nodes with one decision and reason: how many, and the times of their units in the shipped and in the float
-    model. `margin_ms` is the extra time of the model if all of them ran the other way; `measured` is False where that
+    model. `margin_ms` is the extra time of the model if all had the opposite decision; `measured` is False where that
     is partly a guess. `bits` are those of weights stored in fewer bits without pairs, None where there are none."""
 
     quantized: bool
@@ -128,14 +128,14 @@ class Tally:
         return "8 bits" if self.quantized and self.why != "no kernel" else "float"
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """A dict that JSON can hold."""
         return asdict(self)
 
 
 def tally(rows: Sequence[Explanation], together: Callable[[Sequence[Explanation]], float | None]) -> tuple[Tally, ...]:
-    """The rows by decision and reason, the most time first. Each unit counts once.
+    """The sums of rows with equal decision and reason, the longest time first. Each unit counts once.
 
-    `together` gives the extra time of the model, in ms, if all units of some rows ran the other way; None if unknown.
+    `together` gives the extra time of the model in ms if all units of some rows had the opposite decision, or None.
     """
     groups: dict[tuple[bool, int | None, Why], list[Explanation]] = {}
     for row in rows:

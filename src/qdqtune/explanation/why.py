@@ -1,8 +1,8 @@
-"""Why each node of a tuned model runs as it does, concluded from the facts of a finished run.
+"""Explains why each node of a tuned model runs in float or in 8 bits, concluded from the facts of a finished run.
 
-Explanations are about the shipped placement. Times of nodes come from the run's `facts`. The cost of the other decision
-is predicted from prices, which are learned from all builds of the run, in every mode, if the engine gives layer times.
-Decisions are about units: nodes that are quantized together, and share the unit's times.
+Explanations are about the shipped placement. Times of nodes come from the run's `facts`. What the opposite decision
+would cost is predicted from prices: they are learned from all builds of a run in any mode, if the engine gives layer
+times. Decisions are about units: nodes that are quantized together, and share the unit's times.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def headline(facts: Facts) -> str:
 
 def tallied(facts: Facts) -> tuple[tuple[Explanation, ...], tuple[Tally, ...]]:
     """An explanation for every node, in graph order, and their sums by reason."""
-    reasons = _Reasons(facts)
+    reasons = _Explainer(facts)
     of_unit = {unit.number: reasons.of_unit(unit) for unit in reasons.parts.units}
     owner = reasons.parts.owner
     rows = tuple(reasons.of_node(node, of_unit[owner[node.name]]) for node in facts.model.nodes)
     return rows, tally(rows, reasons.together)
 
 
-class _Reasons:
+class _Explainer:
     """Explains nodes and units; values that all of them need are computed once."""
 
     def __init__(self, facts: Facts) -> None:
@@ -73,7 +73,7 @@ class _Reasons:
             else partition(facts.model, facts.possible, usual_groups(facts.model, facts.possible))
         )
         self._decision = self._decided(facts.placement)
-        self._others = tuple(self._flips())
+        self._tried = tuple(self._quantized_units())
 
     def _decided(self, placement: Placement) -> Decision:
         return decision_of(self._costs, placement) if self._costs else nearest(self.parts, placement)
@@ -84,14 +84,14 @@ class _Reasons:
         known = (self._facts.layers.get(name) for name in names)
         return [layer for layer in known if layer is not None and layer.kind == "compute"]
 
-    def _flips(self) -> Iterator[tuple[Trial, frozenset[int], frozenset[int]]]:
-        """Each candidate with the units that it runs in 8 bits, and those that its opponent does."""
+    def _quantized_units(self) -> Iterator[tuple[Trial, frozenset[int], frozenset[int]]]:
+        """Each candidate, the units that it runs in 8 bits, and those that the placement compared with it does."""
         known = {p: self._decided(p).quantized for t in self._facts.history for p in (t.placement, t.against)}
         for trial in self._facts.history:
             yield trial, known[trial.placement], known[trial.against]
 
     def together(self, rows: Sequence[Explanation]) -> float | None:
-        """The extra time of the model, in ms, if all units of these rows ran the other way; None if unknown.
+        """The extra time of the model, in ms, if all units of these rows had the opposite decision; None if unknown.
 
         Conversions between two of these units no longer count.
         """
@@ -112,7 +112,7 @@ class _Reasons:
     # ---- nodes
 
     def of_node(self, node: Node, verdict: Explanation) -> Explanation:
-        """The explanation of its unit, unless the engine ran this node otherwise than the unit."""
+        """A node's explanation: `verdict`, that of its unit, unless the engine ran the node otherwise."""
         stored = any(e.node == node.name for e in self._facts.placement.weight_formats)
         row = replace(
             verdict,
@@ -142,7 +142,7 @@ class _Reasons:
     # ---- units
 
     def of_unit(self, unit: Unit) -> Explanation:
-        """Explain a unit: why the other decision is impossible, or else what decided. Its nodes get copies."""
+        """Explain a unit: why the opposite decision is impossible, or else what decided. `node` and `op` are empty."""
         names = tuple(self.parts.model.nodes[n].name for n in unit.nodes)
         quantized = unit.number in self._decision.quantized
         costs = self._costs
@@ -154,8 +154,8 @@ class _Reasons:
             precision="",
             why="close",
             reason="",
-            ms=_sum(names, self._facts.spent),
-            float_ms=_sum(names, self._facts.float_spent),
+            ms=_time_of(names, self._facts.spent),
+            float_ms=_time_of(names, self._facts.float_spent),
             margin_ms=None,
             measured=False,
             otherwise="8 bits",
@@ -165,7 +165,7 @@ class _Reasons:
         if (way := self._decision.format_of.get(unit.number)) is not None and not quantized:
             return self._stored(unit, way, verdict)
         if not unit.inputs:
-            return self._barred(unit, verdict)
+            return self._without_pairs(unit, verdict)
         if costs is None:
             return self._by_trials(unit, replace(verdict, why="untried"))
         more, is_shown = margin(costs, self._decision, unit), is_shown_by(costs, self._decision, unit)
@@ -185,9 +185,9 @@ class _Reasons:
         if verdict.ms is None or verdict.float_ms is None:
             return replace(verdict, reason=f"{told}, as part of {self._facts.origin}")
         verdict = replace(verdict, margin_ms=verdict.float_ms - verdict.ms, measured=True)
-        return self._weighed(verdict, "; ".join([told, *_times_text(verdict, "it")]))
+        return self._with_reason(verdict, "; ".join([told, *_times_text(verdict, "it")]))
 
-    def _barred(self, unit: Unit, verdict: Explanation) -> Explanation:
+    def _without_pairs(self, unit: Unit, verdict: Explanation) -> Explanation:
         """Explain a unit of which no input can have a pair, apart from constants."""
         facts, nodes = self._facts, [self.parts.model.nodes[n] for n in unit.nodes]
         names = {n.name for n in nodes}
@@ -201,6 +201,7 @@ class _Reasons:
         return replace(verdict, why="unsupported", reason=told, unknown=f"no pair can stand there, {told}")
 
     def _refused(self, nodes: Sequence[Node], unit: Unit) -> str:
+        """Why no pair can stand on the inputs of a unit, apart from constants."""
         facts = self._facts
         made = {t for n in nodes for t in n.outputs}
         entering = [(n, slot, t) for n in nodes for slot, t in enumerate(n.inputs) if t and t not in made]
@@ -216,7 +217,7 @@ class _Reasons:
     def _in_8_bits(self, unit: Unit, verdict: Explanation) -> Explanation:
         if self._is_free(unit, verdict):
             return replace(verdict, why="no time", reason="it takes no time either way, and follows its neighbours")
-        return self._weighed(verdict, "; ".join(_times_text(verdict, "in 8 bits it")))
+        return self._with_reason(verdict, "; ".join(_times_text(verdict, "in 8 bits it")))
 
     def _in_part(self, verdict: Explanation) -> Explanation:
         """Explain a unit that prices count as float although some inputs have pairs and a node runs in 8 bits."""
@@ -224,10 +225,10 @@ class _Reasons:
         assert verdict.float_ms is not None
         more = verdict.float_ms - verdict.ms
         verdict = replace(verdict, quantized=True, margin_ms=more, measured=True, otherwise="float")
-        return self._weighed(verdict, "; ".join(["it carries pairs in part", *_times_text(verdict, "it")]))
+        return self._with_reason(verdict, "; ".join(["it carries pairs in part", *_times_text(verdict, "it")]))
 
-    def _weighed(self, verdict: Explanation, told: str) -> Explanation:
-        """Say whether prices or the placement as a whole were the reason for 8 bits."""
+    def _with_reason(self, verdict: Explanation, told: str) -> Explanation:
+        """Add the reason: the unit is faster so by its prices, or its placement was measured as a whole."""
         assert verdict.margin_ms is not None
         if verdict.margin_ms > 0:
             return replace(verdict, why="faster", reason=told)
@@ -248,7 +249,7 @@ class _Reasons:
             return replace(verdict, margin_ms=None, why="no kernel", reason=told, unknown=kernel)
         if verdict.margin_ms > 0:
             return replace(verdict, why="slower", reason=told)
-        if noise := self._damage(unit):
+        if noise := self._lost_accuracy(unit):
             return replace(verdict, why="inaccurate", reason=f"{noise}; {told}")
         tried = self._by_trials(unit, verdict)
         if tried.why in ("failed", "inaccurate"):
@@ -268,7 +269,7 @@ class _Reasons:
         return self._costs.prices[unit.number].as_float == 0 and not verdict.ms and not verdict.margin_ms
 
     def _is_close(self, verdict: Explanation) -> bool:
-        """Whether the two ways differ by less than the smallest difference that the search regards."""
+        """Whether float and 8 bits differ by less than the smallest difference that the search regards."""
         assert verdict.margin_ms is not None
         return abs(verdict.margin_ms) <= CLOSE_SHARE * self._facts.float_ms / 2
 
@@ -277,7 +278,7 @@ class _Reasons:
         names = {self.parts.model.nodes[n].name for n in unit.nodes}
         ran = [
             (trial.proposal.origin, layer)
-            for trial, quantized, _ in self._others
+            for trial, quantized, _ in self._tried
             if unit.number in quantized
             for layer in trial.layers or ()
             if layer.kind == "compute" and not names.isdisjoint(layer.nodes)
@@ -286,7 +287,7 @@ class _Reasons:
             return ""
         return f"with pairs around it (as in the candidate {ran[0][0]!r}) the engine still ran it in float"
 
-    def _damage(self, unit: Unit) -> str:
+    def _lost_accuracy(self, unit: Unit) -> str:
         """A text if rounding the unit is predicted to take the outputs below the limit; else empty."""
         noise, parts = self._facts.noise, self.parts
         if noise is None or self._facts.limits.max_noise is None:
@@ -294,28 +295,28 @@ class _Reasons:
         now, flipped = parts.placement(self._decision), parts.placement(other(parts, self._decision, [unit.number]))
         before, fresh = ({noise.value(e.tensor) for e in p.edges} for p in (now, flipped))
         alone = sum(noise.value_noise.get(value, 0.0) for value in fresh - before)
-        if not alone or self._predicted + alone <= self._allowed:
+        if not alone or self._predicted_noise + alone <= self._allowed_noise:
             return ""
         most = self._facts.limits.min_sqnr
-        scale = self._facts.limits.max_noise / self._allowed
+        scale = self._facts.limits.max_noise / self._allowed_noise
         return (
             f"its rounding alone brings the outputs to {_db(alone * scale)}, with the rest of the placement to "
-            f"{_db((self._predicted + alone) * scale)}, and the limit is {most:g} dB"
+            f"{_db((self._predicted_noise + alone) * scale)}, and the limit is {most:g} dB"
         )
 
     @cached_property
-    def _predicted(self) -> float:
+    def _predicted_noise(self) -> float:
         noise = self._facts.noise
         return 0.0 if noise is None else noise.summed(self.parts.placement(self._decision))
 
     @cached_property
-    def _allowed(self) -> float:
+    def _allowed_noise(self) -> float:
         noise = self._facts.noise
         assert noise is not None
         return noise.allowed(self._facts.history)
 
     def _by_trials(self, unit: Unit, verdict: Explanation) -> Explanation:
-        """Explain a unit by the candidate with the fewest changes that ran it otherwise than its opponent."""
+        """Explain a unit by the candidate with the fewest changes that ran it otherwise than its `against`."""
         facts = self._facts
         if verdict.quantized and facts.trial is not None:
             share = ratios_to_float(facts.history, facts.plan).get(facts.placement)
@@ -325,7 +326,7 @@ class _Reasons:
             return replace(verdict, why="placement", reason=f"part of {facts.origin}")
         flips = [
             (len(mine ^ theirs), trial.number, trial, unit.number in mine)
-            for trial, mine, theirs in self._others
+            for trial, mine, theirs in self._tried
             if (unit.number in mine) != (unit.number in theirs)
         ]
         telling = [flip for flip in flips if flip[3] != (outcome(flip[2], facts.plan) == "faster")]
@@ -350,13 +351,13 @@ class _Reasons:
 _UNTIMED = "the builds of this run have no layer times, so that single nodes have no price"
 
 
-def _sum(names: Sequence[str], spent: Mapping[str, NodeTime]) -> float | None:
-    """The time of some nodes, conversions included; None if unknown."""
+def _time_of(names: Sequence[str], spent: Mapping[str, NodeTime]) -> float | None:
+    """The time of some nodes in ms, conversions included; None if unknown."""
     return sum(sum(spent[name]) for name in names) if spent else None
 
 
 def _times_text(verdict: Explanation, subject: str) -> Iterator[str]:
-    """The times of a unit in the shipped and in the float model, and what the other decision would add."""
+    """The times of a unit in the shipped and in the float model, and what the opposite decision would add."""
     if verdict.ms is not None and verdict.float_ms is not None:
         yield f"{subject} takes {_ms(verdict.ms)}, in the float model {_ms(verdict.float_ms)}"
     if (margin_ms := verdict.margin_ms) is not None:

@@ -1,4 +1,4 @@
-"""Numbers, counts and names as text for people, in one way everywhere."""
+"""Formats numbers, counts and names as text for people, in one way for all commands and reports."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""An ONNX file as one immutable value: read, queried, rewritten, saved; nothing of quantization."""
+"""Reads, queries, rewrites and saves ONNX models, each as one immutable value; knows nothing of quantization."""

@@ -62,7 +62,7 @@ def take_external(proto: onnx.ModelProto, folder: Path, own: str = "") -> dict[s
 
 
 def settle(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None:
-    """Make every constant of the main graph an initializer, move the large ones to `large`, and list none as input.
+    """Make every constant of the main graph an initializer or, if large, an entry of `large`; none stays a graph input.
 
     Raises:
         BadModel: the values of a constant do not fit its type and shape.

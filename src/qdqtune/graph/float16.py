@@ -1,10 +1,10 @@
-"""A float32 model as a float16 or bfloat16 one, for engines that take precision from the graph.
+"""Converts a float32 model to float16 or bfloat16, for engines that take precision from the graph.
 
 ONNX Runtime's converter makes the float16 model. It puts casts around operators that are unsafe in half precision, and
 clips finite constants to the range of float16, so that a mask of -3e38 stays a mask. It needs the whole protobuf in
 memory, so it gets large constants as graph inputs; they are converted here when they are read. Casts to float16 and
-back between two nodes in float32 are removed, because they would round. A bfloat16 model has bfloat16 where that has
-float16.
+back between two nodes in float32 are removed, because they would round. A bfloat16 model is made of the float16
+model, with bfloat16 in place of float16.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def load_for(
 
 
 def is_float32(model: Model) -> bool:
-    """Whether a node makes float32 values, which could be converted."""
-    return any(_is_full(model, t) for node in model.nodes for t in node.outputs)
+    """Whether any node makes float32 values, which could be converted."""
+    return any(_holds_float32(model, t) for node in model.nodes for t in node.outputs)
 
 
 def converted(model: Model, precision: Precision, kept: Collection[str] = ()) -> Model:
@@ -127,12 +127,12 @@ def blocked(model: Model) -> set[int]:
 
 def kept_in(half: Model, model: Model) -> set[str]:
     """The names of the nodes that were in `kept` when `half` was made of `model`."""
-    full = {n.name for n in half.nodes if n.op != "Cast" for t in n.outputs if _is_full(half, t)}
+    full = {n.name for n in half.nodes if n.op != "Cast" for t in n.outputs if _holds_float32(half, t)}
     always = blocked(model)
     return {n.name for n in model.nodes if n.name in full and n.index not in always}
 
 
-def _is_full(model: Model, tensor: str) -> bool:
+def _holds_float32(model: Model, tensor: str) -> bool:
     return tensor in model.tensors and model.tensors[tensor].dtype == TensorProto.FLOAT
 
 
@@ -173,7 +173,7 @@ def _remove_needless_casts(graph: onnx.GraphProto) -> None:
     nodes = [node for node in graph.node if node.name not in gone]
     for node in nodes:
         for names in (node.input, node.output):
-            names[:] = [_last(name, same) for name in names]
+            names[:] = [_final_name(name, same) for name in names]
     read = {name for node in nodes for name in (*node.input, *(c for b in bodies(node) for c in captured(b)))} | outputs
     replace(graph.node, [n for n in nodes if not _is_to_half(n) or n.output[0] in read])
 
@@ -183,7 +183,7 @@ def _is_to_half(node: onnx.NodeProto) -> bool:
     return node.name.endswith("_cast_to_fp16_node") or node.name.startswith("graph_input_cast")
 
 
-def _last(name: str, same: Mapping[str, str]) -> str:
+def _final_name(name: str, same: Mapping[str, str]) -> str:
     while name in same:
         name = same[name]
     return name

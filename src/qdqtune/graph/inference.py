@@ -1,8 +1,8 @@
-"""Shape inference: the types and shapes of tensors, and the nodes whose results follow from constants and shapes.
+"""Infers types and shapes of tensors, and computes nodes whose results are determined by constants and shapes.
 
 onnx infers whole graphs. It stops where a node would have to be computed (the pads of a Pad, the sizes of a Reshape):
-`decided` computes such nodes and goes on node by node. Constants that are only transposed or reshaped are read when
-needed, so that no large weight is copied.
+`decided` computes such nodes and goes on node by node. Transposed and reshaped large constants are computed when they
+are read, so that no large weight is copied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qdqtune.graph.simplifying import computed, drop_unused
 from qdqtune.types import Array
 
 LONGEST_FOLLOWED = 2**22
-"""The longest tensor of one dimension whose values inference may follow: it takes 80 bytes for each element."""
+"""Most elements of a 1-D tensor whose values onnx's inference may propagate: it takes 80 bytes for each."""
 
 INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, RuntimeError, ValueError)
 """What onnx's C++ code raises: its error classes share no base."""
@@ -54,7 +54,7 @@ def constants_computed(model: Model) -> Model:
 
 
 def decided(model: Model) -> tuple[dict[str, Constant], dict[str, TensorInfo]]:
-    """The results of nodes that follow from constants and shapes, and the type and shape of every tensor."""
+    """The results of nodes that constants and shapes determine, by tensor; and the type and shape of every tensor."""
     known, infos = dict(model.constants), dict(model.tensors)
     made: dict[str, Constant] = {}
     for node in model.nodes:
@@ -77,7 +77,7 @@ def is_sized(info: TensorInfo | None) -> bool:
 def _results(
     model: Model, node: Node, known: Mapping[str, Constant], infos: Mapping[str, TensorInfo]
 ) -> dict[str, Constant] | None:
-    """The outputs of a node by name if they follow from constants and shapes, else None."""
+    """The values of a node's outputs by name, if constants and shapes determine them; else None."""
     if node.op == "Shape":
         info = infos.get(node.inputs[0])
         if info is None or (sizes := info.sizes) is None:
@@ -86,7 +86,7 @@ def _results(
         return {node.outputs[0]: Constant.of(np.array(sizes[start:end], np.int64))}
     if not all(t in known for t in node.inputs if t):
         return None
-    if (moved := _moved(node, known)) is not None:
+    if (moved := _rearranged(node, known)) is not None:
         return {node.outputs[0]: moved}
     if sum(known[t].nbytes for t in node.inputs if t) > MOST_COMPUTED_BYTES:
         return None
@@ -112,18 +112,18 @@ def _inferred(
     except (*INFERENCE_ERRORS, onnx.defs.SchemaError):
         return {}
     values = (onnx.ValueInfoProto(name=t, type=of) for t, of in found.items() if of.HasField("tensor_type"))
-    return {v.name: _both(infos.get(v.name), TensorInfo.of(v)) for v in values}
+    return {v.name: _combined(infos.get(v.name), TensorInfo.of(v)) for v in values}
 
 
-def _both(one: TensorInfo | None, other: TensorInfo) -> TensorInfo:
-    """The sizes that are known from either."""
+def _combined(one: TensorInfo | None, other: TensorInfo) -> TensorInfo:
+    """The type and shape with every size that is known from `one` or else from `other`."""
     if one is None or one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
         return other if one is None or one.shape is None else one
     sizes = zip(one.shape, other.shape, strict=True)
     return TensorInfo(one.dtype, tuple(b if a is None else a for a, b in sizes))
 
 
-def _moved(node: Node, known: Mapping[str, Constant]) -> Constant | None:
+def _rearranged(node: Node, known: Mapping[str, Constant]) -> Constant | None:
     """The output of a Transpose or Reshape of a large constant, computed when it is read; None for other nodes."""
     constant = known.get(node.inputs[0]) if node.inputs else None
     if constant is None or constant.nbytes < LARGE_BYTES:
@@ -206,7 +206,7 @@ def _with_infos(model: Model, infos: Mapping[str, TensorInfo]) -> Model:
 
 
 def with_float_type(model: Model, dtype: int) -> Model:
-    """`model` with `dtype` for inputs of compute operators of unknown type.
+    """`model` with element type `dtype` for inputs of compute operators whose type is unknown.
 
     Types behind a custom operator are unknown, but a convolution or a matrix product reads floats.
     """
@@ -220,7 +220,7 @@ def with_float_type(model: Model, dtype: int) -> Model:
 def infer(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
     """`proto` with inferred types and shapes; unchanged if inference fails.
 
-    Inference follows the values of shapes and indices, unless a tensor of one dimension is too long to be one.
+    Inference propagates values of shapes and indices, unless some 1-D tensor is longer than LONGEST_FOLLOWED.
     """
     whole = with_large_inputs(proto, large)
     try:
@@ -240,7 +240,7 @@ def _length(value: onnx.ValueInfoProto) -> int:
 
 
 def copied(proto: ModelProto) -> ModelProto:
-    """A copy with memory of its own, without what was removed from the original."""
+    """A copy; elements that were removed from the original take no memory in it."""
     copy = ModelProto()
     copy.CopyFrom(proto)
     return copy

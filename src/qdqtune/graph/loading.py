@@ -62,14 +62,14 @@ def load_proto(proto: ModelProto, *, min_opset: int = 13) -> Model:
 
 
 def _ready(proto: ModelProto, path: Path, fix_inputs: Mapping[str, float | int | str], min_opset: int) -> Model:
-    """The model in `proto`, which comes from `path` and is changed. Raises BadModel."""
+    """The model of `proto`, which was read from `path` and is changed in place. Raises BadModel."""
     check_sound(proto)
     _open_unknown_sizes(proto.graph)
     large = take_external(proto, path.parent, path.name)
     name_nodes(proto.graph)
     settle(proto.graph, large)
     proto = copied(proto)
-    proto.ir_version = max(proto.ir_version, 4)  # before, constants had to be listed as inputs
+    proto.ir_version = max(proto.ir_version, 4)  # before 4, constants had to be listed as inputs
     _sort(proto.graph)
     _check(proto, large)
     proto = _inlined(proto, large)
@@ -118,7 +118,7 @@ def checked(proto: ModelProto, large: Mapping[str, Constant]) -> Model:
 
 
 def _drop_false_types(proto: ModelProto, large: Mapping[str, Constant]) -> None:
-    """Remove listed types and shapes that contradict those that the nodes make, in place.
+    """Remove listed types and shapes that contradict those inferred from the nodes, in place.
 
     Raises:
         BadModel: an output is listed with another type than its node makes.
@@ -212,7 +212,7 @@ def node_names(graph: onnx.GraphProto) -> list[str]:
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:
-    """Give the nodes the names of `node_names`."""
+    """Give the nodes the names from `node_names`, in place."""
     for node, name in zip(graph.node, node_names(graph), strict=True):
         node.name = name
 
@@ -241,10 +241,10 @@ def _check(proto: ModelProto, large: Mapping[str, Constant]) -> None:
     try:
         onnx.checker.check_model(whole)
     except (onnx.checker.ValidationError, ValueError) as error:
-        raise BadModel(f"invalid graph: {_words(error)}") from error
+        raise BadModel(f"invalid graph: {_message(error)}") from error
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     """An error message of onnx as one line without source positions."""
     parts = (" ".join(part.split()).rstrip(".") for part in str(error).split("==> Context:"))
     return "; ".join(parts).rpartition("failed: ")[2][:300]
@@ -257,7 +257,7 @@ def _inlined(proto: ModelProto, large: MutableMapping[str, Constant]) -> ModelPr
     try:
         inlined = inliner.inline_local_functions(with_large_inputs(proto, large), convert_version=True)
     except RuntimeError as error:
-        raise BadModel(f"cannot inline the model's functions: {_words(error)}") from error
+        raise BadModel(f"cannot inline the model's functions: {_message(error)}") from error
     settle(without_large_inputs(inlined, large).graph, large)
     return inlined
 
@@ -278,7 +278,7 @@ def _with_opset(proto: ModelProto, large: MutableMapping[str, Constant], target:
         try:
             converted = version_converter.convert_version(with_large_inputs(infer(proto, large), large), target)
         except (version_converter.ConvertError, *INFERENCE_ERRORS) as error:
-            raise BadModel(f"cannot convert from opset {have} to {target}: {_words(error)}; {again}") from error
+            raise BadModel(f"cannot convert from opset {have} to {target}: {_message(error)}; {again}") from error
         proto = _merged(proto, without_large_inputs(converted, large), target)
         settle(proto.graph, large)
         if have < 11:

@@ -1,5 +1,5 @@
-"""Operators that exporters write as several nodes, replaced by one: engines have a kernel for it, and no pair can come
-between its parts.
+"""Replaces several nodes that exporters write for one operator by that operator: engines have a kernel for it, and no
+pair can stand between its parts.
 
 A pattern reads one tensor. Tensors between its nodes are read by no other node, no body of an If or a Loop, and are no
 graph outputs.
@@ -68,13 +68,13 @@ def with_merged(model: Model, matcher: Matcher, opset: int) -> Model:
     nodes = []
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
         if (found := matches.get(node.index)) is not None:
-            nodes.append(_made(found, names, added))
+            nodes.append(_merged_node(found, names, added))
         elif node.index not in taken:
             nodes.append(proto)
     return rebuild(model, nodes, added)
 
 
-def _made(match: Match, names: UniqueNames, added: dict[str, Constant]) -> onnx.NodeProto:
+def _merged_node(match: Match, names: UniqueNames, added: dict[str, Constant]) -> onnx.NodeProto:
     inputs = [match.source]
     for operand in match.operands:
         if not isinstance(operand, str):
@@ -105,7 +105,7 @@ def _is_float32(model: Model, tensor: str) -> bool:
 
 
 def gelu(model: Model, node: Node) -> Match | None:
-    """x (1 + erf(x / sqrt 2)) / 2, in any order of its factors."""
+    """Matches x (1 + erf(x / sqrt 2)) / 2 at its Erf, with the factors in any order."""
     if node.op != "Erf" or (inner := maker(model, node.inputs[0])) is None or (one := reader(model, node)) is None:
         return None
     inside, outside = _with_number(model, inner), _with_number(model, one)
@@ -117,7 +117,7 @@ def gelu(model: Model, node: Node) -> Match | None:
 
 
 def hard_swish(model: Model, node: Node) -> Match | None:
-    """x times HardSigmoid(x) of slope 1/6, or x clip(x + 3, 0, 6) / 6 in any order of its factors."""
+    """Matches x HardSigmoid(x) of slope 1/6 or x clip(x + 3, 0, 6) / 6, at the HardSigmoid or Clip."""
     if node.op == "HardSigmoid":
         slope, shift = node.attributes.get("alpha", 0.2), node.attributes.get("beta", 0.5)
         product = _product(model, node, node.inputs[0], 1.0)
@@ -130,7 +130,7 @@ def hard_swish(model: Model, node: Node) -> Match | None:
 
 
 def _hard_step(model: Model, node: Node) -> Match | None:
-    """clip(x + 3, 0, 6)."""
+    """Matches clip(x + 3, 0, 6) at its Clip; the match names no operator."""
     if node.op != "Clip" or len(node.inputs) < 3 or (inner := maker(model, node.inputs[0])) is None:
         return None
     low, high, inside = number(model, node.inputs[1]), number(model, node.inputs[2]), _with_number(model, inner)
@@ -140,24 +140,24 @@ def _hard_step(model: Model, node: Node) -> Match | None:
 
 
 def layer_norm(model: Model, node: Node) -> Match | None:
-    """(x - mean x) / sqrt(var x + epsilon) over the last axis, with the scale and the bias vector that may follow."""
+    """Matches (x - mean x) / sqrt(var x + epsilon) over the last axis, and a scale and bias vector, at its Sub."""
     if node.op != "Sub" or (mean := maker(model, node.inputs[1])) is None or mean.inputs[0] != node.inputs[0]:
         return None
     source = node.inputs[0]
     root = _root_of_squares(model, node.outputs[0])
     if root is None or not _is_mean(model, mean):
         return None
-    return _scaled("LayerNormalization", model, source, (mean, node), node.outputs[0], root)
+    return _divided("LayerNormalization", model, source, (mean, node), node.outputs[0], root)
 
 
 def rms_norm(model: Model, node: Node) -> Match | None:
-    """x / sqrt(mean x^2 + epsilon) over the last axis, with the scale vector that may follow."""
+    """Matches x / sqrt(mean x^2 + epsilon) over the last axis, and a scale vector behind it, at its x^2."""
     if not _is_square(model, node) or (root := _root_of_squares(model, node.inputs[0])) is None:
         return None
     centred = maker(model, node.inputs[0])
     if centred is not None and centred.op == "Sub":
         return None  # the variance of a LayerNormalization
-    return _scaled("RMSNormalization", model, node.inputs[0], (), node.inputs[0], root)
+    return _divided("RMSNormalization", model, node.inputs[0], (), node.inputs[0], root)
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ class _Root:
     epsilon: float
 
 
-def _scaled(op: str, model: Model, source: str, before: tuple[Node, ...], numerator: str, root: _Root) -> Match | None:
-    """A normalization: numerator / root, then the scale and the bias that may follow."""
+def _divided(op: str, model: Model, source: str, before: tuple[Node, ...], numerator: str, root: _Root) -> Match | None:
+    """Matches numerator / root, and the scale and bias that may follow, as a normalization `op`."""
     last = root.nodes[-1]
     quotient = reader(model, last)
     if quotient is None or source not in model.tensors:
@@ -260,7 +260,7 @@ def reader(model: Model, node: Node) -> Node | None:
 
 
 def number(model: Model, tensor: str) -> float | None:
-    """The value of a constant with one float element."""
+    """The value of a constant with one float32 element; None for other tensors."""
     constant = model.constants.get(tensor)
     if constant is None or constant.shape not in ((), (1,)) or constant.dtype != TensorProto.FLOAT:
         return None
@@ -280,7 +280,7 @@ def _with_number(model: Model, node: Node) -> tuple[str, float] | None:
 
 
 def _factor(node: Node, joined: tuple[str, float]) -> float | None:
-    """The factor of a Mul or a Div."""
+    """The factor of a Mul, or of a Div by a number, with `joined` from `_with_number`; else None."""
     if node.op == "Mul":
         return joined[1]
     return 1 / joined[1] if node.op == "Div" and joined[1] else None
@@ -330,7 +330,7 @@ def as_gemm(model: Model) -> Model:
     sums: dict[int, list[onnx.NodeProto]] = {}
     gone: set[int] = set()
     for node in model.nodes:
-        if (total := _sum(model, node)) is not None:
+        if (total := _bias_add(model, node)) is not None:
             sums[total.index] = _gemm(model, node, total, names, added)
             gone.add(node.index)
     if not sums:
@@ -343,7 +343,7 @@ def as_gemm(model: Model) -> Model:
     return Model(infer(result.proto, result.large), result.large)
 
 
-def _sum(model: Model, node: Node) -> Node | None:
+def _bias_add(model: Model, node: Node) -> Node | None:
     """The Add behind a MatMul, if both can become a Gemm."""
     if node.op != "MatMul" or node.domain or (weight := model.constants.get(node.inputs[1])) is None:
         return None

@@ -26,7 +26,7 @@ VALUE_INFO = onnx.GraphProto.VALUE_INFO_FIELD_NUMBER
 
 
 GRAPH = -1
-"""The node index of a graph output's use."""
+"""The node index in the `Use` of a tensor as a graph output."""
 
 HALF_BYTES = frozenset({onnx.TensorProto.INT4, onnx.TensorProto.UINT4})
 """Types that store two values in a byte."""
@@ -72,14 +72,14 @@ class TensorInfo:
 
     @staticmethod
     def of(value: onnx.ValueInfoProto) -> TensorInfo:
-        """The type and shape in a protobuf."""
+        """The type and shape that a ValueInfoProto declares."""
         tensor = value.type.tensor_type
         shape = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
         return TensorInfo(tensor.elem_type, shape if tensor.HasField("shape") else None)
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
-        """The shape if all of it is known."""
+        """The shape if every dimension is known; else None."""
         sizes = tuple(size for size in self.shape or () if size is not None)
         return None if self.shape is None or len(sizes) < len(self.shape) else sizes
 
@@ -256,18 +256,18 @@ class Model:
 
     @cached_property
     def made(self) -> tuple[Made, ...]:
-        """The nodes in order, as bytes for `rebuild`."""
+        """The nodes in order, each serialized for `rebuild`."""
         written = zip(self.nodes, self.proto.graph.node, strict=True)
         return tuple(Made(field_of(NODE, p), (*n.inputs, *n.captures), n.outputs) for n, p in written)
 
     @cached_property
     def inline(self) -> Mapping[str, bytes]:
-        """The initializers of the protobuf as fields of a graph, by name."""
+        """The initializers of `proto` by name, each serialized as a field of a GraphProto."""
         return {t.name: field_of(INITIALIZER, t) for t in self.proto.graph.initializer}
 
     @cached_property
     def described(self) -> Mapping[str, bytes]:
-        """The listed types of tensors as fields of a graph, by name."""
+        """The value_info entries of `proto` by name, each serialized as a field of a GraphProto."""
         return {v.name: field_of(VALUE_INFO, v) for v in self.proto.graph.value_info}
 
     @cached_property
@@ -287,7 +287,7 @@ class Model:
 
 
 class Made(NamedTuple):
-    """A node as a field of a graph, and the names of the tensors that it (with its bodies) reads and makes."""
+    """A node serialized as a GraphProto field, with the names of tensors that it (with its bodies) reads and makes."""
 
     data: bytes
     read: tuple[str, ...]
@@ -295,7 +295,7 @@ class Made(NamedTuple):
 
     @staticmethod
     def of(node: onnx.NodeProto) -> Made:
-        """The node as it is now."""
+        """A node serialized in its present state."""
         inside = (name for body in bodies(node) for name in captured(body))
         return Made(field_of(NODE, node), (*node.input, *inside), tuple(node.output))
 
@@ -307,9 +307,9 @@ def rebuild(
 ) -> Model:
     """`model` with these nodes, and with the `added` constants; constants and types that no node uses are dropped.
 
-    `nodes` are in topological order and make every graph output. An added constant replaces one of the same name. Bytes
-    are a small initializer as a field of a graph. All fields are joined as bytes, because protobuf is slow to copy the
-    many nodes of a large model one by one.
+    `nodes` are in topological order and make every graph output. An added constant replaces one of the same name; bytes
+    are a small initializer, serialized as a GraphProto field. All fields are joined as bytes, because protobuf is slow
+    to copy the many nodes of a large model one by one.
     """
     result = deepcopy(model.frame)
     parts = [node if isinstance(node, Made) else Made.of(node) for node in nodes]

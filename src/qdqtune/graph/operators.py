@@ -41,7 +41,7 @@ INTEGER_KERNELS = frozenset({"Add", "Concat", "GlobalAveragePool", "Mul"})
 # ---- operators that pass values on
 
 REARRANGES = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Operators whose result holds each value of their input once: rounding both is the same as rounding one."""
+"""Operators whose result holds each value of their input once: a rounded input needs no second rounding."""
 
 COPIES = REARRANGES | {"Cast"}
 """Operators that pass every value on, in another order, shape or type."""
@@ -58,7 +58,7 @@ KEEPS_SIGN = MOVERS - {"Resize"} | {"GlobalAveragePool", "Tile"}
 
 ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div"})
 CLAMPS = frozenset({"Relu", "Clip"})
-"""Operators that saturation of an integer can replace."""
+"""Operators that the saturation of a pair's integers can replace."""
 
 FUSED_BEHIND = CLAMPS | {"BatchNormalization", "LeakyRelu", "PRelu"}
 """Operators that engines fuse into the compute operator in front: a pair between them would prevent that."""
@@ -67,7 +67,7 @@ POINTWISE = ARITHMETIC | FUSED_BEHIND | {
     "Dropout", "Elu", "Erf", "Gelu", "HardSigmoid", "HardSwish", "Max", "Min", "Mish", "Pow", "Selu", "Sigmoid",
     "Softplus", "Sqrt", "Tanh",
 }  # fmt: skip
-"""Operators on single values in both families below."""
+"""Operators on single values that are in both FUSED_POINTWISE and ELEMENTWISE."""
 
 FUSED_POINTWISE = POINTWISE | {"Abs", "Exp", "Neg", "Reciprocal"}
 """Operators that the rules of `quantize` expect to be fused into the kernel in front."""
@@ -75,8 +75,8 @@ FUSED_POINTWISE = POINTWISE | {"Abs", "Exp", "Neg", "Reciprocal"}
 ELEMENTWISE = POINTWISE | {
     "Cast", "Celu", "FastGelu", "Identity", "Mean", "QuickGelu", "Sum", "Swish", "Where",
 }  # fmt: skip
-"""Operators that belong to the leaf region in front of them. It differs from FUSED_POINTWISE only because another
-member would change regions, and with them the digests in caches and state files."""
+"""Operators that belong to the leaf region in front of them. The set is not FUSED_POINTWISE only because other members
+would change regions, and so the digests in caches and state files."""
 
 COMMUTATIVE = frozenset({
     "Add", "Mul", "And", "Or", "Xor", "Equal", "Max", "Min", "Sum", "Mean", "BitwiseAnd", "BitwiseOr", "BitwiseXor",
@@ -146,8 +146,8 @@ def elements(model: Model, tensor: str) -> float:
 
 
 def work(model: Model, node: Node) -> float:
-    """The multiplications of a compute operator, or the elements that another one writes; an unknown dimension counts
-    as 1."""
+    """The number of multiplications of a compute operator, or of elements that another operator writes; an unknown
+    dimension counts as 1."""
     written = elements(model, node.outputs[0]) if node.outputs else 1.0
     if node.op not in COMPUTE or len(node.inputs) < 2:
         return written

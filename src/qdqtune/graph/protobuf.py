@@ -21,7 +21,7 @@ LARGE_BYTES = 1024
 """Constants of this many bytes or more stay outside the protobuf; smaller ones may be shapes that inference reads."""
 
 APART_BYTES = 2**28
-"""A file of at least so many bytes is read without its weights. Chosen, not measured."""
+"""Bytes from which a model file is read without its weights. Chosen, not measured."""
 
 SIZES = {1: 8, 5: 4}
 """Bytes of a field by its wire type, where these are fixed."""
@@ -117,7 +117,7 @@ def _bytes(file: IO[bytes], start: int, end: int) -> bytes:
 
 
 def refer(tensor: TensorProto, location: str, offset: int, length: int) -> None:
-    """Make a tensor refer to values in another file."""
+    """Make a tensor refer to `length` bytes of external data at `offset` in the file `location`."""
     tensor.data_location = TensorProto.EXTERNAL
     for key, value in (("location", location), ("offset", offset), ("length", length)):
         tensor.external_data.add(key=key, value=str(value))

@@ -1,7 +1,7 @@
-"""The rewrites of a float model, by name. Each keeps every output up to rounding, and may allow an engine to fuse more.
+"""Rewrites of a float model, by name. Each keeps every output up to rounding, and may allow an engine to fuse more.
 
-`folded` multiplies what scales and shifts channels behind a layer into the layer's weights and bias. Engines do so with
-float weights, but not where these come out of a DequantizeLinear: a BatchNormalization there would run by itself.
+`folded` merges nodes that scale or shift channels behind a layer into the layer's weights and bias. Engines do so with
+float weights, but not if these come out of a DequantizeLinear: a BatchNormalization there would run by itself.
 Which of the other rewrites make a model faster is measured.
 """
 
@@ -28,7 +28,7 @@ from qdqtune.graph.simplifying import UniqueNames, names_in
 from qdqtune.types import Array
 
 FOLD = "fold"
-"""The rewrite that runs make by default: without it, pairs are needed in places where none would be."""
+"""The rewrite that runs make by default: the nodes that it removes would need pairs of their own."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType({
     "gemm": Rewrite("MatMul and Add with constants as one Gemm", as_gemm, "Gemm"),
     "opset21": Rewrite("the operators of opset 21", partial(with_opset, opset=21)),
 })  # fmt: skip
-"""By name, in the order in which they are applied."""
+"""The rewrites by name, in the order in which they are applied, except `fold`."""
 
 REWRITE_NAMES = (FOLD, *REWRITES)
 
@@ -97,7 +97,7 @@ def between(before: Collection[str], after: Collection[str]) -> tuple[str, ...]:
 
 
 def allowed(value: str) -> Rewrites:
-    """The rewrites that the option `rewrites` names: `auto` (before measurements), `off`, or names with commas.
+    """The rewrites that the option `rewrites` names: `auto` (at first `fold` alone), `off`, or names with commas.
 
     Raises:
         BadOption: a name is unknown.
@@ -119,8 +119,8 @@ def ordered(names: Collection[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """A layer and the nodes behind it that are folded into it: `output` is what the weights make times `scale`, plus
-    `shift`, which holds the bias. Both are float64 [channels].
+    """A layer and the nodes behind it that are folded into it: `output` is the layer's result without its bias, times
+    `scale`, plus `shift`. Both are float64 [channels]; `shift` includes the bias.
     """
 
     node: Node
@@ -130,8 +130,8 @@ class _Layer:
 
 
 def folded(model: Model) -> Model:
-    """`model` with each BatchNormalization, and each arithmetic operation with one constant or one a channel, folded
-    into the Conv, ConvTranspose or Gemm in front.
+    """`model` with each BatchNormalization, and each arithmetic operation with one constant number or one per channel,
+    folded into the Conv, ConvTranspose or Gemm in front.
 
     The layer gets the output name of the last node that is folded, so that edges keep their names. A tensor in between
     that has another reader, or is a graph output, ends the folding.
@@ -153,7 +153,7 @@ def folded(model: Model) -> Model:
 
 
 def _layer(model: Model, node: Node) -> _Layer | None:
-    """A layer with its own bias, if weights and bias are constants that can be changed."""
+    """A Conv, ConvTranspose or Gemm as a `_Layer` with nothing folded; None unless weights and bias are constant."""
     if node.op not in COMPUTE - {"MatMul"} or node.domain or node.inputs[1] not in model.constants:
         return None
     shape = model.constants[node.inputs[1]].shape

@@ -24,17 +24,17 @@ CONSTANTS, WEIGHTS = "constants.bin", "weights.bin"
 """Names of the file with constants of candidates, and of the file with constants of models that may ship."""
 
 MOSTLY = 0.99
-"""A model ships with a whole file of constants if it uses at least this share of it: the rest is what rewrites have
-replaced. Chosen, not measured."""
+"""A model ships with a link to a file of constants if it uses at least this share of its bytes: the rest is what
+rewrites have replaced. Chosen, not measured."""
 
 ONE_FILE_LIMIT = 2**31 - 2**20
-"""Larger models need external data: protobuf holds 2 GB, less some room for what is added."""
+"""Bytes from which a model needs external data: the 2 GiB limit of protobuf, less room for fields added later."""
 
 
 def save(model: Model, path: Path, known: ConstantFile | None = None) -> None:
     """Write `model` as one file; beyond 2 GB its constants go to `<name>.data` beside it.
 
-    Constants in the file `known` are copied from there. If it holds hardly any others, it is hard-linked instead.
+    Constants in the file `known` are copied from there. If it holds hardly any others, `<name>.data` is a link to it.
 
     Raises:
         OutputError: the file cannot be written.
@@ -48,7 +48,7 @@ def save(model: Model, path: Path, known: ConstantFile | None = None) -> None:
                 constants.save(model, fresh)
 
 
-def _write(model: Model, path: Path, place: Callable[[Constant], tuple[str, int, int]]) -> None:
+def _write_by_reference(model: Model, path: Path, place: Callable[[Constant], tuple[str, int, int]]) -> None:
     """Write a model with its large constants by reference; `place` gives file name, offset and length of each."""
     small = deepcopy(model.proto)
     for name, constant in model.large.items():
@@ -70,11 +70,11 @@ def data_of(path: Path) -> Path:
 
 
 MODEL_KIND = "model"
-"""The kind in the mark of a model that a command has written."""
+"""The kind of output that the mark in a model file names (see `system.checks.mark`)."""
 
 
 def model_outputs(path: Path, option: str, kind: str = MODEL_KIND) -> list[Output]:
-    """The files that an option may write which names a model: the model, and its constants if it is large."""
+    """The files that are written for an `option` that names a model: the model, and its constants if it is large."""
     data = data_of(path)
 
     def is_ours(file: Path) -> bool:
@@ -84,7 +84,7 @@ def model_outputs(path: Path, option: str, kind: str = MODEL_KIND) -> list[Outpu
 
 
 def sign(path: Path, kind: str = MODEL_KIND) -> None:
-    """Append the mark of an output to a finished ONNX file, as metadata: protobuf merges what follows a message.
+    """Append the mark of an output to a finished ONNX file as metadata: protobuf merges appended fields.
 
     Raises:
         OutputError: the file cannot be written.
@@ -165,7 +165,7 @@ class ConstantFile:
             OutputError: a file cannot be written.
         """
         with self._lock, writing(path):
-            _write(model, path, self._span)
+            _write_by_reference(model, path, self._span)
             self._file.flush()
 
     def keep(self, model: Model) -> None:
@@ -178,9 +178,10 @@ class ConstantFile:
             self._known.save(model, self.path.with_name("weights.onnx"))
 
     def named(self, data: Path, model: Model, path: Path) -> bool:
-        """Write `model` to `path`, with `data` as a hard link to this file or the known one for its large constants.
+        """Write `model` to `path`, and make `data` a hard link to the file of its large constants: this one or `known`.
 
-        Returns False where neither holds all of them and hardly any others, or the disk allows no link.
+        Returns False and writes nothing if neither file holds all these constants and hardly any others (`MOSTLY`), or
+        if the disk has no hard links.
         """
         keys = {c.key for c in model.large.values()}
         needed = sum(length for key, (_, length) in self._spans.items() if key in keys)
@@ -191,7 +192,7 @@ class ConstantFile:
             data.hardlink_to(self.path)
         except OSError:  # another disk, or one without hard links
             return False
-        _write(model, path, lambda constant: (data.name, *self._spans[constant.key]))
+        _write_by_reference(model, path, lambda constant: (data.name, *self._spans[constant.key]))
         return True
 
     def write(self, model: Model, name: str) -> Path:
@@ -213,9 +214,9 @@ _shared: ContextVar[ConstantFile | None] = ContextVar("constants that are writte
 
 @contextmanager
 def one_constant_file(folder: Path) -> Iterator[ConstantFile]:
-    """A file of constants in `folder` that `constants_to_share` gives meanwhile, so that the stages of a run
-    (calibration, accuracy, simulation, search) write the weights once. Constants that may ship have a file of their
-    own.
+    """A file of constants in `folder` that `constants_to_share` gives while the context is open, so that the stages of
+    a run (calibration, accuracy, simulation, search) write the weights once. Constants that may ship have a file of
+    their own.
 
     Raises:
         OutputError: the file cannot be made.

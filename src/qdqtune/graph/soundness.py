@@ -42,7 +42,7 @@ def check_sound(proto: onnx.ModelProto) -> None:
 
 def check_outputs(proto: onnx.ModelProto) -> None:
     """Refuse outputs that are no tensors: sequences, maps and optional values cannot be compared. The output of a
-    ZipMap can: classifiers of scikit-learn give probabilities so.
+    ZipMap, in which classifiers of scikit-learn give probabilities, can.
 
     Raises:
         BadModel: an output cannot be compared.

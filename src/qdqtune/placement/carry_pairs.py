@@ -1,4 +1,4 @@
-"""Rules that place pairs: each adds edges to those that are placed already."""
+"""Rules that place pairs: each finds further edges, given the edges `placed` that have pairs already."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def compute_inputs(queries: GraphQueries, placed: frozenset[Edge]) -> Iterable[E
 
 
 def attention_results(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
-    """The readers of an attention's second product, behind copies, if both products have pairs."""
+    """The edges that read an attention's second product, also through copies, if both products have pairs."""
     for attention in queries.attentions:
         if all(e in placed for e in nodes_into(queries, attention.products)):
             yield from results_of(queries, attention)
@@ -64,7 +64,7 @@ def max_pool(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
 
 
 def resize(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
-    """The input of a Resize that only quantized operators read; cubic ones overshoot the range."""
+    """The input of a Resize that only quantized operators read; not if cubic, as results then exceed its range."""
     for node in queries.model.nodes:
         is_resize = node.op in ("Resize", "Upsample") and node.attributes.get("mode", "nearest") not in (
             "cubic",

@@ -1,8 +1,8 @@
-"""Weights that alone are quantized, as standard ONNX: integers behind a DequantizeLinear, which kernels fuse.
+"""Writes weights that are quantized without their activation, as integers behind a DequantizeLinear (kernels fuse it).
 
-The matrix of a product is stored as [in, out], as kernels of ONNX Runtime, OpenVINO and TensorRT take it: the transB of
-a Gemm and the Transpose of a constant go. A Gather picks rows of integers and of scales, and a DequantizeLinear behind
-makes floats of them, since no known engine fuses one in front of a Gather.
+The matrix of a product is stored as [in, out], as kernels of ONNX Runtime, OpenVINO and TensorRT take it: a Gemm loses
+transB, and a Transpose of the constant is removed. For a Gather, one Gather picks rows of integers, another their
+scales, and a DequantizeLinear follows, since no known engine fuses a DequantizeLinear in front of a Gather.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from qdqtune.placement.possible import Weight, storable_edges, unstorable, weigh
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 BLOCK_OPSET = 21
-"""The first opset with blocks and with 4 bits."""
+"""The first opset whose DequantizeLinear has scales for blocks, and 4-bit integers."""
 
 SHARED_SCALES = 8 * LARGE_BYTES
-"""Bytes from which scales and zero points of a weight are not kept: they lie outside of candidates' own files, and are
-read once."""
+"""Bytes from which scales and zero points of a weight are not cached: candidates have them by reference to a shared
+file, so they are computed once."""
 
 
 class Compressor:
-    """Writes the stored weights of one model into candidates; keeps small scales, which each candidate needs.
+    """Writes the stored weights of one model into candidates; caches small scales, which each candidate needs.
 
-    `moments` of tensors that products read, by name: weights there are rounded so that the error on such inputs is
-    small.
+    `moments` has second moments [in, in] of inputs of products, by tensor: the weight of such a product is rounded so
+    that the outputs change least (`calibration.rounding`).
     """
 
     def __init__(self, model: Model, moments: Mapping[str, Array] = MappingProxyType({})) -> None:
@@ -66,7 +66,7 @@ class Compressor:
         return max(weight_format.opset, 13 if weight.constant.dtype == TensorProto.FLOAT else 19)
 
     def superfluous(self, placement: Placement) -> frozenset[int]:
-        """Indices of Transposes of constants that only stored weights read."""
+        """Indices of the Transposes of constants that lose all readers when weights are stored."""
         model, stored = self._model, {edge for edge, _ in placement.compressed}
         found = set()
         for tensor in {e.tensor for e in stored} & model.producers.keys():
@@ -82,7 +82,7 @@ class Compressor:
         assert weight is not None  # `problem` was asked first
         names = self._constants(builder, edge.tensor, weight, weight_format)
         if weight.node.op == "Gather":
-            return self._picked(builder, node, names, weight_format.block or weight.shape[0])
+            return self._with_gathered_scales(builder, node, names, weight_format.block or weight.shape[0])
         node.input[edge.index] = self._dequantized(builder, edge.tensor, names, weight_format)
         kept = [a for a in node.attribute if a.name != "transB"]
         del node.attribute[:]
@@ -103,7 +103,7 @@ class Compressor:
             builder.nodes.append(back)
         return builder.made[key]
 
-    def _picked(
+    def _with_gathered_scales(
         self, builder: GraphBuilder, node: onnx.NodeProto, names: tuple[str, ...], block: int
     ) -> tuple[onnx.NodeProto, ...]:
         """The Gather of scales and the DequantizeLinear that follow a Gather of integers."""
@@ -117,12 +117,12 @@ class Compressor:
         )
 
     def parts(self, weight: Weight, weight_format: WeightFormat) -> dict[str, Constant]:
-        """The integers, the scales and, if asymmetric, the zero points, as their node reads them; computed when they
-        are written."""
+        """The integers, the scales and, if asymmetric, the zero points, in the shapes that their node reads; computed
+        when they are written."""
         source, is_table = weight.constant, weight.node.op == "Gather"
         key = f"{source.key}:{weight_format.name}:{weight.transposed:d}{is_table:d}"
         if not is_table and weight.node.inputs[0] in self._moments:
-            key += f":{weight.node.inputs[0]}"  # it is rounded for the moment of this tensor
+            key += f":{weight.node.inputs[0]}"  # its rounding depends on the moments of this tensor
         integers = helper.np_dtype_to_tensor_dtype(np.dtype(INTEGER_TYPE[weight_format.bits, weight_format.symmetric]))
         rows, columns = weight.shape
         scaled = (rows // (weight_format.block or rows), columns) if weight_format.block or is_table else (columns,)
@@ -137,7 +137,7 @@ class Compressor:
     def _constants(
         self, builder: GraphBuilder, tensor: str, weight: Weight, weight_format: WeightFormat
     ) -> tuple[str, ...]:
-        """Names of the parts of a stored weight, which is written when it is asked for first."""
+        """Names of the initializers of a stored weight; the first call adds them to the graph."""
         parts = self.parts(weight, weight_format)
         made = ("constants", tensor, *(constant.key for constant in parts.values()))
         if made not in builder.made:
@@ -157,7 +157,7 @@ class Compressor:
     def _part(
         self, number: int, key: str, weight: Weight, weight_format: WeightFormat, shape: tuple[int, ...]
     ) -> Array:
-        """Integers, scales or zero points of a weight, in this order; the three are read one after the other."""
+        """Part `number` of a stored weight: 0 integers, 1 scales, 2 zero points. They are read one after the other."""
         if number == 0 or key not in self._scales:
             if self._latest is None or self._latest[0] != key:
                 self._latest = key, self._rounded(weight, weight_format)

@@ -1,4 +1,4 @@
-"""The pairs of a Q/DQ file, put on the float model as they are in the file, whatever is wrong with them.
+"""Puts the pairs of a Q/DQ file on the float model without changing them, even if they are wrong.
 
 `insertion` makes pairs from ranges; here nodes, scales, zero points and quantized constants are those of the file.
 """
@@ -35,7 +35,7 @@ class FilePair(Rounding):
 
 
 def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ...], tuple[str, ...]]:
-    """The pairs of `qdq_model` on edges of `float_model` in graph order, and the names of DQ nodes that are on none."""
+    """The pairs of `qdq_model` on edges of `float_model` in graph order, and names of DQs with a use on none."""
     twins = twins_of(float_model, qdq_model)
     kept = {node.name for node in twins.values()}
     pairs: list[FilePair] = []
@@ -63,7 +63,7 @@ def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ..
 
 
 def _before_clamp(float_model: Model, qdq_model: Model, tensor: str, source: str, kept: Set[str]) -> str:
-    """What comes into the Relu or Clip that makes a tensor, if the file has dropped it; else the tensor."""
+    """The input of the Relu or Clip that makes a tensor, if the file has dropped that node; else the tensor."""
     clamp, there = float_model.maker(tensor), qdq_model.maker(source)
     is_clamped = there is not None and there.op in CLAMPS
     if clamp is None or clamp.op not in CLAMPS or clamp.name in kept or is_clamped:
@@ -72,9 +72,9 @@ def _before_clamp(float_model: Model, qdq_model: Model, tensor: str, source: str
 
 
 def representable(pair: FilePair) -> tuple[float, float]:
-    """The least and the largest value that a pair of an activation can give; over all channels, NaN as they come.
+    """The least and the largest value that a pair of an activation can give, over all channels; NaN if a scale is NaN.
 
-    For a constant, the least and the largest that it does give.
+    For a constant without a Q, the least and the largest of its dequantized values.
     """
     block = next((a.i for a in pair.nodes[-1].attribute if a.name == "block_size"), 0)
     if block and len(pair.nodes) == 1:
@@ -96,7 +96,7 @@ def _rank(pair: FilePair) -> int:
 
 
 def with_file_pairs(model: Model, pairs: Sequence[FilePair], file: Model, *, switched: bool = False) -> Model:
-    """`model` with these pairs of `file` and no others; see `with_roundings`. Operator sets are those of the file."""
+    """`model` with these pairs of `file` and no others (see `with_roundings`), and its operator sets."""
     result = with_roundings(model, pairs, switched=switched)
     known = {o.domain for o in result.proto.opset_import}
     result.proto.opset_import.extend(o for o in file.proto.opset_import if o.domain not in known)

@@ -23,14 +23,14 @@ from qdqtune.types import Edge, Placement, QuantType, WeightFormat
 VERSION = 1
 
 OF_MODELOPT = frozenset({"pattern_schemes", "baseline_latency_ms"})
-"""Keys of pattern caches and state files of ModelOpt's autotuner, which ours lack."""
+"""Keys of pattern caches and state files of ModelOpt's autotuner, which files of qdqtune lack."""
 
 QUANT_TYPES: tuple[QuantType, ...] = get_args(QuantType)
 
 
 @dataclass(frozen=True)
 class PlacementFile:
-    """The content of placement.yaml. `weight_rounding` is how weights that alone are quantized were rounded."""
+    """The content of placement.yaml. `weight_rounding`: how weights with a weight format were rounded."""
 
     placement: Placement
     quant_type: str
@@ -42,7 +42,7 @@ class PlacementFile:
 
 
 def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
-    """Write placement.yaml: every edge with a pair, and every weight that alone is quantized, by the names of the file.
+    """Write placement.yaml: the edges with a pair or a weight format, by the tensor and node names of the file `model`.
 
     Raises:
         OutputError: the file cannot be written.
@@ -87,7 +87,7 @@ def read_placement_file(path: Path) -> PlacementFile:
             for e in content.get("weights", [])
         ]
         recorded = PlacementFile(
-            Placement.of(filter(_is_named, edges), (pair for pair in stored if _is_named(pair[0]))),
+            Placement.of(filter(_is_valid, edges), (pair for pair in stored if _is_valid(pair[0]))),
             content["quant_type"],
             content["engine"],
             dict(content.get("fix_inputs") or {}),
@@ -99,7 +99,7 @@ def read_placement_file(path: Path) -> PlacementFile:
         raise BadOption(f"{path} is no placement file: {error!r} is missing or wrong") from error
     fixed = all(isinstance(k, str) and isinstance(v, float | int | str) for k, v in recorded.fix_inputs.items())
     edges += [edge for edge, _ in stored]
-    if not all(map(_is_named, edges)) or recorded.quant_type not in QUANT_TYPES or not fixed:
+    if not all(map(_is_valid, edges)) or recorded.quant_type not in QUANT_TYPES or not fixed:
         raise BadOption(f"{path} is no placement file: an edge, the quant_type or a fixed input is none")
     if not isinstance(recorded.engine, str):
         raise BadOption(f"{path} is no placement file: {recorded.engine!r} is no engine")
@@ -112,17 +112,17 @@ def _rewrites(folded: bool = False, names: Sequence[str] = ()) -> Rewrites:
     return Rewrites(folded, tuple(names))
 
 
-def _is_named(edge: Edge) -> bool:
-    """Whether names are texts, and the index is a number."""
+def _is_valid(edge: Edge) -> bool:
+    """Whether an edge from a file has strings as names, and an index that is a number from 0."""
     is_number = isinstance(edge.index, int) and not isinstance(edge.index, bool) and edge.index >= 0
     return isinstance(edge.tensor, str) and isinstance(edge.node, str) and is_number
 
 
 def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> tuple[Placement, tuple[Edge, ...]]:
-    """The part of a placement that `model` can have, and the edges that it lacks or that cannot carry the pair or
+    """The part of a placement that fits `model`, and the edges that the model lacks, or that cannot carry their pair or
     weight format.
 
-    An edge is the same behind a cast between float types, which the model may have in one precision only.
+    Edges are matched across casts between float types, which the model may have in one precision only.
     """
     same = {edge: _behind_casts(model, edge) for edge in (*placement, *placement.weight_formats)}
     known = {edge: same[edge] for edge in placement if same[edge] in possible}
@@ -142,7 +142,7 @@ def every_edge(model: Model) -> frozenset[Edge]:
 
 
 def _behind_casts(model: Model, edge: Edge) -> Edge:
-    """The edge into the same input of the same node, if casts between float types are all that differs."""
+    """The model's edge into the same node input, if only casts between float types come between; else `edge`."""
     index = model.index_of.get(edge.node)
     inputs = () if index is None else model.nodes[index].inputs
     if edge.index >= len(inputs) or inputs[edge.index] == edge.tensor:
@@ -161,7 +161,7 @@ def _uncast(model: Model, tensor: str) -> str:
 
 
 def write_yaml(path: Path, content: Mapping[str, object]) -> None:
-    """Write a YAML file that starts with the mark of our outputs.
+    """Write a YAML file whose first line marks it as an output of qdqtune.
 
     Raises:
         OutputError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""A graph while it is written: nodes, constants and unique names."""
+"""Builds a graph: collects its nodes, constants and unique names."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Nodes and constants that were written for one tensor. A later graph gets the same ones if they are `made_of` the
-    same, and it uses none of their `names`."""
+    """Nodes and constants that were written for one tensor of a graph. A later graph copies them if it needs a tensor
+    with an equal `made_of` (all that determines it), and has not yet used any of the `names`."""
 
     made_of: object
     names: frozenset[str]
@@ -38,20 +38,20 @@ class Fragment:
 
 @dataclass
 class GraphBuilder:
-    """One graph while it is written."""
+    """A graph under construction."""
 
     nodes: list[onnx.NodeProto | Made] = field(default_factory=list)
-    """As `rebuild` takes them."""
+    """In the order and types that `graph.model.rebuild` takes."""
     constants: dict[str, Constant | bytes] = field(default_factory=dict)
     made: dict[object, str] = field(default_factory=dict)
-    """Tensors that were written, by what they are made of."""
+    """Names of the tensors that were written, each by a key of all that determines it."""
     names: set[str] = field(default_factory=set)
     given: list[tuple[str, str]] = field(default_factory=list)
-    """Each name as it was wanted, and as it is."""
+    """The arguments and results of all calls of `unique`, in order."""
 
     def once(self, known: dict[object, Fragment], slot: object, made_of: object, write: Callable[[], str]) -> str:
-        """The output of what `write` writes, copied from an earlier graph if possible: `known` has the latest of each
-        `slot`."""
+        """The output name of the nodes that `write` adds, or of an equal fragment of an earlier graph, which is copied:
+        `known` has the latest fragment of each `slot`."""
         last = known.get(slot)
         if last is not None and last.made_of == made_of and last.names.isdisjoint(self.names):
             self.names |= last.names
@@ -67,7 +67,7 @@ class GraphBuilder:
         return output
 
     def constant(self, wanted: str, values: Array) -> str:
-        """A constant in memory under a free name near `wanted`."""
+        """Add a constant in memory; returns its name, which `unique` makes of `wanted`."""
         name, array = self.unique(wanted), np.asarray(values)
         if array.nbytes < LARGE_BYTES:
             self.constants[name] = _tensor(name, array)
@@ -111,4 +111,4 @@ def _tensor(name: str, array: Array) -> bytes:
 
 
 _type = cache(helper.np_dtype_to_tensor_dtype)
-"""Kept, as the lookup takes longer than all else that a small constant takes."""
+"""Cached, as the lookup takes longer than all other work for a small constant."""

@@ -12,15 +12,15 @@ from qdqtune.placement.possible import compute_edges
 from qdqtune.types import Edge, QuantType
 
 SCALES_AND_MASKS = COPIES | ARITHMETIC | {"Clip", "Where"}
-"""Operators between the first product of attention and its Softmax."""
+"""Operators that may stand between the first product of attention and its Softmax."""
 
 MOST_COPIES = 10
-"""Most copies between two operators that count as neighbours. Chosen, not measured."""
+"""Most COPIES between two operators that still count as neighbours. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Two matrix products around a Softmax. Sizes are None where the model leaves them open."""
+    """Node indices of two matrix products, `scores` and `context`, and the Softmax between. A dynamic size is None."""
 
     scores: int
     softmax: int
@@ -59,7 +59,7 @@ class GraphQueries:
         ]
 
     def source(self, tensor: str) -> Node | None:
-        """The node that a tensor comes from, in front of copies; None for graph inputs and constants."""
+        """The node that computes a tensor's values, with copies skipped; None for graph inputs and constants."""
         for _ in range(MOST_COPIES + 1):
             node = self.model.maker(tensor)
             if node is None or node.op not in COPIES:
@@ -68,9 +68,9 @@ class GraphQueries:
         return None
 
     def readers(self, tensor: str, copies: frozenset[str] = COPIES) -> Iterator[Edge]:
-        """The edges that read a tensor's values: those behind `copies` instead of those into them.
+        """The edges that read a tensor's values; for an operator of `copies`, the edges that read its result instead.
 
-        Operators that only ask for the shape do not count.
+        Operators that only read the shape do not count.
         """
         pending = [(e, 0) for e in self.model.edges(tensor)]
         while pending:
@@ -91,7 +91,7 @@ class GraphQueries:
         """Node index to the index of the compute operator that it is fused with; compute operators to themselves.
 
         A copy or pointwise operator is fused if all its data comes from one fusion. An Add of two branches is fused
-        with the later one if nothing else reads that branch; the other input is the skip.
+        with a branch that nothing else reads, the later one if there are two; the other input is the skip.
         """
         roots: dict[int, int] = {}
         for node in self.model.nodes:
@@ -117,10 +117,7 @@ class GraphQueries:
         )
 
     def skip(self, add: Node) -> Edge | None:
-        """The skip input of a residual Add: the one that no compute operator with this Add makes.
-
-        If compute operators make both, it is that of the first one. None if the Add is not residual.
-        """
+        """The skip input of a residual Add: the data input outside its fusion (`fusions`); None if not residual."""
         data = self.data(add)
         fused = [self.fusions.get(self.model.producers.get(e.tensor, GRAPH)) for e in data]
         branch = _joined_branch(self, data, fused)
@@ -129,7 +126,7 @@ class GraphQueries:
     def is_inside(self, edge: Edge) -> bool:
         """Whether the tensor of an edge stays within one fusion."""
         root = self.fusions.get(self.model.producers.get(edge.tensor, GRAPH))
-        if root is None:  # constants among them, which thousands of nodes may read
+        if root is None:  # also for constants, which thousands of nodes may read
             return False
         users = (self.model.user(e) for e in self.readers(edge.tensor, copies=frozenset()))
         return all(u is not None and self.fusions.get(u.index) == root for u in users)
@@ -185,7 +182,7 @@ class GraphQueries:
 
 
 def _joined_branch(queries: GraphQueries, data: list[Edge], roots: list[int | None]) -> int | None:
-    """The number of the data input of an Add whose branch the Add is fused with, if there is one."""
+    """The index in an Add's `data` of the branch that the Add is fused with (see `fusions`); None for no branch."""
     if len(data) != 2 or data[0].tensor == data[1].tensor or roots[0] == roots[1]:
         return None
     fresh = [
@@ -197,5 +194,5 @@ def _joined_branch(queries: GraphQueries, data: list[Edge], roots: list[int | No
 
 
 def nodes_into(queries: GraphQueries, indices: Iterable[int]) -> Iterator[Edge]:
-    """Edges into the nodes of these numbers."""
+    """Edges into the nodes with these indices."""
     return (e for i in indices for e in queries.into(queries.model.nodes[i]))

@@ -1,4 +1,4 @@
-"""Insertion: a float model and a placement become a Q/DQ model.
+"""Writes a float model with a placement as a Q/DQ model.
 
 Baselines, candidates and final models all come from here; the empty placement gives the baseline. `quantizations`
 decides scales, biases and clamps first, then nodes are written in one pass.
@@ -36,14 +36,14 @@ ONNX_TYPE: Mapping[QType, int] = {
 }
 
 RAW_OUTPUT = "_QuantizeLinear_Input"
-"""Suffix of the float tensor in front of the pair of a graph output (the convention of quantize_static)."""
+"""Suffix of the float tensor in front of the pair of a graph output (as in ONNX Runtime's quantize_static)."""
 
 
 def insert(model: Model, placement: Placement, ranges: Ranges, fmt: NumericFormat) -> Model:
     """`model` with a Q/DQ pair on every edge of `placement`.
 
-    One Q and one DQ serve all edges of a tensor. Constants become quantized initializers behind a DQ. Int32 biases,
-    shared scales and superfluous clamps follow `fmt`. To make many candidates of one model, keep an `Inserter`.
+    One Q and one DQ serve all edges of a tensor. Constants become quantized initializers behind a DQ. `fmt` says
+    whether biases become int32, operators share scales, and clamps go. For many candidates, reuse one `Inserter`.
 
     Raises:
         ValueError: an edge does not exist in the model, cannot carry a pair, or its tensor has no range.
@@ -52,9 +52,9 @@ def insert(model: Model, placement: Placement, ranges: Ranges, fmt: NumericForma
 
 
 class Inserter:
-    """Writes candidates of one model; keeps scales, quantized weights and written pairs, which most candidates share.
+    """Writes candidates of one model; caches scales, quantized weights and written pairs, which most candidates share.
 
-    `moments` are those of the inputs of products, to round weights that alone are quantized (`calibration.moments`).
+    `moments` gives second moments of matrix products' inputs, to round weights that have a weight format.
     """
 
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat, moments: Moments = no_moments) -> None:
@@ -71,7 +71,7 @@ class Inserter:
         self._compressor = Compressor(self._model, self._tensor_moments)
 
     def insert(self, placement: Placement) -> Model:
-        """See `insert`."""
+        """The model with the pairs and weight formats of `placement`; raises what the function `insert` does."""
         if self._ranges.factors and not placement.edges:
             return self._unequalized.insert(placement)
         if self._model.opset < self._compressor.opset(placement):
@@ -81,13 +81,13 @@ class Inserter:
 
     @cached_property
     def _raised(self) -> Inserter:
-        """The inserter of the same model with the opset that blocks need."""
+        """An inserter of the same model in BLOCK_OPSET, which scales of blocks need."""
         raised, ranges = with_opset(self._model, BLOCK_OPSET), replace(self._ranges, factors=())
         return Inserter(raised, ranges, self._format, lambda _: self._tensor_moments)
 
     @cached_property
     def _unequalized(self) -> Inserter:
-        """The inserter of the user's own model: without pairs, its channels are not scaled."""
+        """An inserter of the user's model with unscaled channels, for placements without pairs."""
         return Inserter(self._given, replace(self._ranges, factors=()), self._format, self._moments)
 
     def _check(self, placement: Placement) -> None:
@@ -150,7 +150,7 @@ class Inserter:
     def _inputs(
         self, builder: GraphBuilder, decision: Decision, node: Node, paired: Set[Edge], raw: Mapping[str, str]
     ) -> list[str]:
-        """The names of what a node reads in the new graph."""
+        """The input names of a node in the new graph; writes the pairs and the bias that it reads."""
         made = builder.made
         inputs = [
             made.get(e[0]) or self._dequantized(builder, decision, e, raw) if e in paired else raw.get(e[0], e[0])
@@ -163,7 +163,7 @@ class Inserter:
         return inputs
 
     def _renamed(self, node: Node, inputs: Iterable[str], outputs: Iterable[str]) -> Made:
-        """A node with other input and output names; the latest one is kept for the next candidate."""
+        """A node with other input and output names; the latest result is cached for the next candidate."""
         read, outputs = (*inputs, *node.captures), tuple(outputs)
         known = self._latest.get(node.index)
         if known is None or known.read != read or known.outputs != outputs:
@@ -172,7 +172,7 @@ class Inserter:
         return known
 
     def _changed(self, placement: Placement, decision: Decision, touched: Set[str]) -> set[int]:
-        """Indices of the nodes that differ from the float model; `touched` tensors have other names."""
+        """Indices of the nodes that differ from the float model; `touched` are the renamed tensors."""
         model = self._model
         names = {e.node for e in (*placement.edges, *placement.weight_formats)} - {""}
         changed = {*map(model.index_of.__getitem__, names), *decision.biases, *decision.shifted}
@@ -182,14 +182,14 @@ class Inserter:
         return changed
 
     def _dequantized(self, builder: GraphBuilder, decision: Decision, edge: Edge, raw: Mapping[str, str]) -> str:
-        """The output of the pair on `edge`, which is written when it is asked for first.
+        """The name of the DQ output for `edge`; the pair is written at the first call.
 
-        The pair of a graph output has the output's name, and the float tensor in front of it its name in `raw`.
+        For a graph output, the DQ has the output's name, and the float tensor in front of the Q its name in `raw`.
         """
         tensor = edge.tensor
         constant = self._model.constants.get(tensor)
         if constant is not None:
-            return self._constant(builder, tensor, self._ranked(edge, constant), decision.constants[edge])
+            return self._constant(builder, tensor, self._without_scalar(edge, constant), decision.constants[edge])
         if tensor not in builder.made:
             quantization = decision.activations[tensor]
             write = partial(self._pair, builder, tensor, quantization, raw)
@@ -204,10 +204,10 @@ class Inserter:
         builder.add_converter("DequantizeLinear", tensor, quantized, parameters, output)
         return output
 
-    def _ranked(self, edge: Edge, constant: Constant) -> Constant:
-        """The constant; a scalar as a vector of one number where the node takes both.
+    def _without_scalar(self, edge: Edge, constant: Constant) -> Constant:
+        """The constant; a scalar becomes a vector of one element if another input of its node is no scalar.
 
-        TensorRT gives a scalar the rank of the other operand, and cannot if the scalar is quantized.
+        TensorRT gives a scalar the rank of the other operand, and fails to if the scalar is quantized.
         """
         user = self._model.user(edge)
         known = (self._model.tensors[t].shape for t in (user.inputs if user else ()) if t in self._model.tensors)
@@ -218,11 +218,11 @@ class Inserter:
     def _constant(self, builder: GraphBuilder, tensor: str, constant: Constant, quantization: Quantization) -> str:
         key = (constant.key, quantization.qtype, quantization.axis, quantization.scale.tobytes(), tensor)
         if key not in builder.made:
-            write = partial(self._fixed_pair, builder, tensor, constant, quantization, key)
+            write = partial(self._constant_pair, builder, tensor, constant, quantization, key)
             builder.made[key] = builder.once(self._fragments, (tensor, quantization.axis), key, write)
         return builder.made[key]
 
-    def _fixed_pair(
+    def _constant_pair(
         self,
         builder: GraphBuilder,
         tensor: str,
@@ -230,7 +230,7 @@ class Inserter:
         quantization: Quantization,
         key: tuple[object, ...],
     ) -> str:
-        """A DQ behind a quantized constant, or a Q and a DQ behind a float one."""
+        """Writes a DQ behind a quantized constant, or with `float_weights` a Q and a DQ behind a float one."""
         name = builder.unique(f"{tensor}_quantized")
         if not self._format.float_weights:
             if key not in self._forms:
@@ -246,7 +246,7 @@ class Inserter:
         return output
 
     def _bias(self, builder: GraphBuilder, node: Node, slot: int, decision: Decision) -> str:
-        """The tensor of a node's new bias: integers behind a DQ, or the corrected one in float."""
+        """The name of a node's new bias: the output of a DQ of int32 values, or else a corrected float bias."""
         tensor = (node.inputs[slot] if len(node.inputs) > slot else "") or f"{node.outputs[0]}_bias"
         bias = decision.biases.get(node.index)
         if bias is None:

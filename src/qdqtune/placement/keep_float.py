@@ -24,7 +24,7 @@ INT8_HEADS = (16, 32, 64)
 """Head sizes for which INT8 attention has a fused kernel (TensorRT developer guide, as the next two)."""
 
 LONGEST_INT8_ATTENTION = 512
-"""Most positions of a fused INT8 attention."""
+"""Longest sequence of a fused INT8 attention."""
 
 LARGEST_FP8_HEAD = 256
 """Largest head size of a fused FP8 attention."""
@@ -58,7 +58,7 @@ def result(queries: GraphQueries, node: Node) -> str:
 
 
 def constant_operands(queries: GraphQueries) -> Iterator[Edge]:
-    """Add, Sub, Mul and Div with a constant operand."""
+    """Edges into Add, Sub, Mul and Div nodes with a constant operand."""
     for node in queries.model.nodes:
         if node.op in ARITHMETIC and any(t in queries.model.constants for t in node.inputs):
             yield from queries.into(node)
@@ -70,7 +70,7 @@ def inside_fusions(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def swish(queries: GraphQueries) -> Iterator[Edge]:
-    """The inside of SiLU and HardSwish: x to its gate, x to the product, the gate to the product."""
+    """Edges inside SiLU and HardSwish, x * gate(x): x into the gate, x and the gate into the Mul."""
     for node, x, _, first in _gated(queries):
         yield from queries.into(node)
         yield from (e for e in queries.into(first) if e.tensor == x)
@@ -103,7 +103,7 @@ def _behind_compute(queries: GraphQueries) -> set[str]:
 
 
 def _gated(queries: GraphQueries) -> Iterator[tuple[Node, str, str, Node]]:
-    """Every Mul of an x and its gate, the names of both, and the node of the gate that reads x."""
+    """Each Mul that computes x * gate(x), the names of x and gate(x), and the node of the gate that reads x."""
     for node in queries.model.nodes:
         for x, gate in (node.inputs, node.inputs[::-1]) if node.op == "Mul" and len(node.inputs) == 2 else ():
             if (first := _gate_of(queries, x, gate)) is not None:
@@ -120,7 +120,7 @@ def _gate_of(queries: GraphQueries, x: str, gate: str) -> Node | None:
 
 
 def float_functions(queries: GraphQueries) -> Iterator[Edge]:
-    """Normalizations except the data input of those that `follows_convolution`, Softmax, and the Erf of a GELU."""
+    """Edges into FLOAT_FUNCTIONS and unfused normalizations, except the data of one that `follows_convolution`."""
     for node in queries.model.nodes:
         if node.op in NORMALIZATIONS and queries.fusions.get(node.index) is None:
             kept = 0 if follows_convolution(queries, node) is not None else None
@@ -130,10 +130,10 @@ def float_functions(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def follows_convolution(queries: GraphQueries, node: Node) -> Node | None:
-    """The compute operator that the data of a LayerNormalization in a convolutional network comes from, else None.
+    """The compute operator in front of a LayerNormalization in a convolutional network; None for other nodes.
 
-    Its data comes, through copies, from the fusion of a convolution; or from a residual Add whose branch ends in a
-    matrix product, and its result goes, through copies, into a convolution.
+    The data of the LayerNormalization comes, through copies, from the fusion of a convolution. Or it comes from a
+    residual Add whose branch ends in a matrix product, and the result goes, through copies, into a Conv.
     """
     if node.op != "LayerNormalization" or node.domain:
         return None
@@ -150,7 +150,7 @@ def follows_convolution(queries: GraphQueries, node: Node) -> Node | None:
 
 
 def matrix_vector(queries: GraphQueries) -> Iterator[Edge]:
-    """Matrix products with M or N = 1; with a weight, M includes the batch."""
+    """Edges into products [M, K] x [K, N] with M or N = 1; with a constant operand, M includes batch dimensions."""
     for node in queries.computes():
         shape = queries.sizes(node.outputs[0])
         if node.op in CONVOLUTIONS or not shape:
@@ -162,7 +162,7 @@ def matrix_vector(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def tiny_products(queries: GraphQueries) -> Iterator[Edge]:
-    """Matrix products with K or N below 16."""
+    """Edges into products [M, K] x [K, N] with K or N below TILE."""
     for node in queries.computes():
         second, shape = queries.sizes(node.inputs[1]), queries.sizes(node.outputs[0])
         if node.op in CONVOLUTIONS or len(second) < 2 or not shape:
@@ -173,10 +173,11 @@ def tiny_products(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def tiny_convolutions(queries: GraphQueries) -> Iterator[Edge]:
-    """Convolutions with few channels.
+    """Edges into convolutions with few input or output channels.
 
-    INT8: with fewer than 16, neither count a multiple of 8, or both small behind the first layer; grouped ones with a
-    filter narrower than 3. FP8: with up to 16, or a filter of more than 32 values.
+    INT8: inputs or outputs below 16; and both below 16 behind the first layer, or neither a multiple of 8. A grouped
+    one: inputs or outputs below 16; and outputs no multiple of 8, or a filter narrower than 3. FP8: inputs or outputs
+    of 16 or less, or a filter of more than 32 values.
     """
     for node in queries.computes():
         weight = queries.sizes(node.inputs[1])
@@ -197,48 +198,48 @@ def tiny_convolutions(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def unfusable_int8_attention(queries: GraphQueries) -> Iterator[Edge]:
-    """INT8: both products of an attention without a fused kernel, by its sizes or because a pair is not possible that
-    the kernel needs: on both inputs of both products, and on the result of the second.
+    """Edges into both products of an attention that no INT8 kernel fuses: for its sizes, or because a pair cannot stand
+    where the kernel needs one (on both inputs of both products, and on the result of the second).
 
     Seen with TensorRT-RTX 1.7 for sm89, and in NVIDIA's guide: heads of 16, 32 or 64, at most 512 positions.
     """
     for attention in queries.attentions:
         fits = attention.head_size in INT8_HEADS and (attention.sequence or 0) <= LONGEST_INT8_ATTENTION
         behind = attention_results(queries, attention)
-        if not fits or not _whole(queries, attention.products) or not queries.possible.issuperset(behind):
+        if not fits or not _can_carry_pairs(queries, attention.products) or not queries.possible.issuperset(behind):
             yield from nodes_into(queries, attention.products)
 
 
 def attention_results(queries: GraphQueries, attention: Attention) -> list[Edge]:
-    """The readers of the second product, behind copies."""
+    """The edges that read an attention's second product, directly or through copies."""
     return list(queries.readers(queries.model.nodes[attention.context].outputs[0]))
 
 
 def unfusable_fp8_attention(queries: GraphQueries) -> Iterator[Edge]:
-    """FP8: both products of an attention whose head size is unknown, not a multiple of 16, or above 256."""
+    """Edges into both products of an attention that no FP8 kernel fuses: for a head size that is unknown, no multiple
+    of 16 or above 256, or because a pair on an input of a product is not possible."""
     for attention in queries.attentions:
         size = attention.head_size or 0
         fits = 0 < size <= LARGEST_FP8_HEAD and size % 16 == 0
-        if not fits or not _whole(queries, attention.products):
+        if not fits or not _can_carry_pairs(queries, attention.products):
             yield from nodes_into(queries, attention.products)
 
 
 def transposed_convolutions(queries: GraphQueries) -> Iterator[Edge]:
-    """All inputs of a ConvTranspose."""
+    """Edges into ConvTranspose nodes."""
     for node in queries.computes():
         if node.op == "ConvTranspose":
             yield from queries.into(node)
 
 
 def pooled_convolutions(queries: GraphQueries) -> Iterator[Edge]:
-    """Convolutions of an image of one pixel, as in squeeze-and-excitation: they are products of a matrix and a
-    vector."""
+    """Edges into convolutions of a 1x1 image, as in squeeze-and-excitation: they are matrix-vector products."""
     for node in queries.computes():
         image = queries.sizes(node.inputs[0])[2:]
         if node.op == "Conv" and image and all(size == 1 for size in image):
             yield from queries.into(node)
 
 
-def _whole(queries: GraphQueries, products: tuple[int, int]) -> bool:
+def _can_carry_pairs(queries: GraphQueries, products: tuple[int, int]) -> bool:
     """Whether both products may carry pairs on both inputs."""
     return all(e in queries.possible for e in nodes_into(queries, products))

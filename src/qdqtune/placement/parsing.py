@@ -13,13 +13,13 @@ from yaml.resolver import Resolver
 from qdqtune.errors import BadOption, check_file, one_line, reading
 
 MOST_BYTES = 32 * 2**20
-"""Largest file. A placement takes about 100 bytes for each pair."""
+"""Size of the largest file in bytes. A placement takes about 100 bytes for each pair."""
 
 MOST_VALUES = 1_000_000
 """Most values of a file. A value counts as often as aliases repeat it, and once more for every hundred characters."""
 
 DEEPEST = 50
-"""Most levels of lists and mappings."""
+"""Most levels of nested lists and mappings."""
 
 LONGEST_NUMBER = 100
 """Most characters of a number: the time to read one grows with the square of its digits."""
@@ -35,8 +35,8 @@ def parsed_yaml(path: Path, what: str) -> Any:
     errors.
 
     Raises:
-        BadOption: the file cannot be read; is no YAML, or more than one document; holds tags, dates, a key twice or one
-            that is a list; or is too large or too deep, after its aliases are replaced by what they repeat.
+        BadOption: the file cannot be read; is no YAML, or more than one document; holds tags, dates, a key twice or a
+            list as key; or is too large or too deep, with all aliases expanded.
     """
     with reading(f"{what} {path}"):
         check_file(path)
@@ -51,7 +51,7 @@ def parsed_yaml(path: Path, what: str) -> Any:
 
 
 class _Document:
-    """Makes values of the events of a YAML parser. Raises ValueError for anything that is not allowed."""
+    """Turns the events of a YAML parser into Python values. Raises ValueError for what `parsed_yaml` forbids."""
 
     def __init__(self, events: Iterator[Any]) -> None:
         self._events = events
@@ -115,7 +115,7 @@ class _Document:
 
 
 def _scalar(event: Any) -> Any:
-    """The value of a text with or without quotes."""
+    """The Python value of a YAML scalar: in quotes a string; without quotes a string, number, bool or None."""
     if not event.implicit[0]:
         return event.value
     tag = RESOLVER.resolve(yaml.ScalarNode, event.value, (True, False))

@@ -1,8 +1,8 @@
-"""Where a Q/DQ pair may stand, for rules, searches and insertion alike; and where a weight alone may be quantized.
+"""Decides which edges may carry a Q/DQ pair, and which weights may be quantized without their activation.
 
-`refusal` decides by the structure of the graph; beside that a pair needs a scale (`unscaled`). Weights that alone are
-quantized (`types.WeightFormat`) carry no pair: `weight_at` and `unstorable` say which can be. `biased_layers` finds the
-layers whose bias can be corrected.
+`refusal` checks the structure of the graph, and `unscaled` whether the tensor has a scale: a pair needs both. Weights
+that are quantized without their activation have a `types.WeightFormat` and no pair: `weight_at` and `unstorable` check
+whether they can. `biased_layers` finds the layers whose bias can be corrected.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from qdqtune.graph.operators import ARITHMETIC, COMPUTE, CONVOLUTIONS, is_float,
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 TAKES_CONSTANTS = ARITHMETIC | {"Concat"}
-"""Operators whose constant operand is quantized like an activation: engines have integer kernels for both in 8 bits.
-So is the table of a Gather."""
+"""Operators whose constant operand is quantized like an activation: engines have kernels with both operands in 8 bits.
+The table of a Gather is quantized like that too."""
 
 STORING = frozenset({"Gather", "Gemm", "MatMul"})
 """Operators whose weight may be stored in fewer bits while all else stays float."""
 
 STORED_FROM = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16})
-"""Types of such weights."""
+"""Types of the weights that may be stored in fewer bits."""
 
 
 def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
@@ -42,8 +42,8 @@ def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
     - a tensor of unknown type, whose scale would have no type either, or of another type than float;
     - a setting (`SETTINGS_FROM`): engines need plain numbers there;
     - an input of an operator that is not ONNX's: what it computes is unknown;
-    - what the body of an If or Loop captures, and a graph output that a body reads: the pair would take its name;
-      likewise a graph output that no node makes;
+    - a tensor that the body of an If or Loop captures, at the body or as a graph output: bodies read it by its name,
+      which the pair would take; and a graph output that no node makes;
     - a constant that is neither a weight (`weight_role`) nor an operand (`TAKES_CONSTANTS`). The weights of LSTM and
       Einsum are among those: no engine has an integer kernel for them, and their channels are unknown. The constant
       scale of a LayerNormalization, InstanceNormalization or BatchNormalization is a weight: engines fold it.
@@ -123,7 +123,7 @@ def weight_role(model: Model, edge: Edge) -> WeightRole | None:
         case "Gemm", 1:
             return WeightRole(0 if node.attributes.get("transB", 0) else 1)
         case "MatMul", 1:
-            return WeightRole(1 if rank == 2 else None)  # engines have no kernels for channels of a batch
+            return WeightRole(1 if rank == 2 else None)  # engines have no per-channel kernels for batched weights
         case (("Gemm" | "MatMul"), 0):
             return WeightRole(None)
         case (("LayerNormalization" | "InstanceNormalization" | "BatchNormalization"), 1):
@@ -152,9 +152,9 @@ class Weight:
 
 
 def weight_at(model: Model, edge: Edge) -> Weight | None:
-    """The constant matrix that a product reads at an edge, or a Gather as its table; None if there is none.
+    """The constant matrix that a MatMul, a Gemm or a Gather (as its table) reads at an edge; None if there is none.
 
-    A product may read it through a Transpose, as a head does that shares the table of the embedding.
+    A product may read it through a Transpose, as in language models whose last layer shares the embedding table.
     """
     node = model.user(edge) if edge.node in model.index_of else None
     if node is None or node.domain or edge.index >= len(node.inputs) or node.inputs[edge.index] != edge.tensor:
@@ -197,8 +197,8 @@ def storable_edges(model: Model) -> frozenset[Edge]:
 
 
 def compute_edges(model: Model, node: Node, possible: frozenset[Edge]) -> frozenset[Edge]:
-    """Activation and weight of a compute node if both are possible, else none: with one alone it runs in float, and the
-    conversion costs time."""
+    """The edges of a compute node's activation and weight if both are in `possible`, else none: with a pair on only one
+    of them the node runs in float, and the conversion costs time."""
     both = frozenset(node.into[:2])
     return both if both <= possible else frozenset()
 
@@ -256,7 +256,7 @@ def biased_layer_at(model: Model, placement: Placement, node: Node) -> BiasedLay
         return None
     if node.op == "Add":
         return _behind_product(model, placement, node)
-    shape = _quantized_weight(model, placement, node)
+    shape = _quantized_weight_shape(model, placement, node)
     bias = model.constants.get(node.inputs[2]) if len(node.inputs) > 2 else None
     is_free = len(node.inputs) < 3 or not node.inputs[2] or (bias is not None and len(bias.shape) == 1)
     is_plain = all(node.attributes.get(a, 1.0) == 1.0 for a in ("alpha", "beta"))
@@ -271,19 +271,19 @@ def biased_layer_at(model: Model, placement: Placement, node: Node) -> BiasedLay
 
 
 def _behind_product(model: Model, placement: Placement, add: Node) -> BiasedLayer | None:
-    """The layer of a MatMul and this Add of a constant vector, if that is what it is."""
+    """The layer of a quantized MatMul and the Add of a constant bias vector behind it; None if `add` is not such."""
     for slot, tensor in enumerate(add.inputs):
         bias, maker = model.constants.get(tensor), model.maker(add.inputs[1 - slot])
         if bias is None or maker is None or maker.op != "MatMul":
             continue
-        shape = _quantized_weight(model, placement, maker)
+        shape = _quantized_weight_shape(model, placement, maker)
         fits = shape is not None and len(shape) == 2 and bias.shape == shape[1:]
         if fits and add.into[slot] not in placement:
             return BiasedLayer(add.name, slot, add.outputs[0], bias.shape[0])
     return None
 
 
-def _quantized_weight(model: Model, placement: Placement, node: Node) -> tuple[int, ...] | None:
+def _quantized_weight_shape(model: Model, placement: Placement, node: Node) -> tuple[int, ...] | None:
     """The shape of the constant weight of a compute operator, if both inputs carry pairs."""
     weight = model.constants.get(node.inputs[1]) if node.op in COMPUTE and not node.domain else None
     both = all(edge in placement for edge in node.into[:2])

@@ -1,7 +1,7 @@
-"""How a placement is quantized: the scale of each tensor, the int32 biases, the clamps that pairs replace.
+"""Computes how a placement is quantized: tensor scales, int32 biases, and the Relu and Clip nodes that pairs replace.
 
-Operators that hand integers on unchanged need one scale for input and output, and a Concat whose inputs have one scale
-only copies: `common_ranges` says which tensors share a range.
+Operators that pass integers on unchanged need the same scale for input and output, and a Concat only copies integers if
+all its inputs have the same scale. `common_ranges` finds the tensors that share a range.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from qdqtune.graph.operators import CLAMPS, COMPUTE
 from qdqtune.placement.possible import biased_layer_at, clamp_bounds, weight_role
 from qdqtune.types import Array, Edge, NumericFormat, Placement
 
-TAKES_BIAS = COMPUTE - {"MatMul"}  # which takes two inputs
+TAKES_BIAS = COMPUTE - {"MatMul"}  # MatMul has no bias input
 
 Member = str | Edge
-"""What may share a scale: an activation by name, or a constant by its edge, since it may be a weight elsewhere."""
+"""A tensor that may share a scale: an activation by name; a constant by edge, as it may be a weight elsewhere."""
 
 NEAR_RANGE = 1.15
 """Factor up to which the ranges of a Concat's input and output count as equal: the coarser step costs less than a
@@ -41,7 +41,7 @@ class IntegerBias:
 
 @dataclass(frozen=True, eq=False)
 class ShiftedBias:
-    """A corrected bias in float, and the number of the input that takes it."""
+    """A float bias [channels] after bias correction, and the index `slot` of the node input that reads it."""
 
     slot: int
     values: Array
@@ -49,8 +49,8 @@ class ShiftedBias:
 
 @dataclass(frozen=True)
 class Decision:
-    """How one placement is quantized: activations by name, constants by edge, biases by the index of their node, and
-    the indices of clamps that are `dropped`."""
+    """How one placement is quantized: activations by name, constants by edge, int32 biases and `shifted` float biases
+    by node index, and the indices of the Relu and Clip nodes that are `dropped`."""
 
     activations: Mapping[str, Quantization]
     constants: Mapping[Edge, Quantization]
@@ -60,8 +60,7 @@ class Decision:
 
 
 class Quantizer:
-    """Decides how placements of one model are quantized with given ranges; keeps scales, which most placements
-    share."""
+    """Decides how placements of one model are quantized with given ranges; caches scales that placements share."""
 
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
         self._model, self._ranges, self._format = model, ranges, fmt
@@ -71,13 +70,13 @@ class Quantizer:
         self._clamps: dict[str, tuple[Node, tuple[float, float], frozenset[Edge]] | None] = {}
 
     def with_ranges(self, ranges: Ranges) -> Quantizer:
-        """A quantizer of the same model with other ranges of activations, which shares the scales kept so far."""
+        """A quantizer of the same model with other ranges of activations, which shares the cached scales."""
         other = copy(self)
         other._ranges = ranges
         return other
 
     def scales(self, placement: Placement) -> tuple[dict[str, Quantization], dict[Edge, Quantization]]:
-        """The quantization of each activation by name, and of each constant by edge, before a bias raises its scale."""
+        """The quantization of activations by name, and of constants by edge, before biases raise weight scales."""
         constants = self._model.constants
         fixed = [e for e in placement if e.tensor in constants]
         weights = {e: self._weight_scale(e) for e in fixed if weight_role(self._model, e) is not None}
@@ -89,7 +88,7 @@ class Quantizer:
         return {m: q for m, q in scale_of.items() if isinstance(m, str)}, weights
 
     def decide(self, placement: Placement) -> Decision:
-        """All that insertion needs to know to write a placement."""
+        """The scales, biases and dropped clamps with which `insertion` writes a placement."""
         activations, weights = self.scales(placement)
         dropped = frozenset(self._superfluous(placement, activations)) if self._format.drop_clamps else frozenset()
         shifted = self._shifted(placement)
@@ -97,7 +96,7 @@ class Quantizer:
         return Decision(activations, weights, biases, shifted, dropped)
 
     def _shifted(self, placement: Placement) -> dict[int, ShiftedBias]:
-        """Corrected biases by the index of the node that adds them, for layers with pairs on input and weight."""
+        """Float biases after bias correction by index of the node that adds them, for layers with pairs."""
         model, found = self._model, dict[int, ShiftedBias]()
         for node in (n for n in model.nodes if n.name in self._ranges.shifts):
             layer = biased_layer_at(model, placement, node)
@@ -170,9 +169,9 @@ class Quantizer:
         self, placement: Placement, activations: Mapping[str, Quantization], weights: dict[Edge, Quantization],
         shifted: Mapping[int, ShiftedBias],
     ) -> Iterator[tuple[int, IntegerBias]]:  # fmt: skip
-        """Int32 biases with scale sx * sw, for nodes whose input and weight both carry pairs.
+        """Int32 biases by node index, with scale input scale * weight scale, where input and weight both carry pairs.
 
-        Where that scale is too small to hold the bias in 31 bits, the weight's scale is raised (in `weights`).
+        If that scale is too small for the bias to fit in 31 bits, the weight's scale is raised (in `weights`).
         """
         model = self._model
         for node in model.nodes:
@@ -210,14 +209,14 @@ def numpy_type(dtype: int) -> np.dtype[np.generic]:
 def common_ranges(
     model: Model, own: Mapping[Member, Range], placement: Placement, operators: Set[str]
 ) -> dict[Member, Range]:
-    """The range of each member.
+    """The range of each member; `own` are the calibrated ranges.
 
-    Members that one of `operators` connects get the range of all of them together. Inputs that only a Concat reads do
-    not widen it: the Concat's output has the same values, and its range fits them best.
+    Members that are connected by `operators` get the union of their ranges. The union leaves out inputs that only a
+    Concat reads: the Concat's output has the same values, and its range fits them best.
 
-    Where Concat is not among `operators`, each of its inputs may have a scale of its own. An input that only the Concat
-    reads still gets the range of its output, if it is near: with another scale it would be rounded twice, and the
-    Concat would look up each integer in a table instead of copying it.
+    If Concat is not among `operators`, its inputs may have different scales. An input that only the Concat reads still
+    gets the range of its output, if both are within a factor of NEAR_RANGE: with another scale it would be rounded
+    twice, and the Concat would map each integer by a lookup table instead of copying it.
     """
     group, joined = {m: m for m in own}, set[Member]()
 
@@ -254,8 +253,8 @@ def joined_for_convolutions(model: Model, placement: Placement) -> frozenset[str
 def _join(
     model: Model, placement: Placement, operators: Set[str], common: dict[Member, Range], root: Mapping[Member, Member]
 ) -> None:
-    """Set the ranges of inputs that only a Concat reads to that of its output, in `common`, by root. The last Concat
-    comes first, as its input may be the output of another one."""
+    """Give inputs that only a Concat reads the range of its output, in `common` (ranges by root). Goes from the last
+    Concat to the first, as an input may be the output of an earlier one."""
     joins = [n for n in model.nodes if n.op == "Concat" and not n.domain and _is_paired(model, n.outputs[0], placement)]
     if not joins:
         return
@@ -279,7 +278,7 @@ def _join(
 
 
 def _width(values: Range) -> float:
-    """The width of a range after it is extended to hold zero, as scales do."""
+    """The width of a range that is extended to include zero, as scales require."""
     return max(values.high, 0.0) - min(values.low, 0.0)
 
 
@@ -292,8 +291,8 @@ def _is_paired(model: Model, tensor: str, placement: Placement) -> bool:
 def _reads_alone(
     model: Model, join: Node, edges: Iterable[Edge], operators: Set[str], root: Mapping[Member, Member], of: Member
 ) -> bool:
-    """Whether a group of members is read only by this Concat, and by operators that pass integers on within the
-    group."""
+    """Whether each of `edges`, those of the group `of`, leads to the Concat `join`, or to one of `operators` whose
+    outputs are in the same group."""
     readers = [model.user(e) for e in edges]
     return all(
         n is not None and (n is join or (n.op in operators and all(root.get(o) == of for o in n.outputs if o)))
@@ -302,7 +301,7 @@ def _reads_alone(
 
 
 def _still_clamps(model: Model, members: Sequence[Member], own: Range, given: Range) -> bool:
-    """Whether a pair with the `given` range still replaces the Relu or Clip in front of it."""
+    """Whether pairs on `members` still replace the Relu or Clip in front if the range changes from `own` to `given`."""
     for node in (model.maker(m) for m in members if isinstance(m, str)):
         bounds = clamp_bounds(model, node) if node and node.op in CLAMPS and not node.domain else None
         if bounds is not None and not (given.low >= bounds[0] and given.high <= max(bounds[1], own.high)):

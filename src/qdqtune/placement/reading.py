@@ -1,4 +1,4 @@
-"""Q/DQ models read back: which edges carry pairs and with which scales, and which weights alone are quantized."""
+"""Reads Q/DQ models back: the edges with pairs, their scales, and weights quantized without their activation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A DQ node of a Q/DQ model, with the float tensor or quantized constant in front of it as `source`."""
+    """A DQ node of a Q/DQ model. `source` is the float tensor in front of its Q, or a constant that the DQ reads."""
 
     source: str
     scale: Array
@@ -51,7 +51,7 @@ class Pair:
         return Range(self.end("min"), self.end("max"))
 
     def end(self, which: Literal["min", "max"]) -> float:
-        """One end of the range; NaN where the scale is."""
+        """One end of the range; NaN if the scale is NaN."""
         scale, zero = float(np.max(self.scale)), float(np.max(self.zero_point.astype(np.float32)))
         low, high = ends(self.zero_point.dtype)
         low = -high if zero == 0 and low < 0 else low
@@ -73,13 +73,13 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
     """The edges of `float_model` on which `qdq_model` has pairs.
 
     Nodes are matched by name, then by the name of an output tensor; the edge is the float node's own input. Pairs of
-    int32 biases follow from the others and are left out. Weights that alone are quantized are the placement's
-    `compressed`.
+    int32 biases are left out, as they follow from the other pairs. Weights that are quantized without their activation
+    are the placement's `compressed`.
 
     Raises:
         BadModel: a scale is no finite number, or below zero.
     """
-    found, unmatched, stored = _uses(float_model, qdq_model)
+    found, unmatched, stored = _matched(float_model, qdq_model)
     activations: dict[str, Range] = {}
     weights: dict[str, tuple[float, ...]] = {}
     for edge, pair in found.items():
@@ -93,13 +93,13 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
 
 
 def placement_in(float_model: Model, qdq_model: Model) -> Placement:
-    """The placement of `read_placement`, whatever the scales are."""
-    found, _, stored = _uses(float_model, qdq_model)
+    """The placement that `read_placement` finds, without a check of the scales."""
+    found, _, stored = _matched(float_model, qdq_model)
     return Placement.of(found, stored.items())
 
 
-def _uses(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], list[str], dict[Edge, WeightFormat]]:
-    """Edges with their pairs, names of DQs without an edge, and edges of weights that alone are quantized."""
+def _matched(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], list[str], dict[Edge, WeightFormat]]:
+    """Edges with their pairs, names of DQs that match no edge, and weights quantized without their activation."""
     twins = twins_of(float_model, qdq_model)
     edges: dict[Edge, Pair] = {}
     stored: dict[Edge, WeightFormat] = {}
@@ -112,7 +112,7 @@ def _uses(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], list[
             if edge is None:
                 unmatched.append(pair.dq.name)
                 continue
-            if _is_alone(qdq_model, pair, use.node) and weight_at(float_model, edge) is not None:
+            if _is_weight_only(qdq_model, pair, use.node) and weight_at(float_model, edge) is not None:
                 if (weight_format := weight_format_in(pair.zero_point, pair.block)) is not None:
                     stored[edge] = weight_format
                 else:
@@ -120,14 +120,14 @@ def _uses(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], list[
                 continue
             edges[edge] = pair
     stored |= {
-        edge: table.weight_format for table in tables_of(qdq_model) if (edge := _of_table(float_model, table, twins))
+        edge: table.weight_format for table in tables_of(qdq_model) if (edge := _table_edge(float_model, table, twins))
     }
     return edges, unmatched, stored
 
 
-def _is_alone(model: Model, pair: Pair, node: int) -> bool:
-    """Whether a weight is quantized without the other operand: in blocks, in 4 bits, or in 8 bits without a zero point,
-    as no pair is written."""
+def _is_weight_only(model: Model, pair: Pair, node: int) -> bool:
+    """Whether a node reads a weight that is quantized without its activation: in blocks, in 4 bits, or in 8 bits
+    without a zero point (our pairs have one)."""
     if not pair.is_constant or node == GRAPH or model.nodes[node].op not in STORING:
         return False
     is_ours = pair.block is not None or pair.zero_point.dtype.name.endswith("int4") or len(pair.dq.inputs) < 3
@@ -136,17 +136,17 @@ def _is_alone(model: Model, pair: Pair, node: int) -> bool:
 
 
 def stored_alone(model: Model) -> dict[str, WeightFormat]:
-    """Names of the DQs of weights that alone are quantized, with their weight format."""
+    """Names of the DQs of weights that are quantized without their activation, with their weight formats."""
     found: dict[str, WeightFormat] = {}
     for pair in pairs_of(model):
         uses = model.uses(pair.dq.outputs[0])
-        if uses and all(_is_alone(model, pair, use.node) for use in uses):
+        if uses and all(_is_weight_only(model, pair, use.node) for use in uses):
             weight_format = weight_format_in(pair.zero_point, pair.block)
             found |= {} if weight_format is None else {pair.dq.name: weight_format}
     return found
 
 
-def _of_table(float_model: Model, table: IntegerTable, twins: Mapping[int, Node]) -> Edge | None:
+def _table_edge(float_model: Model, table: IntegerTable, twins: Mapping[int, Node]) -> Edge | None:
     twin = twins.get(table.gather.index)
     edge = None if twin is None else twin.into[0]
     return edge if edge is not None and weight_at(float_model, edge) is not None else None
@@ -183,7 +183,7 @@ def _zero_point(model: Model, node: Node, default: np.dtype[np.generic]) -> Arra
 
 
 def twins_of(float_model: Model, qdq_model: Model) -> Mapping[int, Node]:
-    """Node of the Q/DQ model (by index) to the same node of the float model."""
+    """Index of each Q/DQ model node to the float node with the same operator, and the same name or else output."""
     by_output = {o: n for n in float_model.nodes for o in n.outputs if o}
     twins = {}
     for node in qdq_model.nodes:
@@ -199,7 +199,7 @@ def twins_of(float_model: Model, qdq_model: Model) -> Mapping[int, Node]:
 def counterpart(
     float_model: Model, qdq_model: Model, pair: Pair, node: int, slot: int, twins: Mapping[int, Node]
 ) -> Edge | None:
-    """The float model's edge for one use of a pair."""
+    """The float edge that matches a use of a pair: input `slot` of Q/DQ node `node`; None if there is none."""
     if node == GRAPH:
         tensor = qdq_model.outputs[slot]
         known = tensor in float_model.outputs and pair.source in (tensor, tensor + RAW_OUTPUT, *qdq_model.inputs)
@@ -214,7 +214,7 @@ def counterpart(
 
 
 def weight_format_in(zero_point: Array, block: int | None) -> WeightFormat | None:
-    """The weight format of integers with these zero points and blocks; None if we have no such format."""
+    """The weight format of integers with these zero points and this block size; None if `WeightFormat` has no such."""
     name = zero_point.dtype.name
     is_signed = not name.startswith("u") and not zero_point.astype(np.int8).any()
     try:
@@ -236,7 +236,7 @@ def without_blocks(integers: Array, scale: Array, zero_point: Array, axis: int, 
 
 @dataclass(frozen=True, eq=False)
 class IntegerTable:
-    """A Gather of integers, a Gather of their scales, and the DQ of both (see `placement.compression`)."""
+    """A table of integers: its Gather, the Gather of its scales, and the DQ of both (see `compression`)."""
 
     gather: Node
     scaling: Node
@@ -259,5 +259,5 @@ def tables_of(model: Model) -> Iterator[IntegerTable]:
 
 
 def count_pairs(placement: Placement) -> int:
-    """How many tensors have a Q/DQ pair, as users are told everywhere: one that several nodes read counts once."""
+    """The number of tensors with a Q/DQ pair, as in messages and reports: one that several nodes read counts once."""
     return len({edge.tensor for edge in placement.edges})

@@ -13,7 +13,7 @@ from qdqtune.types import Edge, Placement, WeightFormat
 STATIC = COMPUTE | INTEGER_KERNELS | {
     "InstanceNormalization", "LayerNormalization", "LeakyRelu", "Pad", "Sigmoid", "Softmax",
 }  # fmt: skip
-"""Operators that ONNX Runtime's quantize_static puts pairs around, besides those that follow their input."""
+"""Operators that ONNX Runtime's quantize_static puts pairs around, besides MOVERS and CLAMPS behind a pair."""
 
 TAKES_SEVERAL = INTEGER_KERNELS - {"GlobalAveragePool"}  # it has one input
 """Operators of INTEGER_KERNELS whose values come from several tensors."""
@@ -27,16 +27,16 @@ def compute_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
 
 def residual_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
     """`compute_inputs`, and the skip input of every Add whose other input comes from a compute operator: engines fuse
-    the Add into that."""
+    the Add into that operator."""
     edges = set(compute_inputs(model, possible).edges)
     for node in model.nodes:
         if node.op != "Add" or node.domain:
             continue
-        fresh = [_behind_compute(model, t) for t in node.inputs]
+        computed = [_behind_compute(model, t) for t in node.inputs]
         for slot, tensor in enumerate(node.inputs):
-            if fresh[1 - slot] and tensor in model.producers and Edge(tensor, node.name, slot) in possible:
-                if fresh[slot] and slot == 0:
-                    continue  # if both inputs are fresh, the second one counts as the skip
+            if computed[1 - slot] and tensor in model.producers and Edge(tensor, node.name, slot) in possible:
+                if computed[slot] and slot == 0:
+                    continue  # if both are computed, input 0 is the branch, and input 1 the skip
                 edges.add(Edge(tensor, node.name, slot))
     return Placement.of(edges)
 
@@ -44,8 +44,8 @@ def residual_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
 def integer_islands(
     model: Model, possible: frozenset[Edge], joining: frozenset[str] = INTEGER_KERNELS - {"Mul"}
 ) -> Placement:
-    """Compute operators, and the `joining` operators and movers between them that can stay in integers, which saves
-    conversions."""
+    """`compute_inputs`, and inputs and results of MOVERS and `joining` operators whose inputs come from quantized
+    operators: they can stay in integers, which saves conversions."""
     edges = set(compute_inputs(model, possible).edges)
     integer: set[str] = set()
     for node in model.nodes:
@@ -58,7 +58,7 @@ def integer_islands(
                 edges.update(data)
                 edges.update(e for t in node.outputs for e in model.edges(t))
                 integer.update(node.outputs)
-    return Placement.of(_whole(model, (e for e in edges if e in possible and not e.is_graph_output)))
+    return Placement.of(_outside_fusions(model, (e for e in edges if e in possible and not e.is_graph_output)))
 
 
 def static(model: Model, possible: frozenset[Edge]) -> Placement:
@@ -100,8 +100,8 @@ START_PLACEMENTS: Mapping[str, Callable[[Model, frozenset[Edge]], Placement]] = 
 
 
 def weights_only(model: Model, edges: Iterable[Edge], choose: Callable[[str], Sequence[WeightFormat]]) -> Placement:
-    """A placement without pairs: each weight in the first weight format it can have of those that `choose` gives for
-    its operator."""
+    """A placement without pairs: the weight at each edge has the first possible weight format of those that `choose`
+    gives for its operator."""
     stored = {}
     for edge in edges:
         weight = weight_at(model, edge)
@@ -112,7 +112,7 @@ def weights_only(model: Model, edges: Iterable[Edge], choose: Callable[[str], Se
 
 
 def placements(model: Model, possible: frozenset[Edge]) -> Mapping[str, Placement]:
-    """All placements by name, without empty ones; equal ones once, under the first name."""
+    """The START_PLACEMENTS of a model by name, without empty ones; equal ones once, under the first name."""
     guesses: dict[str, Placement] = {}
     for name, place in START_PLACEMENTS.items():
         placement = consistent(model, place(model, possible))
@@ -122,7 +122,7 @@ def placements(model: Model, possible: frozenset[Edge]) -> Mapping[str, Placemen
 
 
 def _behind_compute(model: Model, tensor: str) -> bool:
-    """Whether a compute operator makes the tensor, with only operators that it fuses between."""
+    """Whether a tensor comes from a compute operator through nothing but operators that are fused into that."""
     while (node := model.maker(tensor)) is not None:
         if node.op in COMPUTE:
             return True
@@ -132,8 +132,8 @@ def _behind_compute(model: Model, tensor: str) -> bool:
     return False
 
 
-def _whole(model: Model, edges: Iterator[Edge]) -> Iterator[Edge]:
-    """The edges without inputs of clamps that are fused into their producer."""
+def _outside_fusions(model: Model, edges: Iterator[Edge]) -> Iterator[Edge]:
+    """The edges without those into nodes that are fused with the producer of the tensor."""
     for edge in edges:
         node = model.user(edge)
         if node is None or node.op not in FUSED_BEHIND or len(model.uses(edge.tensor)) > 1:

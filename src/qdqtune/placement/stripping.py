@@ -1,4 +1,4 @@
-"""The float model behind a Q/DQ model, and the channels that the Q/DQ model has scaled."""
+"""Recovers the float model from a Q/DQ model, and finds the channels that the Q/DQ model has scaled."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from qdqtune.placement.reading import IntegerTable, Pair, pairs_of, tables_of, w
 from qdqtune.types import Array
 
 WHOLE_EXPONENT = 0.1
-"""How far from a whole number log2 of the ratio of two weights may be if a power of two scaled them: rounding moves the
-largest weight a little. Chosen, not measured."""
+"""Largest distance of log2(ratio of two weights) from a whole number at which the ratio counts as a power of two:
+rounding changes the largest weight a little. Chosen, not measured."""
 
 
 def strip_pairs(model: Model) -> Model:
     """The float model behind a Q/DQ model.
 
-    Quantized constants become float ones. Where a pair clamped at zero and its producer may go below (a Relu that a
-    quantizer had dropped), the clamp comes back as a Relu, or as a Clip where the range ends at 6.
+    Quantized constants become float ones. If the range of a pair starts at zero and its tensor may be negative, a
+    quantizer had dropped a clamp: the pair becomes a Relu, or a Clip if the range ends at 6.
     """
     model = with_tables(model)
     pairs = {p.dq.outputs[0]: p for p in pairs_of(model)}
@@ -48,7 +48,7 @@ def strip_pairs(model: Model) -> Model:
         for n in model.nodes
         if n.op == "QuantizeLinear" and all(use.node in gone for use in model.uses(n.outputs[0]))
     }
-    final = _names_back(model, source, {c.output[0] for c in clamps.values()})
+    final = _output_names(model, source, {c.output[0] for c in clamps.values()})
     nodes = [_renamed(clamps[t], source, final) for t in model.inputs if t in clamps]
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
         if node.index not in gone:
@@ -61,12 +61,12 @@ def strip_pairs(model: Model) -> Model:
 
 
 def _is_read_by_name(model: Model, tensor: str) -> bool:
-    """Whether a body or the caller of the graph reads the tensor: they cannot be given another name."""
+    """Whether a tensor is a graph output, or captured by the body of an If or Loop: it cannot be renamed."""
     return any(use.slot < 0 or use.node == GRAPH for use in model.uses(tensor))
 
 
-def _names_back(model: Model, source: Mapping[str, str], clamped: set[str]) -> Mapping[str, str]:
-    """The names of graph outputs that float tensors can take over from their pairs, by tensor."""
+def _output_names(model: Model, source: Mapping[str, str], clamped: set[str]) -> Mapping[str, str]:
+    """Float tensor to the name of the graph output that it can take over from its pair."""
     final: dict[str, str] = {}
     for output in model.outputs:
         tensor = source.get(output)
@@ -135,7 +135,7 @@ def _lower_bounds(model: Model, pairs: Mapping[str, Pair]) -> Mapping[str, float
         elif node.op == "Clip" and len(node.inputs) > 1 and node.inputs[1]:
             low = bound(node.inputs[1])
         elif node.op in KEEPS_SIGN and (first := bound(node.inputs[0])) is not None:
-            low = min(first, 0.0)  # pools may count zeros of the border
+            low = min(first, 0.0)  # average pools may count the zeros of the padding
         elif node.op in ("Add", "Concat", "Mul"):
             low = _joined(node.op, [bound(tensor) for tensor in node.inputs])
         else:
@@ -159,7 +159,7 @@ def _joined(op: str, bounds: list[float | None]) -> float | None:
 
 
 def with_tables(model: Model) -> Model:
-    """The model with float tables in place of integer ones."""
+    """The model with float Gather tables in place of integer ones (`IntegerTable`)."""
     tables = {table.gather.index: table for table in tables_of(model)}
     if not tables:
         return model
@@ -169,14 +169,14 @@ def with_tables(model: Model) -> Model:
         copy = deepcopy(proto)
         if node.index in tables:
             name = f"{node.inputs[0]}_float"
-            added[name] = _floats(model, tables[node.index])
+            added[name] = _float_table(model, tables[node.index])
             copy.input[0], copy.output[0] = name, tables[node.index].dq.outputs[0]
         if node.index not in gone:
             nodes.append(copy)
     return rebuild(model, nodes, added)
 
 
-def _floats(model: Model, table: IntegerTable) -> Constant:
+def _float_table(model: Model, table: IntegerTable) -> Constant:
     rows, scales = (model.constants[node.inputs[0]] for node in (table.gather, table.scaling))
     block = int(table.dq.attributes["block_size"])
 
@@ -190,8 +190,8 @@ def _floats(model: Model, table: IntegerTable) -> Constant:
 def moved_channels(float_model: Model, qdq_model: Model) -> tuple[Factor, ...]:
     """The factors by which `qdq_model` has scaled channels of `float_model`; none where weights differ otherwise.
 
-    Quantized weights keep the largest magnitude of each channel, so the ratio of those of both models is the factor. A
-    site counts only if most of its constants agree: channels that are scaled on one side are scaled back on the other.
+    Quantization keeps the largest magnitude of each channel of a weight, so the ratio of both models' magnitudes is the
+    factor. A `Site` counts only if most of its constants were scaled: the producer by the factor, the readers back.
     """
     plain = strip_pairs(qdq_model)
     found: list[tuple[Factor, ...]] = []
@@ -205,9 +205,9 @@ def moved_channels(float_model: Model, qdq_model: Model) -> tuple[Factor, ...]:
 
 
 def _agrees(before: Model, after: Model, factor: Factor, every: Sequence[Factor]) -> bool:
-    """Whether a constant is nearer to its value with the factor than to that without it, given the factors of all other
-    sites."""
-    constant, known = _at(after, factor), before.constants[factor.edge.tensor]
+    """Whether a constant of `after` is nearer to its value in `before` times `factor` than to that value without the
+    factor; both include the other factors in `every` on the same edge."""
+    constant, known = _scaled_constant(after, factor), before.constants[factor.edge.tensor]
     if constant is None or constant.shape != known.shape:
         return False
     values, scaled = constant.array().astype(np.float64), known.array().astype(np.float64)
@@ -217,7 +217,7 @@ def _agrees(before: Model, after: Model, factor: Factor, every: Sequence[Factor]
     return off[0] <= off[1]
 
 
-def _at(model: Model, factor: Factor) -> Constant | None:
+def _scaled_constant(model: Model, factor: Factor) -> Constant | None:
     """The constant of a model that a factor scales."""
     index = model.index_of.get(factor.edge.node)
     inputs = () if index is None else model.nodes[index].inputs
@@ -227,7 +227,7 @@ def _at(model: Model, factor: Factor) -> Constant | None:
 def _exponents(before: Model, after: Model, site: Site) -> list[int]:
     unmoved = [0] * site.channels
     made = factors(before, site, unmoved)[0]
-    constant = _at(after, made)
+    constant = _scaled_constant(after, made)
     known = before.constants[made.edge.tensor]
     if constant is None or constant.shape != known.shape or len(made.exponents) != site.channels:
         return unmoved
@@ -239,7 +239,7 @@ def _exponents(before: Model, after: Model, site: Site) -> list[int]:
 
 
 def _largest(values: Array, shape: tuple[int, ...]) -> Array:
-    """The largest magnitude of each channel: they lie along the axis of a factor's `shape` that is not 1."""
+    """The largest magnitude of each channel; channels lie along the axis whose size in a factor's `shape` is not 1."""
     padded = (1,) * (values.ndim - len(shape)) + shape
     others = tuple(i for i, size in enumerate(padded) if size == 1)
     return np.asarray(np.abs(values.astype(np.float64)).max(axis=others, initial=0.0))

@@ -40,13 +40,13 @@ class Rounding:
 
 
 def with_roundings(model: Model, roundings: Sequence[Rounding], *, switched: bool = False) -> Model:
-    """`model` with these roundings; if `switched`, number i only works where the input `SWITCH` + i is true."""
+    """`model` with these roundings; if `switched`, rounding i is on only while the model input `SWITCH` + i is true."""
     return _Writer(model, roundings, is_switched=switched).written()
 
 
 def is_switched_at_reader(model: Model, edge: Edge) -> bool:
-    """Whether the switch stands around the node that reads the tensor: a large constant with one use, by a node with
-    one output of known type."""
+    """Whether the If of a switch encloses the reader of the tensor: if that is a large constant with one use, by a node
+    with one output of known type."""
     if edge.is_graph_output or edge.tensor not in model.large or len(model.uses(edge.tensor)) != 1:
         return False
     outputs = model.node(edge.node).outputs
@@ -88,7 +88,7 @@ class _Writer:
         self._nodes.append(copy if weight is None else self._switched_reader(copy, weight, node.outputs[0]))
 
     def _is_replaced(self, node: onnx.NodeProto) -> bool:
-        """Whether a node is a clamp that a rounding replaces, and nothing else reads."""
+        """Whether a node is a clamp that a rounding replaces, and that no node reads any more."""
         if node.op_type not in CLAMPS or node.output[0] not in self._bypassed:
             return False
         if self._is_switched or any(use.slot < 0 for use in self._model.uses(node.output[0])):
@@ -97,7 +97,7 @@ class _Writer:
         return node.output[0] not in read
 
     def _read(self, edge: Edge) -> str:
-        """The tensor that the user of an edge reads; its rounding is written when it is asked for first."""
+        """The tensor that the user of an edge reads; its rounding is written at the first call."""
         number = self._numbers.get(edge)
         if number is None:
             return self._raw.get(edge.tensor, edge.tensor)
@@ -121,7 +121,7 @@ class _Writer:
         return result
 
     def _switched_reader(self, reader: onnx.NodeProto, edge: Edge, output: str) -> onnx.NodeProto:
-        """An If between two copies of the only reader of a weight: of the rounded weight, and of the weight."""
+        """An If with two copies of the only reader of a weight: one reads the rounded weight, one the weight itself."""
         number = self._numbers[edge]
         rounding, copies = list(self._copies(number)), []
         for name in ("rounded", "plain"):
