@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 
 import onnx
 
+from qdqtune.commands.doctor import find_gpus
 from qdqtune.commands.inputs import sample_source
 from qdqtune.commands.qualification import graphs
 from qdqtune.commands.quantize import quantize
@@ -82,8 +84,8 @@ class Bench:
             NotApplicableError: the engine has no such numbers.
             QdqtuneError: the file cannot be made.
         """
-        capability = float(self.described.get("compute_capability", FP8_SINCE))
-        if name == "fp8" and capability < FP8_SINCE:
+        capability = self.described.get("compute_capability", "")
+        if name == "fp8" and re.fullmatch(r"\d+\.\d+", capability) and float(capability) < FP8_SINCE:
             raise NotApplicableError(f"GPUs of compute capability {capability} have no FP8")
         files = self.files(name)
         made = files.plain.with_name("quantized.onnx")
@@ -139,5 +141,7 @@ def bench_of(spec: EngineSpec, observer: Observer) -> Iterator[Bench]:
         sized = with_spans(spec, {graphs.OPEN: Span(*graphs.SIZES)}) if spec.name in TENSORRT_FAMILY else spec
         runner = stack.enter_context(Runner(sized, log_dir=folder / "logs"))
         described = runner.describe()
+        if spec.name == "trtexec" and (gpus := find_gpus()[0]):  # it does not say this of its GPU
+            described["compute_capability"] = gpus[0].compute_capability
         simulation = stack.enter_context(onnxruntime_session(fuse=False, rewrite=spec.name == "onnxruntime"))
         yield Bench(spec, folder, runner, simulation, observer, described)
