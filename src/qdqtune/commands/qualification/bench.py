@@ -87,15 +87,17 @@ class Bench:
         capability = self.described.get("compute_capability", "")
         if name == "fp8" and re.fullmatch(r"\d+\.\d+", capability) and float(capability) < FP8_SINCE:
             raise NotApplicableError(f"GPUs of compute capability {capability} have no FP8")
-        files = self.files(name)
+        files, how = self.files(name), graphs.GRAPHS[name].how
         made = files.plain.with_name("quantized.onnx")
         if not made.exists():
             given: dict[str, Any] = {"engine": self.spec.name, "calibration_data": files.data, **QUICKLY}
             try:
-                if "quant_type" in graphs.GRAPHS[name].how:
-                    self.runner.numeric_format("fp8")
-                quantize(QuantizeOptions(files.plain, made, **given, **graphs.GRAPHS[name].how))
+                if "quant_type" in how:
+                    self.runner.numeric_format(how["quant_type"])
+                quantize(QuantizeOptions(files.plain, made, **given, **how))
             except BadOption as error:
+                if not how:  # pairs in 8 bits are for every engine
+                    raise
                 raise NotApplicableError(str(error)) from error
         return made
 

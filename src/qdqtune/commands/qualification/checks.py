@@ -39,7 +39,7 @@ FLOAT_DB, LOST_DB = 40.0, 3.0
 """The least SQNR of float outputs, which TF32 and float16 reach; and how far the SQNR of a quantized model may be below
 that of the simulation, of which what lies above `FLOAT_DB` is not asked for. Chosen, not measured."""
 
-TUNE_SECONDS, STOPPED_SECONDS = 30.0, 1.0
+TUNE_SECONDS, STOPPED_SECONDS = 60.0, 1.0
 """The time budget of a search, and the time limit of a request while the engine is stopped. Chosen, not measured."""
 
 ROUNDS, LAUNCHED_ROUNDS = 24, 12
