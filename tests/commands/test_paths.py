@@ -144,6 +144,8 @@ def test_no_option_writes_to_what_is_read_or_was_there_before(case, files, tmp_p
     others = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
     if case.command == "report":
         others.remove(tmp_path / "run" / "report.html")  # its own, which it replaces
+    if str(case) == "doctor --timing-cache":
+        others.remove(tmp_path / "weights.bin")  # belongs to no model that it reads, and may be a timing cache
     needed = [p for p in COMMANDS[case.command].params if isinstance(p.type, Writes) and p.required]
     more = [word for p in needed if p is not case.option for word in (max(p.opts, key=len), tmp_path / "new.onnx")]
     for victim in others:

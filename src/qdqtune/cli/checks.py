@@ -22,15 +22,15 @@ from qdqtune.commands.debug import DebugOptions, debug
 from qdqtune.commands.diagnosis import Diagnosis, Suspect
 from qdqtune.commands.doctor import ClusterState, DoctorOptions, EnginesState, examine, examine_cluster
 from qdqtune.commands.probes import NOT_FINITE, WrongPart
-from qdqtune.engines import EngineSpec
-from qdqtune.errors import ConstraintUnmet, EngineUnavailable, escaped
+from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable, escaped
 from qdqtune.explanation.findings import Finding
 from qdqtune.explanation.reasons import is_low
 from qdqtune.explanation.words import counted, placed, samples, title
 from qdqtune.graph.model import Model
 from qdqtune.placement.reading import is_quantized, placement_in
 from qdqtune.placement.stripping import strip_pairs
-from qdqtune.system.writing import temporary_folder
+from qdqtune.system.checks import RECORD_KIND, mark
+from qdqtune.system.writing import temporary_folder, write_json
 from qdqtune.types import Layer, sqnr_of
 
 ORDER = ("float compute", "standalone pair", "reformat", "boundary")
@@ -223,20 +223,27 @@ def _range(ends: tuple[float, float]) -> str:
     return f"{ends[0]:.4g} .. {ends[1]:.4g}"
 
 
-@command("doctor", DoctorOptions, AS_JSON)
-def doctor_command(options: DoctorOptions, as_machine: bool) -> int:
+@command("doctor", DoctorOptions, HTML, AS_JSON)
+def doctor_command(options: DoctorOptions, html: Path | None, as_machine: bool) -> int:
     """Show which engines work on this machine, on what hardware, and what to install for the others.
 
     Exit code 5 only if none does. With --ray: on which devices of a cluster an engine works, and whether they are
-    alike, so that a run may use them together; exit code 5 if they are not.
+    alike, so that a run may use them together; exit code 5 if they are not. With --qualify: what holds of our claims
+    about an engine, checked on small graphs in some minutes; exit code 4 if one does not.
 
     \b
     qdqtune doctor --ray auto --engine onnxruntime --cores-per-worker 2
+    qdqtune doctor --qualify --engine tensorrt
     """
+    if options.qualify:
+        return _qualify(options, html, as_machine)
+    if html is not None or options.output is not None:
+        raise BadOption("there is a file to write with `qualify` only")
     with temporary_folder() as folder:
         if options.ray is not None:
-            spec = EngineSpec(options.engine)
-            return _show_cluster(examine_cluster(spec, options.ray, options.cores_per_worker, folder), as_machine)
+            return _show_cluster(
+                examine_cluster(options.spec(), options.ray, options.cores_per_worker, folder), as_machine
+            )
         found = examine(folder)
     if as_machine:
         print_json(asdict(found))
@@ -245,6 +252,28 @@ def doctor_command(options: DoctorOptions, as_machine: bool) -> int:
         show(table_of(columns, [(e.name, e.status, e.version, e.device) for e in found.engines], columns))
         print_lines(_remarks(found))
     return 0 if found.is_usable else EngineUnavailable.exit_code
+
+
+def _qualify(options: DoctorOptions, html: Path | None, as_machine: bool) -> int:
+    """Check the claims about an engine, and write what held to a file. Gives the exit code."""
+    from qdqtune.commands.qualification.qualify import qualify  # imports most of the package
+
+    if options.ray is not None:
+        raise BadOption("`qualify` checks an engine on this machine: leave `ray` out")
+    with progress.shown() as observer:
+        done = qualify(options, observer)
+    told = done.to_dict()
+    if options.output is not None:
+        write_json(options.output, told | {"mark": mark(RECORD_KIND)})
+    write_page(html, lambda pages: pages.of_qualification(done, command_line()))
+    if as_machine:
+        print_json(told)
+    else:
+        columns, rows = done.table()
+        show(table_of(columns, rows, columns[:4]))
+        print_lines(f"{state}: {name}, {subject}: {told}" for name, subject, state, told in done.notable())
+        print_lines([done.in_words(), f"to send with a report: {options.output}"])
+    return 0 if done.holds else ConstraintUnmet.exit_code
 
 
 def _show_cluster(found: ClusterState, as_machine: bool) -> int:

@@ -14,9 +14,22 @@ from typing import Literal
 from qdqtune.engines import MODULES, EngineSpec, devices
 from qdqtune.engines.allocation import allocate_workers, describe_all, first_difference
 from qdqtune.engines.devices import nvidia_smi
+from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError, one_line
-from qdqtune.options import COUNT, TEXT, MaybeInt, MaybeText, Options, Text, option
+from qdqtune.options import (
+    COUNT,
+    SWITCH,
+    TEXT,
+    Flag,
+    Given,
+    MaybeFile,
+    MaybeInt,
+    MaybeText,
+    Writes,
+    option,
+)
+from qdqtune.system.checks import RECORD_KIND, Output, replaceable
 
 PRETENDS = "fake"
 """The engine that is always usable, since it measures nothing."""
@@ -36,10 +49,34 @@ OPENING_SECONDS = 120.0
 """How long an engine may take to open. Chosen, not measured."""
 
 
+def _records(path: Path, name: str, _: Given) -> list[Output]:
+    return [Output(path, name, replaceable(RECORD_KIND))]
+
+
+def _usual_record(given: Given) -> Path | None:
+    return Path(f"qualification_{given['engine']}.json") if given["qualify"] else None
+
+
 @dataclass(kw_only=True)
-class DoctorOptions(Options):
+class DoctorOptions(EngineOptions):
     """The options of `doctor`."""
 
+    qualify: Flag = option(
+        SWITCH,
+        False,
+        "Check what qdqtune claims of `engine`, on small graphs of its own: builds, layers, 8 bits, outputs, times, "
+        "failures and searches. Takes some minutes.",
+        "Engine",
+        short="check what we claim of the engine",
+    )
+    output: MaybeFile = option(
+        Writes(_records, _usual_record),
+        None,
+        "With `qualify`: the JSON file of what held, to send with a report.",
+        "Output",
+        flags="-o --output",
+        default_in_words="qualification_ENGINE.json",
+    )
     ray: MaybeText = option(
         TEXT,
         None,
@@ -48,7 +85,6 @@ class DoctorOptions(Options):
         metavar="ADDRESS",
         is_rare=True,
     )
-    engine: Text = option(TEXT, "onnxruntime", "The engine to start on each of them.", "Engine", metavar="NAME")
     cores_per_worker: MaybeInt = option(
         COUNT, None, "Cores of each of them.", "Engine", default_in_words="1", is_rare=True
     )

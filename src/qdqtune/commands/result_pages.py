@@ -8,6 +8,7 @@ from pathlib import Path
 
 from qdqtune.commands.check import Checked
 from qdqtune.commands.compare import Row
+from qdqtune.commands.qualification.qualify import Qualification
 from qdqtune.commands.quantize import Quantized
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.explanation.model_map import Ran, draw, everywhere
@@ -155,6 +156,25 @@ def of_quantize(options: QuantizeOptions, done: Quantized, model: Model, typed: 
         circumstances=tuple(
             map(Fact, ("engine", "numbers", "qdqtune"), (options.engine, options.quant_type, __version__))
         ),
+        commands=_command_facts(typed),
+    )
+
+
+def of_qualification(done: Qualification, typed: Sequence[str]) -> Report:
+    """The report of `doctor` with `qualify`."""
+    columns, rows = done.table()
+    seen = tuple((r.name, s.subject, s.state, s.told) for r in done.results for s in r.seen)
+    name = f"{done.engine['engine']} {done.engine['version']}"
+    verdict = "does what qdqtune claims" if done.holds else "does not do all that qdqtune claims"
+    return Report(
+        title=name,
+        kind="doctor",
+        verdict=Headline(f"{name} {verdict}", done.in_words(), done.holds),
+        listings=(
+            ReportTable("Claims", "", tuple(columns), tuple(map(tuple, rows)), (4,)),
+            ReportTable("All that was checked", "", ("check", "subject", "result", "what was seen"), seen),
+        ),
+        circumstances=tuple(Fact(*item) for item in {**done.engine, **done.machine, "qdqtune": __version__}.items()),
         commands=_command_facts(typed),
     )
 
