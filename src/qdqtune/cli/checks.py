@@ -34,10 +34,10 @@ from qdqtune.system.writing import temporary_folder, write_json
 from qdqtune.types import Layer, sqnr_of
 
 ORDER = ("float compute", "standalone pair", "reformat", "boundary")
-"""The order of findings with one cause: the cause itself, then its consequences."""
+"""The order in which findings with one cause are listed, by kind: the cause itself, then its consequences."""
 
 OF_WEIGHTS = re.compile(r"[wW][48]")
-"""The precision of a layer that reads weights in fewer bits."""
+"""Matches the precision of a layer that reads weights of 4 or 8 bits."""
 
 
 @command("check", CheckOptions, HTML, AS_JSON)
@@ -76,17 +76,17 @@ def _lines(
         for finding in group:
             time = "" if finding.time_ms is None else f"{finding.time_ms:.4f} ms"
             yield f"    {finding.kind:15}  {time:>10}  {', '.join(finding.nodes) or finding.layer}"
-    if strangers := [layer for layer in layers if layer.kind == "unknown"]:
-        spent_there = _sum(strangers) or 0.0
-        first = f"{strangers[0].name:.60}"
-        yield f"{len(strangers)} rows of the profile ({spent_there:.3f} ms) fit no layer, the first: {first}"
+    if unknown := [layer for layer in layers if layer.kind == "unknown"]:
+        spent_there = _sum(unknown) or 0.0
+        first = f"{unknown[0].name:.60}"
+        yield f"{len(unknown)} rows of the profile ({spent_there:.3f} ms) fit no layer, the first: {first}"
     failing = [finding for finding in findings if finding.fails]
     running = [layer for layer in layers if layer.kind != "folded"]
     total, spent = _sum(running), _sum(failing)
     share = f", {spent:.3f} of {total:.3f} ms" if total and spent is not None else ""
     low = sum(is_low(layer.precision) for layer in running)
-    drawn_in = sum(bool(OF_WEIGHTS.fullmatch(layer.precision)) for layer in running)
-    also = f", {drawn_in} on weights in fewer bits" if drawn_in else ""
+    on_weights = sum(bool(OF_WEIGHTS.fullmatch(layer.precision)) for layer in running)
+    also = f", {on_weights} on weights in fewer bits" if on_weights else ""
     ran = f"{placed(placement_in(strip_pairs(graph), graph))}, {low} of {len(running)} layers in 8 bits{also}"
     notes = counted(len(findings) - len(failing), "note")
     yield f"{model} on {engine}: {ran}; {counted(len(failing), 'finding')}{share}, {notes}"
@@ -105,7 +105,8 @@ def _advice(findings: Sequence[Finding], measured: bool) -> Iterator[str]:
 
 
 def _groups(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """The findings by cause: first those that fail, the most time first; then the notes in their order."""
+    """Findings grouped by cause, or by reason if the cause is unknown; within a group sorted by `ORDER`. Groups that
+    fail come first, sorted by time, the most first; groups of notes follow."""
     groups: dict[tuple[bool, str], list[Finding]] = {}
     for finding in sorted(findings, key=lambda f: ORDER.index(f.kind)):
         groups.setdefault((finding.fails, finding.cause or finding.reason), []).append(finding)
@@ -193,7 +194,7 @@ def _ending(engine: str, done: Diagnosis) -> Iterator[str]:
 
 
 def _flags(done: Diagnosis) -> str:
-    """Options of quantize that leave out what is guilty, and make what the file has otherwise."""
+    """Options of quantize that leave guilty tensors in float, and otherwise make the same file again."""
     excluded = to_exclude(done.excluded)
     return excluded if done.weight_only is None or not excluded else f"--weight-only {done.weight_only} {excluded}"
 
@@ -277,7 +278,7 @@ def _qualify(options: DoctorOptions, html: Path | None, as_machine: bool) -> int
 
 
 def _show_cluster(found: ClusterState, as_machine: bool) -> int:
-    """Print the devices of a cluster. Gives the exit code."""
+    """Print the devices of a cluster. Returns the exit code."""
     if as_machine:
         print_json(asdict(found))
     else:

@@ -36,7 +36,7 @@ from qdqtune.explanation.words import duration
 from qdqtune.system.interpreter import python
 
 LOOK_SECONDS = 0.1
-"""How often it is asked whether a child has ended or the call is cancelled. Chosen, not measured."""
+"""Seconds between two checks whether a child has ended or the call is cancelled. Chosen, not measured."""
 CLEANUP_SECONDS = 20.0
 """How long an interrupted child may take to clean up before it is killed. Chosen, not measured."""
 
@@ -76,8 +76,8 @@ def is_driver() -> bool:
 
 
 def run_on_ray() -> int:
-    """Do what was typed in a child, since Ray ends a program without a message when its node is lost. Gives the exit
-    code.
+    """Run the typed command in a child, since Ray ends a program without a message when its node is lost. Returns the
+    exit code.
 
     Raises:
         EngineUnavailable: the child was ended.
@@ -98,7 +98,7 @@ def run_on_ray() -> int:
 
 @dataclass
 class ModelRow:
-    """How far one model is. The thread of its child writes it, the board reads it."""
+    """The progress of one model. A thread that reads the child's events writes it, the board reads it."""
 
     name: str
     builds: str = ""
@@ -108,13 +108,13 @@ class ModelRow:
     ended: float | None = None
 
     def take(self, event: Event) -> None:
-        """Show an event of the child."""
+        """Update the row by an event of the child."""
         self.builds, self.best = event.builds or self.builds, event.best or self.best
         self.now = event.short or event.text
 
     @property
     def seconds(self) -> str:
-        """How long the child has been running."""
+        """How long the child has been running, in words; empty before it starts."""
         if self.begun is None:
             return ""
         return duration((self.ended or time.monotonic()) - self.begun)
@@ -169,8 +169,8 @@ class Ended:
 
 
 def run_all(asked: Sequence[tuple[str, Sequence[str]]], devices: Sequence[Device]) -> list[Ended]:
-    """Run command lines of qdqtune, each with the name of its model, one at a time on each device. Answers come in the
-    order of `asked`.
+    """Run command lines of qdqtune, each given with the name of its model, one at a time on each device. Results come
+    in the order of `asked`.
 
     Raises:
         KeyboardInterrupt: this process was interrupted, or one of them; all of them have ended.

@@ -30,7 +30,7 @@ NAME_COLUMNS = 32
 """Columns of an option's name."""
 
 EVERYTHING, QUIET, VERBOSE = "qdqtune.help_all", "qdqtune.quiet", "qdqtune.verbose"
-"""Keys in the `meta` of a click context: what the user asked for."""
+"""Keys in the `meta` of a click context: the switches --help-all, -q and -v."""
 
 T = TypeVar("T", bound=Options)
 
@@ -59,7 +59,7 @@ class Parameter(click.Option):
         )
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """See click."""
+        """Click's help for the option, with other options in it spelled as flags."""
         record = super().get_help_record(ctx)
         return record and (record[0], with_flags(record[1]))
 
@@ -79,7 +79,7 @@ class Positional(click.Argument):
     """A click argument that shows its own name in the usage, also if it takes several values."""
 
     def make_metavar(self, ctx: click.Context) -> str:
-        """See click."""
+        """The argument's own name, without click's dots."""
         return self.metavar or super().make_metavar(ctx)
 
 
@@ -201,7 +201,7 @@ class Guarded(click.Command):
     """A command that may write only what does not overwrite its inputs, and whose errors spell options as typed."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """See click.
+        """Parse the arguments, and check the files that the command may write.
 
         Raises:
             BadOption, OutputError: an option names a file that the command may not write.
@@ -214,7 +214,7 @@ class Guarded(click.Command):
         return left
 
     def invoke(self, ctx: click.Context) -> Any:
-        """See click."""
+        """Run the command, with flags in its errors."""
         with _flags_in_errors():
             return super().invoke(ctx)
 
@@ -233,12 +233,12 @@ class Command(Guarded):
     """A command with -q, -v and --help-all, whose help lists options in groups."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """See click."""
+        """Add -q, -v and --help-all to the parameters."""
         own = super().get_params(ctx)
         return [*own[:-1], SILENCE, CHATTER, HELP_ALL, own[-1]]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """See click. The last of several values counts; a note says so."""
+        """Parse the arguments. If an option is given twice, the last value counts, and a note says so."""
         if not ctx.resilient_parsing:
             given = Counter(p for p in self.make_parser(ctx).parse_args([*args])[2] if isinstance(p, click.Option))
             twice = [p for p, times in given.items() if times > 1 and not (p.multiple or p.is_flag or p.count)]
@@ -246,7 +246,7 @@ class Command(Guarded):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """See click."""
+        """Write the options in groups, each with its usual options before its rare ones."""
         options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
         everything = bool(ctx.meta.get(EVERYTHING))
         for group in get_args(Group):
@@ -261,7 +261,7 @@ class Command(Guarded):
 
 
 def _group(option: click.Option) -> Group:
-    """The group of an option; that of `--help` is Output."""
+    """The group under which help lists an option; click's own `--help` belongs to Output."""
     return option.own.group if isinstance(option, Parameter) else "Output"
 
 
@@ -291,7 +291,7 @@ def _kind(option: click.Option) -> str:
 
 
 def _words(option: click.Option) -> str:
-    """A few words about an option, with its default."""
+    """What an option does in a few words, with its default."""
     if not isinstance(option, Parameter):
         return "this page"
     words = with_flags(option.own.short or option.own.help.partition(". ")[0].rstrip("."))

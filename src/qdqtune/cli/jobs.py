@@ -37,10 +37,10 @@ CODES = (0, 3, 4)
 FACTS = ("shipped", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "output_sqnr_db")
 
 OWN = ("output_dir", "as_machine", "workers", "cores_per_worker", "ray")
-"""Options of the command line that jobs do not get as they were typed."""
+"""Options that are not passed to jobs as they were typed."""
 
 SINGLE = ("state_file", "qdq_baseline", "graph_json")
-"""Options that name something of one model."""
+"""Options that name a file of one model."""
 
 
 class Models(Several):
@@ -50,7 +50,7 @@ class Models(Several):
     typed = MODEL
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | tuple[Path, ...]:
-        """See click."""
+        """Make one path or several of what was given."""
         given = [value] if isinstance(value, str | Path) else [*(value or ())]
         paths = tuple(map(Path, given))
         return paths[0] if len(paths) == 1 and not paths[0].is_dir() else paths
@@ -87,18 +87,18 @@ def run_jobs(jobs: Sequence[Job], options: WorkerOptions, *, as_machine: bool) -
 
 
 def worst(codes: Sequence[int]) -> int:
-    """The exit code of several models."""
+    """The worst exit code of several models."""
     return max(codes, key=lambda code: CODES.index(code) if code in CODES else len(CODES) + code)
 
 
-def _asked(job: Job) -> list[str]:
+def _command(job: Job) -> list[str]:
     how = ["-q"] if is_quiet() else ["-v"] if is_verbose() else []
     return ["tune", *job.arguments, "--json", *how, "--", job.model]
 
 
 def _ran(job: Job) -> dict[str, Any]:
     say(f"{job.model}:")
-    done = subprocess.run(**python("-m", "qdqtune", *_asked(job)), stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(**python("-m", "qdqtune", *_command(job)), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode == INTERRUPTED:
         raise KeyboardInterrupt
     return _row(job, done.returncode, done.stdout)
@@ -108,7 +108,7 @@ def _side_by_side(jobs: Sequence[Job], devices: Sequence[Device]) -> list[dict[s
     files = [Path(job.model) for job in jobs]
     alike = Counter(file.name for file in files)
     names = [file.name if alike[file.name] == 1 else f"{file.parent.name}/{file.name}" for file in files]
-    ended = run_all(list(zip(names, map(_asked, jobs), strict=True)), devices[: len(jobs)])
+    ended = run_all(list(zip(names, map(_command, jobs), strict=True)), devices[: len(jobs)])
     return [_row(job, one.code, one.output) for job, one in zip(jobs, ended, strict=True)]
 
 
@@ -120,7 +120,7 @@ def _row(job: Job, code: int, output: str) -> dict[str, Any]:
 
 
 def _widest(jobs: Sequence[Job]) -> EngineSpec:
-    """The engine of the job that needs a GPU, or else the most cores: devices are allocated for it."""
+    """The engine for which devices are allocated: that of the job that needs a GPU, or else the most cores."""
     return max((job.engine for job in jobs), key=lambda spec: (needs_gpu(spec), cores_for(spec, None)))
 
 
@@ -168,7 +168,7 @@ def tune_all(given: Sequence[Path], options: TuneOptions, *, dry_run: bool, as_m
 
 
 def _models(given: Sequence[Path]) -> Iterator[Path]:
-    """The files as given, and those in folders, sorted by name."""
+    """The given files, and the .onnx files of given folders, sorted by name in each."""
     for path in given:
         if not path.is_dir():
             yield path
@@ -180,8 +180,8 @@ def _models(given: Sequence[Path]) -> Iterator[Path]:
 
 
 def named(models: Sequence[Path]) -> dict[Path, str]:
-    """A folder's name for each model: that of its file; with that of its parent folder where several files have the
-    same name, and with a number where these agree too."""
+    """A folder name for each model: the name of its file; if several files have that name, preceded by the name of the
+    parent folder, and numbered if these are equal, too."""
     stems = Counter(model.stem for model in models)
     found: dict[Path, str] = {}
     for model in models:

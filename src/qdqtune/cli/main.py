@@ -32,8 +32,7 @@ def main(
     arguments: Sequence[str] | None = None, command: click.Command | None = None, name: str = "qdqtune"
 ) -> NoReturn:
     """Run the command line (or another `command`) and exit: 0 done, 2 usage or bad input, 3 no improvement, 4 a
-    constraint unmet, 5 engine unavailable or baseline failed, 70 a defect of qdqtune, 130 interrupted.
-    """
+    constraint unmet, 5 engine unavailable or baseline failed, 70 a defect of qdqtune, 130 interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if (asked := os.environ.get(COMPLETING)) and command is None:
         sys.exit(shell_complete(app, {}, name, COMPLETING, asked))
@@ -86,7 +85,7 @@ def _failed(text: str, code: int) -> int:
 
 
 class Later(click.Command):
-    """A command whose module is imported only when it is run or completed; lists of commands need its summary."""
+    """A command whose module is imported only when it is run or completed; lists of commands show its `summary`."""
 
     def __init__(self, name: str, module: str, summary: str) -> None:
         super().__init__(name, help=summary)

@@ -38,7 +38,7 @@ from qdqtune.tuning import advice
 from qdqtune.types import Layer
 
 FIXED_WIDTH = 4 + 8 + 9 + 9 + 5 + 2 * 7
-"""Characters of a table's row besides the names, gaps included."""
+"""Characters of a row of the table of layers except its two columns of names; gaps included."""
 LEAST_NAME = 12
 """Least width of a column of names."""
 
@@ -85,7 +85,7 @@ def layers_table(layers: Sequence[Layer], width: int) -> Table:
     total = sum(layer.time_ms or 0.0 for layer in layers)
     timed = any(layer.time_ms is not None for layer in layers)
     grid = Table(box=box.SIMPLE_HEAD, show_footer=True, pad_edge=False, collapse_padding=True)
-    left = max(width - FIXED_WIDTH, 2 * LEAST_NAME)  # of numbers and kinds nothing may be cut, of names everything may
+    left = max(width - FIXED_WIDTH, 2 * LEAST_NAME)  # names may be cut, numbers and kinds may not
     name = min(max([LEAST_NAME, *(len(layer.name) for layer in layers)]), left // 2)
     nodes = min(max((len(", ".join(layer.nodes)) for layer in layers), default=0), left - name)
     grid.add_column("#", justify="right", width=4)

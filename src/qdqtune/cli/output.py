@@ -30,8 +30,8 @@ EVENTS = "QDQTUNE_EVENTS"
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a command tells about its progress. `text` is a line for people; of a candidate also `short`, what
-    became of it, `builds` spent and allowed, and the speed of the `best` so far."""
+    """A message about the progress of a command. `text` is a line for people. Messages about a candidate have more:
+    `short`, its result; `builds` spent and allowed; and the speed of the `best` so far."""
 
     kind: Literal["line", "note", "error"]
     text: str
@@ -41,7 +41,7 @@ class Event:
 
 
 def emit(event: Event, show: Callable[[str], None]) -> None:
-    """Show an event to people with `show`, or in a child report it to the parent."""
+    """Show an event to people with `show`; in a child, report it to the parent as a line of JSON."""
     if EVENTS in os.environ:
         print(json.dumps(asdict(event)), file=sys.stderr, flush=True)
     else:
@@ -49,7 +49,7 @@ def emit(event: Event, show: Callable[[str], None]) -> None:
 
 
 def parsed_event(line: str) -> Event:
-    """The event in a line of a child; text that libraries write is a line for people."""
+    """The event in a line that a child wrote; other text, from libraries, becomes a line for people."""
     try:
         return Event(**json.loads(line))
     except (ValueError, TypeError):
@@ -79,12 +79,12 @@ def say(text: str, style: str = "", kind: Literal["line", "note", "error"] = "li
 
 
 def say_error(text: str) -> None:
-    """Say what went wrong, in one line."""
+    """Print what went wrong on standard error, in one line."""
     say(f"error: {text}", "red", "error")
 
 
 def say_notes(notes: Iterable[str]) -> None:
-    """Say what the user should know, a line each."""
+    """Print notes to the user on standard error, a line each."""
     for note in notes:
         say(f"note: {note}", kind="note")
 
@@ -97,7 +97,7 @@ def say_exception() -> None:
 def console(*, is_error: bool = False, **how: Any) -> Console:
     """A console on standard output or standard error. It takes no markup, and escapes control characters, since names
     in models may hold anything."""
-    from rich.console import Console  # half of what it takes to start, and most commands have nothing to say
+    from rich.console import Console  # slow to import, and many commands print without it
     from rich.segment import Segment
 
     class Escaping(Console):
@@ -120,7 +120,7 @@ def width() -> int:
 
 
 def show(table: Table) -> None:
-    """A table on standard output. Where that is no terminal, every cell is whole and on one line."""
+    """Print a table on standard output. Where that is no terminal, every cell is whole and on one line."""
     here, caption = console(width=width()), table.caption
     table.caption = None  # it would be broken to the width of the table
     here.print(table)
@@ -129,12 +129,12 @@ def show(table: Table) -> None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """A result for people, of lines whose names may hold line breaks: those are spelled out."""
+    """Print lines for people. Line breaks in names are escaped."""
     print("\n".join(map(escaped, lines)))
 
 
 def print_prose(lines: Iterable[str]) -> None:
-    """The same, of lines that nobody copies to a shell: on a terminal they are broken between words."""
+    """As `print_lines`, but lines are broken between words on a terminal: for text that nobody copies to a shell."""
     columns = width()
     for line in map(escaped, lines):
         indent = " " * (len(line) - len(line.lstrip()) + 4)
@@ -142,5 +142,5 @@ def print_prose(lines: Iterable[str]) -> None:
 
 
 def print_json(value: object) -> None:
-    """A result for machines."""
+    """Print a result as JSON."""
     print(json.dumps(value, indent=2))

@@ -90,19 +90,19 @@ class Live:
         self._display.stop()
 
     def stage(self, text: str) -> None:
-        """See `Observer`."""
+        """Show another stage."""
         self._stage, self._searching, self._steps = text, False, _Steps()
 
     def progress(self, done: int, total: int | None) -> None:
-        """See `Observer`."""
+        """Show how far the stage is."""
         self._steps.take(done, total)
 
     def note(self, text: str) -> None:
-        """See `Observer`."""
+        """Print the note above the display."""
         self._console.print(f"note: {with_flags(text)}", highlight=False, markup=False)
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        """See `Observer`."""
+        """Print a line about the candidate, and show it as the last one."""
         self._updated = time.monotonic()
         self._state, self._searching = state, True
         self._last = f"{name(trial)}: {outcome_text(trial, outcome, state)}"
@@ -148,23 +148,23 @@ class Plain:
         pass
 
     def stage(self, text: str) -> None:
-        """See `Observer`."""
+        """Print the stage."""
         self._stage, self._steps = text, _Steps()
         self._say(text)
 
     def progress(self, done: int, total: int | None) -> None:
-        """See `Observer`."""
+        """Print how far the stage is, if nothing was printed for `LINE_SECONDS`."""
         self._steps.take(done, total)
         if time.monotonic() - self._said >= LINE_SECONDS:
             left = "" if self._steps.left is None else f", about {duration(self._steps.left)} left"
             self._say(f"{self._stage}: {self._steps}{left}")
 
     def note(self, text: str) -> None:
-        """See `Observer`."""
+        """Print the note."""
         self._say(f"note: {with_flags(text)}", "note")
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        """See `Observer`."""
+        """Print a line about the candidate."""
         builds, short = f"{state.builds}/{state.limit}", f"{name(trial)}: {outcome_text(trial, outcome, state)}"
         self._emit(Event("line", line(trial, outcome, state), short, builds, speed(state.best_ratio)))
 
@@ -184,7 +184,7 @@ def name(trial: Trial) -> str:
 
 
 def failure(trial: Trial) -> Failure | None:
-    """The failure of a candidate; None if it was measured to the end."""
+    """The failure of a candidate or of its check; None if neither failed."""
     return next((result for result in (trial.result, trial.check) if isinstance(result, Failure)), None)
 
 
@@ -221,7 +221,7 @@ def _verdict(trial: Trial, outcome: str, state: State) -> str:
 
 
 def line(trial: Trial, outcome: str, state: State) -> str:
-    """The line about a candidate."""
+    """The line that is printed about a candidate."""
     source = ", from the state file" if state.replayed else ""
     counts = f"{trial.number:4}  {state.builds:>{len(str(state.limit))}}/{state.limit} builds"
     return f"{counts}  best {speed(state.best_ratio)}  {name(trial)}: {outcome_text(trial, outcome, state)}{source}"

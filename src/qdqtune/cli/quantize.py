@@ -98,8 +98,8 @@ def quantize_command(
 
 
 def _search(options: QuantizeOptions, more: str) -> tuple[TuneOptions, dict[str, Any]]:
-    """The options of a search that starts from the written model, and what only its command line has. Both commands
-    share the values of their common options, except for those of `UNLIKE`.
+    """The options of a search that starts from the written model, and the values of parameters that only the command
+    line of tune has. Options that both commands have keep their values, except those of `UNLIKE`.
 
     Raises:
         BadOption: `more` cannot be split into arguments.

@@ -28,16 +28,16 @@ from qdqtune.tuning.records import GroupOutcome
 from qdqtune.tuning.result import Result
 
 LARGEST_UNITS = 12
-"""Rows of the table of units."""
+"""The most rows of the table of units."""
 
 LARGEST_GROUPS = 20
-"""Rows of the table of groups."""
+"""The most rows of the table of groups."""
 
 SHORT = 7
-"""Characters of a word that is not broken."""
+"""Words of up to so many characters are not broken in columns."""
 
 CANDIDATE = re.compile(r"\b[0-9a-f]{16}\.onnx\b")
-"""Names of candidate files, which differ in reasons that are otherwise equal."""
+"""Matches names of candidate files, which differ in reasons that are otherwise equal."""
 
 
 def result_table(found: Result) -> Table:
@@ -57,7 +57,7 @@ def result_table(found: Result) -> Table:
 
 
 def front_table(summary: Mapping[str, Any]) -> Table:
-    """The proven points of a front."""
+    """A table of the proven points of a front."""
     cells, has_accuracy = [], is_judged(summary)
     for row in summary["front"]:
         ends = Ratio(row["ratio"], row["low"], row["high"]).speedup
@@ -71,7 +71,7 @@ def front_table(summary: Mapping[str, Any]) -> Table:
 
 
 def met_table(summary: Mapping[str, Any]) -> Table:
-    """Candidates of the search that no other one beat in both latency and accuracy."""
+    """A table of candidates of the search that no other one beat in both latency and accuracy."""
     cells = [
         (
             str(row["number"]),

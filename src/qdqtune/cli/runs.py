@@ -21,7 +21,7 @@ from qdqtune.system.checks import PAGE_KIND, Output, is_marked, is_of_a_run
 from qdqtune.tuning.folder import REPORT
 
 LONGEST = 40
-"""Characters of a node's name in the table of reasons."""
+"""The most characters of a node's name in the table of reasons."""
 
 
 @command("explain", ExplainOptions, AS_JSON)
@@ -70,7 +70,7 @@ def _number(ms: float | None) -> str:
 
 
 def by_node(rows: Sequence[Explanation]) -> Iterator[str]:
-    """Two lines for each node, and a third where the other way has no price."""
+    """Two lines for each node, and a third if there is no price for deciding it the other way."""
     for row in rows:
         others = [name for name in row.unit if name != row.node]
         together = f", decided together with {', '.join(others)}" if others else ""

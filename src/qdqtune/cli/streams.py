@@ -31,7 +31,7 @@ PARENT = "QDQTUNE_PARENT"
 """The environment variable with the descriptor of a pipe whose other end the parent process holds."""
 
 ENDING_SECONDS = 30.0
-"""How long such a process may take to clean up when its parent is gone. Chosen, not measured."""
+"""How long a process may take to clean up when its parent is gone. Chosen, not measured."""
 
 DRAWN = str.maketrans({"─": "-", "━": "-", "│": "|", "├": "|", "└": "`", "█": "#", "…": "~", "·": "."})
 """Characters of tables and trees, and what replaces them on an ASCII terminal."""
@@ -76,19 +76,19 @@ class SafeStream(io.TextIOBase):
         return self._stream.encoding or "utf-8"
 
     def fileno(self) -> int:
-        """See `io.IOBase`."""
+        """The descriptor of the underlying stream."""
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        """See `io.IOBase`."""
+        """Whether text still reaches a terminal."""
         return not self._is_gone and self._stream.isatty()
 
     def writable(self) -> bool:
-        """See `io.IOBase`."""
+        """True: text may be written."""
         return True
 
     def write(self, text: str) -> int:
-        """See `io.TextIOBase`."""
+        """Write text; characters that the encoding lacks are replaced."""
         if not isinstance(text, str):
             raise TypeError(f"text is written here, not {type(text).__name__}")
         with self._guard():
@@ -100,7 +100,7 @@ class SafeStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """See `io.IOBase`."""
+        """Flush the underlying stream."""
         with self._guard():
             self._stream.flush()
 
@@ -129,7 +129,7 @@ class Escaping(SafeStream):
         self.styled = SafeStream(stream)
 
     def write(self, text: str) -> int:
-        """See `io.TextIOBase`."""
+        """Write text with control characters escaped."""
         super().write(escaped_lines(text))
         return len(text)
 
@@ -156,7 +156,7 @@ def guarded() -> Iterator[None]:
 @contextmanager
 def _results(stream: TextIO) -> Iterator[TextIO]:
     """Standard output for results only: what libraries write to its descriptor meanwhile goes to standard error. A
-    stream that is another file, as in tests, is given as it is."""
+    stream with another descriptor, as in tests, is yielded unchanged."""
     try:
         is_shared = stream.fileno() == OUTPUT
     except (OSError, ValueError):  # in memory, or closed
@@ -180,12 +180,12 @@ def _results(stream: TextIO) -> Iterator[TextIO]:
 
 
 def styled(stream: TextIO) -> TextIO:
-    """The stream for text that is escaped already."""
+    """The stream for text that is escaped already and has colours."""
     return stream.styled if isinstance(stream, Escaping) else stream  # type: ignore[return-value]
 
 
 def lost_output() -> OSError | None:
-    """The error because of which results did not reach standard output; None if there is none."""
+    """The error that kept results from standard output; None if there was none."""
     sys.stdout.flush()
     if not isinstance(sys.stdout, Escaping):
         return None

@@ -111,7 +111,7 @@ def run(
         return 0
     _print_result(found, as_machine=as_machine)
     if options.report:
-        _leave_report(found.folder, quiet=quiet)
+        _write_report(found.folder, quiet=quiet)
     return 0 if found.improved else ConstraintUnmet.exit_code if found.unmet else NO_IMPROVEMENT
 
 
@@ -133,9 +133,9 @@ def _print_result(result: Result, *, as_machine: bool) -> None:
         _print(result, result.file, verbose=is_verbose())
 
 
-def _leave_report(folder: Path, *, quiet: bool = False) -> None:
+def _write_report(folder: Path, *, quiet: bool = False) -> None:
     """Write the report. It comes last, so that an error in it cannot hide the result."""
-    from qdqtune.cli.runs import leave_report  # takes time to import that --help should not
+    from qdqtune.cli.runs import leave_report  # slow to import: --help does without it
 
     try:
         path = leave_report(folder)
@@ -154,7 +154,7 @@ def ship_point(folder: Path, point: str, *, as_machine: bool) -> int:
         show(report.front_table(summary))
         print(f"{folder / FINAL} is point {point}")
     if (folder / REPORT).exists():
-        _leave_report(folder)
+        _write_report(folder)
     return 0
 
 

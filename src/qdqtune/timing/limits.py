@@ -13,8 +13,7 @@ from qdqtune.types import Accuracy, Failure, Placement, Trial, noise_of
 @dataclass(frozen=True)
 class Limits:
     """The least output SQNR in dB, how far the user's metric may fall below `before`, that of the float model, and the
-    least share of equal elements in outputs that hold integers. What is None sets no limit.
-    """
+    least share of equal elements in outputs that hold integers. What is None sets no limit."""
 
     min_sqnr: float | None = None
     max_drop: float | None = None
@@ -32,7 +31,7 @@ class Limits:
         return None if self.min_sqnr is None else noise_of(self.min_sqnr)
 
     def is_exact_enough(self, accuracy: Accuracy | None) -> bool:
-        """Whether outputs hold the limits on them. None, the accuracy of a candidate that failed, does."""
+        """Whether outputs hold the limits on them. A candidate that failed has no accuracy (None), and passes."""
         if accuracy is None:
             return True
         ratio, equal = accuracy.sqnr_db, accuracy.agreement

@@ -20,7 +20,7 @@ FRESH = tuple(f"final_{number}" for number in range(PAIRS))
 """The log names of the first builds of a proof."""
 
 FEW = 4
-"""Rounds that a worker takes before it looks again for idle workers, if there are none. Chosen, not measured."""
+"""Rounds that are taken until the next look for idle workers, if there are none. Chosen, not measured."""
 
 
 class RoundsElsewhere(Protocol[W]):
@@ -31,7 +31,7 @@ class RoundsElsewhere(Protocol[W]):
 
 
 def rounds_of(runner: Runner, a: Handle, b: Handle, plan: Plan, seed: int, samples: Sequence[Tensors] = ()) -> Rounds:
-    """The rounds of two builds, for `ratios.compare`; for `samples` see `Runner.rounds`."""
+    """A function that takes rounds of two builds, for `ratios.compare`; for `samples` see `Runner.rounds`."""
     return lambda first, count: runner.rounds(
         a,
         b,

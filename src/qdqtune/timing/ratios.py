@@ -1,16 +1,16 @@
 """Deciding which of two models is faster, under noise.
 
-Two models are timed in interleaved rounds, and each round gives one ratio b/a: what drifts between rounds cancels.
-In every round a seeded coin says which model goes first, so for two equal models each ratio is above or below one with
-even odds whatever the noise looks like. The interval for the median ratio therefore comes from ranks alone (the sign
-test turned round), assumes no distribution, and is exact.
+Two models are timed in interleaved rounds, and each round gives one ratio b/a: what drifts between rounds cancels. In
+every round a seeded coin says which model goes first, so for two equal models each ratio is above or below one with
+even odds whatever the noise looks like. The interval for the median ratio therefore comes from ranks alone (the
+inverted sign test), assumes no distribution, and is exact.
 
-Looking early and often would break a fixed interval. Looks happen at preset rounds only, and each look spends an equal
-share of the error, whatever the looks before it have seen, so that the whole comparison keeps `Plan.error` (by
-Bonferroni's inequality; the shape of the boundary is Pocock's, Biometrika 64, 1977: as much evidence at the first look
-as at the last, which ends clear cases early). The intervals of all looks hold together (repeated confidence intervals:
-Jennison and Turnbull, JRSS B 51, 1989), so that the last one may be shown wherever a comparison has stopped, for
-whatever reason: stopping where nothing is decided can only lose a win.
+With an interval made for one look, looking early and often would raise the error. Looks happen at preset rounds only,
+and each look spends an equal share of the error, whatever the looks before it have seen, so that the whole comparison
+keeps `Plan.error` (by Bonferroni's inequality; the shape of the boundary is Pocock's, Biometrika 64, 1977: as much
+evidence at the first look as at the last, which ends clear cases early). The intervals of all looks hold together
+(repeated confidence intervals: Jennison and Turnbull, JRSS B 51, 1989), so that the last one may be shown wherever a
+comparison has stopped, for whatever reason: stopping where nothing is decided can only lose a win.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ Verdict = Literal["faster", "slower", "undecided"]
 
 @dataclass(frozen=True)
 class Plan:
-    """When to look, and the error that a comparison may spend on each side.
+    """How a comparison takes rounds: it is judged after each number of rounds in `looks`, and on each side it is wrong
+    with a chance of at most `error`, all looks together. One turn of a model in a round takes `slot_seconds` at least;
+    `warmup` inferences of each model come first.
 
     With one-sided error 0.001 over four looks the first look needs 12 rounds, all on one side.
     """
@@ -108,7 +110,7 @@ class Ratio:
         return f"{speed(self.median)} [{low}, {high}]"
 
     def scaled(self, by: float) -> Ratio:
-        """The ratio of b to a third model, if that of a to it is `by`."""
+        """The ratio of b to a third model, where `by` is the ratio of a to that model."""
         low, high = (None if end is None else by * end for end in (self.low, self.high))
         return Ratio(by * self.median, low, high)
 
@@ -173,8 +175,8 @@ def spread_of(pairs: Sequence[Sequence[Ratio]]) -> Spread:
     """The spread of several files that were compared with the same builds of the user's: a row for each file, with a
     ratio to each of these builds.
 
-    A slow or fast build of the user's file shifts its whole column. So shifts of columns and what they leave are
-    counted apart (two-way analysis of variance, either file with half of the variance of a ratio).
+    A slow or fast build of the user's file shifts its whole column. So the squares of these shifts and those of the
+    residuals are counted apart (two-way analysis of variance, either file with half of the variance of a ratio).
     """
     logs = np.log([[r.median for r in row] for row in pairs])
     if logs.ndim < 2 or logs.shape[1] < 2:
@@ -187,7 +189,7 @@ def spread_of(pairs: Sequence[Sequence[Ratio]]) -> Spread:
 
 
 def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
-    """The ratio of these very pairs of builds: the mean of their medians, with the uncertainty of the rounds alone."""
+    """The ratio on exactly these pairs of builds: the mean of their medians, with the uncertainty of rounds alone."""
     logs = np.log([r.median for r in ratios])
 
     def end(ends: Sequence[float | None]) -> float | None:
@@ -201,11 +203,11 @@ def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
 
 
 def across_builds(ratios: Sequence[Ratio], plan: Plan, seen: Spread = USUAL, looks: int = len(BUILD_LOOKS)) -> Ratio:
-    """The ratio of any builds of the two files, estimated from some pairs of builds.
+    """The ratio that other builds of the two files would have, estimated from some pairs of builds.
 
-    Two builds of one file differ for good, by memory layout say, so that each pair has a median of its own. The
-    interval of their mean is that of Student's t, with the deviations that are known from elsewhere (`seen`) besides
-    their own, widened by the uncertainty of the rounds. Each of so many looks spends an equal share of the error.
+    Two builds of one file differ for good, for example by memory layout, so that each pair has a median of its own. The
+    interval of their mean is that of Student's t, for deviations of these pairs and those known from elsewhere
+    (`seen`), widened by the uncertainty of the rounds. Each of so many looks spends an equal share of the error.
     """
     from scipy.special import stdtrit  # slow to import
 
@@ -238,8 +240,8 @@ def is_futile(found: Ratio, rounds: int, plan: Plan) -> bool:
 
 
 def wants_builds(ratios: Sequence[Ratio], plan: Plan) -> bool:
-    """Whether more pairs of builds might decide: these show a difference worth having, which is no larger than builds
-    may differ by."""
+    """Whether more pairs of builds might decide: those so far show a difference worth having, but one that may come
+    from differences between builds."""
     these = on_these_builds(ratios)
     is_worth_it = these.verdict != "undecided" and abs(np.log(these.median)) > EQUAL
     return len(ratios) < MOST_PAIRS and bool(is_worth_it) and across_builds(ratios, plan).verdict == "undecided"
@@ -263,7 +265,7 @@ Rounds = Callable[[int, int], Measurement | Failure]
 
 
 def compare(rounds: Rounds, plan: Plan, *, decided: Callable[[Ratio], bool] | None = None) -> Measurement | Failure:
-    """Measure until a look decides, or the rounds are spent. All samples are kept.
+    """Take rounds until a look decides, or all rounds of the plan are taken. All samples are kept.
 
     `decided` says when to stop; by default as soon as the interval lies on one side of 1, be it faster or slower.
     """
@@ -288,7 +290,7 @@ def compare_pairs(
     is_late: Callable[[], bool] = lambda: False,
     listener: Listener | None = None,
 ) -> list[Measurement] | Failure:
-    """Measure several pairs of builds of the same two models in turns, look by look, each until it is decided.
+    """Take rounds of several pairs of builds of the same two models in turns, look by look, until each pair is decided.
 
     All end together where more rounds change nothing: if two pairs disagree, no difference is worth having, further
     rounds are unlikely to decide, or it `is_late`. `listener` is told of each turn.

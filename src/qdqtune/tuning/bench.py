@@ -31,16 +31,16 @@ from qdqtune.types import Accuracy, Array, Failure, Layer, Placement, Proposal, 
 FLOAT = Placement()
 
 REPEATED = 2
-"""Samples on which the float model is run again where each run starts a process. Chosen, not measured."""
+"""Samples on which the float model is run again if each run starts a process. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class FloatRun:
-    """The float model's outputs on the samples, and the seconds of its build and, roughly, of one inference, and what
-    it takes besides where each turn of a round starts a process.
+    """The float model's outputs on the samples, and the seconds of one inference (roughly), of its build, and of
+    starting a process, if each turn of a round starts one.
 
-    `turn_seconds` is a fourth of a round of two such builds: one inference; or one of each workload and half as much,
-    because the shapes change.
+    `turn_seconds` is a fourth of a round of two such builds: one inference; or with several workloads one of each and
+    half as much again, because the shapes change.
     """
 
     outputs: Sequence[dict[str, Array]]
@@ -60,8 +60,8 @@ class Bench:
 
     @property
     def trial_seconds(self) -> float:
-        """The seconds that a candidate takes at least, if it is as fast as the float model; where its outputs have a
-        limit to hold, they are simulated before.
+        """The least seconds that a candidate takes if it is as fast as the float model. With limits on accuracy,
+        samples count twice: outputs are also simulated.
 
         Raises:
             BaselineFailed: the engine cannot build or run the float model.
@@ -73,9 +73,9 @@ class Bench:
     def measured(
         self, number: int, proposals: Sequence[Proposal], against: Placement, foresee: Callable[[], None] = lambda: None
     ) -> Generator[tuple[Trial, bool]]:
-        """Time candidates against another placement, on several devices side by side: the trials in the order of the
-        proposals, numbered from `number`, each with whether its result was in the store. `foresee` may begin further
-        builds ahead.
+        """Time candidates against another placement, on several devices side by side. Gives the trials in the order of
+        the proposals, numbered from `number`, each with whether its result was in the store. `foresee` is called to
+        queue builds of later candidates.
 
         Results are stored at once. Closing the iterator ends the measurements that are running.
 
@@ -92,7 +92,7 @@ class Bench:
             else:
                 jobs.append(TrialJob(number + place, proposal, against, known))
         with closing(self._answers(jobs, foresee)) as results:
-            # The user's metric runs on the first device after each trial: then the whole batch is measured before.
+            # The user's metric runs on the first device after each trial: measure the whole batch before.
             is_gathered = len(self._pool) > 1 and self._conditions.evaluation is not None
             fresh = iter(list(results)) if is_gathered else results
             for place in range(len(proposals)):
@@ -117,7 +117,7 @@ class Bench:
                 yield trial
 
     def begin(self, placements: Iterable[Placement], urgency: Urgency) -> None:
-        """Have these built ahead, instead of all others of the same urgency."""
+        """Queue the builds of these placements, in place of queued ones of the same urgency."""
         self._runner.build_queue.withdraw(urgency)
         for placement in placements:
             self._loaded.begin(placement, urgency)
@@ -247,14 +247,14 @@ def _record(trial: Trial) -> TrialRecord:
 
 
 def remembered(number: int, proposal: Proposal, against: Placement, record: TrialRecord) -> Trial:
-    """The trial of a record."""
+    """Make a trial of its proposal and its record."""
     check = None if record.check is None else record.check.result
     known = record.accuracy if record.result.failure is None else None
     return Trial(number, proposal, against, record.result.result, check, known, record.layers)
 
 
 def trial_of(number: int, record: TrialRecord, against: Placement) -> Trial:
-    """The trial of a record, with the proposal as far as that knows it, for reading a finished run."""
+    """Make a trial of its record alone, for reading a finished run: the proposal has what the record holds of it."""
     learned = record.layers is not None
     proposal = Proposal(record.origin, record.placement.placement, record.pattern, record.predicted, learned)
     return remembered(number, proposal, against, record)

@@ -24,19 +24,19 @@ PROOF_SHARE = 0.3
 """The share of a time budget that the proof may take. Chosen, not measured."""
 
 FRONT_SHARE = 0.5
-"""The same for the proof of a front, whose points are all that the search is for. Chosen, not measured."""
+"""The share of a time budget that the proof of a front may take. Chosen, not measured."""
 
 LEAST_ROUNDS = 12
 """Rounds that a comparison needs to decide anything: its first look, see `settings.EFFORTS`."""
 
 FITTING_SHARE = 0.25
-"""The share of the time that is left when calibration begins that it may take. Chosen, not measured."""
+"""Calibration may take this share of the time that is left when it begins. Chosen, not measured."""
 
 COMPARING_INFERENCES = 16 * 48
 """Inferences that comparing calibration methods takes: samples times what is tried on each."""
 
 SHOWN = 2.0
-"""The time of an inference that shows the values of a batch of tensors, counting these included, in inferences.
+"""The time of an inference that outputs a batch of inner tensors, counting their values included, in plain inferences.
 Estimated, not measured."""
 
 
@@ -44,9 +44,9 @@ Estimated, not measured."""
 class Budget:
     """What a search may spend: `builds`, of which one candidate may take `each`; and time.
 
-    `deadline` is when the search has to end, by `time.monotonic`, so that one more candidate and the proof are done by
-    the time at which the run `ends`; both None without a time budget. `proof` are the rounds at which the proof looks,
-    `points` how many points a front may have, `proof_seconds` what a proof takes that its first look decides.
+    `deadline` is when the search has to end, by `time.monotonic`, so that one more candidate and the proof are done
+    when the run `ends`; both None without a time budget. `proof` are the numbers of rounds at which the proof looks,
+    `points` is the most points of a front, `proof_seconds` the time of a proof that its first look decides.
     """
 
     builds: int
@@ -114,7 +114,7 @@ class Budget:
         return f"`time_budget` has ended the search after {spent}: with more time the same command goes on from there"
 
     def lacks(self, seconds: float) -> bool:
-        """Whether something that takes so many seconds would end after the run has to."""
+        """Whether work of so many seconds would end after the time at which the run has to end."""
         return self.ends is not None and time.monotonic() + seconds > self.ends
 
     def is_spent(self, trials: Sequence[Trial]) -> bool:
@@ -126,7 +126,7 @@ class Budget:
         return self.builds - self.each - builds_of(trials) + 1
 
     def state(self, trials: Sequence[Trial], plan: Plan, seconds: float, *, replayed: bool) -> State:
-        """Where a run stands after the last of these trials, which have taken so many seconds."""
+        """The progress of a run after these trials, which took `seconds`; `replayed` is about the last one."""
         best, built, left = best_of(trials), builds_of(trials), self.seconds_left
         pace = seconds / built * (self.builds - built)
         expected = (pace if left is None else max(0.0, min(pace, left))) + self.proof_seconds
@@ -154,8 +154,8 @@ def builds_of(trials: Sequence[Trial]) -> int:
 def affordable_proof(
     settings: Settings, bench: Bench, ends: float | None, note: Callable[[str], None]
 ) -> tuple[Settings, Budget]:
-    """The budget of a run, and its settings with the proof that it has time for: fewer rounds, and if the user names no
-    numbers of threads, the search's number alone. `note` tells the user of the latter."""
+    """The settings of a run with the proof that its time budget allows, and the budget. The proof may have fewer
+    rounds; if the user names no numbers of threads, it may run at the search's number alone, as `note` then says."""
     budget, (own, *others) = Budget.of(settings, bench, ends), settings.thread_counts
     share = FRONT_SHARE if settings.front else PROOF_SHARE
     is_too_long = settings.time_budget is not None and budget.proof_seconds > share * settings.time_budget
@@ -236,7 +236,7 @@ def _until_too_slow(samples: Samples) -> Iterator[Sample]:
 
 
 def pace(prepared: Prepared) -> tuple[float, float]:
-    """Seconds that the first inference of the float model takes where it is calibrated, with loading; and the second.
+    """Seconds of the first inference of the float model in ONNX Runtime, loading included; and of the second.
 
     Raises:
         BadModel: ONNX Runtime cannot run the model.
@@ -249,7 +249,7 @@ def pace(prepared: Prepared) -> tuple[float, float]:
 
 
 def inferences_per_sample(prepared: Prepared, how: Calibration) -> float:
-    """What calibrating on one sample takes, in inferences: each pass runs what its tensors need, half of the model on
+    """The time of calibrating on one sample, in inferences: each pass runs what its tensors need, half of the model on
     average."""
     return SHOWN if how.method == "minmax" else SHOWN * (1 + _passes(prepared)) / 2
 

@@ -1,4 +1,4 @@
-"""What comparisons of two files gave: the values that decisions are made of, and that summary.json shows."""
+"""Results of comparing two files: decisions are made of them, and summary.json shows them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Compared:
     `ratio` is the time of b to that of a. `a_seconds` is the median per inference, `b_seconds` that times the ratio:
     the machine drifts while both are timed, so two medians may contradict the ratio, which rounds give. `threads` is
     the context's number, None where the engine has none; `measured` are the rounds of each pair of builds.
-    `by_workload` says the same of each of several workloads alone, in the order of the mix.
+    `by_workload` has a comparison for each of several workloads alone, in the order of the mix.
     """
 
     ratio: Ratio
@@ -52,7 +52,7 @@ class Compared:
 
     @property
     def builds(self) -> int:
-        """The builds that it took: one of each file a pair."""
+        """The number of builds: for each pair, one of each file."""
         return 2 * len(self.measured)
 
     @property

@@ -29,24 +29,23 @@ from qdqtune.tuning.store import Store
 from qdqtune.types import Deaf, Failure, Listener, Measurement
 
 SIDE_BY_SIDE = 512 * 2**20
-"""Bytes of two model files of which two builds each are held at once; of larger ones a pair is built after the other.
-Chosen, not measured."""
+"""If two model files have more bytes together, only one pair of builds is held at a time, else two. Chosen, not
+measured."""
 
 LEAST_SECONDS = 3.0
 """How long a file of a front is compared with one build at least, if its rounds last so long. All files then see the
 same slow changes of the machine. Chosen, not measured."""
 
 MOST_TRIES = 3
-"""How often a comparison of a run is tried whose worker was killed, too slow or short of memory. Chosen, not
-measured."""
+"""How often a comparison is tried if its worker is killed, too slow or short of memory. Chosen, not measured."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ComparisonRequest:
-    """A question: how long does file `b` take beside file `a` in a context? Its records have the `key`, the context's
-    suffix and the number of the pair."""
+    """Asks for the time of file `b` over that of file `a` in a context. Keys of its records are `key`, the context's
+    suffix and the number of the pair of builds."""
 
     key: str
     a: Path
@@ -58,9 +57,9 @@ class ComparisonRequest:
 class Comparer:
     """Compares files by a plan. Pair number n of builds has the seed `seed` + n.
 
-    `store` keeps what was measured, and is asked first; what was measured of files that held anything else does not
-    count. `lacks` tells whether what takes so many seconds would end too late. A transient failure is tried again until
-    it was tried `tries` times.
+    `store` keeps results and is asked first; results of files whose content has changed do not count. `lacks` tells
+    whether work of so many seconds would end too late. After a transient failure a comparison is tried again, up to
+    `tries` times in all.
     """
 
     plan: Plan
@@ -72,7 +71,7 @@ class Comparer:
 
     @classmethod
     def of(cls, run: Run) -> Self:
-        """As the files of a run are proven."""
+        """The comparer for the proof of a run."""
         settings = run.settings
         return cls(settings.proof_plan, settings.seed, run.observer, run.store, run.budget.lacks, MOST_TRIES)
 
@@ -112,7 +111,7 @@ class Comparer:
         return failed or [result for _, result in sorted(measured.items()) if isinstance(result, Measurement)]
 
     def _fresh(self, asked: ComparisonRequest, numbers: Sequence[int], turns: int) -> list[Measurement] | Failure:
-        """Rounds of fresh pairs of builds. `turns` such calls are to come, this one included: all need room in the time
+        """Rounds of fresh pairs of builds. `turns` such calls are left, this one included: all have to fit in the time
         that is left."""
         begun = time.monotonic()
         seeds = [self.seed + number for number in numbers]
@@ -125,12 +124,12 @@ class Comparer:
         return fresh_pairs(runner, *files, self.plan, seeds, names, is_late, self.listener)
 
     def contents(self, a: Path, b: Path) -> tuple[str, str]:
-        """Digests of what two models hold, by which the store tells them from others; empty without a store."""
+        """Digests of the content of two models, which are kept with results; empty without a store."""
         return ("", "") if self.store is None else (content_digest(files_of(a)), content_digest(files_of(b)))
 
     def recorded(self, key: str, files: tuple[str, str]) -> Measurement | Failure | None:
-        """What the store knows of a pair of builds of files with these contents, of at least the rounds of a first
-        look."""
+        """The stored result of a pair of builds of files with these contents; None if there is none, or if it has fewer
+        rounds than a first look."""
         record = None if self.store is None else self.store.get(ComparisonRecord, key)
         if record is None or record.files != files:
             return None
@@ -144,7 +143,7 @@ class Comparer:
         return result
 
     def repeated(self, measure: Callable[[], T | Failure]) -> T | Failure:
-        """Measure, and again after a transient failure."""
+        """Measure, and again after transient failures, up to `tries` times in all."""
         result = measure()
         for _ in range(self.tries - 1):
             if not (isinstance(result, Failure) and result.is_transient):
@@ -154,8 +153,8 @@ class Comparer:
 
 
 class SharedBuilds:
-    """Builds of the user's file in a context, by number, with which many files are compared one after the other. Builds
-    of `baseline`, the float model as we write it, take their place where the engine does not run `given`. A context
+    """Numbered builds of the user's file in a context; many files are compared with them, one after the other. If the
+    engine does not run `given`, builds of `baseline`, the float model as we write it, take their place. A context
     manager.
 
     `builds` counts the builds of all comparisons, those included that were found in the store.
@@ -165,7 +164,7 @@ class SharedBuilds:
         self._comparer, self._context = comparer, context
         self._given, self._baseline = given, baseline
         self._handles: dict[int, Handle | None] = {}
-        self._stay = PAIRS if 2 * nbytes(given) <= SIDE_BY_SIDE else 0
+        self._kept = PAIRS if 2 * nbytes(given) <= SIDE_BY_SIDE else 0
         self.builds = 0
 
     def __enter__(self) -> Self:
@@ -188,7 +187,7 @@ class SharedBuilds:
             BaselineFailed: the engine does not build the float model again.
         """
         if number not in self._handles:
-            self._unload([other for other in self._handles if other >= self._stay])
+            self._unload([other for other in self._handles if other >= self._kept])
             self._handles[number] = None
             self.builds += 1
         self.builds += 1

@@ -1,6 +1,4 @@
-"""The contexts in which a result has to hold: today the numbers of threads that it may be deployed with, each with all
-workloads.
-"""
+"""The contexts in which a result has to hold: the numbers of threads to deploy with, each with all workloads."""
 
 from __future__ import annotations
 

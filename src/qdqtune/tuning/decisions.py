@@ -1,4 +1,4 @@
-"""Decides what a search takes and what ships, from what comparisons gave: pure functions of values."""
+"""Decides which candidate a search accepts and which file ships, by results of comparisons: pure functions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SLOWER = 1.01
 """A median above this counts as slower in a context, even if the rounds have not decided it. Chosen, not measured."""
 
 CLEARLY_FASTER = 0.95
-"""A share of the float model's time that is more than builds differ by (`timing.ratios.USUAL`)."""
+"""A file whose ratio to float is lower is faster by more than builds differ (`timing.ratios.USUAL`)."""
 
 FINALISTS, MOST_FINALISTS = 2, 5
-"""How many placements are tried for shipping, whatever became of those before; and how many where one before was faster
-but slower in another context. Chosen, not measured."""
+"""How many placements are tried for shipping whatever the results of those before; and how many in all if one was
+faster in one context but slower in another. Chosen, not measured."""
 
 
 # ---------------------------------------------------------------- which candidate of a batch is the best so far
@@ -35,8 +35,8 @@ def is_alike(ratio: Ratio, fastest: Ratio) -> bool:
 
 def accepted(trials: Sequence[Trial], plan: Plan, best: Trial | None = None) -> list[Trial]:
     """The trials of one batch, at most one of them marked as accepted: the fastest that won, or the most accurate of
-    those that are equal to it. Where none won against the `best` so far, one that is more accurate, and not slower as
-    far as the rounds can tell."""
+    those that are equal to it. If none won: a trial that is more accurate than the `best` so far, and not slower as far
+    as the rounds can tell."""
     judged = [(ratio, t) for t in trials if t.holds is True and (ratio := judge(t, plan))]
     alike = [(ratio, t) for ratio, t in judged if ratio.verdict == "faster"]
     if alike:
@@ -68,8 +68,8 @@ def is_proven(contexts: Sequence[Compared]) -> bool:
 
 @dataclass(frozen=True)
 class InContext:
-    """A file that may ship, compared in one context with the user's own file (`given`; a failure where the engine does
-    not run that), and with `baseline`, the float model as we write it, unless the user's file is that."""
+    """A file that may ship, compared in one context with the user's own file (`given`; a failure if the engine does not
+    run that), and with `baseline`, the float model as we write it, unless the user's file is the float model."""
 
     given: Compared | Failure
     baseline: Compared | None = None
@@ -83,7 +83,7 @@ class InContext:
 
     @property
     def to_given(self) -> Ratio | None:
-        """Its time to that of the user's file, if the engine runs it."""
+        """The ratio of the file to the user's file; None if the engine does not run that."""
         return None if isinstance(self.given, Failure) else self.given.ratio
 
     @property
@@ -114,8 +114,8 @@ class Terms:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A placement whose file was compared so that it may ship: in each context until one said no, which took so many
-    `seconds`; and where it was asked, with the rewritten float model (`without_pairs`)."""
+    """A placement that was tried for shipping: its file was compared in one context after the other until it was slower
+    in one, which took `seconds`; and where needed with the rewritten float model (`without_pairs`)."""
 
     placement: Placement
     contexts: tuple[InContext, ...]
@@ -160,7 +160,7 @@ def _beats(ratios: Sequence[Ratio]) -> bool:
 
 def may_owe_it_to_rewrites(attempt: Attempt, terms: Terms) -> bool:
     """Whether a file with pairs may be no faster than the rewritten model without any. Then both are compared: pairs
-    cost accuracy, and are not to ship for what rewrites gave."""
+    cost accuracy, and must not ship for a gain that rewrites alone give."""
     if attempt.verdict != "ships" or not attempt.placement or not terms.is_rewritten:
         return False
     return first_faster(attempt.to_float).ratio.median > CLEARLY_FASTER * terms.rewrites_gave
@@ -177,8 +177,8 @@ def with_comparison_without_pairs(attempt: Attempt, without_pairs: Compared) -> 
 
 @dataclass(frozen=True)
 class Finalists:
-    """Placements that may ship, in the order in which they are tried: the `first` of them whatever became of those
-    before. Behind them the float model, unless it is not to be tried."""
+    """Placements that may ship, in the order of trying: the `first` of them until one ships, the others after one that
+    is slower in another context. The float model is tried last, if `tries_float`."""
 
     placements: tuple[Placement, ...] = ()
     first: int = 0
@@ -186,7 +186,7 @@ class Finalists:
 
 
 def finalists(history: Sequence[Trial], plan: Plan, *, is_bounded: bool, tries_float: bool) -> Finalists:
-    """The placements that the search accepted, the last one first, of a run whose time `is_bounded` only that; then
+    """The placements that the search accepted, the last one first (only that one if the run's time `is_bounded`); then
     those that hold the limits and were clearly faster than float, the fastest first."""
     if is_bounded and not history:
         return Finalists(tries_float=False)
@@ -214,8 +214,8 @@ def next_finalist(finalists: Finalists, attempts: Sequence[Attempt], *, lacks_ti
 
 
 def shipped(attempts: Sequence[Attempt]) -> Attempt | None:
-    """What ships of all that was tried. One whose pairs do not pay ships if its rewritten float model did not prove
-    itself."""
+    """The attempt that ships: the first with verdict "ships"; else the first whose pairs do not pay, as then the
+    rewritten float model did not prove faster either. None if there is neither."""
     for verdict in ("ships", "pairs do not pay"):
         if (found := next((a for a in attempts if a.verdict == verdict), None)) is not None:
             return found
@@ -223,8 +223,8 @@ def shipped(attempts: Sequence[Attempt]) -> Attempt | None:
 
 
 def keeps_given(attempts: Sequence[Attempt], terms: Terms, *, from_qdq: bool, pairs_hold: bool) -> bool:
-    """Where nothing is proven, whether the user's file ships as it is and not the float model as we write it: if that
-    is slower, or rewritten. A model that came with pairs (`from_qdq`) ships as it is if these hold the limits."""
+    """If nothing is proven: whether the user's file ships, and not the float model as we write it, because that is
+    slower or rewritten. A model that came with pairs (`from_qdq`) ships as it is if its pairs hold the limits."""
     if from_qdq:
         return pairs_hold
     to_given = attempts[-1].contexts[0].to_given if attempts else None

@@ -24,11 +24,10 @@ from qdqtune.tuning.subject import open_subject
 from qdqtune.tuning.trial_worker import profiled_runs, trial_seconds, trial_starts
 
 NOISE_INFERENCES = 50
-"""Inferences that measuring the noise of single tensors takes: none if a placement of all pairs holds the limits, else
-up to 256."""
+"""Inferences presumed for measuring the noise of single tensors: none if all pairs hold the limits, else up to 256."""
 
 PAIRED = 2.0
-"""The time of an inference with pairs that nothing fuses, in inferences. Estimated, not measured."""
+"""The time of an inference with pairs that nothing fuses, in plain inferences. Estimated, not measured."""
 
 FITTED_BUILDS = 3
 """Builds that fitting takes: of the model without pairs, with pairs, and with what biases lack."""
@@ -88,22 +87,22 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     float_runs = judged + REPEATED * settings.limits.are_set + 2 + 1  # outputs, rounds, and a layer report
     float_model += float_runs * launch
     proving = counts * 2 * 2 * (1 + settings.proof[0]) if trials else 0
-    foretelling = 2 * start + each * judged * (1 + PAIRED) + NOISE_INFERENCES * each if settings.limits.are_set else 0.0
-    rewriting = most_builds(settings, subject)
-    first = rewriting * (build + each_round / 2 * plan.looks[0])
+    predicting = 2 * start + each * judged * (1 + PAIRED) + NOISE_INFERENCES * each if settings.limits.are_set else 0.0
+    rewrite_builds = most_builds(settings, subject)
+    rewriting = rewrite_builds * (build + each_round / 2 * plan.looks[0])
     # Some comparisons take longer to decide; in return candidates are faster, and fewer than there may be.
-    seconds = calibrating + float_model + foretelling + first + trials * per_trial + proof
+    seconds = calibrating + float_model + predicting + rewriting + trials * per_trial + proof
     if settings.time_budget is not None:
         seconds = min(seconds, settings.time_budget)
     return Estimate(
         regions=subject.region_count,
         patterns=len(subject.tuned),
-        builds=trials + 1 + rewriting,
+        builds=trials + 1 + rewrite_builds,
         latency=latency,
         seconds=seconds,
         notes=subject.notes,
-        rewrite_builds=rewriting,
-        processes=1 + float_runs + proving + (trials + rewriting) * trial_starts(plan) if launch else None,
+        rewrite_builds=rewrite_builds,
+        processes=1 + float_runs + proving + (trials + rewrite_builds) * trial_starts(plan) if launch else None,
         start_seconds=launch,
     )
 

@@ -1,8 +1,8 @@
 """Reads a finished run from its folder: summary.json, run.json, placement.yaml, and the records of its state file.
 
-Explanations, the report and other commands read a run here. So does `tune` itself: the same command again gets the
-answer of the finished run (`recalled`), as long as every file that the run has left is as it left it. Limits and
-budgets are part of the question; where the model's files and the results lie is not.
+The report, `explain` and other commands read runs here. `tune` does, too: when a command is repeated whose run has
+finished, it returns the stored result (`recalled`), if the settings that matter (all but `UNASKED`), the model and the
+files that the run left are unchanged.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ UNASKED = {
     "command",
     "price_cache",
 }
-"""Settings that do not change the answer of a finished run. A time budget is handled apart: one that was too short may
-have left something to find."""
+"""Settings that may differ when the stored result of a finished run is returned. `_answer_keys` treats the time budget
+separately: a search that ran out of time may have missed something."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class FinishedRun:
 
     @cached_property
     def log(self) -> RunLog | None:
-        """Its run.json; None if the file is gone.
+        """The content of run.json; None if the file is gone.
 
         Raises:
             BadOption: it is damaged.
@@ -103,12 +103,12 @@ class FinishedRun:
 
     @property
     def plan(self) -> Plan:
-        """The rounds by which candidates were judged."""
+        """The numbers of rounds after which candidates were judged, with the error of a comparison."""
         return self.fingerprint.rounds
 
     @property
     def proof_plan(self) -> Plan:
-        """The rounds by which the proof was judged; those of candidates if run.json is gone."""
+        """As `plan`, for the proof: from run.json; if the file is gone, those of candidates."""
         return self.plan if self.log is None else replace(self.plan, looks=self.log.proof)
 
     @property
@@ -119,8 +119,8 @@ class FinishedRun:
 
     @property
     def float_ms(self) -> float:
-        """The ms of the float model that pairs were placed in, measured by rounds: the user's file, or the rewritten
-        float."""
+        """Time per inference in ms, measured in rounds, of the float model in which pairs were placed: the user's file,
+        or the rewritten float."""
         gave = self.summary["rewrites"].get("gave")
         if gave is None:
             return self.here["baseline_ms"]
@@ -129,8 +129,8 @@ class FinishedRun:
 
     @cached_property
     def float_layers(self) -> tuple[Layer, ...]:
-        """The layers of the float build. Profiled inferences take longer than others, so layer times are scaled to
-        add up to what rounds have measured."""
+        """The layers of the float build. Profiled inferences take longer than others, so layer times are scaled to add
+        up to `float_ms`."""
         layers = self._layers("")
         total = sum(layer.time_ms or 0.0 for layer in layers)
         if not total:
@@ -140,8 +140,8 @@ class FinishedRun:
 
     @cached_property
     def history(self) -> tuple[Trial, ...]:
-        """The trials of the search in its order, judged as run.json has it; without run.json all that were measured,
-        judged by the limits of the run."""
+        """The trials in the order of the search, with their judgements from run.json; without run.json, all measured
+        trials, judged again by the limits of the run."""
         trials = measured_trials(self.records)
         if self.log is not None and self.log.trials:
             rows = enumerate(self.log.trials, 1)
@@ -172,7 +172,7 @@ class FinishedRun:
 
     @property
     def proof(self) -> tuple[Measurement, ...]:
-        """The rounds of the shipped against the float model, for each pair of builds; empty if nothing is proven."""
+        """Rounds of the float (a) and the shipped model (b) for each pair of builds; empty if nothing is proven."""
         if self.summary["shipped"] != "tuned":
             return ()
         kinds = ("proof", "given") if self.summary["ratio_to_given"] is not None else ("given", "proof", "front")
@@ -208,8 +208,8 @@ class FinishedRun:
 
 
 def measured_trials(records: Journal) -> dict[str, Trial]:
-    """All trials that were measured, in that order, by what their records are `of`. Those that were compared with an
-    unknown placement are left out."""
+    """All measured trials by the key `of` of their records, in the order of measuring. Trials are left out if they were
+    compared with a placement that is not among these."""
     known, trials = {Placement().digest: Placement()}, {}
     for record in records.of(TrialRecord):
         if record.against in known:
@@ -222,7 +222,7 @@ def measured_trials(records: Journal) -> dict[str, Trial]:
 
 
 def read_run(folder: Path, state: Path | None = None) -> FinishedRun:
-    """Read a finished run; `state` is its state file, where that does not lie in the folder.
+    """Read a finished run; `state` is its state file, by default the one that summary.json names, or else the folder's.
 
     Raises:
         BadOption: the folder holds none.
@@ -266,14 +266,14 @@ def data_beside(file: Path) -> Data | None:
 
 
 def remember(result: Result, ready: Ready) -> None:
-    """Write the answer of a run to its state file; nothing if a failure was transient, as the run would try it again.
+    """Store the result of a run for `recalled`; not if a failure was transient: a repeated run would try again.
 
     Raises:
         OutputError: it cannot be written.
     """
     if any(map(is_transient, ready.store.of(Record))):
         return
-    rows, (of, _) = result.recorded.rows, _questions(ready)
+    rows, (of, _) = result.recorded.rows, _answer_keys(ready)
     record = AnswerRecord(
         of=of,
         shipped=result.shipped,
@@ -294,8 +294,8 @@ def remember(result: Result, ready: Ready) -> None:
 
 
 def recalled(ready: Ready) -> Result | None:
-    """The answer that the same command has got before; None if there is none, or if files have changed since."""
-    found = (ready.store.get(AnswerRecord, of) for of in _questions(ready))
+    """The stored result of the same command; None if there is none, or if files have changed since."""
+    found = (ready.store.get(AnswerRecord, of) for of in _answer_keys(ready))
     if (record := next(filter(None, found), None)) is None:
         return None
     try:
@@ -326,9 +326,9 @@ def _answered(number: int, row: AnsweredTrial, trial: Trial) -> Trial:
     return replace(trial, number=number, proposal=proposal, metric=row.metric, holds=row.holds, accepted=row.accepted)
 
 
-def _questions(ready: Ready) -> tuple[str, str]:
-    """Digests of all settings that matter and of the files that they name: as was asked, and without a time budget, as
-    the answer of a run without a time budget is as good."""
+def _answer_keys(ready: Ready) -> tuple[str, str]:
+    """The keys of a run's result: digests of the settings that matter and of the files that they name, with the time
+    budget and without one. A result found without a time budget also serves a command with one."""
     settings = ready.settings
     asked = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in UNASKED}
     more = (path for path in (settings.qdq_baseline, settings.pattern_cache) if path is not None and path.is_file())
@@ -348,8 +348,8 @@ def _files(ready: Ready) -> Iterator[tuple[str, str]]:
     """The files that a run leaves, by name, with digests of their content. Logs and files that hold seconds are left
     out.
 
-    Models that show parts of a run only have to exist: where their constants lie depends on the order of writing. So
-    does the file of progress, which holds the lines of the state file as they were when it was last written.
+    The digest is empty for files that only have to exist: models of regions and groups, whose constants lie in one file
+    in the order of writing, and the progress file, which is older than the state file whose lines it holds.
 
     Raises:
         BadModel: one cannot be read.
@@ -363,6 +363,6 @@ def _files(ready: Ready) -> Iterator[tuple[str, str]]:
 
 
 def _summary_digest(summary: Mapping[str, Any]) -> str:
-    """16 hex digits of summary.json, whose seconds only have to be numbers."""
+    """16 hex digits of the content of summary.json; values in seconds may change, but have to be numbers."""
     kept = {name: isinstance(v, int | float) if name.endswith("seconds") else v for name, v in summary.items()}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]

@@ -87,10 +87,10 @@ class OutputFolder:
 
     def __exit__(self, *_: object) -> None:
         with self._file, suppress(OSError):
-            self._leave_no_trace()
+            self._remove_if_unused()
 
-    def _leave_no_trace(self) -> None:
-        """Remove the list and the folders that this run has made if it ends before it has written a file."""
+    def _remove_if_unused(self) -> None:
+        """Remove the list and the folders that this run made, if it ends before it has written a file."""
         logs, files = self.path / LOGS, [self.path / name for name in (*self._ours, STATE)]
         if logs in self._made and not any(logs.iterdir()) and not any(file.is_file() for file in files):
             self._list.unlink()
@@ -99,11 +99,11 @@ class OutputFolder:
 
     @property
     def ours(self) -> frozenset[str]:
-        """The names on the list."""
+        """The names on the list of files that runs have written here."""
         return frozenset(self._ours)
 
     def claim(self, path: Path, *, is_folder: bool = False) -> Path:
-        """Put a path on the list before it is written.
+        """Add a path to the list before its file is written; gives the path.
 
         Raises:
             OutputError: it leads out of the folder by a link, or the list cannot be written.
@@ -133,8 +133,8 @@ class OutputFolder:
 
 
 def check_run(settings: Settings, written: Inputs | None = None) -> None:
-    """Check that a run may write all files that its settings name, and those of its folder. `written` are other files
-    that the same command writes.
+    """Check that a run may write all files that its settings name, and those of its folder. `written` are files that
+    the same command writes besides.
 
     Raises:
         BadOption, BadState, OutputError: it may not write one.
@@ -163,7 +163,7 @@ def check_run(settings: Settings, written: Inputs | None = None) -> None:
 
 
 def check_names(folder: Path, names: Iterable[str]) -> None:
-    """Check names in the folder of a run: each is free or on its list, and leads to no place outside.
+    """Check that each name in the folder of a run is free or on its list, and that no link leads out of the folder.
 
     Raises:
         BadOption, OutputError: one is not.
@@ -191,16 +191,14 @@ def _elsewhere(settings: Settings) -> Iterator[Output]:
     yield Output(state, option, may_continue, is_appended=True, makes_folder=True)
     patterns = replaceable(RECORD_KIND)
     yield Output(pattern_cache_of(state), option, lambda file: has_begun and patterns(file), makes_folder=True)
-    if (
-        prices is not None and prices != usual_path()
-    ):  # the user has named no other: if this one is damaged, the run notes it
+    if prices is not None and prices != usual_path():  # if that at the usual path is damaged, the run only notes it
         yield Output(prices, "`price_cache`", lambda file: read_cache(file) is not None, makes_folder=True)
     if isinstance(times, str):
         yield timing_cache(Path(times), "`timing_cache`")
 
 
 def lines_of_state(progress: Path) -> list[str]:
-    """The lines of a state file that a file of progress holds; none if it is no such file of this version."""
+    """The lines of the state file that a progress file holds; empty if it is no progress file of this version."""
     try:
         lines = parsed_json(progress.read_text(encoding="utf-8"))["state"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
@@ -210,7 +208,7 @@ def lines_of_state(progress: Path) -> list[str]:
 
 
 def restored_state(settings: Settings) -> str | None:
-    """Restore the state file of a run in subgraph mode from its file of progress, if only that is left.
+    """Restore the state file of a run in subgraph mode from its progress file, if only that is left.
 
     Returns a note for the user; None if there was nothing to do.
 
@@ -232,7 +230,7 @@ def _locked(folder: Path) -> IO[bytes]:
 
     Raises:
         BadState: another run has locked it.
-        OutputError: it is a link out of the folder, or has another name as well.
+        OutputError: it is a link out of the folder, or has other hard links.
     """
     check_inside(folder / LIST, folder)
     check_single(folder / LIST)
@@ -251,7 +249,7 @@ def _locked(folder: Path) -> IO[bytes]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Lock an output folder against runs, if it is one.
+    """Lock a folder against runs while this context is open, if it is an output folder.
 
     Raises:
         BadState: a run uses it.
@@ -296,7 +294,7 @@ def _files(settings: Settings) -> Iterator[str]:
         yield model
         yield data_of(Path(model)).name
     given = settings.model.parent
-    if settings.from_qdq and real(given) != real(settings.output_dir):  # it may be copied as the result
+    if settings.from_qdq and real(given) != real(settings.output_dir):  # the model may be copied as the result
         beside = (
             file for file in files_of(settings.model)[1:] if file.is_relative_to(given) and ".." not in file.parts
         )
@@ -304,7 +302,7 @@ def _files(settings: Settings) -> Iterator[str]:
 
 
 def _inputs(settings: Settings) -> Inputs:
-    """Every file that the settings refer to."""
+    """Every file that a run with these settings reads, by its name in error messages."""
     baseline = files_of(settings.qdq_baseline) if settings.qdq_baseline else []
     named = {
         "`graph_json`": settings.graph_json,

@@ -40,8 +40,8 @@ PROVEN_APART = "what ships is no point of the front: it was proven as without `f
 
 @dataclass(frozen=True)
 class Front:
-    """What ships, the points that no other one beats, the fastest first, and the trials of what the search had not
-    built."""
+    """What ships; the points that no other one beats, the fastest first; and the trials of candidates that the search
+    had not built."""
 
     proof: Proof
     points: tuple[ProvenPoint, ...]
@@ -78,7 +78,7 @@ def _row(point: ProvenPoint, shipped: Placement, mix: Mix) -> dict[str, Any]:
 
 def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) -> Front:
     """Write a file for each candidate of the front and compare it with the user's own. Candidates that do not prove
-    faster, or that others beat, are deleted. Where no point may ship, the usual proof decides what does.
+    faster, or that others beat, are deleted. If no point may ship, `proof.prove` decides what ships.
 
     Raises:
         BaselineFailed: the engine fails on a finished file.
@@ -131,7 +131,7 @@ def _short_front(
 
 
 def _named(points: Sequence[ProvenPoint], files: Mapping[Placement, Path], run: Run) -> list[ProvenPoint]:
-    """The points under their names, each with its placement beside it. Files of other candidates are deleted."""
+    """Name the points and their files, and write the placement of each beside its file. Other files are deleted."""
     names = named([MeasuredPoint(p.ratio.median, p.trial) for p in points])
     found = []
     for name, point in zip(names, points, strict=True):
@@ -157,8 +157,8 @@ def _rename(file: Path, target: Path, run: Run, placement: Placement) -> None:
 
 
 def _proven(candidates: Sequence[FrontCandidate], run: Run) -> list[ProvenPoint]:
-    """What all pairs of builds of the candidates say together, and the user's metric; without candidates on whose files
-    the engine failed."""
+    """The candidates, each judged by all its pairs of builds and by the user's metric; without those on whose files the
+    engine failed."""
     found = []
     threads = threads_of(run.settings.engine)
     together = judged_together([c.measured for c in candidates], run.settings.proof_plan, threads)
@@ -177,8 +177,8 @@ def _proven(candidates: Sequence[FrontCandidate], run: Run) -> list[ProvenPoint]
 def _in_other_contexts(
     proven: Sequence[ProvenPoint], files: Mapping[Placement, Path], run: Run
 ) -> tuple[list[ProvenPoint], int]:
-    """The points that are slower in no context and faster in one, and the builds that it took to know. In contexts
-    other than that of the search a second build is made where the first does not decide."""
+    """The points that are slower in no context and faster in one, and the builds that these comparisons took. In
+    contexts other than that of the search a second build is made where the first does not decide."""
     settings, plan = run.settings, run.settings.proof_plan
     left, builds = {p.trial.placement: p for p in proven}, 0
     with open_contexts(settings.engine, settings.thread_counts, run.runner, run.subject.mix) as contexts:
@@ -236,7 +236,7 @@ def _picked(folder: Path, name: str) -> Mapping[str, Any]:
 
 
 def _as_shipped(summary: Summary, row: FrontPoint, rows: Sequence[FrontPoint]) -> Summary:
-    """The summary where this point ships."""
+    """The summary as it is if this point ships."""
     picked: Summary = {
         **summary,
         "shipped": "tuned",

@@ -1,9 +1,9 @@
 """Finds and compares candidates for a front: placements that the search has built, and others that its prices predict.
 
-What the search would ship is compared first, on as many pairs of builds as without a front. Then one candidate after
-the other is compared with one build of the user's file, which all share, always the one that is farthest from those
-before. A candidate that does not seem faster, or is beaten by others, makes room for another. A second build is made of
-what may ship and of what one does not decide, and more of what two do not decide, while builds are left.
+First the best placement of the search is compared with the user's file, on as many pairs of builds as without a front.
+Then one build of each further candidate is compared with one build of the user's file, always the candidate farthest
+from those before in time and accuracy. More are chosen in place of those that are slower or beaten. While builds are
+left, candidates that may ship or are undecided get a second pair, and undecided ones get more.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from qdqtune.tuning.trial_worker import profiled_runs
 from qdqtune.types import EQUAL_DB, Failure, Measurement, Placement, Proposal, Trial
 
 SIMULATED = 72
-"""How many predicted points are simulated at most. Chosen, not measured."""
+"""How many predicted points are simulated at most in a run. Chosen, not measured."""
 
 ByPlacement = dict[Placement, FrontCandidate]
-"""All candidates that were compared, in this order."""
+"""All candidates that were compared with the user's file, in the order in which they were chosen."""
 
 
 def compare_candidates(history: Sequence[Trial], run: Run, search: FrontSearch | None) -> FrontCandidates:
-    """Compare candidates with the user's file while there is room.
+    """Compare candidates with the user's file until there are enough points, or builds or time are spent.
 
     Raises:
         BaselineFailed: the engine does not build the float model again.
@@ -93,8 +93,8 @@ def compare_candidates(history: Sequence[Trial], run: Run, search: FrontSearch |
 
 @dataclass(frozen=True)
 class FrontCandidates:
-    """All candidates that were compared with the user's file, the files that were written of them, and the builds that
-    it took. `has_builds` tells whether there were builds for another one."""
+    """All candidates that were compared with the user's file, their files, and the builds that the comparisons took.
+    `has_builds`: builds were left for another candidate."""
 
     by_placement: ByPlacement
     files: dict[Placement, Path]
@@ -104,12 +104,12 @@ class FrontCandidates:
 
     @property
     def promising(self) -> list[FrontCandidate]:
-        """Those that may be points."""
+        """The candidates that may become points of the front."""
         return promising(self.by_placement.values(), self.finder.terms.stays)
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """The trials of those that the search had not built."""
+        """The trials of candidates that the search had not built."""
         return _new_trials(self.by_placement.values())
 
     def has_more(self) -> bool:
@@ -132,8 +132,9 @@ class PointFinder:
     simulated: dict[Placement, float] = field(default_factory=dict)
 
     def next(self, candidates: ByPlacement) -> MeasuredPoint | PredictedPoint | None:
-        """What the search would ship, the fastest that nothing beats, the rewritten float model, and then the point
-        that is farthest from all candidates; None if each is near to one."""
+        """The point to compare next, the first of these that is no candidate yet: the best placement of the search, the
+        fastest that no other beats, the rewritten float model, the point that is farthest from all candidates. None if
+        every point is near a candidate."""
         plan = self.run.settings.plan
         most, ratios = self.run.limits.max_noise, ratios_to_float(self.history, plan)
         unbeaten = [p for p in undominated(self.history, plan) if not is_too_noisy(_noise(p.trial), most)]
@@ -149,7 +150,7 @@ class PointFinder:
         times = () if self.search is None else self.search.predicted_ratios(history)
         points = [p for p in unbeaten if p.placement not in candidates]
         while True:
-            before = len(self.simulated)  # what was simulated tells more of the others
+            before = len(self.simulated)  # each simulated SQNR corrects predictions for the others
             offers = () if self.search is None else self.search.candidates(times, history, self.simulated)
             found = self._farthest([*points, *offers], candidates)
             if found is not None or len(self.simulated) == before:
@@ -158,7 +159,7 @@ class PointFinder:
     def _farthest(
         self, offers: Sequence[MeasuredPoint | PredictedPoint], candidates: ByPlacement
     ) -> MeasuredPoint | PredictedPoint | None:
-        """The offer that is farthest from all candidates, and not beaten as far as is known."""
+        """The offer farthest from all candidates that nothing measured beats; predicted ones are simulated before."""
         points = [c.tradeoff for c in promising(candidates.values(), self.terms.stays)]
         near = NEAR if len(points) >= TARGET_POINTS else NEAREST
         taken = [tradeoff for candidate in candidates.values() for tradeoff in candidate.taken]
@@ -173,7 +174,7 @@ class PointFinder:
             left += filter(None, [self._simulated(found)])
 
     def _simulated(self, offer: PredictedPoint) -> PredictedPoint | None:
-        """The offer with its noise as simulated; None if it is too noisy, or enough were simulated."""
+        """The point with its simulated SQNR; None if it is too noisy, or `SIMULATED` points were simulated."""
         if self.search is None or len(self.simulated) >= SIMULATED:
             return None
         known = self.search.simulated(offer)
@@ -183,7 +184,7 @@ class PointFinder:
 
 @dataclass(frozen=True)
 class _Comparing:
-    """Writes the `files` of candidates and compares them with the user's, in the context of the search."""
+    """Writes the `files` of candidates and compares them with the user's file, in the context of the search."""
 
     run: Run
     terms: FrontTerms
@@ -191,13 +192,13 @@ class _Comparing:
     files: dict[Placement, Path] = field(default_factory=dict)
 
     def has_room(self, candidates: ByPlacement) -> bool:
-        """Whether there are builds, and time, for one more candidate."""
+        """Whether builds and time are left for one more candidate, and the front may get one more point."""
         points = promising(candidates.values(), self.terms.stays)
         many = len(points) if self.run.settings.time_budget is None else len(candidates)
         return self.has_builds(candidates) and many < self.run.budget.points
 
     def has_builds(self, candidates: ByPlacement) -> bool:
-        """Whether there are builds for one more candidate."""
+        """Whether builds are left for one more candidate."""
         to_open = self._to_open(range(PAIRS))
         return has_builds_for_another(candidates.values(), self.terms, spent=self.shared.builds, to_open=to_open)
 
@@ -218,7 +219,7 @@ class _Comparing:
                     candidates[placement] = self._with(known, (*known.measured, self._measured(number, placement)))
 
     def as_without_front(self, candidate: FrontCandidate) -> FrontCandidate:
-        """Compare a candidate on as many pairs of builds as it needs and there is room for."""
+        """Compare a candidate on as many pairs of builds as without a front, while builds and time are left."""
         begun, measured = time.monotonic(), list(candidate.measured)
 
         def measure(numbers: Sequence[int]) -> list[Measurement] | Failure:
@@ -241,8 +242,8 @@ class _Comparing:
         return self.shared.compare(number, placement.digest, self.files[placement])
 
     def first(self, point: MeasuredPoint | PredictedPoint, number: int) -> FrontCandidate:
-        """Write the file of a point and compare it on one pair of builds. `number` is that of its trial, if the search
-        has not built it."""
+        """Write the file of a point and compare it on one pair of builds. If the search has not built it, a new trial
+        gets this `number`."""
         placement = point.placement
         self._write(placement)
         if isinstance(point, MeasuredPoint):
@@ -253,15 +254,15 @@ class _Comparing:
         store, digest = self.run.store, placement.digest
 
         def look(handle: Handle) -> None:
-            store.put(self._looked_at(handle, digest))
+            store.put(self._point_record(handle, digest))
 
         is_known = store.get(PointRecord, digest) is not None
         result = self.shared.compare(0, digest, self.files[placement], None if is_known else look)
         known = store.get(PointRecord, digest)
         if known is not None and known.accuracy is not None and isinstance(result, Measurement):
             holds = self.run.limits.is_exact_enough(known.accuracy)
-            beside = _slower(result, self.terms.rewrites_gave)
-            trial = replace(trial, result=beside, accuracy=known.accuracy, holds=holds, layers=known.layers)
+            against_float = _with_scaled_a(result, self.terms.rewrites_gave)
+            trial = replace(trial, result=against_float, accuracy=known.accuracy, holds=holds, layers=known.layers)
         else:
             result = result if known is None or known.failure is None else known.failure
             trial = replace(trial, result=result)
@@ -276,8 +277,8 @@ class _Comparing:
         self.run.candidates.write_whole(placement, file)
         self.files[placement] = file
 
-    def _looked_at(self, handle: Handle, of: str) -> PointRecord:
-        """How exact a build is, and its layers, from which prices learn."""
+    def _point_record(self, handle: Handle, of: str) -> PointRecord:
+        """The accuracy of a build, and its layers, from which the search learns prices."""
         runner, bench = self.run.runner, self.run.bench
         outputs = runner.outputs(handle, self.run.subject.accuracy)
         if isinstance(outputs, Failure):
@@ -289,9 +290,9 @@ class _Comparing:
         return PointRecord(of=of, accuracy=accuracy(bench.floats.outputs, outputs), layers=told)
 
 
-def _slower(measured: Measurement, by: float) -> Measurement:
-    """A comparison with the user's file as if that took so many times as long."""
-    parts = tuple(_slower(part, by) for part in measured.parts)
+def _with_scaled_a(measured: Measurement, by: float) -> Measurement:
+    """The measurement with the times of side a multiplied by `by`."""
+    parts = tuple(_with_scaled_a(part, by) for part in measured.parts)
     return Measurement(tuple(by * seconds for seconds in measured.a), measured.b, parts)
 
 

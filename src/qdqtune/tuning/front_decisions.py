@@ -1,6 +1,4 @@
-"""Decides which candidates of a front are compared further, which become points, and which point ships: pure functions
-of values.
-"""
+"""Decides which candidates of a front are compared further, become points, or ship: pure functions of values."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ not measured."""
 class FrontTerms:
     """What a run demands of its front.
 
-    `plan` is that of the proof. `builds` are left after the search, `elsewhere` counts the contexts in which it has not
-    measured; its float model takes the share `rewrites_gave` of the time of the user's. `stays` is a placement that no
-    other one beats, because the user's metric took it.
+    `plan` is that of the proof, `builds` is the number left after the search, `elsewhere` the number of contexts in
+    which the search has not measured. `rewrites_gave` is the ratio of the search's float model to the user's file.
+    `stays` is a placement that counts as unbeaten, because the search chose it by the user's metric.
     """
 
     plan: Plan
@@ -56,7 +54,7 @@ class FrontCandidate:
 
     @property
     def placement(self) -> Placement:
-        """Where it has pairs."""
+        """The placement of the candidate."""
         return self.trial.placement
 
     @property
@@ -66,7 +64,7 @@ class FrontCandidate:
 
     @property
     def is_slower(self) -> bool:
-        """Whether they are slower, or one failed."""
+        """Whether its builds so far are slower than the user's file, or one failed."""
         return self.seems is None or self.seems.verdict == "slower"
 
     @property
@@ -76,14 +74,14 @@ class FrontCandidate:
 
     @property
     def taken(self) -> tuple[Tradeoff, ...]:
-        """Trade-offs that other candidates are to be far from: its own, and what was expected if that was wrong."""
+        """Trade-offs that other candidates are to be far from: its own, and if it is not faster the expected one."""
         return (self.tradeoff,) if self.is_faster else (self.tradeoff, self.expected)
 
 
 def judged(
     trial: Trial, expected: Tradeoff, measured: Sequence[Measurement | Failure], terms: FrontTerms, *, is_new: bool
 ) -> FrontCandidate:
-    """A candidate with what its pairs of builds say."""
+    """The candidate of a trial, judged by its pairs of builds so far."""
     ratios = [ratio(m, terms.plan) for m in measured if isinstance(m, Measurement)]
     seems = on_these_builds(ratios) if len(ratios) == len(measured) else None
     is_known = seems is not None and trial.accuracy is not None
@@ -94,13 +92,13 @@ def judged(
 
 
 def promising(candidates: Collection[FrontCandidate], stays: Placement | None) -> list[FrontCandidate]:
-    """Those that are faster than the user's file and not beaten by another one."""
+    """The candidates that are faster than the user's file and that no other one beats; `stays` counts as unbeaten."""
     faster = [c for c in candidates if c.is_faster]
     return [c for c in faster if c.placement == stays or not any(o.tradeoff.beats(c.tradeoff) for o in faster)]
 
 
 def may_ship(points: Sequence[FrontCandidate]) -> list[FrontCandidate]:
-    """Those of the promising that hold the limits and may be the fastest that do."""
+    """Of promising candidates, those that hold the limits and are as fast as the fastest of these, or nearly so."""
     holding = [c for c in points if c.is_exact]
     least = min((c.tradeoff.ratio for c in holding), default=0.0)
     return [c for c in holding if c.tradeoff.ratio <= least * (1 + DISTANCE_UNITS[0])]
@@ -110,8 +108,8 @@ def to_compare_again(
     candidates: Collection[FrontCandidate], terms: FrontTerms, few: int, many: int, *, spent: int, to_open: int
 ) -> list[FrontCandidate]:
     """The candidates to compare on `many` pairs of builds that were compared on `few`: those that may ship and need a
-    second pair, then those that so many do not decide, the nearest to a decision first. Only as many as builds are left
-    for, where `spent` were used so far and the user's file has to be built `to_open` times."""
+    second pair, then those that `few` pairs do not decide, the nearest to a decision first. Only as many as builds are
+    left for, where `spent` were used so far and the user's file has to be built `to_open` times."""
     points = promising(candidates, terms.stays)
     together = zip(points, judged_together([c.measured for c in points], terms.plan), strict=True)
     known = [(c, found.ratio) for c, found in together if found is not None and len(c.measured) == few]
@@ -136,8 +134,8 @@ def has_builds_for_another(
 
 
 def builds_elsewhere(points: Sequence[FrontCandidate], terms: FrontTerms, others: int = 0) -> int:
-    """The builds that points take in contexts in which the search has not measured, and so many others of which nothing
-    is known: two of each that one build may not decide, and as many of the user's file."""
+    """Builds that points, and `others` whose speed is unknown, take in contexts in which the search has not measured:
+    one of each obvious point, two of each other one, and for either kind as many of the user's file."""
     obvious = sum(c.is_obvious for c in points)
     rest = len(points) + others - obvious
     return terms.elsewhere * ((obvious + bool(obvious)) + PAIRS * (rest + bool(rest)))
@@ -148,9 +146,9 @@ def builds_elsewhere(points: Sequence[FrontCandidate], terms: FrontTerms, others
 
 @dataclass(frozen=True)
 class ProvenPoint:
-    """A point of the front: a file that was compared with the user's in each of `contexts`, on so many `pairs` of
-    builds in that of the search. `metric` is the user's own, `holds` whether it holds the limits on accuracy, `content`
-    what the file held."""
+    """A point of the front: a file that was compared with the user's in each of `contexts`, in that of the search on so
+    many `pairs` of builds. `metric` is the user's own, `holds` whether it holds the limits on accuracy, `content` a
+    digest of the file."""
 
     trial: Trial
     contexts: tuple[Compared, ...]
@@ -162,12 +160,12 @@ class ProvenPoint:
 
     @property
     def shown(self) -> Compared:
-        """The context whose figures it is shown with."""
+        """The context whose figures users see."""
         return first_faster(self.contexts)
 
     @property
     def ratio(self) -> Ratio:
-        """Its time to that of the user's file there."""
+        """The ratio to the user's file in the context that is shown."""
         return self.shown.ratio
 
     @property

@@ -51,7 +51,7 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
 
 
 def _searched_and_proven(run: Run, log: RunLogWriter) -> tuple[Result, bool]:
-    """The result of a run, written to its folder; and whether the same command would find nothing more."""
+    """Run a mode, write its result to the folder, and tell whether the same command again would find nothing more."""
     settings, budget = run.settings, run.budget
     if not budget.is_late:
         run.bench.layers()  # while the float build is loaded; kept in the state file for the report

@@ -1,4 +1,4 @@
-"""The modes of a search: what each one measures before the search, and what it knows after it.
+"""The modes of a search: what each one measures before the search, and what it adds to the result.
 
 A further mode is a function here, and a line in `MODES`.
 """
@@ -91,9 +91,7 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
         fallbacks=fallbacks,
         width=run.learning_width,
         format_shares=run.ways,
-        prior=NO_PRIOR
-        if run.settings.front
-        else run.earlier.prices,  # else it would save builds that a front is made of
+        prior=NO_PRIOR if run.settings.front else run.earlier.prices,  # known prices would save builds of a front
         shipped_before=run.earlier.found,
     )
 
@@ -107,7 +105,7 @@ def _record_units(run: Run, by_layers: CutSearch, history: Sequence[Trial], fina
 
 
 def _record_placement(run: Run, history: Sequence[Trial], final: Placement) -> ModeResult:
-    """Nothing but the placement in the price cache."""
+    """Add the placement to the price cache; such a search has no rows."""
     run.add_prices(final)
     return ModeResult()
 
@@ -148,8 +146,8 @@ def region(run: Run) -> Mode:
 
 
 class RegionModels(Silent):
-    """Writes for each pattern, under the name of its first region, the whole model with the placement with which the
-    pattern last won; where its own schemes did not win, with the best placement of the search.
+    """Writes for each pattern a whole model, named after the pattern's first region, with the last accepted placement
+    that changed the pattern; if no scheme of the pattern was accepted, with the best placement of the search.
 
     The models share a file of constants of their own, so that they can be opened while the search goes on.
     """
@@ -170,7 +168,7 @@ class RegionModels(Silent):
             self._write(name, trial.placement)
 
     def finish(self, history: Sequence[Trial]) -> None:
-        """Write the models that are not there yet. Of several in a batch that win, one is accepted."""
+        """Write models that are missing, or that hold a placement that another one of its batch beat in the end."""
         best = best_of(history)
         won = {t.proposal.pattern: t.placement for t in history if t.accepted}
         for digest, name in self._names.items() if history else ():

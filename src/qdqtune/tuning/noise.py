@@ -97,7 +97,7 @@ def noise_of(run: Run) -> Noise | None:
             return dict.fromkeys(stored, 1.0)
         return _weight_noise(run, coarsest, floor, share)
 
-    if is_front:  # its points are proposed by noise
+    if is_front:  # its search needs all values from the start
         return Noise(subject.shaped, tensor_noise(), limits.max_noise, simulate=noise_at, weight_noise=weight_noise())
     alone, of_formats = LazyMapping(tensors, tensor_noise), LazyMapping(stored, weight_noise)
     return Noise(
@@ -121,7 +121,7 @@ def _deadline(run: Run, share: float) -> float:
 
 
 def _tensor_noise(run: Run, tensors: Iterable[str], floor: float, share: float) -> Mapping[str, float]:
-    """The noise of rounding each tensor alone: from the state file, or measured."""
+    """The noise of rounding each tensor alone: from the state file, or measured (see `_measured` for arguments)."""
     subject, of = run.subject, f"{floor:.3g}"
     record = run.store.get(NoiseRecord, of)
     if record is None:
@@ -157,8 +157,9 @@ def _weight_noise(
 def _measured(
     run: Run, what: str, model: Model, pairs: Mapping[Edge, Quantization | StoredWeight], floor: float, share: float
 ) -> tuple[dict[str, float] | None, Failure | None]:
-    """The noise of each tensor alone, measured within a share of the time that is left; or None and the reason, if ONNX
-    Runtime cannot run the model. `what` names the measurement to the user."""
+    """The noise of each tensor alone, measured within `share` of the time left; tensors that together make less than
+    `floor` share it. Or None and the reason, if ONNX Runtime cannot run the model. `what` names the measurement to the
+    user."""
     run.observer.stage(f"measuring what {what} does to the outputs")
 
     def thinned(fewer: int, wanted: int, seconds: float) -> None:
@@ -212,6 +213,6 @@ def predicted_accuracy(run: Run, placement: Placement) -> Accuracy | None:
 def each_value(
     model: Model, ranges: Ranges, numbers: NumericFormat, possible: frozenset[Edge]
 ) -> dict[Edge, Quantization]:
-    """A pair on each value, for `sensitivities`: of the tensors that hold the same value, on the first."""
+    """A pair on each possible edge, for `sensitivities`: of tensors that hold the same value, only on the first."""
     aliases = Noise(model, {}).aliases
     return {e: quantization(model, ranges, numbers, e) for e in possible if e.tensor not in aliases}

@@ -47,7 +47,7 @@ def check_cancel(cancel: Cancel) -> None:
     """Raise if the call is to end.
 
     Raises:
-        Cancelled: it is.
+        Cancelled: the call is to end.
     """
     if cancel.is_set():
         raise Cancelled("cancelled: what was measured is kept, and the same call goes on from there")
@@ -90,17 +90,17 @@ class Observers:
             check_cancel(self._cancel)
 
     def stage(self, text: str) -> None:
-        """See `Observer`."""
+        """Pass the stage on."""
         self._pass_on("stage", text)
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        """See `Observer`."""
+        """Pass the trial on."""
         self._pass_on("trial", trial, outcome, state)
 
     def progress(self, done: int, total: int | None) -> None:
-        """See `Observer`."""
+        """Pass the progress on."""
         self._pass_on("progress", done, total)
 
     def note(self, text: str) -> None:
-        """See `Observer`."""
+        """Pass the note on."""
         self._pass_on("note", text)

@@ -50,7 +50,7 @@ def quant_type_option(help: str) -> Any:
 
 
 def precision_option(default: Precision | None = None) -> Any:
-    """The option `precision`: the type of values without a pair. With None, the engine's usual type is taken."""
+    """The option `precision`: the type of values without a pair. A default of None means the engine's usual type."""
     return option(
         choice(*get_args(Precision)),
         default,
@@ -64,7 +64,7 @@ def precision_option(default: Precision | None = None) -> Any:
 
 
 def regions_option() -> Any:
-    """The option `regions`: how a graph is divided."""
+    """The option `regions`: how a graph is divided into regions."""
     return option(
         choice("auto", "names", "topology"),
         "auto",
@@ -80,7 +80,7 @@ class ThreadCounts(Several):
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...] | None:
-        """See click."""
+        """Convert numbers, or text with commas between them."""
         given = [value] if isinstance(value, str | int) else value or ()
         counts = [count for one in given for count in str(one).replace(" ", "").split(",")]
         if wrong := [count for count in counts if not re.fullmatch(r"[1-9][0-9]{0,3}", count)]:
@@ -121,7 +121,7 @@ class Wildcards(Several):
     typed = FILE
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        """See click."""
+        """Read the file, or take a sequence as it is."""
         if not isinstance(value, str | Path):
             return tuple(value or ())
         try:

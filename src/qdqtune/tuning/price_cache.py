@@ -51,7 +51,7 @@ class Section(msgspec.Struct, frozen=True):
 
 
 class PriceCache(msgspec.Struct, frozen=True):
-    """The file; the section that was used last is the last."""
+    """The content of the file; the section that was used last comes last."""
 
     version: int
     sections: tuple[Section, ...] = ()
@@ -89,8 +89,8 @@ class Earlier:
 def earlier(
     path: Path | None, conditions: PriceConditions, subject: Subject, store: Store, note: Callable[[str], None]
 ) -> Earlier:
-    """What a run begins with: as its state file has it, or as the cache does if nothing was measured yet. `note` tells
-    the user of a file that cannot be used."""
+    """What a run begins with: from its state file, or from the cache if nothing was measured yet. `note` tells the user
+    of a file that cannot be used."""
     record = store.get(PricesRecord)
     if record is None:
         if path is None or any(store.of(TrialRecord)):

@@ -1,6 +1,6 @@
 """The proof: files that may ship are compared with the user's own on fresh builds, in each context.
 
-What is compared next, and what ships, `decisions` says.
+`decisions` decides what is compared next, and what ships.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Proof:
     """What ships ("tuned", "baseline", or "given": a copy of the user's file), and how it compares.
 
     `ratio` is the final file's to the float model, `to_given` that to the user's file where this has pairs already, or
-    inputs that were fixed; both None where nothing is proven. Seconds per inference are medians. `contexts` say the
-    same of each context.
+    inputs that were fixed; both None where nothing is proven. Seconds per inference are medians. `contexts` has the
+    comparison with the float model in each context.
     """
 
     shipped: Shipped
@@ -53,8 +53,8 @@ class Proof:
 def prove(history: Sequence[Trial], run: Run) -> Proof:
     """Write the files that may ship, and compare them as they lie on disk, until one proves itself.
 
-    First come the placements of the search, then the float model as we write it, which proves itself only where it was
-    rewritten. If none does, that float model ships, or the user's file where that is faster.
+    First come the placements of the search, then the float model as we write it, which can prove itself only where it
+    was rewritten. If no file does, that float model ships anyway, or the user's file where that is faster.
 
     Raises:
         BaselineFailed: the engine fails on a finished file.
@@ -98,7 +98,7 @@ def _proof(won: Attempt, notes: tuple[str, ...], builds: int, *, has_given: bool
 
 
 def begin_proof(placement: Placement, run: Run) -> None:
-    """Have the file of a placement built ahead that may ship, if it has pairs, and of no other."""
+    """Queue builds of the file of a placement that may ship, if it has pairs, in place of those of another one."""
     run.runner.build_queue.withdraw(Urgency.BEST)
     if placement and not run.settings.front:
         begin_pairs(run.runner, _unproven(placement, run), FRESH, Urgency.BEST)
@@ -148,8 +148,8 @@ def _insist(compared: Compared | Failure) -> Compared:
 
 
 def _is_folded(run: Run) -> bool:
-    """Whether the search's float model is the user's with inputs fixed, and no other rewrite. What that gained is not
-    to be told as a gain of the pairs."""
+    """Whether the search's float model is the user's with inputs fixed, and no other rewrite. What that gains must not
+    be reported as a gain of the pairs."""
     return bool(run.settings.fix_inputs) and not run.subject.rewrites.names
 
 
@@ -164,7 +164,7 @@ def _unproven(placement: Placement, run: Run) -> Path:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Move a model of ours, with the file of its constants where it has one."""
+    """Move a model file, with the file of its constants if it has one."""
     with writing(target):
         both = [(data_of(source), data_of(target)), (source, target)]
         rename_all([(old, new) for old, new in both if old.exists()], source.with_name("replaced"))

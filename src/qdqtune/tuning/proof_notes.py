@@ -38,7 +38,7 @@ def notes_of(attempt: Attempt, model: str) -> Iterator[str]:
 
 
 def at_threads(compared: Compared) -> str:
-    """The context in a sentence."""
+    """The phrase " at N threads"; empty if the engine has no number of threads."""
     return "" if compared.threads is None else f" at {compared.threads} thread{'s' * (compared.threads != 1)}"
 
 
@@ -64,20 +64,20 @@ class FrontCounts:
     of_search: int
     """Candidates that the search had built."""
     new: int
-    """Placements that it had not built."""
+    """Candidates that the search had not built."""
     slow: int
     elsewhere: int
-    """Those that were slower in another context only."""
+    """Candidates that were slower in another context only."""
 
     @property
     def beaten(self) -> int:
-        """Those that lost to other candidates, or on a second pair of builds."""
+        """Candidates that lost to others, or on a second pair of builds."""
         return self.candidates - self.points - self.slow - self.elsewhere
 
 
 def short_front(counts: FrontCounts, spent: str | None) -> str:
-    """Why a front has so few points. `spent` is the option that had no room for another candidate, None where no other
-    was in sight."""
+    """Why a front has so few points. `spent` is the option that left no room for another candidate, None if no other
+    was predicted."""
     reasons = {
         "did not prove faster than float": counts.slow,
         "did not hold at another number of threads (`deploy_threads`)": counts.elsewhere,

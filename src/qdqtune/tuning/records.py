@@ -1,7 +1,7 @@
 """The records of a state file: one struct for each kind of line, packed and checked by msgspec.
 
-A record is found by its kind and by `of`, which says what it is about if a run has several of the kind. A line is
-refused if a value in it, such as ranges, rounds or layers, is invalid.
+The key of a record is its kind and its `of`, such as the digest of a placement; `of` is empty where a run has one
+record of the kind. A line is refused if a value in it, such as ranges, rounds or layers, is invalid.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Shipped = Literal["tuned", "baseline", "given"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
-    """A line of the state file."""
+    """A line of the state file; `of` tells records of one kind apart."""
 
     of: str = ""
 
@@ -51,11 +51,11 @@ class StoredPlacement(msgspec.Struct, frozen=True, omit_defaults=True, dict=True
     weights: tuple[tuple[Edge, str], ...] = ()
 
     def __post_init__(self) -> None:
-        _ = self.placement  # raises if it is none
+        _ = self.placement  # raises if it is invalid
 
     @classmethod
     def of(cls, placement: Placement) -> StoredPlacement:
-        """Pack a placement."""
+        """Convert a placement to its stored form."""
         return cls(
             tuple(placement),
             tuple((edge, weight_format.name) for edge, weight_format in placement.weight_formats.items()),
@@ -82,12 +82,12 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, result: Measurement | Failure) -> Outcome:
-        """Pack a result."""
+        """Convert a result to its stored form."""
         return cls(failure=result) if isinstance(result, Failure) else cls(samples=result)
 
     @property
     def result(self) -> Measurement | Failure:
-        """The result."""
+        """The rounds, or the failure."""
         found = self.samples or self.failure
         assert found is not None  # checked when it was made
         return found
@@ -100,7 +100,7 @@ def _check_one(value: object, failure: Failure | None) -> None:
 
 
 class HeadRecord(Record, frozen=True, tag="run"):
-    """The first line: versions of the file and of the code that makes candidates, and the fingerprint of the run."""
+    """The first line of the file: its version, that of the code that makes candidates, and the run's fingerprint."""
 
     version: int
     candidates: int
@@ -117,8 +117,8 @@ class RangesRecord(Record, frozen=True, tag="ranges"):
 
 
 def job_of(placement: str, against: str) -> str:
-    """The name of a trial's record, given two digests of placements, so that jobs may run in any order and be found
-    again."""
+    """The key `of` of a trial's record: 16 hex digits made of the digests of the candidate's placement and of the
+    placement `against` which it was timed. So it does not depend on the order of trials."""
     return hashlib.sha256(f"{placement}:{against}".encode()).hexdigest()[:16]
 
 
@@ -158,7 +158,7 @@ class MetricRecord(Record, frozen=True, tag="metric"):
 
 
 class LayersRecord(Record, frozen=True, tag="layers"):
-    """The layer report of a placement; without `of`, that of the float model."""
+    """The layer report of the placement whose digest is `of`; of the float model where `of` is empty."""
 
     layers: tuple[Layer, ...] = ()
     failure: Failure | None = None
@@ -171,7 +171,7 @@ class RepeatabilityRecord(Record, frozen=True, tag="repeatability"):
 
 
 class RewriteRecord(Record, frozen=True, tag="rewrite"):
-    """A rewritten model compared with the one before, and the builds that it took."""
+    """A model with one more rewrite compared with the model without it, and the builds that this took."""
 
     result: Outcome
     builds: int
@@ -183,7 +183,7 @@ Form = Literal["float", "pairs"]
 
 @dataclass(frozen=True)
 class Tried:
-    """A rewrite, made after those kept before it, and its ratio to the model without it; None if it failed."""
+    """A rewrite tried on top of those kept before. `ratio`: the time with it over that without, None if it failed."""
 
     name: str
     form: Form
@@ -193,7 +193,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Found:
-    """The rewrites that were tried before the search, in this order."""
+    """The rewrites that were tried before the search, in the order of trying, and the builds that they took."""
 
     tried: tuple[Tried, ...] = ()
     builds: int = 0
@@ -206,7 +206,7 @@ class Found:
 
     @property
     def gave(self) -> float:
-        """The ratio of the rewritten model to the user's: the product of those of its rewrites."""
+        """Time of the rewritten model over that of the user's file: the product of the ratios of the rewrites kept."""
         return prod(one.ratio.median for one in self.tried if one.kept and one.ratio)
 
 
@@ -220,35 +220,35 @@ class RewritesRecord(Record, frozen=True, tag="rewrites"):
 
 
 class BatchRecord(Record, frozen=True, tag="batch"):
-    """How many candidates are proposed at a time; see `Run`."""
+    """How many candidates a search proposes at a time; `learning` is the number for one that learns from each batch."""
 
     width: int
     learning: int
 
 
 class PricesRecord(Record, frozen=True, tag="prices"):
-    """The prices of the price cache when the run began, and the placement that an earlier run has found."""
+    """What the run took from the price cache: prices, and the placement that an earlier run found for the model."""
 
     prices: Prices
     found: StoredPlacement | None = None
 
 
 class NoiseRecord(Record, frozen=True, tag="noise"):
-    """The noise that rounding each tensor alone causes; the same for all if measuring it failed."""
+    """The output noise that rounding each tensor alone causes; 1 for every tensor if measuring it failed."""
 
     alone: dict[str, float]
     failure: Failure | None = None
 
 
 class WeightNoiseRecord(Record, frozen=True, tag="weight noise"):
-    """The noise that storing each weight alone causes, by tensor and name of the weight format."""
+    """The output noise that storing each weight alone causes: rows of tensor, name of the weight format, and noise."""
 
     stored: tuple[tuple[str, str, float], ...]
     failure: Failure | None = None
 
 
 class PredictionRecord(Record, frozen=True, tag="prediction"):
-    """The accuracy of a placement by simulation."""
+    """The accuracy of a placement by simulation, or why the simulation failed."""
 
     accuracy: Accuracy | None = None
     failure: Failure | None = None
@@ -258,14 +258,14 @@ class PredictionRecord(Record, frozen=True, tag="prediction"):
 
 
 class ComparisonRecord(Record, frozen=True, tag="comparison"):
-    """Two files compared on fresh builds, and digests of their content."""
+    """The rounds of one pair of fresh builds of two files, and digests of the files' content."""
 
     result: Outcome
     files: tuple[str, str]
 
 
 class PointRecord(Record, frozen=True, tag="point"):
-    """The accuracy of a build for the front, and its layers."""
+    """The accuracy and the layers of a build that the search had not made, for the front."""
 
     accuracy: Accuracy | None = None
     layers: tuple[Layer, ...] = ()
@@ -290,7 +290,7 @@ class SchemeRecord(Record, frozen=True, tag="scheme"):
 
 
 class WeightFormatsRecord(Record, frozen=True, tag="weight formats"):
-    """By size of a matrix product, the share of the float product's time that each weight format takes."""
+    """By size of a matrix product and by weight format, its time over that of the float product."""
 
     shares: dict[str, dict[str, float]]
 
@@ -325,7 +325,7 @@ class GroupOutcome:
 
 
 class JudgedTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """What was proposed for a trial, and how its result was judged, which the trial's record `of` holds."""
+    """How a trial was proposed and judged. Its rounds are in the `TrialRecord` with the same `of`."""
 
     of: str
     origin: str
@@ -336,14 +336,14 @@ class JudgedTrial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnsweredTrial(JudgedTrial, frozen=True, kw_only=True):
-    """A trial of a finished run."""
+    """A trial in the stored result of a finished run, with the rest of its proposal."""
 
     pattern: str
     wants_layers: bool
 
 
 class AnswerRecord(Record, frozen=True, tag="finished"):
-    """The result of a finished run, with digests of summary.json and of the files that it has left."""
+    """The result of a finished run, with digests of summary.json and of the files that the run left."""
 
     shipped: Shipped
     placement: StoredPlacement
@@ -367,8 +367,8 @@ class TimedPlacement(msgspec.Struct, frozen=True):
 
 
 class ConversationRecord(Record, frozen=True, tag="conversation"):
-    """The progress of a script that measures by itself: latencies by digest of the placement, and the schemes that were
-    tried by digest of the pattern."""
+    """The state of a script that times models by itself through ModelOpt's interface: latencies in ms by digest of the
+    placement, and the schemes that were tried by digest of the pattern."""
 
     baseline_ms: float | None
     best: TimedPlacement
@@ -392,12 +392,12 @@ def parsed(line: bytes) -> Record:
 
 
 def plain(value: object, order: Literal["deterministic"] | None = None) -> Any:
-    """A struct or another value as JSON values; "deterministic": equal values give equal ones, maps and sets sorted."""
-    return msgspec.to_builtins(value, enc_hook=_plain, order=order)
+    """Convert a value to JSON values; "deterministic" sorts maps and sets, so that equal values give equal JSON."""
+    return msgspec.to_builtins(value, enc_hook=_encoded, order=order)
 
 
-def _plain(value: Any) -> object:
-    """For types that msgspec does not know: maps that are no dictionaries, paths, and numbers of NumPy."""
+def _encoded(value: Any) -> object:
+    """Convert what msgspec does not know: maps that are no dictionaries, paths, and numbers of NumPy."""
     if isinstance(value, Mapping):
         return dict(value)
     return str(value) if isinstance(value, PurePath) else value.item()

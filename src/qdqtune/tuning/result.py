@@ -33,15 +33,15 @@ from qdqtune.types import Placement, Trial
 from qdqtune.version import __version__
 
 MOST_UNBEATEN = 8
-"""Candidates that summary.json lists of those that no other one beat. Chosen, not measured."""
+"""The most candidates unbeaten in latency and accuracy that summary.json lists. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class ModeResult:
-    """What a mode knows at the end of a run.
+    """What a mode adds to the result of a run.
 
-    `rows` are a table for people, the largest first; each mode has its own type. `summary` goes into summary.json,
-    `files` hold JSON by the name of a file beside it.
+    `rows` are a table for people, those that take the most time first; each mode has its own type. `summary` are
+    further keys of summary.json, `files` the JSON content of further files by name.
     """
 
     rows: Sequence[UnitPrice] | Sequence[GroupOutcome] = ()
@@ -56,7 +56,7 @@ class Result:
 
     `ratio` is the time of the final model over that of the float model, None where nothing faster was found. `shipped`
     says what optimized_final.onnx is: the tuned model, the float model, or a copy of the user's file. `recorded` is
-    what the mode knows besides.
+    what the mode adds.
     """
 
     shipped: Shipped
@@ -94,7 +94,7 @@ def conclude(
         run: the run.
         history: its trials, those of the front included.
         proof: what ships, and how it compares with the float model.
-        recorded: what the mode knows.
+        recorded: what the mode adds.
         front: the rows of summary.json of the points of a front, if one was asked for.
         shortfall: what to tell the user if the search has run out of time.
         log: the observer that has followed the run.
@@ -240,8 +240,8 @@ def _tried(rewrite: Tried) -> dict[str, Any]:
 
 
 def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[str, Any]]:
-    """Candidates that no other one beat in both latency and accuracy, as the search measured them; and the one that
-    ships, which need not look best among those that cannot be told apart."""
+    """The rows `met` of summary.json: candidates that no other one beat in both latency and accuracy, as the search
+    measured them; and the one that ships, which others may beat by less than noise."""
     unbeaten = undominated(history, plan)
     ratios = ratios_to_float(history, plan)
     shipped = [MeasuredPoint(ratios[t.placement], t) for t in history if t.placement == proof.placement][-1:]

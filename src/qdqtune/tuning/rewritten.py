@@ -1,9 +1,9 @@
-"""Rewrites of the float model that pay on the engine, found before pairs are placed.
+"""Finds rewrites that make the float model faster on the engine, before pairs are placed.
 
-Each that applies is compared with the model without it, on top of those that were kept before: both in float, the first
-of them the user's own file; and if that gains nothing, both with pairs where the engine's rules place them, since pairs
-may keep an engine from a fusion that it does by itself in float. What ships has to prove itself against the user's file
-in the end.
+Each rewrite that applies is tried on top of those kept before: the model with it is compared with the model without it,
+both in float (the first time with the user's own file). If it is not faster, both are compared with pairs where the
+engine's rules place them, since pairs may prevent a fusion that the engine does by itself in float. The proof compares
+the result with the user's file in any case.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ FORMS: Mapping[str, tuple[Form, ...]] = {
     "layernorm": ("float", "pairs"),
     "rmsnorm": ("float", "pairs"),
 }
-"""The rewrites that a run tries by itself, in this order, and the forms in which it does until one is faster.
+"""The rewrites that a run tries by itself, in this order, each in these forms until one is faster.
 
-The others are made where a user names them: on ONNX Runtime and OpenVINO on the CPU no model was faster by them, in
-float or with pairs (benchmarks/rewrites.py), since these engines fuse the same by themselves.
+Others are made only if the user names them: on ONNX Runtime and OpenVINO on the CPU they made no model faster, in float
+or with pairs (benchmarks/rewrites.py), since these engines do the same fusions by themselves.
 """
 
 MOST_REWRITE_BUILDS = 6
 """Builds that rewrites may take, those of the models without them included. Chosen, not measured."""
 
 REWRITES_SHARE = 0.1
-"""The share of a time budget that they may take. Chosen, not measured."""
+"""The share of a time budget that rewrites may take. Chosen, not measured."""
 
 READINGS = 3.0
-"""The least that a rewrite takes, as a multiple of the time to read the model: reading, builds and rounds. Chosen, not
+"""The least time for trying a rewrite (reading, builds, rounds), in units of the time to read the model. Chosen, not
 measured."""
 
 SAME_DB = 40.0
-"""Outputs of a rewritten float model whose SQNR to those before is below this differ by more than rounding. Chosen, not
-measured."""
+"""If the SQNR of a rewritten float model's outputs to those before is lower, they differ by more than rounding. Chosen,
+not measured."""
 
 
 def with_rewrites(ready: Ready, constants: ConstantFile) -> Ready:
@@ -82,18 +82,18 @@ def with_rewrites(ready: Ready, constants: ConstantFile) -> Ready:
 
 
 def most_builds(settings: Settings, subject: Subject) -> int:
-    """How many builds a run may spend on rewrites: one of each of them in each form, and of the model without it."""
+    """How many builds a run may spend on rewrites: in each form one of each rewrite, and one of the model without."""
     names = _applicable(settings, subject)
     forms = {form for name in names for form in FORMS[name]}
     return min(MOST_REWRITE_BUILDS, len(forms) + sum(len(FORMS[name]) for name in names))
 
 
 def _applicable(settings: Settings, subject: Subject) -> list[str]:
-    """The rewrites that change the model, and those that fail: a note says so when they are tried."""
+    """The rewrites to try: those that change the model, and those that fail, about which `_tried` makes a note."""
     if settings.rewrites != "auto" or settings.from_qdq or settings.qdq_baseline or settings.graph_json:
         return []
     names, model = [], subject.model
-    if any(info.dtype in HALF for info in model.tensors.values()):  # patterns are known before anything is converted
+    if any(info.dtype in HALF for info in model.tensors.values()):  # rewrites match graphs before conversion
         model = load_for(settings.model, "fp32", settings.fix_inputs, subject.numbers.opset)
     for name in FORMS:
         with suppress(BadModel):
@@ -104,7 +104,7 @@ def _applicable(settings: Settings, subject: Subject) -> list[str]:
 
 
 def _search(names: Sequence[str], ready: Ready, constants: ConstantFile) -> tuple[Found, Subject]:
-    """Try these rewrites in this order: what they gave, and the model with those that are kept."""
+    """Try these rewrites in this order; gives their results, and the model with those that are kept."""
     ready.observer.stage(f"trying rewrites: {', '.join(names)}")
     constants.keep(ready.subject.model)
     ready.runner.feed(ready.subject.mix)
@@ -120,15 +120,15 @@ def _search(names: Sequence[str], ready: Ready, constants: ConstantFile) -> tupl
 
 @dataclass(frozen=True)
 class _FloatModel:
-    """A model, and its builds by form as far as it was built."""
+    """A model, and its builds so far by form."""
 
     subject: Subject
     builds: dict[Form, Handle] = field(default_factory=dict)
 
 
 def _tried(name: str, found: Found, kept: _FloatModel, builder: _Builder) -> tuple[Found, _FloatModel]:
-    """Compare a rewrite with the model kept so far, form by form until it is faster in one: what all gave until now,
-    and the model that is kept."""
+    """Compare the `kept` model with the model that has one more rewrite, form by form until that is faster. Gives
+    `found` with the result added, and the model to keep."""
     settings, rewrites = builder.ready.settings, kept.subject.rewrites
     try:
         made = replace(rewrites, names=(*rewrites.names, name))
@@ -148,8 +148,8 @@ def _tried(name: str, found: Found, kept: _FloatModel, builder: _Builder) -> tup
         if isinstance(result, Failure):
             tried = Tried(name, form, None, kept=False)
             return _noted(found, f"rewrite {name} was passed over: {result.reason}", tried), kept
-        told = ratio(result, settings.plan)
-        tried = Tried(name, form, told, kept=told.verdict == "faster")
+        measured_ratio = ratio(result, settings.plan)
+        tried = Tried(name, form, measured_ratio, kept=measured_ratio.verdict == "faster")
         found = replace(found, tried=(*found.tried, tried))
         if tried.kept:
             return found, rewritten
@@ -197,7 +197,7 @@ def _measured(
 
 
 def _difference(kept: _FloatModel, rewritten: _FloatModel, builder: _Builder) -> Failure | None:
-    """A failure if the float outputs of the rewritten model are not those of the model before."""
+    """A failure if the engine fails, or if float outputs differ from those of `kept` by more than rounding."""
     a, b = builder.build("float", kept, "kept"), builder.build("float", rewritten, "rewritten")
     if isinstance(b, Failure):
         return b
@@ -217,8 +217,8 @@ def _difference(kept: _FloatModel, rewritten: _FloatModel, builder: _Builder) ->
 
 @dataclass
 class _Builder:
-    """Builds models that are compared, each once a form. `write` makes a file of a model; `count` are the builds so
-    far."""
+    """Builds the models that are compared, each once in a form. `write` makes a file of a model, `begun` is when trying
+    began (by `time.monotonic`), `count` are the builds so far."""
 
     ready: Ready
     write: Callable[[Model, str], Path]
@@ -232,7 +232,7 @@ class _Builder:
             self.ready.runner.unload(handle)
 
     def is_late(self, readings: float = 0.0) -> bool:
-        """Whether work that takes so many times as long as reading the model ends beyond the share of the budget."""
+        """Whether work of `readings` times the time to read the model would end after the share of the time budget."""
         budget, ends = self.ready.settings.time_budget, self.ready.ends
         if budget is None or ends is None:
             return False
@@ -254,7 +254,7 @@ class _Builder:
         return model.builds[form]
 
     def _file(self, form: Form, subject: Subject) -> Path | None:
-        """The user's own file for a model without rewrites, or one that is written."""
+        """The file to build: in float without rewrites the user's own, else one written here; None without any pair."""
         settings = self.ready.settings
         if form == "float":
             return settings.model if not subject.rewrites.names else self.write(subject.model, "float")

@@ -47,13 +47,11 @@ CANDIDATE_FOLDER = "candidates"
 """The folder for files of candidates, in a folder that is deleted when the run ends."""
 
 FIRST, LESSONS = 3, 3
-"""Builds of the first batch, which prices every fusion group, and batches after it that a search which learns from
-layers is to learn from. Else eight workers would spend all builds on what the first batch taught. Chosen, not measured.
-"""
+"""Builds of the first batch, which prices every fusion group; and batches that are to follow it in a search that learns
+from each batch, so that many workers do not spend all builds right after the first. Chosen, not measured."""
 
 DROP = 0.01
-"""By which share the user's metric may fall below the float model's, if the user sets no limit. Chosen, not measured.
-"""
+"""By which share the user's metric may fall if the user sets no limit on it. Chosen, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +94,7 @@ class Run(Ready):
 
     @cached_property
     def ways(self) -> FormatShares:
-        """The formats in which weights may be stored, found out on the engine when this is first read."""
+        """By weight, the formats in which it may be stored; measured on the engine when this is first read."""
         if self.budget.is_late:
             return {}
         return ways(self.subject, self.settings, self.runner, self.store, self.bench.layers)
@@ -241,8 +239,8 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
 
 def _widths(ready: Ready) -> tuple[int, int]:
     """How many candidates a search proposes at a time: as many as there were workers when it began, so that a resumed
-    search proposes the same whatever their number is now. The second number is for a search that learns from each
-    batch: fewer where it could not learn often enough from its builds."""
+    search proposes the same with any number of workers. The second number is for a search that learns from each batch:
+    it is smaller if its builds would otherwise fill fewer than `LESSONS` batches after the first."""
     store, workers, settings = ready.store, 1 + len(ready.others), ready.settings
     record = store.get(BatchRecord)
     if record is None and workers > 1 and not any(store.of(TrialRecord)):

@@ -1,4 +1,4 @@
-"""The run log, run.json: what was asked, on which machine, and when each candidate came; and how long the run took."""
+"""The run log, run.json: settings, machine, when each stage began and each trial ended, and the duration of the run."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class LoggedTrial(JudgedTrial, frozen=True, kw_only=True):
-    """A trial in the order of the search, and the seconds from the beginning of the session to its end. `replayed`: it
-    was read from the state file of an earlier session."""
+    """A trial in the order of the search, and when it ended, in seconds from the beginning of the session. `replayed`:
+    it was read from the state file of an earlier session."""
 
     seconds: float | None
     replayed: bool
 
 
 class ReadSettings(TypedDict, total=False):
-    """The settings in the log that are read again; the log holds those that differ from the defaults."""
+    """Settings in the log that other code reads; the log has only those that differ from the defaults."""
 
     calibration_data: str | None
     calibration_samples: int | None
@@ -86,7 +86,7 @@ class RunLog(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judgement_of(trial: Trial) -> dict[str, Any]:
-    """The fields of a `JudgedTrial`."""
+    """The values of the fields of a trial's `JudgedTrial`, by name."""
     return {
         "of": job_of(trial.placement.digest, trial.against.digest),
         "origin": trial.proposal.origin,
@@ -98,7 +98,7 @@ def judgement_of(trial: Trial) -> dict[str, Any]:
 
 
 class RunLogWriter(Silent):
-    """An observer that notes when each stage and each trial came, in seconds since it was made.
+    """An observer that records when each stage began and each trial ended, in seconds since it was made.
 
     It also writes to disk how long the run has taken, so that a run which is ended and resumed counts all its time.
     """
@@ -123,17 +123,17 @@ class RunLogWriter(Silent):
         return self._earlier + self.seconds
 
     def stage(self, text: str) -> None:
-        """See `Observer`."""
+        """Record when a stage begins."""
         self._stages.append((text, self.seconds))
         self._write()
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        """See `Observer`."""
+        """Record when a trial ends."""
         self._times[trial.number] = self.seconds, state.replayed
         self._write()
 
     def progress(self, done: int, total: int | None) -> None:
-        """See `Observer`."""
+        """Update the file of seconds."""
         self._write()
 
     def content(self, history: Sequence[Trial], run: Run, notes: tuple[str, ...]) -> Mapping[str, Any]:

@@ -51,7 +51,7 @@ class Journal:
     size: int = 0
 
     def get(self, kind: type[R], of: str = "") -> R | None:
-        """The record of a kind about something, if there is one."""
+        """The record of this kind and this `of`; None if there is none."""
         return cast(R | None, self.records.get((kind, of)))
 
     def of(self, kind: type[R]) -> tuple[R, ...]:
@@ -72,7 +72,7 @@ class Store:
 
         Raises:
             BadState: the file is damaged, belongs to another run, or is in use.
-            OutputError: it cannot be written, is a link out of its folder, or has another name as well.
+            OutputError: it cannot be written, is a link out of its folder, or has other hard links.
         """
         self.path = path
         self._given = given
@@ -103,16 +103,16 @@ class Store:
         return len(self.journal.records)
 
     def get(self, kind: type[R], of: str = "") -> R | None:
-        """The record of a kind about something, if this run or an earlier one has written it."""
+        """The record of this kind and this `of`, written by this run or an earlier one; None if there is none."""
         return self.journal.get(kind, of)
 
     def put(self, record: R) -> R:
-        """Write a record to disk; it survives a kill of the process.
+        """Write a record to disk; it survives a kill of the process. Gives the record.
 
-        A transient failure is not written, but known until the run ends: the next run tries again.
+        A record with a transient failure is kept in memory only, so that the next run tries again.
 
         Raises:
-            BadModel: a file of the user's is not what it was when the run began.
+            BadModel: a file in `given` has changed since the run began.
             OutputError: the disk is full, or the file is gone.
         """
         self._given.check()
@@ -161,7 +161,7 @@ class Store:
             raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def _opened(self, fingerprint: dict[str, Any]) -> Journal:
-        """What the file holds; a new one begins with the fingerprint."""
+        """The content of the file. If the file is empty, its first record is written, with the fingerprint."""
         self._file.seek(0)
         content = self._file.read()
         if (journal := _journal(content, self.path)) is None:
@@ -169,7 +169,7 @@ class Store:
             head = HeadRecord(version=VERSION, candidates=CANDIDATE_VERSION, fingerprint=fingerprint)
             self._append(head)
             return Journal(head)
-        _compare(journal.head.fingerprint, fingerprint, self.path)
+        _refuse_difference(journal.head.fingerprint, fingerprint, self.path)
         if journal.size < len(content):
             self._file.truncate(journal.size)
         return journal
@@ -252,7 +252,7 @@ def _parsed(line: bytes, path: Path, number: int) -> Record:
         ) from error
 
 
-def _compare(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
+def _refuse_difference(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
     """Refuse a fingerprint that differs from that of the file, and name the first difference."""
     for names, was, now in _differences(old, new, ()):
         words = " ".join(names).replace("_", " ").split()

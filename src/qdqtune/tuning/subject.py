@@ -45,8 +45,8 @@ from qdqtune.tuning.subgraphs import groups
 from qdqtune.types import Edge, Mix, NumericFormat, Placement, Sample
 
 FOREMOST = ("imported", "static", "compute")
-"""Suggestions that cut and subgraph mode always build: the user's, that of the usual static quantizer, and the one with
-fewest pairs, in which every compute operator gives floats."""
+"""Origins of the suggestions that cut and subgraph mode always build: the user's pairs, those of a usual static
+quantizer, and the fewest pairs, with which every compute operator gives floats."""
 
 WITHOUT_GPU = (
     "without a GPU: `qdqtune quantize MODEL --engine tensorrt -o quantized.onnx` places pairs by rules, and "
@@ -77,7 +77,7 @@ class Subject:
 
     @property
     def model(self) -> Model:
-        """The float model, with the sizes that the user's file leaves open."""
+        """The float model; sizes that the user's file leaves open are open here, too."""
         return self.prepared.model
 
     @property
@@ -87,7 +87,7 @@ class Subject:
 
     @property
     def feed(self) -> Sample:
-        """The inputs of the most frequent workload, where one has to stand for all."""
+        """The inputs of the most frequent workload, for measurements that take only one."""
         return dict(max(self.mix, key=lambda workload: workload.share).inputs)
 
     @cached_property
@@ -97,7 +97,7 @@ class Subject:
 
     @property
     def region_count(self) -> int:
-        """Number of regions of these patterns."""
+        """Number of regions in the patterns that region mode tunes."""
         return sum(len(pattern.instances) for pattern in self.tuned)
 
     @property
@@ -123,8 +123,8 @@ class Subject:
 def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None = None) -> Subject:
     """Read the model and the first sample of the calibration data; find regions and patterns. Nothing is run.
 
-    Without `rewrites`, those of the settings are made, and the other files that the settings name are read once, so
-    that what is wrong with them is found before the run begins.
+    Without `rewrites`, those that the settings name are made, and the other files that the settings name are read once,
+    so that errors in them show before the run begins.
 
     Raises:
         InputError: model, data or options cannot be used, or not together.
@@ -186,8 +186,8 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
 def calibrated(
     subject: Subject, settings: Settings, store: Store, observer: Observer, ends: float | None = None
 ) -> Subject:
-    """The subject with ranges: from the state file if it has them, else found on the samples, or on fewer of them if
-    the run has to end soon.
+    """The subject with ranges: from the state file if it has them, else found on the samples; on fewer of them if
+    `ends`, the time of `time.monotonic` at which the run has to end, is near.
 
     Raises:
         BadModel: the model has no tensor that could be quantized.
@@ -231,8 +231,8 @@ def _counted(samples: Samples, observer: Observer) -> Samples:
 
 
 def _placement_by_rules(subject: Subject, settings: Settings, ranges: Ranges) -> Placement:
-    """The placement that ranges are fitted for: that of the engine's rules, of which a search takes parts. Empty if the
-    scales are the user's."""
+    """The placement for which ranges are fitted: pairs where the engine's rules place them. Empty with `from_qdq`,
+    where the scales are the user's."""
     if settings.from_qdq:
         return Placement()
     possible = possible_edges(subject.shaped, ranges)
@@ -240,7 +240,7 @@ def _placement_by_rules(subject: Subject, settings: Settings, ranges: Ranges) ->
 
 
 def _usual_precision(settings: Settings, runner: Runner) -> Precision:
-    """The type of values without pairs if the user does not say it; a model that came with pairs keeps its type."""
+    """The engine's usual type of values without pairs; fp32 if the user names one, or the model came with pairs."""
     if settings.from_qdq or settings.precision is not None:
         return "fp32"
     return usual_precision(settings.engine.name, runner.describe().get("version", ""))
@@ -249,7 +249,7 @@ def _usual_precision(settings: Settings, runner: Runner) -> Precision:
 def _loaded(
     settings: Settings, numbers: NumericFormat, precision: Precision, rewrites: Rewrites
 ) -> tuple[Model, Reading | None]:
-    """The float model, and the pairs that came with it, which are None for a float file."""
+    """The float model, and with `from_qdq` the pairs that were stripped from it (else None)."""
     fixed = settings.fix_inputs
     if settings.from_qdq:
         model = _typed(
@@ -269,7 +269,7 @@ def _loaded(
 
 
 def _baseline(settings: Settings, model: Model, precision: Precision, kept: Collection[str]) -> Reading | None:
-    """The pairs of `qdq_baseline` for `model`, if that is given."""
+    """The pairs of `qdq_baseline` that fit `model`; None without that option."""
     if settings.qdq_baseline is None:
         return None
     baseline = load(settings.qdq_baseline)
@@ -291,7 +291,7 @@ def _typed(settings: Settings, model: Model) -> Model:
 
 
 def edges_within(found: tuple[Pattern, ...]) -> frozenset[Edge]:
-    """The edges in instances of patterns: those that may get pairs if a node filter leaves only these."""
+    """The edges in instances of patterns: with a node filter, the only ones that may get pairs."""
     return frozenset(e for p in found for parts in p.edges.values() for edges in parts.values() for e in edges)
 
 
@@ -336,7 +336,7 @@ def check_device(spec: EngineSpec, runner: Runner) -> None:
 
 
 def _check_files(settings: Settings, model: Model) -> None:
-    """Read the files that a run of `model`, in the shapes of the measurement, reads later.
+    """Read the files that a run needs later, to find errors now. `model` has the shapes of the measurement.
 
     Raises:
         InputError: one is missing, damaged, or of another model.

@@ -119,7 +119,7 @@ class WithoutLimits(TypedDict):
 
 
 class Summary(TypedDict):
-    """summary.json."""
+    """The content of summary.json."""
 
     format: int
     model: str

@@ -32,13 +32,13 @@ PROFILED = (4, 12, 400)
 """Inferences behind a layer report: the least, the usual number, and the most. Chosen, not measured."""
 
 PROFILED_SECONDS = (0.05, 1.0)
-"""The seconds that they take in all: at least, since short layers need many, and at most. Chosen, not measured."""
+"""Seconds of all inferences behind a layer report (least, most): short layers need many. Chosen, not measured."""
 
 
 NOT_FINITE = Failure("output", "the outputs hold NaN or infinite values")
 
 Ran = tuple[Handle | Failure, list[dict[str, Array]] | Failure]
-"""A build of a candidate and its outputs; none where these come with the rounds."""
+"""A build of a candidate and its outputs; the list is empty if rounds give the outputs."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Conditions:
 
 @dataclass(frozen=True)
 class TrialJob:
-    """One candidate, and the placement that it is timed `against`; `known` is the trial of an earlier run that has not
-    repeated its win."""
+    """One candidate, and the placement that it is timed `against`. `known` is its trial of an earlier run, if only the
+    check of its win is missing."""
 
     number: int
     proposal: Proposal
@@ -98,7 +98,7 @@ class Batch:
 class TrialWorker:
     """Measures candidates on one device: times of two devices are never compared.
 
-    Workers share the files, `candidates`; `number` tells their logs apart.
+    Workers share `candidates`, which are files; `number` distinguishes the names of their logs.
     """
 
     def __init__(self, runner: Runner, candidates: Candidates, conditions: Conditions, number: int = 0) -> None:
@@ -124,17 +124,17 @@ class TrialWorker:
         return trial
 
     def _measured(self, job: TrialJob, batch: Batch) -> Trial:
-        conditions, told = self._conditions, (job.number, job.proposal, job.against)
+        conditions, asked = self._conditions, (job.number, job.proposal, job.against)
         opponent = self._opponent(job)
         if isinstance(opponent, Failure):  # it was built before, so the candidate is not to blame
             raise EngineFailure(f"the engine does not build the best model so far again: {opponent.reason}")
         (candidate, outputs), is_built = self._built(job, batch)
         if isinstance(candidate, Failure):
-            return Trial(*told, candidate)
+            return Trial(*asked, candidate)
         if isinstance(outputs, Failure):
-            return Trial(*told, outputs)
+            return Trial(*asked, outputs)
         if not is_finite(outputs):
-            return Trial(*told, NOT_FINITE)
+            return Trial(*asked, NOT_FINITE)
         elsewhere = partial(TrialWorker.rounds, job=job)
         samples = () if outputs else conditions.samples
         rounds = self._rounds(
@@ -143,17 +143,17 @@ class TrialWorker:
         begun = time.monotonic()
         result = compare(rounds, conditions.plan, decided=lambda r: settled(r) or _is_late(begun, batch.deadline))
         if isinstance(result, Failure):
-            return Trial(*told, result)
+            return Trial(*asked, result)
         if not outputs:
             outputs = self.runner.outputs(candidate, conditions.samples)
             if isinstance(outputs, Failure) or not is_finite(outputs):
-                return Trial(*told, outputs if isinstance(outputs, Failure) else NOT_FINITE)
+                return Trial(*asked, outputs if isinstance(outputs, Failure) else NOT_FINITE)
         runs = profiled_runs(float(np.median(result.b)))
         layers = self.runner.layers(candidate, runs) if job.proposal.wants_layers else None
         if isinstance(layers, Failure) and layers.is_transient:
-            return Trial(*told, layers)
+            return Trial(*asked, layers)
         report = () if isinstance(layers, Failure) else layers
-        return Trial(*told, result, accuracy=accuracy(batch.reference, outputs), layers=report)
+        return Trial(*asked, result, accuracy=accuracy(batch.reference, outputs), layers=report)
 
     def _checked(self, trial: Trial, batch: Batch) -> Measurement | Failure:
         with self._fresh(trial, "trial") as pair:
@@ -216,7 +216,7 @@ class TrialWorker:
         is_built: bool = False,
         samples: Sequence[Sample] = (),
     ) -> Rounds:
-        """Rounds of two builds here, of which idle workers of the batch's pool take a part, if it has one."""
+        """A function that takes rounds of two builds here; idle workers of the batch's pool take a part of them."""
         plan = self._conditions.plan
         own = rounds_of(self.runner, a, b, plan, seed, samples)
         if elsewhere is None or batch is None or batch.pool is None:
@@ -234,7 +234,7 @@ def trial_seconds(plan: Plan, build: float, seconds: float, turn: float, judged:
 
 
 def trial_starts(plan: Plan) -> int:
-    """The processes that such a candidate starts, where each call starts one: its build, rounds and layers."""
+    """The least number of processes for a candidate if each call starts one: for its build, rounds and layers."""
     return 2 + 2 * plan.looks[0]
 
 

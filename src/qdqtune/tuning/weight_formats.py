@@ -39,14 +39,14 @@ LEAST_BYTES = 2**20
 """Weights of fewer bytes in all fit in a cache: reading less of them gains nothing. Estimated, not measured."""
 
 LEAST_SHARE = 0.1
-"""Share of the float model's time: products that take less are not worth builds of their own. Chosen, not measured."""
+"""Share of the float model's time: if all products take less, no weight format is tried. Chosen, not measured."""
 
 PAYS = 1.05
 """Share of the float product's time that a weight format may take to be searched for. It may be above 1, as a product
 alone finds its weights in a cache, where floats lose less than in the model. Chosen, not measured."""
 
 MOST_KINDS = 6
-"""Sizes of products that are tried: those that take most time."""
+"""The most sizes of products that are tried: those that take the most time."""
 
 MOST_WEIGHTS = 2**21
 """Elements of a weight that is tried: a larger product is tried with fewer outputs."""
@@ -59,7 +59,7 @@ PRODUCT_RUNS = (4, 24)
 """Inferences of a product in float and in each weight format (least, most)."""
 
 OPERATIONS = 2e10
-"""Multiplications with additions that these may take in all: about a second."""
+"""Multiply-adds that all inferences for one size of product may take together: about a second."""
 
 MOST_MOMENTS = 2**31
 """Bytes of second moments of activations that are held for `weight_rounding` gptq."""
@@ -80,7 +80,7 @@ class Size:
 
     @property
     def key(self) -> str:
-        """The size in records of the state file."""
+        """The size with its type, as a key in the state file."""
         return f"{self.name} {self.dtype}"
 
     @property
@@ -160,7 +160,7 @@ def products_of(settings: Settings, subject: Subject) -> Moments:
 
 
 def _spent(model: Model, layers: Sequence[Layer], weights: Mapping[Edge, Weight]) -> dict[Edge, float]:
-    """The share of the float model's time that each product takes; without layer times, of the weights' bytes."""
+    """The share of the float model's time that each product takes; without layer times, its share of the bytes."""
     total = sum(layer.time_ms or 0.0 for layer in layers)
     if not total:
         every = sum(w.constant.nbytes for w in weights.values())
@@ -204,24 +204,24 @@ def _tried(size: Size, wanted: Sequence[WeightFormat], subject: Subject, runner:
             return
     floats = _time(layers, "float")
     for weight_format in able:
-        weights = (layer for layer in layers if _parts_of(layer, weight_format.name, "weight"))
-        stands_alone = any(w.kind != "folded" and not _parts_of(w, weight_format.name, "product") for w in weights)
+        weights = (layer for layer in layers if _nodes_of(layer, weight_format.name, "weight"))
+        stands_alone = any(w.kind != "folded" and not _nodes_of(w, weight_format.name, "product") for w in weights)
         spent = _time(layers, weight_format.name)
         if not stands_alone:
             yield weight_format.name, UNTIMED if not floats or spent is None else spent / floats
 
 
-def _parts_of(layer: Layer, name: str, what: str) -> list[str]:
-    """The nodes of a layer whose names begin with a weight format and "product" or "weight"; a number follows."""
+def _nodes_of(layer: Layer, name: str, what: str) -> list[str]:
+    """The nodes of a layer that are a format's products (`what` is "product") or its weights ("weight"), by name."""
     return [node for node in layer.nodes if node.startswith(f"{name}_{what}")]
 
 
 def _time(layers: Sequence[Layer], name: str) -> float | None:
-    """The ms of one product. An engine may run it in several layers, or several products in one layer."""
+    """The ms of one product in a format: the median over its copies. Layers may split or join products."""
     spent: dict[str, float] = {}
     for layer in layers:
         if layer.time_ms is not None:
-            products = _parts_of(layer, name, "product")
+            products = _nodes_of(layer, name, "product")
             for product in products:
                 spent[product] = spent.get(product, 0.0) + layer.time_ms / len(products)
     return median(spent.values()) if spent else None

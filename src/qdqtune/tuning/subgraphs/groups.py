@@ -1,8 +1,8 @@
 """Which nodes an engine runs together, and such a group of nodes as a model of its own.
 
-Groups come from the engine's own layer report, from a report that TensorRT wrote elsewhere, or from rules. A group that
-was cut out reads the tensors that other nodes make, and gives those that other nodes read. Names stay as they are, so
-that edges, ranges and scales of the whole model hold in it.
+Groups come from the engine's own layer report, from a report that TensorRT wrote elsewhere, or from rules. The inputs
+of a group's model are the tensors that it reads from other nodes; its outputs are the tensors that other nodes read.
+Names are kept, so that edges, ranges and scales of the whole model apply to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qdqtune.search.costs.units import Group, usual_groups
 from qdqtune.types import Array, Edge, Layer, Sample
 
 Sizes = Mapping[str, tuple[int, ...]]
-"""Tensor to its shape."""
+"""Shapes by name of the tensor."""
 
 SHAPE_LENGTH = 64
 """Computed integer vectors up to this length are taken for shapes. Chosen, not measured."""
@@ -90,13 +90,13 @@ def from_file(model: Model, path: Path) -> Grouping:
 
 
 def by_rules(model: Model, possible: frozenset[Edge]) -> Grouping:
-    """Compute operators with the nodes that engines usually fuse into them: for engines that report no layers."""
+    """A group for each compute operator, with what engines usually fuse into it: if the engine reports no layers."""
     layers = [Layer(group[0], tuple(group), "", None, "compute") for group in usual_groups(model, possible)]
     return from_layers(model, layers, "as engines usually fuse, since this one reports no layers")
 
 
 def _named(model: Model) -> onnx.ModelProto:
-    """The graph with an initializer for each large constant: `read_report` looks up names in it."""
+    """A copy of the graph with an empty initializer for each large constant, whose name `read_report` looks up."""
     proto = deepcopy(model.proto)
     for name in model.large:
         proto.graph.initializer.add(name=name)
@@ -108,7 +108,7 @@ def _named(model: Model) -> onnx.ModelProto:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The shape of every tensor while measuring; `spans` has the smallest and largest shape of tensors that vary."""
+    """Shapes of all tensors in the measurement; `spans` has least, usual and largest shapes of those that vary."""
 
     sizes: Sizes
     spans: Mapping[str, Span] = field(default_factory=dict)
@@ -120,7 +120,7 @@ def resolve(
     """Shapes of all tensors, by shape inference; those that it does not find, by running the model once.
 
     Args:
-        model: with the sizes that the user's file leaves open.
+        model: the float model, with open sizes as in the user's file.
         shaped: the same graph with the input shapes of the measurement.
         sample: the inputs of the measurement.
         spans: the shapes that each dynamic input may take, for engines that are given ranges of shapes.
@@ -164,7 +164,7 @@ def borders(model: Model, nodes: Sequence[int]) -> tuple[tuple[str, ...], tuple[
 
 
 def is_shape(model: Model, tensor: str, sizes: Sizes) -> bool:
-    """Whether a computed tensor holds the shape of another one, judged by its type and length."""
+    """Whether a tensor is computed and probably holds the shape of another one, judged by its type and length."""
     info = model.tensors.get(tensor)
     integer = info is not None and info.dtype in (TensorProto.INT64, TensorProto.INT32)
     size = sizes.get(tensor, (SHAPE_LENGTH + 1,))

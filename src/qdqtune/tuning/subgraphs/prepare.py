@@ -1,4 +1,4 @@
-"""Subgraph mode: times each distinct fusion group alone before the search, and reports what came of each after it."""
+"""Subgraph mode: times each distinct fusion group alone before the search, and reports on all groups after it."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ SMALL = 0.002
 """Equal groups that together take less than this share of the model's time are not measured. Chosen, not measured."""
 
 PATIENCE = 0.5
-"""Share of the search's time after which no further group is timed alone: groups that gain have to be tried on the
-whole model as well, or they were timed in vain. Chosen, not measured."""
+"""Share of the search's time after which no further group is timed alone, so that time is left to try on the whole
+model what gained alone. Chosen, not measured."""
 
 
 class ProgressFile(Silent):
-    """An observer that writes the progress of a run to a file, for people and scripts; anew after each result.
+    """An observer that writes the progress of a run to a file for people and scripts, anew after each result.
 
-    The file also holds the lines of the state file. If that is lost, it is made again from them (`restored_state`).
-    Every method raises OutputError if the file cannot be written.
+    The file also holds the lines of the state file, so that `restored_state` can restore it. Every method raises
+    OutputError if the file cannot be written.
     """
 
     def __init__(self, folder: Path, parts: Partition, kinds: Sequence[GroupKind], store: Store) -> None:
@@ -67,7 +67,7 @@ class ProgressFile(Silent):
         self._write()
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        """See `Observer`."""
+        """Add a trial on the whole model."""
         row = {"number": trial.number, "origin": trial.proposal.origin, "edges": len(trial.placement)}
         self._validation.append(row | {"verdict": outcome, "best_ratio": state.best_ratio})
         self._write()
@@ -81,7 +81,7 @@ class ProgressFile(Silent):
 @dataclass(frozen=True)
 class Profiled:
     """The groups timed alone, and the `search` that starts from them. `progress` is an observer of that search; `why`
-    says by group why it was not measured."""
+    says by number of a group why it was not timed."""
 
     search: SubgraphSearch
     progress: ProgressFile
@@ -157,7 +157,7 @@ def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> G
 
 
 def _float_times(parts: Partition, layers: Sequence[Layer]) -> list[float]:
-    """The float ms of each group; without layer times its number of operations."""
+    """The float time of each group in ms; without layer times its number of operations."""
     model, total = parts.model, sum(layer.time_ms or 0.0 for layer in layers)
     if not total:
         return [sum(work(model, model.nodes[n]) for n in unit.nodes) for unit in parts.units]
@@ -167,7 +167,7 @@ def _float_times(parts: Partition, layers: Sequence[Layer]) -> list[float]:
 def _kinds(
     parts: Partition, grouped: Grouping, resolved: Resolved, times: Sequence[float]
 ) -> tuple[tuple[GroupKind, ...], dict[int, str]]:
-    """Kinds of equal groups, those that take the most time first; and why the other groups are not measured."""
+    """Kinds of equal groups, those with the most time first; and by number of other groups, why they are not timed."""
     why: dict[int, str] = {}
     alike: dict[str, list[Unit]] = {}
     for unit in parts.units:

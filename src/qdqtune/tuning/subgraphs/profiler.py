@@ -44,14 +44,13 @@ GROUP_ROUNDS = Plan(looks=(5, 9), slot_seconds=0.001, warmup=1)
 """Rounds of a group with pairs against the same group in float: few, as what ships is decided on the whole model."""
 
 DECISIVE = 0.1
-"""A ratio this far from 1 needs no second look. Chosen, not measured."""
+"""A comparison of a group ends at a look where the median ratio is further than this from 1. Chosen, not measured."""
 
 PROFILED_RUNS = 6
 """Inferences behind a layer report of a group. Chosen, not measured."""
 
 HOPELESS_SHARE = 0.98
-"""A scheme whose layers take more than this share of the float layers' time is not timed further. Chosen, not measured.
-"""
+"""If a scheme's layers take more than this share of the float layers' time, it is not timed. Chosen, not measured."""
 
 AT_ONCE = 2**28
 """Bytes of inputs of groups that are held at a time. Chosen, not measured."""
@@ -59,8 +58,8 @@ AT_ONCE = 2**28
 
 @dataclass(frozen=True)
 class GroupKind:
-    """Equal groups. `number` counts kinds, the one that takes most time first; `ms` is the float time of all its
-    groups."""
+    """Groups of equal structure. `number` is the rank of the kind by time, from 1; `ms` is the float time of all its
+    groups together."""
 
     number: int
     units: tuple[Unit, ...]
@@ -73,14 +72,14 @@ class GroupKind:
 
     @property
     def each_ms(self) -> float:
-        """The float time of one group."""
+        """The float time of one group, in ms."""
         return self.ms / len(self.units)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The first group of a kind as a model of its own, which is written to `path`, and the schemes to try on it. `key`
-    is what its records in the state file begin with."""
+    """The first group of a kind as a model of its own, which is written to `path`, and the schemes to try on it. Keys
+    of its records in the state file begin with `key`."""
 
     kind: GroupKind
     model: Model
@@ -109,7 +108,7 @@ class Profiler:
         self._constants = ConstantFile(run.output.claim(self._folder / CONSTANTS))
         spec = with_spans(settings.engine, resolved.spans)
         logs = run.output.path / LOGS / GROUP_MODELS
-        self._pool = WorkerPool(list(_beside(run, spec, logs)), run.observer.note, repeat_after=None)
+        self._pool = WorkerPool(list(_runners(run, spec, logs)), run.observer.note, repeat_after=None)
         self._writing = RLock()
 
     def __enter__(self) -> Self:
@@ -129,9 +128,11 @@ class Profiler:
         done: Callable[[GroupKind, Profile], None],
         deadline: float | None,
     ) -> dict[int, Profile]:
-        """The profile of each kind by number. A kind has no options if it cannot be built, or if no time is left.
+        """The profile of each kind by number. A profile has no options if the kind fails to build or if no time is
+        left.
 
-        `done` is called with each profile at once. Nothing begins after the `deadline`, a time of `time.monotonic`.
+        `done` is called with each profile as soon as it is known. Nothing begins after `deadline` (by
+        `time.monotonic`).
         """
         profiles: dict[int, Profile] = {}
 
@@ -149,18 +150,19 @@ class Profiler:
                 known(kind, self._recorded(part))
             else:
                 waiting.append(part)
-        for batch in self._in_passes(waiting):
+        for batch in self._in_batches(waiting):
             values = self._values(batch)
             report = self._reporter(len(kinds), observer)
             jobs = [
-                partial(self._in_time, part=part, values=values, deadline=deadline, report=report) for part in batch
+                partial(self._measure_in_time, part=part, values=values, deadline=deadline, report=report)
+                for part in batch
             ]
             with closing(self._pool.results(jobs)) as results:
-                for number, in_time in results:
+                for number, is_measured in results:
                     kind = batch[number].kind
                     late = Profile(kind.each_ms, (), {"": "no time was left"})
                     with self._writing:
-                        known(kind, self._recorded(batch[number]) if in_time else late)
+                        known(kind, self._recorded(batch[number]) if is_measured else late)
                     if len(self._pool) > 1:
                         observer.progress(len(profiles), len(kinds))
         return profiles
@@ -172,7 +174,7 @@ class Profiler:
         observer.stage(f"timing {count} groups alone, {len(self._pool)} at a time")
         return lambda _: None
 
-    def _in_time(
+    def _measure_in_time(
         self,
         runner: Runner,
         part: _Part,
@@ -180,7 +182,7 @@ class Profiler:
         deadline: float | None,
         report: Callable[[GroupKind], None],
     ) -> bool:
-        """Measure a part on one device; False if the deadline has passed."""
+        """Measure a part on one device, unless the deadline has passed; gives whether it was measured."""
         if deadline is not None and time.monotonic() > deadline:
             return False
         report(part.kind)
@@ -194,7 +196,7 @@ class Profiler:
         return f"{'+'.join(n.op for n in nodes[:4])}{'...' if len(nodes) > 4 else ''} ({nodes[0].name}{more})"
 
     def _baked(self, kinds: Sequence[GroupKind]) -> dict[str, Array]:
-        """The values of computed shapes that groups read: they become constants."""
+        """The values of shape tensors that the model computes and groups read: constants of the groups' models."""
         model = self._subject.shaped
         reads = dict.fromkeys(t for kind in kinds for t in borders(model, kind.first.nodes)[0])
         computed = [t for t in reads if is_shape(model, t, self._resolved.sizes)]
@@ -229,8 +231,8 @@ class Profiler:
         return {name: f"{part.key}:{placement.digest}" for name, placement in part.schemes.items()}
 
     def _recorded(self, part: _Part) -> Profile:
-        """The profile of a part from its records. The file of the part is written, also if it was timed in an earlier
-        session."""
+        """The profile of a part, made of its records. The part's model is written here, too: it may be missing if the
+        part was timed in an earlier session."""
         base = self._store.get(PartRecord, part.key)
         with atomic_write(part.path) as fresh:
             self._constants.save(part.model, fresh)
@@ -248,7 +250,7 @@ class Profiler:
 
     # ---- the engine
 
-    def _in_passes(self, waiting: Sequence[_Part]) -> Iterator[list[_Part]]:
+    def _in_batches(self, waiting: Sequence[_Part]) -> Iterator[list[_Part]]:
         """Parts in batches whose inputs fit in memory together; a larger part is a batch of its own."""
         batch: list[_Part] = []
         used = 0
@@ -267,14 +269,14 @@ class Profiler:
         return dtype.itemsize * int(np.prod(self._resolved.sizes.get(tensor, ())))
 
     def _values(self, batch: Sequence[_Part]) -> dict[str, Array]:
-        """The inputs of the parts when the model runs on its sample."""
+        """The inputs of the parts: the values of these tensors when the whole model runs on `Subject.feed`."""
         wanted = list(dict.fromkeys(t for part in batch for t in part.model.inputs))
         fed = {t: np.asarray(self._subject.feed[t]) for t in wanted if t in self._subject.feed}
         made = [t for t in wanted if t not in fed]
         return fed | (values_on(self._subject.shaped, made, self._subject.feed, self._budget) if made else {})
 
     def _measure(self, part: _Part, runner: Runner) -> None:
-        """Measure everything of a part that the state file does not have."""
+        """Measure the float form of a part and its schemes, except what the state file already has."""
         with self._writing:
             self._constants.save(part.model, part.path)
         handle = _loaded(runner, part.path)
@@ -332,9 +334,9 @@ def _loaded(runner: Runner, path: Path) -> Handle | Failure:
         return Failure("build", str(error))
 
 
-def _beside(run: Run, spec: EngineSpec, logs: Path) -> Iterator[Runner]:
-    """An engine process on each device of the run; with several devices, groups are small enough to need no memory
-    budget."""
+def _runners(run: Run, spec: EngineSpec, logs: Path) -> Iterator[Runner]:
+    """A further engine process on each device of the run. With several devices there is no memory budget: groups are
+    small enough."""
     if not run.others:
         yield run.runner.on_same_device(spec, logs)
     else:
