@@ -34,7 +34,7 @@ from tensorrt_fakes import FakeCuda, Logger, Module
 from trtexec_stand_in import stand_in
 
 DOCUMENTS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
-RELEASES = {"10": ("10.16", "10.16.1"), "11": ("11.1", "11.4.0")}
+RELEASES = {"8.6": ("8.6", "8.6.1"), "10": ("10.16", "10.16.1"), "11": ("11.1", "11.4.0")}
 """By generation of TensorRT: the version of the stand-in of trtexec, and that of the Python module."""
 
 BUILDS = 13
@@ -42,7 +42,7 @@ BUILDS = 13
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-FORMER = {"bf16", "calib", "layerPrecisions", "precisionConstraints"}
+FORMER = {"bf16", "calib", "layerPrecisions", "precisionConstraints", "workspace"}
 """Options of trtexec up to 10, of which a text says what stands for them now."""
 SCHEDULERS = {"nodes", "ntasks", "ntasks-per-node", "gpus", "gpus-per-node", "cpus-per-task", "exclusive"}
 """Options of SLURM in the text about clusters; those of Ray are asked for in test_cluster.py."""

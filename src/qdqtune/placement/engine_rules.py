@@ -29,12 +29,13 @@ BOTH: frozenset[QuantType] = frozenset({"int8", "fp8"})
 INT8: frozenset[QuantType] = frozenset({"int8"})
 FP8: frozenset[QuantType] = frozenset({"fp8"})
 
-GUIDE = "TensorRT developer guide, working with quantized types: Q/DQ placement"
-OPTIMIZER = "NVIDIA Model Optimizer, what its ONNX quantizer leaves out"
+LIBRARY_PAGES = "https://docs.nvidia.com/deeplearning/tensorrt/latest/inference-library"
+GUIDE = f"{LIBRARY_PAGES}/work-quantized-types.html"
+OPTIMIZER = "https://github.com/NVIDIA/Model-Optimizer/blob/main/modelopt/onnx/quantization/graph_utils.py"
 MEASURED = "measured with ONNX Runtime 1.31, see benchmarks/quantize.py"
 OBSERVED = "layer reports of TensorRT-RTX 1.7 for sm89"
-LAYERNORM = "github.com/NVIDIA/Model-Optimizer/pull/1117"
-LIBRARY = "TensorRT developer guide, multi-head attention fusion"
+LAYERNORM = "https://github.com/NVIDIA/Model-Optimizer/pull/1117"
+LIBRARY = f"{LIBRARY_PAGES}/transformers-fused-attention.html"
 
 
 ELEMENTWISE = frozenset({"Add", "Mul", "Sub"})

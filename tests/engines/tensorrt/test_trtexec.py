@@ -191,6 +191,15 @@ def test_user_arguments_take_precedence_and_are_passed_once(tmp_path: Path, quan
     assert engine.describe()["typing"] == "weak"
 
 
+@pytest.mark.parametrize("version", ["8.6", "11.1"])
+def test_the_former_flag_for_scratch_memory_is_understood(tmp_path: Path, quantized: Path, version: str) -> None:
+    engine = create(stand_in(tmp_path, version), trtexec_args="--workspace=4096 --verbose", workspace_mb=64)
+    engine.build(quantized, tmp_path / "build.log")
+    (build,) = calls(tmp_path)
+    assert build["memPoolSize"] == "workspace:4096"
+    assert engine.describe()["arguments"] == "--memPoolSize=workspace:4096 --verbose"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"warmup_ms": -1}, "warmup_ms"), ({"builder_level": 9}, "builder level"), ({"workspace_mb": 0}, "workspace")],

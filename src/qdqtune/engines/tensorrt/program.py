@@ -29,6 +29,9 @@ REPEATABLE = frozenset({"dynamicPlugins", "plugins", "staticPlugins"})
 TUNERS = re.compile(r"remoteAutoTuning\w*|(auto)?tun(e|er|ing)([A-Z]\w*)?|continue")
 """Flags that start searches of TensorRT itself: they build one file many times, or have another machine time it."""
 
+FORMER = re.compile(r"--workspace=(\d+)")
+"""A flag of trtexec up to 8, in MiB: trtexec 10 and later know its second name only, which 8.6 knows as well."""
+
 UNKNOWN_OPTION = re.compile(r"Unknown option: -*(\w+)")
 ERROR_LINE = re.compile(r"\[[EF]\] (?:\[TRT\] )?(.*)")
 
@@ -66,7 +69,7 @@ def find(name: str, arguments: str, launch: Launch = launch_process) -> Program:
 def _checked_flags(text: str) -> tuple[str, ...]:
     """The user's flags, each once: as in trtexec itself, the last value of a flag counts."""
     try:
-        words = shlex.split(text)
+        words = [FORMER.sub(r"--memPoolSize=workspace:\1", word) for word in shlex.split(text)]
     except ValueError as error:
         raise BadOption(f"trtexec_args cannot be read ({error}): {text!r}") from error
     for word in words:
