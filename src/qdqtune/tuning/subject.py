@@ -40,9 +40,9 @@ from qdqtune.tuning.store import Store
 from qdqtune.tuning.subgraphs import groups
 from qdqtune.types import Edge, Mix, NumericFormat, Placement, Sample
 
-FOREMOST = ("imported", "static", "compute")
-"""Suggestions that cut and subgraph mode always build: the user's, that of the usual static quantizer, and the one with
-fewest pairs, in which every compute operator gives floats."""
+FOREMOST = ("imported", "rules", "static", "compute")
+"""Suggestions that cut and subgraph mode always build: the user's, that of TensorRT's placement rules, that of the usual
+static quantizer, and the one with fewest pairs, in which every compute operator gives floats."""
 
 WITHOUT_GPU = (
     "without a GPU: `qdqtune quantize MODEL --engine tensorrt -o quantized.onnx` places pairs by rules, and "
@@ -57,7 +57,7 @@ class Subject:
     """The model under tuning. Outputs are compared on the samples of `accuracy`; the workloads of `mix` are timed.
 
     `imported` holds the pairs of a Q/DQ model that the user gave, `possible` the edges that may get pairs. `ranges` and
-    `possible` are empty until the model is `calibrated`.
+    `possible` are empty until the model is `calibrated`, as is `ruled`, the placement by the rules of TensorRT.
     """
 
     prepared: Prepared
@@ -71,6 +71,7 @@ class Subject:
     ranges: Ranges = field(default_factory=lambda: Ranges({}))
     possible: frozenset[Edge] = frozenset()
     rewrites: Rewrites = field(default_factory=Rewrites)
+    ruled: Placement = Placement()
 
     @property
     def model(self) -> Model:
@@ -98,6 +99,8 @@ class Subject:
         if self.imported is not None:
             own = self.imported.placement
             given["imported"] = Placement(own.edges & self.possible, own.compressed)
+        if self.ruled and self.ruled not in given.values():
+            given["rules"] = self.ruled
         ruled = rules.placements(self.shaped, self.possible)
         return given | {name: p for name, p in ruled.items() if p not in given.values()}
 
@@ -204,7 +207,10 @@ def calibrated(
         possible = frozenset()
     elif not possible:
         raise BadModel(f"{settings.model} has no tensor that could be quantized")
-    return replace(subject, ranges=ranges, possible=possible)
+    ruled, engine = Placement(), settings.engine.name
+    if engine in TENSORRT_FAMILY:
+        ruled = engine_rules.place(subject.shaped, possible, engine, settings.quant_type).placement
+    return replace(subject, ranges=ranges, possible=possible, ruled=ruled)
 
 
 def _counted(samples: Samples, observer: Observer) -> Samples:
