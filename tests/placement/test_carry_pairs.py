@@ -8,6 +8,7 @@ import pytest
 from models import attention, build, conv_net, edges, known, normal
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines.formats import numeric_format
+from qdqtune.graph.model import Model
 from qdqtune.placement.graph_queries import MOST_COPIES
 from qdqtune.placement.insertion import insert
 from qdqtune.types import QuantType

@@ -104,8 +104,8 @@ RULES: tuple[PlacementRule, ...] = (
               floats.unfusable_int8_attention),
     KeepFloat("fp8-attention", "fused FP8 attention needs a head size that is a multiple of 16, up to 256", LIBRARY,
               TENSORRT, FP8, floats.unfusable_fp8_attention),
-    KeepFloat("parts-of-float-attention", "float16 attention is no longer fused if queries, keys and values come from a "
-              "DQ, and with pairs on its inputs alone their product runs in float16", OBSERVED, TENSORRT_FAMILY, INT8,
+    KeepFloat("parts-of-float-attention", "float16 attention is not fused if queries, keys and values come from a DQ, "
+              "and with pairs on its inputs alone their product runs in float16", OBSERVED, TENSORRT_FAMILY, INT8,
               floats.parts_of_float_attention),
     CarryPair("compute-inputs", "activation and weight together: with one of them the operator runs in float", GUIDE,
               EVERY, BOTH, pairs.compute_inputs),

@@ -188,7 +188,7 @@ class GraphQueries:
         return None
 
     def is_fused_as_float(self, attention: Attention, paired: Collection[Edge]) -> bool:
-        """Whether TensorRT fuses an attention in float: a float16 or bfloat16 one whose products are not all `paired`."""
+        """Whether TensorRT fuses an attention in float: one in half precision whose products are not all `paired`."""
         info = self.model.tensors.get(self.model.nodes[attention.softmax].inputs[0])
         is_half = info is not None and info.dtype in HALF
         return is_half and not all(e in paired for e in nodes_into(self, attention.products))

@@ -41,8 +41,8 @@ from qdqtune.tuning.subgraphs import groups
 from qdqtune.types import Edge, Mix, NumericFormat, Placement, Sample
 
 FOREMOST = ("imported", "rules", "static", "compute")
-"""Suggestions that cut and subgraph mode always build: the user's, that of TensorRT's placement rules, that of the usual
-static quantizer, and the one with fewest pairs, in which every compute operator gives floats."""
+"""Suggestions that cut and subgraph mode always build: the user's, that of TensorRT's rules, that of the usual static
+quantizer, and the one with fewest pairs, in which every compute operator gives floats."""
 
 WITHOUT_GPU = (
     "without a GPU: `qdqtune quantize MODEL --engine tensorrt -o quantized.onnx` places pairs by rules, and "
@@ -71,7 +71,7 @@ class Subject:
     ranges: Ranges = field(default_factory=lambda: Ranges({}))
     possible: frozenset[Edge] = frozenset()
     rewrites: Rewrites = field(default_factory=Rewrites)
-    ruled: Placement = Placement()
+    ruled: Placement = field(default_factory=Placement)
 
     @property
     def model(self) -> Model:
@@ -187,6 +187,8 @@ def calibrated(
     record = store.get(RangesRecord)
     if settings.calibration_cache is not None:
         matched = from_file(settings.calibration_cache, subject.shaped, settings.model)
+        if subject.prepared.has_real_samples:
+            matched = matched.seen_on(subject.shaped, subject.prepared.judging[:1])
         subject = replace(subject, notes=(*subject.notes, *matched.notes()))
         record = record or store.put(RangesRecord(ranges=matched.ranges))
     if record is None:
