@@ -104,12 +104,12 @@ def test_a_cache_from_before_or_after_simplification_is_taken_silently(
 ) -> None:
     """Simplification keeps the names of what remains: a cache has entries for more, or lacks some."""
     file = exported(["conv", *layers, "conv"], str, tmp_path_factory.mktemp("simplified"))
-    cache, model = cache_of(file), load(file)
+    cache, model, same = cache_of(file), load(file), identities(file)
     kept = {n: r for i, (n, r) in enumerate(cache.ranges.items()) if i not in gone}
     fewer = Cache("a test", {**kept, "image": cache.ranges["image"]}, {}, "")
     more = Cache("a test", {**cache.ranges, **{str(n): Range(-1, 1) for n in range(400, 440)}}, {}, "")
-    assert not any("numbered" in told or "fit" in told or "relat" in told for told in match(fewer, model, {}).doubts)
-    assert match(more, model, {}).doubts == ()
+    assert not any("numbered" in told or "fit" in told or "relat" in told for told in match(fewer, model, same).doubts)
+    assert match(more, model, same).doubts == ()
 
 
 def test_a_shift_needs_one_kind_of_name_and_fits_better_than_none() -> None:
