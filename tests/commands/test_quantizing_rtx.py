@@ -1,6 +1,7 @@
 """TensorRT-RTX takes what `quantize` writes for TensorRT, without a GPU, and runs it in 8 bits."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,6 +51,20 @@ HEADS = """net (float[1,2,32,32] q, float[1,2,32,32] k, float[1,2,32,32] v) => (
 }"""
 
 
+FUSED = """net (float[1,64,128] x) => (float[1,64,32] y) {
+    [make] m = MatMul(x, w)
+    [bias] n = Add(b, m)
+    [heads] h = Reshape(n, five)
+    [turn] t = Transpose <perm=[2,0,3,1,4]> (h)
+    [part] q1, k1, v1 = Split <axis=0, num_outputs=3> (t)
+    [sq] q = Squeeze(q1, zero) [sk] k2 = Squeeze(k1, zero) [sv] v = Squeeze(v1, zero)
+    [scale] qs = Mul(q, c)
+    [keys] k = Transpose <perm=[0,1,3,2]> (k2)
+    [scores] s = MatMul(qs, k) [softmax] p = Softmax(s) [context] o = MatMul(p, v)
+    [back] r = Transpose <perm=[0,2,1,3]> (o) [merge] e = Reshape(r, three) [end] y = MatMul(e, wo)
+}"""
+
+
 def passing() -> Model:
     """SiLU, a pool, a residual, a Resize, an average pool and a Concat between convolutions."""
     return build(PASSING, {"w": normal(32, 32, 3, 3, scale=0.1), "wide": normal(32, 64, 3, 3, scale=0.1),
@@ -92,6 +107,21 @@ def test_it_builds_and_runs_in_8_bits(make, quant_type, precision, tmp_path, mon
     engine = open_engine(EngineSpec("tensorrt-rtx", {"target": "sm89", "opt_shapes": shapes}))
     layers = engine.build(tmp_path / "q.onnx", tmp_path / "build.log").layers({}, 1)
     assert any(layer.precision == {"int8": "INT8", "fp8": "FP8"}[quant_type] for layer in layers)
+
+
+@pytest.mark.usefixtures("workers")
+def test_the_product_of_queries_keys_and_values_runs_in_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pairs on its inputs alone it runs in float16, in a kernel that converts its weights."""
+    for module in ("cuda.bindings.runtime", "cuda.cudart"):
+        monkeypatch.setitem(sys.modules, module, None)
+    ints = {"five": [1, 64, 3, 4, 32], "three": [1, 64, 128], "zero": [0]}
+    constants = {"w": normal(128, 384, scale=0.1), "b": normal(384), "c": np.float32(0.25), "wo": normal(128, 32)}
+    save(build(FUSED, constants | {n: np.array(v) for n, v in ints.items()}), tmp_path / "model.onnx")
+    made = QuantizeOptions(tmp_path / "model.onnx", output=tmp_path / "q.onnx", engine="tensorrt-rtx", precision="fp16")
+    quantize(made)
+    engine = open_engine(EngineSpec("tensorrt-rtx", {"target": "sm89"}))
+    layers = engine.build(tmp_path / "q.onnx", tmp_path / "build.log").layers({}, 1)
+    assert [layer.precision for layer in layers if "make" in layer.nodes] == ["INT8"]
 
 
 @pytest.mark.usefixtures("workers")

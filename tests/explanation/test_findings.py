@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from layered_nets import CONV, FIRST, LAST, WEIGHT, failing, layers, net
+from models import build
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.explanation.findings import allow, check
+from qdqtune.explanation.reasons import UNKNOWN
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.types import Layer
@@ -172,3 +175,20 @@ def test_what_is_allowed_becomes_a_boundary():
         assert [f.kind for f in after] == kinds
         assert [f.fails for f in after] == [f.kind != "boundary" for f in after]
     assert allow(found, ["tanh"])[0].reason == "allowed: tanh (Tanh) runs in float: its input carries no pair"
+
+
+def test_a_q_that_no_kernel_of_the_operator_takes_in_has_that_as_its_reason() -> None:
+    """As behind FP8 convolutions of TensorRT-RTX. Where one kernel takes it in, the graph does not show the reason."""
+    text = """net (float[1,4,8,8] x) => (float[1,4,8,8] y) {
+        [xq] a = QuantizeLinear(x, s, z) [xd] b = DequantizeLinear(a, s, z)
+        [wd] w = DequantizeLinear(wi, s, z) [conv] c = Conv(b, w) [relu] r = Relu(c)
+        [rq] d = QuantizeLinear(r, s, z) [rd] e = DequantizeLinear(d, s, z) [last] f = Conv(e, w)
+        [fq] g = QuantizeLinear(f, s, z) [fd] y = DequantizeLinear(g, s, z)
+    }"""
+    model = build(text, {"wi": np.ones((4, 4, 1, 1), np.int8), "s": np.float32(0.1), "z": np.int8(0)})
+    given = ["xq: INT8", "xd + wd + conv + relu: INT8", "rq: INT8"]
+    alone = failing(model, *given, "rd + last: INT8", "fq: INT8", "fd: FP32")
+    assert {(f.nodes, f.reason, f.cause) for f in alone} >= {
+        (("rq",), "this engine seems to have no Conv that writes 8 bits", "conv")
+    }
+    assert [f.reason.endswith(UNKNOWN) for f in failing(model, *given, "rd + last + fq: INT8", "fd: FP32")] == [True]

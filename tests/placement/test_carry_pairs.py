@@ -6,6 +6,7 @@ import pytest
 from models import attention, build, conv_net, edges, known, normal
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines.formats import numeric_format
+from qdqtune.graph.model import Model
 from qdqtune.placement.graph_queries import MOST_COPIES
 from qdqtune.placement.insertion import insert
 from qdqtune.types import QuantType
@@ -206,3 +207,64 @@ def test_onnxruntime_goes_on_in_integers_between_quantized_neighbours() -> None:
     assert edges("c2 add 0", "p0 add 1", "r1 concat 0", "c3 concat 1") <= found.placement.edges
     assert count(found, "integer-operators") > 0
     assert not {"stem_relu", "clip"} & users(found)
+
+
+FUSED = """net (float[1,64,128] x) => (float[1,64,32] y) {{
+    [make] m = MatMul(x, w)
+    [bias] n = Add(b, m)
+    [heads] h = Reshape(n, five)
+    [turn] t = Transpose <perm=[2,0,3,1,4]> (h)
+    {parts}
+    [sq] q = Squeeze(q1, zero) [sk] k1 = Squeeze(k0, zero) [sv] v = Squeeze(v0, zero)
+    [scale] qs = Mul(q, c)
+    [keys] k = Transpose <perm=[0,1,3,2]> (k1)
+    [scores] s = MatMul(qs, k) [softmax] p = Softmax(s) [context] o = MatMul(p, v)
+    [back] r = Transpose <perm=[0,2,1,3]> (o) [merge] e = Reshape(r, three) [end] y = MatMul(e, wo)
+}}"""
+
+SPLIT = "[part] q1, k0, v0 = Split <axis=0, num_outputs=3> (t)"
+GATHERS = "[pq] q1 = Gather <axis=0> (t, i0) [pk] k0 = Gather <axis=0> (t, i1) [pv] v0 = Gather <axis=0> (t, i2)"
+
+
+def fused(parts: str, heads: int = 4, half: bool = True) -> Model:
+    """Attention whose queries, keys and values come from one product."""
+    ints = {
+        "five": [1, 64, 3, heads, 128 // heads],
+        "three": [1, 64, 128],
+        "zero": [0],
+        "i0": [0],
+        "i1": [1],
+        "i2": [2],
+    }
+    constants = {"w": normal(128, 384), "b": normal(384), "c": np.float32(0.25), "wo": normal(128, 32)}
+    return build(FUSED.format(parts=parts), constants | {n: np.array(v) for n, v in ints.items()}, half=half)
+
+
+@pytest.mark.parametrize("quant_type", ["int8", "fp8"])
+@pytest.mark.parametrize(("parts", "readers"), [(SPLIT, "t part 0"), (GATHERS, "t pq 0|t pk 0|t pv 0")])
+def test_what_divides_queries_keys_and_values_reads_8_bits(parts: str, readers: str, quant_type: QuantType) -> None:
+    wanted = edges(*readers.split("|"), "x make 0", "w make 1", "qs scores 0", "k scores 1")
+    assert wanted <= placed(fused(parts), "tensorrt-rtx", quant_type).placement.edges
+    for other in ("fake", "openvino", "onnxruntime")[: 3 if quant_type == "int8" else 1]:
+        assert not {"part", "pq"} & users(placed(fused(parts, half=False), other, quant_type))
+
+
+@pytest.mark.parametrize(
+    ("quant_type", "half", "kept"),
+    [
+        ("int8", True, set()),
+        ("fp8", True, {"make"}),
+        ("int8", False, {"make", "part"}),
+        ("fp8", False, {"make", "part"}),
+    ],
+)
+def test_attention_that_is_fused_in_float16_gets_no_pair_in_front(quant_type: QuantType, half: bool, kept: set) -> None:
+    """Heads of 8 have no kernel in 8 bits. In INT8 the product would run in float16 with its weights converted."""
+    found = users(placed(fused(SPLIT, heads=16, half=half), "tensorrt", quant_type))
+    assert found & {"make", "part", "scores", "context"} == kept
+    assert "end" in found
+
+
+def test_products_of_their_own_for_queries_and_keys_have_pairs_on_their_inputs_alone() -> None:
+    found = placed(attention(half=True), "tensorrt")
+    assert count(found, "attention-parts") == count(found, "parts-of-float-attention") == 0

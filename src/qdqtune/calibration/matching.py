@@ -7,15 +7,16 @@ values (`_renamed`). A tensor without an entry takes the range of a neighbour th
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 from qdqtune.calibration.caches import Cache, read_cache
-from qdqtune.calibration.calibrate import candidate_tensors
-from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.errors import BadData
+from qdqtune.calibration.calibrate import calibrate, candidate_tensors
+from qdqtune.calibration.other_exports import contradiction, doubts, shift_of
+from qdqtune.calibration.scales import Calibration, Range, Ranges
+from qdqtune.errors import BadData, BadModel
 from qdqtune.graph.loading import identities
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import (
@@ -28,6 +29,7 @@ from qdqtune.graph.operators import (
     is_float,
     takes_data,
 )
+from qdqtune.types import Sample
 
 UNNAMED_TENSOR = re.compile(r"\(Unnamed Layer\* \d+\) \[(.+)\]_output(?:_\d+)?")
 """The output of an unnamed TensorRT layer, with the kind of the layer."""
@@ -63,6 +65,8 @@ CONSTANT = "a constant: weights get scales of their own"
 TENSORRTS_OWN = "a tensor of TensorRT's own, which the model does not have"
 """Reasons for unused entries that every cache has."""
 
+ANOTHER = "is it another model's? Exports of one network number tensors differently: if so, calibrate this file anew"
+
 LISTED_NAMES = 5
 """Names in a note before it is shortened."""
 
@@ -73,8 +77,7 @@ class Matched:
 
     `exact` are the tensors with an entry. `derived` has the source of the range for other tensors with a range.
     `lacking` are tensors without one that operators with integer kernels read, which so stay in float. `unused` has the
-    reason for each entry without a tensor. `is_doubtful`: most inputs of convolutions and products have no range, so
-    that the cache may be another model's.
+    reason for each entry without a tensor. `doubts` are signs that the cache is another model's, or of another export.
     """
 
     source: str
@@ -83,7 +86,22 @@ class Matched:
     derived: Mapping[str, str]
     lacking: tuple[str, ...]
     unused: Mapping[str, str]
-    is_doubtful: bool = False
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the cache may be another model's."""
+        return bool(self.doubts)
+
+    def seen_on(self, model: Model, samples: Iterable[Sample]) -> Matched:
+        """The same with a doubt if ranges on samples contradict the entries; as it is where ONNX Runtime cannot run the
+        model."""
+        try:
+            seen = calibrate(model, samples, Calibration("minmax")).activations
+        except BadModel:
+            return self
+        told = contradiction({t: self.ranges.activations[t] for t in self.exact}, seen)
+        return replace(self, doubts=(*self.doubts, told)) if told else self
 
     def notes(self) -> tuple[str, ...]:
         """Notes on the entries that are used, the tensors that stay in float, and the entries that are not used."""
@@ -98,14 +116,14 @@ class Matched:
             notes.append(f"entries for constants, and for tensors that only TensorRT has, are ignored: {len(own)}")
         if strange := [name for name in self.unused if name not in own]:
             notes.append(f"other entries that are not used, {len(strange)}: {_listed(strange, self.unused)}")
-        if self.is_doubtful:
-            notes.append("most of what the model's convolutions and products read has no scale: is it another model's?")
+        if self.doubts:
+            notes.append(f"{'; '.join(self.doubts)}: {ANOTHER}")
         return tuple(notes)
 
     def as_json(self) -> dict[str, object]:
         """All fields except the ranges."""
         named = {"source": self.source, "exact": list(self.exact), "derived": dict(self.derived)}
-        return {**named, "lacking": list(self.lacking), "unused": dict(self.unused)}
+        return {**named, "lacking": list(self.lacking), "unused": dict(self.unused), "doubts": list(self.doubts)}
 
 
 def _listed(names: Collection[str], words: Mapping[str, str] | None = None) -> str:
@@ -144,6 +162,9 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
     for tensor, other in _casts(model, tensors):
         if other in known:
             known.setdefault(tensor, known[other])
+    names, own = {*cache.ranges, *cache.unusable}, {*tensors, *(n for n, t in aliases.items() if t in tensors)}
+    if (shift := shift_of(names, own)) is not None and shift.is_clear:
+        raise BadData(f"it is of another export of the network: {shift}. Rename them so, or calibrate this file anew")
     strangers = [n for n in cache.ranges if n not in entries and not TENSORRT_NAME.fullmatch(n)]
     if len(exact) < LEAST_KNOWN_SHARE * len(tensors) and len(entries) < LEAST_KNOWN_SHARE * (
         len(entries) + len(strangers)
@@ -160,8 +181,10 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
     computed = {t for n in model.nodes if n.op in COMPUTE and not n.domain for t in n.inputs[:2] if t in tensors}
     wanted = computed.union(t for n in model.nodes if n.op in INTEGER_KERNELS and not n.domain for t in n.inputs)
     lacking = tuple(t for t in tensors if t in wanted and t not in known)
-    is_doubtful = 2 * len(computed - known.keys()) > len(computed)
-    return Matched(cache.source, Ranges(known, is_given=True), exact, derived, lacking, unused, is_doubtful)
+    told = doubts(names, {t: known[t] for t in exact}, model, own, shift)
+    if 2 * len(computed - known.keys()) > len(computed):
+        told.append("most of what the model's convolutions and products read has no scale")
+    return Matched(cache.source, Ranges(known, is_given=True), exact, derived, lacking, unused, tuple(told))
 
 
 def _of_another_model(cache: Cache, model: Model, tensors: int, found: int) -> str:

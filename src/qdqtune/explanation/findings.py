@@ -14,7 +14,7 @@ from qdqtune.explanation.reasons import UNKNOWN, Reason, Reasons, is_conversion,
 from qdqtune.explanation.split_attention import Split, splits
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, Node
-from qdqtune.graph.operators import COMPUTE
+from qdqtune.graph.operators import COMPUTE, FUSED_BEHIND
 from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import placement_in, stored_alone, tables_of
@@ -92,6 +92,7 @@ class _Checker:
     def __init__(self, model: Model, layers: Sequence[Layer], reasons: Reasons) -> None:
         self._nodes = {node.name: node for node in model.nodes}
         self._float_types = {name for name, info in model.tensors.items() if info.is_float}
+        self._maker = model.maker
         self._layers = layers
         self._reasons = reasons
         self._stored = stored_alone(model)
@@ -104,8 +105,7 @@ class _Checker:
             return None
         nodes = [self._nodes[name] for name in layer.nodes if name in self._nodes]
         if layer.kind == "quantize" and (alone := [n for n in nodes if n.name in self._stored]):
-            reason = f"the engine does not draw weights of {self._stored[alone[0].name].name} into the product behind"
-            return Finding("standalone pair", layer.name, _names(alone), layer.time_ms, reason)
+            return self._stored_apart(layer, alone)
         pairs = [node for node in nodes if is_conversion(node)]
         others = [node for node in nodes if not is_conversion(node)]
         if layer.kind in ("folded", "unknown"):
@@ -118,6 +118,14 @@ class _Checker:
             return self._in_float(layer, others)
         return self._inserted(number)
 
+    def _stored_apart(self, layer: Layer, alone: Sequence[Node]) -> Finding:
+        """A finding about weights that alone are quantized, and that become floats in a kernel of their own."""
+        reason = f"the engine does not draw weights of {self._stored[alone[0].name].name} into the product behind"
+        apart = {name for other in self._layers if other.kind == "quantize" for name in other.nodes}
+        if taken := len(self._stored.keys() - apart):
+            reason += f", as it does with {taken} of {len(self._stored)}: `nodes_to_exclude` leaves them in float"
+        return Finding("standalone pair", layer.name, _names(alone), layer.time_ms, reason)
+
     def _conversion(self, number: int, pairs: Sequence[Node]) -> Finding:
         layer = self._layers[number]
         reasons = [
@@ -129,8 +137,19 @@ class _Checker:
         if not pairs:
             reason = f"the engine names no node for it, and may have added it: it runs {self._place(number)}"
             return Finding("standalone pair", layer.name, (), layer.time_ms, reason)
-        first = known[0] if known else Reason(f"runs as a kernel of its own {UNKNOWN}")
+        first = known[0] if known else self._untold(pairs[0])
         return Finding("standalone pair", layer.name, _names(pairs), layer.time_ms, first.text, first.cause)
+
+    def _untold(self, pair: Node) -> Reason:
+        """A reason that the nodes around a Q do not show: no kernel of the operator in front of it writes 8 bits."""
+        front = self._maker(pair.inputs[0])
+        while front is not None and front.op in FUSED_BEHIND:
+            front = self._maker(front.inputs[0])
+        if front is not None and front.op in COMPUTE and self._reasons.runs_in_8_bits(front):
+            inside = [{self._nodes[n].op for n in x.nodes if n in self._nodes} for x in self._layers]
+            if not any({front.op, "QuantizeLinear"} <= ops for ops in inside):
+                return Reason(f"this engine seems to have no {front.op} that writes 8 bits", front.name)
+        return Reason(f"runs as a kernel of its own {UNKNOWN}")
 
     def _in_float(self, layer: Layer, others: Sequence[Node]) -> Finding | None:
         """A finding about a layer that runs in float although nodes in it were meant to run in 8 bits; else None."""

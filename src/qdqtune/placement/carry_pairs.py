@@ -28,6 +28,15 @@ def attention_results(queries: GraphQueries, placed: frozenset[Edge]) -> Iterato
             yield from results_of(queries, attention)
 
 
+def attention_parts(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
+    """The result of a quantized product that makes queries, keys and values at once, in front of what divides it,
+    unless the attention is fused in float16."""
+    for attention in queries.attentions:
+        parts = queries.parts(attention)
+        if parts is not None and queries.runs_in_8_bits(parts[0], placed):
+            yield from () if queries.is_fused_as_float(attention, placed) else parts[1]
+
+
 def residual_skip(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
     """The skip input of an Add whose other input comes from a quantized compute operator."""
     for node in queries.model.nodes:

@@ -105,10 +105,16 @@ RULES: tuple[PlacementRule, ...] = (
               floats.unfusable_int8_attention),
     KeepFloat("fp8-attention", "fused FP8 attention needs a head size that is a multiple of 16, up to 256", LIBRARY,
               TENSORRT, FP8, floats.unfusable_fp8_attention),
+    KeepFloat("parts-of-float-attention", "float16 attention is not fused if queries, keys and values come from a DQ, "
+              "and with pairs on its inputs alone their product runs in float16", OBSERVED, TENSORRT_FAMILY, INT8,
+              floats.parts_of_float_attention),
     CarryPair("compute-inputs", "activation and weight together: with one of them the operator runs in float", GUIDE,
               EVERY, BOTH, pairs.compute_inputs),
     CarryPair("attention-results", "fused INT8 attention writes 8 bits: with a pair behind the second product",
               LIBRARY, TENSORRT, INT8, pairs.attention_results),
+    CarryPair("attention-parts", "a product that makes queries, keys and values at once runs in 8 bits, or in fewer "
+              "kernels, with a pair in front of what divides its result", OBSERVED, TENSORRT_FAMILY, BOTH,
+              pairs.attention_parts),
     CarryPair("residual-skip", "with its skip input in 8 bits an Add joins the operator in front of it", GUIDE,
               FUSING, BOTH, pairs.residual_skip),
     CarryPair("conv-layernorm", "the convolution then writes 8 bits itself and gets a faster kernel", LAYERNORM,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from qdqtune.graph.float16 import HALF
 from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import ARITHMETIC, ASKS_SHAPE, COMPUTE, COPIES, FUSED_POINTWISE, is_float, takes_data
 from qdqtune.placement.possible import compute_edges
@@ -13,6 +14,9 @@ from qdqtune.types import Edge, QuantType
 
 SCALES_AND_MASKS = COPIES | ARITHMETIC | {"Clip", "Where"}
 """Operators that may stand between the first product of attention and its Softmax."""
+
+DIVIDES = frozenset({"Gather", "Slice", "Split"})
+"""Operators that give a part of a tensor."""
 
 MOST_COPIES = 10
 """Most COPIES between two operators that still count as neighbours. Chosen, not measured."""
@@ -150,6 +154,41 @@ class GraphQueries:
                 head = self._head_size(scores, context)
                 blocks.append(Attention(scores.index, node.index, context.index, sequence, head))
         return tuple(blocks)
+
+    def parts(self, attention: Attention) -> tuple[Node, tuple[Edge, ...]] | None:
+        """The product with a weight that makes queries and keys at once, often values as well, and the edges into the
+        operators that divide its result, behind bias and copies; None where queries and keys have products of their
+        own."""
+        scores, context = (self.model.nodes[i] for i in attention.products)
+        queries, *others = (self._part_of(t) for t in (*scores.inputs[:2], *context.inputs[:2]))
+        if queries is None or others[0] is None or queries[0] is not others[0][0]:
+            return None
+        edges = (edge for product, edge in (queries, *filter(None, others)) if product is queries[0])
+        return queries[0], tuple(dict.fromkeys(edges))
+
+    def _part_of(self, tensor: str) -> tuple[Node, Edge] | None:
+        """The product with a weight that a tensor holds a part of, scaled or not, and the edge into the first operator
+        that divides its result."""
+        pending: list[tuple[str, Edge | None]] = [(tensor, None)]
+        seen: set[str] = set()
+        while pending:
+            tensor, divided = pending.pop()
+            node = self.model.maker(tensor)
+            if node is None or tensor in seen:
+                continue
+            seen.add(tensor)
+            data = self.data(node)
+            if divided is not None and node.op in ("Gemm", "MatMul") and len(data) == 1:
+                return node, divided
+            if node.op in COPIES | ARITHMETIC | DIVIDES:
+                pending += [(e.tensor, e if node.op in DIVIDES else divided) for e in data]
+        return None
+
+    def is_fused_as_float(self, attention: Attention, paired: Collection[Edge]) -> bool:
+        """Whether TensorRT fuses an attention in float: one in half precision whose products are not all `paired`."""
+        info = self.model.tensors.get(self.model.nodes[attention.softmax].inputs[0])
+        is_half = info is not None and info.dtype in HALF
+        return is_half and not all(e in paired for e in nodes_into(self, attention.products))
 
     def _head_size(self, scores: Node, context: Node) -> int | None:
         """The last dimension of queries and values. If the model leaves it open: the rows of the weight that reads all

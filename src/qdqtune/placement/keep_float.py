@@ -225,6 +225,14 @@ def unfusable_fp8_attention(queries: GraphQueries) -> Iterator[Edge]:
             yield from nodes_into(queries, attention.products)
 
 
+def parts_of_float_attention(queries: GraphQueries) -> Iterator[Edge]:
+    """Inputs of a product that makes queries, keys and values at once, where the attention is fused in float16."""
+    for attention in queries.attentions:
+        parts = queries.parts(attention)
+        if parts is not None and queries.is_fused_as_float(attention, queries.possible):
+            yield from queries.into(parts[0])
+
+
 def transposed_convolutions(queries: GraphQueries) -> Iterator[Edge]:
     """Edges into ConvTranspose nodes."""
     for node in queries.computes():

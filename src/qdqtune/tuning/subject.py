@@ -44,9 +44,9 @@ from qdqtune.tuning.store import Store
 from qdqtune.tuning.subgraphs import groups
 from qdqtune.types import Edge, Mix, NumericFormat, Placement, Sample
 
-FOREMOST = ("imported", "static", "compute")
-"""Origins of the suggestions that cut and subgraph mode always build: the user's pairs, those of a usual static
-quantizer, and the fewest pairs, with which every compute operator gives floats."""
+FOREMOST = ("imported", "rules", "static", "compute")
+"""Origins of suggestions that cut and subgraph mode always build: the user's pairs, those of TensorRT's rules, those
+of a usual static quantizer, and the fewest pairs, with which every compute operator gives floats."""
 
 WITHOUT_GPU = (
     "without a GPU: `qdqtune quantize MODEL --engine tensorrt -o quantized.onnx` places pairs by rules, and "
@@ -61,7 +61,7 @@ class Subject:
     """The model under tuning. Outputs are compared on the samples of `accuracy`; the workloads of `mix` are timed.
 
     `imported` holds the pairs of a Q/DQ model that the user gave, `possible` the edges that may get pairs. `ranges` and
-    `possible` are empty until the model is `calibrated`.
+    `possible` are empty until the model is `calibrated`, as is `ruled`, the placement by the rules of TensorRT.
     """
 
     prepared: Prepared
@@ -74,6 +74,7 @@ class Subject:
     ranges: Ranges = field(default_factory=lambda: Ranges({}))
     possible: frozenset[Edge] = frozenset()
     rewrites: Rewrites = field(default_factory=Rewrites)
+    ruled: Placement = field(default_factory=Placement)
 
     @property
     def model(self) -> Model:
@@ -111,6 +112,8 @@ class Subject:
         if self.imported is not None:
             own = self.imported.placement
             given["imported"] = Placement(own.edges & self.possible, own.compressed)
+        if self.ruled and self.ruled not in given.values():
+            given["rules"] = self.ruled
         ruled = rules.placements(self.shaped, self.possible)
         return given | {name: p for name, p in ruled.items() if p not in given.values()}
 
@@ -196,6 +199,8 @@ def calibrated(
     record = store.get(RangesRecord)
     if settings.calibration_cache is not None:
         matched = from_file(settings.calibration_cache, subject.shaped, settings.model)
+        if subject.prepared.has_real_samples:
+            matched = matched.seen_on(subject.shaped, subject.prepared.judging[:1])
         subject = replace(subject, notes=(*subject.notes, *matched.notes()))
         record = record or store.put(RangesRecord(ranges=matched.ranges))
     if record is None:
@@ -216,7 +221,10 @@ def calibrated(
         possible = frozenset()
     elif not possible:
         raise BadModel(f"{settings.model} has no tensor that could be quantized")
-    return replace(subject, ranges=ranges, possible=possible)
+    ruled, engine = Placement(), settings.engine.name
+    if engine in TENSORRT_FAMILY:
+        ruled = engine_rules.place(subject.shaped, possible, engine, settings.quant_type).placement
+    return replace(subject, ranges=ranges, possible=possible, ruled=ruled)
 
 
 def _counted(samples: Samples, observer: Observer) -> Samples:
