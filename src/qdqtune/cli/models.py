@@ -19,7 +19,6 @@ from qdqtune.cli.output import (
     say_notes,
     show,
     width,
-    with_flags,
     with_flags_in_notes,
 )
 from qdqtune.commands.apply import ApplyOptions, apply
@@ -54,7 +53,7 @@ def inspect_command(options: InspectOptions, as_machine: bool) -> None:
     if as_machine:
         print_json(found.to_dict())
     else:
-        print_lines(map(with_flags, found.named if is_verbose() else found.lines))
+        print_lines(found.named if is_verbose() else found.lines)
         if not (options.tree or is_verbose()):
             print("Every region: --tree, with the names of nodes and tensors: -v")
 

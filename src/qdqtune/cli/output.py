@@ -130,13 +130,13 @@ def show(table: Table) -> None:
 
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines for people. Line breaks in names are escaped."""
-    print("\n".join(map(escaped, lines)))
+    print("\n".join(escaped(with_flags(line)) for line in lines))
 
 
 def print_prose(lines: Iterable[str]) -> None:
     """As `print_lines`, but lines are broken between words on a terminal: for text that nobody copies to a shell."""
     columns = width()
-    for line in map(escaped, lines):
+    for line in (escaped(with_flags(line)) for line in lines):
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         print(textwrap.fill(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False))
 
