@@ -106,15 +106,19 @@ def test_an_interrupt_that_a_library_made_another_error_of(call, model, monkeypa
 
 
 def interrupted(code: str, *signals: float) -> tuple[int, str]:
-    """Exit code and standard error of Python code that says `ready` and gets Ctrl-C, so many seconds apart."""
+    """Exit code and standard error of Python code that says `ready` and gets Ctrl-C, so many seconds apart; the last of
+    several until the process ends, as signals that come together count as one."""
     process = subprocess.Popen(
         [sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    for seconds in signals:
+    for number, seconds in enumerate(signals, 1):
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
+        while 1 < number == len(signals) and process.poll() is None:
+            time.sleep(seconds)
+            process.send_signal(signal.SIGINT)
     _, err = process.communicate()
     return process.returncode, err
 
