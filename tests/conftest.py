@@ -69,7 +69,7 @@ def model(tmp_path: Path) -> Path:
     return write(mixed(), tmp_path)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, and in `out` beside it what a tuning run on the fake engine has written."""
     path = write(mixed(), tmp_path_factory.mktemp("tuned"))

@@ -26,7 +26,7 @@ SHORT: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> qdqtune.Result:
     """What `tune` gives for a model and samples in memory."""
     folder = tmp_path_factory.mktemp("library")

@@ -27,7 +27,7 @@ class Ran(NamedTuple):
     alone: Path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp("ran")
     model, alone = write(mixed(), folder), tmp_path_factory.mktemp("alone")

@@ -55,7 +55,7 @@ def ours(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, env=environment(), cwd=folder, capture_output=True, text=True, check=False)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with all that the commands want, and a module by the name of each that there is: who executes one leaves
     its name in `executed`, beside the folder in which that lies."""

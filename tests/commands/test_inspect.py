@@ -10,7 +10,7 @@ from qdqtune.search.regions import discovery, patterns
 from region_models import Network
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def found():
     """Shape arithmetic, then two residual blocks, then a softmax."""
     net = Network()

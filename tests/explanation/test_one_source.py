@@ -80,7 +80,7 @@ RUNS: Mapping[str, tuple[Callable[[], Model], Mapping[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="session", params=RUNS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a finished run."""
     made, changes = RUNS[request.param]

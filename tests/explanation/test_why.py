@@ -24,7 +24,7 @@ from runs import rows as lines
 from workers import in_process
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     """The folder of a run in cut mode, and its result."""
     model = write(mixed(), tmp_path_factory.mktemp("explained"))

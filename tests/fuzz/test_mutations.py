@@ -23,7 +23,7 @@ PATIENCE = 600.0
 """Seconds after which a case of a long run counts as hanging."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mutations.whole(tmp_path_factory.mktemp("whole"))
 

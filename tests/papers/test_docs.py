@@ -50,7 +50,7 @@ RAY = {"head", "port", "address", "num-gpus", "num-cpus", "block"}
 OPTION = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*)")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("documents")
     prepare(folder)

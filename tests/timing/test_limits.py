@@ -136,7 +136,7 @@ def summary(model: Path) -> dict:
     return json.loads((model.parent / "out" / "summary.json").read_text())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def every() -> list[tuple[float, float]]:
     """Ratio to the float model and output SQNR of every placement of the mixed model."""
     net = mixed()

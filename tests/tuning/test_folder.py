@@ -28,7 +28,7 @@ LINKS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """The folder of a finished run in a mode, its model beside it."""
     made: dict[str, Path] = {}

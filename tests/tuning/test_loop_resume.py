@@ -53,12 +53,12 @@ def contents(out: Path) -> dict[str, bytes]:
     return {name: (out / name).read_bytes() for name in FILES}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("resume")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def unbroken(folder: Path) -> tuple[Path, dict[str, bytes]]:
     """The model, and the files of a run that nobody disturbed."""
     model = write(mixed(), folder)
