@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qdqtune.commands.probes import LOUDEST, NOT_FINITE, noise
+from qdqtune.commands.probes import LOUDEST, UNKNOWN_NOISE, noise
 from qdqtune.types import Array, Failure
 
 EXACT = {"y": np.array([3.0, 4.0]), "class": np.array([1, 2, 3, 4])}
@@ -17,8 +17,8 @@ EXACT = {"y": np.array([3.0, 4.0]), "class": np.array([1, 2, 3, 4])}
         ({"class": np.array([1, 2, 3, 0])}, 0.25),
         ({"y": np.array([3.0, 4.5]), "class": np.array([0, 0, 3, 0])}, 0.75),
         ({"y": np.array([3e9, 0.0])}, LOUDEST),
-        ({"y": np.array([np.nan, 4.0])}, NOT_FINITE),
-        ({"y": np.array([3.0, 4.0, 5.0])}, NOT_FINITE),
+        ({"y": np.array([np.nan, 4.0])}, UNKNOWN_NOISE),
+        ({"y": np.array([3.0, 4.0, 5.0])}, UNKNOWN_NOISE),
     ],
 )
 def test_the_worst_output_counts(changed: dict[str, Array], expected: float) -> None:
@@ -26,4 +26,4 @@ def test_the_worst_output_counts(changed: dict[str, Array], expected: float) -> 
 
 
 def test_a_failure_is_no_finite_output() -> None:
-    assert noise([EXACT], Failure("run", "no")) == NOT_FINITE
+    assert noise([EXACT], Failure("run", "no")) == UNKNOWN_NOISE

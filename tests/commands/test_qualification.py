@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from qdqtune.commands.doctor import DoctorOptions
-from qdqtune.commands.qualification import bench, checks, qualify
+from qdqtune.commands.qualification import checks, engine_at_hand, qualify
 from qdqtune.commands.qualification.checks import CHECKS, DEEPER, FAULTS, ITSELF
 from qdqtune.engines import Built, Engine, EngineSpec
 from qdqtune.tuning.observer import Silent
@@ -44,7 +44,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         assert all(check.subjects for check in kept)
         monkeypatch.setattr(qualify, "CHECKS", kept)
 
-    monkeypatch.setattr(bench.graphs, "SIDE", 8)
+    monkeypatch.setattr(engine_at_hand.graphs, "SIDE", 8)
     return leave
 
 

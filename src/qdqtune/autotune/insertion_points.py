@@ -260,7 +260,7 @@ def merge_resolved_insertion_points(
 
 def get_autotuner_quantizable_ops() -> set[str]:
     """Operators that engines run on quantized values."""
-    return set(patterns.QUANTIZABLE)
+    return set(patterns.RUN_IN_8_BITS)
 
 
 def _uses(model: Model, tensor: str, users: set[int]) -> list[Use]:

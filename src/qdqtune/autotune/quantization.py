@@ -55,7 +55,7 @@ OPTIONS = {
 }
 """Keywords that are options of a search, and their names there."""
 
-CHOICES = ("nodes_to_quantize", "nodes_to_exclude", "op_types_to_quantize", "op_types_to_exclude")
+NODE_CHOICES = ("nodes_to_quantize", "nodes_to_exclude", "op_types_to_quantize", "op_types_to_exclude")
 """Keywords that choose nodes; those of names are regular expressions that match from the beginning."""
 
 IDLE = frozenset({
@@ -103,7 +103,7 @@ def quantize(
     Shapes are written `input0:1x3x224x224,input1:1x8`. Pairs stand where `engine` gains from them as a rule (TensorRT
     by default, which need not be installed). With `autotune` a search on an engine that is here decides, and calibrates
     as it does. `others` are `override_shapes`, `input_shapes_profile` (its usual shapes), `disable_mha_qdq`, and those
-    of `CHOICES`, `OPTIONS` and `IDLE`.
+    of `NODE_CHOICES`, `OPTIONS` and `IDLE`.
 
     Raises:
         BadOption: a keyword of ModelOpt's has no counterpart here, or a value no meaning.
@@ -115,7 +115,7 @@ def quantize(
     output = Path(output_path) if output_path is not None else path.with_suffix(".quant.onnx")
     shapes = calibration_shapes or others.pop("override_shapes", None)
     usual = _usual_shapes(others.pop("input_shapes_profile", None) or ())
-    chosen: dict[str, Any] = {name: list(value) for name in CHOICES if (value := others.pop(name, None))}
+    chosen: dict[str, Any] = {name: list(value) for name in NODE_CHOICES if (value := others.pop(name, None))}
     chosen |= {"disable_mha_qdq": True} if others.pop("disable_mha_qdq", False) else {}
     search = _search_options(others, searches=bool(autotune))
     data = calibration_data if calibration_data_reader is None else _read(calibration_data_reader)
@@ -196,7 +196,7 @@ def _as_wildcards(model: Path, chosen: Mapping[str, Any]) -> dict[str, Any]:
     names = [node.name for node in graph.nodes]
     made = {
         name: _matching(names, chosen[name]) if name.startswith("nodes") else chosen[name]
-        for name in CHOICES
+        for name in NODE_CHOICES
         if name in chosen
     }
     if made.get("nodes_to_quantize") == []:
@@ -272,12 +272,12 @@ def _profile(text: str) -> list[dict[str, str]]:
 
 PROFILE = click.types.FuncParamType(_profile)
 LEVELS = click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False)
-OUTPUT = Writes(lambda path, name, _: model_outputs(path, name), _beside)
-SCHEMES_HELP = "As what follows: see python -m qdqtune.autotune --help."
+OUTPUT_PATH = Writes(lambda path, name, _: model_outputs(path, name), _beside)
+SAME_HELP = "As what follows: see python -m qdqtune.autotune --help."
 
 FLAGS = (
     option("--onnx-path onnx_path", "The float model.", MODEL, required=True),
-    option("--output-path", "[default: ONNX_PATH with .quant.onnx]", OUTPUT),
+    option("--output-path", "[default: ONNX_PATH with .quant.onnx]", OUTPUT_PATH),
     option("--quantize-mode", "Numbers of the pairs.", choice("int8", "fp8"), default="int8"),
     option("--calibration-data-path calibration_data", "Samples: .npz or .npy. Random ones without it.",
            Reads(files_named, path_type=str), metavar="FILE"),
@@ -297,7 +297,7 @@ FLAGS = (
     option("--log-file", "Tell it there as well.", Writes(_log)),
     AUTOTUNE,
     option("--autotune-output-dir", "Where the search goes on.  [default: OUTPUT_PATH with .autotune]", OfRun()),
-    option("--autotune-schemes-per-region autotune_num_schemes_per_region", SCHEMES_HELP, click.IntRange(1),
+    option("--autotune-schemes-per-region autotune_num_schemes_per_region", SAME_HELP, click.IntRange(1),
            metavar="N"),
     option("--autotune-pattern-cache autotune_pattern_cache_file", None, FILE),
     option("--autotune-qdq-baseline", None, MODEL),

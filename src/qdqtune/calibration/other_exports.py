@@ -27,7 +27,7 @@ differences."""
 TRIED_SHIFTS = 20
 """The most frequent of these differences are counted over all entries."""
 
-FEWEST = 3
+LEAST_TENSORS = 3
 """Fewest tensors that say anything of a cache."""
 
 CLEAR_GAIN, SMALL_SHARE = 0.05, 0.1
@@ -72,9 +72,9 @@ def shift_of(names: Collection[str], tensors: Collection[str]) -> Shift | None:
     fits = {by: sum((kind, n + by) in own for kind, n in entries) for by in (0, *near)}
     best = max(fits, key=fits.__getitem__)
     gain = fits[best] - fits[0]
-    if gain <= 0 or fits[best] < max(FEWEST, min(len(entries), len(own)) / 2):
+    if gain <= 0 or fits[best] < max(LEAST_TENSORS, min(len(entries), len(own)) / 2):
         return None
-    return Shift(best, gain >= max(FEWEST, CLEAR_GAIN * len(entries)))
+    return Shift(best, gain >= max(LEAST_TENSORS, CLEAR_GAIN * len(entries)))
 
 
 def doubts(
@@ -85,16 +85,16 @@ def doubts(
     fixed = {t for n in model.nodes if n.op in CONVOLUTIONS for t in n.inputs[1:] if t in model.constants}
     fixed.update(name for name in model.constants if not is_float(model, name))
     strange = sorted(name for name in fixed.intersection(names) if NUMBERED.fullmatch(name))
-    if len(strange) >= FEWEST:
+    if len(strange) >= LEAST_TENSORS:
         told.append(f"{len(strange)} entries name filters or integers, as {strange[0]!r}")
     entries, own = _numbers(names), _numbers(tensors)
     kinds = {kind for kind, _ in entries} & {kind for kind, _ in own}
     missing = min(sum(kind in kinds for kind, _ in one) for one in (entries - own, own - entries))
-    if missing >= max(FEWEST, SMALL_SHARE * len(own)):
+    if missing >= max(LEAST_TENSORS, SMALL_SHARE * len(own)):
         told.append(f"{missing} numbered tensors or more are in the cache only, and as many in the model only")
     limits = list(_limits(model, ranges))
     wider = [t for t, limit in limits if ranges[t].magnitude > TOLERANCE * limit]
-    if len(wider) >= max(FEWEST, SMALL_SHARE * len(limits)):
+    if len(wider) >= max(LEAST_TENSORS, SMALL_SHARE * len(limits)):
         told.append(f"{len(wider)} of {len(limits)} ranges are wider than their operator can give, as {wider[0]!r}")
     return told
 
@@ -103,7 +103,7 @@ def contradiction(given: Mapping[str, Range], seen: Mapping[str, Range]) -> str:
     """A note if the ranges of a cache are hardly related to those that samples show; else empty."""
     both = [t for t, r in given.items() if t in seen and r.magnitude > 0 and seen[t].magnitude > 0]
     logs = np.log([[given[t].magnitude, seen[t].magnitude] for t in both]).reshape(-1, 2)
-    if len(both) < 3 * FEWEST or min(logs.std(axis=0)) < LEAST_SPREAD:
+    if len(both) < 3 * LEAST_TENSORS or min(logs.std(axis=0)) < LEAST_SPREAD:
         return ""
     related = float(np.corrcoef(logs.T)[0, 1])
     return "" if related >= LEAST_CORRELATION else f"its ranges are hardly related to those on samples ({related:.2f})"

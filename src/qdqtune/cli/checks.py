@@ -21,7 +21,7 @@ from qdqtune.commands.check import CheckOptions, check_file
 from qdqtune.commands.debug import DebugOptions, debug
 from qdqtune.commands.diagnosis import Diagnosis, Suspect
 from qdqtune.commands.doctor import ClusterState, DoctorOptions, EnginesState, examine, examine_cluster
-from qdqtune.commands.probes import NOT_FINITE, WrongPart
+from qdqtune.commands.probes import UNKNOWN_NOISE, WrongPart
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable, escaped
 from qdqtune.explanation.findings import Finding
 from qdqtune.explanation.reasons import is_low
@@ -152,7 +152,7 @@ def debug_command(options: DebugOptions, as_machine: bool) -> int:
 
 
 def _level(noise: float) -> str:
-    if noise >= NOT_FINITE:
+    if noise >= UNKNOWN_NOISE:
         return "NaN or no outputs"
     return "exact" if noise == 0 else f"{sqnr_of(noise):.1f} dB"
 

@@ -21,7 +21,7 @@ from typing import TextIO
 
 from qdqtune.errors import escaped
 
-OUTPUT, ERRORS = 1, 2
+STDOUT, STDERR = 1, 2
 """File descriptors of the standard streams."""
 
 INTERRUPTED = 130
@@ -158,15 +158,15 @@ def _results(stream: TextIO) -> Iterator[TextIO]:
     """Standard output for results only: what libraries write to its descriptor meanwhile goes to standard error. A
     stream with another descriptor, as in tests, is yielded unchanged."""
     try:
-        is_shared = stream.fileno() == OUTPUT
+        is_shared = stream.fileno() == STDOUT
     except (OSError, ValueError):  # in memory, or closed
         is_shared = False
     if not is_shared:
         yield stream
         return
     stream.flush()
-    own = os.dup(OUTPUT)
-    os.dup2(ERRORS, OUTPUT)
+    own = os.dup(STDOUT)
+    os.dup2(STDERR, STDOUT)
     results = io.TextIOWrapper(io.FileIO(own, "w", closefd=False), stream.encoding, stream.errors)
     try:
         yield results
@@ -175,7 +175,7 @@ def _results(stream: TextIO) -> Iterator[TextIO]:
             with suppress(OSError, ValueError):
                 written.flush()
         ctypes.CDLL(None).fflush(None)  # what C has printed, and would write at its end
-        os.dup2(own, OUTPUT)
+        os.dup2(own, STDOUT)
         os.close(own)
 
 

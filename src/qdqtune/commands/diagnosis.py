@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qdqtune.commands.probes import NOT_FINITE, WrongPart
+from qdqtune.commands.probes import UNKNOWN_NOISE, WrongPart
 from qdqtune.placement.file_pairs import Kind
 from qdqtune.types import Placement, sqnr_of
 
@@ -150,7 +150,7 @@ class Diagnosis:
             "min_sqnr_db": sqnr_of(self.limit),
             "healthy": self.is_healthy,
             "output_sqnr_db": sqnr_of(self.noise),
-            "finite": self.noise < NOT_FINITE,
+            "finite": self.noise < UNKNOWN_NOISE,
             "examined": {"samples": self.examined, "output_sqnr_db": sqnr_of(self.noise_there)},
             "sqnr_db_as_defined": None if self.by_numbers is None else sqnr_of(self.by_numbers),
             "rest_sqnr_db": None if self.rest is None else sqnr_of(self.rest),

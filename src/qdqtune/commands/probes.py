@@ -24,7 +24,7 @@ from qdqtune.placement.switches import SWITCH
 from qdqtune.tuning.subgraphs.groups import Resolved, borders, extract
 from qdqtune.types import Array, Failure, Sample
 
-NOT_FINITE = 1e3
+UNKNOWN_NOISE = 1e3
 """The noise that stands for outputs which are NaN or infinite, have other shapes, or are missing."""
 
 LOUDEST = 999.0
@@ -46,10 +46,10 @@ def noise(reference: Outputs, found: Outputs | Failure) -> float:
     For integer outputs, such as class numbers, the share of values that differ, if that is larger.
     """
     if isinstance(found, Failure) or not is_finite(found):
-        return NOT_FINITE
+        return UNKNOWN_NOISE
     shapes = ((r[name].shape, f[name].shape) for r, f in zip(reference, found, strict=True) for name in r)
     if any(a != b for a, b in shapes):
-        return NOT_FINITE
+        return UNKNOWN_NOISE
     judged = accuracy(reference, found)
     wrong = min(judged.noise, LOUDEST)
     return wrong if judged.agreement is None else max(wrong, 1 - judged.agreement)
@@ -200,7 +200,7 @@ class CutOff:
         constants.path.unlink()
         if isinstance(computed, Failure):
             self.reason = computed.reason
-            return NOT_FINITE
+            return UNKNOWN_NOISE
         return noise([{t: s[t] for t in judged} for s in expected], [{t: s[t] for t in judged} for s in computed])
 
     def _exact_values(self, tensors: Sequence[str] | dict[str, None]) -> Outputs:
@@ -228,7 +228,7 @@ def wrong_parts(cut: CutOff, limit: float) -> tuple[WrongPart, ...]:
         start, end = _narrowed(cut, start, stop, limit)
         loud = cut.noise(start, end)
         names = tuple(node.name for node in cut.model.nodes[start:end])
-        wrong.append(WrongPart(names, loud, cut.reason if loud == NOT_FINITE else ""))
+        wrong.append(WrongPart(names, loud, cut.reason if loud == UNKNOWN_NOISE else ""))
         start = end
     return tuple(wrong)
 

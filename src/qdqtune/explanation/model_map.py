@@ -34,7 +34,7 @@ VIEWS = REARRANGES - {"Transpose"}
 USUAL = 80
 """Most blocks that are shown on one level. Chosen, not measured."""
 
-FEWEST = 4
+LEAST_BLOCKS = 4
 """Fewest blocks into which modules may divide groups, and fewest groups in each block on average."""
 
 LEAST_GROUPS = 8
@@ -151,7 +151,7 @@ def _repeated(labels: Sequence[str]) -> tuple[list[int], int]:
         begin, times = int(ends[longest]) + 1, int(np.diff(ends)[longest] - 1) // period + 1
         if times >= REPEATS and times * period > most:
             found, most = ([begin + n * period for n in range(times)], period), times * period
-    return found if found[1] >= FEWEST and len(found[0]) <= USUAL else ([], 0)
+    return found if found[1] >= LEAST_BLOCKS and len(found[0]) <= USUAL else ([], 0)
 
 
 def _module_of_each(blocks: Sequence[Sequence[tuple[str, ...]]]) -> list[str]:
@@ -168,7 +168,7 @@ def _by_module(scopes: Sequence[tuple[str, ...]], first: int, last: int) -> list
     """Numbers of the groups that begin a module, at the deepest level that a screen can show; empty if none fits."""
     for depth in range(max(map(len, scopes[first:last])), 0, -1):
         inner = [n for n in range(first + 1, last) if scopes[n - 1][:depth] != scopes[n][:depth]]
-        if FEWEST <= len(inner) + 1 <= min(USUAL, (last - first) / FEWEST):
+        if LEAST_BLOCKS <= len(inner) + 1 <= min(USUAL, (last - first) / LEAST_BLOCKS):
             return [first, *inner]
     return []
 
@@ -253,7 +253,7 @@ def alike(drawn: Map) -> list[list[int]]:
     shapes = [tuple(g.label for g in drawn.groups[b.first : b.last]) for b in drawn.blocks]
     times, place = Counter(shapes), dict[int, tuple[object, ...]]()
     for block, shape in zip(drawn.blocks, shapes, strict=True):
-        if times[shape] >= REPEATS and len(shape) >= FEWEST:
+        if times[shape] >= REPEATS and len(shape) >= LEAST_BLOCKS:
             place |= {n: (shape, n - block.first) for n in range(block.first, block.last)}
     found: dict[object, list[int]] = {}
     for number in range(len(drawn.groups)):

@@ -40,7 +40,7 @@ HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 NO_REWRITES = Rewrites()
 
-CHOICES = frozenset({"Max", "Min"})
+COMPARISONS = frozenset({"Max", "Min"})
 """Operators on the converter's list of unsafe ones that are converted all the same: their result is one of their
 inputs, so that they do not round, and kernels for half precision exist since opset 12."""
 
@@ -87,7 +87,7 @@ def to_float16(model: Model, kept: Collection[str] = ()) -> Model:
     """`model` (opset 19 or later) in float16. Graph inputs and outputs stay float32, with a Cast at each.
 
     These nodes stay in float32, and the tensors between them too: operators on the converter's list of unsafe ones
-    (except `CHOICES`), nodes of other domains, whose kernels are unknown, and nodes named in `kept`.
+    (except `COMPARISONS`), nodes of other domains, whose kernels are unknown, and nodes named in `kept`.
 
     Raises:
         BadModel: the model cannot be converted.
@@ -148,7 +148,7 @@ def rounded_to_float16(values: Array) -> Array:
 def _unsafe() -> frozenset[str]:
     from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST
 
-    return frozenset(DEFAULT_OP_BLOCK_LIST) - CHOICES
+    return frozenset(DEFAULT_OP_BLOCK_LIST) - COMPARISONS
 
 
 def _remove_needless_casts(graph: onnx.GraphProto) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qdqtune.types import Accuracy, Array
+from qdqtune.types import Accuracy, Array, Failure
 
 FLOOR_DB = 20.0
 """Output SQNR in dB below which a model is not to be trusted: an error of a tenth of the signal. On classifiers nothing
@@ -18,6 +18,8 @@ APART_DB = 10.0
 
 MOST_EQUAL = 0.98
 """The least share of the integers in outputs that must equal those of the float model. Chosen, not measured."""
+
+NOT_FINITE = Failure("output", "the outputs hold NaN or infinite values")
 
 Outputs = Sequence[Mapping[str, Array]]
 

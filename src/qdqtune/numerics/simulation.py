@@ -20,7 +20,7 @@ import onnx
 
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.graph.model import Model, rebuild
-from qdqtune.numerics.accuracy import accuracy, is_finite
+from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
 from qdqtune.numerics.sessions import Outputs, Session, onnxruntime_session
 from qdqtune.placement.insertion import Inserter
 from qdqtune.types import Accuracy, Failure, Placement, Sample
@@ -62,7 +62,7 @@ class Simulation:
         written = with_integer_softmax(model) if self._is_onnxruntime else model
         outputs = self._session.outputs(written, f"simulated_{digest}", self._samples)
         if not isinstance(outputs, Failure) and not is_finite(outputs):
-            return Failure("output", "the outputs hold NaN or infinite values")
+            return NOT_FINITE
         return outputs
 
     @cached_property

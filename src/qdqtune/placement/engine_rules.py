@@ -41,7 +41,7 @@ LIBRARY = f"{LIBRARY_PAGES}/transformers-fused-attention.html"
 ELEMENTWISE = frozenset({"Add", "Mul", "Sub"})
 
 
-QUANTIZABLE = AVERAGE_POOLS | ELEMENTWISE | {"Concat", "MaxPool", "Resize"}
+OTHERS_IN_8_BITS = AVERAGE_POOLS | ELEMENTWISE | {"Concat", "MaxPool", "Resize"}
 """Operators with integer kernels beside COMPUTE. Layers that only move values need no pair of their own: TensorRT moves
 pairs across them."""
 
@@ -204,7 +204,7 @@ def place_implicit(model: Model, possible: frozenset[Edge], quant_type: QuantTyp
 def _into_quantizable(queries: GraphQueries, node: Node) -> Iterator[Edge]:
     if node.op in COMPUTE:
         yield from compute_edges(queries.model, node, queries.possible)
-    elif node.op in QUANTIZABLE:
+    elif node.op in OTHERS_IN_8_BITS:
         data = queries.data(node)
         outputs = [e for e in queries.model.edges(node.outputs[0]) if not e.is_graph_output]
         is_whole = len(data) == 2 or node.op not in ELEMENTWISE  # with a constant it is fused into the kernel in front

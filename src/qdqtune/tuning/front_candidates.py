@@ -17,7 +17,7 @@ from pathlib import Path
 from qdqtune.engines import threads_of
 from qdqtune.engines.runner import Handle
 from qdqtune.graph.saving import data_of
-from qdqtune.numerics.accuracy import accuracy, is_finite
+from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.front import (
     NEAR,
@@ -284,7 +284,7 @@ class _Comparing:
         if isinstance(outputs, Failure):
             return PointRecord(of=of, failure=outputs)
         if not is_finite(outputs):
-            return PointRecord(of=of, failure=Failure("output", "the outputs hold NaN or infinite values"))
+            return PointRecord(of=of, failure=NOT_FINITE)
         layers = runner.layers(handle, profiled_runs(bench.floats.seconds))
         told = () if isinstance(layers, Failure) else layers
         return PointRecord(of=of, accuracy=accuracy(bench.floats.outputs, outputs), layers=told)

@@ -17,7 +17,7 @@ import numpy as np
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import EngineFailure
-from qdqtune.numerics.accuracy import accuracy, is_finite
+from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
 from qdqtune.numerics.metric import Evaluation
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.pairing import RoundsElsewhere, fresh_builds, rounds_of, shared_rounds
@@ -34,8 +34,6 @@ PROFILED = (4, 12, 400)
 PROFILED_SECONDS = (0.05, 1.0)
 """Seconds of all inferences behind a layer report (least, most): short layers need many. Chosen, not measured."""
 
-
-NOT_FINITE = Failure("output", "the outputs hold NaN or infinite values")
 
 Ran = tuple[Handle | Failure, list[dict[str, Array]] | Failure]
 """A build of a candidate and its outputs; the list is empty if rounds give the outputs."""

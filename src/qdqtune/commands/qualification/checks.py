@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 
 from qdqtune.commands.qualification import graphs
-from qdqtune.commands.qualification.bench import QUICKLY, Bench, BrokenError, NotApplicableError
+from qdqtune.commands.qualification.engine_at_hand import QUICKLY, BrokenError, EngineAtHand, NotApplicableError
 from qdqtune.commands.tune import TuneOptions, tune
 from qdqtune.engines import LAUNCHED, TENSORRT_FAMILY
 from qdqtune.engines.devices import ANYWHERE, Device
@@ -26,7 +26,7 @@ from qdqtune.explanation.findings import check
 from qdqtune.explanation.reasons import is_low
 from qdqtune.graph.loading import load
 from qdqtune.graph.operators import COMPUTE
-from qdqtune.numerics.accuracy import is_finite, sqnr_db
+from qdqtune.numerics.accuracy import NOT_FINITE, is_finite, sqnr_db
 from qdqtune.numerics.sessions import Outputs
 from qdqtune.numerics.simulation import with_integer_softmax
 from qdqtune.timing.ratios import Plan
@@ -48,7 +48,7 @@ ROUNDS, LAUNCHED_ROUNDS = 24, 12
 STRANGE = 0.1
 """The largest share of the time that rows of a profile may take that fit no layer. Chosen, not measured."""
 
-LOST = frozenset({"float compute", "split attention"})
+FLOAT_DESPITE_PAIRS = frozenset({"float compute", "split attention"})
 """Kinds of findings about what runs in float although it carries pairs."""
 
 PLAIN, ITSELF, DEEPER = "convolutions", "a file and itself", "a file and one of four times its layers"
@@ -70,21 +70,21 @@ class Check:
     name: str
     claim: str
     subjects: tuple[str, ...]
-    look: Callable[[Bench, str], str]
+    look: Callable[[EngineAtHand, str], str]
 
 
-def _builds_float(bench: Bench, name: str) -> str:
-    return f"built in {bench.loaded(bench.files(name).plain).build_seconds:.2f} s"
+def _builds_float(engine: EngineAtHand, name: str) -> str:
+    return f"built in {engine.loaded(engine.files(name).plain).build_seconds:.2f} s"
 
 
-def _builds_quantized(bench: Bench, name: str) -> str:
-    return f"built in {bench.loaded(bench.quantized(name)).build_seconds:.2f} s"
+def _builds_quantized(engine: EngineAtHand, name: str) -> str:
+    return f"built in {engine.loaded(engine.quantized(name)).build_seconds:.2f} s"
 
 
-def _reports_layers(bench: Bench, name: str) -> str:
+def _reports_layers(engine: EngineAtHand, name: str) -> str:
     counts = []
-    for file in (bench.files(name).plain, bench.quantized(name)):
-        layers = bench.layers(file, bench.files(name).samples[0])
+    for file in (engine.files(name).plain, engine.quantized(name)):
+        layers = engine.layers(file, engine.files(name).samples[0])
         ops = {node.name: node.op for node in load(file).nodes}
         named = Counter(node for layer in layers for node in layer.nodes)
         computed = {node for layer in layers for node in layer.nodes if layer.kind == "compute"}
@@ -100,9 +100,9 @@ def _reports_layers(bench: Bench, name: str) -> str:
     return " in float, ".join(counts)
 
 
-def _times_layers(bench: Bench, name: str) -> str:
-    bench.insist_on_device()
-    layers = bench.layers(bench.quantized(name), bench.files(name).samples[0])
+def _times_layers(engine: EngineAtHand, name: str) -> str:
+    engine.insist_on_device()
+    layers = engine.layers(engine.quantized(name), engine.files(name).samples[0])
     running = [layer for layer in layers if layer.kind != "folded"]
     times = [layer.time_ms for layer in running if layer.time_ms is not None]
     if not times:
@@ -114,17 +114,19 @@ def _times_layers(bench: Bench, name: str) -> str:
     return told
 
 
-def _keeps_8_bits(bench: Bench, name: str) -> str:
+def _keeps_8_bits(engine: EngineAtHand, name: str) -> str:
     """Convolutions and products with pairs run in 8 bits, and stored weights are drawn into theirs. What else `qdqtune
     check` finds, such as conversions between 8 bits and float, costs time and is counted."""
-    file, how = bench.quantized(name), graphs.GRAPHS[name].how
-    model, layers, numbers = load(file), bench.layers(file, bench.files(name).samples[0]), None
+    file, how = engine.quantized(name), graphs.GRAPHS[name].how
+    model, layers, numbers = load(file), engine.layers(file, engine.files(name).samples[0]), None
     if "weight_only" not in how:
-        numbers = bench.runner.numeric_format(how.get("quant_type", "int8"))
-    found = check(model, layers, numbers, fuses_attention=bench.spec.name in TENSORRT_FAMILY)
+        numbers = engine.runner.numeric_format(how.get("quant_type", "int8"))
+    found = check(model, layers, numbers, fuses_attention=engine.spec.name in TENSORRT_FAMILY)
     failing = [finding for finding in found if finding.fails]
     products = {node.name for node in model.nodes if node.op in COMPUTE}
-    lost = [f for f in failing if numbers is None or (f.kind in LOST and not products.isdisjoint(f.nodes))]
+    lost = [
+        f for f in failing if numbers is None or (f.kind in FLOAT_DESPITE_PAIRS and not products.isdisjoint(f.nodes))
+    ]
     running = [layer for layer in layers if layer.kind != "folded"]
     low = sum(is_low(layer.precision) for layer in running)
     if lost:
@@ -134,13 +136,13 @@ def _keeps_8_bits(bench: Bench, name: str) -> str:
     return f"{low} of {len(running)} layers in 8 bits, {len(failing)} other findings of `qdqtune check`"
 
 
-def _agrees_with_simulation(bench: Bench, name: str) -> str:
-    bench.insist_on_device()
-    plain, quantized, samples = bench.files(name).plain, bench.quantized(name), bench.files(name).samples
-    exact = _simulated(bench, plain, samples)
-    level = _db(exact, insist(bench.runner.outputs(bench.loaded(plain), samples), "the float file does not run"))
-    expected = _db(exact, _simulated(bench, quantized, samples))
-    outputs = insist(bench.runner.outputs(bench.loaded(quantized), samples), "the quantized file does not run")
+def _agrees_with_simulation(engine: EngineAtHand, name: str) -> str:
+    engine.insist_on_device()
+    plain, quantized, samples = engine.files(name).plain, engine.quantized(name), engine.files(name).samples
+    exact = _simulated(engine, plain, samples)
+    level = _db(exact, insist(engine.runner.outputs(engine.loaded(plain), samples), "the float file does not run"))
+    expected = _db(exact, _simulated(engine, quantized, samples))
+    outputs = insist(engine.runner.outputs(engine.loaded(quantized), samples), "the quantized file does not run")
     measured = _db(exact, outputs)
     told = f"{measured:.1f} dB, {expected:.1f} dB in the simulation; in float {level:.0f} dB"
     if level < FLOAT_DB or measured < min(expected, FLOAT_DB) - LOST_DB:
@@ -148,25 +150,25 @@ def _agrees_with_simulation(bench: Bench, name: str) -> str:
     return told
 
 
-def _simulated(bench: Bench, file: Path, samples: Sequence[Sample]) -> Outputs:
-    model = with_integer_softmax(load(file)) if bench.spec.name == "onnxruntime" else load(file)
-    return insist(bench.simulation.outputs(model, "simulated", samples), "ONNX Runtime does not run the file")
+def _simulated(engine: EngineAtHand, file: Path, samples: Sequence[Sample]) -> Outputs:
+    model = with_integer_softmax(load(file)) if engine.spec.name == "onnxruntime" else load(file)
+    return insist(engine.simulation.outputs(model, "simulated", samples), "ONNX Runtime does not run the file")
 
 
 def _db(exact: Outputs, outputs: Outputs) -> float:
     if not is_finite(outputs):
-        raise BrokenError("the outputs hold NaN or infinite values")
+        raise BrokenError(NOT_FINITE.reason)
     level = sqnr_db(exact, outputs)
     return EQUAL_DB if level is None else level
 
 
-def _tells_apart(bench: Bench, subject: str) -> str:
-    bench.insist_on_device()
-    files, other = bench.files(PLAIN), bench.folder / "deeper.onnx"
+def _tells_apart(engine: EngineAtHand, subject: str) -> str:
+    engine.insist_on_device()
+    files, other = engine.files(PLAIN), engine.folder / "deeper.onnx"
     onnx.save(graphs.convolutions(depth=16), other)
-    bench.runner.feed(files.samples[0])
-    plan = Plan((LAUNCHED_ROUNDS if bench.spec.name in LAUNCHED else ROUNDS,))
-    context, second = Context(None, bench.runner), files.plain if subject == ITSELF else other
+    engine.runner.feed(files.samples[0])
+    plan = Plan((LAUNCHED_ROUNDS if engine.spec.name in LAUNCHED else ROUNDS,))
+    context, second = Context(None, engine.runner), files.plain if subject == ITSELF else other
     compared = Comparer(plan, 0).compare(ComparisonRequest("", files.plain, second, context))
     found = insist(compared, "the files cannot be timed").ratio
     told = f"the second file is {found.verdict}, {found.speedup}"
@@ -191,23 +193,23 @@ class Disturbed(WorkerProcess):
         return super().request(name, arguments, limit)
 
 
-def _survives(bench: Bench, subject: str) -> str:
+def _survives(engine: EngineAtHand, subject: str) -> str:
     what, sent, times, stage = FAULTS[subject]
-    files, start = bench.files(PLAIN), partial(Disturbed, what=what, sent=sent, left=[0] * times)
+    files, start = engine.files(PLAIN), partial(Disturbed, what=what, sent=sent, left=[0] * times)
     if what == "run":
-        bench.insist_on_device()
-    with Runner(bench.spec, log_dir=bench.folder / "faults", start=start) as runner:
+        engine.insist_on_device()
+    with Runner(engine.spec, log_dir=engine.folder / "faults", start=start) as runner:
         runs = partial(runner.outputs_of, files.plain, files.samples[:1])
         ask: Callable[[], object] = runs if what == "run" else partial(runner.load, files.plain)
         return _fails_once(ask, ask, (stage,))
 
 
-def _survives_lack_of_memory(bench: Bench, subject: str) -> str:
-    bench.insist_on_device()
-    files, large = bench.files(PLAIN), bench.folder / "boundless.onnx"
+def _survives_lack_of_memory(engine: EngineAtHand, subject: str) -> str:
+    engine.insist_on_device()
+    files, large = engine.files(PLAIN), engine.folder / "boundless.onnx"
     onnx.save(graphs.boundless(), large)
-    spoiled = partial(bench.runner.outputs_of, large, [{"x": np.ones(1, np.float32)}])
-    ask = partial(bench.runner.outputs_of, files.plain, files.samples[:1])
+    spoiled = partial(engine.runner.outputs_of, large, [{"x": np.ones(1, np.float32)}])
+    ask = partial(engine.runner.outputs_of, files.plain, files.samples[:1])
     return _fails_once(spoiled, ask, ("build", "run", "resources", "crash"))
 
 
@@ -222,15 +224,15 @@ def _fails_once(spoiled: Callable[[], object], ask: Callable[[], object], stages
     return failed.stage if failed.stage == "timeout" else f"{failed.stage}: {failed.reason}"
 
 
-def _tunes(bench: Bench, mode: str) -> str:
-    bench.insist_on_device()
-    files, folder = bench.files(PLAIN), bench.folder / f"tune_{mode}"
-    given: dict[str, Any] = {"engine": bench.spec, "mode": mode, "effort": "quick", "time_budget": TUNE_SECONDS}
+def _tunes(engine: EngineAtHand, mode: str) -> str:
+    engine.insist_on_device()
+    files, folder = engine.files(PLAIN), engine.folder / f"tune_{mode}"
+    given: dict[str, Any] = {"engine": engine.spec, "mode": mode, "effort": "quick", "time_budget": TUNE_SECONDS}
     given |= {"calibration_data": files.data, "output_dir": folder, "price_cache": Path("none"), **QUICKLY}
-    done = tune(TuneOptions(files.plain, **given).settings(), bench.observer)
+    done = tune(TuneOptions(files.plain, **given).settings(), engine.observer)
     if done.improved and (done.ratio is None or done.ratio.verdict != "faster"):
         raise BrokenError(f"a file ships that is not proven to be faster: {done.ratio}")
-    insist(bench.runner.outputs_of(done.file, files.samples[:1]), "the engine does not run what ships")
+    insist(engine.runner.outputs_of(done.file, files.samples[:1]), "the engine does not run what ships")
     return done.in_words() if done.ratio is None else f"proven, {done.ratio.speedup}"
 
 

@@ -9,8 +9,8 @@ from time import monotonic
 from typing import Any, Literal, get_args
 
 from qdqtune.commands.doctor import DoctorOptions, find_gpus, processor
-from qdqtune.commands.qualification.bench import Bench, BrokenError, NotApplicableError, bench_of
 from qdqtune.commands.qualification.checks import CHECKS, Check
+from qdqtune.commands.qualification.engine_at_hand import BrokenError, EngineAtHand, NotApplicableError, opened
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.errors import QdqtuneError
 from qdqtune.tuning.observer import Observer
@@ -103,20 +103,20 @@ def qualify(options: DoctorOptions, observer: Observer) -> Qualification:
         EngineUnavailable, BadOption: the engine cannot be opened.
     """
     begun = monotonic()
-    with bench_of(options.spec(), observer) as bench:
-        results = tuple(CheckResult(check.name, check.claim, tuple(_seen(bench, check))) for check in CHECKS)
+    with opened(options.spec(), observer) as engine:
+        results = tuple(CheckResult(check.name, check.claim, tuple(_seen(engine, check))) for check in CHECKS)
         cpu, gpus = processor(), find_gpus()[0]
         machine = {"cpu": f"{cpu.name}, {cpu.cores} cores, {' '.join(cpu.isa)}"}
         machine["gpu"] = "; ".join(f"{gpu.name}, {gpu.memory}, driver {gpu.driver}" for gpu in gpus)
-        return Qualification(bench.described, machine, results, monotonic() - begun)
+        return Qualification(engine.described, machine, results, monotonic() - begun)
 
 
-def _seen(bench: Bench, check: Check) -> Iterator[Seen]:
+def _seen(engine: EngineAtHand, check: Check) -> Iterator[Seen]:
     for subject in check.subjects:
-        bench.observer.stage(f"{check.name}: {subject}")
+        engine.observer.stage(f"{check.name}: {subject}")
         begun, state = monotonic(), get_args(State)[0]
         try:
-            told = check.look(bench, subject)
+            told = check.look(engine, subject)
         except NotApplicableError as error:
             state, told = "not applicable", str(error)
         except (BrokenError, QdqtuneError) as error:

@@ -28,7 +28,7 @@ from qdqtune.types import Edge, Placement, WeightFormat
 
 Edges = Mapping[Point, frozenset[Edge]]
 
-QUANTIZABLE = HEAVY - CONTROL_FLOW | INTEGER_KERNELS | {"AveragePool", "MaxPool"}
+RUN_IN_8_BITS = HEAVY - CONTROL_FLOW | INTEGER_KERNELS | {"AveragePool", "MaxPool"}
 """Operators that engines run on quantized values."""
 
 
@@ -86,12 +86,12 @@ def group(model: Model, regions: Regions) -> tuple[Pattern, ...]:
 def tunable(model: Model, found: Iterable[Pattern]) -> tuple[Pattern, ...]:
     """The patterns that a search tunes: pairs cannot make the others faster. Around an operator that passes values on,
     they can keep its neighbours from converting."""
-    return tuple(p for p in found if _holds(model, p.instances[0], QUANTIZABLE | MOVERS))
+    return tuple(p for p in found if _holds(model, p.instances[0], RUN_IN_8_BITS | MOVERS))
 
 
 def is_quantizable(model: Model, region: Region) -> bool:
     """Whether a region holds an operator on floats that engines can quantize."""
-    return _holds(model, region, QUANTIZABLE)
+    return _holds(model, region, RUN_IN_8_BITS)
 
 
 def _holds(model: Model, region: Region, operators: frozenset[str]) -> bool:

@@ -45,7 +45,7 @@ class NotApplicableError(Exception):
 
 
 @dataclass(frozen=True)
-class Files:
+class GraphFiles:
     """The float file of a graph, and its samples, which also lie in the folder `data`."""
 
     plain: Path
@@ -54,7 +54,7 @@ class Files:
 
 
 @dataclass
-class Bench:
+class EngineAtHand:
     """An engine with the files and layers of graphs, which are made when they are first asked for. `simulation` is ONNX
     Runtime without fusion."""
 
@@ -64,17 +64,17 @@ class Bench:
     simulation: Session
     observer: Observer
     described: Mapping[str, str]
-    _files: dict[str, Files] = field(default_factory=dict)
+    _files: dict[str, GraphFiles] = field(default_factory=dict)
     _layers: dict[Path, tuple[Layer, ...]] = field(default_factory=dict)
 
-    def files(self, name: str) -> Files:
+    def files(self, name: str) -> GraphFiles:
         """The files of a graph."""
         if name not in self._files:
             model, place = graphs.GRAPHS[name].make(), self.folder / name.replace(" ", "_")
             place.mkdir()
             onnx.save(model, plain := place / "float.onnx")
             samples = graphs.samples_of(model)
-            self._files[name] = Files(plain, str(sample_source(samples, place)), samples)
+            self._files[name] = GraphFiles(plain, str(sample_source(samples, place)), samples)
         return self._files[name]
 
     def quantized(self, name: str) -> Path:
@@ -131,8 +131,8 @@ class Bench:
 
 
 @contextmanager
-def bench_of(spec: EngineSpec, observer: Observer) -> Iterator[Bench]:
-    """A bench in a temporary folder.
+def opened(spec: EngineSpec, observer: Observer) -> Iterator[EngineAtHand]:
+    """A engine in a temporary folder.
 
     Raises:
         EngineUnavailable, BadOption: the engine cannot be opened.
@@ -146,4 +146,4 @@ def bench_of(spec: EngineSpec, observer: Observer) -> Iterator[Bench]:
         if spec.name == "trtexec" and (gpus := find_gpus()[0]):  # it does not say this of its GPU
             described["compute_capability"] = gpus[0].compute_capability
         simulation = stack.enter_context(onnxruntime_session(fuse=False, rewrite=spec.name == "onnxruntime"))
-        yield Bench(spec, folder, runner, simulation, observer, described)
+        yield EngineAtHand(spec, folder, runner, simulation, observer, described)
