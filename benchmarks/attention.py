@@ -20,6 +20,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.explanation.split_attention import splits
 from qdqtune.graph.loading import load
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("| case | TensorRT-RTX | what check says | as expected |\n| --- | --- | --- | --- |")
     with (
         TemporaryDirectory() as folder,
-        temporary_runner(EngineSpec("tensorrt-rtx", {"target": target}), time_limit_s=600) as runner,
+        temporary_runner(EngineSpec("tensorrt-rtx", {"target": target}), Execution(600)) as runner,
     ):
         for number, case in enumerate(CASES):
             file = Path(folder) / f"{number}.onnx"

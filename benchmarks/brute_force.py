@@ -23,6 +23,7 @@ from onnx import numpy_helper
 from qdqtune.calibration.scales import Calibration
 from qdqtune.commands.compare import compare_files
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.saving import one_constant_file
@@ -148,8 +149,9 @@ def row(name: str, folder: Path) -> list[str]:
         rewrites="off", formats=("int8",),
     )  # fmt: skip
     result = tune(settings)
-    with Runner(settings.engine, time_limit_s=60, log_dir=folder / "logs") as runner:
-        subject = open_subject(settings, runner)
+    execution = Execution(60)
+    with Runner(settings.engine, execution=execution, log_dir=folder / "logs") as runner:
+        subject = open_subject(settings, runner, execution)
         with Store(folder / "all.yaml", {}) as store:
             subject = calibrated(subject, settings, store, Silent())
             runner.feed(subject.feed)

@@ -27,6 +27,7 @@ from qdqtune.calibration.matching import CONSTANT, TENSORRTS_OWN, from_file
 from qdqtune.commands.quantize import quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel
 from qdqtune.graph.float16 import Precision, converted, load_for
@@ -131,7 +132,7 @@ def row(entry: zoo.Entry, folder: Path) -> list[str]:
         spec.name: [size or 1 for size in spec.shape] for spec in input_specs(load(entry.path, fix_inputs=entry.fixed))
     }
     spec = EngineSpec("tensorrt-rtx", {"target": "sm89", "opt_shapes": shapes})
-    with Runner(spec, time_limit_s=600, log_dir=folder / "logs") as runner:
+    with Runner(spec, execution=Execution(600), log_dir=folder / "logs") as runner:
         return [*cells, *exact, *(layers(runner, folder / f"{name}.onnx") for name in ("fp16", "implicit"))]
 
 

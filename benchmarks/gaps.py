@@ -28,6 +28,7 @@ from qdqtune import Settings
 from qdqtune.calibration.samples import open_samples
 from qdqtune.commands.compare import compare_files
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.search import best_of
@@ -68,7 +69,7 @@ def row(entry: zoo.Entry, folder: Path, names: Sequence[str], rounds: int, least
     files = {name: each.output_dir / "optimized_final.onnx" for name, each in settings.items()}
     model = load(entry.path, fix_inputs=entry.fixed)
     samples = open_samples(entry.data, model, limit=1, fixed=entry.fixed).first(1)
-    with Runner(usual.engine, time_limit_s=300, log_dir=folder / "logs") as runner:
+    with Runner(usual.engine, execution=Execution(300), log_dir=folder / "logs") as runner:
         rows = compare_files(list(files.values()), runner, samples, Plan((rounds,), 0.001))
     found = [row.ratio.median for row in rows if row.ratio is not None]
     if len(found) < len(names) - 1:

@@ -12,6 +12,7 @@ import zoo
 
 from qdqtune.calibration.samples import open_samples
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.types import Failure
@@ -27,7 +28,7 @@ def row(entry: zoo.Entry, engine: str) -> list[str]:
     sample = open_samples(entry.data, load(entry.path)).first(1)[0]
     with (
         TemporaryDirectory() as folder,
-        Runner(EngineSpec(engine, {"threads": 1}), time_limit_s=300, log_dir=Path(folder)) as runner,
+        Runner(EngineSpec(engine, {"threads": 1}), execution=Execution(300), log_dir=Path(folder)) as runner,
     ):
         runner.feed(sample)
         handle = runner.load(entry.path)

@@ -27,6 +27,7 @@ from quantizers import write_nncf, write_static
 from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.commands.compare import Row, compare_files
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError
 from qdqtune.graph.loading import load
@@ -71,7 +72,7 @@ def run(entry: zoo.Entry, task: Task) -> Facts:
         plain = folder / "float.onnx"
         save(model, plain)
         columns: dict[str, Facts] = {mode: tuned(entry, task, mode, folder / mode) for mode in task.modes}
-        with Runner(task.engine, time_limit_s=300, log_dir=folder / "logs") as runner:
+        with Runner(task.engine, execution=Execution(300), log_dir=folder / "logs") as runner:
             numbers = runner.numeric_format("int8")
             columns |= {peer: quantized(peer, model, samples, numbers, folder) for peer in task.peers}
             files = {name: Path(facts["file"]) for name, facts in columns.items() if "failed" not in facts}

@@ -28,6 +28,7 @@ from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.scales import Calibration
 from qdqtune.commands.compare import Row, compare_files
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
@@ -105,7 +106,7 @@ def met(entry: zoo.Entry, runs: Sequence[Run], rounds: int, builds: int) -> list
     write_static(plain, samples, numeric_format("onnxruntime", "int8"), static)
     files = {run.placement: run.folder / FINAL for run in runs} | {"static": static}
     plan = Plan((rounds,), 0.01)
-    with Runner(ENGINE, time_limit_s=300, log_dir=folder / "logs") as runner:
+    with Runner(ENGINE, execution=Execution(300), log_dir=folder / "logs") as runner:
         found = compare_files([floats, *files.values()], runner, samples[:1], plan, builds=builds)
     rows: dict[str, Row] = dict(zip(files, found, strict=True))
     if failed := next((row for row in found if row.ratio is None), None):

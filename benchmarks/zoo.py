@@ -17,6 +17,7 @@ import onnx
 import onnxruntime
 
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner
 
 FIXED: Mapping[str, Mapping[str, int]] = {"silero_vad": {"sr": 16000}}
@@ -72,7 +73,7 @@ def print_rows(
     for entry in find(given.models, given.names):
         with (
             TemporaryDirectory() as folder,
-            Runner(EngineSpec("onnxruntime"), time_limit_s=120, log_dir=Path(folder) / "logs") as runner,
+            Runner(EngineSpec("onnxruntime"), execution=Execution(120), log_dir=Path(folder) / "logs") as runner,
         ):
             rows.append(row(entry, runner, Path(folder)))
         print("  ".join(rows[-1]), flush=True)

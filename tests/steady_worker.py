@@ -62,7 +62,7 @@ class SteadyModel:
         self.real.time(inputs, 1)
         return self.fake.time(inputs, runs)
 
-    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
+    def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
         step("layers")
         self.real.layers(inputs, 1)
         return self.fake.layers(inputs, runs)

@@ -15,6 +15,7 @@ import pytest
 
 from qdqtune.engines import Built, Engine, EngineSpec, Launched, open_engine
 from qdqtune.engines.devices import ANYWHERE, Device
+from qdqtune.engines.execution import Check
 from qdqtune.engines.tensorrt import trtexec
 from qdqtune.engines.worker import Session
 from qdqtune.errors import EngineFailure, QdqtuneError
@@ -67,8 +68,10 @@ class Workers:
     """Where each was started."""
     runs: list[int] = field(default_factory=list)
     """Inferences of each timing."""
+    saving: list[bool] = field(default_factory=list)
+    """Whether each layer report was to save memory."""
 
-    def __call__(self, log: Path, device: Device = ANYWHERE) -> InProcess:
+    def __call__(self, log: Path, device: Device = ANYWHERE, check: Check | None = None) -> InProcess:
         log.touch()
         self.started += 1
         self.devices.append(device)
@@ -85,7 +88,9 @@ class InProcess:
         self._workers = workers
         self._session: Session | None = None
 
-    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
+    def request(
+        self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None = None
+    ) -> tuple[bool, Any]:
         """`Worker.request`; the limit does not hold."""
         try:
             if self._session is None:
@@ -165,9 +170,10 @@ class WatchedModel:
     def time_and_keep(self, inputs: Tensors, runs: int) -> float:
         return cast(Launched, self.built).time_and_keep(inputs, runs)
 
-    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
+    def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
         self.workers.spend(runs * self.workers.untimed)
-        return self.built.layers(inputs, runs)
+        self.workers.saving.append(saves_memory)
+        return self.built.layers(inputs, runs, saves_memory=saves_memory)
 
     def save(self, path: Path) -> None:
         self.built.save(path)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -34,13 +33,12 @@ from qdqtune.commands.check import Checked, CheckOptions, check_file
 from qdqtune.commands.compare import CompareOptions, Comparison
 from qdqtune.commands.compare import compare as compare_files
 from qdqtune.commands.explain import Explained, explain_run
-from qdqtune.commands.inputs import ModelLike, limited, model_file, on_disk
+from qdqtune.commands.inputs import ModelLike, check_of, execution_of, model_file, on_disk
 from qdqtune.commands.paths import check_options
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.tune import Result, TuneOptions
 from qdqtune.commands.tune import tune as tune_settings
 from qdqtune.engines.options import with_timing_cache
-from qdqtune.engines.process import checking_while_waiting
 from qdqtune.errors import BadOption
 from qdqtune.explanation.page import write_report
 from qdqtune.explanation.report import report_of_run
@@ -82,7 +80,7 @@ def function(kind: Callable[P, O], run: Callable[[O, Observer], R]) -> Callable[
         given = kind(*arguments, **keywords)
         check_options(given)
         watching = observing(given.observer, given.progress, given.cancel)
-        with limited(given), watching as observer, on_disk(given) as here:
+        with watching as observer, on_disk(given, execution_of(given)) as here:
             done = run(here, observer)
         for note in getattr(done, "notes", ()):
             LOGGER.warning("%s", note)
@@ -163,8 +161,8 @@ def _tune(options: TuneCall, observer: Observer) -> Result:
         names = [name for name in options_of(TuneCall) if getattr(options, name) != getattr(usual, name)]
         if names:
             raise BadOption(f"Settings hold everything: {', '.join(names)} cannot be given besides")
-        return tune_settings(options.model, observer)
-    done = tune_settings(options.settings(), observer)
+        return tune_settings(options.model, observer, check_of(options.cancel))
+    done = tune_settings(options.settings(), observer, check_of(options.cancel))
     if options.report:
         write_report(report_of_run(done.folder), done.folder / REPORT)
     return done
@@ -213,7 +211,7 @@ def _build(options: BuildCall, observer: Observer) -> build_command.Artifact:
         QdqtuneError: see `commands.build.build`.
     """
     spec = with_timing_cache(options.spec(), options.output.parent)
-    return build_command.build(Path(str(options.model)), options.output, spec, time_limit_s=options.time_limit)
+    return build_command.build(Path(str(options.model)), options.output, spec, execution_of(options))
 
 
 def _inspect(options: InspectCall, observer: Observer) -> inspect_command.Inspection:
@@ -287,30 +285,20 @@ class _Log(Silent):
 
 @contextmanager
 def observing(observer: Observer | None, progress: bool, cancel: Cancel | None) -> Iterator[Observer]:
-    """An observer that passes events on to the log, to `observer`, and to a display if `progress` is asked for."""
+    """An observer that passes events on to the log, to `observer`, and to a display if `progress` is asked for.
+
+    Raises:
+        Cancelled: `cancel` is set.
+    """
     observers: list[Observer] = [_Log()] if observer is None else [_Log(), observer]
+    if cancel is not None:
+        check_cancel(cancel)
     with ExitStack() as stack:
-        stack.enter_context(cancellable(cancel))
         if progress:
             shown = _display()
             stack.enter_context(shown)
             observers.insert(0, shown)
         yield Observers(observers, cancel)
-
-
-@contextmanager
-def cancellable(cancel: Cancel | None) -> Iterator[None]:
-    """Make waits for an engine end as soon as `cancel` is set.
-
-    Raises:
-        Cancelled: `cancel` is set.
-    """
-    if cancel is None:
-        yield
-        return
-    check_cancel(cancel)
-    with checking_while_waiting(partial(check_cancel, cancel)):
-        yield
 
 
 def _display() -> lines.Live | lines.Plain:

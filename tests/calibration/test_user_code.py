@@ -14,7 +14,8 @@ import qdqtune
 from conftest import Call
 from qdqtune.calibration import user_code
 from qdqtune.calibration.samples import UNPACKED_BYTES, read_arrays
-from qdqtune.calibration.user_code import ReadingTime, TooSlow
+from qdqtune.calibration.user_code import TooSlow, read_in_thread
+from qdqtune.engines.execution import Execution
 from qdqtune.errors import BadData, Cancelled
 from runs import mixed, write
 
@@ -143,22 +144,22 @@ def test_only_what_is_asked_for_is_made_and_generators_are_closed() -> None:
         finally:
             made.append(-1)
 
-    given = ReadingTime().over(numbers, "numbers")
+    given = read_in_thread(numbers, "numbers", Execution())
     assert [next(given), next(given)] == [0, 1]
     assert isinstance(given, Iterator)
     given.close()  # type: ignore[attr-defined]
     assert made == [0, 1, -1]
-    assert list(ReadingTime().over(numbers, "numbers")) == list(range(10))
+    assert list(read_in_thread(numbers, "numbers", Execution())) == list(range(10))
 
 
 def test_time_that_is_spent_elsewhere_does_not_count() -> None:
-    patience, gate = ReadingTime(seconds=0.3), threading.Event()
-    given = patience.over(lambda: iter(range(3)), "numbers")
+    gate = threading.Event()
+    given = read_in_thread(lambda: iter(range(3)), "numbers", Execution(0.3))
     assert next(given) == 0
     gate.wait(0.5)
     assert list(given) == [1, 2]
     with pytest.raises(TooSlow):
-        list(ReadingTime(ends=monotonic()).over(lambda: iter(gate.wait, False), "a gate"))
+        list(read_in_thread(lambda: iter(gate.wait, False), "a gate", Execution(ends=monotonic())))
 
 
 @pytest.mark.parametrize("times", [1, 3])

@@ -17,8 +17,8 @@ def made(monkeypatch):
     found = list[tuple[EngineSpec, float]]()
 
     @contextmanager
-    def recorder(spec, *, time_limit_s, log_dir):
-        found.append((spec, time_limit_s))
+    def recorder(spec, *, execution, log_dir):
+        found.append((spec, execution.seconds))
         yield SimpleNamespace(numeric_format=lambda quant_type: quant_type)
 
     monkeypatch.setattr(runner, "Runner", recorder)

@@ -9,6 +9,7 @@ import onnx
 import pytest
 
 from qdqtune.commands.inputs import metric_source, model_file, sample_source
+from qdqtune.engines.execution import EXECUTION
 from qdqtune.errors import BadData, BadModel, BadOption
 from qdqtune.numerics.metric import load_evaluation
 
@@ -19,16 +20,16 @@ def test_samples_of_every_kind_have_one_file_or_one_each(tmp_path: Path) -> None
     made = []
     for number, samples in enumerate(kinds):
         (folder := tmp_path / str(number)).mkdir()
-        source = sample_source(samples, folder)
+        source = sample_source(samples, folder, EXECUTION)
         assert source is not None
         made.append([Path(source)] if Path(source).is_file() else sorted(Path(source).iterdir()))
     assert [len(found) for found in made] == [1, 2, 2, 2, 1]
     assert made[1][0].read_bytes() == made[2][1].read_bytes() == made[0][0].read_bytes()
     with np.load(made[0][0]) as arrays:
         assert set(arrays) == {"x", "file"}
-    assert sample_source("module:callable", tmp_path) == "module:callable"
-    assert sample_source(tmp_path, tmp_path) == str(tmp_path)
-    assert sample_source(None, tmp_path) is None
+    assert sample_source("module:callable", tmp_path, EXECUTION) == "module:callable"
+    assert sample_source(tmp_path, tmp_path, EXECUTION) == str(tmp_path)
+    assert sample_source(None, tmp_path, EXECUTION) is None
 
 
 def test_a_generator_is_read_as_far_as_it_is_needed(tmp_path: Path) -> None:
@@ -36,7 +37,7 @@ def test_a_generator_is_read_as_far_as_it_is_needed(tmp_path: Path) -> None:
         while True:
             yield {"x": np.zeros(1)}
 
-    source = sample_source(endless(), tmp_path, limit=3)
+    source = sample_source(endless(), tmp_path, EXECUTION, limit=3)
     assert source is not None
     assert len(list(Path(source).iterdir())) == 3
 
@@ -47,7 +48,7 @@ def test_a_generator_is_read_as_far_as_it_is_needed(tmp_path: Path) -> None:
 )
 def test_what_is_no_sample_is_refused(tmp_path: Path, samples: Any, words: str) -> None:
     with pytest.raises(BadData, match=words):
-        sample_source(samples, tmp_path)
+        sample_source(samples, tmp_path, EXECUTION)
 
 
 def test_a_model_in_memory_stays_as_it_is(model: Path, tmp_path: Path) -> None:

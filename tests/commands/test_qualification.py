@@ -166,7 +166,7 @@ class AlteredModel:
     def run(self, inputs: Tensors) -> dict[str, Any]:
         return self.how.outputs({} if self.how.file == "boundless" else self.built.run(inputs))
 
-    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
+    def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
         return self.how.layers(self.built.layers(inputs, runs))
 
 

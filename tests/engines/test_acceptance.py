@@ -13,6 +13,7 @@ import pytest
 from conftest import Call
 from qdqtune.commands import apply, quantize
 from qdqtune.engines.acceptance import check_loads, checked_output
+from qdqtune.engines.execution import EXECUTION
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
@@ -35,11 +36,11 @@ def refused(model: Model, path: Path) -> None:
 def test_a_file_that_the_engine_refuses_does_not_appear(tmp_path: Path, workers: Workers, engine: str) -> None:
     target = tmp_path / "q.onnx"
     target.write_bytes(b"as it was")
-    with pytest.raises(EngineFailure, match="so nothing was kept"), checked_output(target, engine) as fresh:
+    with pytest.raises(EngineFailure, match="so nothing was kept"), checked_output(target, engine, EXECUTION) as fresh:
         fresh.write_bytes(b"no model")
     assert target.read_bytes() == b"as it was"
     assert workers.started == (engine != "tensorrt")  # a build of which takes minutes: the checker is asked
-    with checked_output(target, engine) as fresh:
+    with checked_output(target, engine, EXECUTION) as fresh:
         save(mixed(), fresh)
     check_loads(target, engine)
 
@@ -55,7 +56,7 @@ def test_without_the_engine_the_checker_decides(tmp_path, workers, monkeypatch):
 
 
 def test_a_file_that_was_run_is_not_loaded_again(tmp_path: Path, workers: Workers) -> None:
-    with checked_output(tmp_path / "m.onnx", "tensorrt", is_run=True) as fresh:
+    with checked_output(tmp_path / "m.onnx", "tensorrt", EXECUTION, is_run=True) as fresh:
         save(mixed(), fresh)
     assert workers.started == 0
 

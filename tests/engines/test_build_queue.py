@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from processes import until
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.build_queue import BuildQueue, Urgency
+from qdqtune.engines.execution import Checked
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineUnavailable
 from qdqtune.tuning.loop import tune
@@ -60,6 +62,14 @@ def which(build: Build) -> str:
     return build.path.name
 
 
+class Aside(Checked):
+    """A builder of which only this is known."""
+
+    def __init__(self, compile: Callable[[Path, Path, Path], float | Failure]) -> None:
+        super().__init__()
+        self.compile = compile
+
+
 def test_refusals_of_a_builder_count_and_lack_of_memory_does_not(tmp_path: Path) -> None:
     said = {"refused": Failure("build", "no kernel"), "short": Failure("resources", "out of memory"), "good": 2.5}
 
@@ -69,15 +79,15 @@ def test_refusals_of_a_builder_count_and_lack_of_memory_does_not(tmp_path: Path)
             raise EngineUnavailable("no such process")
         return said[path.name]  # type: ignore[return-value]
 
-    queue = BuildQueue(tmp_path, [builder])
+    queue = BuildQueue(tmp_path, [Aside(builder)])
     names = ("refused", "short", "lost", "good", "good")
     for name in names:
         queue.add(Path(name))
     begun(queue, 0)
-    taken = {name: queue.take(Path(name), tmp_path / name, builder) for name in sorted(set(names))}
+    taken = {name: queue.take(Path(name), tmp_path / name, Aside(builder)) for name in sorted(set(names))}
     assert taken == {"good": (tmp_path / "4.plan", 2.5), "lost": None, "short": None, "refused": said["refused"]}
     assert (tmp_path / "good").read_text() == "good"
-    assert queue.take(Path("good"), tmp_path / "good", builder) is None
+    assert queue.take(Path("good"), tmp_path / "good", Aside(builder)) is None
 
 
 def begun(queue: BuildQueue, waiting: int) -> None:
@@ -99,7 +109,7 @@ def test_the_most_urgent_build_begins_first_and_a_waiting_runner_makes_urgent_on
         go.set()
         return 0.0
 
-    queue = BuildQueue(tmp_path, [builder])
+    queue = BuildQueue(tmp_path, [Aside(builder)])
     queue.add(Path("first"))
     begun(queue, 0)
     queue.add(Path("best"), "final_0", Urgency.BEST)
@@ -108,9 +118,9 @@ def test_the_most_urgent_build_begins_first_and_a_waiting_runner_makes_urgent_on
     queue.add(Path("unlikely"), urgency=Urgency.BEST)
     queue.add(Path("asked for"), urgency=Urgency.NEXT)
     queue.add(Path("asked for"))
-    assert queue.take(Path("unlikely"), tmp_path / "trial_001.log", here) is None  # nobody has begun it
-    assert queue.take(Path("best"), tmp_path / "final_1.log", here) is None  # another one
-    assert queue.take(Path("first"), tmp_path / "trial_002.log", here) == (tmp_path / "1.plan", 0.0)
+    assert queue.take(Path("unlikely"), tmp_path / "trial_001.log", Aside(here)) is None  # nobody has begun it
+    assert queue.take(Path("best"), tmp_path / "final_1.log", Aside(here)) is None  # another one
+    assert queue.take(Path("first"), tmp_path / "trial_002.log", Aside(here)) == (tmp_path / "1.plan", 0.0)
     begun(queue, 0)
     queue.close()
     assert made == ["asked for here", "first", "likely", "given", "best"]
@@ -120,7 +130,7 @@ def test_unused_builds_are_cancelled_and_counted_in_a_message(tmp_path: Path, mo
     told: list[str] = []
     spec = EngineSpec("fake", {"build_seconds": 600})
     with Runner(spec, log_dir=tmp_path / "logs") as runner, Runner(spec, log_dir=tmp_path / "builder") as builder:
-        runner.build_queue = BuildQueue(tmp_path, [builder.compile], told.append)
+        runner.build_queue = BuildQueue(tmp_path, [builder], told.append)
         for name in ("begun", "waiting", "withdrawn"):
             runner.build_queue.add(model, name, Urgency.PROOF if name == "withdrawn" else Urgency.NEXT)
         runner.build_queue.withdraw(Urgency.PROOF)

@@ -11,21 +11,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from processes import until
-from qdqtune.engines.pool import WorkerPool
-from qdqtune.engines.process import CHECK_SECONDS, checking_while_waiting, current_check
+from qdqtune.engines.execution import CHECK_SECONDS, Check, Checked
+from qdqtune.engines.pool import SLOW_SECONDS, WorkerPool
 from qdqtune.errors import EngineFailure, EngineUnavailable
 
 
-def named(number: int) -> Callable[[str], tuple[int, str]]:
+def named(number: int) -> Callable[[object], tuple[int, object]]:
     return lambda worker: (number, worker)
 
 
-def waited(event: threading.Event) -> None:
-    """What a worker does while it waits for an engine."""
-    check = current_check()
-    assert check is not None
-    while not event.wait(CHECK_SECONDS / 10):
-        check()
+class Waiter(Checked):
+    """A worker with a name that waits as if for an engine."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def wait(self, event: threading.Event) -> None:
+        """Return when the event is set."""
+        while not event.wait(CHECK_SECONDS / 10):
+            assert self.check is not None
+            self.check()
+
+
+def waiting(*names: str, repeat_after: float | None = SLOW_SECONDS, check: Check | None = None) -> WorkerPool[Waiter]:
+    """A pool of workers that can be interrupted."""
+    workers = [Waiter(name) for name in names]
+    return WorkerPool(workers, repeat_after=repeat_after, check=check, checking=Waiter.checking)
 
 
 class TestResults:
@@ -74,59 +86,53 @@ class TestResults:
     def test_an_error_of_a_job_is_raised_and_cancels_the_others(self) -> None:
         never = threading.Event()
 
-        def ask(_: str, number: int) -> None:
+        def ask(worker: Waiter, number: int) -> None:
             if number == 1:
                 raise EngineFailure("refused")
-            waited(never)
+            worker.wait(never)
 
         before = threading.active_count()
-        with WorkerPool(["a", "b"]) as pool, pytest.raises(EngineFailure, match="refused"):
+        with waiting("a", "b") as pool, pytest.raises(EngineFailure, match="refused"):
             list(pool.results([partial(ask, number=n) for n in range(5)]))
         assert threading.active_count() == before
 
     def test_closing_the_iterator_cancels_what_runs_and_the_pool_goes_on(self) -> None:
         never, begun = threading.Event(), threading.Barrier(3)
 
-        def ask(_: str) -> None:
+        def ask(worker: Waiter) -> None:
             begun.wait(timeout=60)
-            waited(never)
+            worker.wait(never)
 
-        with WorkerPool(["a", "b"]) as pool:
-            results = pool.results([ask] * 4)
-            caller = threading.Thread(target=begun.wait, args=(60,))
-            caller.start()
-            with (
-                checking_while_waiting(self._raise_when(lambda: not caller.is_alive())),
-                pytest.raises(KeyboardInterrupt),
-            ):
-                next(results)
-            assert not pool._running
-            assert dict(pool.results([named(0)]))[0][0] == 0
-
-    @staticmethod
-    def _raise_when(is_so: Callable[[], bool]) -> Callable[[], None]:
+        caller, raised = threading.Thread(target=begun.wait, args=(60,)), threading.Event()
         main = threading.current_thread()
 
         def check() -> None:
-            if threading.current_thread() is main and is_so():
+            if threading.current_thread() is main and not caller.is_alive() and not raised.is_set():
+                raised.set()
                 raise KeyboardInterrupt
 
-        return check
+        with waiting("a", "b", check=check) as pool:
+            results = pool.results([ask] * 4)
+            caller.start()
+            with pytest.raises(KeyboardInterrupt):
+                next(results)
+            assert not pool._running
+            assert dict(pool.results([named(0)]))[0][0] == 0
 
     @pytest.mark.parametrize("repeat_after", [0.01, None])
     def test_a_slow_worker_is_not_waited_for_unless_tasks_are_done_once(self, repeat_after: float | None) -> None:
         release, taken = threading.Event(), threading.Event()
 
-        def ask(worker: str) -> str:
-            if worker == "slow":
+        def ask(worker: Waiter) -> str:
+            if worker.name == "slow":
                 taken.set()
-                waited(release)
+                worker.wait(release)
             else:
                 assert taken.wait(timeout=60)
-            return worker
+            return worker.name
 
         with (
-            WorkerPool(["slow", "quick"], repeat_after=repeat_after) as pool,
+            waiting("slow", "quick", repeat_after=repeat_after) as pool,
             closing(pool.results([ask] * 3)) as found,
         ):
             first = [next(found)[1] for _ in range(2)]
@@ -139,13 +145,13 @@ class TestTasks:
     def test_tasks_are_done_by_priority_and_age(self) -> None:
         done: list[str] = []
         go = threading.Event()
-        with WorkerPool(["a"]) as pool:
-            first = pool.submit(lambda _: waited(go))
+        with waiting("a") as pool:
+            first = pool.submit(lambda worker: worker.wait(go))
             until(lambda: first.running > 0)
             tasks = [pool.submit(lambda _, n=n: done.append(n), p) for n, p in (("x", 2), ("y", 1), ("z", 1), ("w", 3))]
             assert pool.withdraw(tasks[3])
-            assert pool.do_one("here", 1)
-            assert not pool.do_one("here", 0)
+            assert pool.do_one(Waiter("here"), 1)
+            assert not pool.do_one(Waiter("here"), 0)
             tasks[2].priority = 4
             go.set()
             pool.wait(lambda: all(task.result.done() for task in tasks))
@@ -161,16 +167,16 @@ class TestTasks:
         assert not pool._threads
 
     def test_an_interrupt_is_raised_in_the_thread_that_does_the_task(self) -> None:
-        def interrupted(_: str) -> None:
+        def interrupted(_: Waiter) -> None:
             raise KeyboardInterrupt
 
-        with WorkerPool(["a"]) as pool:
+        with waiting("a") as pool:
             go = threading.Event()
-            pool.submit(lambda _: waited(go))
+            pool.submit(lambda worker: worker.wait(go))
             until(lambda: not pool._waiting)
             pool.submit(interrupted)
             with pytest.raises(KeyboardInterrupt):
-                pool.do_one("here", 0)
+                pool.do_one(Waiter("here"), 0)
 
 
 class TestParts:
@@ -212,8 +218,8 @@ class TestParts:
             until(lambda: pool.idle_per_task() == 0)
             raise EngineFailure("refused")
 
-        with WorkerPool(["a", "b"]) as pool, pytest.raises(EngineFailure, match="refused"):
-            list(pool.results([lambda _: pool.shared(fail, [lambda _: waited(never)])]))
+        with waiting("a", "b") as pool, pytest.raises(EngineFailure, match="refused"):
+            list(pool.results([lambda _: pool.shared(fail, [lambda worker: worker.wait(never)])]))
         assert not pool._running
 
 

@@ -18,15 +18,16 @@ from onnx.reference import ReferenceEvaluator
 
 from engine_contract import IMAGE, conv_model, quantized_conv_model
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.fake import latency
-from qdqtune.engines.memory import MemoryBudget, is_scarce, scarce_memory
+from qdqtune.engines.memory import MemoryBudget, scarce_memory
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
 from qdqtune.graph.saving import nbytes
 from qdqtune.types import Failure, Measurement, NumericFormat, QType
 from runs import environment
 from trtexec_stand_in import stand_in
-from workers import Build, Workers
+from workers import Workers
 
 QUANTIZED = quantized_conv_model(NumericFormat(QType.INT8, QType.INT8, symmetric=True))
 ROUNDS: dict[str, Any] = {"seed": 3, "first_round": 0, "slot_seconds": 0.0, "warmup": 0}
@@ -43,7 +44,7 @@ def files(tmp_path: Path) -> SimpleNamespace:
 
 @contextmanager
 def opened(folder: Path, limit: float = 60.0, engine: str = "fake", **options: Any) -> Iterator[Runner]:
-    with Runner(EngineSpec(engine, options), time_limit_s=limit, log_dir=folder / "logs") as runner:
+    with Runner(EngineSpec(engine, options), execution=Execution(limit), log_dir=folder / "logs") as runner:
         runner.feed(IMAGE)
         yield runner
 
@@ -259,7 +260,7 @@ from pathlib import Path
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 print("imported", flush=True)  # a worker that imported this script would say so again
-runner = Runner(EngineSpec("fake", {{"faults": {{"hang": "conv"}}}}), time_limit_s=600, log_dir=Path({str(tmp_path)!r}))
+runner = Runner(EngineSpec("fake", {{"faults": {{"hang": "conv"}}}}), log_dir=Path({str(tmp_path)!r}))
 runner.load(Path({str(files.plain)!r}))
 print(runner._connection.worker._process.pid, flush=True)
 if {busy}:
@@ -291,7 +292,7 @@ def trtexec(folder: Path) -> EngineSpec:
 
 
 def test_temporary_files_of_the_engine_are_removed_with_the_worker(tmp_path: Path, files: SimpleNamespace) -> None:
-    with Runner(trtexec(tmp_path), time_limit_s=60, log_dir=tmp_path / "logs") as runner:
+    with Runner(trtexec(tmp_path), execution=Execution(60), log_dir=tmp_path / "logs") as runner:
         assert isinstance(runner.load(files.plain), Handle)
         assert len(plans(tmp_path / "logs")) == 1
         first = scratch(tmp_path / "logs")
@@ -312,7 +313,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.system.cleanup import Cleaner
 Cleaner.start = lambda _: None  # or it would remove what this process leaves
-runner = Runner({trtexec(tmp_path)!r}, time_limit_s=600, log_dir=Path({str(tmp_path / "logs")!r}))
+runner = Runner({trtexec(tmp_path)!r}, log_dir=Path({str(tmp_path / "logs")!r}))
 runner.load(Path({str(files.plain)!r}))
 print(runner._connection.worker._process.pid, flush=True)
 time.sleep(600)
@@ -321,14 +322,14 @@ time.sleep(600)
     assert parent.stdout is not None
     worker = int(parent.stdout.readline())
     (left,) = scratch(tmp_path / "logs")
-    with Runner(EngineSpec("fake"), time_limit_s=60, log_dir=tmp_path / "logs") as runner:
+    with Runner(EngineSpec("fake"), execution=Execution(60), log_dir=tmp_path / "logs") as runner:
         runner.describe()
         assert left in scratch(tmp_path / "logs")  # its run still lives
     parent.kill()
     parent.communicate()
     assert gone(worker)
     assert plans(tmp_path / "logs")
-    with Runner(EngineSpec("fake"), time_limit_s=60, log_dir=tmp_path / "logs") as runner:
+    with Runner(EngineSpec("fake"), execution=Execution(60), log_dir=tmp_path / "logs") as runner:
         runner.describe()
         assert left not in scratch(tmp_path / "logs")
     assert not scratch(tmp_path / "logs")
@@ -355,7 +356,7 @@ def test_the_log_folder_must_be_writable(tmp_path: Path) -> None:
 
 
 def test_timing_needs_a_sample(tmp_path: Path, files: SimpleNamespace) -> None:
-    with Runner(EngineSpec("fake"), time_limit_s=60, log_dir=tmp_path) as runner:
+    with Runner(EngineSpec("fake"), execution=Execution(60), log_dir=tmp_path) as runner:
         plain = loaded(runner, files.plain)
         with pytest.raises(ValueError, match="feed"):
             runner.rounds(plain, plain, 1, **ROUNDS)
@@ -420,16 +421,12 @@ class TestMemoryBudget:
                 loaded(other, files.plain)
                 assert (held(runner), len(held(other))) == (set(), 1)
 
-    def test_builds_within_a_budget_save_memory(self, files: SimpleNamespace, tmp_path: Path) -> None:
-        seen: list[bool] = []
-
-        def look(_: Build) -> None:
-            seen.append(is_scarce())
-
+    def test_layer_reports_within_a_budget_save_memory(self, files: SimpleNamespace, tmp_path: Path) -> None:
+        workers = Workers()
         for budget in (None, MemoryBudget(1e9)):
-            with self.runner(tmp_path, Workers(refused=look), budget) as runner:
-                loaded(runner, files.plain)
-        assert (seen, is_scarce()) == ([False, True], False)
+            with self.runner(tmp_path, workers, budget) as runner:
+                assert runner.report(files.plain, IMAGE, 1, "layers")
+        assert workers.saving == [False, True]
 
     @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="what a process holds is told by Linux")
     def test_memory_that_is_freed_in_scarce_memory_returns_to_the_system(self) -> None:
@@ -458,6 +455,6 @@ class TestMemoryBudget:
     @contextmanager
     def runner(folder: Path, workers: Workers, memory: MemoryBudget | None = None) -> Iterator[Runner]:
         spec, logs = EngineSpec("fake"), folder / "logs"
-        with Runner(spec, time_limit_s=60, log_dir=logs, start=workers, memory=memory) as runner:
+        with Runner(spec, execution=Execution(60), log_dir=logs, start=workers, memory=memory) as runner:
             runner.feed(IMAGE)
             yield runner

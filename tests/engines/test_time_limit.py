@@ -1,16 +1,17 @@
 """What the user allows one build or inference holds wherever the model is run, calibration and checks included."""
 
-from pathlib import Path
+import threading
 
 import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
 
+import qdqtune
 from qdqtune.calibration.observe import outputs_on
-from qdqtune.engines import EngineSpec
-from qdqtune.engines.runner import TIME_LIMIT, Runner, time_limit
-from qdqtune.errors import BadModel
+from qdqtune.engines.execution import Execution
+from qdqtune.engines.runner import Runner
+from qdqtune.errors import BadModel, Cancelled
 from qdqtune.graph.loading import load_proto
 from runs import mixed, write
 
@@ -35,18 +36,8 @@ def endless() -> onnx.ModelProto:
 def test_calibration_of_an_endless_loop_ends_in_one_line() -> None:
     """With a process of its own: one that hangs is the point."""
     sample = {"x": np.zeros((2, 8), np.float32)}
-    with time_limit(1.0), pytest.raises(BadModel, match="took longer than 1 s: `time_limit` gives it longer"):
-        list(outputs_on(load_proto(endless()), [sample]))
-
-
-def test_runners_have_the_limit_of_the_user_by_default(tmp_path: Path) -> None:
-    def limit(**told: float) -> float:
-        return Runner(EngineSpec("fake"), log_dir=tmp_path, **told)._connection.limit
-
-    assert limit() == TIME_LIMIT
-    with time_limit(7.0):
-        assert (limit(), limit(time_limit_s=3.0)) == (7.0, 3.0)
-    assert limit() == TIME_LIMIT
+    with pytest.raises(BadModel, match="took longer than 1 s: `time_limit` gives it longer"):
+        list(outputs_on(load_proto(endless()), [sample], execution=Execution(1.0)))
 
 
 @pytest.mark.parametrize("command", ["tune", "quantize", "apply", "check", "debug"])
@@ -77,3 +68,24 @@ def test_every_runner_of_a_command_has_the_limit(call, tmp_path, command, monkey
     assert code in (0, 3, 4), err
     assert len(limits) > 1
     assert set(limits) == {123.0}
+
+
+def test_every_runner_of_a_call_can_be_cancelled(tmp_path, workers, monkeypatch):
+    model, target, cancel = write(mixed(), tmp_path), tmp_path / "q.onnx", threading.Event()
+    given = {"calibration_data": model.with_suffix(".npz"), "cancel": cancel}
+    checks, made = [], Runner.__init__
+
+    def watched(runner: Runner, *arguments: object, **more: object) -> None:
+        made(runner, *arguments, **more)  # type: ignore[arg-type]
+        checks.append(runner.check)
+
+    monkeypatch.setattr(Runner, "__init__", watched)
+    qdqtune.quantize(model, target, **given)
+    qdqtune.check(target, engine="fake", **given)
+    qdqtune.compare(model, target, engine="fake", timing_runs=12, **given)
+    qdqtune.tune(model, engine="fake", builds=4, min_sqnr=None, output_dir=tmp_path / "out", **given)
+    assert len(checks) > 5
+    cancel.set()
+    for check in checks:
+        with pytest.raises(Cancelled):
+            check()

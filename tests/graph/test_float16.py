@@ -7,6 +7,7 @@ import pytest
 from onnx import TensorProto
 
 from models import INT8, attention, build, conv_net, feeds, normal, ranges, run, sqnr, valid
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel
 from qdqtune.graph.float16 import to_float16
@@ -219,8 +220,8 @@ def test_a_quantized_model_keeps_its_pairs() -> None:
 @pytest.mark.usefixtures("workers")
 def test_tuning_in_float16_ships_a_float16_model(tmp_path: Path) -> None:
     asked = settings(write(conv_net(opset=13), tmp_path), precision="fp16")
-    with Runner(asked.engine, time_limit_s=60, log_dir=tmp_path / "logs") as runner:
-        subject = open_subject(asked, runner)
+    with Runner(asked.engine, execution=Execution(60), log_dir=tmp_path / "logs") as runner:
+        subject = open_subject(asked, runner, EXECUTION)
     assert subject.model.opset >= 19
     assert subject.model.inputs == ("image",)
     assert subject.model.tensors["c1"].dtype == TensorProto.FLOAT16

@@ -13,10 +13,11 @@ import pytest
 from onnx import TensorProto
 
 from models import build, normal
+from qdqtune.engines.execution import Execution
 from qdqtune.errors import OutputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model
-from qdqtune.graph.saving import WEIGHTS, ConstantFile, constants_to_share, nbytes, one_constant_file, save
+from qdqtune.graph.saving import WEIGHTS, ConstantFile, nbytes, one_constant_file, save
 from two_products import model, weights
 
 
@@ -68,12 +69,12 @@ def test_a_saved_file_is_the_same_model_for_onnx_and_for_load(tmp_path: Path) ->
 
 def test_stages_share_one_file_of_constants(tmp_path: Path) -> None:
     model = build("g (float[4,300] x) => (float[4,8] y) { y = MatMul(x, w) }", {"w": normal(300, 8)})
-    with one_constant_file(tmp_path) as constants, constants_to_share() as shared:
+    with one_constant_file(tmp_path) as constants, Execution(constants=constants).constant_file() as shared:
         assert shared is constants
         paths = [shared.write(model, "same"), shared.write(model, "same")]
         assert len({*paths}) == 2
         assert constants.path.stat().st_size == 300 * 8 * 4
-    with constants_to_share() as own:
+    with Execution().constant_file() as own:
         assert own.path.parent != tmp_path
     assert not own.path.parent.exists()
     loaded = [onnx.load(path).graph.initializer[0].raw_data for path in paths]

@@ -10,6 +10,7 @@ import pytest
 
 from models import build, feeds, normal
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption
 from qdqtune.graph.saving import save
@@ -36,7 +37,7 @@ def metric(tmp_path: Path) -> Metric:
 @pytest.fixture
 def loaded(tmp_path: Path, workers: Workers) -> tuple[Runner, Handle]:
     save(NET, tmp_path / "net.onnx")
-    runner = Runner(EngineSpec("fake"), time_limit_s=60, log_dir=tmp_path)
+    runner = Runner(EngineSpec("fake"), execution=Execution(60), log_dir=tmp_path)
     handle = runner.load(tmp_path / "net.onnx")
     assert isinstance(handle, Handle)
     return runner, handle

@@ -4,13 +4,14 @@ import numpy as np
 
 from fitted_nets import Heard
 from models import conv_net, feeds, run
+from qdqtune.engines.execution import EXECUTION
 from qdqtune.numerics.sessions import InferenceCount, onnxruntime_session
 from workers import Workers
 
 
 def test_a_model_that_stays_built_computes_what_one_for_a_single_call_does(workers: Workers) -> None:
     model, samples = conv_net(), feeds(conv_net(), 2)
-    with onnxruntime_session() as session:
+    with onnxruntime_session(EXECUTION) as session:
         once, kept = session.outputs(model, "once", samples), session.load(model, "kept")
         assert callable(kept)
         again = kept(samples)

@@ -46,6 +46,7 @@ class Script:
     present: set[Handle] = field(default_factory=set)
     timed: int = 0
     build_queue = BuildQueue()
+    check = None
 
     def load(self, path: Path, log_name: str | None = None, *, fresh: bool = False) -> Handle | Failure:
         kept = [h for h in self.present if h.path == path]

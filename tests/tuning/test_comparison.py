@@ -34,6 +34,7 @@ class Script:
     most: int = 0
     seeds: list[int] = field(default_factory=list)
     build_queue = BuildQueue()
+    check = None
 
     def load(self, path: Path, log_name: str, *, fresh: bool) -> Handle | Failure:
         assert fresh

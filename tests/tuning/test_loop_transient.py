@@ -126,7 +126,7 @@ def test_a_proof_with_a_transient_failure_is_tried_again(model: Path, workers: W
 def test_a_layer_report_that_was_killed_is_asked_for_again(model, workers, monkeypatch):
     expected = run(model, "cut", "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(WatchedModel, "layers", lambda *_: (_ for _ in ()).throw(EOFError()))
+        patch.setattr(WatchedModel, "layers", lambda *_, **__: (_ for _ in ()).throw(EOFError()))
         run(model, "cut")
     assert "layers" not in [r["kind"] for r in rows(model.parent / "out" / STATE)]
     assert run(model, "cut").history == expected.history

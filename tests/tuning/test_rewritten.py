@@ -12,6 +12,7 @@ import pytest
 from models import build, normal
 from qdqtune.cli.report import result_table
 from qdqtune.commands.explain import explain_run
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.fake import latency
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel
@@ -102,9 +103,9 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path) -> None:
 def test_a_model_is_read_again_only_for_a_rewrite_that_has_something_to_do(tmp_path, monkeypatch):
     opened: list[Rewrites | None] = []
 
-    def counted(settings: Settings, runner: Runner, rewrites: Rewrites | None = None) -> Subject:
+    def counted(settings: Settings, runner: Runner, execution: Execution, rewrites: Rewrites | None = None) -> Subject:
         opened.append(rewrites)
-        return open_subject(settings, runner, rewrites)
+        return open_subject(settings, runner, execution, rewrites)
 
     monkeypatch.setattr(rewritten, "open_subject", counted)
     monkeypatch.setattr(rewritten, "load_for", None)

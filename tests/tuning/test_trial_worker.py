@@ -10,6 +10,7 @@ import pytest
 
 from observers import Log
 from qdqtune.engines import EngineSpec, devices
+from qdqtune.engines.execution import Check
 from qdqtune.errors import EngineUnavailable
 from qdqtune.search import best_of
 from qdqtune.tuning import loop
@@ -97,15 +98,15 @@ def test_jobs_of_a_lost_worker_are_done_by_the_others(model, monkeypatch, many_c
     expected = tune(asked)
     others, started = threading.Lock(), Workers.__call__
 
-    def lost(self: Workers, log: Path, device: devices.Device = devices.ANYWHERE) -> Any:
-        worker = started(self, log, device)
+    def lost(self: Workers, log: Path, device: devices.Device, check: Check | None) -> Any:
+        worker = started(self, log, device, check)
         request = worker.request
 
-        def refused(name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
+        def refused(name: str, arguments: tuple[Any, ...], *more: Any) -> tuple[bool, Any]:
             with others:
                 if name == "build" and device.name == "worker-2":
                     return False, EngineUnavailable("its driver is gone")
-            return request(name, arguments, limit)
+            return request(name, arguments, *more)
 
         worker.request = refused  # type: ignore[method-assign]
         return worker

@@ -17,6 +17,7 @@ from qdqtune.calibration.rounding import no_moments
 from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.execution import EXECUTION
 from qdqtune.engines.formats import numeric_format, weight_formats
 from qdqtune.engines.runner import Runner, as_workloads
 from qdqtune.errors import BadOption
@@ -181,7 +182,9 @@ def test_moments_are_computed_when_the_first_weight_is_rounded(tmp_path: Path) -
 
     random = np.random.default_rng(3)
     samples = Looked({"x": random.standard_normal((1, SIZE), np.float32)} for _ in range(4))
-    own = cast(Subject, SimpleNamespace(shaped=graph, prepared=SimpleNamespace(calibration=samples)))
+    own = cast(
+        Subject, SimpleNamespace(shaped=graph, prepared=SimpleNamespace(calibration=samples, execution=EXECUTION))
+    )
     numbers, w4 = numeric_format("onnxruntime", "int8"), WeightFormat(4, 128)
     stored = Placement.of((), [(Edge(f"w{i}", f"m{i}", 1), w4) for i in range(2)])
     told = Settings(Path("m.onnx"), calibration_data="d.npz", weight_rounding="gptq")

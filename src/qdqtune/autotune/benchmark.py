@@ -62,7 +62,7 @@ class Benchmark:
         self.search_plan = replace(self.plan, looks=looks_until(rounds, usual))
         """The same rounds for a search, which may decide earlier."""
         self._folder = temporary_folder()
-        self._runner = Runner(spec, time_limit_s=600, log_dir=self._folder.path)
+        self._runner = Runner(spec, log_dir=self._folder.path)
         self._inputs: list[bytes] = []
         self._first: Handle | None = None
         self._first_ms = 0.0
@@ -82,7 +82,7 @@ class Benchmark:
             raise AutotunerError(f"{input_name}: smallest, usual and largest sizes must rise, not {span}")
         self.spec = with_spans(self.spec, spans(self.spec) | {input_name: span})
         self._runner.close()
-        self._runner, self._first = Runner(self.spec, time_limit_s=600, log_dir=self._folder.path), None
+        self._runner, self._first = Runner(self.spec, log_dir=self._folder.path), None
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
         """How the engine wants its numbers."""

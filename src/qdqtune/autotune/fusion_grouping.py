@@ -97,7 +97,7 @@ def generate_graph_json(
     sample = benchmark.prepared(load(path)).samples.first(1)[0]
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{path.stem}.fp16.build.log"
-    with Runner(benchmark.spec, time_limit_s=600, log_dir=folder) as runner:
+    with Runner(benchmark.spec, log_dir=folder) as runner:
         found = runner.report(path, sample, 1, log.stem)
     if isinstance(found, Failure):
         raise EngineFailure(found.reason)

@@ -17,6 +17,7 @@ from onnx import TensorProto, helper
 from qdqtune.calibration.histograms import Histogram
 from qdqtune.calibration.observe import observe, outputs_on, with_outputs
 from qdqtune.calibration.scales import AUTO, Calibration, Method, Range, Ranges
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.graph.model import Model
 from qdqtune.types import NumericFormat, QType, Sample
 
@@ -37,7 +38,12 @@ def candidate_tensors(model: Model) -> tuple[str, ...]:
 
 
 def calibrate(
-    model: Model, samples: Iterable[Sample], how: Calibration | None = None, *, numbers: NumericFormat = ASYMMETRIC
+    model: Model,
+    samples: Iterable[Sample],
+    how: Calibration | None = None,
+    *,
+    numbers: NumericFormat = ASYMMETRIC,
+    execution: Execution = EXECUTION,
 ) -> Ranges:
     """Ranges of all candidate tensors over all samples, by running the float model on ONNX Runtime.
 
@@ -49,32 +55,46 @@ def calibrate(
         BadModel: ONNX Runtime cannot run the model.
     """
     how = how or Calibration()
-    return _calibrated(model, samples, how, ("mse",) if how.method == "auto" else (how.method,), numbers)[0]
+    methods: tuple[Method, ...] = ("mse",) if how.method == "auto" else (how.method,)
+    return _calibrated(model, samples, how, methods, numbers, execution)[0]
 
 
 def calibrate_by_every_method(
-    model: Model, samples: Iterable[Sample], how: Calibration, *, numbers: NumericFormat = ASYMMETRIC
+    model: Model,
+    samples: Iterable[Sample],
+    how: Calibration,
+    *,
+    numbers: NumericFormat = ASYMMETRIC,
+    execution: Execution = EXECUTION,
 ) -> list[Ranges]:
     """The ranges by each method that `how` allows, in one pass; see `calibrate`."""
-    return _calibrated(model, samples, how, AUTO if how.method == "auto" else (how.method,), numbers)
+    methods = AUTO if how.method == "auto" else (how.method,)
+    return _calibrated(model, samples, how, methods, numbers, execution)
 
 
 def _calibrated(
-    model: Model, samples: Iterable[Sample], how: Calibration, methods: Sequence[Method], numbers: NumericFormat
+    model: Model,
+    samples: Iterable[Sample],
+    how: Calibration,
+    methods: Sequence[Method],
+    numbers: NumericFormat,
+    execution: Execution,
 ) -> list[Ranges]:
     tensors = candidate_tensors(model)
     if not tensors:
         return [Ranges({})]
     if methods == ("minmax",):
-        found = [_minmax(model, tensors, samples)]
+        found = [_minmax(model, tensors, samples, execution)]
     else:
-        counted = _histograms(model, tensors, samples)
+        counted = _histograms(model, tensors, samples, execution)
         found = [{t: _chosen(h, replace(how, method=m), numbers) for t, h in counted.items()} for m in methods]
     known = [{t: r for t, r in ranges.items() if r is not None} for ranges in found]
     return [Ranges(ranges, method=m) for m, ranges in zip(methods, known, strict=True)]
 
 
-def _minmax(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> dict[str, Range | None]:
+def _minmax(
+    model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution
+) -> dict[str, Range | None]:
     nodes: list[onnx.NodeProto] = []
     reduced: list[str] = []
     for i, tensor in enumerate(tensors):
@@ -89,7 +109,7 @@ def _minmax(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> 
             nodes.append(helper.make_node(op, [operand], reduced[-1:], reduced[-1], keepdims=0))
     lows, highs = np.full(len(tensors), np.inf), np.full(len(tensors), -np.inf)
     broken = np.zeros(len(tensors), bool)
-    for outputs in outputs_on(with_outputs(model, nodes, reduced), samples):
+    for outputs in outputs_on(with_outputs(model, nodes, reduced), samples, execution=execution):
         values = np.asarray([outputs[name] for name in reduced], np.float64).reshape(-1, 3)
         broken |= ~np.isfinite(values).all(axis=1)
         lows, highs = np.fmin(lows, values[:, 0]), np.fmax(highs, values[:, 1])
@@ -97,9 +117,11 @@ def _minmax(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> 
     return {tensor: None if is_broken else Range(low, high) for tensor, is_broken, low, high in ends}
 
 
-def _histograms(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> dict[str, Histogram]:
+def _histograms(
+    model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution
+) -> dict[str, Histogram]:
     histograms = {tensor: Histogram() for tensor in tensors}
-    for tensor, values in observe(model, tensors, samples):
+    for tensor, values in observe(model, tensors, samples, execution=execution):
         histograms[tensor].add(values)
     return histograms
 

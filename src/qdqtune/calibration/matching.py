@@ -16,6 +16,7 @@ from qdqtune.calibration.caches import Cache, read_cache
 from qdqtune.calibration.calibrate import calibrate, candidate_tensors
 from qdqtune.calibration.other_exports import contradiction, doubts, shift_of
 from qdqtune.calibration.scales import Calibration, Range, Ranges
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.errors import BadData, BadModel
 from qdqtune.graph.loading import identities
 from qdqtune.graph.model import Model, Node
@@ -93,11 +94,11 @@ class Matched:
         """Whether the cache may be another model's."""
         return bool(self.doubts)
 
-    def seen_on(self, model: Model, samples: Iterable[Sample]) -> Matched:
+    def seen_on(self, model: Model, samples: Iterable[Sample], execution: Execution = EXECUTION) -> Matched:
         """The same with a doubt if ranges on samples contradict the entries; as it is where ONNX Runtime cannot run the
         model."""
         try:
-            seen = calibrate(model, samples, Calibration("minmax")).activations
+            seen = calibrate(model, samples, Calibration("minmax"), execution=execution).activations
         except BadModel:
             return self
         told = contradiction({t: self.ranges.activations[t] for t in self.exact}, seen)

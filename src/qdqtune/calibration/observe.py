@@ -5,23 +5,24 @@ ONNX Runtime runs the model, whichever engine is tuned for: nothing here is time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from functools import cache, partial
 from itertools import islice
 from math import prod
+from pathlib import Path
 
 import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import Device, usable_cores
+from qdqtune.engines.execution import EXECUTION, Check, Execution
 from qdqtune.engines.memory import MemoryBudget
-from qdqtune.engines.runner import Handle, Runner
+from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadData, BadModel, first_of
 from qdqtune.graph.model import Model
-from qdqtune.graph.saving import constants_to_share
 from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array, Failure, Sample
 
@@ -30,11 +31,24 @@ BATCH_BYTES = 2**29
 
 WIDENED = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
-Run = Callable[[Iterable[Sample]], list[dict[str, Array]] | Failure]
-"""Runs a model: its outputs by name, for each sample."""
-
 MOST_OPTIMIZED = 4000
 """Models of more nodes are run without optimization: ONNX Runtime's time for it grows with the square of the nodes."""
+
+
+class ModelRun:
+    """A model file in a process. It is built at the first call."""
+
+    def __init__(self, runner: Runner, path: Path) -> None:
+        self._runner, self._build = runner, cache(partial(runner.load, path))
+
+    def __call__(self, samples: Iterable[Sample]) -> list[dict[str, Array]] | Failure:
+        """The outputs by name, for each sample."""
+        handle = self._build()
+        return handle if isinstance(handle, Failure) else self._runner.outputs(handle, samples)
+
+    def checking(self, check: Check) -> AbstractContextManager[None]:
+        """See `Runner.checking`."""
+        return self._runner.checking(check)
 
 
 def observe(
@@ -44,6 +58,7 @@ def observe(
     *,
     widen: bool = True,
     memory: int | None = BATCH_BYTES,
+    execution: Execution = EXECUTION,
 ) -> Iterator[tuple[str, Array]]:
     """Each of the tensors with its value on each sample, in memory that does not grow with their number.
 
@@ -55,20 +70,24 @@ def observe(
         BadData: no sample.
         BadModel: ONNX Runtime cannot run the model.
     """
-    for batch in _batches(model, tensors, samples, memory):
+    for batch in _batches(model, tensors, samples, memory, execution):
         shown = _showing(model, batch, widen=widen)
-        for outputs in outputs_on(shown, samples):
+        for outputs in outputs_on(shown, samples, execution=execution):
             for tensor, name in zip(batch, shown.outputs, strict=True):
                 yield tensor, outputs.pop(name)
 
 
-def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> int:
+def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution = EXECUTION) -> int:
     """How many passes over the samples `observe` takes for these tensors."""
-    return sum(1 for _ in _batches(model, tensors, samples, BATCH_BYTES))
+    return sum(1 for _ in _batches(model, tensors, samples, BATCH_BYTES, execution))
 
 
 def values_on(
-    model: Model, tensors: Sequence[str], sample: Sample, budget: MemoryBudget | None = None
+    model: Model,
+    tensors: Sequence[str],
+    sample: Sample,
+    budget: MemoryBudget | None = None,
+    execution: Execution = EXECUTION,
 ) -> dict[str, Array]:
     """The values of some tensors on one sample, in their own types. For `budget` see `outputs_on`.
 
@@ -76,12 +95,15 @@ def values_on(
         BadModel: ONNX Runtime cannot run the model.
     """
     shown = _showing(model, tensors, widen=False)
-    (outputs,) = outputs_on(shown, [sample], budget)
+    (outputs,) = outputs_on(shown, [sample], budget, execution)
     return {tensor: outputs[name] for tensor, name in zip(tensors, shown.outputs, strict=True)}
 
 
 def outputs_on(
-    model: Model, samples: Iterable[Sample], budget: MemoryBudget | None = None
+    model: Model,
+    samples: Iterable[Sample],
+    budget: MemoryBudget | None = None,
+    execution: Execution = EXECUTION,
 ) -> Iterator[dict[str, Array]]:
     """All outputs of a model by name, sample by sample. `budget` is the memory budget of engines that run meanwhile.
 
@@ -90,7 +112,8 @@ def outputs_on(
         BadModel: ONNX Runtime cannot run the model.
     """
     sample = None
-    with running_in_several(model, 1, fuse=len(model.proto.graph.node) <= MOST_OPTIMIZED, budget=budget) as (run,):
+    is_fused = len(model.proto.graph.node) <= MOST_OPTIMIZED
+    with running_in_several(model, 1, execution, fuse=is_fused, budget=budget) as (run,):
         for sample in samples:
             outputs = run([sample])
             if isinstance(outputs, Failure):
@@ -103,40 +126,36 @@ def outputs_on(
 
 
 @contextmanager
-def running(model: Model, *, fuse: bool = True) -> Iterator[Run]:
+def running(model: Model, execution: Execution = EXECUTION, *, fuse: bool = True) -> Iterator[ModelRun]:
     """A function that runs a model in a process. If the model cannot be built, each call returns that failure."""
-    with running_in_several(model, 1, fuse=fuse) as (run,):
+    with running_in_several(model, 1, execution, fuse=fuse) as (run,):
         yield run
 
 
 @contextmanager
 def running_in_several(
-    model: Model, count: int, *, fuse: bool = True, budget: MemoryBudget | None = None
-) -> Iterator[tuple[Run, ...]]:
+    model: Model,
+    count: int,
+    execution: Execution = EXECUTION,
+    *,
+    fuse: bool = True,
+    budget: MemoryBudget | None = None,
+) -> Iterator[tuple[ModelRun, ...]]:
     """`running` in `count` processes that share the cores. Each builds the model at its first call, which may come from
     any thread. A single one uses the memory `budget`, if given."""
     size = sum(constant.nbytes for constant in model.large.values())
     spec = EngineSpec("onnxruntime", {"threads": max(1, usable_cores() // count), "fuse": fuse})
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder())
-        path = stack.enter_context(constants_to_share()).write(model, "observed")
+        path = stack.enter_context(execution.constant_file()).write(model, "observed")
         stack.callback(path.unlink)
         devices = [Device(f"observer-{number}") for number in range(count)]
         shared = budget if count == 1 else None  # a budget is not thread-safe
-        runners = [
-            Runner(spec, log_dir=folder, device=device, memory=shared or MemoryBudget.for_model(size))
-            for device in devices
-        ]
+        make = partial(Runner, spec, log_dir=folder, execution=execution)
+        runners = [make(device=device, memory=shared or MemoryBudget.for_model(size)) for device in devices]
         for runner in runners:
             stack.enter_context(runner)
-        yield tuple(partial(_outputs, cache(partial(runner.load, path)), runner) for runner in runners)
-
-
-def _outputs(
-    build: Callable[[], Handle | Failure], runner: Runner, samples: Iterable[Sample]
-) -> list[dict[str, Array]] | Failure:
-    handle = build()
-    return handle if isinstance(handle, Failure) else runner.outputs(handle, samples)
+        yield tuple(ModelRun(runner, path) for runner in runners)
 
 
 def with_outputs(model: Model, nodes: Sequence[onnx.NodeProto], outputs: Iterable[str] | None = None) -> Model:
@@ -162,13 +181,13 @@ def _showing(model: Model, tensors: Sequence[str], *, widen: bool) -> Model:
 
 
 def _batches(
-    model: Model, tensors: Sequence[str], samples: Iterable[Sample], memory: int | None
+    model: Model, tensors: Sequence[str], samples: Iterable[Sample], memory: int | None, execution: Execution
 ) -> Iterator[tuple[str, ...]]:
     """The tensors in order, in batches of at most `memory` bytes (but at least one tensor)."""
     if memory is None or len(tensors) < 2:
         yield from filter(None, [tuple(tensors)])
         return
-    sizes = _sizes(model, tensors, samples)
+    sizes = _sizes(model, tensors, samples, execution)
     batch: list[str] = []
     left = memory
     for tensor in tensors:
@@ -180,13 +199,13 @@ def _batches(
     yield tuple(batch)
 
 
-def _sizes(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> dict[str, int]:
+def _sizes(model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution) -> dict[str, int]:
     """Bytes of each tensor by its static shape, or else on the first sample, at 4 bytes an element."""
     infos = {tensor: model.tensors.get(tensor) for tensor in tensors}
     shapes = {t: info.shape for t, info in infos.items() if info is not None and info.shape is not None}
     sizes = {t: 4 * prod(d for d in shape if d is not None) for t, shape in shapes.items() if None not in shape}
     if unknown := [tensor for tensor in tensors if tensor not in sizes]:
         nodes = [helper.make_node("Size", [t], [f"__size_{i}"], f"__size_{i}") for i, t in enumerate(unknown)]
-        (counts,) = outputs_on(with_outputs(model, nodes), islice(samples, 1))
+        (counts,) = outputs_on(with_outputs(model, nodes), islice(samples, 1), execution=execution)
         sizes |= {t: 4 * int(counts[node.output[0]]) for t, node in zip(unknown, nodes, strict=True)}
     return sizes

@@ -13,6 +13,7 @@ from qdqtune.calibration.inputs import input_specs
 from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.workloads import Sizes, WorkloadFile, common_sizes, open_workloads, samples_of
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.errors import BadOption
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import Model, graphs
@@ -49,7 +50,7 @@ class Prepared:
     workloads differ.
 
     Outputs are compared on the samples `judging`. They are held out of calibration if `is_held_out`, and fewer than
-    asked for if `is_capped`.
+    asked for if `is_capped`. `execution` is how the model is run.
     """
 
     model: Model
@@ -61,6 +62,7 @@ class Prepared:
     is_capped: bool = False
     sizes: Sizes = field(default_factory=dict)
     workloads: Mix = ()
+    execution: Execution = EXECUTION
 
     @property
     def mix(self) -> Mix:
@@ -103,10 +105,17 @@ class Prepared:
 
     def ranges(self, how: Calibration | None, numbers: NumericFormat) -> Ranges:
         """Calibrate in one pass over the samples (see `calibrate`)."""
-        return calibrate(self.shaped, self.calibration, how, numbers=numbers)
+        return calibrate(self.shaped, self.calibration, how, numbers=numbers, execution=self.execution)
 
 
-def prepare(model: Model, data: Data, *, fixed: Collection[str] = (), most: int = MOST_JUDGED) -> Prepared:
+def prepare(
+    model: Model,
+    data: Data,
+    execution: Execution = EXECUTION,
+    *,
+    fixed: Collection[str] = (),
+    most: int = MOST_JUDGED,
+) -> Prepared:
     """Shape a model and open its samples. Arrays of `fixed` inputs, which were made constants, are ignored.
 
     Every fifth sample is held out of calibration, `most` in all, unless there would be fewer than `LEAST_JUDGED` or
@@ -121,20 +130,21 @@ def prepare(model: Model, data: Data, *, fixed: Collection[str] = (), most: int 
     check_outputs(model.proto)
     if data.workloads and data.input_shapes:
         raise BadOption("`workloads` brings the shapes of all inputs: leave `input_shapes` out")
-    mix = open_workloads(data.workloads, model, fixed) if data.workloads else ()
+    mix = open_workloads(data.workloads, model, fixed, execution) if data.workloads else ()
     sizes: Sizes = common_sizes(mix) if mix and data.calibration_data is None else data.input_shapes
     shaped = with_input_shapes(model, sizes)
     if mix and data.calibration_data is None:
         samples = samples_of(mix)
     else:
         own, limit = data.calibration_data, data.calibration_samples
-        samples = open_samples(own, shaped, seed=data.seed, limit=limit, fixed=fixed)
+        samples = open_samples(own, shaped, execution, seed=data.seed, limit=limit, fixed=fixed)
     parts = None if samples.is_random or not most else samples.apart(min(LEAST_JUDGED, most), most)
     seen, unseen = parts or (samples, samples)
     count = _affordable(shaped, most)
     judging = tuple(unseen.first(count + 1)) if most else ()
     is_capped = most > count < len(judging)
-    return Prepared(model, shaped, samples, seen, judging[:count], parts is not None, is_capped, sizes, mix)
+    judged, is_held_out = judging[:count], parts is not None
+    return Prepared(model, shaped, samples, seen, judged, is_held_out, is_capped, sizes, mix, execution)
 
 
 def _affordable(model: Model, most: int) -> int:

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from qdqtune.calibration.observe import observe
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.graph.model import Model
 from qdqtune.types import Array, Sample, WeightFormat
 
@@ -228,7 +229,9 @@ class LazyMapping(Mapping[Key, Found]):
         return len(self._keys)
 
 
-def moments(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> dict[str, Array]:
+def moments(
+    model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution = EXECUTION
+) -> dict[str, Array]:
     """The mean of x x^T over the rows x of each tensor [..., in] and all samples, [in, in] in float64.
 
     Few rows tell little of the correlation of inputs. The mean is shrunk towards a multiple of the identity by the
@@ -240,7 +243,7 @@ def moments(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> 
     """
     sums: dict[str, Array] = {}
     rows: dict[str, int] = {}
-    for tensor, values in observe(model, list(tensors), samples):
+    for tensor, values in observe(model, list(tensors), samples, execution=execution):
         flat = np.asarray(values, np.float64).reshape(-1, values.shape[-1])
         sums[tensor] = sums[tensor] + flat.T @ flat if tensor in sums else flat.T @ flat
         rows[tensor] = rows.get(tensor, 0) + len(flat)

@@ -23,7 +23,8 @@ from zipfile import BadZipFile, ZipFile
 import numpy as np
 
 from qdqtune.calibration.inputs import InputSpec, input_specs, listed, random_samples
-from qdqtune.calibration.user_code import ReadingTime, checked_count, import_callable, user_errors
+from qdqtune.calibration.user_code import checked_count, import_callable, read_in_thread, user_errors
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.errors import BadData, one_line
 from qdqtune.graph.model import Model
 from qdqtune.types import Array, Sample
@@ -109,7 +110,13 @@ class Samples:
 
 
 def open_samples(
-    source: str | None, model: Model, *, seed: int = 0, limit: int | None = None, fixed: Collection[str] = ()
+    source: str | None,
+    model: Model,
+    execution: Execution = EXECUTION,
+    *,
+    seed: int = 0,
+    limit: int | None = None,
+    fixed: Collection[str] = (),
 ) -> Samples:
     """Calibration samples from `source`: an .npz, a folder of .npy/.npz, or `module:callable`; None for random inputs.
 
@@ -122,12 +129,12 @@ def open_samples(
         BadData: the source is missing, unreadable or does not fit the model (partly raised by the iterator).
         BadOption: `module:callable` cannot be imported, or random inputs would need sizes that are dynamic.
     """
-    specs, reading_time = input_specs(model), ReadingTime()
+    specs = input_specs(model)
     if source is None:
         count = limit or 8
         return Samples("random inputs", f"random-{seed}-{count}", True, random_samples(model, specs, seed, count))
     if files := _files_of(source):
-        digest = _digest(files, reading_time)
+        digest = _digest(files, execution)
 
         def produce() -> Iterator[Sample]:
             return (s for path in files for s in _split(read_arrays(path, specs), specs, fixed, str(path)))
@@ -140,7 +147,7 @@ def open_samples(
 
     else:
         raise BadData(f"calibration data {source} not found: give an .npz, a folder of .npy/.npz, or module:callable")
-    return Samples(source, digest, False, lambda: reading_time.over(lambda: islice(produce(), limit), source))
+    return Samples(source, digest, False, lambda: read_in_thread(lambda: islice(produce(), limit), source, execution))
 
 
 def _files_of(source: str) -> list[Path]:
@@ -160,24 +167,24 @@ def _files_of(source: str) -> list[Path]:
     return files
 
 
-def digest_of(source: str) -> str | None:
+def digest_of(source: str, execution: Execution) -> str | None:
     """The digest of samples in files; None for a callable, which would have to be imported.
 
     Raises:
         BadData: the folder has no files of samples.
     """
     files = _files_of(source)
-    return _digest(files, ReadingTime()) if files else None
+    return _digest(files, execution) if files else None
 
 
-def read_sample(path: Path, model: Model, fixed: Collection[str] = ()) -> Sample:
+def read_sample(path: Path, model: Model, fixed: Collection[str] = (), execution: Execution = EXECUTION) -> Sample:
     """The arrays of a file as one sample.
 
     Raises:
         BadData: the file is missing or unreadable, or does not fit the model.
     """
     specs = input_specs(model)
-    (arrays,) = ReadingTime().over(lambda: iter([read_arrays(path, specs)]), str(path))
+    (arrays,) = read_in_thread(lambda: iter([read_arrays(path, specs)]), str(path), execution)
     return _sample(arrays, specs, fixed, str(path))
 
 
@@ -199,7 +206,7 @@ def files_named(source: str | None) -> list[Path]:
     return [folder / name for folder in folders for name in (parts.with_suffix(".py"), parts / "__init__.py")]
 
 
-def _digest(files: Sequence[Path], reading_time: ReadingTime) -> str:
+def _digest(files: Sequence[Path], execution: Execution) -> str:
     """16 hex digits of the files' content."""
 
     def digests() -> Iterator[bytes]:
@@ -209,7 +216,7 @@ def _digest(files: Sequence[Path], reading_time: ReadingTime) -> str:
             with path.open("rb") as f:
                 yield hashlib.file_digest(f, "sha256").digest()
 
-    return hashlib.sha256(b"".join(reading_time.over(digests, str(files[0])))).hexdigest()[:16]
+    return hashlib.sha256(b"".join(read_in_thread(digests, str(files[0]), execution))).hexdigest()[:16]
 
 
 def read_arrays(path: Path, specs: tuple[InputSpec, ...] = ()) -> dict[str, Array]:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import copy_context
-from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -22,8 +21,7 @@ from traceback import format_exception_only
 from types import ModuleType
 from typing import Any, TypeVar
 
-from qdqtune.engines.process import CHECK_SECONDS, current_check
-from qdqtune.engines.runner import current_limit
+from qdqtune.engines.execution import CHECK_SECONDS, Execution
 from qdqtune.errors import BadData, BadOption, InputError, QdqtuneError, one_line
 
 
@@ -107,64 +105,54 @@ class TooSlow(BadData):
     """Reading samples took too long."""
 
 
-@dataclass(frozen=True)
-class ReadingTime:
-    """The time limits of reading: `seconds` for each pass over the samples, and the time `ends` by `monotonic`."""
+def read_in_thread(make: Callable[[], Iterator[T]], origin: str, execution: Execution) -> Iterator[T]:
+    """The items of an iterator, which is created and run in a thread, within the time limits of `execution`.
 
-    seconds: float = field(default_factory=lambda: current_limit()[0])
-    ends: float | None = field(default_factory=lambda: current_limit()[1])
+    Its exceptions are raised here. A thread that exceeds the limit is abandoned: the process does not wait for it.
 
-    def check(self, spent: float, origin: str) -> None:
-        """Raises TooSlow if a pass over `origin` has `spent` too many seconds."""
-        if spent > self.seconds:
-            raise TooSlow(
-                f"reading {origin} took longer than {self.seconds:.4g} s: `time_limit` gives it longer, "
-                "`calibration_samples` takes fewer"
-            )
-        if self.ends is not None and monotonic() > self.ends:
-            raise TooSlow(
-                f"`time_budget` has ended while {origin} was read: give more time, or fewer samples "
-                "(`calibration_samples`)"
-            )
-
-    def over(self, make: Callable[[], Iterator[T]], origin: str) -> Iterator[T]:
-        """The items of an iterator, which is created and run in a thread.
-
-        Its exceptions are raised here. A thread that exceeds the limit is abandoned: the process does not wait for it.
-
-        Raises:
-            TooSlow: the items took too long.
-            Cancelled: another thread has cancelled the call.
-        """
-        wanted, answers = SimpleQueue[bool](), SimpleQueue[tuple[T] | BaseException | None]()
-        arguments = copy_context().run, (_give, make, wanted, answers)
-        thread = threading.Thread(target=arguments[0], args=arguments[1], name=f"reading {origin}", daemon=True)
-        thread.start()
-        spent = 0.0
-        try:
-            while True:
-                wanted.put(True)
-                begun = monotonic() - spent
-                answer = self._awaited(answers, begun, origin)
-                spent = monotonic() - begun
-                if answer is None:
-                    return
-                if isinstance(answer, BaseException):
-                    raise answer
-                yield answer[0]
-        finally:
-            wanted.put(False)
-            thread.join(CHECK_SECONDS)  # let a generator clean up before the next one starts
-
-    def _awaited(self, answers: SimpleQueue[Any], begun: float, origin: str) -> Any:
-        check = current_check()
+    Raises:
+        TooSlow: the items took too long.
+        Cancelled: another thread has cancelled the call.
+    """
+    wanted, answers = SimpleQueue[bool](), SimpleQueue[tuple[T] | BaseException | None]()
+    arguments = copy_context().run, (_give, make, wanted, answers)
+    thread = threading.Thread(target=arguments[0], args=arguments[1], name=f"reading {origin}", daemon=True)
+    thread.start()
+    spent = 0.0
+    try:
         while True:
-            try:
-                return answers.get(timeout=CHECK_SECONDS)
-            except Empty:
-                if check is not None:
-                    check()
-                self.check(monotonic() - begun, origin)
+            wanted.put(True)
+            begun = monotonic() - spent
+            answer = _awaited(answers, begun, origin, execution)
+            spent = monotonic() - begun
+            if answer is None:
+                return
+            if isinstance(answer, BaseException):
+                raise answer
+            yield answer[0]
+    finally:
+        wanted.put(False)
+        thread.join(CHECK_SECONDS)  # let a generator clean up before the next one starts
+
+
+def _awaited(answers: SimpleQueue[Any], begun: float, origin: str, execution: Execution) -> Any:
+    """The next answer. A pass over `origin` has begun at the time `begun` of `time.monotonic`."""
+    while True:
+        try:
+            return answers.get(timeout=CHECK_SECONDS)
+        except Empty:
+            if execution.check is not None:
+                execution.check()
+            if monotonic() - begun > execution.seconds:
+                raise TooSlow(
+                    f"reading {origin} took longer than {execution.seconds:.4g} s: `time_limit` gives it longer, "
+                    "`calibration_samples` takes fewer"
+                ) from None
+            if execution.ends is not None and monotonic() > execution.ends:
+                raise TooSlow(
+                    f"`time_budget` has ended while {origin} was read: give more time, or fewer samples "
+                    "(`calibration_samples`)"
+                ) from None
 
 
 def _give(make: Callable[[], Iterator[T]], wanted: SimpleQueue[bool], answers: SimpleQueue[Any]) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import click
 import numpy.typing as npt
 
 from qdqtune.calibration.samples import Samples, read_arrays, read_sample
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.runner import as_workloads
 from qdqtune.engines.tensorrt.options import Span
 from qdqtune.errors import BadData, BadOption, reading
@@ -112,7 +114,9 @@ WorkloadsOption = Option[WorkloadsLike | None, tuple[WorkloadFile | WorkloadArra
 Sizes = Mapping[str, tuple[int | None, ...]]
 
 
-def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collection[str] = ()) -> Mix:
+def open_workloads(
+    files: Sequence[WorkloadFile], model: Model, fixed: Collection[str] = (), execution: Execution = EXECUTION
+) -> Mix:
     """Read the workloads of a model. Arrays of `fixed` inputs, which were made constants, are ignored.
 
     Raises:
@@ -128,7 +132,8 @@ def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collectio
         raise BadOption(
             f"`workloads`: two files are called {twice!r}: results are listed by name, so rename one of them"
         )
-    given = [Workload(read_sample(file.path, model, fixed), file.weight, file.name) for file in files]
+    read = partial(read_sample, model=model, fixed=fixed, execution=execution)
+    given = [Workload(read(file.path), file.weight, file.name) for file in files]
     for file, workload in zip(files, given, strict=True):
         _check_symbols(file.path, workload, model)
     return as_workloads(tuple(given))

@@ -21,6 +21,7 @@ from qdqtune.commands.check import CheckOptions, check_file
 from qdqtune.commands.debug import DebugOptions, debug
 from qdqtune.commands.diagnosis import Diagnosis, Suspect
 from qdqtune.commands.doctor import ClusterState, DoctorOptions, EnginesState, examine, examine_cluster
+from qdqtune.commands.inputs import execution_of
 from qdqtune.commands.probes import UNKNOWN_NOISE, WrongPart
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable, escaped
 from qdqtune.explanation.findings import Finding
@@ -242,9 +243,8 @@ def doctor_command(options: DoctorOptions, html: Path | None, as_machine: bool) 
         raise BadOption("there is a file to write with `qualify` only")
     with temporary_folder() as folder:
         if options.ray is not None:
-            return _show_cluster(
-                examine_cluster(options.spec(), options.ray, options.cores_per_worker, folder), as_machine
-            )
+            where = options.ray, options.cores_per_worker, folder, execution_of(options)
+            return _show_cluster(examine_cluster(options.spec(), *where), as_machine)
         found = examine(folder)
     if as_machine:
         print_json(asdict(found))

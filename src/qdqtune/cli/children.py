@@ -29,8 +29,8 @@ from qdqtune.cli.command import command_line, is_quiet
 from qdqtune.cli.output import EVENTS, Event, console, parsed_event, say
 from qdqtune.cli.streams import INTERRUPTED, PARENT
 from qdqtune.engines.devices import Device, leased, pinned
+from qdqtune.engines.execution import Check, Checked
 from qdqtune.engines.pool import WorkerPool
-from qdqtune.engines.process import current_check
 from qdqtune.errors import EngineUnavailable
 from qdqtune.explanation.words import duration
 from qdqtune.system.interpreter import python
@@ -176,7 +176,8 @@ def run_all(asked: Sequence[tuple[str, Sequence[str]]], devices: Sequence[Device
         KeyboardInterrupt: this process was interrupted, or one of them; all of them have ended.
     """
     rows = [ModelRow(name) for name, _ in asked]
-    with Board(rows) as board, WorkerPool(devices, repeat_after=None) as pool:
+    places = [_Place(device) for device in devices]
+    with Board(rows) as board, WorkerPool(places, repeat_after=None, checking=_Place.checking) as pool:
         jobs = [partial(_run, words, row, board) for (_, words), row in zip(asked, rows, strict=True)]
         found: dict[int, Ended] = {}
         for number, ended in pool.results(jobs):
@@ -186,16 +187,24 @@ def run_all(asked: Sequence[tuple[str, Sequence[str]]], devices: Sequence[Device
     return [found[number] for number in range(len(jobs))]
 
 
-def _run(asked: Sequence[str], row: ModelRow, board: Board, device: Device) -> Ended:
+class _Place(Checked):
+    """A device for one command line at a time."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+
+
+def _run(asked: Sequence[str], row: ModelRow, board: Board, place: _Place) -> Ended:
     """Run one command line on a device to its end."""
-    row.begun = time.monotonic()
+    row.begun, device = time.monotonic(), place.device
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
     with tempfile.TemporaryFile("w+") as output, leased(device) as held, pinned(device.cores):
         with started(asked, device.environment | {EVENTS: "1"}, held, stdout=output, **pipes) as child:
             reader = threading.Thread(target=_show_events, args=(child, row, board), daemon=True)
             reader.start()
             try:
-                _wait(child)
+                _wait(child, place.check)
             finally:
                 _end(child)
                 reader.join()
@@ -212,8 +221,7 @@ def _show_events(child: subprocess.Popen[str], row: ModelRow, board: Board) -> N
             board.take(row, parsed_event(line.rstrip("\n")))
 
 
-def _wait(child: subprocess.Popen[str]) -> None:
-    check = current_check()
+def _wait(child: subprocess.Popen[str], check: Check | None) -> None:
     while child.poll() is None:
         with suppress(subprocess.TimeoutExpired):
             child.wait(LOOK_SECONDS)

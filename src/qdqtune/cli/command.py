@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import click
 
 from qdqtune.cli.output import say_notes, with_flags
-from qdqtune.commands.inputs import limited
 from qdqtune.commands.paths import check_paths, typed
 from qdqtune.errors import QdqtuneError
 from qdqtune.options import READ, REQUIRED, SWITCH, Given, Group, Option, Options, Several, Writes, options_of
@@ -310,8 +309,7 @@ def command(name: str, kind: type[Options], *more: click.Parameter) -> Callable[
         def call(**given: Any) -> int | None:
             own = {field.name: given.pop(field.name) for field in fields(kind) if field.name in given}
             options = kind(**own)
-            with limited(options):
-                return function(options, **given)
+            return function(options, **given)
 
         return Command(name, callback=call, params=[*parameters(kind), *more], help=function.__doc__)
 

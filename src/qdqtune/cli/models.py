@@ -24,7 +24,7 @@ from qdqtune.cli.output import (
 from qdqtune.commands.apply import ApplyOptions, apply
 from qdqtune.commands.build import BuildOptions, build
 from qdqtune.commands.compare import CompareOptions, compare
-from qdqtune.commands.inputs import MODEL
+from qdqtune.commands.inputs import MODEL, execution_of
 from qdqtune.commands.inspect import InspectOptions, inspect
 from qdqtune.commands.layers import LayersOptions, layers
 from qdqtune.engines.options import with_timing_cache
@@ -175,7 +175,7 @@ def build_command(options: BuildOptions, as_machine: bool) -> None:
     qdqtune build optimized_final.onnx -o model.plan --engine tensorrt
     """
     spec = with_timing_cache(options.spec(), options.output.parent)
-    made = build(Path(str(options.model)), options.output, spec, time_limit_s=options.time_limit)
+    made = build(Path(str(options.model)), options.output, spec, execution_of(options))
     if as_machine:
         print_json(made.to_dict())
     else:

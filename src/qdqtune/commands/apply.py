@@ -10,7 +10,7 @@ from qdqtune.calibration.matching import Matched
 from qdqtune.calibration.options import check_cache
 from qdqtune.calibration.rounding import Moments, moments, no_moments
 from qdqtune.calibration.scales import Ranges
-from qdqtune.commands.inputs import ModelOption
+from qdqtune.commands.inputs import ModelOption, execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import PreparedModel, SourceOptions
 from qdqtune.engines.acceptance import checked_output
@@ -108,7 +108,8 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     graph = load_for(path, precision, recorded.fix_inputs, numbers.opset, rewrites=made)
     if is_quantized(graph):
         raise BadModel(f"{path} already has Q/DQ pairs: apply a placement to the float model")
-    ready = options.prepared(graph, recorded.fix_inputs, usual, is_run=bool(options.calibration_data))
+    execution, is_run = execution_of(options), bool(options.calibration_data)
+    ready = options.prepared(graph, recorded.fix_inputs, usual, execution, is_run=is_run)
 
     def known(ranges: Ranges) -> tuple[Placement, tuple[Edge, ...]]:
         return existing(ready.shaped, recorded.placement, possible_edges(ready.shaped, ranges))
@@ -123,7 +124,7 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
         raise BadModel(f"on none of the edges of {options.placement} can a pair stand in {path}")
     met, notes = _moments(recorded, ready, placed)
     inserter = Inserter(ready.graph, ranges, numbers, met)
-    with checked_output(options.target, engine) as fresh:
+    with checked_output(options.target, engine, execution) as fresh:
         save(finished(inserter.insert(placed), precision), fresh)
     return Applied(
         options.target, placed, lost, *_judged(ready, inserter, placed, engine), ready.matched, (*ready.notes, *notes)
@@ -139,13 +140,14 @@ def _moments(recorded: PlacementFile, ready: PreparedModel, placement: Placement
     if prepared is None or not prepared.has_real_samples:
         told = "weights were rounded by what products meet (gptq), and are rounded to the nearest here"
         return no_moments, (f"{told}: `calibration_data` would tell",)
-    return lambda model: moments(model, tensors, prepared.calibration), ()
+    return lambda model: moments(model, tensors, prepared.calibration, prepared.execution), ()
 
 
 def _judged(ready: PreparedModel, inserter: Inserter, placed: Placement, engine: str) -> tuple[bool, Accuracy | None]:
     """Whether the samples were random; if not, the accuracy of the outputs with this placement."""
     if ready.prepared is None or not ready.prepared.has_real_samples:
         return ready.prepared is not None, None
-    with Simulation(inserter, ready.prepared.judging, engine) as simulation:
+    samples, execution = ready.prepared.judging, ready.prepared.execution
+    with Simulation(inserter, samples, engine, execution=execution) as simulation:
         accuracy = simulation.accuracy(placed)
     return False, accuracy if isinstance(accuracy, Accuracy) else None

@@ -9,6 +9,7 @@ from typing import Any
 from qdqtune.commands.inputs import ModelOption
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import MODULES, TENSORRT_FAMILY, EngineSpec
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import EngineOptions, tensorrt_cache, with_timing_cache
 from qdqtune.engines.runner import Handle, Runner, temporary_runner
 from qdqtune.engines.tensorrt.options import check_inputs, is_plan
@@ -78,7 +79,7 @@ class Artifact(Shown):
         return {"engine": self.engine, "files": files, "bytes": self.nbytes, "seconds": self.seconds}
 
 
-def build(model: Path, output: Path, spec: EngineSpec, *, time_limit_s: float) -> Artifact:
+def build(model: Path, output: Path, spec: EngineSpec, execution: Execution) -> Artifact:
     """Build the model in a file, and write it in the engine's format. `output` appears whole or not at all.
 
     Raises:
@@ -92,7 +93,7 @@ def build(model: Path, output: Path, spec: EngineSpec, *, time_limit_s: float) -
     if spec.name in MODULES and spec.name not in FORMATS:
         able = ", ".join(FORMATS)
         raise EngineFailure(f"engine {spec.name!r} has no format of its own to save; these have: {able}")
-    with temporary_runner(spec, time_limit_s=time_limit_s) as runner, atomic_write(output) as fresh:
+    with temporary_runner(spec, execution) as runner, atomic_write(output) as fresh:
         handle = _saved(runner, model, fresh)
         _sign(fresh, spec.name)
         made = sorted(path for path in fresh.parent.iterdir() if path.is_file())

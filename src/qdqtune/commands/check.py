@@ -9,11 +9,12 @@ from typing import Any
 
 from onnx import TensorProto
 
-from qdqtune.commands.inputs import ModelOption
+from qdqtune.commands.inputs import ModelOption, execution_of
 from qdqtune.commands.layers import ProfileOptions, profiled
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.commands.source import data_of, prepared_for
 from qdqtune.engines import TENSORRT_FAMILY
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
@@ -121,24 +122,25 @@ def check_file(options: CheckOptions) -> Checked:
     if not is_quantized(graph):
         return Checked(path, graph, engine, (), ())
     described: Mapping[str, str] | None = None
+    execution = execution_of(options)
     if options.graph_json:
         layers, numbers = read_report(options.graph_json, options.profile_json, read(path)), TENSORRT[_numbers(graph)]
     else:
         spec = options.spec(options.input_shapes)
-        (sample,) = prepared_for(graph, spec, data_of(options, path), 0).samples.first(1)
-        with temporary_runner(spec, time_limit_s=options.time_limit) as runner:
+        (sample,) = prepared_for(graph, spec, data_of(options, execution, path), execution, 0).samples.first(1)
+        with temporary_runner(spec, execution) as runner:
             numbers, described = runner.numeric_format(_numbers(graph)), runner.describe()
             layers = profiled(runner, path, sample, options.runs, refusal=f"{path} cannot be checked")
     found = check(graph, layers, numbers, fuses_attention=engine in TENSORRT_FAMILY)
     measured = described is not None and is_measured(path, graph, described)
-    notes = () if options.graph_json else _accuracy_notes(options, path, graph)
+    notes = () if options.graph_json else _accuracy_notes(options, path, graph, execution)
     return Checked(path, graph, engine, layers, allow(found, options.allow_boundary), measured, notes)
 
 
-def _accuracy_notes(options: CheckOptions, path: Path, graph: Model) -> tuple[str, ...]:
+def _accuracy_notes(options: CheckOptions, path: Path, graph: Model, execution: Execution) -> tuple[str, ...]:
     """A note if the pairs, as ONNX defines them, make the outputs inaccurate."""
-    prepared = prepared_for(graph, options.spec(options.input_shapes), data_of(options, path))
-    lost = lost_by_pairs(graph, prepared.judging) if prepared.has_real_samples else None
+    prepared = prepared_for(graph, options.spec(options.input_shapes), data_of(options, execution, path), execution)
+    lost = lost_by_pairs(graph, prepared.judging, execution) if prepared.has_real_samples else None
     if lost is None or not (warning := concern(lost)):
         return ()
     return (f"as ONNX defines its pairs, on {prepared.samples.origin}: {warning}",)

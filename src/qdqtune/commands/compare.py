@@ -14,7 +14,7 @@ from qdqtune.calibration.inputs import InputSpec, input_specs
 from qdqtune.calibration.options import DataOptions, samples_option
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.workloads import WorkloadFile, WorkloadsOption, workloads_option
-from qdqtune.commands.inputs import SamplesLike
+from qdqtune.commands.inputs import SamplesLike, execution_of
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.commands.source import built_for, data_of, prepared_for, told_of_inputs
 from qdqtune.engines import EngineSpec
@@ -120,8 +120,9 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
     """
     workloads = tuple(file for file in options.workloads if isinstance(file, WorkloadFile))
     spec = built_for(options.spec(options.input_shapes), workloads)
-    prepared = prepared_for(comparable(files)[0], spec, data_of(options, *files), fixed=options.fix_inputs)
-    limit = options.time_limit
+    execution = execution_of(options)
+    data = data_of(options, execution, *files)
+    prepared = prepared_for(comparable(files)[0], spec, data, execution, fixed=options.fix_inputs)
     rows = compare_at(
         files,
         spec,
@@ -129,7 +130,6 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         prepared,
         options.plan,
         seed=options.seed,
-        time_limit_s=limit,
         observer=observer,
     )
     notes = told_of_inputs(options, prepared)
@@ -290,7 +290,6 @@ def compare_at(
     plan: Plan,
     *,
     seed: int = 0,
-    time_limit_s: float | None = None,
     observer: Observer | None = None,
 ) -> list[Row]:
     """The rows of `compare_files` on an engine, for each number of threads in `counts`; None leaves the engine's own.
@@ -302,7 +301,7 @@ def compare_at(
     rows: list[Row] = []
     for count in (None,) if counts is None else counts_of(spec, counts):
         at = spec if count is None else replace(spec, options={**spec.options, "threads": count})
-        with temporary_runner(at, time_limit_s=time_limit_s) as runner:
+        with temporary_runner(at, prepared.execution) as runner:
             fed: dict[str, Any] = {"has_real_samples": prepared.has_real_samples, "mix": prepared.mix}
             found = compare_files(files, runner, prepared.judging, plan, **fed, seed=seed, observer=observer)
         rows += [replace(row, threads=count) for row in found]

@@ -22,10 +22,11 @@ from qdqtune.calibration.observe import observe
 from qdqtune.calibration.options import DataOptions, FixOption, samples_option
 from qdqtune.calibration.prepare import prepare
 from qdqtune.commands.diagnosis import Cause, Diagnosis, Suspect
-from qdqtune.commands.inputs import MODEL, ModelLike, ModelOption, SamplesLike
+from qdqtune.commands.inputs import MODEL, ModelLike, ModelOption, SamplesLike, execution_of
 from qdqtune.commands.probes import CutOff, Probe, WrongPart, reference_spec, wrong_parts
 from qdqtune.commands.source import data_of
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
@@ -113,13 +114,15 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
         raise BadModel(f"{file} has no pair on a tensor of the float model: is it a version of {model}?")
     engine = options.spec(options.input_shapes)
     check_inputs(engine, plain)
-    prepared = prepare(plain, data_of(options, options.quantized_file, model), fixed=options.fix_inputs)
+    execution = execution_of(options)
+    data = data_of(options, execution, options.quantized_file, model)
+    prepared = prepare(plain, data, execution, fixed=options.fix_inputs)
     if not prepared.has_real_samples:
         raise BadOption("random inputs say nothing of a model's outputs: give `calibration_data`")
     fixed = fixed_inputs(model, options.fix_inputs)
     samples = [sample | fixed for sample in prepared.judging]
-    with _probe(engine, options.time_limit, plain, quantized or plain, pairs, samples) as probe:
-        done = _Debugging(probe, file, engine.name, options.min_sqnr, observer).done(unmatched)
+    with _probe(engine, execution, plain, quantized or plain, pairs, samples) as probe:
+        done = _Debugging(probe, file, engine.name, options.min_sqnr, observer, execution).done(unmatched)
     placement = Placement() if quantized is None else placement_in(plain, quantized)
     done = replace(done, placement=placement, is_held_out=prepared.is_held_out)
     if quantized is not None and not done.is_healthy and (tables := sum(1 for _ in tables_of(quantized))):
@@ -168,7 +171,7 @@ def _models(options: DebugOptions) -> tuple[Model, Path, Model | None]:
 @contextmanager
 def _probe(
     spec: EngineSpec,
-    time_limit_s: float,
+    execution: Execution,
     plain: Model,
     quantized: Model,
     pairs: Sequence[FilePair],
@@ -176,8 +179,8 @@ def _probe(
 ) -> Iterator[Probe]:
     with (
         temporary_folder() as folder,
-        Runner(spec, time_limit_s=time_limit_s, log_dir=folder / "engine") as engine,
-        Runner(reference_spec(), time_limit_s=time_limit_s, log_dir=folder / "exact") as exact,
+        Runner(spec, execution=execution, log_dir=folder / "engine") as engine,
+        Runner(reference_spec(), execution=execution, log_dir=folder / "exact") as exact,
     ):
         yield Probe(plain, quantized, pairs, samples, engine, exact, folder)
 
@@ -185,9 +188,17 @@ def _probe(
 class _Debugging:
     """Makes one diagnosis, and collects `_notes` on the way."""
 
-    def __init__(self, probe: Probe, file: Path, engine: str, min_sqnr: float | None, observer: Observer) -> None:
+    def __init__(
+        self,
+        probe: Probe,
+        file: Path,
+        engine: str,
+        min_sqnr: float | None,
+        observer: Observer,
+        execution: Execution,
+    ) -> None:
         self._probe, self._file, self._observer = probe, file, observer
-        self._name = engine
+        self._name, self._execution = engine, execution
         usual = FLOOR_DB if probe.pairs else FLOAT_LIMIT
         self._limit = noise_of(usual if min_sqnr is None else min_sqnr)
         self._all: Parts = tuple(range(len(probe.pairs)))
@@ -289,7 +300,8 @@ class _Debugging:
         found = {p.tensor: _min_max(model.constants[p.tensor].array()) for p in pairs if p.tensor in model.constants}
         if computed := [p.tensor for p in pairs if p.tensor not in found]:
             self._probe.runs += 1
-            for tensor, values in observe(model, list(dict.fromkeys(computed)), self._probe.samples):
+            shown, samples = list(dict.fromkeys(computed)), self._probe.samples
+            for tensor, values in observe(model, shown, samples, execution=self._execution):
                 low, high = _min_max(values)
                 before = found.get(tensor, (low, high))
                 found[tensor] = min(low, before[0]), max(high, before[1])

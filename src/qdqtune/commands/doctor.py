@@ -8,12 +8,14 @@ import platform
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from qdqtune.engines import MODULES, EngineSpec, devices
 from qdqtune.engines.allocation import allocate_workers, describe_all, first_difference
 from qdqtune.engines.devices import nvidia_smi
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError, one_line
@@ -161,7 +163,7 @@ def engine_state(name: str, log_dir: Path) -> EngineState:
 
 
 def _described(spec: EngineSpec, log_dir: Path) -> dict[str, str]:
-    with Runner(spec, time_limit_s=OPENING_SECONDS, log_dir=log_dir) as runner:
+    with Runner(spec, execution=Execution(OPENING_SECONDS), log_dir=log_dir) as runner:
         return runner.describe()
 
 
@@ -200,7 +202,9 @@ class ClusterState:
     difference: str | None
 
 
-def examine_cluster(spec: EngineSpec, address: str, cores_each: int | None, log_dir: Path) -> ClusterState:
+def examine_cluster(
+    spec: EngineSpec, address: str, cores_each: int | None, log_dir: Path, execution: Execution
+) -> ClusterState:
     """Start an engine on every free device of a cluster.
 
     Raises:
@@ -208,10 +212,8 @@ def examine_cluster(spec: EngineSpec, address: str, cores_each: int | None, log_
     """
     with ExitStack() as stack:
         allocation = stack.enter_context(allocate_workers(spec, None, cores_each, address))
-        runners = [
-            stack.enter_context(Runner(spec, log_dir=log_dir, device=device, start=allocation.start))
-            for device in allocation.devices
-        ]
+        make = partial(Runner, spec, log_dir=log_dir, execution=execution, start=allocation.start)
+        runners = [stack.enter_context(make(device=device)) for device in allocation.devices]
         told = describe_all(runners)
         where = [runner.location for runner in runners]
         return ClusterState(dict(zip(where, told, strict=True)), first_difference(runners, told))

@@ -6,9 +6,10 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import monotonic
@@ -22,13 +23,14 @@ import onnx
 
 from qdqtune.calibration.options import samples_option
 from qdqtune.calibration.samples import files_named
-from qdqtune.calibration.user_code import ReadingTime, checked_count
+from qdqtune.calibration.user_code import checked_count, read_in_thread
 from qdqtune.calibration.workloads import WorkloadArrays, WorkloadFile
-from qdqtune.engines.runner import TIME_LIMIT, time_limit
+from qdqtune.engines.execution import EXECUTION, TIME_LIMIT, Check, Execution
 from qdqtune.errors import BadData, BadModel, BadOption, one_line
 from qdqtune.numerics.metric import Predict
 from qdqtune.options import REQUIRED, Anything, Option, Options, Reads, option
 from qdqtune.system.writing import temporary_folder
+from qdqtune.tuning.observer import Cancel, check_cancel
 from qdqtune.tuning.options import MODEL as MODEL
 from qdqtune.tuning.settings import Settings
 
@@ -73,9 +75,11 @@ def model_file(model: ModelLike, folder: Path, name: str = "model") -> Path:
     return path
 
 
-def sample_source(samples: SamplesLike | None, folder: Path, limit: int | None = None) -> str | None:
+def sample_source(
+    samples: SamplesLike | None, folder: Path, execution: Execution, limit: int | None = None
+) -> str | None:
     """The source of samples as text. Arrays are written to the folder one by one, at most `limit`. A generator runs in
-    a thread of its own, limited by `time_limit`.
+    a thread of its own, within the time limits of `execution`.
 
     Equal arrays give files of equal bytes, so that a stopped run can continue.
 
@@ -90,13 +94,13 @@ def sample_source(samples: SamplesLike | None, folder: Path, limit: int | None =
     target.mkdir()
     if _is_batch(samples):
         return str(_write(samples, target / "samples"))
-    origin, patience = "calibration_data", ReadingTime()
-    items = next(patience.over(lambda: iter([samples()]), origin)) if callable(samples) else samples
+    origin = "calibration_data"
+    items = next(read_in_thread(lambda: iter([samples()]), origin, execution)) if callable(samples) else samples
     if not isinstance(items, Iterable):
         raise BadData(f"samples are dictionaries of arrays, not {type(items).__name__}")
     if _is_batch(items):
         return str(_write(items, target / "samples"))
-    count, given = 0, patience.over(lambda: islice(items, limit), origin)
+    count, given = 0, read_in_thread(lambda: islice(items, limit), origin, execution)
     for count, item in enumerate(given if limit is not None else checked_count(given, origin), 1):
         if not _is_batch(item) and not isinstance(item, list):
             raise BadData(f"sample {count} is {type(item).__name__}: give a dictionary of arrays by name of input")
@@ -139,15 +143,23 @@ class InputOptions(ModelOption):
     calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
 
 
-def limited(options: Options) -> AbstractContextManager[None]:
-    """Apply the time limits of a command: for one request to an engine, for reading samples, and for the whole run."""
+def execution_of(options: Options) -> Execution:
+    """How a command runs models by its options, as far as it has them: `time_limit` of each request and of reading
+    samples, `time_budget` of the whole run from now on, and `cancel`, by which Python programs end it."""
     seconds, budget = getattr(options, "time_limit", TIME_LIMIT), getattr(options, "time_budget", None)
-    return time_limit(seconds, None if budget is None else monotonic() + budget)
+    ends = None if budget is None else monotonic() + budget
+    return Execution(seconds, ends, check_of(getattr(options, "cancel", None)))
+
+
+def check_of(cancel: Cancel | None) -> Check | None:
+    """A function that raises Cancelled once `cancel` is set."""
+    return None if cancel is None else partial(check_cancel, cancel)
 
 
 @contextmanager
-def on_disk(options: T) -> Iterator[T]:
+def on_disk(options: T, execution: Execution = EXECUTION) -> Iterator[T]:
     """Yield the options with files and names in place of Python objects, which are written to a temporary folder.
+    Samples are read within the time limits of `execution`.
 
     Raises:
         BadModel, BadData, BadOption: an object has a wrong type or value.
@@ -159,7 +171,7 @@ def on_disk(options: T) -> Iterator[T]:
             if name == "evaluate":
                 known[name] = metric
             elif name == "calibration_data":
-                known[name] = sample_source(value, folder, getattr(options, "calibration_samples", None))
+                known[name] = sample_source(value, folder, execution, getattr(options, "calibration_samples", None))
             elif name == "workloads":
                 known[name] = workload_files(value, folder)
             elif value is not None and not isinstance(value, Settings):

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from qdqtune.calibration.options import DataOptions, samples_option
-from qdqtune.commands.inputs import MODEL, ModelLike, SamplesLike
+from qdqtune.commands.inputs import MODEL, ModelLike, SamplesLike, execution_of
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.commands.source import data_of, prepared_for
 from qdqtune.engines.options import EngineOptions
@@ -102,8 +102,9 @@ def layers(options: LayersOptions) -> Layers:
     if options.profile_json is not None:
         raise BadOption("`profile_json` goes with `graph_json`")
     spec = options.spec(options.input_shapes)
-    (sample,) = prepared_for(load(model), spec, data_of(options, model), 0).samples.first(1)
-    with temporary_runner(spec, time_limit_s=options.time_limit) as runner:
+    execution = execution_of(options)
+    (sample,) = prepared_for(load(model), spec, data_of(options, execution, model), execution, 0).samples.first(1)
+    with temporary_runner(spec, execution) as runner:
         refusal = f"{spec.name} has no layers of {model}"
         return Layers(spec.name, profiled(runner, model, sample, options.runs, refusal=refusal))
 

@@ -21,12 +21,14 @@ from qdqtune.calibration.prepare import LEAST_JUDGED, Prepared, hidden_work
 from qdqtune.calibration.rounding import moments
 from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.calibration.scales import Ranges
+from qdqtune.commands.inputs import execution_of
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.worst_tensors import Damage, damages, to_exclude
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.acceptance import checked_output
 from qdqtune.engines.devices import usable_cores
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import checked_weight_format, numeric_format, usual_precision, weight_formats_like
 from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import BadModel, BadOption
@@ -114,11 +116,11 @@ def quantize(options: QuantizeOptions, observer: Observer | None = None) -> Quan
         OutputError: the output cannot be written.
     """
     observer = observer or Silent()
-    with temporary_folder() as folder, one_constant_file(folder):
-        return _quantized(options, observer)
+    with temporary_folder() as folder, one_constant_file(folder) as constants:
+        return _quantized(options, observer, replace(execution_of(options), constants=constants))
 
 
-def _quantized(options: QuantizeOptions, observer: Observer) -> Quantized:
+def _quantized(options: QuantizeOptions, observer: Observer, execution: Execution) -> Quantized:
     _check_options(options)
     path = Path(str(options.model))
     numbers, made = _numeric_format(options), allowed(options.rewrites)
@@ -132,7 +134,7 @@ def _quantized(options: QuantizeOptions, observer: Observer) -> Quantized:
     options.allowed(graph, frozenset())  # refuses names that fit nothing, before the work begins
     if options.is_run:
         observer.stage("looking at the values")
-    ready = options.prepared(graph, options.fix_inputs, usual, is_run=options.is_run)
+    ready = options.prepared(graph, options.fix_inputs, usual, execution, is_run=options.is_run)
     shaped, prepared = ready.shaped, ready.prepared
 
     def placed_by_rules(ranges: Ranges, without: Sequence[str] = ()) -> PlacedByRules:
@@ -158,7 +160,7 @@ def _quantized(options: QuantizeOptions, observer: Observer) -> Quantized:
     notes = (*ready.notes, *_few_rows(options, shaped, placed.placement, prepared))
     quantized = Inserter(ready.graph, ranges, numbers, lambda _: met).insert(placed.placement)
     done = Quantized(options.target, placed, None, None, 0, False)
-    with checked_output(options.target, options.engine, is_run=prepared is not None) as fresh:
+    with checked_output(options.target, options.engine, execution, is_run=prepared is not None) as fresh:
         save(quantized, fresh)
         if prepared is not None:
             observer.stage("comparing with the float model")
@@ -168,7 +170,7 @@ def _quantized(options: QuantizeOptions, observer: Observer) -> Quantized:
     if prepared is not None and options.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
         plain = scaled(ready.graph, ranges.factors)  # equalized like the model with pairs
-        report = damages(plain, quantized, placed.placement, prepared.judging)
+        report = damages(plain, quantized, placed.placement, prepared.judging, execution)
         done = _with_report(done, report, lambda nodes: bool(placed_by_rules(ranges, nodes).placement))
     return replace(done, output=options.target, notes=(*notes, *done.notes), matched=ready.matched)
 
@@ -198,7 +200,8 @@ def _moments(
     if options.weight_rounding == "nearest" or prepared is None:
         return {}
     observer.stage(f"looking at what products meet on {prepared.samples.origin}")
-    return moments(model, sorted(product_inputs(model, placement.weight_formats)), prepared.calibration)
+    tensors = sorted(product_inputs(model, placement.weight_formats))
+    return moments(model, tensors, prepared.calibration, prepared.execution)
 
 
 def _few_rows(
@@ -290,7 +293,7 @@ def _judged(
     samples = prepared.judging
     is_fused = options.engine == "onnxruntime" and len(model.nodes) <= MOST_OPTIMIZED
     spec = EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": is_fused})
-    with Runner(spec, log_dir=folder) as runner:
+    with Runner(spec, log_dir=folder, execution=prepared.execution) as runner:
         before, after = (insist(runner.load(file), REFUSED) for file in (plain, written))
         expected, returned = (insist(runner.outputs(handle, samples), REFUSED) for handle in (before, after))
         measured = None

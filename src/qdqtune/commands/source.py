@@ -15,6 +15,7 @@ from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.workloads import WorkloadFile, spans_of
 from qdqtune.commands.inputs import InputOptions, ModelOption
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.tensorrt.options import check_inputs, spans, with_spans
 from qdqtune.errors import BadOption
 from qdqtune.graph.float16 import Precision
@@ -93,7 +94,9 @@ class SourceOptions(DataOptions, CacheOption, RewriteOption, RangeOptions, Input
 
     precision: Option[Precision | None, Precision | None] = precision_option()
 
-    def prepared(self, graph: Model, fixed: Collection[str], usual: Precision, *, is_run: bool) -> PreparedModel:
+    def prepared(
+        self, graph: Model, fixed: Collection[str], usual: Precision, execution: Execution, *, is_run: bool
+    ) -> PreparedModel:
         """Bring a model into its precision, with samples or with the ranges of `calibration_cache`.
 
         `graph` is as it was read from the file, `fixed` are its inputs that were made constant. With a cache, samples
@@ -107,24 +110,25 @@ class SourceOptions(DataOptions, CacheOption, RewriteOption, RangeOptions, Input
         if cache is None or is_run:
             source = None if self.calibration_data is None else str(self.calibration_data)
             data = Data(source, self.calibration_samples, self.input_shapes, self.seed)
-            prepared, _, notes = in_half_precision(prepare(graph, data, fixed=fixed), self.precision, usual)
+            drawn = prepare(graph, data, execution, fixed=fixed)
+            prepared, _, notes = in_half_precision(drawn, self.precision, usual)
             graph, shaped, notes = prepared.model, prepared.shaped, (*notes, *prepared.hints)
         else:
             graph, notes = by_ranges(graph, self.precision or usual, cache, path)
             shaped = with_input_shapes(graph, self.input_shapes)
         matched = None if cache is None else from_file(cache, graph, path)
         if matched is not None and prepared is not None and prepared.has_real_samples:
-            matched = matched.seen_on(shaped, prepared.judging[:1])
+            matched = matched.seen_on(shaped, prepared.judging[:1], execution)
         return PreparedModel(graph, shaped, prepared, matched, (*notes, *(matched.notes() if matched else ())))
 
 
-def data_of(options: DataOptions, *files: Path | None) -> Data:
+def data_of(options: DataOptions, execution: Execution, *files: Path | None) -> Data:
     """The samples that options name, in files (see `on_disk`). If they name none, and one of the model `files` lies in
     the folder of a run, the samples of that run."""
     source: object = getattr(options, "calibration_data", None)
     workloads: Sequence[object] = getattr(options, "workloads", None) or ()
     if source is None and not options.input_shapes and not workloads:
-        beside = next((fed for file in files if file is not None and (fed := data_beside(file))), None)
+        beside = next((fed for file in files if file is not None and (fed := data_beside(file, execution))), None)
         if beside is not None:
             return replace(beside, calibration_samples=options.calibration_samples, seed=options.seed, workloads=())
     return Data(
@@ -146,7 +150,13 @@ def told_of_inputs(options: DataOptions, prepared: Prepared) -> list[str]:
 
 
 def prepared_for(
-    model: Model, spec: EngineSpec, data: Data, most: int = MOST_JUDGED, *, fixed: Collection[str] = ()
+    model: Model,
+    spec: EngineSpec,
+    data: Data,
+    execution: Execution,
+    most: int = MOST_JUDGED,
+    *,
+    fixed: Collection[str] = (),
 ) -> Prepared:
     """A model for an engine, and its samples: see `prepare`.
 
@@ -155,7 +165,7 @@ def prepared_for(
         BadData: the samples do not fit the model.
     """
     check_inputs(spec, model)
-    return prepare(model, data, fixed=fixed, most=most)
+    return prepare(model, data, execution, fixed=fixed, most=most)
 
 
 def built_for(spec: EngineSpec, workloads: Sequence[WorkloadFile], fixed: Collection[str] = ()) -> EngineSpec:

@@ -16,6 +16,7 @@ from qdqtune.commands.inputs import METRIC, InputOptions, MetricLike
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for
 from qdqtune.engines import LAUNCHED
+from qdqtune.engines.execution import Check
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.explanation.words import built, decibels, rewrites_gave, title
@@ -218,13 +219,13 @@ class Result(Shown, result.Result):
         return {**self.summary, "notes": list(self.notes), "folder": str(self.folder)}
 
 
-def tune(settings: Settings, observer: Observer | None = None) -> Result:
+def tune(settings: Settings, observer: Observer | None = None, check: Check | None = None) -> Result:
     """Find the fastest placement, prove it, and write it to the output folder.
 
     Raises:
         QdqtuneError: see `tuning.loop.tune`.
     """
-    done = loop.tune(settings, observer)
+    done = loop.tune(settings, observer, check)
     return Result(**vars(done), folder=settings.output_dir)
 
 

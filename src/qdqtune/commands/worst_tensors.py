@@ -11,6 +11,7 @@ import numpy as np
 from qdqtune.calibration import scales
 from qdqtune.calibration.observe import observe
 from qdqtune.calibration.scales import NUMPY_TYPE, Quantization
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.graph.model import Model
 from qdqtune.numerics.sensitivity import sensitivities
 from qdqtune.types import Edge, Failure, Placement, Sample, sqnr_of
@@ -38,7 +39,11 @@ class Damage:
 
 
 def damages(
-    float_model: Model, quantized: Model, placement: Placement, samples: Sequence[Sample]
+    float_model: Model,
+    quantized: Model,
+    placement: Placement,
+    samples: Sequence[Sample],
+    execution: Execution = EXECUTION,
 ) -> list[Damage] | Failure:
     """The `WORST` tensors of a model that `insert` has made, the largest damage first.
 
@@ -48,11 +53,12 @@ def damages(
         BadModel: ONNX Runtime cannot run the float model.
     """
     pairs = {edge: _quantization(quantized, edge) for edge in placement}
-    alone = sensitivities(float_model, pairs, samples, only_worst=WORST)
+    alone = sensitivities(float_model, pairs, samples, only_worst=WORST, execution=execution)
     if isinstance(alone, Failure):
         return alone
     worst = sorted(alone, key=alone.__getitem__, reverse=True)[:WORST]
-    own = _tensor_sqnr(float_model, {e.tensor: how for e, how in pairs.items() if e.tensor in worst}, samples)
+    shown = {e.tensor: how for e, how in pairs.items() if e.tensor in worst}
+    own = _tensor_sqnr(float_model, shown, samples, execution)
     return [Damage(t, _nodes(float_model, placement, t), sqnr_of(alone[t]), own[t]) for t in worst]
 
 
@@ -89,12 +95,14 @@ def _nodes(model: Model, placement: Placement, tensor: str) -> tuple[str, ...]:
     return readers or (model.nodes[model.producers[tensor]].name,)
 
 
-def _tensor_sqnr(model: Model, pairs: Mapping[str, Quantization], samples: Sequence[Sample]) -> dict[str, float | None]:
+def _tensor_sqnr(
+    model: Model, pairs: Mapping[str, Quantization], samples: Sequence[Sample], execution: Execution
+) -> dict[str, float | None]:
     """The SQNR of each rounded tensor against its float values, in dB; None without error."""
     fixed = {t: model.constants[t].array() for t in pairs if t in model.constants}
     computed = [t for t in pairs if t not in fixed]
     power = {tensor: np.zeros(2) for tensor in pairs}
-    for tensor, exact in chain(fixed.items(), observe(model, computed, samples)):
+    for tensor, exact in chain(fixed.items(), observe(model, computed, samples, execution=execution)):
         error = exact - scales.dequantize(scales.quantize(exact, pairs[tensor]), pairs[tensor])
         power[tensor] += np.square(exact.astype(np.float64)).sum(), np.square(error).sum()
     return {tensor: sqnr_of(noise / signal if noise else 0.0) for tensor, (signal, noise) in power.items()}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.runner import insist, temporary_runner
 from qdqtune.errors import BadModel, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import load
@@ -19,7 +20,7 @@ options. TensorRT builds for minutes and may need shapes and plug-ins, so ONNX's
 
 
 @contextlib.contextmanager
-def checked_output(output: Path, engine: str, *, is_run: bool = False) -> Iterator[Path]:
+def checked_output(output: Path, engine: str, execution: Execution, *, is_run: bool = False) -> Iterator[Path]:
     """Yield a path to write a model to. At the end the file is marked as an output, checked, and renamed to `output`.
 
     `is_run`: the block itself runs the file on ONNX Runtime, so it is not loaded there again.
@@ -32,17 +33,18 @@ def checked_output(output: Path, engine: str, *, is_run: bool = False) -> Iterat
         yield fresh
         sign(fresh)
         if not (is_run and LOADED_BY.get(engine, "onnxruntime") == "onnxruntime"):
-            check_loads(fresh, engine)
+            check_loads(fresh, engine, execution)
 
 
-def check_loads(model: Path, engine: str) -> None:
+def check_loads(model: Path, engine: str, execution: Execution = EXECUTION) -> None:
     """Load a written model in its engine; check it with ONNX where the engine is not installed or builds for minutes.
 
     Raises:
         EngineFailure: the engine, or the checker, refuses it.
     """
     if engine in LOADED_BY:
-        with contextlib.suppress(EngineUnavailable), temporary_runner(EngineSpec(LOADED_BY[engine])) as runner:
+        spec = EngineSpec(LOADED_BY[engine])
+        with contextlib.suppress(EngineUnavailable), temporary_runner(spec, execution) as runner:
             insist(runner.load(model), f"{engine} does not load what was written, so nothing was kept")
             return
     try:

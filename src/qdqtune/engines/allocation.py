@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import copy_context
 from dataclasses import dataclass
 
 from qdqtune.engines import EngineSpec
@@ -71,7 +70,7 @@ def describe_all(runners: Sequence[Runner]) -> list[Mapping[str, str]]:
         EngineUnavailable: one does not start.
     """
     with ThreadPoolExecutor(len(runners)) as threads:
-        descriptions = [threads.submit(copy_context().run, runner.describe) for runner in runners]
+        descriptions = [threads.submit(runner.describe) for runner in runners]
     return [description.result() for description in descriptions]
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
+from qdqtune.engines.execution import Check
 from qdqtune.engines.pool import Task, WorkerPool
 from qdqtune.errors import EngineUnavailable
 from qdqtune.types import Failure
@@ -30,8 +32,18 @@ class Urgency(IntEnum):
     BEST = 3  # timed by the proof if nothing better is found
 
 
-Builder = Callable[[Path, Path, Path], float | Failure]
-"""`Runner.compile`: model file, log and plan to write in, seconds out."""
+class Builder(Protocol):
+    """What the queue needs of a `Runner`."""
+
+    @property
+    def check(self) -> Check | None:
+        """See `Runner.check`."""
+
+    def checking(self, check: Check) -> AbstractContextManager[None]:
+        """See `Runner.checking`."""
+
+    def compile(self, path: Path, log: Path, plan: Path) -> float | Failure:
+        """See `Runner.compile`."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +58,17 @@ class _Build:
 
 class BuildQueue:
     """Builds model files ahead of time on `builders`, and writes plans to `folder`; without builders nothing is queued.
-    At the end `notify` gets a message if builds were never used."""
+    At the end `notify` gets a message if builds were never used. `check` can cancel all builds."""
 
     def __init__(
-        self, folder: Path = Path(), builders: Sequence[Builder] = (), notify: Callable[[str], None] = lambda _: None
+        self,
+        folder: Path = Path(),
+        builders: Sequence[Builder] = (),
+        notify: Callable[[str], None] = lambda _: None,
+        check: Check | None = None,
     ) -> None:
-        self._folder, self._notify, self._pool = folder, notify, WorkerPool(builders, repeat_after=None)
+        self._folder, self._notify = folder, notify
+        self._pool = WorkerPool(builders, repeat_after=None, check=check, checking=_checking)
         self._builds, self._numbers = dict[tuple[Path, str], _Build](), itertools.count(1)
 
     @property
@@ -90,7 +107,7 @@ class BuildQueue:
             return None
         while not build.task.result.done() and self._pool.do_one(here, Urgency.NOW):
             pass
-        self._pool.wait(build.task.result.done)
+        self._pool.wait(build.task.result.done, here.check)
         with suppress(OSError):  # a lost builder may have written no log
             shutil.move(build.log, log)
         try:
@@ -111,4 +128,8 @@ class BuildQueue:
 
 
 def _compile(path: Path, plan: Path, builder: Builder) -> float | Failure:
-    return builder(path, plan.with_suffix(".log"), plan)
+    return builder.compile(path, plan.with_suffix(".log"), plan)
+
+
+def _checking(builder: Builder, check: Check) -> AbstractContextManager[None]:
+    return builder.checking(check)

@@ -11,7 +11,6 @@ import ctypes
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 LARGE_MODEL, BUDGET_FACTOR = 2**30, 1.3
 """A model of at least `LARGE_MODEL` bytes gets a budget of `BUDGET_FACTOR` times its size: room for the float build,
@@ -71,25 +70,15 @@ class MemoryBudget:
         self._held.pop(build, None)
 
 
-_is_scarce: ContextVar[bool] = ContextVar("memory is scarce", default=False)
-
-
 @contextmanager
 def scarce_memory() -> Iterator[None]:
-    """In a worker process: builds in the block return memory at once when they free it, and hold no weight twice."""
-    token = _is_scarce.set(True)
+    """In a worker process: builds in the block return memory to the system at once when they free it."""
     _set_malloc(M_MMAP_THRESHOLD, SCARCE_MMAP)
     try:
         yield
     finally:  # inferences allocate as in other processes
         _set_malloc(M_MMAP_THRESHOLD, USUAL_MMAP)
         _set_malloc(M_TRIM_THRESHOLD, 2 * USUAL_MMAP)
-        _is_scarce.reset(token)
-
-
-def is_scarce() -> bool:
-    """Whether this is called in `scarce_memory`."""
-    return _is_scarce.get()
 
 
 def return_free_memory() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from qdqtune.engines import MODULES, TENSORRT_FAMILY, THREADED, EngineSpec
-from qdqtune.engines.runner import TIME_LIMIT
+from qdqtune.engines.execution import TIME_LIMIT
 from qdqtune.engines.tensorrt.options import SHAPE_OPTIONS, timing_cache
 from qdqtune.options import (
     ANYTHING,

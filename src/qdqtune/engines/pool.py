@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextvars import Context, copy_context
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import ceil, inf
 from time import monotonic
 from typing import Any, Generic, Self, TypeVar
 
-from qdqtune.engines.process import CHECK_SECONDS, checking_while_waiting, current_check
+from qdqtune.engines.execution import CHECK_SECONDS, Check
 from qdqtune.errors import EngineUnavailable
 
 W = TypeVar("W")
@@ -36,15 +36,14 @@ class Task(Generic[W, T]):
     """One call of `do` with a worker. The next task is one with the lowest `priority`, and of these the oldest.
 
     A task that `is_part` of another one is not repeated: it is cancelled if its worker is lost, and waited for if its
-    worker is slow.
+    worker is slow. `check` can cancel it.
     """
 
     do: Callable[[W], T]
     priority: int = 0
     is_part: bool = False
     result: Future[T] = field(default_factory=Future)
-    context: Context = field(default_factory=copy_context)
-    """Context variables of the thread that submitted it: `checking_while_waiting`, `time_limit`."""
+    check: Check | None = None
     started: float = inf
     running: int = 0
     """How many workers do it now."""
@@ -56,6 +55,10 @@ class WorkerPool(Generic[W]):
     `notify` gets a message when a worker is lost, in the thread that asks for `results`. A task that runs longer than
     `repeat_after` seconds and `SLOW_FACTOR` times as long as any other is given to an idle worker as well; with None
     each task is done once.
+
+    `check` is called while a thread waits for tasks, and can cancel them all. `checking` makes a worker call another
+    function while it waits, in a block that does one task: the function raises once the task is cancelled. Without it,
+    tasks are not interrupted.
     """
 
     def __init__(
@@ -64,8 +67,11 @@ class WorkerPool(Generic[W]):
         notify: Callable[[str], None] = lambda _: None,
         *,
         repeat_after: float | None = SLOW_SECONDS,
+        check: Check | None = None,
+        checking: Callable[[W, Check], AbstractContextManager[None]] = lambda *_: nullcontext(),
     ) -> None:
         self._workers, self._notify, self._repeat_after = list(workers), notify, repeat_after
+        self._check, self._checking = check, checking
         self._changed = threading.Condition()
         self._waiting: list[Task[W, Any]] = []
         self._running: list[Task[W, Any]] = []
@@ -91,9 +97,11 @@ class WorkerPool(Generic[W]):
         """The worker for callers that need a single one. Use it only while no task runs."""
         return self._workers[0]
 
-    def submit(self, do: Callable[[W], T], priority: int = 0, *, is_part: bool = False) -> Task[W, T]:
+    def submit(self, do: Callable[[W], T], priority: int = 0) -> Task[W, T]:
         """Queue a call of `do` with the next worker that is free."""
-        task = Task(do, priority, is_part)
+        return self._queued(Task(do, priority, check=self._check))
+
+    def _queued(self, task: Task[W, T]) -> Task[W, T]:
         with self._changed:
             self._waiting.append(task)
             if not self._threads:
@@ -122,9 +130,8 @@ class WorkerPool(Generic[W]):
                 task.result.cancel()
             self._changed.wait_for(lambda: not any(task.running for task in tasks))
 
-    def wait(self, is_over: Callable[[], bool]) -> None:
-        """Wait until `is_over` is true, which tasks of this pool bring about; see `checking_while_waiting`."""
-        check = current_check()
+    def wait(self, is_over: Callable[[], bool], check: Check | None = None) -> None:
+        """Wait until `is_over` is true, which tasks of this pool bring about, or until `check` raises."""
         while True:
             with self._changed:
                 if self._changed.wait_for(is_over, CHECK_SECONDS):
@@ -163,7 +170,7 @@ class WorkerPool(Generic[W]):
         tasks = list(waited_for.values())
         try:
             while waited_for:
-                self.wait(lambda: bool(self._lost) or any(task.result.done() for task in waited_for.values()))
+                self.wait(lambda: bool(self._lost) or any(t.result.done() for t in waited_for.values()), self._check)
                 self._notify_lost()
                 for number in [number for number, task in waited_for.items() if task.result.done()]:
                     yield number, waited_for.pop(number).result.result()
@@ -177,14 +184,17 @@ class WorkerPool(Generic[W]):
             busy = sum(not task.is_part and not task.result.done() for task in self._running)
             return max(0, ceil((self._idle - len(self._waiting)) / max(1, busy)))
 
-    def shared(self, own: Callable[[], T], parts: Sequence[Callable[[W], U]]) -> tuple[T, list[U | None]]:
-        """Do `own` in this thread while idle workers do `parts`; the results, None for a part that no worker did."""
-        tasks = [self.submit(part, is_part=True) for part in parts]
+    def shared(
+        self, own: Callable[[], T], parts: Sequence[Callable[[W], U]], check: Check | None = None
+    ) -> tuple[T, list[U | None]]:
+        """Do `own` in this thread while idle workers do `parts`; the results, None for a part that no worker did.
+        `check` is that of the task in this thread, and can cancel the parts."""
+        tasks = [self._queued(Task(part, is_part=True, check=check)) for part in parts]
         try:
             mine = own()
             for task in tasks:
                 self.withdraw(task)
-            self.wait(lambda: all(task.result.done() for task in tasks))
+            self.wait(lambda: all(task.result.done() for task in tasks), check)
         except BaseException:
             self.cancel(tasks)
             raise
@@ -245,7 +255,7 @@ class WorkerPool(Generic[W]):
         worker is never lost: its task fails instead."""
         result, error = None, None
         try:
-            result = task.context.copy().run(self._call_cancellable, task, worker)
+            result = self._call_cancellable(task, worker)
         except BaseException as raised:  # noqa: BLE001  (raised where the result is read)
             error = raised
         with self._changed:
@@ -264,15 +274,14 @@ class WorkerPool(Generic[W]):
 
     def _call_cancellable(self, task: Task[W, T], worker: W) -> T:
         """Call a task so that it ends when it is cancelled."""
-        outer = current_check()
 
         def check() -> None:
             if task.result.done():
                 raise _Cancelled
-            if outer is not None:
-                outer()
+            if task.check is not None:
+                task.check()
 
-        with checking_while_waiting(check):
+        with self._checking(worker, check):
             return task.do(worker)
 
     def _remove(self, worker: W, task: Task[W, Any], error: BaseException | None) -> None:

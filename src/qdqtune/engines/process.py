@@ -7,8 +7,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
@@ -16,15 +15,13 @@ from typing import Any, Protocol, TypeVar
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
+from qdqtune.engines.execution import CHECK_SECONDS, Check, Checked, Execution
 from qdqtune.engines.memory import OUT_OF_RESOURCES
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError
 from qdqtune.system.cleanup import cleaner
 from qdqtune.system.interpreter import python
 from qdqtune.system.writing import WORKERS, Scratch, append
 from qdqtune.types import Failure
-
-CHECK_SECONDS = 0.1
-"""How often a thread that waits calls the function of `checking_while_waiting`. Chosen, not measured."""
 
 START_SECONDS = 120.0
 """Least time limit for opening an engine: how long a library takes to load says nothing about a candidate."""
@@ -33,24 +30,6 @@ LOG_LINES = 50
 """Lines of a log that a `Failure` quotes. Chosen, not measured."""
 
 T = TypeVar("T")
-
-_check: ContextVar[Callable[[], None] | None] = ContextVar("check while waiting", default=None)
-
-
-@contextlib.contextmanager
-def checking_while_waiting(check: Callable[[], None]) -> Iterator[None]:
-    """Call `check` every `CHECK_SECONDS` while this thread waits for an engine. To cancel the work, `check` raises:
-    that ends the wait and the worker."""
-    token = _check.set(check)
-    try:
-        yield
-    finally:
-        _check.reset(token)
-
-
-def current_check() -> Callable[[], None] | None:
-    """The function that `checking_while_waiting` was given in this thread; None outside of it."""
-    return _check.get()
 
 
 class Worker(Protocol):
@@ -64,8 +43,11 @@ class Worker(Protocol):
     def location(self) -> str:
         """Host and device of the worker, for messages; "" on this host."""
 
-    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
-        """Send a request. The answer is `(True, result)`, or `(False, error)` with a QdqtuneError.
+    def request(
+        self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None = None
+    ) -> tuple[bool, Any]:
+        """Send a request. The answer is `(True, result)`, or `(False, error)` with a QdqtuneError. What `check` raises
+        ends the wait.
 
         Raises:
             TimeoutError: no answer within `limit` seconds.
@@ -82,8 +64,9 @@ class Worker(Protocol):
         """What the worker has printed outside of builds."""
 
 
-StartWorker = Callable[[Path, Device], Worker]
-"""Starts a worker, given its log file and its device. The worker appends what it prints to that file."""
+StartWorker = Callable[[Path, Device, Check | None], Worker]
+"""Starts a worker, given its log file, its device, and what is called while a device is waited for. The worker appends
+what it prints to that file."""
 
 
 class WorkerProcess:
@@ -96,8 +79,8 @@ class WorkerProcess:
     PROGRAM = "qdqtune.engines.worker"
     """The module that answers requests."""
 
-    def __init__(self, log: Path, device: Device = ANYWHERE) -> None:
-        """Start the process.
+    def __init__(self, log: Path, device: Device = ANYWHERE, check: Check | None = None) -> None:
+        """Start the process. Nothing is waited for, so `check` is not called.
 
         Raises:
             EngineUnavailable: another process has the device.
@@ -129,10 +112,12 @@ class WorkerProcess:
         """Whether the process still runs."""
         return self._process.poll() is None
 
-    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
+    def request(
+        self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None = None
+    ) -> tuple[bool, Any]:
         """Implements `Worker.request`."""
         self._channel.send((name, arguments))
-        check, deadline = current_check(), monotonic() + limit
+        deadline = monotonic() + limit
         while not self._channel.poll(limit if check is None else CHECK_SECONDS):
             if check is None or monotonic() >= deadline:
                 raise TimeoutError
@@ -176,26 +161,28 @@ class WorkerLostError(Exception):
         self.failure = failure
 
 
-class WorkerConnection:
+class WorkerConnection(Checked):
     """Sends requests to a worker, which is started before the first request, and replaced after it was lost.
 
     `start` starts one. `first_requests` are sent to each new worker once its engine is open. `ended` is called when a
-    worker has ended, and with it the builds that it held. `limit` holds for each request, in seconds.
+    worker has ended, and with it the builds that it held. Each request has the time limit of `execution`, whose `check`
+    is called while one is waited for.
     """
 
     def __init__(
         self,
         spec: EngineSpec,
-        limit: float,
+        execution: Execution,
         *,
         start: Callable[[], Worker],
         first_requests: Callable[[], Iterable[tuple[Any, ...]]],
         ended: Callable[[], None],
     ) -> None:
+        super().__init__(execution.check)
         self.seconds = 0.0
         """Wall time spent waiting for answers."""
         self.worker: Worker | None = None
-        self._spec, self.limit = spec, limit
+        self._spec, self.limit = spec, execution.seconds
         self._start, self._first_requests, self._ended = start, first_requests, ended
 
     @property
@@ -264,7 +251,7 @@ class WorkerConnection:
         assert worker is not None
         begun, answered = monotonic(), False
         try:
-            good, result = worker.request(name, arguments, limit)
+            good, result = worker.request(name, arguments, limit, self.check)
             answered = True
         except TimeoutError:
             reason = f"{what} took longer than {limit:.4g} s"

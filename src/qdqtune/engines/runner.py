@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -16,6 +16,7 @@ import numpy as np
 from qdqtune.engines import LAUNCHED, EngineSpec
 from qdqtune.engines.build_queue import BuildQueue
 from qdqtune.engines.devices import ANYWHERE, Device
+from qdqtune.engines.execution import EXECUTION, Check, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.process import (
     StartWorker,
@@ -34,32 +35,10 @@ from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat
 SLACK = 5.0
 """Multiple of the expected time that rounds may take beyond their limit: a shared machine rarely slows down so much."""
 
-TIME_LIMIT = 600.0
-"""Seconds that a build or an inference may take unless the user gives a limit."""
-
 T = TypeVar("T")
 
 start_worker: StartWorker = WorkerProcess
 """How a `Runner` starts workers unless it is told otherwise."""
-
-_limit: ContextVar[tuple[float, float | None]] = ContextVar("time limit", default=(TIME_LIMIT, None))
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float, ends: float | None = None) -> Iterator[None]:
-    """Set the user's limit in seconds for a request to an engine: the default of all runners made in the block, also by
-    calibration, sensitivity and checks. A pass over samples in the block has the same limit, and has to finish before
-    `ends`, the end of the run by `time.monotonic`."""
-    token = _limit.set((seconds, ends))
-    try:
-        yield
-    finally:
-        _limit.reset(token)
-
-
-def current_limit() -> tuple[float, float | None]:
-    """`seconds` and `ends` of the surrounding `time_limit`."""
-    return _limit.get()
 
 
 @dataclass(frozen=True)
@@ -81,8 +60,8 @@ class Runner:
     Args:
         spec: the engine.
         log_dir: folder for what the engine prints.
-        time_limit_s: limit for each build, each inference of `outputs` and each probe; by default that of `time_limit`.
-            Rounds may take `SLACK` times the expected time in addition.
+        execution: its `seconds` limit each build, each inference of `outputs` and each probe; rounds may take `SLACK`
+            times the expected time in addition. Its `check` is called during each wait.
         start: starts a worker; by default a process on this host.
         device: where the worker runs.
         unpacked: bytes that a build takes in addition to its file, for weights that it holds as floats.
@@ -94,7 +73,7 @@ class Runner:
         spec: EngineSpec,
         *,
         log_dir: Path,
-        time_limit_s: float | None = None,
+        execution: Execution = EXECUTION,
         start: StartWorker | None = None,
         device: Device = ANYWHERE,
         unpacked: int = 0,
@@ -113,7 +92,7 @@ class Runner:
         self._slots: dict[tuple[frozenset[Handle], float], list[Slot]] = {}
         self._connection = WorkerConnection(
             spec,
-            _limit.get()[0] if time_limit_s is None else time_limit_s,
+            execution,
             start=self._start,
             first_requests=self._first_requests,
             ended=self._forget_all,
@@ -142,6 +121,15 @@ class Runner:
         worker = self._connection.worker
         return " on ".join(filter(None, (self.device.name, "" if worker is None else worker.location)))
 
+    @property
+    def check(self) -> Check | None:
+        """Called during waits for the engine."""
+        return self._connection.check
+
+    def checking(self, check: Check) -> AbstractContextManager[None]:
+        """Call `check` in place of the own one in waits of the block."""
+        return self._connection.checking(check)
+
     def on_same_device(self, spec: EngineSpec, log_dir: Path, *, has_budget: bool = True) -> Runner:
         """A runner of another engine on the device of this one; it shares the memory budget if `has_budget`.
 
@@ -156,8 +144,8 @@ class Runner:
         return self._like(spec, self.log_dir, device, self.memory)
 
     def _like(self, spec: EngineSpec, log_dir: Path, device: Device, memory: MemoryBudget | None) -> Runner:
-        limit, start = self._connection.limit, self._start_worker
-        return Runner(spec, log_dir=log_dir, time_limit_s=limit, start=start, device=device, memory=memory)
+        execution, start = Execution(self._connection.limit, check=self.check), self._start_worker
+        return Runner(spec, log_dir=log_dir, execution=execution, start=start, device=device, memory=memory)
 
     # The engine
 
@@ -314,7 +302,7 @@ class Runner:
 
     def _start(self) -> Worker:
         self.before_start()
-        return self._start_worker(self.log_dir / f"{self.device.name or 'worker'}.log", self.device)
+        return self._start_worker(self.log_dir / f"{self.device.name or 'worker'}.log", self.device, self.check)
 
     def _first_requests(self) -> Iterator[tuple[Any, ...]]:
         if self.memory is not None:
@@ -359,7 +347,7 @@ class Runner:
         if self.memory is not None:
             self.memory.make_room(size, frozenset((id(self), build) for build in needed))
         before, begun = self._connection.seconds, monotonic()
-        made = self.build_queue.take(path, log, self.compile)
+        made = self.build_queue.take(path, log, self)
         self._connection.seconds = before + monotonic() - begun
         if isinstance(made, Failure):
             return made
@@ -414,7 +402,7 @@ def insist(result: T | Failure, otherwise: str, error: type[QdqtuneError] = Engi
 
 
 @contextlib.contextmanager
-def temporary_runner(spec: EngineSpec, *, time_limit_s: float | None = None) -> Iterator[Runner]:
+def temporary_runner(spec: EngineSpec, execution: Execution) -> Iterator[Runner]:
     """A runner whose logs are deleted at the end."""
-    with temporary_folder() as folder, Runner(spec, time_limit_s=time_limit_s, log_dir=folder) as runner:
+    with temporary_folder() as folder, Runner(spec, execution=execution, log_dir=folder) as runner:
         yield runner

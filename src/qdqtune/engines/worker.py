@@ -41,7 +41,7 @@ class Session:
         self._engine, self._is_launched = opener(spec), spec.name in LAUNCHED
         self._models: dict[int, Built] = {}
         self._mix: Mix = (Workload({}),)
-        self._build_context: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._saves_memory = False
 
     def describe(self) -> dict[str, str]:
         """`Engine.describe` of this process's engine."""
@@ -56,8 +56,11 @@ class Session:
         self._mix = mix
 
     def save_memory(self) -> None:
-        """From now on, build in `scarce_memory`."""
-        self._build_context = scarce_memory
+        """From now on, builds and layer reports take as little memory as they can."""
+        self._saves_memory = True
+
+    def _building(self) -> AbstractContextManager[None]:
+        return scarce_memory() if self._saves_memory else nullcontext()
 
     def compile(self, path: Path, log: Path, plan: Path) -> float:
         """`Compiler.compile`; the seconds that it took."""
@@ -68,7 +71,7 @@ class Session:
     def build(self, number: int, path: Path, log: Path, plan: Path | None = None) -> float:
         """Build a model, or load its plan, and keep it under a number; the seconds that it took."""
         start = perf_counter()
-        with self._build_context():
+        with self._building():
             if plan is None:
                 self._models[number] = self._engine.build(path, log)
             else:
@@ -90,8 +93,8 @@ class Session:
     def layers(self, number: int, runs: int) -> tuple[Layer, ...]:
         """`Built.layers` with the times of the average call."""
         model = self._models[number]
-        with self._build_context():  # many engines build the model once more for the report
-            reports = [model.layers(workload.inputs, runs) for workload in self._mix]
+        with self._building():  # many engines build the model once more for the report
+            reports = [model.layers(w.inputs, runs, saves_memory=self._saves_memory) for w in self._mix]
         return_free_memory()
         return average_layers(self._mix, reports)
 

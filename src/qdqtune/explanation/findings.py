@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from qdqtune.calibration.observe import running
+from qdqtune.engines.execution import Execution
 from qdqtune.errors import InputError, parsed_json
 from qdqtune.explanation.reasons import UNKNOWN, Reason, Reasons, is_conversion, is_float, is_low, named
 from qdqtune.explanation.split_attention import Split, splits
@@ -226,11 +227,12 @@ def is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
         return False
 
 
-def lost_by_pairs(model: Model, samples: Sequence[Sample]) -> Accuracy | None:
+def lost_by_pairs(model: Model, samples: Sequence[Sample], execution: Execution) -> Accuracy | None:
     """The accuracy of a Q/DQ model against itself without pairs, on ONNX Runtime without fusion; None if that cannot
     run it. Weights that are stored in 8 bits count as exact.
     """
-    with running(strip_pairs(model)) as as_float, running(model, fuse=False) as as_quantized:
+    plain = strip_pairs(model)
+    with running(plain, execution) as as_float, running(model, execution, fuse=False) as as_quantized:
         reference, outputs = as_float(samples), as_quantized(samples)
     if isinstance(reference, Failure) or isinstance(outputs, Failure):
         return None

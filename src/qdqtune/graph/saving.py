@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from copy import deepcopy
 from pathlib import Path
 from threading import RLock
@@ -18,7 +17,7 @@ from qdqtune.graph.loading import files_of
 from qdqtune.graph.model import Constant, Model, size_of
 from qdqtune.graph.protobuf import head, parsed, refer
 from qdqtune.system.checks import Output, is_of_a_run, mark
-from qdqtune.system.writing import atomic_write, temporary_folder
+from qdqtune.system.writing import atomic_write
 
 CONSTANTS, WEIGHTS = "constants.bin", "weights.bin"
 """Names of the file with constants of candidates, and of the file with constants of models that may ship."""
@@ -209,37 +208,15 @@ class ConstantFile:
         return path
 
 
-_shared: ContextVar[ConstantFile | None] = ContextVar("constants that are written once", default=None)
-
-
 @contextmanager
 def one_constant_file(folder: Path) -> Iterator[ConstantFile]:
-    """A file of constants in `folder` that `constants_to_share` gives while the context is open, so that the stages of
-    a run (calibration, accuracy, simulation, search) write the weights once. Constants that may ship have a file of
-    their own.
+    """A file of constants in `folder` for all stages of a run (calibration, accuracy, simulation, search), so that they
+    write the weights once. Constants that may ship have a file of their own.
 
     Raises:
         OutputError: the file cannot be made.
     """
     with ConstantFile(folder / WEIGHTS) as weights, ConstantFile(folder / CONSTANTS, weights) as constants:
-        token = _shared.set(constants)
-        try:
-            yield constants
-        finally:
-            _shared.reset(token)
-
-
-@contextmanager
-def constants_to_share() -> Iterator[ConstantFile]:
-    """The file of `one_constant_file`, or a new one in a temporary folder.
-
-    Raises:
-        OSError, OutputError: the file cannot be made.
-    """
-    if (shared := _shared.get()) is not None:
-        yield shared
-        return
-    with temporary_folder() as folder, ConstantFile(folder / CONSTANTS) as constants:
         yield constants
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from qdqtune.calibration.observe import MOST_OPTIMIZED
 from qdqtune.calibration.scales import Ranges
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COPIES, is_float
@@ -161,6 +162,7 @@ def adjustable_placement(
     ranges: Ranges,
     samples: Sequence[Sample],
     ran: Callable[[int], None] = lambda _: None,
+    execution: Execution = EXECUTION,
 ) -> Iterator[AdjustablePlacement]:
     """An `AdjustablePlacement` on ONNX Runtime.
 
@@ -169,7 +171,8 @@ def adjustable_placement(
     """
     written = len(model.nodes) + 2 * len(placement)
     memory = MemoryBudget.for_model(sum(constant.nbytes for constant in model.large.values()))
-    with onnxruntime_session(memory=memory, fuse=written <= MOST_OPTIMIZED, fuse_pairs=False) as session:
+    options = {"fuse": written <= MOST_OPTIMIZED, "fuse_pairs": False}
+    with onnxruntime_session(execution, memory=memory, **options) as session:
         yield AdjustablePlacement(session, model, placement, numbers, ranges, samples, ran)
 
 

@@ -32,6 +32,7 @@ from qdqtune.calibration.equalization import (
 from qdqtune.calibration.observe import outputs_on, with_outputs
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Ranges
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.graph.model import Model
 from qdqtune.numerics.adjustable import BETTER_DB, NotRunnableError, OutputNoise, adjustable_placement
 from qdqtune.numerics.sessions import InferenceCount
@@ -72,7 +73,7 @@ def paying_factors(
     if len(samples) < 2 or is_late():
         return ()
     ran = InferenceCount(listener, EQUALIZING_RUNS * len(samples)).add
-    validation = _CrossValidation(model, numbers, placed, samples, ran)
+    validation = _CrossValidation(model, numbers, placed, samples, ran, prepared.execution)
     placement = placed(validation.ranges(0))
     used = [site for site in found if any(model.nodes[r].into[0] in placement for r in site.readers)]
     normalized = [site for site in used if model.nodes[site.producer].op in NORMALIZED_BY_CHANNEL]
@@ -81,7 +82,7 @@ def paying_factors(
         paying = [site for kind in kinds if kind and not is_late() and validation.improves(kind) for site in kind]
     except NotRunnableError:
         return ()
-    return factors_on_samples(model, paying, prepared.calibration) if paying else ()
+    return factors_on_samples(model, paying, prepared.calibration, prepared.execution) if paying else ()
 
 
 class _CrossValidation:
@@ -89,9 +90,10 @@ class _CrossValidation:
 
     def __init__(
         self, model: Model, numbers: NumericFormat, placed: Callable[[Ranges], Placement], samples: Sequence[Sample],
-        ran: Callable[[int], None],
+        ran: Callable[[int], None], execution: Execution,
     ) -> None:  # fmt: skip
         self._model, self._numbers, self._placed, self._ran = model, numbers, placed, ran
+        self._execution = execution
         halves = samples[::2], samples[1::2]
         self._folds = (halves, halves[::-1])
         self._ranges: dict[int, Ranges] = {}
@@ -108,7 +110,7 @@ class _CrossValidation:
         chance."""
         before, after = [], []
         for fold, (given, judging) in enumerate(self._folds):
-            factors = factors_on_samples(self._model, found, given)
+            factors = factors_on_samples(self._model, found, given, self._execution)
             if not factors:
                 return False
             if fold not in self._before:
@@ -121,13 +123,13 @@ class _CrossValidation:
         return _together(after).db() > _together(before).db() + BETTER_DB
 
     def _calibrated(self, model: Model, samples: Sequence[Sample]) -> Ranges:
-        found = calibrate(model, samples, numbers=self._numbers)
+        found = calibrate(model, samples, numbers=self._numbers, execution=self._execution)
         self._ran(len(samples))
         return found
 
     def _noise(self, model: Model, ranges: Ranges, samples: Sequence[Sample]) -> OutputNoise:
-        placement = self._placed(ranges)
-        with adjustable_placement(model, placement, self._numbers, ranges, samples, self._ran) as adjustable:
+        how = self._numbers, ranges, samples, self._ran, self._execution
+        with adjustable_placement(model, self._placed(ranges), *how) as adjustable:
             return adjustable.noise(ranges)
 
 
@@ -136,9 +138,11 @@ def _together(found: Sequence[OutputNoise]) -> OutputNoise:
     return OutputNoise(signal, noise, found[0].parts)
 
 
-def factors_on_samples(model: Model, found: Sequence[Site], samples: Iterable[Sample]) -> tuple[Factor, ...]:
+def factors_on_samples(
+    model: Model, found: Sequence[Site], samples: Iterable[Sample], execution: Execution = EXECUTION
+) -> tuple[Factor, ...]:
     """The factors that make channels alike on these samples; none for sites whose channels are alike already."""
-    largest = _largest_activations(model, found, samples)
+    largest = _largest_activations(model, found, samples, execution)
     moved = [(site, _exponents(model, site, largest[site.tensor])) for site in found]
     return tuple(factor for site, by in moved if any(by) for factor in factors(model, site, by))
 
@@ -156,7 +160,9 @@ def _exponents(model: Model, site: Site, activations: Array) -> list[int]:
     return [int(e) for e in np.clip(rounded, -LARGEST_EXPONENT, LARGEST_EXPONENT)]
 
 
-def _largest_activations(model: Model, found: Sequence[Site], samples: Iterable[Sample]) -> dict[str, Array]:
+def _largest_activations(
+    model: Model, found: Sequence[Site], samples: Iterable[Sample], execution: Execution
+) -> dict[str, Array]:
     """max|X_j| of what the readers of a site read, over all samples: [channels], by the tensor of the site."""
     read = {site.tensor: list(dict.fromkeys(model.nodes[r].inputs[0] for r in site.readers)) for site in found}
     nodes: list[onnx.NodeProto] = []
@@ -168,7 +174,8 @@ def _largest_activations(model: Model, found: Sequence[Site], samples: Iterable[
             shown[tensor] = f"__channels_{len(shown)}"
             nodes += _magnitude_nodes(model, tensor, axes, shown[tensor])
     largest: dict[str, Array] = {}
-    for outputs in outputs_on(with_outputs(model, nodes, shown.values()), samples) if shown else ():
+    magnitudes = with_outputs(model, nodes, shown.values())
+    for outputs in outputs_on(magnitudes, samples, execution=execution) if shown else ():
         for tensor, name in shown.items():
             largest[tensor] = np.maximum(largest.get(tensor, 0.0), outputs[name].astype(np.float64))
     return {tensor: np.max([largest[t] for t in tensors], axis=0) for tensor, tensors in read.items()}

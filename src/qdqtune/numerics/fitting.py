@@ -76,7 +76,7 @@ def _fitted(
     """`fitted` without factors."""
     model = prepared.shaped
     listener.stage(f"calibrating on {prepared.samples.origin}")
-    found = calibrate_by_every_method(model, prepared.calibration, how, numbers=numbers)
+    found = calibrate_by_every_method(model, prepared.calibration, how, numbers=numbers, execution=prepared.execution)
     seen = next((ranges for ranges in found if ranges.method == "minmax"), None)
     candidates = [with_known_ranges(model, ranges, numbers, seen or ranges) for ranges in found]
     placement = placed(candidates[0])
@@ -89,7 +89,8 @@ def _fitted(
     mixing = len(blocks) * (len(candidates) - 1) * min(len(samples), MIXING_SAMPLES)
     ran = InferenceCount(listener, len(samples) * budget.runs + mixing).add
     try:
-        with adjustable_placement(model, placement, numbers, candidates[0], samples, ran) as adjustable:
+        run = samples, ran, prepared.execution
+        with adjustable_placement(model, placement, numbers, candidates[0], *run) as adjustable:
             return _best(adjustable, candidates, blocks, how.bias_correction, is_late)
     except NotRunnableError:
         return candidates[0]

@@ -25,6 +25,7 @@ from qdqtune.calibration.matching import from_file
 from qdqtune.calibration.observe import running
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.errors import ConstraintUnmet
 from qdqtune.graph.float16 import (
     HALF_TYPES,
@@ -115,8 +116,9 @@ def in_half_precision(
     wanted = precision or usual
     if wanted == "fp32" or not is_float32(prepared.model):
         return prepared, None, ()
-    ranges = calibrate(prepared.shaped, prepared.calibration, Calibration())
-    half = lowered(prepared.model, wanted, ranges, prepared.shaped, prepared.judging[:HALF_SAMPLES])
+    execution, judging = prepared.execution, prepared.judging[:HALF_SAMPLES]
+    ranges = calibrate(prepared.shaped, prepared.calibration, Calibration(), execution=execution)
+    half = lowered(prepared.model, wanted, ranges, prepared.shaped, judging, execution)
     if floor_db is not None and half.db < floor_db:
         why = f"{NAMES[wanted]} alone leaves an output SQNR of {half.db:.1f} dB, below {floor_db:g} dB"
         if precision is not None:
@@ -142,7 +144,12 @@ def by_ranges(model: Model, precision: Precision, cache: Path, file: Path) -> tu
 
 
 def lowered(
-    model: Model, precision: HalfPrecision, ranges: Ranges, shaped: Model, samples: Sequence[Sample] = ()
+    model: Model,
+    precision: HalfPrecision,
+    ranges: Ranges,
+    shaped: Model,
+    samples: Sequence[Sample] = (),
+    execution: Execution = EXECUTION,
 ) -> Half:
     """A float32 model in half precision, except for nodes that `ranges` or the outputs on `samples` keep in float32.
 
@@ -152,21 +159,27 @@ def lowered(
         BadModel: the model cannot be converted, or ONNX Runtime cannot run it.
     """
     kept = out_of_range(shaped, ranges) if precision == "fp16" else {}
-    found = keeping(model, precision, shaped, kept, samples)
+    found = keeping(model, precision, shaped, kept, samples, execution)
     if found.db >= FLOOR_DB or precision == "bf16":
         return found
     risky = {n.name: "float16 does not hold without" for n in shaped.nodes if n.op in RISKY and not n.domain}
-    careful = keeping(model, precision, shaped, risky | kept, samples)
+    careful = keeping(model, precision, shaped, risky | kept, samples, execution)
     return careful if careful.db > found.db else found
 
 
 def keeping(
-    model: Model, precision: HalfPrecision, shaped: Model, kept: Mapping[str, str], samples: Sequence[Sample]
+    model: Model,
+    precision: HalfPrecision,
+    shaped: Model,
+    kept: Mapping[str, str],
+    samples: Sequence[Sample],
+    execution: Execution = EXECUTION,
 ) -> Half:
     """`model` in half precision except for the nodes `kept`, and for nodes near them that are cheaper in float32."""
     whole = {**kept, **dict.fromkeys(cheaper_in_float32(shaped, kept), "casts around it would cost more")}
     half = converted(model, precision, whole.keys())
-    return Half(half, precision, whole, _lost(shaped, precision, whole, samples) if samples else None)
+    lost = _lost(shaped, precision, whole, samples, execution) if samples else None
+    return Half(half, precision, whole, lost)
 
 
 def finished(quantized: Model, precision: Precision) -> Model:
@@ -285,14 +298,15 @@ def _cast_values(model: Model, tensor: str, full: Collection[int]) -> float:
 
 
 def _lost(
-    model: Model, precision: HalfPrecision, kept: Collection[str], samples: Sequence[Sample]
+    model: Model, precision: HalfPrecision, kept: Collection[str], samples: Sequence[Sample], execution: Execution
 ) -> Accuracy | Failure:
     """How far the outputs are from the float32 model's if all nodes but `kept` are in half precision.
 
     ONNX Runtime skips roundings between operators without kernels in half precision, so the float32 model gets casts
     that round.
     """
-    with running(model, fuse=False) as exact, running(rounded(model, precision, kept), fuse=False) as halved:
+    low = rounded(model, precision, kept)
+    with running(model, execution, fuse=False) as exact, running(low, execution, fuse=False) as halved:
         reference, outputs = exact(samples), halved(samples)
     if isinstance(reference, Failure):
         return reference

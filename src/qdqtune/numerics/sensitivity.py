@@ -19,8 +19,9 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration import scales
-from qdqtune.calibration.observe import Run, running_in_several
+from qdqtune.calibration.observe import ModelRun, running_in_several
 from qdqtune.calibration.scales import Quantization, Range, Ranges
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.graph.loading import with_opset
@@ -80,6 +81,7 @@ def sensitivities(
     deadline: float | None = None,
     workers: int = 1,
     budget: MemoryBudget | None = None,
+    execution: Execution = EXECUTION,
     on_fewer: Callable[[int, int, float], None] = lambda fewer, wanted, seconds: None,
     effort: Effort | None = None,
 ) -> dict[str, float] | Failure:
@@ -96,6 +98,7 @@ def sensitivities(
       `on_fewer` is called with that number, the number wanted, and the seconds of one measurement.
     - `workers`: processes that measure a block each; the result is the same.
     - `budget`: of the memory that engines hold meanwhile.
+    - `execution`: how the model is run.
     """
     if not pairs:
         return {}
@@ -105,8 +108,8 @@ def sensitivities(
     switched = with_roundings(model, roundings, switched=True)
     with (
         # not fused: ONNX Runtime's fusions do not look outside of an If
-        running_in_several(switched, workers, fuse=False, budget=budget) as runs,
-        WorkerPool(runs, repeat_after=None) as pool,
+        running_in_several(switched, workers, execution, fuse=False, budget=budget) as runs,
+        WorkerPool(runs, repeat_after=None, check=execution.check, checking=ModelRun.checking) as pool,
     ):
         plan = _plan(pool, len(roundings), samples, only_worst, deadline, effort or EFFORT, on_fewer)
         if isinstance(plan, Failure):
@@ -135,7 +138,7 @@ class _Plan:
 
 
 def _plan(
-    pool: WorkerPool[Run],
+    pool: WorkerPool[ModelRun],
     count: int,
     samples: Sequence[Sample],
     only_worst: int | None,
@@ -168,13 +171,13 @@ def _plan(
     return _Plan(count, used, reference, wanted)
 
 
-def _outputs(count: int, block: Block, samples: Iterable[Sample], run: Run) -> Outputs | Failure:
+def _outputs(count: int, block: Block, samples: Iterable[Sample], run: ModelRun) -> Outputs | Failure:
     """The outputs of the model with the switches of a block on and the others of all `count` off."""
     switches = {f"{SWITCH}{i}": np.asarray(block[0] <= i < block[1]) for i in range(count)}
     return run({**sample, **switches} for sample in samples)
 
 
-def _noise(pool: WorkerPool[Run], plan: _Plan, measured: InferenceCount, blocks: Sequence[Block]) -> list[float]:
+def _noise(pool: WorkerPool[ModelRun], plan: _Plan, measured: InferenceCount, blocks: Sequence[Block]) -> list[float]:
     """The relative noise of each block, measured side by side."""
     found = [UNBOUNDED_NOISE] * len(blocks)
     jobs = [partial(_outputs, plan.count, block, plan.samples) for block in blocks]

@@ -9,10 +9,11 @@ from functools import partial
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usable_cores
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.model import Model
-from qdqtune.graph.saving import ConstantFile, constants_to_share
+from qdqtune.graph.saving import ConstantFile
 from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array, Failure, Listener, Sample
 
@@ -57,12 +58,14 @@ class Session:
 
 
 @contextmanager
-def onnxruntime_session(*, memory: MemoryBudget | None = None, unpacked: int = 0, **options: bool) -> Iterator[Session]:
+def onnxruntime_session(
+    execution: Execution, *, memory: MemoryBudget | None = None, unpacked: int = 0, **options: bool
+) -> Iterator[Session]:
     """A session with these `options` of the onnxruntime engine; for `memory` and `unpacked` see `Runner`."""
     spec = EngineSpec("onnxruntime", {"threads": usable_cores(), **options})
     with (
         temporary_folder() as folder,
-        constants_to_share() as constants,
-        Runner(spec, log_dir=folder, unpacked=unpacked, memory=memory) as runner,
+        execution.constant_file() as constants,
+        Runner(spec, log_dir=folder, execution=execution, unpacked=unpacked, memory=memory) as runner,
     ):
         yield Session(runner, constants)

@@ -18,6 +18,7 @@ from typing import Self
 
 import onnx
 
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.graph.model import Model, rebuild
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
@@ -33,8 +34,14 @@ class Simulation:
     when the first accuracy is asked for, within the `memory` budget of the run."""
 
     def __init__(
-        self, inserter: Inserter, samples: Sequence[Sample], engine: str = "", memory: MemoryBudget | None = None
+        self,
+        inserter: Inserter,
+        samples: Sequence[Sample],
+        engine: str = "",
+        memory: MemoryBudget | None = None,
+        execution: Execution = EXECUTION,
     ) -> None:
+        self._execution = execution
         self._inserter, self._samples, self._memory = inserter, samples, memory
         self._is_onnxruntime = engine == "onnxruntime"
         self._stack = ExitStack()
@@ -72,7 +79,8 @@ class Simulation:
     @cached_property
     def _session(self) -> Session:
         unpacked = sum(constant.nbytes for constant in self._float_model.large.values())
-        opened = onnxruntime_session(memory=self._memory, unpacked=unpacked, fuse=False, rewrite=self._is_onnxruntime)
+        options = {"fuse": False, "rewrite": self._is_onnxruntime}
+        opened = onnxruntime_session(self._execution, memory=self._memory, unpacked=unpacked, **options)
         return self._stack.enter_context(opened)
 
 

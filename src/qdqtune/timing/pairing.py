@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from qdqtune.engines.build_queue import Urgency
+from qdqtune.engines.execution import Check
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Rounds, compare, compare_pairs
@@ -58,10 +59,12 @@ def shared_rounds(
     build_seconds: float,
     plan: Plan,
     *,
+    check: Check | None = None,
     is_built: bool = False,
 ) -> Rounds:
     """Rounds of which idle workers of the pool take a part, if that is faster: each has to build both files, which
-    takes `build_seconds`, unless they are built there (`is_built`) when rounds begin. `own` takes all other rounds."""
+    takes `build_seconds`, unless they are built there (`is_built`) when rounds begin. `own` takes all other rounds.
+    `check` can cancel them."""
     seconds = 4 * plan.slot_seconds  # the least that a round takes
 
     def rounds(first: int, count: int) -> Measurement | Failure:
@@ -73,7 +76,9 @@ def shared_rounds(
                 share = max(0, int((left - lead / seconds) / (1 + helpers)))
             mine = left - helpers * share if share else min(left, FEW)
             starts = range(first + mine, end, share) if share else range(0)
-            part = _in_parts(own, elsewhere, pool, first, mine, starts, share)
+            parts = [partial(elsewhere, first=start, count=share) for start in starts]
+            here, others = pool.shared(partial(own, first, mine), parts, check)
+            part = _sum(own, here, dict(zip(starts, others, strict=True)), share)
             if isinstance(part, Failure):
                 return part
             total = part if total is None else total + part
@@ -84,13 +89,12 @@ def shared_rounds(
     return rounds
 
 
-def _in_parts(
-    own: Rounds, elsewhere: RoundsElsewhere[W], pool: WorkerPool[W], first: int, mine: int, starts: range, share: int
+def _sum(
+    own: Rounds, total: Measurement | Failure, others: Mapping[int, Measurement | Failure | None], share: int
 ) -> Measurement | Failure:
-    """The rounds from `first` on: `mine` of them here, and on other workers `share` from each number in `starts`."""
-    parts = [partial(elsewhere, first=start, count=share) for start in starts]
-    total, others = pool.shared(partial(own, first, mine), parts)
-    for start, other in zip(starts, others, strict=True):
+    """Rounds taken here, and after them `share` of each of the `others`, by the number of their first one. `own` takes
+    those that no other worker has taken."""
+    for start, other in others.items():
         more = own(start, share) if other is None or isinstance(other, Failure) else other
         if isinstance(total, Failure) or isinstance(more, Failure):
             return total if isinstance(total, Failure) else more

@@ -242,7 +242,7 @@ def pace(prepared: Prepared) -> tuple[float, float]:
         BadModel: ONNX Runtime cannot run the model.
     """
     begun, took = time.monotonic(), []
-    for _ in outputs_on(prepared.shaped, prepared.calibration.first(2)):
+    for _ in outputs_on(prepared.shaped, prepared.calibration.first(2), execution=prepared.execution):
         took.append(time.monotonic() - begun)
         begun = time.monotonic()
     return took[0], took[-1]
@@ -255,4 +255,4 @@ def inferences_per_sample(prepared: Prepared, how: Calibration) -> float:
 
 
 def _passes(prepared: Prepared) -> int:
-    return passes(prepared.shaped, candidate_tensors(prepared.shaped), prepared.calibration)
+    return passes(prepared.shaped, candidate_tensors(prepared.shaped), prepared.calibration, prepared.execution)

@@ -9,7 +9,8 @@ import numpy as np
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
-from qdqtune.engines.runner import insist, temporary_runner, time_limit
+from qdqtune.engines.execution import Execution
+from qdqtune.engines.runner import insist, temporary_runner
 from qdqtune.errors import BaselineFailed
 from qdqtune.numerics.fitting import inferences
 from qdqtune.placement.possible import possible_edges
@@ -57,9 +58,10 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         QdqtuneError: as `tune` does before its search.
     """
     observer = observer or Silent()
-    with time_limit(settings.time_limit), OutputFolder(settings), temporary_runner(settings.engine) as runner:
+    execution = Execution(settings.time_limit)
+    with OutputFolder(settings), temporary_runner(settings.engine, execution) as runner:
         observer.stage(f"reading {settings.model.name}")
-        subject = open_subject(settings, runner)
+        subject = open_subject(settings, runner, execution)
         if settings.state.exists() and not settings.restart:
             read_journal(settings.state)  # as a run does at this point: it may be damaged
         runner.feed(subject.mix)

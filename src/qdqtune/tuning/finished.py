@@ -19,6 +19,7 @@ import msgspec
 
 from qdqtune.calibration.prepare import Data
 from qdqtune.calibration.samples import digest_of
+from qdqtune.engines.execution import Execution
 from qdqtune.errors import BadState, InputError, QdqtuneError, parsed_json
 from qdqtune.graph.loading import files_of
 from qdqtune.placement.files import read_placement_file
@@ -242,7 +243,7 @@ def read_run(folder: Path, state: Path | None = None) -> FinishedRun:
     return FinishedRun(folder, summary, fingerprint, journal)
 
 
-def data_beside(file: Path) -> Data | None:
+def data_beside(file: Path, execution: Execution) -> Data | None:
     """The calibration data of the run that wrote a model file; None if the file lies in no folder of a run, or if the
     data have changed since.
 
@@ -254,7 +255,7 @@ def data_beside(file: Path) -> Data | None:
     try:
         run = read_run(folder)
         source = None if run.log is None else run.log.settings.get("calibration_data")
-        is_same = isinstance(source, str) and digest_of(source) == run.fingerprint.calibration_data.digest
+        is_same = isinstance(source, str) and digest_of(source, execution) == run.fingerprint.calibration_data.digest
     except InputError:  # the folder holds no run, or was altered
         return None
     given = run.fingerprint.input_shapes

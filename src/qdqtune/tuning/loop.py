@@ -9,6 +9,7 @@ from functools import partial
 from itertools import islice
 
 from qdqtune.engines.build_queue import Urgency
+from qdqtune.engines.execution import Check
 from qdqtune.search import Strategy, as_predicted, best_of, upcoming_placements
 from qdqtune.search.front import FrontSearch
 from qdqtune.timing.limits import outcome
@@ -27,10 +28,11 @@ from qdqtune.tuning.settings import Settings
 from qdqtune.types import Placement, Proposal, Trial
 
 
-def tune(settings: Settings, observer: Observer | None = None) -> Result:
+def tune(settings: Settings, observer: Observer | None = None, check: Check | None = None) -> Result:
     """Find the fastest placement for a model on an engine, and write it to the output folder.
 
-    It may be stopped at any time: the same call goes on where it was stopped.
+    It may be stopped at any time: the same call goes on where it was stopped. `check` is called during waits, and stops
+    the run if it raises.
 
     Raises:
         QdqtuneError: see `errors`; BaselineFailed if the engine cannot run the float model.
@@ -38,7 +40,7 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
     """
     log = RunLogWriter(settings)
     observer = Observers((log, observer or Silent()))
-    with prepared(settings, observer) as ready:
+    with prepared(settings, observer, check) as ready:
         if (before := recalled(ready)) is not None:
             return before
         if (note := advice.busy(settings.engine)) is not None:

@@ -177,6 +177,7 @@ def _measured(
         deadline=_deadline(run, share),
         workers=_processes(run),
         budget=run.runner.memory,
+        execution=run.execution,
         on_fewer=thinned,
     )
     run.observer.stage(SEARCHING)

@@ -69,6 +69,7 @@ def with_rewrites(ready: Ready, constants: ConstantFile) -> Ready:
         OutputError: a file cannot be written.
         QdqtuneError: see `errors`.
     """
+    ready = ready.sharing(constants)
     store, subject = ready.store, ready.subject
     record = store.get(RewritesRecord)
     if record is None:
@@ -77,7 +78,9 @@ def with_rewrites(ready: Ready, constants: ConstantFile) -> Ready:
         found, subject = _search(names, ready, constants)
         store.put(RewritesRecord(found=found))
     elif (found := record.found).names:
-        subject = open_subject(ready.settings, ready.runner, replace(subject.rewrites, names=found.names))
+        subject = open_subject(
+            ready.settings, ready.runner, ready.execution, replace(subject.rewrites, names=found.names)
+        )
     return replace(ready, found=found, subject=subject)
 
 
@@ -132,7 +135,7 @@ def _tried(name: str, found: Found, kept: _FloatModel, builder: _Builder) -> tup
     settings, rewrites = builder.ready.settings, kept.subject.rewrites
     try:
         made = replace(rewrites, names=(*rewrites.names, name))
-        rewritten = _FloatModel(open_subject(settings, builder.ready.runner, made))
+        rewritten = _FloatModel(open_subject(settings, builder.ready.runner, builder.ready.execution, made))
     except BadModel as error:
         return _noted(found, f"rewrite {name} was passed over: {error}"), kept
     for form in FORMS[name]:
@@ -259,7 +262,7 @@ class _Builder:
         if form == "float":
             return settings.model if not subject.rewrites.names else self.write(subject.model, "float")
         one = subject.prepared.calibration.first(1)
-        ranges = calibrate(subject.shaped, one, Calibration("minmax"))
+        ranges = calibrate(subject.shaped, one, Calibration("minmax"), execution=subject.prepared.execution)
         possible = possible_edges(subject.shaped, ranges)
         placement = engine_rules.place(subject.shaped, possible, settings.engine.name, settings.quant_type).placement
         if placement == Placement():

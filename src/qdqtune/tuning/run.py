@@ -8,14 +8,16 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Self
 
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.allocation import allocate_workers, check_same_kind
 from qdqtune.engines.build_queue import BuildQueue, Urgency
 from qdqtune.engines.devices import ANYWHERE, Device
+from qdqtune.engines.execution import Check, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.pool import WorkerPool
-from qdqtune.engines.runner import Runner, time_limit
+from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, writing
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import ConstantFile, one_constant_file
@@ -58,8 +60,8 @@ DROP = 0.01
 class Ready:
     """A run before anything is measured: its settings, the model that was read, and an engine that was started.
 
-    `given` are the user's model files as they were when the run began. The run has to end when `time.monotonic` is at
-    `ends`, None without a time budget. `others` measure besides `runner`, each on a device of its own. `found` are the
+    `given` are the user's model files as they were when the run began. `execution` is how models are run; it ends with
+    the time budget. `others` measure besides `runner`, each on a device of its own. `found` are the
     rewrites that were tried.
     """
 
@@ -71,9 +73,20 @@ class Ready:
     runner: Runner
     store: Store
     observer: Observer
-    ends: float | None
+    execution: Execution
     others: tuple[Runner, ...] = ()
     found: Found = NO_REWRITES
+
+    @property
+    def ends(self) -> float | None:
+        """The time of `time.monotonic` at which the run has to end; None without a time budget."""
+        return self.execution.ends
+
+    def sharing(self, constants: ConstantFile) -> Self:
+        """The same where all models that are run write their constants to one file."""
+        execution = replace(self.execution, constants=constants)
+        prepared = replace(self.subject.prepared, execution=execution)
+        return replace(self, execution=execution, subject=replace(self.subject, prepared=prepared))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,23 +129,23 @@ class Run(Ready):
 
 
 @contextmanager
-def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
-    """Lock the output folder, start the engine, and read the model and the state file.
+def prepared(settings: Settings, observer: Observer, check: Check | None = None) -> Iterator[Ready]:
+    """Lock the output folder, start the engine, and read the model and the state file. `check` can cancel the run.
 
     Raises:
         QdqtuneError: see `errors`.
     """
     ends = None if settings.time_budget is None else time.monotonic() + settings.time_budget
+    execution = Execution(settings.time_limit, ends, check)
     with ExitStack() as stack:
-        stack.enter_context(time_limit(settings.time_limit, ends))
         output = stack.enter_context(OutputFolder(settings))
         evaluation = None if settings.evaluate is None else load_evaluation(settings.evaluate)
-        runner, *others = stack.enter_context(_engines(settings, output.path / LOGS, observer))
+        runner, *others = stack.enter_context(_engines(settings, output.path / LOGS, observer, execution))
         observer.stage(f"reading {settings.model.name}")
         if (note := restored_state(settings)) is not None:
             observer.note(note)
         given = Stamps.of([*files_of(settings.model), *(files_of(b) if (b := settings.qdq_baseline) else [])])
-        subject = open_subject(settings, runner)
+        subject = open_subject(settings, runner, execution)
         fingerprint = fingerprint_of(settings, subject, runner.describe())
         store = stack.enter_context(Store(settings.state, fingerprint, restart=settings.restart, given=given))
         yield Ready(
@@ -144,13 +157,13 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
             runner=runner,
             store=store,
             observer=observer,
-            ends=ends,
+            execution=execution,
             others=tuple(others),
         )
 
 
 @contextmanager
-def _engines(settings: Settings, logs: Path, observer: Observer) -> Iterator[list[Runner]]:
+def _engines(settings: Settings, logs: Path, observer: Observer, execution: Execution) -> Iterator[list[Runner]]:
     """The engine on each device of the run; the first one has builders beside it if its option builds_aside says so."""
     engine, most_threads = settings.engine, max(count or 0 for count in settings.thread_counts)
     size = sum(file.stat().st_size for file in files_of(settings.model) if file.is_file())
@@ -160,13 +173,13 @@ def _engines(settings: Settings, logs: Path, observer: Observer) -> Iterator[lis
         runners = []
         for device in allocation.devices:
             memory = MemoryBudget.for_model(size)  # one each: a thread must not free builds that another one uses
-            runner = Runner(engine, log_dir=logs, device=device, start=allocation.start, memory=memory)
-            runners.append(stack.enter_context(runner))
+            where: Any = {"device": device, "start": allocation.start, "memory": memory}
+            runners.append(stack.enter_context(Runner(engine, log_dir=logs, execution=execution, **where)))
         first, count = runners[0], engine.options.get("builds_aside")
         if isinstance(count, int) and first.device == ANYWHERE and first.memory is None:
             beside = [first.on_device(engine, Device(f"builder-{n + 1}")) for n in range(count)]
-            builders = [stack.enter_context(one).compile for one in beside]
-            queue = BuildQueue(stack.enter_context(temporary_folder()), builders, observer.note)
+            builders = [stack.enter_context(one) for one in beside]
+            queue = BuildQueue(stack.enter_context(temporary_folder()), builders, observer.note, execution.check)
             first.build_queue = stack.enter_context(closing(queue))
         yield runners
 
@@ -193,6 +206,8 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
         QdqtuneError: see `errors`; BadState if another version of qdqtune has made the candidates so far;
             BaselineFailed if the engine cannot run the float model.
     """
+    ready = ready.sharing(constants)
+    execution = ready.execution
     settings, runner, store, observer = ready.settings, ready.runner, ready.store, ready.observer
     store.check_candidates()
     with ExitStack() as stack:
@@ -218,8 +233,10 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
             check_wins=settings.checks_wins,
         )
         workers = [TrialWorker(r, candidates, conditions, n) for n, r in enumerate((runner, *ready.others))]
-        bench = Bench(stack.enter_context(WorkerPool(workers, observer.note)), store, conditions)
-        simulation = stack.enter_context(Simulation(inserter, subject.accuracy, settings.engine.name, runner.memory))
+        pool = WorkerPool(workers, observer.note, check=execution.check, checking=TrialWorker.checking)
+        bench = Bench(stack.enter_context(pool), store, conditions)
+        simulated_as = settings.engine.name, runner.memory, execution
+        simulation = stack.enter_context(Simulation(inserter, subject.accuracy, *simulated_as))
         observer.stage("measuring the float model")
         settings, budget = affordable_proof(settings, bench, ready.ends, observer.note)
         bench.deadline = budget.deadline

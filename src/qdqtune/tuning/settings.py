@@ -11,8 +11,8 @@ from types import MappingProxyType
 from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.execution import TIME_LIMIT
 from qdqtune.engines.formats import checked_weight_format
-from qdqtune.engines.runner import TIME_LIMIT
 from qdqtune.errors import BadOption
 from qdqtune.graph.rewrites import allowed
 from qdqtune.numerics.accuracy import FLOOR_DB

@@ -18,6 +18,7 @@ from qdqtune.calibration.prepare import Data, Prepared, prepare
 from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import usual_precision
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
@@ -123,7 +124,7 @@ class Subject:
         return {name: given[name] for name in FOREMOST if name in given}
 
 
-def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None = None) -> Subject:
+def open_subject(settings: Settings, runner: Runner, execution: Execution, rewrites: Rewrites | None = None) -> Subject:
     """Read the model and the first sample of the calibration data; find regions and patterns. Nothing is run.
 
     Without `rewrites`, those that the settings name are made, and the other files that the settings name are read once,
@@ -144,7 +145,7 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
     check_inputs(settings.engine, model)
     source = settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed
     data = Data(*source, settings.workloads)
-    prepared = prepare(model, data, fixed=settings.fix_inputs, most=settings.accuracy_samples)
+    prepared = prepare(model, data, execution, fixed=settings.fix_inputs, most=settings.accuracy_samples)
     kept: Collection[str] = ()
     if not settings.from_qdq:
         floor = settings.limits.min_sqnr
@@ -200,7 +201,7 @@ def calibrated(
     if settings.calibration_cache is not None:
         matched = from_file(settings.calibration_cache, subject.shaped, settings.model)
         if subject.prepared.has_real_samples:
-            matched = matched.seen_on(subject.shaped, subject.prepared.judging[:1])
+            matched = matched.seen_on(subject.shaped, subject.prepared.judging[:1], subject.prepared.execution)
         subject = replace(subject, notes=(*subject.notes, *matched.notes()))
         record = record or store.put(RangesRecord(ranges=matched.ranges))
     if record is None:

@@ -14,6 +14,7 @@ from math import ceil
 
 import numpy as np
 
+from qdqtune.engines.execution import Check
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import EngineFailure
@@ -105,6 +106,10 @@ class TrialWorker:
         self._mark = f"-{number + 1}" if number else ""
         self._candidates, self._conditions = candidates, conditions
 
+    def checking(self, check: Check) -> AbstractContextManager[None]:
+        """See `Runner.checking`."""
+        return self.runner.checking(check)
+
     def trial(self, job: TrialJob, batch: Batch) -> Trial:
         """Time a candidate.
 
@@ -167,7 +172,7 @@ class TrialWorker:
         if batch.pool is None or not self._conditions.plan.slot_seconds:
             return self._ran(job), False
         elsewhere = [partial(TrialWorker.pair, job=job)] * batch.pool.idle_per_task()
-        ran, pairs = batch.pool.shared(partial(self._ran, job), elsewhere)
+        ran, pairs = batch.pool.shared(partial(self._ran, job), elsewhere, self.runner.check)
         return ran, any(isinstance(pair, tuple) for pair in pairs)
 
     def _ran(self, job: TrialJob) -> Ran:
@@ -219,7 +224,8 @@ class TrialWorker:
         own = rounds_of(self.runner, a, b, plan, seed, samples)
         if elsewhere is None or batch is None or batch.pool is None:
             return own
-        return shared_rounds(own, elsewhere, batch.pool, a.build_seconds + b.build_seconds, plan, is_built=is_built)
+        seconds, check = a.build_seconds + b.build_seconds, self.runner.check
+        return shared_rounds(own, elsewhere, batch.pool, seconds, plan, check=check, is_built=is_built)
 
 
 def trial_seconds(plan: Plan, build: float, seconds: float, turn: float, judged: int, start: float = 0.0) -> float:

@@ -151,10 +151,10 @@ def products_of(settings: Settings, subject: Subject) -> Moments:
             f"`weight_rounding` gptq would hold {needed / 1e9:.1f} GB of second moments of activations: round to the "
             "nearest instead"
         )
-    tensors, samples = sorted(sizes), subject.prepared.calibration
+    tensors, prepared = sorted(sizes), subject.prepared
 
     def moments_of(model: Model) -> LazyMapping[str, Array]:
-        return LazyMapping(tensors, lambda: moments(model, tensors, samples))
+        return LazyMapping(tensors, lambda: moments(model, tensors, prepared.calibration, prepared.execution))
 
     return moments_of
 

@@ -14,7 +14,6 @@ from layer_reports import (
     text_model,
 )
 from qdqtune.engines import EngineSpec, open_engine
-from qdqtune.engines.memory import scarce_memory
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.errors import EngineFailure
 from qdqtune.types import Layer
@@ -25,8 +24,7 @@ def test_a_large_model_is_profiled_in_its_only_session(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "model.onnx")
     built = open_engine(EngineSpec("onnxruntime")).build(tmp_path / "model.onnx", tmp_path / "log")
     before, small = built.run(inputs), built.layers(inputs, 3)
-    with scarce_memory():
-        large = built.layers(inputs, 3)
+    large = built.layers(inputs, 3, saves_memory=True)
     assert [(x.name, x.nodes, x.precision) for x in large] == [(x.name, x.nodes, x.precision) for x in small]
     assert all(x.time_ms for x in large if x.kind == "compute")
     after = built.run(inputs)

@@ -16,6 +16,7 @@ from onnx import helper
 from engine_contract import IMAGE, conv_model, matmul_model, model_of
 from models import attention, build, conv_net, feeds, normal, ranges
 from qdqtune.engines import EngineSpec, open_engine
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph import operators
@@ -274,7 +275,7 @@ def test_the_layer_list_is_read_whole() -> None:
 def test_layers_through_the_runner(tmp_path: Path) -> None:
     onnx.save(conv_model(), tmp_path / "m.onnx")
     spec = EngineSpec("tensorrt-rtx", {"target": "sm75", "opt_shapes": {"x": [1, 4, 8, 8]}})
-    with Runner(spec, time_limit_s=60, log_dir=tmp_path / "logs") as runner:
+    with Runner(spec, execution=Execution(60), log_dir=tmp_path / "logs") as runner:
         handle = runner.load(tmp_path / "m.onnx", "build")
         layers = runner.layers(handle, 1)
         assert isinstance(layers, tuple)

@@ -22,6 +22,7 @@ from engine_contract import (
 )
 from qdqtune.commands.tune import TuneOptions, search_plan
 from qdqtune.engines import Engine, EngineSpec, open_engine
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt import trtexec
 from qdqtune.engines.tensorrt.trtexec import _outputs
@@ -345,7 +346,7 @@ def test_a_crash_names_its_signal(tmp_path: Path, quantized: Path) -> None:
 
 def test_a_call_that_hangs_ends_with_the_worker(tmp_path: Path, quantized: Path) -> None:
     spec = EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.0", hang="build")})
-    with Runner(spec, time_limit_s=3, log_dir=tmp_path / "logs") as runner:
+    with Runner(spec, execution=Execution(3), log_dir=tmp_path / "logs") as runner:
         result = runner.load(quantized, "hanging")
         assert isinstance(result, Failure)
         assert result.stage == "timeout"
@@ -375,7 +376,7 @@ def _running(argument: str) -> list[int]:
 def test_paired_rounds_through_the_runner(tmp_path: Path, quantized: Path, workers: Workers) -> None:
     onnx.save(static(conv_model()), tmp_path / "m.onnx")
     spec = EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "11.1")})
-    with Runner(spec, time_limit_s=60, log_dir=tmp_path / "logs") as runner:
+    with Runner(spec, execution=Execution(60), log_dir=tmp_path / "logs") as runner:
         runner.feed(IMAGE)
         a, b = runner.load(tmp_path / "m.onnx"), runner.load(quantized)
         assert not isinstance(a, Failure)
@@ -405,7 +406,7 @@ def test_a_file_seldom_wins_against_itself(tmp_path: Path, workers: Workers) -> 
     spec = EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.16", noise=0.2)})
     plan = search_plan("trtexec", (12, 20), None, 2)
     assert Plan.error < plan.error == 0.02
-    with Runner(spec, time_limit_s=60, log_dir=tmp_path / "logs") as runner:
+    with Runner(spec, execution=Execution(60), log_dir=tmp_path / "logs") as runner:
         runner.feed(IMAGE)
         a, b = runner.load(tmp_path / "m.onnx"), runner.load(tmp_path / "m.onnx", fresh=True)
         assert not isinstance(a, Failure)

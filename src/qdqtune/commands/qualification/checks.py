@@ -17,8 +17,8 @@ import onnx
 from qdqtune.commands.qualification import graphs
 from qdqtune.commands.qualification.engine_at_hand import QUICKLY, BrokenError, EngineAtHand, NotApplicableError
 from qdqtune.commands.tune import TuneOptions, tune
-from qdqtune.engines import LAUNCHED, TENSORRT_FAMILY
-from qdqtune.engines.devices import ANYWHERE, Device
+from qdqtune.engines import LAUNCHED, TENSORRT_FAMILY, execution
+from qdqtune.engines.devices import Device
 from qdqtune.engines.process import WorkerProcess
 from qdqtune.engines.runner import Runner, insist
 from qdqtune.errors import first_of
@@ -180,17 +180,28 @@ def _tells_apart(engine: EngineAtHand, subject: str) -> str:
 class Disturbed(WorkerProcess):
     """An engine process that gets a signal during requests of one kind, as often as `left` has items."""
 
-    def __init__(self, log: Path, device: Device = ANYWHERE, *, what: str, sent: signal.Signals, left: list[int]):
-        super().__init__(log, device)
+    def __init__(
+        self,
+        log: Path,
+        device: Device,
+        check: execution.Check | None,
+        *,
+        what: str,
+        sent: signal.Signals,
+        left: list[int],
+    ):
+        super().__init__(log, device, check)
         self._what, self._sent, self._left = what, sent, left
 
-    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
+    def request(
+        self, name: str, arguments: tuple[Any, ...], limit: float, check: execution.Check | None = None
+    ) -> tuple[bool, Any]:
         """`Worker.request`."""
         if name == self._what and self._left:
             self._left.pop()
             os.killpg(self._process.pid, self._sent)
             limit = min(limit, STOPPED_SECONDS)
-        return super().request(name, arguments, limit)
+        return super().request(name, arguments, limit, check)
 
 
 def _survives(engine: EngineAtHand, subject: str) -> str:
@@ -198,7 +209,7 @@ def _survives(engine: EngineAtHand, subject: str) -> str:
     files, start = engine.files(PLAIN), partial(Disturbed, what=what, sent=sent, left=[0] * times)
     if what == "run":
         engine.insist_on_device()
-    with Runner(engine.spec, log_dir=engine.folder / "faults", start=start) as runner:
+    with Runner(engine.spec, execution=engine.execution, log_dir=engine.folder / "faults", start=start) as runner:
         runs = partial(runner.outputs_of, files.plain, files.samples[:1])
         ask: Callable[[], object] = runs if what == "run" else partial(runner.load, files.plain)
         return _fails_once(ask, ask, (stage,))

@@ -17,6 +17,7 @@ from qdqtune.commands.qualification import graphs
 from qdqtune.commands.quantize import quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import with_timing_cache
 from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.engines.tensorrt.options import Span, with_spans
@@ -63,6 +64,7 @@ class EngineAtHand:
     runner: Runner
     simulation: Session
     observer: Observer
+    execution: Execution
     described: Mapping[str, str]
     _files: dict[str, GraphFiles] = field(default_factory=dict)
     _layers: dict[Path, tuple[Layer, ...]] = field(default_factory=dict)
@@ -74,7 +76,7 @@ class EngineAtHand:
             place.mkdir()
             onnx.save(model, plain := place / "float.onnx")
             samples = graphs.samples_of(model)
-            self._files[name] = GraphFiles(plain, str(sample_source(samples, place)), samples)
+            self._files[name] = GraphFiles(plain, str(sample_source(samples, place, self.execution)), samples)
         return self._files[name]
 
     def quantized(self, name: str) -> Path:
@@ -91,6 +93,7 @@ class EngineAtHand:
         made = files.plain.with_name("quantized.onnx")
         if not made.exists():
             given: dict[str, Any] = {"engine": self.spec.name, "calibration_data": files.data, **QUICKLY}
+            given["time_limit"] = self.execution.seconds
             try:
                 if "quant_type" in how:
                     self.runner.numeric_format(how["quant_type"])
@@ -131,7 +134,7 @@ class EngineAtHand:
 
 
 @contextmanager
-def opened(spec: EngineSpec, observer: Observer) -> Iterator[EngineAtHand]:
+def opened(spec: EngineSpec, observer: Observer, execution: Execution) -> Iterator[EngineAtHand]:
     """A engine in a temporary folder.
 
     Raises:
@@ -141,9 +144,9 @@ def opened(spec: EngineSpec, observer: Observer) -> Iterator[EngineAtHand]:
         folder = stack.enter_context(temporary_folder())
         spec = with_timing_cache(spec, folder)
         sized = with_spans(spec, {graphs.OPEN: Span(*graphs.SIZES)}) if spec.name in TENSORRT_FAMILY else spec
-        runner = stack.enter_context(Runner(sized, log_dir=folder / "logs"))
+        runner = stack.enter_context(Runner(sized, execution=execution, log_dir=folder / "logs"))
         described = runner.describe()
         if spec.name == "trtexec" and (gpus := find_gpus()[0]):  # it does not say this of its GPU
             described["compute_capability"] = gpus[0].compute_capability
-        simulation = stack.enter_context(onnxruntime_session(fuse=False, rewrite=spec.name == "onnxruntime"))
-        yield EngineAtHand(spec, folder, runner, simulation, observer, described)
+        exact = onnxruntime_session(execution, fuse=False, rewrite=spec.name == "onnxruntime")
+        yield EngineAtHand(spec, folder, runner, stack.enter_context(exact), observer, execution, described)

@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any, Literal, get_args
 
 from qdqtune.commands.doctor import DoctorOptions, find_gpus, processor
+from qdqtune.commands.inputs import execution_of
 from qdqtune.commands.qualification.checks import CHECKS, Check
 from qdqtune.commands.qualification.engine_at_hand import BrokenError, EngineAtHand, NotApplicableError, opened
 from qdqtune.commands.shown import Shown, Table
@@ -103,7 +104,7 @@ def qualify(options: DoctorOptions, observer: Observer) -> Qualification:
         EngineUnavailable, BadOption: the engine cannot be opened.
     """
     begun = monotonic()
-    with opened(options.spec(), observer) as engine:
+    with opened(options.spec(), observer, execution_of(options)) as engine:
         results = tuple(CheckResult(check.name, check.claim, tuple(_seen(engine, check))) for check in CHECKS)
         cpu, gpus = processor(), find_gpus()[0]
         machine = {"cpu": f"{cpu.name}, {cpu.cores} cores, {' '.join(cpu.isa)}"}

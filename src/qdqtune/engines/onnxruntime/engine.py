@@ -19,7 +19,6 @@ from onnxruntime import InferenceSession as Session
 
 from qdqtune.engines import CPU_PROVIDER, devices, formats, output_to, translated
 from qdqtune.engines.coverage import read_model
-from qdqtune.engines.memory import is_scarce
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import data_files
@@ -219,13 +218,13 @@ class OnnxRuntimeModel:
         binding.synchronize_outputs()
         return (time.perf_counter() - start) / runs
 
-    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
+    def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
         """`Built.layers`: those of a second session of the model, which is profiled.
 
         In that session every node has a name, and a fused node is named after the nodes that it was made of.
         """
         model, feed = read_model(self._path), self._known_inputs(inputs)
-        is_large = is_scarce() or nbytes(self._path) >= LOADED_ONCE
+        is_large = saves_memory or nbytes(self._path) >= LOADED_ONCE
         with TemporaryDirectory(prefix="qdqtune-") as name:
             folder = Path(name)
             (folder / NOWHERE).symlink_to("/dev/null")

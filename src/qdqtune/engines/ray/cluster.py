@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import Device, cores_for, needs_gpu
-from qdqtune.engines.process import CHECK_SECONDS, current_check
+from qdqtune.engines.execution import CHECK_SECONDS, Check
 from qdqtune.engines.ray.actor import Reply, Sender, WorkerActor, WorkerLocation
 from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.system.cleanup import cleaner
@@ -50,8 +50,8 @@ class Cluster:
     sender: Sender = field(default_factory=lambda: Sender(ray.put))
     started: list[RemoteWorker] = field(default_factory=list)
 
-    def start(self, log: Path, device: Device) -> RemoteWorker:
-        """A worker on any free device of the cluster.
+    def start(self, log: Path, device: Device, check: Check | None = None) -> RemoteWorker:
+        """A worker on any free device of the cluster. What `check` raises ends the wait for one.
 
         Raises:
             EngineUnavailable: none is free, or another version of qdqtune is installed there.
@@ -60,7 +60,7 @@ class Cluster:
         wants = {"num_cpus": cores, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
         actor: Any = ray.remote(WorkerActor).options(**wants).remote(self.spec, cores, ray.get, os.getcwd())
         try:
-            where = _await_answer(actor.start.remote(), WAIT_SECONDS, partial(self._check_capacity, cores))
+            where = _await_answer(actor.start.remote(), WAIT_SECONDS, partial(self._check_start, cores, check))
         except TimeoutError:
             _end_actor(actor)
             wanted = f"{cores} CPUs" + (" and a GPU" if gpus else "")
@@ -79,12 +79,14 @@ class Cluster:
         self.started.append(worker)
         return worker
 
-    def _check_capacity(self, cores: int) -> None:
-        """Stop waiting for a worker that the cluster cannot hold any more because nodes were lost.
+    def _check_start(self, cores: int, check: Check | None) -> None:
+        """Stop waiting for a worker that the cluster cannot hold any more because nodes were lost. Call `check`, too.
 
         Raises:
             TimeoutError: the cluster cannot hold the worker.
         """
+        if check is not None:
+            check()
         if sum(worker.alive for worker in self.started) >= capacity(self.spec, cores):
             raise TimeoutError
 
@@ -98,7 +100,9 @@ class RemoteWorker:
         self.alive = True
         self.location = str(location)
 
-    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
+    def request(
+        self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None = None
+    ) -> tuple[bool, Any]:
         """Implements `Worker.request`."""
         log = target = None
         if name == "build":
@@ -111,7 +115,8 @@ class RemoteWorker:
         elif name == "run":
             arguments = (arguments[0], self._sender.arrays(arguments[1]))
         try:
-            reply: Reply = _await_answer(self._actor.request.remote(name, arguments, limit), limit + NETWORK_SECONDS)
+            asked = self._actor.request.remote(name, arguments, limit)
+            reply: Reply = _await_answer(asked, limit + NETWORK_SECONDS, check)
         except RayError as error:
             self.alive, self._reason = False, _reason(error)
             raise EOFError from error
@@ -149,20 +154,19 @@ def _end_actor(actor: Any) -> None:
         ray.kill(actor)
 
 
-def _await_answer(reference: Any, limit: float, check: Callable[[], None] = lambda: None) -> Any:
+def _await_answer(reference: Any, limit: float, check: Check | None) -> Any:
     """The answer of an actor. `check` is called every `CHECK_SECONDS` while this waits.
 
     Raises:
         TimeoutError: no answer came within `limit` seconds.
         RayError: the actor has died, or failed.
     """
-    waiting, deadline = current_check(), monotonic() + limit
+    deadline = monotonic() + limit
     while not ray.wait([reference], timeout=CHECK_SECONDS)[0]:
         if monotonic() >= deadline:
             raise TimeoutError
-        if waiting is not None:
-            waiting()
-        check()
+        if check is not None:
+            check()
     return ray.get(reference)
 
 

@@ -134,7 +134,7 @@ class TensorRtModel:
             self._execution.bind(inputs)
             return self._execution.seconds(runs)
 
-    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
+    def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
         """Implements `Built.layers`."""
         with translated(self._cuda):  # a profiler cannot be removed from a context, so this one is used once
             with contextlib.closing(Execution(self._trt, self._cuda, self._engine)) as execution:

@@ -109,7 +109,7 @@ class AheadOfTimeModel:
         """Raise EngineUnavailable: the GPU is not here."""
         self._refuse("time")
 
-    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
+    def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
         """The layers that the builder listed, without times."""
         if not self._layers:
             raise EngineFailure("TensorRT-RTX listed no layers in this build")

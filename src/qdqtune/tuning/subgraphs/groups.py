@@ -17,6 +17,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration.observe import outputs_on, with_outputs
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.tensorrt.options import Span
 from qdqtune.engines.tensorrt.report import read_report
@@ -115,7 +116,12 @@ class Resolved:
 
 
 def resolve(
-    model: Model, shaped: Model, sample: Sample, spans: Mapping[str, Span], budget: MemoryBudget | None = None
+    model: Model,
+    shaped: Model,
+    sample: Sample,
+    spans: Mapping[str, Span],
+    budget: MemoryBudget | None = None,
+    execution: Execution = EXECUTION,
 ) -> Resolved:
     """Shapes of all tensors, by shape inference; those that it does not find, by running the model once.
 
@@ -125,6 +131,7 @@ def resolve(
         sample: the inputs of the measurement.
         spans: the shapes that each dynamic input may take, for engines that are given ranges of shapes.
         budget: the memory budget of the engines, which hold builds meanwhile.
+        execution: how the model is run.
 
     Raises:
         BadOption: a span does not fit the model.
@@ -134,7 +141,7 @@ def resolve(
     made = [t for node in shaped.nodes for t in node.outputs if t]
     if unknown := [t for t in made if t not in sizes and t in shaped.tensors]:
         nodes = [helper.make_node("Shape", [t], [f"__shape_{i}"], f"__shape_{i}") for i, t in enumerate(unknown)]
-        (shapes,) = outputs_on(with_outputs(shaped, nodes), [sample], budget)
+        (shapes,) = outputs_on(with_outputs(shaped, nodes), [sample], budget, execution)
         sizes |= {t: tuple(map(int, shapes[node.output[0]])) for t, node in zip(unknown, nodes, strict=True)}
     varying = {name: span for name, span in spans.items() if name in model.inputs and span.low != span.high}
     if not varying:

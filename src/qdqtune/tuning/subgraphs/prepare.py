@@ -118,7 +118,8 @@ def profile(run: Run) -> Profiled:
     grouped = _grouped(settings, subject, layers)
     parts = partition(subject.shaped, subject.possible, grouped.groups, run.ways)
     times = _float_times(parts, layers)
-    resolved = resolve(subject.model, subject.shaped, subject.feed, spans(settings.engine), run.runner.memory)
+    varying, memory = spans(settings.engine), run.runner.memory
+    resolved = resolve(subject.model, subject.shaped, subject.feed, varying, memory, run.execution)
     kinds, why = _kinds(parts, grouped, resolved, times)
     progress = ProgressFile(settings.output_dir, parts, kinds, run.store)
     with Profiler(run, parts, resolved, timed=is_timed) as profiler:

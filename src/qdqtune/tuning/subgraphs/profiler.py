@@ -100,6 +100,7 @@ class Profiler:
         """Builds so far, those of earlier runs included."""
         self.engine_seconds = 0.0
         settings = run.settings
+        self._execution = run.execution
         self._subject, self._parts, self._resolved, self._store = run.subject, parts, resolved, run.store
         self._timed, self._seed, self._budget = timed, settings.seed, run.runner.memory
         self._output, self._folder = run.output, run.output.clear(GROUP_MODELS)
@@ -108,7 +109,8 @@ class Profiler:
         self._constants = ConstantFile(run.output.claim(self._folder / CONSTANTS))
         spec = with_spans(settings.engine, resolved.spans)
         logs = run.output.path / LOGS / GROUP_MODELS
-        self._pool = WorkerPool(list(_runners(run, spec, logs)), run.observer.note, repeat_after=None)
+        runners, check = list(_runners(run, spec, logs)), run.execution.check
+        self._pool = WorkerPool(runners, run.observer.note, repeat_after=None, check=check, checking=Runner.checking)
         self._writing = RLock()
 
     def __enter__(self) -> Self:
@@ -200,7 +202,7 @@ class Profiler:
         model = self._subject.shaped
         reads = dict.fromkeys(t for kind in kinds for t in borders(model, kind.first.nodes)[0])
         computed = [t for t in reads if is_shape(model, t, self._resolved.sizes)]
-        return values_on(model, computed, self._subject.feed, self._budget) if computed else {}
+        return values_on(model, computed, self._subject.feed, self._budget, self._execution) if computed else {}
 
     def _extracted(self, kind: GroupKind, baked: Mapping[str, Array]) -> _Part | str:
         """The first group of a kind as a model, and its schemes; or the reason why it cannot be a model."""
@@ -273,7 +275,8 @@ class Profiler:
         wanted = list(dict.fromkeys(t for part in batch for t in part.model.inputs))
         fed = {t: np.asarray(self._subject.feed[t]) for t in wanted if t in self._subject.feed}
         made = [t for t in wanted if t not in fed]
-        return fed | (values_on(self._subject.shaped, made, self._subject.feed, self._budget) if made else {})
+        feed, budget = self._subject.feed, self._budget
+        return fed | (values_on(self._subject.shaped, made, feed, budget, self._execution) if made else {})
 
     def _measure(self, part: _Part, runner: Runner) -> None:
         """Measure the float form of a part and its schemes, except what the state file already has."""

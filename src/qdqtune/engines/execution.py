@@ -1,0 +1,67 @@
+"""How a command runs models and code of the user: time limits, cancelling, and one file for all constants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from qdqtune.graph.saving import CONSTANTS, ConstantFile
+from qdqtune.system.writing import temporary_folder
+
+TIME_LIMIT = 600.0
+"""Seconds that a build or an inference may take unless the user gives a limit."""
+
+CHECK_SECONDS = 0.1
+"""How often a thread that waits calls its `Check`. Chosen, not measured."""
+
+Check = Callable[[], None]
+"""Called every `CHECK_SECONDS` during a wait. To cancel the work it raises, which ends the wait and the worker."""
+
+
+class Checked:
+    """Something that waits, and calls `check` meanwhile."""
+
+    def __init__(self, check: Check | None = None) -> None:
+        self.check = check
+
+    @contextmanager
+    def checking(self, check: Check) -> Iterator[None]:
+        """Call `check` in place of the own one in waits of the block."""
+        before, self.check = self.check, check
+        try:
+            yield
+        finally:
+            self.check = before
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a command runs models and code of the user.
+
+    A request to an engine may take `seconds`, as may a pass over samples, which also has to finish before the time
+    `ends` of `time.monotonic`. `check` can cancel all waits. The stages of the command write constants of their models
+    to `constants`, so that weights are written once.
+    """
+
+    seconds: float = TIME_LIMIT
+    ends: float | None = None
+    check: Check | None = None
+    constants: ConstantFile | None = None
+
+    @contextmanager
+    def constant_file(self) -> Iterator[ConstantFile]:
+        """`constants`, or a new file in a temporary folder.
+
+        Raises:
+            OSError, OutputError: the file cannot be made.
+        """
+        if self.constants is not None:
+            yield self.constants
+            return
+        with temporary_folder() as folder, ConstantFile(folder / CONSTANTS) as constants:
+            yield constants
+
+
+EXECUTION = Execution()
+"""The usual time limit; nothing cancels, and constants are shared with nothing else."""
