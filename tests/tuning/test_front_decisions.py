@@ -7,7 +7,7 @@ import pytest
 from qdqtune.search.front import Tradeoff
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, Ratio
-from qdqtune.tuning.compared import Compared
+from qdqtune.tuning.comparison_results import Compared
 from qdqtune.tuning.front_decisions import (
     FrontCandidate,
     FrontTerms,

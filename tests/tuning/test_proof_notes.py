@@ -4,7 +4,7 @@ import pytest
 
 from qdqtune.engines.runner import as_workloads
 from qdqtune.timing.ratios import Ratio
-from qdqtune.tuning.compared import Compared
+from qdqtune.tuning.comparison_results import Compared
 from qdqtune.tuning.proof_notes import FrontCounts, notes_of, short_front, slower_workloads
 from qdqtune.tuning.shipping import Attempt, AttemptVerdict, InContext
 from qdqtune.types import Edge, Failure, Placement, Workload

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from qdqtune.timing.ratios import Plan, Ratio
-from qdqtune.tuning.compared import Compared, first_faster
+from qdqtune.tuning.comparison_results import Compared, first_faster
 from qdqtune.tuning.shipping import (
     Attempt,
     AttemptVerdict,

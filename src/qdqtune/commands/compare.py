@@ -29,8 +29,8 @@ from qdqtune.options import Assignments, Option, ValuesByInput, option
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict
 from qdqtune.tuning import advice
-from qdqtune.tuning.compared import Compared
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest
+from qdqtune.tuning.comparison_results import Compared
 from qdqtune.tuning.contexts import Context, counts_of
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import deploy_threads_option

@@ -20,8 +20,8 @@ from qdqtune.search.front import TARGET_POINTS, FrontSearch, MeasuredPoint, name
 from qdqtune.system.checks import content_digest
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.timing.ratios import PAIRS
-from qdqtune.tuning.compared import judged_together, rows_by_threads, rows_by_workload
 from qdqtune.tuning.comparison import Comparer, SharedBuilds
+from qdqtune.tuning.comparison_results import judged_together, rows_by_threads, rows_by_workload
 from qdqtune.tuning.contexts import open_contexts
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, REPORT, SUMMARY, alone, check_names
 from qdqtune.tuning.front_candidates import FrontCandidates, compare_candidates

@@ -33,8 +33,8 @@ from qdqtune.search.front import (
 )
 from qdqtune.timing.ratios import PAIRS, Ratio, as_many_pairs_as_needed
 from qdqtune.tuning.budget import builds_of
-from qdqtune.tuning.compared import LOOKS
 from qdqtune.tuning.comparison import Comparer, SharedBuilds
+from qdqtune.tuning.comparison_results import LOOKS
 from qdqtune.tuning.contexts import Context
 from qdqtune.tuning.folder import BASELINE, FRONT
 from qdqtune.tuning.front_decisions import (

@@ -19,8 +19,8 @@ from qdqtune.system.writing import atomic_write, rename_all
 from qdqtune.timing.pairing import FRESH, begin_pairs
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import shipping
-from qdqtune.tuning.compared import Compared, first_faster
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest
+from qdqtune.tuning.comparison_results import Compared, first_faster
 from qdqtune.tuning.contexts import Context, open_contexts
 from qdqtune.tuning.folder import BASELINE, FINAL
 from qdqtune.tuning.proof_notes import REWRITES_ALONE, notes_of

@@ -21,7 +21,7 @@ from qdqtune.search.regions import cache
 from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning import advice
-from qdqtune.tuning.compared import rows_by_threads, rows_by_workload
+from qdqtune.tuning.comparison_results import rows_by_threads, rows_by_workload
 from qdqtune.tuning.folder import PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.proof_notes import slower_workloads

@@ -8,7 +8,7 @@ from typing import Literal
 
 from qdqtune.search import ratios_to_float
 from qdqtune.timing.ratios import Plan, Ratio, judge, overlap
-from qdqtune.tuning.compared import Compared, first_faster
+from qdqtune.tuning.comparison_results import Compared, first_faster
 from qdqtune.types import Failure, Placement, Trial
 
 ALIKE = 1.01
