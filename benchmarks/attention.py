@@ -22,7 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import temporary_runner
-from qdqtune.explanation.split_attention import splits
+from qdqtune.explanation.reasons_for_attention import splits
 from qdqtune.graph.loading import load
 from qdqtune.types import Failure
 

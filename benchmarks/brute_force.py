@@ -104,8 +104,8 @@ GRAPHS: Mapping[str, tuple[str, Sequence[tuple[int, ...]]]] = {
 """Text of each network, and the shapes of its weights w0, w1, ..."""
 
 COLUMNS = ("network", "units", "placements", "cut/float", "builds", "best/cut")
-SHORT = Plan((4,), 0.1, slot_seconds=0.003, warmup=1)
-STAGES = ((SHORT, 24), (Plan((16,), 0.01, slot_seconds=0.008), 3))
+SHORT = Plan((4,), 0.1, turn_seconds=0.003, warmup=1)
+STAGES = ((SHORT, 24), (Plan((16,), 0.01, turn_seconds=0.008), 3))
 """How placements meet the cut's model, stage by stage, and how many of them go on."""
 
 PAIRED = Plan((24,), 0.001)

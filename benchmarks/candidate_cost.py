@@ -34,7 +34,7 @@ from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.saving import ConstantFile, nbytes
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges, weight_role
 from qdqtune.search.regions import discovery, patterns
@@ -151,8 +151,8 @@ def row(entry: zoo.Entry, count: int) -> list[str]:
     _, grouping = timed(lambda: patterns.group(model, found))
     ranges = calibrate(model, open_samples(entry.data, model, limit=1, fixed=entry.fixed))
     possible, enumerating = timed(lambda: possible_edges(model, ranges))
-    _, ruling = timed(lambda: rules.placements(model, possible))
-    tried = list(candidates(possible, rules.everything(model, possible), count + 1))
+    _, ruling = timed(lambda: start_placements.placements(model, possible))
+    tried = list(candidates(possible, start_placements.everything(model, possible), count + 1))
     own = cost(model, ranges, tried)
     small, big = (cost(resized(model, factor), ranges, tried) for factor in (0.25, 4.0))
     return [

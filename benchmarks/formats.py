@@ -33,8 +33,8 @@ from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import FLOOR_DB
-from qdqtune.placement.compression import BLOCK_OPSET
 from qdqtune.placement.files import read_placement_file
+from qdqtune.placement.weight_only import BLOCK_OPSET
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import FINAL, PLACEMENT
 from qdqtune.tuning.loop import tune
@@ -142,7 +142,7 @@ def tuned(settings: Settings) -> str:
     placement = read_placement_file(settings.output_dir / PLACEMENT).placement
     kinds = "/".join(sorted({s.name for s in placement.weight_formats.values()})) or "in fewer bits"
     tensors = len({e.tensor for e in placement})
-    stored = f"{len(placement.compressed)} weights {kinds}"
+    stored = f"{len(placement.weight_only)} weights {kinds}"
     return f"{tensors} tensors in pairs, {stored}; {len(result.history)} candidates, {time.monotonic() - begun:.0f} s"
 
 

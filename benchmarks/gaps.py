@@ -32,14 +32,14 @@ from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.search import best_of
-from qdqtune.search.costs.decisions import decision_of
 from qdqtune.search.costs.prices import Costs
+from qdqtune.search.costs.unit_decisions import decision_of
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.modes import cut_search
-from qdqtune.tuning.noise import binding_noise_of
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.result import Result
+from qdqtune.tuning.rounding_noise import binding_noise_of
 from qdqtune.tuning.run import open_run, prepared, written_once
 from qdqtune.tuning.settings import EFFORTS
 from qdqtune.types import Placement

@@ -35,7 +35,7 @@ def row(entry: zoo.Entry, engine: str) -> list[str]:
         if isinstance(handle, Failure):
             sys.exit(f"{entry.name} on {engine}: {handle.reason}")
         layers = runner.layers(handle, RUNS)
-        timed = runner.rounds(handle, handle, RUNS // 2, seed=0, first_round=0, slot_seconds=0.0, warmup=2)
+        timed = runner.rounds(handle, handle, RUNS // 2, seed=0, first_round=0, turn_seconds=0.0, warmup=2)
         if isinstance(layers, Failure) or isinstance(timed, Failure):
             sys.exit(f"{entry.name} on {engine}: no report")
     total = sum(layer.time_ms or 0.0 for layer in layers)

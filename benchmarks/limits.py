@@ -26,13 +26,13 @@ import zoo
 
 from qdqtune import Settings
 from qdqtune.engines import EngineSpec
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.possible import consistent
-from qdqtune.search.costs.noise import Noise
+from qdqtune.search.costs.output_noise import Noise
 from qdqtune.timing.ratios import judge
-from qdqtune.tuning.noise import predicted_accuracy
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.records import NoiseRecord, TrialRecord
+from qdqtune.tuning.rounding_noise import predicted_accuracy
 from qdqtune.tuning.run import Run, open_run, prepared, written_once
 from qdqtune.tuning.settings import FRONT_BUILDS
 from qdqtune.tuning.store import read_journal
@@ -64,7 +64,7 @@ def usual(run: Run) -> list[tuple[float, float]]:
     """(ratio to float, SQNR) of the static placement without its most sensitive tensors."""
     alone = next(record.alone for record in run.store.of(NoiseRecord))
     noise = Noise(run.subject.shaped, alone)
-    whole = rules.placements(run.subject.shaped, run.subject.possible)["static"]
+    whole = start_placements.placements(run.subject.shaped, run.subject.possible)["static"]
     loudest = sorted({e.tensor for e in whole}, key=lambda t: -alone.get(noise.value(t), 0.0))
     proposals = []
     for share in SHARES:

@@ -33,11 +33,11 @@ from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines import formats
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import ConstantFile
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.attribution import BuildTimes
-from qdqtune.search.costs.optimum import cut
+from qdqtune.search.costs.cheapest_decision import cut
 from qdqtune.search.costs.prices import learn
 from qdqtune.search.costs.units import partition, usual_groups
 from qdqtune.search.regions import discovery, patterns
@@ -172,7 +172,7 @@ def searched(model: Model) -> tuple[float, float, float, float]:
     """Seconds of CPU of learning prices, of a cut, of the candidate that it proposes, and of one with all pairs."""
     ranges = Ranges({tensor: Range(-1.0, 1.0) for tensor in model.tensors})
     possible = possible_edges(model, ranges)
-    whole = rules.everything(model, possible)
+    whole = start_placements.everything(model, possible)
     builds = [times(model, Placement(), 0), times(model, whole, 1)]
     inserter = Inserter(model, ranges, formats.onnxruntime("int8"))
     with TemporaryDirectory() as folder, ConstantFile(Path(folder) / "constants.bin") as constants:

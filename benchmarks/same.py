@@ -71,7 +71,7 @@ class _Builds:
 def compared(entry: zoo.Entry, setting: Setting, seeds: range, until: float) -> list[Seen]:
     """Comparisons of a file with itself, one for each seed, as long as there is time."""
     model = load(entry.path, fix_inputs=entry.fixed)
-    plan, seen = Plan(EFFORTS["default"].proof, slot_seconds=setting.slot), []
+    plan, seen = Plan(EFFORTS["default"].proof, turn_seconds=setting.slot), []
     with (
         TemporaryDirectory() as folder,
         Runner(EngineSpec(setting.engine, {"threads": setting.threads}), log_dir=Path(folder)) as runner,

@@ -95,7 +95,7 @@ def meet(one: Tuned, engine: str, threads: int, rounds: int) -> Met:
         Runner(EngineSpec(engine, {"threads": threads}), log_dir=Path(folder)) as runner,
     ):
         runner.feed(sample)
-        plan = Plan((rounds,), slot_seconds=0.01)
+        plan = Plan((rounds,), turn_seconds=0.01)
         pairs = fresh_pairs(runner, one.entry.path, one.file, plan, [0], ["meet"])
     if isinstance(pairs, Failure):
         return Met(one, threads, 0.0, None)

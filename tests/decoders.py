@@ -62,7 +62,7 @@ def settings(model: Path, weights: Mapping[str, float], **changes: Any) -> Setti
     base = Settings(
         model, output_dir=model.parent / "out", engine=EngineSpec("fake"),
         calibration=Calibration(), workloads=files, builds=6,
-        accuracy_samples=2, plan=Plan(slot_seconds=0.0), min_sqnr=None,
+        accuracy_samples=2, plan=Plan(turn_seconds=0.0), min_sqnr=None,
     )  # fmt: skip
     return replace(base, **changes)
 

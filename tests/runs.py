@@ -72,7 +72,7 @@ def settings(model: Path, /, **changes: Any) -> Settings:
         calibration_data=str(model.with_suffix(".npz")),
         accuracy_samples=1,
         calibration=Calibration(),
-        plan=Plan(slot_seconds=0.0),
+        plan=Plan(turn_seconds=0.0),
         config=Config(schemes_per_region=8),
         builds=32,
     )

@@ -96,7 +96,7 @@ def test_the_other_functions_take_models_in_memory_too(tuned: qdqtune.Result, tm
     assert seen.to_dict()["nodes"] == 8
     for result in (done, pair, ran, checked, applied, seen):
         assert repr(result).startswith(f"<{type(result).__name__}: ")
-        assert "<table>" in result._repr_html_() or not result.table()[1]
+        assert "<table>" in result._repr_html_() or not result.table().rows
         json.dumps(result.to_dict())
 
 

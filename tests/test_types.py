@@ -2,7 +2,7 @@
 
 import pytest
 
-from qdqtune.types import Edge, Placement, Slot, WeightFormat, noise_of, sqnr_of
+from qdqtune.types import Edge, Placement, Turn, WeightFormat, noise_of, sqnr_of
 
 X, W = Edge("x", "a", 0), Edge("w", "a", 1)
 W4, W8 = WeightFormat(4, 32, symmetric=False), WeightFormat(8)
@@ -36,9 +36,9 @@ def test_a_placement_has_a_pair_or_a_format_on_an_edge() -> None:
 
 
 def test_slots_last_long_enough_and_long_inferences_have_one_turn() -> None:
-    assert Slot.of(0.003, 0.01) == Slot(4, 2, 0.003)
-    assert Slot.of(0.1, 0.01).turns == Slot.of(0.003, 0.01, start=1.0).turns == 1
-    assert Slot.of(0.003, 0.01, start=1.0).round_seconds == pytest.approx(2 * (4 * 0.003 + 1.0))
+    assert Turn.of(0.003, 0.01) == Turn(4, 2, 0.003)
+    assert Turn.of(0.1, 0.01).per_round == Turn.of(0.003, 0.01, start=1.0).per_round == 1
+    assert Turn.of(0.003, 0.01, start=1.0).round_seconds == pytest.approx(2 * (4 * 0.003 + 1.0))
 
 
 def test_decibels_and_noise_are_inverse() -> None:

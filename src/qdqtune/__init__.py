@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from qdqtune.engines import EngineSpec as EngineSpec
     from qdqtune.errors import Cancelled as Cancelled
     from qdqtune.errors import QdqtuneError as QdqtuneError
-    from qdqtune.explanation.values import Explanation as Explanation
+    from qdqtune.explanation.explanations import Explanation as Explanation
     from qdqtune.tuning.observer import Observer as Observer
     from qdqtune.tuning.observer import State as State
     from qdqtune.tuning.settings import Settings as Settings
@@ -33,7 +33,7 @@ _HOMES = {
     "Cancelled": "errors",
     "Edge": "types",
     "EngineSpec": "engines",
-    "Explanation": "explanation.values",
+    "Explanation": "explanation.explanations",
     "Observer": "tuning.observer",
     "Placement": "types",
     "QdqtuneError": "errors",

@@ -35,14 +35,13 @@ class Edge(NamedTuple):
         return f"{self.tensor} -> " + (f"{self.node}[{self.index}]" if self.node else f"output {self.index}")
 
 
-STORAGE = re.compile(r"w(?P<bits>[48])(b(?P<block>\d+))?(?P<asymmetric>a)?")
+WEIGHT_FORMAT = re.compile(r"w(?P<bits>[48])(b(?P<block>\d+))?(?P<asymmetric>a)?")
 """How a weight format is written: w8, w8b128, w4b32, w4b32a."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How a weight is stored where only the weight is quantized: integers of 4 or 8 bits, which the kernel converts to
-    floats.
+    """How weight-only quantization stores a weight: integers of 4 or 8 bits, which the kernel converts to floats.
 
     There is one scale for `block` weights that are summed into one output, or without `block` for each output channel.
     Integers are signed, or if not `symmetric` unsigned with a zero point for each scale.
@@ -88,7 +87,7 @@ class WeightFormat:
         Raises:
             ValueError: no weight format has that name.
         """
-        match = STORAGE.fullmatch(name)
+        match = WEIGHT_FORMAT.fullmatch(name)
         if match is None:
             raise ValueError(f"{name!r} is no weight format: write w8, w8b128, w4b32 or w4b32a")
         block = match["block"] and int(match["block"])
@@ -99,16 +98,16 @@ class WeightFormat:
 class Placement:
     """The edges with a Q/DQ pair; a constant bias has none, since its scale follows from other inputs.
 
-    `compressed` are uses of weights that alone are quantized, with their formats. An edge has a pair or a weight
-    format, not both.
+    `weight_only` holds the uses of weights that are quantized without their activation, with their weight formats. An
+    edge has a pair or a weight format, not both.
     """
 
     edges: frozenset[Edge] = frozenset()
-    compressed: frozenset[tuple[Edge, WeightFormat]] = frozenset()
+    weight_only: frozenset[tuple[Edge, WeightFormat]] = frozenset()
 
     def __post_init__(self) -> None:
-        if self.compressed:
-            uses = [edge for edge, _ in self.compressed]
+        if self.weight_only:
+            uses = [edge for edge, _ in self.weight_only]
             if len(set(uses)) < len(uses) or not self.edges.isdisjoint(uses):
                 raise ValueError("a weight has one weight format or a pair")
 
@@ -126,30 +125,30 @@ class Placement:
         return len(self.edges)
 
     def __bool__(self) -> bool:
-        return bool(self.edges or self.compressed)
+        return bool(self.edges or self.weight_only)
 
     def __or__(self, other: Placement) -> Placement:
         edges = self.edges | other.edges
-        kept = {e: s for e, s in (*other.compressed, *self.compressed) if e not in edges}
+        kept = {e: s for e, s in (*other.weight_only, *self.weight_only) if e not in edges}
         return Placement(edges, frozenset(kept.items()))
 
     def __sub__(self, other: Placement) -> Placement:
-        return Placement(self.edges - other.edges, self.compressed - other.compressed)
+        return Placement(self.edges - other.edges, self.weight_only - other.weight_only)
 
     def paired(self, edges: Iterable[Edge]) -> Placement:
         """The placement with pairs on exactly these edges, and without weight formats for them."""
         fresh = frozenset(edges)
-        return Placement(fresh, frozenset(pair for pair in self.compressed if pair[0] not in fresh))
+        return Placement(fresh, frozenset(pair for pair in self.weight_only if pair[0] not in fresh))
 
     @staticmethod
-    def of(edges: Iterable[Edge], compressed: Iterable[tuple[Edge, WeightFormat]] = ()) -> Placement:
+    def of(edges: Iterable[Edge], weight_only: Iterable[tuple[Edge, WeightFormat]] = ()) -> Placement:
         """A placement of pairs on `edges`, and of weight formats."""
-        return Placement(frozenset(edges), frozenset(compressed))
+        return Placement(frozenset(edges), frozenset(weight_only))
 
     @cached_property
     def weight_formats(self) -> dict[Edge, WeightFormat]:
         """The weight format of each edge that has one, sorted by edge."""
-        return dict(sorted(self.compressed, key=itemgetter(0)))
+        return dict(sorted(self.weight_only, key=itemgetter(0)))
 
     @property
     def digest(self) -> str:
@@ -308,24 +307,24 @@ LONG = 0.04
 
 
 @dataclass(frozen=True)
-class Slot:
+class Turn:
     """A turn of a model: `runs` back-to-back inferences, each of `seconds` on the slower of both models. In a round
-    each model has two turns, A B B A, so that drift cancels; one if inferences are long or a turn has a `start`."""
+    each has `per_round`: two, A B B A, so that drift cancels; one if inferences are long or turns start a process."""
 
     runs: int
-    turns: int
+    per_round: int
     seconds: float
     start: float = 0.0  # seconds to start the process of a turn; 0 if turns start none
 
     @classmethod
-    def of(cls, seconds: float, least: float, start: float = 0.0) -> Slot:
-        """The slot that lasts at least `least` seconds, for inferences of `seconds`."""
+    def of(cls, seconds: float, least: float, start: float = 0.0) -> Turn:
+        """The turn that lasts at least `least` seconds, for inferences of `seconds`."""
         return cls(max(1, math.ceil(least / (seconds or 1))), 1 if start or seconds >= LONG else 2, seconds, start)
 
     @property
     def round_seconds(self) -> float:
         """Seconds of a round, if both models take `seconds`."""
-        return 2 * self.turns * (self.runs * self.seconds + self.start)
+        return 2 * self.per_round * (self.runs * self.seconds + self.start)
 
 
 @dataclass(frozen=True)

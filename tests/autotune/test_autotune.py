@@ -47,7 +47,7 @@ from qdqtune.engines.fake import latency
 from qdqtune.errors import BadOption, BadState, BaselineFailed
 from qdqtune.graph.loading import load, load_proto
 from qdqtune.graph.model import Model
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import read_placement
@@ -369,7 +369,7 @@ def test_a_cache_keeps_the_fastest_that_differ_enough() -> None:
 @pytest.mark.parametrize("plain", [False, True], ids=["as they come", "names alone"])
 def test_pairs_of_a_quantized_model_are_tried_first(plain: bool) -> None:
     net = conv_net()
-    everything = rules.everything(net, possible_edges(net, ranges(net)))
+    everything = start_placements.everything(net, possible_edges(net, ranges(net)))
     quantized = insert(net, everything, ranges(net), INT8).to_proto()
     tensors = get_quantized_tensors(quantized)
     assert {"p0", "r1"} <= tensors

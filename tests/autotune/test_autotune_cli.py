@@ -21,7 +21,7 @@ from qdqtune.autotune.workflows import RegionLogs
 from qdqtune.cli import tune
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import save
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
@@ -190,7 +190,7 @@ def test_the_node_filter_and_the_quantized_start_do_what_they_say(run: Run, mode
     assert not nodes & {"first", "third", "head"}
 
     net = load(model)
-    everything = rules.everything(net, possible_edges(net, ranges(net)))
+    everything = start_placements.everything(net, possible_edges(net, ranges(net)))
     save(insert(net, everything, ranges(net), INT8), Path("quantized.onnx"))
     _, _, errors = run("-m", model, "-o", "imported", "--qdq_baseline", "quantized.onnx", "--builds", 8, "-v")
     assert re.search(r"^ +[1-5] .* imported: ", errors, re.MULTILINE)

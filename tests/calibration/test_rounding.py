@@ -3,21 +3,21 @@
 import numpy as np
 import pytest
 
-from qdqtune.calibration.rounding import compensated, error_propagation, integer_ends, store
+from qdqtune.calibration.rounding import compensated, error_propagation, integer_ends, rounded_weight
 from qdqtune.types import WeightFormat
 
 WEIGHT = np.random.default_rng(0).standard_normal((64, 24)).astype(np.float32)
 
 
 def error(name: str, weight: np.ndarray = WEIGHT) -> float:
-    return float(np.square(store(weight, WeightFormat.named(name)).values() - weight).mean())
+    return float(np.square(rounded_weight(weight, WeightFormat.named(name)).values() - weight).mean())
 
 
 @pytest.mark.parametrize("name", ["w8", "w8b32", "w8a", "w8b32a", "w4b16", "w4b32", "w4b32a"])
 def test_integers_and_scales_stand_for_the_weights(name: str) -> None:
     weight_format = WeightFormat.named(name)
     assert weight_format.name == name
-    found = store(WEIGHT, weight_format)
+    found = rounded_weight(WEIGHT, weight_format)
     low, high = integer_ends(weight_format)
     integers = found.integers.astype(int)
     assert integers.min() >= low
@@ -44,7 +44,7 @@ def test_weights_that_are_zero_stay_zero_and_scales_are_what_the_type_holds() ->
     weight = np.zeros((32, 4), np.float16)
     weight[:, 0] = 1e-7
     for name in ("w4b32", "w4b32a", "w8"):
-        found = store(weight, WeightFormat.named(name))
+        found = rounded_weight(weight, WeightFormat.named(name))
         assert found.scale.dtype == np.float16
         assert (found.scale > 0).all()
         assert np.array_equal(found.values()[:, 1:], weight[:, 1:])
@@ -67,7 +67,10 @@ def test_errors_are_compensated_where_inputs_are_correlated(name: str) -> None:
     def noise(values: np.ndarray) -> float:
         return float(np.square(unseen @ (values - WEIGHT)).sum() / np.square(unseen @ WEIGHT).sum())
 
-    usual, better = store(WEIGHT, weight_format), compensated(WEIGHT, weight_format, error_propagation(seen.T @ seen))
+    usual, better = (
+        rounded_weight(WEIGHT, weight_format),
+        compensated(WEIGHT, weight_format, error_propagation(seen.T @ seen)),
+    )
     assert noise(better.values()) < 0.6 * noise(usual.values())
     assert np.array_equal(better.scale, usual.scale)
     assert better.integers.dtype == usual.integers.dtype

@@ -113,7 +113,7 @@ def test_weights_alone_are_stored_as_asked_and_the_words_say_how_many(call: Call
     code, out, _ = call("quantize", path, "--weight-only", "w4", "--nodes-to-exclude", "c", "-o", target)
     assert code == 0
     assert f"{target}: weights stored in fewer bits: 2 as w4b32a; " in out
-    assert {e.node: s.name for e, s in read_placement(load(path), load(target)).placement.compressed} == {
+    assert {e.node: s.name for e, s in read_placement(load(path), load(target)).placement.weight_only} == {
         "a": "w4b32a",
         "b": "w4b32a",
     }

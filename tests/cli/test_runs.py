@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from conftest import Call
-from qdqtune.cli.runs import by_reason
 from qdqtune.commands.explain import explain_run
 
 
 def test_the_table_of_reasons_shortens_names(tuned: Path) -> None:
     explained = explain_run(tuned.parent / "out")
     long = replace(explained.tallies[0], example="model/" + "relu;" * 40 + "conv")
-    cells = by_reason(replace(explained, tallies=(long,))).columns[-1].cells
-    assert [str(cell) for cell in cells] == ["model/relu;relu;relu…relu;relu;relu;conv", ""]
+    rows = replace(explained, tallies=(long,)).table().rows
+    assert [row[-1] for row in rows] == ["model/relu;relu;relu…relu;relu;relu;conv", ""]
 
 
 def test_the_command_line_tells_reasons_and_nodes(call: Call, tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from trtexec_stand_in import stand_in
 from workers import Workers
 
 QUANTIZED = quantized_conv_model(NumericFormat(QType.INT8, QType.INT8, symmetric=True))
-ROUNDS: dict[str, Any] = {"seed": 3, "first_round": 0, "slot_seconds": 0.0, "warmup": 0}
+ROUNDS: dict[str, Any] = {"seed": 3, "first_round": 0, "turn_seconds": 0.0, "warmup": 0}
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_session_from_load_to_unload(tmp_path: Path, files: SimpleNamespace, e
         outputs = runner.outputs(plain, [IMAGE, IMAGE])
         assert not isinstance(outputs, Failure)
         np.testing.assert_allclose(outputs[1]["y"], ReferenceEvaluator(conv_model()).run(None, IMAGE)[0], atol=1e-4)
-        samples = measured(runner.rounds(plain, large, 4, seed=0, first_round=0, slot_seconds=0.001, warmup=1))
+        samples = measured(runner.rounds(plain, large, 4, seed=0, first_round=0, turn_seconds=0.001, warmup=1))
         assert len(samples.a) == len(samples.b) == 4
         runner.unload(plain)
         runner.unload(plain)
@@ -137,7 +137,7 @@ def test_rounds_continue_where_the_last_call_stopped(tmp_path: Path, files: Simp
 
 def test_the_slower_model_fills_a_slot(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path) as runner:
-        runner.rounds(loaded(runner, files.plain), loaded(runner, files.large), 1, **ROUNDS | {"slot_seconds": 0.01})
+        runner.rounds(loaded(runner, files.plain), loaded(runner, files.large), 1, **ROUNDS | {"turn_seconds": 0.01})
         ((slot,),) = runner._slots.values()
     assert slot.seconds == latency(conv_model(32))
     assert (slot.runs - 1) * slot.seconds < 0.01 <= slot.runs * slot.seconds

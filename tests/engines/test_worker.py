@@ -1,4 +1,4 @@
-"""The worker: orders of rounds, slots of workloads, and layers of the average call."""
+"""The worker: orders of rounds, turns of workloads, and layers of the average call."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,40 +8,40 @@ import pytest
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import as_workloads
 from qdqtune.engines.worker import Session, average_layers
-from qdqtune.types import Layer, Slot, Workload
+from qdqtune.types import Layer, Turn, Workload
 
 
 class _Scripted:
-    """Records the slots that a model is asked for."""
+    """Records the turns that a model is asked for."""
 
-    def __init__(self, name: str, seconds: float, slots: list[tuple[str, int]]) -> None:
-        self.name, self.seconds, self.slots = name, seconds, slots
+    def __init__(self, name: str, seconds: float, turns: list[tuple[str, int]]) -> None:
+        self.name, self.seconds, self.turns = name, seconds, turns
 
     def time(self, inputs: object, runs: int) -> float:
-        self.slots.append((self.name, runs))
-        return self.seconds + len(self.slots)
+        self.turns.append((self.name, runs))
+        return self.seconds + len(self.turns)
 
 
 def _scripted(a_seconds: float = 1.0, b_seconds: float = 1.0) -> tuple[Session, list[tuple[str, int]]]:
-    slots: list[tuple[str, int]] = []
+    turns: list[tuple[str, int]] = []
     session = Session(EngineSpec("fake"))
     session.feed(as_workloads({}))
-    session._models = {0: _Scripted("A", a_seconds, slots), 1: _Scripted("B", b_seconds, slots)}  # type: ignore[dict-item]
-    return session, slots
+    session._models = {0: _Scripted("A", a_seconds, turns), 1: _Scripted("B", b_seconds, turns)}  # type: ignore[dict-item]
+    return session, turns
 
 
 def test_a_round_is_abba_or_baab_by_its_own_coin() -> None:
-    session, slots = _scripted()
-    samples = session.rounds(0, 1, 5, range(64), [Slot(7, 2, 0.01)], 3)
-    assert slots[:2] == [("A", 3), ("B", 3)]
-    assert {runs for _, runs in slots[2:]} == {7}
-    orders = ["".join(name for name, _ in slots[i : i + 4]) for i in range(2, len(slots), 4)]
+    session, turns = _scripted()
+    samples = session.rounds(0, 1, 5, range(64), [Turn(7, 2, 0.01)], 3)
+    assert turns[:2] == [("A", 3), ("B", 3)]
+    assert {runs for _, runs in turns[2:]} == {7}
+    orders = ["".join(name for name, _ in turns[i : i + 4]) for i in range(2, len(turns), 4)]
     assert set(orders) == {"ABBA", "BAAB"}
     assert 16 < orders.count("ABBA") < 48
     assert samples.a == samples.b  # a steady drift hits both sides alike
 
     later, later_slots = _scripted()
-    later.rounds(0, 1, 5, range(10, 12), [Slot(7, 2, 0.01)], 0)
+    later.rounds(0, 1, 5, range(10, 12), [Turn(7, 2, 0.01)], 0)
     assert ["".join(name for name, _ in later_slots[i : i + 4]) for i in (0, 4)] == orders[10:12]
 
 
@@ -61,10 +61,10 @@ def test_a_round_has_every_workload_in_its_part_of_a_slot() -> None:
     a, b = Scripted(0.001), Scripted(0.0005)
     session._models = {0: a, 1: b}  # type: ignore[dict-item]
     session.feed(as_workloads((Workload({"x": 1.0}, 3.0), Workload({"x": 10.0}, 1.0))))  # type: ignore[dict-item]
-    slots = session.probe(0, 1, 0.02)
-    assert slots == [Slot(10, 2, 0.001), Slot(1, 2, 0.01)]
+    turns = session.probe(0, 1, 0.02)
+    assert turns == [Turn(10, 2, 0.001), Turn(1, 2, 0.01)]
     a.asked.clear()
-    measured = session.rounds(0, 1, 5, range(3), slots, 2)
+    measured = session.rounds(0, 1, 5, range(3), turns, 2)
     assert a.asked == [(1.0, 2), (10.0, 2), *([(1.0, 1), (1.0, 10), (1.0, 10), (10.0, 1), (10.0, 1), (10.0, 1)] * 3)]
     assert measured.a == pytest.approx([0.00325] * 3)
     assert [(p.a, p.b) for p in measured.parts] == [((0.001,) * 3, (0.0005,) * 3), ((0.01,) * 3, (0.005,) * 3)]
@@ -75,9 +75,9 @@ def test_of_two_models_with_long_inferences_each_has_one_in_a_round() -> None:
     a, b = Scripted(0.05), Scripted(0.02)
     session._models = {0: a, 1: b}  # type: ignore[dict-item]
     session.feed(as_workloads({"x": 1.0}))  # type: ignore[dict-item]
-    slots = session.probe(0, 1, 0.02)
+    turns = session.probe(0, 1, 0.02)
     a.asked.clear()
-    measured = session.rounds(0, 1, 5, range(8), slots, 2)
+    measured = session.rounds(0, 1, 5, range(8), turns, 2)
     assert a.asked == [(1.0, 2), *[(1.0, 1)] * 8]
     assert (measured.a, measured.b) == ((0.05,) * 8, (0.02,) * 8), "whichever comes first"
 

@@ -4,7 +4,7 @@ import pytest
 
 from models import build, normal, ranges
 from qdqtune.explanation.facts import Facts
-from qdqtune.explanation.why import headline, tallied
+from qdqtune.explanation.reasons_by_measurement import headline, tallied
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Edge, Layer, Measurement, Placement, Proposal, Trial, WeightFormat
 

@@ -9,7 +9,7 @@ from layered_nets import CONV, FIRST, LAST, WEIGHT, failing, layers, net
 from models import build
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.explanation.findings import allow, check
-from qdqtune.explanation.reasons import UNKNOWN
+from qdqtune.explanation.reasons_by_graph import UNKNOWN
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.types import Layer

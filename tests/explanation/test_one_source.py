@@ -57,7 +57,7 @@ def scaled() -> Model:
     return build(text, {"w0": normal(64, 64), "w1": normal(64, 64, seed=1)})
 
 
-SHORT = Plan((12,), slot_seconds=0.0)
+SHORT = Plan((12,), turn_seconds=0.0)
 FEW: Mapping[str, Any] = {"builds": 8}
 ORT: Mapping[str, Any] = {"engine": EngineSpec("onnxruntime", {"threads": 1}), "plan": SHORT, "proof": (12,), **FEW}
 RUNS: Mapping[str, tuple[Callable[[], Model], Mapping[str, Any]]] = {

@@ -13,7 +13,7 @@ from qdqtune.errors import BadModel
 from qdqtune.graph.float16 import to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import read_placement
@@ -205,7 +205,7 @@ def test_a_model_in_float16_stays_as_it_is() -> None:
 def test_a_quantized_model_keeps_its_pairs() -> None:
     model = conv_net()
     found = ranges(model)
-    placement = rules.placements(model, possible_edges(model, found))["static"]
+    placement = start_placements.placements(model, possible_edges(model, found))["static"]
     half = to_float16(insert(model, placement, found, INT8))
     assert valid(half)
     assert {half.tensors[n.inputs[1]].dtype for n in half.nodes if n.op == "QuantizeLinear"} == {TensorProto.FLOAT16}

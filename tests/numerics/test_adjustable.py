@@ -13,7 +13,7 @@ from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import accuracy
 from qdqtune.numerics.adjustable import NotRunnableError, adjustable_placement, compared_values
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Edge, NumericFormat, Placement
@@ -131,7 +131,7 @@ def test_its_noise_is_that_of_the_file(net: type[object], numbers: NumericFormat
     model: Model = net()  # type: ignore[assignment]
     known, samples = ranges(model), feeds_of(model)
     narrow = Ranges({t: Range(r.low / 2, r.high / 2) for t, r in known.activations.items()})
-    placement = rules.placements(model, possible_edges(model, known))["everything"]
+    placement = start_placements.placements(model, possible_edges(model, known))["everything"]
     with adjustable_placement(model, placement, numbers, known, samples) as adjustable:
         for tried in (known, narrow):
             real = accuracy(run(model, samples), run(insert(model, placement, tried, numbers), samples)).sqnr_db

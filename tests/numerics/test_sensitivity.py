@@ -12,12 +12,20 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Range
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import sqnr_db
-from qdqtune.numerics.sensitivity import UNBOUNDED_NOISE, Block, Effort, Limits, halved, sensitivities, stored_weights
-from qdqtune.placement import rules
+from qdqtune.numerics.sensitivity import (
+    UNBOUNDED_NOISE,
+    Block,
+    Effort,
+    Limits,
+    halved,
+    quantized_weights,
+    sensitivities,
+)
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.noise import Noise
-from qdqtune.tuning.noise import each_value
+from qdqtune.search.costs.output_noise import Noise
+from qdqtune.tuning.rounding_noise import each_value
 from qdqtune.types import Edge, Failure, NumericFormat, Placement, WeightFormat
 
 NETS = {"conv": conv_net, "attention": attention}
@@ -55,7 +63,7 @@ def test_each_value_alone_is_as_the_inserter_rounds_it(name: str) -> None:
 def test_the_sum_predicts_the_noise_of_a_placement(numbers: str) -> None:
     model = conv_net()
     noise = Noise(model, alone(model, FORMATS[numbers]))
-    for placement in rules.placements(model, possible_edges(model, ranges(model))).values():
+    for placement in start_placements.placements(model, possible_edges(model, ranges(model))).values():
         real = noise_of(model, placement, FORMATS[numbers])
         assert abs(10 * np.log10(noise.summed(placement) / real)) < 4
 
@@ -107,7 +115,7 @@ def test_weights_that_are_stored_in_fewer_bits_do_what_they_do_in_a_file() -> No
     model = build("net (float[2,32] x) => (float[2,8] y) { [product] y = MatMul(x, w) }", {"w": normal(32, 8)}, 21)
     edge, weight_format = Edge("w", "product", 1), WeightFormat(4, 32)
     known = noise_of(model, Placement.of((), {edge: weight_format}.items()), PLAIN)
-    found = sensitivities(model, stored_weights(model, {edge: weight_format}), feeds(model))
+    found = sensitivities(model, quantized_weights(model, {edge: weight_format}), feeds(model))
     assert isinstance(found, dict)
     assert found["w"] == pytest.approx(known, rel=0.1)
 

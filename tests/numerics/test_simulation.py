@@ -9,7 +9,7 @@ from models import PLAIN, attention, build, conv_net, feeds, normal, ranges, run
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import accuracy
 from qdqtune.numerics.simulation import Simulation
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Accuracy, Failure, Placement
@@ -24,7 +24,7 @@ def test_it_tells_what_the_file_does(net: type[object]) -> None:
     inserter = Inserter(model, known, replace(PLAIN, reduced_weights=True))  # with 8 bits, fused products may saturate
     reference = run(model, samples)
     with Simulation(inserter, samples) as simulation:
-        for placement in rules.placements(model, possible_edges(model, known)).values():
+        for placement in start_placements.placements(model, possible_edges(model, known)).values():
             found = simulation.accuracy(placement)
             real = accuracy(reference, run(inserter.insert(placement), samples))
             fused = accuracy(reference, run(inserter.insert(placement), samples, fused=True))

@@ -39,7 +39,7 @@ from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import ConstantFile
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import RAW_OUTPUT, Inserter, insert
 from qdqtune.placement.possible import WeightRole, consistent, possible_edges, weight_role
 from qdqtune.placement.reading import read_placement
@@ -277,7 +277,7 @@ def test_candidates_share_their_weights(tmp_path: Path) -> None:
     model, samples, found, possible, _ = case("conv_net")
     inserter = Inserter(model, found, UINT8)
     first = inserter.insert(Placement(possible))
-    second = inserter.insert(rules.compute_inputs(model, possible))
+    second = inserter.insert(start_placements.compute_inputs(model, possible))
     shared = [n for n in first.large if n in second.large]
     assert {"w2_quantized", "w3_quantized"} <= set(inserter.insert(Placement(possible)).constants)
     assert "w3_quantized" in shared

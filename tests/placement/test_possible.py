@@ -13,7 +13,7 @@ from qdqtune.autotune.regions import Grouping
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph import operators
 from qdqtune.graph.model import GRAPH, Model
-from qdqtune.placement import engine_rules, rules
+from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import can_carry, possible_edges
 from qdqtune.search.regions import discovery, patterns
@@ -111,7 +111,7 @@ def test_all_callers_agree_on_every_operator() -> None:
 def test_no_rule_leaves_what_is_possible() -> None:
     model = every_operator()
     possible = possible_edges(model, whole_range(model))
-    assert all(placement.edges <= possible for placement in rules.placements(model, possible).values())
+    assert all(placement.edges <= possible for placement in start_placements.placements(model, possible).values())
     for engine in ("onnxruntime", "tensorrt"):
         assert engine_rules.place(model, possible, engine, "int8").placement.edges <= possible
 

@@ -24,7 +24,7 @@ from models import (
 )
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import Model, Node
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import RAW_OUTPUT, insert
 from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.placement.quantizations import Quantizer
@@ -117,7 +117,7 @@ def test_clamps_that_somebody_else_sees_stay(text: str, placed: list[Edge]) -> N
 def test_dropped_clamps_in_a_network() -> None:
     """Relu behind convolution and behind Add, Clip before a convolution: all go, and nothing changes."""
     model, samples, found, possible, _ = case("conv_net")
-    placement = rules.everything(model, possible) - Placement.of([Edge("a", "add_relu", 0)])
+    placement = start_placements.everything(model, possible) - Placement.of([Edge("a", "add_relu", 0)])
     kept = insert(model, placement, found, replace(UINT8, drop_clamps=False))
     dropped = insert(model, placement, found, UINT8)
     assert {n.name for n in kept.nodes} - {n.name for n in dropped.nodes} == {"stem_relu", "clip", "add_relu"}

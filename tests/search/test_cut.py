@@ -10,21 +10,21 @@ import pytest
 from models import INT8, attention, build, conv_net, normal, ranges
 from qdqtune.engines.fake import CostModel
 from qdqtune.graph.model import Model
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
-from qdqtune.search.costs.noise import Noise
-from qdqtune.search.costs.optimum import Formulation, cut, formulate
+from qdqtune.search.costs.cheapest_decision import Formulation, cut, formulate
+from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CutSearch
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
 from runs import mixed
-from stored_weights import MODEL, SHARES, W4, W8
+from weight_only_nets import MODEL, SHARES, W4, W8
 
-PLAN = Plan((12,), slot_seconds=0.0)
+PLAN = Plan((12,), turn_seconds=0.0)
 BUILDS = 11
 
 TWO_BRANCHES = """net (float[8,8,64] x) => (float[8,8,16] y, float[8,8,64] z) {
@@ -250,7 +250,7 @@ def test_when_everything_fails_it_ends() -> None:
 
 def test_seeds_are_priced_in_the_first_batch() -> None:
     bench = Bench(mixed())
-    seed = rules.compute_inputs(bench.model, bench.possible)
+    seed = start_placements.compute_inputs(bench.model, bench.possible)
     search = replace(bench.search(), seeds={"mine": seed, "empty": Placement()})
     assert [p.origin for p in search.propose([])] == ["mine", "fused units"]
     assert search.propose([])[0].placement == seed

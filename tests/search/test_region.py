@@ -19,7 +19,7 @@ from qdqtune.engines.fake import latency
 from qdqtune.graph import operators
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.search import best_of, ratios_to_float
@@ -60,7 +60,7 @@ def parts(name: str) -> tuple[Model, tuple[Pattern, ...], frozenset[Edge], Inser
 
 def search(name: str = "mixed", **changes: Any) -> RegionSearch:
     model, grouped, possible, _ = parts(name)
-    made = RegionSearch(model, grouped, possible, rules.placements(model, possible))
+    made = RegionSearch(model, grouped, possible, start_placements.placements(model, possible))
     return replace(made, **{"config": Config(schemes_per_region=6), **changes})
 
 
@@ -142,7 +142,7 @@ def test_batches_have_one_size_until_the_ideas_run_out(name: str) -> None:
     while at < len(history):
         sizes.append(len(search(name).propose(history[:at])))
         at += sizes[-1]
-    suggested = len(rules.placements(*parts(name)[:3:2]))
+    suggested = len(start_placements.placements(*parts(name)[:3:2]))
     assert sizes[0] == min(BATCH, suggested)
     assert all(size == BATCH for size in sizes[-(-suggested // BATCH) : -1])
 
@@ -355,7 +355,7 @@ def test_only_the_given_patterns_and_edges_are_varied() -> None:
     model, grouped, possible, _ = parts("attention")
     chosen = tuple(p for p in grouped if {"query", "key"} & {model.nodes[n].name for n in p.instances[0].all_nodes()})
     within = possible & {e for p in chosen for edges in p.edges.values() for es in edges.values() for e in es}
-    made = rules.placements(model, within)
+    made = start_placements.placements(model, within)
     history = play(search("attention", patterns=chosen, possible=within, seeds=made), "attention", 8)
     assert 0 < len(within) < len(possible)
     assert history
@@ -406,7 +406,7 @@ def with_weight_formats(**changes: Any) -> tuple[RegionSearch, Pattern]:
 def test_weight_formats_are_schemes_of_a_pattern() -> None:
     strategy, pattern = with_weight_formats(config=Config(schemes_per_region=50))
     model, _, possible, _ = parts("blocks")
-    everywhere = Placement.of(rules.placements(model, possible)["compute"].edges)
+    everywhere = Placement.of(start_placements.placements(model, possible)["compute"].edges)
     ideas = list(strategy.variations(pattern, everywhere, [everywhere] * 20, 5))
     stored = next(idea.placement for idea in ideas if idea.origin == "weights as w4b32")
     inside = {model.nodes[n].name for r in pattern.instances for n in r.all_nodes()}

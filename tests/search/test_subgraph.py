@@ -8,7 +8,7 @@ import pytest
 
 from models import build, normal, ranges
 from qdqtune.graph.model import Model
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
 from qdqtune.search.costs.attribution import BuildTimes
@@ -19,7 +19,7 @@ from qdqtune.search.subgraph import Change, SubgraphSearch
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Failure, Layer, Measurement, Placement, Proposal, Trial
 
-PLAN = Plan((12,), slot_seconds=0.0)
+PLAN = Plan((12,), turn_seconds=0.0)
 GROUPS = 16
 
 Seconds = Callable[[Placement], float]
@@ -111,7 +111,7 @@ def test_without_incremental_validation_there_is_one_question() -> None:
 def test_placements_by_rule_meet_the_best_so_far() -> None:
     model = ladder()
     search = search_of(model)
-    rule = rules.static(model, search.parts.possible)
+    rule = start_placements.static(model, search.parts.possible)
     history = played(search_of(model, seeds={"static": rule}), with_bad(search.parts, ()))
     assert [t.proposal.origin for t in history[:2]] == ["all groups", "static"]
     assert history[1].against == search.all_accepted

@@ -20,7 +20,7 @@ from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
-from qdqtune.placement.rules import everything
+from qdqtune.placement.start_placements import everything
 from qdqtune.search.costs.units import Decision, partition
 from qdqtune.search.region import WITHIN_LIMITS
 from qdqtune.timing.limits import Limits, is_unmet, outcome, wins

@@ -60,7 +60,7 @@ def test_without_idle_workers_all_rounds_are_taken_here_a_few_at_a_time() -> Non
     def elsewhere(worker: object, /, *, first: int, count: int) -> Measurement:
         raise AssertionError("there is no other worker")
 
-    rounds = shared_rounds(own, elsewhere, WorkerPool([object()]), 0.1, Plan(slot_seconds=0.01))
+    rounds = shared_rounds(own, elsewhere, WorkerPool([object()]), 0.1, Plan(turn_seconds=0.01))
     assert rounds(0, 7) == Measurement((1.0,) * 7, (2.0,) * 7)
     assert rounds(7, 6) == Failure("run", "no")
     assert asked == [(0, 4), (4, 3), (7, 4), (11, 2)]

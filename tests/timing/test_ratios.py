@@ -32,7 +32,7 @@ from qdqtune.timing.ratios import (
     ratio,
     spread_of,
 )
-from qdqtune.types import Failure, Measurement, Placement, Proposal, Slot, Trial, Workload
+from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial, Turn, Workload
 
 Array = npt.NDArray[Any]
 
@@ -172,7 +172,7 @@ def test_a_file_against_itself_on_an_engine(tmp_path: Path) -> None:
         session.build(number, file, tmp_path / "log")
     session.feed((Workload({"x": normal(1, 64)}),))
     plan, count = Plan((8, 16), error=0.1), 400
-    taken = session.rounds(0, 1, 5, range(16 * count), [Slot(1, 2, 0.0)], 0)
+    taken = session.rounds(0, 1, 5, range(16 * count), [Turn(1, 2, 0.0)], 0)
     found = verdicts(np.reshape(taken.a, (count, 16)), np.reshape(taken.b, (count, 16)), plan)
     for side in ("faster", "slower"):
         assert plausible(found.count(side), count, plan.error)

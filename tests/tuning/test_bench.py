@@ -17,7 +17,7 @@ from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
 from qdqtune.graph.saving import one_constant_file
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.system.writing import Scratch
@@ -101,7 +101,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     """Makes benches over one state file; the earlier one is closed first."""
     model = mixed()
     possible = possible_edges(model, ranges(model))
-    placements = list(rules.placements(model, possible).values())
+    placements = list(start_placements.placements(model, possible).values())
     with ExitStack() as stack:
 
         def make(**script: Any) -> Setup:
@@ -112,8 +112,8 @@ def opened(tmp_path: Path) -> Iterator[Open]:
             engine = cast(Runner, runner)
             folder = stack.enter_context(Scratch(tmp_path))
             candidates = Candidates(inserter, stack.enter_context(one_constant_file(folder)))
-            worker = TrialWorker(engine, candidates, Conditions(Plan(slot_seconds=0.0), SAMPLES, seed=7))
-            bench = Bench(WorkerPool([worker]), store, Conditions(Plan(slot_seconds=0.0), SAMPLES, seed=7))
+            worker = TrialWorker(engine, candidates, Conditions(Plan(turn_seconds=0.0), SAMPLES, seed=7))
+            bench = Bench(WorkerPool([worker]), store, Conditions(Plan(turn_seconds=0.0), SAMPLES, seed=7))
             return Setup(tmp_path, runner, candidates, store, bench, placements)
 
         yield make

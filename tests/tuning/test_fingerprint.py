@@ -44,7 +44,7 @@ CHANGES: dict[str, Any] = {
     "rewrites": {"rewrites": "off"},
     "equalization": {"calibration": Calibration(equalization=True)},
     "engine numbers": {"engine": EngineSpec("fake", {"asymmetric": True})},
-    "rounds of comparisons (`effort`)": {"plan": Plan((12,), slot_seconds=0.0)},
+    "rounds of comparisons (`effort`)": {"plan": Plan((12,), turn_seconds=0.0)},
     "regions": {"regions": "topology"},
     "node filter": {"node_filter": ("first",)},
     "input shapes": {"input_shapes": {"x": (8, 8, 64)}},

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from qdqtune.cli.report import front_table
+from qdqtune.cli.output import drawn
+from qdqtune.commands.tune_tables import front_table
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.placement.files import read_placement_file
@@ -82,7 +83,7 @@ def test_another_point_ships_without_a_measurement(model: Path, workers: Workers
     recorded = read_placement_file(folder / "placement.yaml")
     assert (summary["edges"], summary["weights"]) == (len(recorded.placement), {"w8": 2})
     table = Console(width=120, file=(printed := StringIO()))
-    table.print(front_table(summary))
+    table.print(drawn(front_table(summary)))
     assert f"{chosen['pairs']} + 2 weights" in printed.getvalue()
     assert read_placement(load(model), load(folder / "optimized_final.onnx")).placement == recorded.placement
     with pytest.raises(BadOption, match="has no point 'best'"):

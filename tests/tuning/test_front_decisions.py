@@ -7,7 +7,7 @@ import pytest
 from qdqtune.search.front import Tradeoff
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, Ratio
-from qdqtune.tuning.compared import Compared
+from qdqtune.tuning.comparison_results import Compared
 from qdqtune.tuning.front_decisions import (
     FrontCandidate,
     FrontTerms,
@@ -24,7 +24,7 @@ from qdqtune.tuning.front_decisions import (
 )
 from qdqtune.types import Accuracy, Edge, Failure, Measurement, Placement, Proposal, Trial
 
-TERMS = FrontTerms(Plan((12,), slot_seconds=0.0), Limits(min_sqnr=30.0), builds=20)
+TERMS = FrontTerms(Plan((12,), turn_seconds=0.0), Limits(min_sqnr=30.0), builds=20)
 FAILED = Failure("build", "no kernel")
 
 
@@ -48,7 +48,7 @@ def point(number: int, ratio: float, db: float, **how: Any) -> ProvenPoint:
 
 
 def test_a_candidate_lies_where_its_builds_show_it_beside_the_float_model_of_the_search() -> None:
-    terms = FrontTerms(TERMS.plan, TERMS.limits, builds=20, rewrites_gave=0.5)
+    terms = FrontTerms(TERMS.plan, TERMS.limits, builds=20, rewrites_ratio=0.5)
     fast = candidate(1, 40.0, rounds(0.4), rounds(0.4), terms=terms)
     assert fast.tradeoff == Tradeoff(pytest.approx(0.8), 40.0)
     assert (fast.is_faster, fast.is_slower, fast.is_obvious, fast.is_exact) == (True, False, True, True)
@@ -98,7 +98,7 @@ def test_builds_are_kept_for_what_others_still_need() -> None:
 @pytest.mark.parametrize(("contexts", "others", "builds"), [(0, 1, 0), (1, 0, 2 + 4), (1, 1, 2 + 6), (2, 0, 12)])
 def test_points_take_builds_in_each_further_context(contexts: int, others: int, builds: int) -> None:
     obvious, close = candidate(1, 40.0, rounds(0.5)), candidate(2, 60.0, rounds(0.97))
-    terms = FrontTerms(TERMS.plan, TERMS.limits, builds=20, elsewhere=contexts)
+    terms = FrontTerms(TERMS.plan, TERMS.limits, builds=20, other_contexts=contexts)
     assert builds_elsewhere([obvious, close], terms, others) == builds
 
 

@@ -21,7 +21,7 @@ from qdqtune.errors import BadModel, BadOption, BaselineFailed, OutputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import Inserter, insert
 from qdqtune.placement.possible import possible_edges
@@ -185,7 +185,7 @@ def test_if_the_engine_refuses_the_users_file_the_baseline_is_compared(model: Pa
 
 @pytest.mark.usefixtures("workers")
 def test_a_model_that_has_pairs_is_proven_against_float_and_against_itself(model: Path) -> None:
-    given = quantized(model, "qdq.onnx", rules.compute_inputs(load(model), possible(model)))
+    given = quantized(model, "qdq.onnx", start_placements.compute_inputs(load(model), possible(model)))
     result = tune(settings(model, model=given, from_qdq=True))
     assert result.improved
     assert result.ratio is not None
@@ -283,14 +283,14 @@ def possible(model: Path) -> frozenset[Any]:
 @pytest.mark.usefixtures("workers")
 class TestAModelThatHasPairs:
     def test_it_is_refused_unless_said(self, model: Path) -> None:
-        given = quantized(model, "qdq.onnx", rules.everything(load(model), possible(model)))
+        given = quantized(model, "qdq.onnx", start_placements.everything(load(model), possible(model)))
         with pytest.raises(BadModel, match="already has Q/DQ pairs: give `from_qdq`"):
             tune(settings(model, model=given))
         with pytest.raises(BadOption, match="leave `from_qdq` out"):
             tune(settings(model, from_qdq=True))
 
     def test_its_pairs_are_stripped_and_tried_first(self, model: Path) -> None:
-        placement = rules.compute_inputs(load(model), possible(model))
+        placement = start_placements.compute_inputs(load(model), possible(model))
         given = quantized(model, "qdq.onnx", placement)
         before = given.read_bytes()
         result = tune(settings(model, model=given, from_qdq=True))
@@ -302,7 +302,7 @@ class TestAModelThatHasPairs:
         assert given.read_bytes() == before
 
     def test_its_scales_are_kept(self, model: Path) -> None:
-        placement = rules.compute_inputs(load(model), possible(model))
+        placement = start_placements.compute_inputs(load(model), possible(model))
         given = quantized(model, "qdq.onnx", placement)
         doubled = onnx.load(given)
         scale = next(i for i in doubled.graph.initializer if i.name == pair_scale(doubled, "x"))
@@ -343,7 +343,7 @@ class TestAModelThatHasPairs:
         assert len(result.history) > 4
 
     def test_as_a_baseline_it_is_tried_first(self, model: Path) -> None:
-        placement = rules.integer_islands(load(model), possible(model))
+        placement = start_placements.integer_islands(load(model), possible(model))
         other = quantized(model, "qdq.onnx", placement)
         result = tune(settings(model, qdq_baseline=other, builds=12))
         assert result.history[0].proposal.origin == "imported"
@@ -433,7 +433,7 @@ def test_no_random_network_gets_slower(tmp_path: Path, number: int) -> None:
     model = write(random_network(number), tmp_path)
     result = tune(settings(model, builds=22, seed=number))
     never_slower(model)
-    accepted = [judge(t, Plan(slot_seconds=0.0)) for t in result.history if t.accepted]
+    accepted = [judge(t, Plan(turn_seconds=0.0)) for t in result.history if t.accepted]
     assert all(found is not None and found.verdict == "faster" for found in accepted)
 
 
@@ -496,7 +496,7 @@ def test_under_the_same_noise_a_real_gain_is_found(model: Path) -> None:
 @pytest.mark.usefixtures("workers")
 def test_on_onnx_runtime_the_result_runs_and_is_near_the_float_model(tmp_path: Path) -> None:
     model = write(mixed(), tmp_path)
-    short = replace(Plan(), looks=(12,), slot_seconds=0.001)
+    short = replace(Plan(), looks=(12,), turn_seconds=0.001)
     result = tune(settings(model, engine=EngineSpec("onnxruntime"), plan=short, builds=8, proof=(12,)))
     assert len(result.history) >= 2
     assert all(t.sqnr_db is not None and t.sqnr_db > 20 for t in result.history)

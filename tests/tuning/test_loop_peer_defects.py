@@ -20,7 +20,7 @@ from qdqtune.engines.fake import FakeOptions, create, latency
 from qdqtune.errors import BadState, BaselineFailed
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import save
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter, insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
@@ -76,7 +76,7 @@ def test_3_options_that_crash_or_do_nothing(model: Path) -> None:
     filtered = tune(settings(model, node_filter=("second",), builds=12))
     assert {e.node for t in filtered.history for e in t.placement} >= {"second"}
     float_model = load(model)
-    placement = rules.integer_islands(float_model, possible_edges(float_model, ranges(float_model)))
+    placement = start_placements.integer_islands(float_model, possible_edges(float_model, ranges(float_model)))
     other = model.parent / "quantized.onnx"
     save(insert(float_model, placement, ranges(float_model), INT8), other)
     imported = tune(settings(model, qdq_baseline=other, builds=5, output_dir=model.parent / "imported"))
@@ -138,7 +138,7 @@ def test_6_one_number_of_one_build_decides(model: Path, workers: Workers) -> Non
 
 def test_6_warmup_is_a_number_of_inferences(model: Path, workers: Workers) -> None:
     """See above."""
-    tune(settings(model, builds=4, plan=replace(Plan(), slot_seconds=0.0, warmup=7)))
+    tune(settings(model, builds=4, plan=replace(Plan(), turn_seconds=0.0, warmup=7)))
     assert set(workers.runs) == {1, 7}
 
 
@@ -179,7 +179,9 @@ def test_8_pairs_that_make_no_sense(model: Path) -> None:
         assert all(((n.name, 0) in edges) == ((n.name, 1) in edges) for n in nodes)
 
     half = conv_net(half=True)
-    made = insert(half, rules.everything(half, possible_edges(half, ranges(half))), ranges(half), INT8).to_proto()
+    made = insert(
+        half, start_placements.everything(half, possible_edges(half, ranges(half))), ranges(half), INT8
+    ).to_proto()
     scales = {n.input[1] for n in made.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")}
     types = {t.data_type for t in made.graph.initializer if t.name in scales}
     assert types == {TensorProto.FLOAT16}

@@ -112,7 +112,7 @@ def test_calibration_data_stay_the_samples_where_they_are_given(model: Path, wor
 
 def test_the_command_tunes_a_decoder_for_a_mix_on_openvino(model, call, monkeypatch):
     pytest.importorskip("openvino")
-    monkeypatch.setattr("qdqtune.commands.tune.Plan", partial(Plan, slot_seconds=0.001))
+    monkeypatch.setattr("qdqtune.commands.tune.Plan", partial(Plan, turn_seconds=0.001))
     out = model.parent / "out"
     mix = ["--workload", f"{model.with_name('decode.npz')}:4", "--workload", f"{model.with_name('prefill.npz')}:1"]
     how = ["--calibration-method", "minmax", "--no-bias-correction", "--min-sqnr", "none", "--no-report", "-q"]
@@ -145,7 +145,7 @@ def test_onnxruntime_times_batches_of_one_and_eight_together(tmp_path: Path) -> 
         )
         built = runner.load(file)
         assert isinstance(built, Handle)
-        measured = runner.rounds(built, built, 2, seed=0, first_round=0, slot_seconds=0.001, warmup=1)
+        measured = runner.rounds(built, built, 2, seed=0, first_round=0, turn_seconds=0.001, warmup=1)
         assert isinstance(measured, Measurement)
         first, second = measured.parts
         assert measured.a == pytest.approx([0.75 * x + 0.25 * y for x, y in zip(first.a, second.a, strict=True)])

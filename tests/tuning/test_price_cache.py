@@ -56,7 +56,7 @@ def test_a_model_with_larger_inputs_begins_with_the_cut_on_a_real_engine(tmp_pat
         model = build(text.replace("S", str(size)), {"w0": normal(64, 32, 3, 3), "w1": normal(32, 64, 3, 3)})
         path = write(model, tmp_path, f"net{size}")
         quick = asked(path, f"out{size}", engine=EngineSpec("onnxruntime", {"threads": 1}), builds=builds)
-        return tune(replace(quick, plan=Plan((12,), slot_seconds=0.0), rewrites="off"))
+        return tune(replace(quick, plan=Plan((12,), turn_seconds=0.0), rewrites="off"))
 
     first = run(20, builds=4)
     assert origins(first)[0] != "cut"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from qdqtune.calibration.equalization import Factor
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.search.costs.priors import Prices
+from qdqtune.search.costs.unit_decisions import UnitPrice
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import records as kinds
 from qdqtune.tuning.records import (
@@ -102,10 +102,12 @@ EVERY: tuple[Record, ...] = (
     LayersRecord(of="p", layers=LAYERS),
     kinds.RepeatabilityRecord(accuracy=Accuracy()),
     kinds.RewriteRecord(of="hardswish:float", result=MEASURED, builds=2),
-    kinds.RewritesRecord(found=kinds.Found((kinds.Tried("h", "float", Ratio(0.5, None, 0.6), True),), 2, ("n",))),
+    kinds.RewritesRecord(
+        found=kinds.TriedRewrites((kinds.Tried("h", "float", Ratio(0.5, None, 0.6), True),), 2, ("n",))
+    ),
     kinds.BatchRecord(width=4, learning=2),
     kinds.PricesRecord(prices=NO_PRICES, found=STORED),
-    kinds.WeightNoiseRecord(of="0.1", stored=(("w", "w8", 1e-05),), failure=Failure("run", "no", "log")),
+    kinds.WeightNoiseRecord(of="0.1", noise=(("w", "w8", 1e-05),), failure=Failure("run", "no", "log")),
     kinds.PredictionRecord(of="p", accuracy=Accuracy(20.5)),
     ComparisonRecord(of="proof:p:0", result=Outcome(failure=Failure("build", "no")), files=("a", "b")),
     kinds.PointRecord(of="p", accuracy=Accuracy(None, agreement=0.5), layers=LAYERS),
@@ -118,7 +120,7 @@ EVERY: tuple[Record, ...] = (
         trials=(kinds.AnsweredTrial(
             of="t", origin="cut", predicted=0.5, accepted=True, holds=None, metric=None, pattern="", wants_layers=True
         ),),
-        units=(UnitPrice(("n",), ("MatMul",), 1.0, 0.5, 0.1, 0.1, 0.0, 0.2, True, None, True, stored_ms={"w8": 0.1}),),
+        units=(UnitPrice(("n",), ("MatMul",), 1.0, 0.5, 0.1, 0.1, 0.0, 0.2, True, None, True, format_ms={"w8": 0.1}),),
         groups=(kinds.GroupOutcome(("n",), ("MatMul",), 1, None, 1.0, None, None, False, "slower alone"),),
     ),
     kinds.ConversationRecord(

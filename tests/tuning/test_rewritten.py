@@ -10,8 +10,8 @@ import onnx
 import pytest
 
 from models import build, normal
-from qdqtune.cli.report import result_table
 from qdqtune.commands.explain import explain_run
+from qdqtune.commands.tune_tables import result_table
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.fake import latency
 from qdqtune.engines.runner import Runner
@@ -183,7 +183,7 @@ def test_rewrites_alone_ship_where_no_pair_pays(tmp_path: Path) -> None:
     assert result.summary["shipped"] == "tuned"
     assert result.summary["pairs"] == 0
     assert result.summary["rewrites"]["placement_gave"] == pytest.approx(1.0)
-    told = [str(cell) for cell in result_table(result).columns[0].cells]
+    told = [row[0] for row in result_table(result).rows]
     assert "speedup by hardswish" in told
     assert "  and by the placement" not in told
     assert any("no pair is worth its time here" in note for note in result.notes)

@@ -129,7 +129,7 @@ def test_workers_without_a_candidate_take_rounds_of_others(model: Path, mode: st
     expected = tune(asked)
     assert not [build for build in many_cores.builds if build.log.name.startswith("beside_")]
     many_cores.refused = refused
-    helped = tune(replace(asked, output_dir=model.parent / "helped", plan=replace(asked.plan, slot_seconds=60.0)))
+    helped = tune(replace(asked, output_dir=model.parent / "helped", plan=replace(asked.plan, turn_seconds=60.0)))
     assert [build for build in many_cores.builds if build.log.name.startswith("beside_")]
     assert [(t.placement, t.accepted, t.check is None) for t in helped.history] == [
         (t.placement, t.accepted, t.check is None) for t in expected.history

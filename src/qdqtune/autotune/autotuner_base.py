@@ -41,7 +41,7 @@ from qdqtune.graph.inference import with_float_type
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.saving import save
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.placement.reading import read_placement
@@ -133,7 +133,9 @@ class QDQAutotunerBase:
                 ends = ((end - config.default_q_zero_point) * config.default_q_scale for end in (-127, 127))
                 ranges = Ranges(dict.fromkeys(candidate_tensors(graph), Range(*ends)))
             possible = possible_edges(graph, ranges)
-            search = RegionSearch(graph, (), possible, rules.placements(graph, possible), config=config.check())
+            search = RegionSearch(
+                graph, (), possible, start_placements.placements(graph, possible), config=config.check()
+            )
             self._made = Inserter(graph, ranges, numbers), search
         return self._made
 

@@ -37,6 +37,9 @@ __all__ = [
     "RegionPattern", "RegionType", "ResolvedInsertionPoint",
 ]  # fmt: skip
 
+_SEARCH = search.Config()
+"""The defaults of region search."""
+
 
 @dataclass
 class Config:
@@ -52,15 +55,15 @@ class Config:
     default_q_zero_point: int = 0
     default_quant_type: QuantType = "int8"
     default_dq_dtype: str = "float32"
-    maximum_sequence_region_size: int = 10
-    minimum_topdown_search_size: int = 10
-    top_percent_to_mutate: float = 0.1
-    minimum_schemes_to_mutate: int = 10
-    maximum_mutations: int = 3
-    maximum_generation_attempts: int = 100
-    pattern_cache_minimum_distance: int = 4
-    pattern_cache_max_entries_per_pattern: int = 32
-    schemes_per_region: int = 50
+    maximum_sequence_region_size: int = _SEARCH.maximum_sequence_region_size
+    minimum_topdown_search_size: int = _SEARCH.minimum_topdown_search_size
+    top_percent_to_mutate: float = _SEARCH.top_percent_to_mutate
+    minimum_schemes_to_mutate: int = _SEARCH.minimum_schemes_to_mutate
+    maximum_mutations: int = _SEARCH.maximum_mutations
+    maximum_generation_attempts: int = _SEARCH.maximum_generation_attempts
+    pattern_cache_minimum_distance: int = _SEARCH.pattern_cache_minimum_distance
+    pattern_cache_max_entries_per_pattern: int = _SEARCH.pattern_cache_max_entries_per_pattern
+    schemes_per_region: int = _SEARCH.schemes_per_region
     calibration_data: str | None = None
 
     def __post_init__(self) -> None:
@@ -125,8 +128,8 @@ class PatternCache:
     """Schemes worth trying again by pattern, in memory and as the file that a tuning run reads and writes."""
 
     pattern_schemes: list[PatternSchemes] = field(default_factory=list)
-    minimum_distance: int = 4
-    max_entries_per_pattern: int = 32
+    minimum_distance: int = _SEARCH.pattern_cache_minimum_distance
+    max_entries_per_pattern: int = _SEARCH.pattern_cache_max_entries_per_pattern
 
     @property
     def num_patterns(self) -> int:
@@ -198,7 +201,8 @@ class PatternCache:
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """What `to_dict` gave, or ModelOpt's own; patterns of the latter are those of no model here."""
         own = [PatternSchemes.from_dict(entry) for entry in data.get("pattern_schemes", ())]
-        return cls(own, data.get("minimum_distance", 4), data.get("max_entries_per_pattern", 32))
+        numbers = ("minimum_distance", "max_entries_per_pattern")
+        return cls(own, **{name: data[name] for name in numbers if name in data})
 
     def save(self, output_path: str | Path) -> None:
         """Write the file: what a tuning run reads of it, and the schemes as they are here."""

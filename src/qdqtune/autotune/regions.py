@@ -106,7 +106,7 @@ class Region:
 
 
 def leaves_first(tops: Iterable[Region]) -> list[Region]:
-    """Regions with all under them: the leaves, then those that hold regions, both in the order of `walk`."""
+    """All regions of some trees: the leaves, then those that hold regions, both in the order of `walk`."""
     return sorted((r for top in tops for r in top.walk()), key=lambda r: bool(r.children))
 
 

@@ -58,9 +58,8 @@ class Shift:
 
 
 def shift_of(names: Collection[str], tensors: Collection[str]) -> Shift | None:
-    """The shift with which most of `names` are `tensors`; None if most fit as they are.
-
-    Of a cache and the file it was made for, simplified or not, one has all names of the other: no shift fits better.
+    """The number to add to those in `names` of a cache so that most of them are `tensors`; None if most are without.
+    For a cache and the file that it was made for, simplified or not, no other number fits better than 0.
     """
     entries, own = _numbers(names), _numbers(tensors)
     by_kind: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Rounding of weights that alone are quantized, in the formats of `types.WeightFormat`.
+"""Rounding of weights to their weight formats (`types.WeightFormat`).
 
 A block is `WeightFormat.block` weights that are summed into one output; its scale and zero point are those with the
 least squared error. Scales from the largest value alone would be too coarse where a few weights are large. With second
@@ -38,7 +38,7 @@ INTEGER_TYPE = {(4, True): ml_dtypes.int4, (4, False): ml_dtypes.uint4, (8, True
 
 
 @dataclass(frozen=True, eq=False)
-class StoredWeight:
+class RoundedWeight:
     """A weight [in, out] as integers of that shape; its values are (integer - zero point) * scale.
 
     `scale` is [in / block, out], or [out] without blocks. `zero_point` has the same shape; None for signed integers.
@@ -69,7 +69,7 @@ def integer_ends(weight_format: WeightFormat) -> tuple[int, int]:
     return (-high - 1 if weight_format.bits == 4 else -high), high
 
 
-def store(weight: Array, weight_format: WeightFormat) -> StoredWeight:
+def rounded_weight(weight: Array, weight_format: WeightFormat) -> RoundedWeight:
     """A weight [in, out] of float32 or float16, rounded to the nearest. The block divides `in`; scales have the type of
     the weight."""
     rows, columns = weight.shape
@@ -88,7 +88,7 @@ def store(weight: Array, weight_format: WeightFormat) -> StoredWeight:
     kind = INTEGER_TYPE[weight_format.bits, weight_format.symmetric]
     if weight_format.block is None:
         scale, zero = scale[0], None if zero is None else zero[0]
-    return StoredWeight(integers.astype(kind), scale, None if zero is None else zero.astype(kind))
+    return RoundedWeight(integers.astype(kind), scale, None if zero is None else zero.astype(kind))
 
 
 def representable(scale: Array, dtype: np.dtype[np.generic]) -> Array:
@@ -168,13 +168,13 @@ def error_propagation(moment: Array) -> Array:
     return np.asarray(np.linalg.cholesky(np.linalg.inv(damped)).T.astype(np.float32))
 
 
-def compensated(weight: Array, weight_format: WeightFormat, upper: Array) -> StoredWeight:
+def compensated(weight: Array, weight_format: WeightFormat, upper: Array) -> RoundedWeight:
     """A weight [in, out], rounded so that the squared error of the product's outputs is small (GPTQ, arXiv 2210.17323).
 
-    Inputs are rounded one after the other, with the scales of `store`. The error of each is passed to the later ones by
-    `upper` (see `error_propagation`), which helps where inputs are correlated.
+    Inputs are rounded one after the other, with the scales of `rounded_weight`. The error of each is passed to the
+    later ones by `upper` (see `error_propagation`), which helps where inputs are correlated.
     """
-    start = store(weight, weight_format)
+    start = rounded_weight(weight, weight_format)
     (rows, columns), (low, high) = weight.shape, integer_ends(weight_format)
     block = weight_format.block or rows
     scale = start.scale.astype(np.float32).reshape(-1, columns)
@@ -191,7 +191,7 @@ def compensated(weight: Array, weight_format: WeightFormat, upper: Array) -> Sto
             errors[i - first] = (left[i] - (integers[i] - centre) * own) / upper[i, i]
             left[i + 1 : last] -= upper[i, i + 1 : last, None] * errors[i - first]
         left[last:] -= upper[first:last, last:].T @ errors
-    return StoredWeight(integers.astype(start.integers.dtype), start.scale, start.zero_point)
+    return RoundedWeight(integers.astype(start.integers.dtype), start.scale, start.zero_point)
 
 
 Key = TypeVar("Key")

@@ -10,23 +10,23 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich import box
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from qdqtune.cli import progress
 from qdqtune.cli.command import AS_JSON, HTML, command, command_line, write_page
-from qdqtune.cli.output import print_json, print_lines, say_notes, show, with_flags_in_notes
-from qdqtune.cli.report import table_of, to_exclude
+from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude, with_flags_in_notes
 from qdqtune.commands.check import CheckOptions, check_file
 from qdqtune.commands.debug import DebugOptions, debug
 from qdqtune.commands.diagnosis import Diagnosis, Suspect
 from qdqtune.commands.doctor import ClusterState, DoctorOptions, EnginesState, examine, examine_cluster
 from qdqtune.commands.inputs import execution_of
 from qdqtune.commands.probes import UNKNOWN_NOISE, WrongPart
+from qdqtune.commands.shown import Table
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable, escaped
 from qdqtune.explanation.findings import Finding
-from qdqtune.explanation.reasons import is_low
-from qdqtune.explanation.words import counted, placed, samples, title
+from qdqtune.explanation.formatting import counted, placed, samples, title
+from qdqtune.explanation.reasons_by_graph import is_low
 from qdqtune.graph.model import Model
 from qdqtune.placement.reading import is_quantized, placement_in
 from qdqtune.placement.stripping import strip_pairs
@@ -207,8 +207,8 @@ def _part(engine: str, part: WrongPart) -> Iterator[str]:
     yield from (f"    {node}" for node in part.nodes)
 
 
-def _table(suspects: Sequence[Suspect], title: str) -> Table:
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+def _table(suspects: Sequence[Suspect], title: str) -> RichTable:
+    grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column(f"{title}, and nodes to exclude", overflow="fold", ratio=1)
     grid.add_column("range", no_wrap=True)
     grid.add_column("output SQNR", no_wrap=True)
@@ -250,7 +250,7 @@ def doctor_command(options: DoctorOptions, html: Path | None, as_machine: bool) 
         print_json(asdict(found))
     else:
         columns = ("engine", "status", "version", "device")
-        show(table_of(columns, [(e.name, e.status, e.version, e.device) for e in found.engines], columns))
+        show(Table(columns, [(e.name, e.status, e.version, e.device) for e in found.engines], left=columns))
         print_lines(_remarks(found))
     return 0 if found.is_usable else EngineUnavailable.exit_code
 
@@ -270,8 +270,7 @@ def _qualify(options: DoctorOptions, html: Path | None, as_machine: bool) -> int
     if as_machine:
         print_json(told)
     else:
-        columns, rows = done.table()
-        show(table_of(columns, rows, columns[:4]))
+        show(done.table())
         print_lines(f"{state}: {name}, {subject}: {told}" for name, subject, state, told in done.notable())
         print_lines([done.in_words(), f"to send with a report: {options.output}"])
     return 0 if done.holds else ConstraintUnmet.exit_code
@@ -284,7 +283,7 @@ def _show_cluster(found: ClusterState, as_machine: bool) -> int:
     else:
         names = list(dict.fromkeys(name for said in found.devices.values() for name in said))
         rows = [(place, *(said.get(name, "") for name in names)) for place, said in found.devices.items()]
-        show(table_of(("worker", *names), rows, names))
+        show(Table(("worker", *names), rows, left=("worker", *names)))
         print_lines([_verdict(found)])
     return 0 if found.difference is None else EngineUnavailable.exit_code
 

@@ -32,7 +32,7 @@ from qdqtune.engines.devices import Device, leased, pinned
 from qdqtune.engines.execution import Check, Checked
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.errors import EngineUnavailable
-from qdqtune.explanation.words import duration
+from qdqtune.explanation.formatting import duration
 from qdqtune.system.interpreter import python
 
 LOOK_SECONDS = 0.1

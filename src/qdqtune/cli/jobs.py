@@ -12,21 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
 
 from qdqtune.cli.children import run_all
 from qdqtune.cli.command import command_line, is_quiet, is_verbose
 from qdqtune.cli.output import print_json, say, show
-from qdqtune.cli.report import table_of
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.commands.inputs import MODEL
+from qdqtune.commands.shown import Table
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.allocation import allocate_workers
 from qdqtune.engines.devices import ANYWHERE, Device, cores_for, needs_gpu
 from qdqtune.engines.options import WorkerOptions
 from qdqtune.errors import BadOption
-from qdqtune.explanation.words import builds, duration
+from qdqtune.explanation.formatting import builds, duration
 from qdqtune.options import Several, options_of
 from qdqtune.system.interpreter import python
 from qdqtune.timing.ratios import speed
@@ -131,7 +130,7 @@ def _estimates(rows: Sequence[Mapping[str, Any]]) -> Table:
         (r["model"], count, f"{r['latency'] * 1e3:.3f}", duration(r["seconds"]))
         for r, count in zip(rows, spent, strict=True)
     ]
-    return table_of(("model", "builds", "latency, ms", "about"), cells)
+    return Table(("model", "builds", "latency, ms", "about"), cells)
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -142,7 +141,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
         gain = "" if row["ratio"] is None else speed(row["ratio"])
         noise = "" if row["output_sqnr_db"] is None else f"{row['output_sqnr_db']:.1f}"
         cells.append((row["model"], row["shipped"] or "failed", *times, gain, noise, str(row["exit_code"])))
-    return table_of(("model", "ships", "baseline, ms", "final, ms", "speedup", "SQNR, dB", "exit code"), cells)
+    return Table(("model", "ships", "baseline, ms", "final, ms", "speedup", "SQNR, dB", "exit code"), cells)
 
 
 # Models that the command line names

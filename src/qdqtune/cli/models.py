@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune.cli import progress, report
+from qdqtune.cli import progress
 from qdqtune.cli.command import AS_JSON, HTML, JSON_FOR_TABLE, command, command_line, is_verbose, write_page
 from qdqtune.cli.output import (
     print_json,
@@ -29,7 +29,7 @@ from qdqtune.commands.inspect import InspectOptions, inspect
 from qdqtune.commands.layers import LayersOptions, layers
 from qdqtune.engines.options import with_timing_cache
 from qdqtune.errors import EngineFailure, escaped
-from qdqtune.explanation.words import placed, samples, shortened, title
+from qdqtune.explanation.formatting import placed, shortened, title
 from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import concern
 from qdqtune.options import REQUIRED, Files, Option, PathLike, option
@@ -129,14 +129,12 @@ def compare_command(options: CompareArguments, html: Path | None, as_machine: bo
     if as_machine:
         print_json(done.to_dict())
     else:
-        judged = samples(done.judged, done.is_held_out) if done.judged else ""
-        show(report.comparison_table(done.first, done.rows, judged))
+        show(done.table())
     say_notes(done.notes)
-    write_page(html, lambda pages: pages.of_compare(done.first, done.rows, options.plan, done.notes, command_line()))
-    refused = [row for row in done.rows if row.ratio is None]
-    for row in refused:
-        say_error(f"{row.name} cannot be compared: {row.reason}")
-    return EngineFailure.exit_code if refused else 0
+    write_page(html, lambda pages: pages.of_compare(done, options.plan, command_line()))
+    for refusal in done.refusals:
+        say_error(refusal)
+    return EngineFailure.exit_code if done.refusals else 0
 
 
 @command("apply", ApplyOptions, AS_JSON)

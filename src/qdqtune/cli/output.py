@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
@@ -14,12 +16,13 @@ import click
 
 from qdqtune import errors
 from qdqtune.cli.streams import escaped_lines, styled
+from qdqtune.commands.shown import Table
 from qdqtune.errors import escaped
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
     from rich.segment import Segment
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
 
 R = TypeVar("R", bound="Any")
@@ -109,6 +112,9 @@ def console(*, is_error: bool = False, **how: Any) -> Console:
     return Escaping(file=stream, markup=False, emoji=False, highlight=False, **how)
 
 
+SHORT = 7
+"""Words of up to so many characters are not broken in columns."""
+
 WIDE = 10_000
 """Columns where there is no terminal, so that no table is cut."""
 
@@ -119,13 +125,33 @@ def width() -> int:
     return here.width if here.is_terminal else WIDE
 
 
-def show(table: Table) -> None:
+def show(table: Table | RichTable) -> None:
     """Print a table on standard output. Where that is no terminal, every cell is whole and on one line."""
-    here, caption = console(width=width()), table.caption
-    table.caption = None  # it would be broken to the width of the table
-    here.print(table)
-    if caption:
-        here.print(caption)
+    here = console(width=width())
+    here.print(drawn(table) if isinstance(table, Table) else table)
+    if isinstance(table, Table) and table.caption:  # in the table it would be broken to the width of that
+        here.print(with_flags(table.caption))
+
+
+def drawn(table: Table) -> RichTable:
+    """A table without its caption that folds its widest columns on a narrow terminal: nothing is cut, short words stay
+    whole."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    left = (*table.columns[:1], "verdict") if table.left is None else table.left
+    made = RichTable(box=box.SIMPLE_HEAD, title_style="", title_justify="left", pad_edge=False)
+    made.title = escape(table.title) or None
+    for number, column in enumerate(table.columns):
+        words = " ".join([column, *(row[number] for row in table.rows)]).split()
+        least = table.least_widths.get(column, min(SHORT, max(map(len, words), default=0)))
+        justify: JustifyMethod = "left" if column in left else "right"
+        made.add_column(Text(column), justify=justify, overflow="fold", min_width=least or None)
+    for row in table.rows:  # names may hold anything
+        made.add_row(*(Text(escaped(cell)) for cell in row))
+    return made
 
 
 def print_lines(lines: Iterable[str]) -> None:
@@ -144,3 +170,8 @@ def print_prose(lines: Iterable[str]) -> None:
 def print_json(value: object) -> None:
     """Print a result as JSON."""
     print(json.dumps(value, indent=2))
+
+
+def to_exclude(nodes: Iterable[str]) -> str:
+    """The options of `quantize` that keep these nodes in float, quoted for a shell."""
+    return " ".join(f"--nodes-to-exclude {shlex.quote(glob.escape(node))}" for node in nodes)

@@ -17,10 +17,11 @@ from rich.text import Text
 
 from qdqtune.cli.command import is_quiet, is_verbose
 from qdqtune.cli.output import EVENTS, Event, console, emit, with_flags
-from qdqtune.explanation.words import duration
+from qdqtune.explanation.formatting import duration
+from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import speed
 from qdqtune.tuning.observer import State
-from qdqtune.types import Failure, Trial
+from qdqtune.types import Trial
 
 BAR_WIDTH = 24
 """Width of a bar, in characters."""
@@ -181,11 +182,6 @@ def name(trial: Trial) -> str:
     """The name of a candidate: its origin and pattern."""
     where = f" in pattern {trial.proposal.pattern[:8]}" if trial.proposal.pattern else ""
     return trial.proposal.origin + where
-
-
-def failure(trial: Trial) -> Failure | None:
-    """The failure of a candidate or of its check; None if neither failed."""
-    return next((result for result in (trial.result, trial.check) if isinstance(result, Failure)), None)
 
 
 def outcome_text(trial: Trial, outcome: str, state: State) -> str:

@@ -8,21 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from qdqtune.cli import progress, tune
 from qdqtune.cli.command import AS_JSON as PRINT_JSON
 from qdqtune.cli.command import HTML, Parameter, command, command_line, switch, write_page
-from qdqtune.cli.output import print_json, print_lines, say_notes, show, with_flags_in_notes
-from qdqtune.cli.report import table_of, to_exclude
+from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude, with_flags_in_notes
 from qdqtune.commands.quantize import Quantized, quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines.formats import FORMATS
-from qdqtune.errors import BadModel, BadOption, escaped
-from qdqtune.explanation.words import decibels, placed, samples
+from qdqtune.errors import BadModel, BadOption
+from qdqtune.explanation.formatting import decibels, placed, samples
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import data_of
 from qdqtune.options import TEXT, MaybeText, Option, Options, choice, given_in, option
@@ -86,8 +81,8 @@ def quantize_command(
     write_page(html, lambda pages: pages.of_quantize(options, done, strip_pairs(load(done.output)), command_line()))
     if not as_machine:
         if options.report:
-            show(table_of(*done.table(), [""]))
-            show(worst_tensors(done))
+            show(done.table())
+            show(done.damage_table())
         print_lines(_lines(options, done))
     elif search is None:
         stored = {"weight_only": dict(done.placed.counts)} if options.weight_only else {}
@@ -133,19 +128,6 @@ def _lines(options: QuantizeOptions, done: Quantized) -> Iterator[str]:
         yield "no node to keep in float: no tensor makes a tenth of the error, or nothing else is quantized"
     if done.metric is not None:
         yield f"{options.evaluate}: {done.metric[0]:g} before, {done.metric[1]:g} after"
-
-
-def worst_tensors(done: Quantized) -> Table:
-    """The tensors whose rounding alone changes the outputs most, and the nodes that read them in 8 bits."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("rounded alone", overflow="fold")
-    table.add_column("read by", overflow="fold")
-    table.add_column("output SQNR", justify="right", no_wrap=True)
-    table.add_column("own SQNR", justify="right", no_wrap=True)
-    for damage in done.damages:
-        nodes = "\n".join(map(escaped, damage.nodes))
-        table.add_row(Text(escaped(damage.tensor)), Text(nodes), decibels(damage.output_db), decibels(damage.own_db))
-    return table
 
 
 @dataclass(kw_only=True)

@@ -6,22 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.table import Table
-
 from qdqtune.cli.command import AS_JSON, command, switch
 from qdqtune.cli.output import print_json, print_prose, show
-from qdqtune.cli.report import table_of
-from qdqtune.commands.explain import Explained, ExplainOptions, explain_run
+from qdqtune.commands.explain import ExplainOptions, explain_run
+from qdqtune.explanation.explanations import IN_WORDS, Explanation
 from qdqtune.explanation.page import write_report
 from qdqtune.explanation.report import report_of_run
-from qdqtune.explanation.values import IN_WORDS, Explanation, total
-from qdqtune.explanation.words import shortened
 from qdqtune.options import REQUIRED, File, Given, MaybeFile, Options, Reads, Writes, option
 from qdqtune.system.checks import PAGE_KIND, Output, is_marked, is_of_a_run
 from qdqtune.tuning.folder import REPORT
-
-LONGEST = 40
-"""The most characters of a node's name in the table of reasons."""
 
 
 @command("explain", ExplainOptions, AS_JSON)
@@ -43,30 +36,7 @@ def explain_command(options: ExplainOptions, as_machine: bool) -> None:
         print_prose(by_node(explained.rows))
     else:
         print_prose([f"{explained.folder}: {explained.headline}"])
-        show(by_reason(explained))
-
-
-def by_reason(explained: Explained) -> Table:
-    """A row for each decision and reason, and one for the whole model."""
-    tallies, rows = explained.tallies, list[tuple[str, ...]]()
-    for tally in tallies:
-        more = "" if tally.margin_ms is None else f"{tally.margin_ms:+.4g}" + " ?" * (not tally.measured)
-        times = _number(tally.ms), _number(tally.float_ms), more
-        rows.append((str(tally.nodes), tally.runs_in, *times, IN_WORDS[tally.why], shortened(tally.example, LONGEST)))
-    sums = (_number(total([t.ms for t in tallies])), _number(total([t.float_ms for t in tallies])))
-    rows.append((str(len(explained.rows)), "", *sums, "", "all nodes", ""))
-    columns = ("nodes", "runs in", "ms", "float, ms", "otherwise", "why", "such as")
-    table = table_of(columns, rows, ("runs in", "why", "such as"))
-    table.columns[0].justify = "right"
-    unknown = next((row.unknown for row in explained.rows if row.ms is None and row.unknown), "")
-    guess = "; ?: a guess in part, as no build ran all of them so" * any(" ?" in row[4] for row in rows)
-    told = "otherwise: what the model would take more if all of them were decided the other way"
-    table.caption = f"no ms: {unknown}" if unknown else told + guess
-    return table
-
-
-def _number(ms: float | None) -> str:
-    return "" if ms is None else f"{ms:.4g}" if ms >= 0.001 or ms == 0 else f"{ms:.1e}"
+        show(explained.table())
 
 
 def by_node(rows: Sequence[Explanation]) -> Iterator[str]:

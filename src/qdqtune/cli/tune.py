@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,17 +13,23 @@ import click
 from click.core import ParameterSource
 
 from qdqtune.calibration.options import check_cache
-from qdqtune.cli import children, jobs, progress, report
+from qdqtune.cli import children, jobs, progress
 from qdqtune.cli.command import Parameter, command, command_line, is_quiet, is_verbose, switch
 from qdqtune.cli.output import print_json, say, say_notes, show
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.commands.tune import Result, TuneOptions, tune
+from qdqtune.commands.tune_tables import front_table, met_table, mode_table
 from qdqtune.errors import BadOption, ConstraintUnmet, QdqtuneError
+from qdqtune.explanation.formatting import builds, duration
 from qdqtune.options import REQUIRED, TEXT, Option, option
+from qdqtune.timing.limits import failure
 from qdqtune.tuning.estimate import Estimate, estimate
 from qdqtune.tuning.folder import FINAL, REPORT
 from qdqtune.tuning.front import pick as pick_point
 from qdqtune.tuning.observer import Observer, Observers
+
+CANDIDATE = re.compile(r"\b[0-9a-f]{16}\.onnx\b")
+"""Matches names of candidate files, which differ in reasons that are otherwise equal."""
 
 NO_IMPROVEMENT = 3
 """The exit code where nothing faster was found."""
@@ -120,12 +128,12 @@ def _print_estimate(expected: Estimate, *, as_machine: bool) -> None:
     if as_machine:
         print_json(vars(expected))
     else:
-        print(report.estimate_lines(expected))
+        print(_estimate_lines(expected))
 
 
 def _print_result(result: Result, *, as_machine: bool) -> None:
     """Print the result, as tables or as JSON."""
-    why = report.failure_note(result, result.folder / "logs")
+    why = _failure_note(result, result.folder / "logs")
     say_notes((*result.notes, *filter(None, [why])))
     if as_machine:
         print_json(dict(result.summary))
@@ -151,7 +159,7 @@ def ship_point(folder: Path, point: str, *, as_machine: bool) -> int:
     if as_machine:
         print_json(dict(summary))
     else:
-        show(report.front_table(summary))
+        show(front_table(summary))
         print(f"{folder / FINAL} is point {point}")
     if (folder / REPORT).exists():
         _write_report(folder)
@@ -160,14 +168,50 @@ def ship_point(folder: Path, point: str, *, as_machine: bool) -> int:
 
 def _print(result: Result, final: Path, *, verbose: bool) -> None:
     """Print the result as tables."""
-    if (table := report.mode_table(result, verbose=verbose)) is not None:
+    if (table := mode_table(result, verbose=verbose)) is not None:
         show(table)
     if result.summary.get("front"):
-        show(report.front_table(result.summary))
+        show(front_table(result.summary))
     elif len(result.summary["met"]) > 1:
-        show(report.met_table(result.summary))
-    show(report.result_table(result))
-    print(report.result_line(result, final))
+        show(met_table(result.summary))
+    show(result.table())
+    print(_result_line(result, final))
+
+
+def _failure_note(result: Result, logs: Path) -> str | None:
+    """If every candidate failed: the most frequent reason, its count, and the log of the first such candidate."""
+    failures = [(trial.number, failed) for trial in result.history if (failed := failure(trial))]
+    if not failures or len(failures) < len(result.history):
+        return None
+    reasons = [(number, CANDIDATE.sub("a candidate", failure.reason)) for number, failure in failures]
+    counts = Counter(reason for _, reason in reasons)
+    commonest, count = counts.most_common(1)[0]
+    first = next(number for number, reason in reasons if reason == commonest)
+    which = f"all {len(failures)} candidates" if len(failures) > 1 else "the only candidate"
+    share = f", {count} of them" if count < len(failures) else ""
+    return f"{which} failed{share}: {commonest.rstrip('.')} (see {logs / f'trial_{first:03}.log'})"
+
+
+def _result_line(result: Result, final: Path) -> str:
+    """A line that names the file to use and says what it is."""
+    if result.improved:
+        kind = "tuned" if result.placement else "rewritten float"
+        return f"{final} is the {kind} model"
+    copied = "the baseline" if result.shipped == "baseline" else "a copy of the model that you gave"
+    untried = "no improvement found" if result.history else "nothing was tried"
+    outcome = "nothing faster holds the limits on accuracy" if result.unmet else untried
+    return f"{outcome}: {final} is {copied}"
+
+
+def _estimate_lines(estimate: Estimate) -> str:
+    """The estimate of a run, in four lines."""
+    spent = builds(estimate.builds - estimate.rewrite_builds, estimate.rewrite_builds)
+    each = "" if estimate.processes is None else f", {estimate.processes} starts of {estimate.start_seconds:.1f} s"
+    return (
+        f"regions: {estimate.regions}\npatterns: {estimate.patterns}\n"
+        f"builds: at most {spent}, without the proof\n"
+        f"time: about {duration(estimate.seconds)} (float model: {estimate.latency * 1e3:.3f} ms{each})"
+    )
 
 
 def typed(arguments: Sequence[str], known: Mapping[str, Any]) -> tuple[TuneOptions, dict[str, Any]]:

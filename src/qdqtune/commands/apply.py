@@ -17,7 +17,7 @@ from qdqtune.engines.acceptance import checked_output
 from qdqtune.engines.formats import numeric_format, usual_precision
 from qdqtune.engines.options import time_limit_option
 from qdqtune.errors import BadModel
-from qdqtune.explanation.words import placed
+from qdqtune.explanation.formatting import placed
 from qdqtune.graph.float16 import load_for
 from qdqtune.graph.rewrites import allowed
 from qdqtune.graph.saving import save
@@ -75,7 +75,7 @@ class Applied(Shown):
 
     def table(self) -> Table:
         """A row for each lost edge."""
-        return ("edge that is not in this model",), [(str(edge),) for edge in self.lost]
+        return Table(("edge that is not in this model",), [(str(edge),) for edge in self.lost])
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
@@ -115,7 +115,7 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
         return existing(ready.shaped, recorded.placement, possible_edges(ready.shaped, ranges))
 
     if recorded.placement and not existing(ready.shaped, recorded.placement, every_edge(ready.shaped))[0]:
-        count = len(recorded.placement) + len(recorded.placement.compressed)
+        count = len(recorded.placement) + len(recorded.placement.weight_only)
         raise BadModel(f"{path} has none of the {count} edges of {options.placement}: is it the same network?")
     how = options.calibration if options.says_how else recorded.calibration
     ranges = ready.ranges(how, numbers, lambda found: known(found)[0], observer)

@@ -71,7 +71,7 @@ class Artifact(Shown):
 
     def table(self) -> Table:
         """The files."""
-        return ("file",), [(str(file),) for file in self.files]
+        return Table(("file",), [(str(file),) for file in self.files])
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""

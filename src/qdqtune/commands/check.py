@@ -19,7 +19,7 @@ from qdqtune.engines.runner import temporary_runner
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
 from qdqtune.explanation.findings import Finding, allow, check, excuse, is_measured, lost_by_pairs
-from qdqtune.explanation.reasons import is_low
+from qdqtune.explanation.reasons_by_graph import is_low
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import concern
@@ -88,8 +88,17 @@ class Checked(Shown):
     def table(self) -> Table:
         """The findings, those that fail first."""
         ordered = sorted(self.findings, key=lambda f: (not f.fails, -(f.time_ms or 0.0)))
-        rows = [(f.kind, ", ".join(f.nodes) or f.layer, milliseconds(f.time_ms), f.reason) for f in ordered]
-        return ("finding", "nodes", "ms", "reason"), rows
+        rows = [
+            (
+                f.kind,
+                "failure" if f.fails and not self.measured else "note",
+                milliseconds(f.time_ms),
+                ", ".join(f.nodes) or f.layer,
+                f.reason,
+            )
+            for f in ordered
+        ]
+        return Table(("what", "counts as", "ms", "nodes", "why"), rows)
 
     def to_dict(self) -> dict[str, Any]:
         """For machines."""

@@ -15,12 +15,13 @@ from qdqtune.calibration.options import DataOptions, samples_option
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.workloads import WorkloadFile, WorkloadsOption, workloads_option
 from qdqtune.commands.inputs import SamplesLike, execution_of
-from qdqtune.commands.shown import Shown, Table, milliseconds
+from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for, data_of, prepared_for, told_of_inputs
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadOption, EngineFailure
+from qdqtune.explanation.formatting import samples
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import accuracy, concern
@@ -28,8 +29,8 @@ from qdqtune.options import Assignments, Option, ValuesByInput, option
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict
 from qdqtune.tuning import advice
-from qdqtune.tuning.compared import Compared
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest
+from qdqtune.tuning.comparison_results import Compared
 from qdqtune.tuning.contexts import Context, counts_of
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import deploy_threads_option
@@ -85,26 +86,35 @@ class Comparison(Shown):
         """Time of the second file to that of the first; None where it failed."""
         return self.rows[0].ratio
 
+    @property
+    def refusals(self) -> list[str]:
+        """Why files cannot be compared, a sentence each."""
+        return [f"{row.name} cannot be compared: {row.reason}" for row in self.rows if row.ratio is None]
+
     def in_words(self) -> str:
         """Each file with its verdict."""
         told = [
-            f"{row.name} {'failed' if row.ratio is None else f'{row.words}, {row.ratio.speedup}'}" for row in self.rows
+            f"{row.name} {f'failed, {row.reason}' if row.ratio is None else f'{row.words}, {row.ratio.speedup}'}"
+            for row in self.rows
         ]
         return f"{'; '.join(told)} (against {self.first})"
 
     def table(self) -> Table:
-        """A row for each file."""
-        rows = [
-            (
-                r.name,
-                milliseconds(r.first_ms),
-                milliseconds(r.ms),
-                r.ratio.speedup if r.ratio else r.reason,
-                r.words,
-            )
-            for r in self.rows
-        ]
-        return ("file", "first, ms", "ms", "speedup", "verdict"), rows
+        """Every file against the first; the row of a file that failed is empty. Without samples no SQNR is known."""
+        cells = []
+        for row in self.rows:
+            if row.ratio is None or row.ms is None or row.first_ms is None:
+                cells.append((row.name, "", "", "", "failed", ""))
+                continue
+            sqnr = "" if row.sqnr_db is None else f"{row.sqnr_db:.1f}"
+            cells.append((row.name, f"{row.first_ms:.3f}", f"{row.ms:.3f}", row.ratio.speedup, row.words, sqnr))
+            for part in row.workloads:
+                times = f"{part.first_ms:.3f}", f"{part.ms:.3f}"
+                cells.append((f"  {part.name}, {part.share:.0%} of the calls", *times, part.ratio.speedup, "", ""))
+        columns = ("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB")
+        told = len(columns) if self.judged else -1
+        caption = f"output SQNR over {samples(self.judged, self.is_held_out)}" if self.judged else ""
+        return Table(columns[:told], [row[:told] for row in cells], caption, f"first: {self.first}")
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""

@@ -130,7 +130,7 @@ class Diagnosis:
     @property
     def weight_only(self) -> str | None:
         """The `weight_only` of `quantize` that stores weights as the file does; None where it has pairs."""
-        formats = {weight_format for _, weight_format in self.placement.compressed}
+        formats = {weight_format for _, weight_format in self.placement.weight_only}
         if self.placement.edges or not formats:
             return None
         names = {each.name for each in formats}
@@ -142,7 +142,7 @@ class Diagnosis:
             "model": str(self.file),
             "engine": self.engine,
             "edges": len(self.placement),
-            "weights": len(self.placement.compressed),
+            "weights": len(self.placement.weight_only),
             "pairs": self.pairs,
             "samples": self.samples,
             "held_out": self.is_held_out,

@@ -7,13 +7,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from qdqtune.commands.shown import Shown, Table, milliseconds
+from qdqtune.commands.shown import Shown, Table
 from qdqtune.errors import BadOption
+from qdqtune.explanation.explanations import IN_WORDS, Explanation, Tally, total
 from qdqtune.explanation.facts import facts_of
-from qdqtune.explanation.values import IN_WORDS, Explanation, Tally
-from qdqtune.explanation.why import headline, tallied
+from qdqtune.explanation.formatting import shortened
+from qdqtune.explanation.reasons_by_measurement import headline, tallied
 from qdqtune.options import FILE, REQUIRED, TEXT, File, MaybeFile, MaybeText, Options, option
 from qdqtune.tuning.finished import read_run
+
+LONGEST = 40
+"""The most characters of a node's name in the table of reasons."""
 
 
 @dataclass(kw_only=True)
@@ -49,12 +53,22 @@ class Explained(Shown):
 
     def table(self) -> Table:
         """The nodes by reason, or one by one if only some were asked for."""
-        ms = milliseconds
         if self.is_part:
             titles = ("node", "operator", "runs in", "reason", "ms", "float, ms")
-            return titles, [(r.node, r.op, r.precision, r.reason, ms(r.ms), ms(r.float_ms)) for r in self.rows]
-        rows = [(str(t.nodes), t.runs_in, IN_WORDS[t.why], ms(t.ms), ms(t.float_ms), t.example) for t in self.tallies]
-        return ("nodes", "runs in", "why", "ms", "float, ms", "such as"), rows
+            return Table(titles, [(r.node, r.op, r.precision, r.reason, _ms(r.ms), _ms(r.float_ms)) for r in self.rows])
+        rows = list[tuple[str, ...]]()
+        for tally in self.tallies:
+            more = "" if tally.margin_ms is None else f"{tally.margin_ms:+.4g}" + " ?" * (not tally.measured)
+            times, example = (_ms(tally.ms), _ms(tally.float_ms), more), shortened(tally.example, LONGEST)
+            rows.append((str(tally.nodes), tally.runs_in, *times, IN_WORDS[tally.why], example))
+        sums = (_ms(total([t.ms for t in self.tallies])), _ms(total([t.float_ms for t in self.tallies])))
+        rows.append((str(len(self.rows)), "", *sums, "", "all nodes", ""))
+        columns = ("nodes", "runs in", "ms", "float, ms", "otherwise", "why", "such as")
+        unknown = next((row.unknown for row in self.rows if row.ms is None and row.unknown), "")
+        caption = "otherwise: what the model would take more if all of them were decided the other way"
+        caption += "; ?: a guess in part, as no build ran all of them so" * any(" ?" in row[4] for row in rows)
+        caption = f"no ms: {unknown}" if unknown else caption
+        return Table(columns, rows, caption, left=("runs in", "why", "such as"))
 
     def matching(self, pattern: str) -> tuple[Explanation, ...]:
         """The rows of the node with that name, or else of those whose names match the wildcard, in graph order.
@@ -91,3 +105,7 @@ def explain_run(folder: Path, state: Path | None = None, pattern: str | None = N
     facts = facts_of(read_run(folder, state))
     whole = Explained(folder, headline(facts), *tallied(facts))
     return whole if pattern is None else replace(whole, rows=whole.matching(pattern), is_part=True)
+
+
+def _ms(ms: float | None) -> str:
+    return "" if ms is None else f"{ms:.4g}" if ms >= 0.001 or ms == 0 else f"{ms:.1e}"

@@ -12,7 +12,7 @@ from typing import Any
 from qdqtune.calibration.options import FixOption
 from qdqtune.commands.inputs import ModelOption
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.explanation.words import counted
+from qdqtune.explanation.formatting import counted
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.options import COUNT, SWITCH, Flag, Option, option
@@ -65,7 +65,7 @@ class Inspection(Shown):
         """The patterns, the most frequent first."""
         ordered = sorted(self.told["patterns"], key=lambda p: -p["instances"])
         rows = [(p["digest"], p["kind"], str(p["instances"]), str(p["points"]), ", ".join(p["ops"])) for p in ordered]
-        return ("pattern", "kind", "instances", "points", "operators"), rows
+        return Table(("pattern", "kind", "instances", "points", "operators"), rows)
 
     def to_dict(self) -> Mapping[str, Any]:
         """The result as JSON values."""

@@ -16,7 +16,7 @@ from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.runner import Runner, insist, temporary_runner
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
-from qdqtune.explanation.reasons import is_low
+from qdqtune.explanation.reasons_by_graph import is_low
 from qdqtune.graph.loading import load, read
 from qdqtune.options import FILE, Anything, MaybeFile, Option, option
 from qdqtune.types import Layer, Sample
@@ -79,7 +79,7 @@ class Layers(Shown):
         """The layers, the longest first."""
         ordered = sorted(self.layers, key=lambda layer: -(layer.time_ms or 0.0))
         rows = [(", ".join(x.nodes), x.kind, x.precision, milliseconds(x.time_ms), x.name) for x in ordered]
-        return ("nodes", "kind", "precision", "ms", "layer"), rows
+        return Table(("nodes", "kind", "precision", "ms", "layer"), rows)
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""

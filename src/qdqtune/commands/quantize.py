@@ -32,7 +32,7 @@ from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import checked_weight_format, numeric_format, usual_precision, weight_formats_like
 from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.explanation.words import decibels, placed
+from qdqtune.explanation.formatting import decibels, placed
 from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -42,10 +42,10 @@ from qdqtune.graph.saving import one_constant_file, save
 from qdqtune.numerics.accuracy import accuracy, concern, cosine, is_finite
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.metric import Evaluation, evaluate, load_evaluation
-from qdqtune.placement import engine_rules, rules
+from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import possible_edges, product_inputs, storable_edges
+from qdqtune.placement.possible import possible_edges, product_inputs, weight_only_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
@@ -87,7 +87,13 @@ class Quantized(Shown):
     def table(self) -> Table:
         """A row for each rule: how many edges it decided, and its effect."""
         effects = {rule.name: engine_rules.effect(rule) for rule in engine_rules.RULES}
-        return ("rule", "edges", ""), [(name, str(count), effects.get(name, "")) for name, count in self.placed.counts]
+        rows = [(name, str(count), effects.get(name, "")) for name, count in self.placed.counts]
+        return Table(("rule", "edges", ""), rows, left=("rule", ""))
+
+    def damage_table(self) -> Table:
+        """The tensors whose rounding alone changes the outputs most, and the nodes that read them in 8 bits."""
+        rows = [(d.tensor, ", ".join(d.nodes), decibels(d.output_db), decibels(d.own_db)) for d in self.damages]
+        return Table(("rounded alone", "read by", "output SQNR", "own SQNR"), rows, left=("rounded alone", "read by"))
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
@@ -139,7 +145,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
 
     def placed_by_rules(ranges: Ranges, without: Sequence[str] = ()) -> PlacedByRules:
         if options.weight_only is not None:
-            return _weights_only(options, shaped, options.weight_only)
+            return _weight_only(options, shaped, options.weight_only)
         possible = options.allowed(shaped, possible_edges(shaped, ranges))
         possible = frozenset(e for e in possible if e.node not in without)
         if options.placement_like == "implicit":
@@ -196,7 +202,7 @@ def _check_options(options: QuantizeOptions) -> None:
 def _moments(
     options: QuantizeOptions, model: Model, placement: Placement, prepared: Prepared | None, observer: Observer
 ) -> Mapping[str, Array]:
-    """Second moments of the inputs of products whose weights are stored in few bits, for gptq; empty without gptq."""
+    """Second moments of the inputs of products whose weights get a weight format, for gptq; empty without gptq."""
     if options.weight_rounding == "nearest" or prepared is None:
         return {}
     observer.stage(f"looking at what products meet on {prepared.samples.origin}")
@@ -221,10 +227,10 @@ def _few_rows(
     return (f"{told}: it gains little below as many; give more samples, or longer ones",)
 
 
-def _weights_only(options: QuantizeOptions, model: Model, wanted: str) -> PlacedByRules:
+def _weight_only(options: QuantizeOptions, model: Model, wanted: str) -> PlacedByRules:
     """A placement that stores every weight of the chosen nodes in the `wanted` format."""
-    edges = options.allowed(model, storable_edges(model))
-    placement = rules.weights_only(model, edges, partial(weight_formats_like, options.engine, wanted))
+    edges = options.allowed(model, weight_only_edges(model))
+    placement = start_placements.weight_only(model, edges, partial(weight_formats_like, options.engine, wanted))
     return PlacedByRules(placement, tuple(Counter(s.name for s in placement.weight_formats.values()).items()))
 
 

@@ -67,7 +67,7 @@ class QuantizeOptions(FixOption, SourceOptions):
         "multiply.",
         "Model",
         short="activations stay in float: w4, w8, w4b32",
-        metavar="STORAGE",
+        metavar="FORMAT",
     )
     weight_rounding: Option[Rounding, Rounding] = option(
         choice("nearest", "gptq"),

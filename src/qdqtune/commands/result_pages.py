@@ -7,15 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from qdqtune.commands.check import Checked
-from qdqtune.commands.compare import Row
+from qdqtune.commands.compare import Comparison, Row
 from qdqtune.commands.qualification.qualify import Qualification
 from qdqtune.commands.quantize import Quantized
 from qdqtune.commands.quantize_options import QuantizeOptions
+from qdqtune.commands.shown import Table
+from qdqtune.explanation.formatting import title
 from qdqtune.explanation.model_map import Ran, draw, everywhere
-from qdqtune.explanation.reasons import is_low
+from qdqtune.explanation.reasons_by_graph import is_low
 from qdqtune.explanation.report import bars, speed, strip
 from qdqtune.explanation.report_values import Fact, Headline, Map, Report, ReportTable, Strip
-from qdqtune.explanation.words import title
 from qdqtune.graph.model import Model
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search.costs.attribution import node_times
@@ -64,11 +65,6 @@ def of_check(name: str, done: Checked, typed: Sequence[str]) -> Report:
     else:
         meaning = "What it does not fuse was measured, and is faster so." if measured and findings else ""
         verdict = Headline(f"{engine} fuses {name} as it should", meaning or "No finding fails.", True)
-    rows = tuple(
-        (f.kind, "failure" if f in failing else "note", _ms(f.time_ms), ", ".join(f.nodes) or f.layer, f.reason)
-        for f in findings
-    )
-    columns = ("what", "counts as", "ms", "nodes", "why")
     return Report(
         title=name,
         kind="check",
@@ -78,7 +74,7 @@ def of_check(name: str, done: Checked, typed: Sequence[str]) -> Report:
             Fact("findings", str(len(failing))),
             Fact("notes", str(len(findings) - len(failing)), "worth knowing, nothing to mend"),
         ),
-        listings=(ReportTable("What is not fused", "", columns, rows, (2,)),) if rows else (),
+        listings=(_listing("What is not fused", "", done.table(), 2),) if findings else (),
         bars=bars(drawn) if drawn else (),
         bars_lead=PROFILED,
         map=drawn,
@@ -87,11 +83,11 @@ def of_check(name: str, done: Checked, typed: Sequence[str]) -> Report:
     )
 
 
-def of_compare(first: str, rows: Sequence[Row], plan: Plan, notes: Sequence[str], typed: Sequence[str]) -> Report:
+def of_compare(done: Comparison, plan: Plan, typed: Sequence[str]) -> Report:
     """The report of `compare`, with every round."""
-    known = [row for row in rows if row.ratio is not None]
+    known = [row for row in done.rows if row.ratio is not None]
     best = min(known, key=lambda row: row.ratio.median if row.ratio else 1.0, default=None)
-    name = title(Path(first))
+    name = title(Path(done.first))
     if best is None or best.ratio is None:
         verdict = Headline(f"Nothing could be compared with {name}", "The engine refused every other file.", False)
     else:
@@ -101,20 +97,15 @@ def of_compare(first: str, rows: Sequence[Row], plan: Plan, notes: Sequence[str]
             "slower": f"{other} is slower than {name}: {found.median:.2f} times as fast",
             "undecided": f"{other} and {name} cannot be told apart",
         }
-        of_all = f"The fastest of {len(rows)} files. " if len(rows) > 1 else ""
+        of_all = f"The fastest of {len(done.rows)} files. " if len(done.rows) > 1 else ""
         meaning = f"{of_all}One inference takes {best.ms:.4g} ms instead of {best.first_ms:.4g} ms."
         verdict = Headline(words[best.ratio.verdict], meaning, best.ratio.verdict == "faster", found, name)
-    cells = tuple(
-        (r.name, _ms(r.first_ms), _ms(r.ms), *_speed_cells(r), "" if r.sqnr_db is None else f"{r.sqnr_db:.1f}")
-        for r in rows
-    )
-    columns = ("file", "first, ms", "ms", "times as fast", "interval", "verdict", "SQNR, dB")
     return Report(
         title=name,
         kind="compare",
         verdict=verdict,
-        notes=tuple(notes),
-        listings=(ReportTable("All files", f"Against {first}.", columns, cells, (1, 2, 3, 4, 6)),),
+        notes=(*done.notes, *done.refusals),
+        listings=(_listing("All files", f"Against {done.first}.", done.table(), 1, 2, 5),),
         proof=tuple(_round_strips(known, plan)),
         circumstances=(Fact("qdqtune", __version__),),
         commands=_command_facts(typed),
@@ -131,14 +122,10 @@ def of_quantize(options: QuantizeOptions, done: Quantized, model: Model, typed: 
     if not done.is_finite:
         exact = "not finite"
     hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
-    rules = tuple((name, str(count)) for name, count in done.placed.counts)
-    listings = [ReportTable("What each rule did", "qdqtune rules has their reasons.", ("rule", "edges"), rules, (1,))]
+    listings = [_listing("What each rule did", "qdqtune rules has their reasons.", done.table(), 1)]
     if done.damages:
-        worst = tuple((d.tensor, ", ".join(d.nodes), _db(d.output_db), _db(d.own_db)) for d in done.damages)
-        columns = ("tensor, rounded alone", "read by", "outputs, dB", "itself, dB")
-        listings.append(
-            ReportTable("What hurts most", "Rounding this tensor alone would leave so much.", columns, worst, (2, 3))
-        )
+        lead = "Rounding this tensor alone would leave so much."
+        listings.append(_listing("What hurts most", lead, done.damage_table(), 2, 3))
     meaning = f"{eight} of {len(drawn.nodes)} nodes read 8-bit values, by the rules for {options.engine}. "
     meaning += "Nothing was timed: qdqtune tune measures which pairs pay."
     return Report(
@@ -162,7 +149,6 @@ def of_quantize(options: QuantizeOptions, done: Quantized, model: Model, typed: 
 
 def of_qualification(done: Qualification, typed: Sequence[str]) -> Report:
     """The report of `doctor` with `qualify`."""
-    columns, rows = done.table()
     seen = tuple((r.name, s.subject, s.state, s.told) for r in done.results for s in r.seen)
     name = f"{done.engine['engine']} {done.engine['version']}"
     verdict = "does what qdqtune claims" if done.holds else "does not do all that qdqtune claims"
@@ -171,7 +157,7 @@ def of_qualification(done: Qualification, typed: Sequence[str]) -> Report:
         kind="doctor",
         verdict=Headline(f"{name} {verdict}", done.in_words(), done.holds),
         listings=(
-            ReportTable("Claims", "", tuple(columns), tuple(map(tuple, rows)), (4,)),
+            _listing("Claims", "", done.table(), 4),
             ReportTable("All that was checked", "", ("check", "subject", "result", "what was seen"), seen),
         ),
         circumstances=tuple(Fact(*item) for item in {**done.engine, **done.machine, "qdqtune": __version__}.items()),
@@ -184,6 +170,11 @@ def _drawn_map(model: Model, layers: Sequence[Layer], whys: Mapping[str, str] | 
     total = sum(layer.time_ms or 0.0 for layer in layers)
     ran = Ran(Placement(), layers, node_times(model, Placement(), layers, total))
     return draw(model, grouped.groups, frozenset(grouped.folded), ran, None, {}, whys or {}, "")
+
+
+def _listing(title: str, lead: str, table: Table, *numbers: int) -> ReportTable:
+    """A table of a result in a report; `numbers` are the columns that hold numbers."""
+    return ReportTable(title, lead, tuple(table.columns), tuple(map(tuple, table.rows)), numbers)
 
 
 def _layer_table(layers: Sequence[Layer]) -> ReportTable:
@@ -201,21 +192,9 @@ def _round_strips(rows: Sequence[Row], plan: Plan) -> Iterator[Strip]:
             yield strip(f"{title(Path(row.file))}, builds {number}", measured, ratio(measured, plan))
 
 
-def _speed_cells(row: Row) -> tuple[str, str, str]:
-    if row.ratio is None:
-        return "", "", f"failed: {row.reason}"
-    found = speed(row.ratio)
-    known = found.low is not None and found.high is not None
-    return f"{found.median:.2f}×", f"{found.low:.2f}× to {found.high:.2f}×" if known else "", row.words
-
-
 def _command_facts(typed: Sequence[str]) -> tuple[Fact, ...]:
     return (Fact("what was run", shlex.join(typed)),) if typed else ()
 
 
 def _ms(ms: float | None) -> str:
     return "" if ms is None else f"{ms:.4f}"
-
-
-def _db(ratio_db: float | None) -> str:
-    return "equal" if ratio_db is None else f"{ratio_db:.1f}"

@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
 
 MOST_ROWS = 30
 """Most rows of a table that a notebook shows."""
 
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]
-"""Titles of columns, and rows."""
+
+@dataclass(frozen=True)
+class Table:
+    """A table for people: titles of columns, rows of texts, a caption below and a title above.
+
+    On a terminal the columns of `left` are aligned left (None: the first, and "verdict"), others right. `least_widths`
+    are those of columns of long texts, in characters, by title.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    title: str = ""
+    left: Collection[str] | None = None
+    least_widths: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def filled(self) -> Table:
+        """The table without empty columns; columns without a title stay."""
+        told = [n for n, name in enumerate(self.columns) if not name or any(row[n] for row in self.rows)]
+        return replace(self, columns=[self.columns[n] for n in told], rows=[[r[n] for n in told] for r in self.rows])
 
 
 class Shown:
@@ -34,14 +54,15 @@ class Shown:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks. Everything is escaped, since names come from models."""
-        titles, rows = self.table()
-        head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+        table = self.table()
+        head = "".join(f"<th>{escape(title)}</th>" for title in table.columns)
         body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows[:MOST_ROWS]
+            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows[:MOST_ROWS]
         )
-        rest = f"<p>and {len(rows) - MOST_ROWS} more</p>" if len(rows) > MOST_ROWS else ""
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
-        return f"<div><p>{escape(self.in_words())}</p>{table}{rest}</div>"
+        rest = f"<p>and {len(table.rows) - MOST_ROWS} more</p>" if len(table.rows) > MOST_ROWS else ""
+        shown = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if table.rows else ""
+        below = "".join(f"<p>{escape(line)}</p>" for line in table.caption.splitlines())
+        return f"<div><p>{escape(self.in_words())}</p>{shown}{rest}{below}</div>"
 
 
 def milliseconds(ms: float | None) -> str:

@@ -15,14 +15,15 @@ from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.commands.inputs import METRIC, InputOptions, MetricLike
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for
+from qdqtune.commands.tune_tables import is_judged, result_table
 from qdqtune.engines import LAUNCHED
 from qdqtune.engines.execution import Check
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.tensorrt.options import usual_shapes
-from qdqtune.explanation.words import built, decibels, rewrites_gave, title
+from qdqtune.explanation.formatting import decibels
 from qdqtune.options import SWITCH, Anything, Flag, MaybeFile, MaybeInt, OfRun, Option, choice, option
 from qdqtune.search.region import Config
-from qdqtune.timing.ratios import Plan, Ratio, least_rounds, speed
+from qdqtune.timing.ratios import Plan, least_rounds
 from qdqtune.tuning import loop, result
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.tuning.observer import Observer
@@ -30,7 +31,6 @@ from qdqtune.tuning.options import SearchOptions
 from qdqtune.tuning.price_cache import usual_path
 from qdqtune.tuning.settings import EFFORTS, FRONT_BUILDS, Settings, builds_for, looks_until, usual_builds
 from qdqtune.tuning.subject import tuned_patterns
-from qdqtune.types import Accuracy
 
 Preset = Literal["quick", "default", "extensive"]
 
@@ -210,9 +210,7 @@ class Result(Shown, result.Result):
 
     def table(self) -> Table:
         """Float and tuned model side by side."""
-        told = self.summary
-        spent = f"{told['trials']}, {built(told)}, {told['seconds']:.0f} s"
-        return ("", "float", "tuned"), [*result_rows(self), ("candidates, builds, time", "", spent)]
+        return result_table(self)
 
     def to_dict(self) -> Mapping[str, Any]:
         """The contents of summary.json, the notes, and the folder."""
@@ -227,73 +225,3 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
     """
     done = loop.tune(settings, observer, check)
     return Result(**vars(done), folder=settings.output_dir)
-
-
-def result_rows(found: result.Result) -> list[tuple[str, str, str]]:
-    """The result as rows of a table: latency, speedup, pairs and accuracy of the float and of the tuned model."""
-    summary = found.summary
-    rows = _latency_rows(found)
-    if found.ratio is not None and summary["ratio_to_given"] is not None:
-        rows.append((f"speedup over {title(Path(summary['model']))}", "", speed(summary["ratio_to_given"])))
-    rows += _rewrite_rows(summary)
-    rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
-    if stored := summary.get("weights"):
-        rows.append(("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in stored.items())))
-    if found.improved and is_judged(summary):
-        rows.append(("output SQNR against float", "", _accuracy_text(summary)))
-        if (equal := (summary["output_accuracy"] or {}).get("agreement")) is not None:
-            rows.append(("integers as in float", "", f"{equal:.1%}"))
-    if (without := summary["fastest_without_limits"]) is not None:
-        ratio = f" at {decibels(without['sqnr_db'])}" if is_judged(summary) else ""
-        rows.append(("fastest without limits", "", f"{speed(without['ratio'])}{ratio}"))
-    if summary["metric_before"] is not None:
-        after = summary["metric_after"]
-        rows.append(("your metric", f"{summary['metric_before']:g}", "failed" if after is None else f"{after:g}"))
-    return rows
-
-
-def _rewrite_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows of the speedup by rewrites of the float model, if it was measured, and of that by the placement."""
-    rewrites = summary.get("rewrites", {})
-    if "gave" not in rewrites:
-        return []
-    gave, placed = rewrites_gave(summary)
-    rows = [(f"speedup by {', '.join(rewrites['names'])}", "1x", speed(gave))]
-    return rows if placed is None else [*rows, ("  and by the placement", "1x", speed(placed))]
-
-
-def _latency_rows(found: result.Result) -> list[tuple[str, str, str]]:
-    """Rows of latency and speedup, for each number of threads and each workload if there are several."""
-    summary = found.summary
-    mean = "latency of a call, on average" if summary.get("workloads") else "latency"
-    times = f"{summary['baseline_ms']:.3f} ms", f"{summary['final_ms']:.3f} ms"
-    if found.ratio is None:
-        return [(mean, *times)]
-    by_threads = summary.get("by_threads", [])
-    rows = [(mean, *times), ("speedup [interval]", "1x", found.ratio.speedup)]
-    if len(by_threads) > 1:
-        rows = []
-        for row in by_threads:
-            rows += _comparison_rows(f"latency, {row['threads']} thread{'s' * (row['threads'] > 1)}", row)
-    for row in summary.get("workloads", []):
-        rows += _comparison_rows(f"{row['name']}, {row['share']:.0%} of the calls", row)
-    return rows
-
-
-def _comparison_rows(name: str, row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Two rows: the latencies, and the speedup with its interval."""
-    times = f"{row['baseline_ms']:.3f} ms", f"{row['final_ms']:.3f} ms"
-    return [(name, *times), ("  speedup [interval]", "1x", Ratio(row["ratio"], row["low"], row["high"]).speedup)]
-
-
-def _accuracy_text(summary: Mapping[str, Any]) -> str:
-    """Output SQNR with its spread over single samples."""
-    accuracy = summary["output_accuracy"] or {}
-    lost = summary["output_sqnr_db"]
-    is_told = bool(accuracy) and lost is not None
-    return str(Accuracy(**{**accuracy, "agreement": None})) if is_told else decibels(lost)
-
-
-def is_judged(summary: Mapping[str, Any]) -> bool:
-    """Whether outputs were compared on samples, not on random inputs."""
-    return bool(summary["accuracy_samples"])

@@ -30,7 +30,7 @@ from qdqtune.engines.process import (
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
 from qdqtune.graph.saving import nbytes
 from qdqtune.system.writing import temporary_folder
-from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat, QuantType, Slot, Tensors, Workload
+from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Turn, Workload
 
 SLACK = 5.0
 """Multiple of the expected time that rounds may take beyond their limit: a shared machine rarely slows down so much."""
@@ -89,7 +89,7 @@ class Runner:
         self._numbers = itertools.count()
         self._logs: dict[Handle, Path] = {}
         self._present: set[int] = set()  # builds that the worker holds; others are built again when they are needed
-        self._slots: dict[tuple[frozenset[Handle], float], list[Slot]] = {}
+        self._turns: dict[tuple[frozenset[Handle], float], list[Turn]] = {}
         self._connection = WorkerConnection(
             spec,
             execution,
@@ -169,7 +169,7 @@ class Runner:
     def feed(self, given: Tensors | Mix) -> None:
         """Set the inputs of `rounds` and `layers`: one sample, or several workloads."""
         self._mix = as_workloads(given)
-        self._slots.clear()
+        self._turns.clear()
         if self._connection.worker is not None:
             self._ask("feed", self._mix)
 
@@ -202,7 +202,7 @@ class Runner:
     def unload(self, handle: Handle) -> None:
         """Free one build, if the worker holds it."""
         self._logs.pop(handle, None)
-        self._slots = {key: slot for key, slot in self._slots.items() if handle not in key[0]}
+        self._turns = {key: turn for key, turn in self._turns.items() if handle not in key[0]}
         if handle.build in self._present:
             self._free(handle.build)
 
@@ -267,7 +267,7 @@ class Runner:
         *,
         seed: int,
         first_round: int,
-        slot_seconds: float,
+        turn_seconds: float,
         warmup: int,
         samples: Sequence[Tensors] = (),
     ) -> Measurement | Failure:
@@ -275,7 +275,7 @@ class Runner:
 
         Round r runs A B B A or B A A B, drawn with seed (seed, r); with long inferences A B or B A. Its times are the
         means over each side's turns, in seconds per inference. Both sides and all rounds of a pair have the same
-        `Slot`. Several workloads follow each other in each round, and share `slot_seconds`. `warmup` inferences of each
+        `Turn`. Several workloads follow each other in each round, and share `turn_seconds`. `warmup` inferences of each
         model come before the first round.
 
         Where each turn starts a process, a round is A B or B A, without warm-up. Round r then runs `samples[r]`, if it
@@ -284,17 +284,17 @@ class Runner:
         if not self._mix:
             raise ValueError("rounds need a sample: call feed first")
         what = f"timing {a.path.name} against {b.path.name}"
-        key = frozenset({a, b}), slot_seconds
-        if key not in self._slots:
-            probed = self._ask_of([a, b], "probe", a.build, b.build, slot_seconds, what=what)
+        key = frozenset({a, b}), turn_seconds
+        if key not in self._turns:
+            probed = self._ask_of([a, b], "probe", a.build, b.build, turn_seconds, what=what)
             if isinstance(probed, Failure):
                 return probed
-            self._slots[key] = probed
-        slots = self._slots[key]
+            self._turns[key] = probed
+        turns = self._turns[key]
         numbers = range(first_round, first_round + count)
         these = samples[first_round : first_round + count] if self._spec.name in LAUNCHED else ()
-        timed = a.build, b.build, seed, numbers, slots, warmup, these
-        extra = SLACK * sum(2 * (warmup + count) * slot.seconds + count * slot.round_seconds for slot in slots)
+        timed = a.build, b.build, seed, numbers, turns, warmup, these
+        extra = SLACK * sum(2 * (warmup + count) * turn.seconds + count * turn.round_seconds for turn in turns)
         result: Measurement | Failure = self._ask_of([a, b], "rounds", *timed, what=what, extra=extra)
         return result
 

@@ -28,7 +28,7 @@ import numpy as np
 from qdqtune.engines import LAUNCHED, Built, Compiler, Engine, EngineSpec, Launched, open_engine
 from qdqtune.engines.memory import return_free_memory, scarce_memory
 from qdqtune.errors import QdqtuneError
-from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Slot, Tensors, Workload
+from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Turn, Workload
 
 PROBES, PROBE_SECONDS = 3, 0.2
 """A model's speed is the best of `PROBES` inferences, fewer after `PROBE_SECONDS`. Chosen, not measured."""
@@ -106,13 +106,13 @@ class Session:
         """`Launched.start_seconds`; 0 for models that stay loaded."""
         return cast(Launched, self._models[number]).start_seconds if self._is_launched else 0.0
 
-    def probe(self, a: int, b: int, slot_seconds: float) -> list[Slot]:
-        """The `Slot` of each workload, in which the slower model runs for an equal part of `slot_seconds`."""
-        models, part = [self._models[n] for n in dict.fromkeys((a, b))], slot_seconds / len(self._mix)
+    def probe(self, a: int, b: int, turn_seconds: float) -> list[Turn]:
+        """The `Turn` of each workload, in which the slower model runs for an equal part of `turn_seconds`."""
+        models, part = [self._models[n] for n in dict.fromkeys((a, b))], turn_seconds / len(self._mix)
         if start := max(self.start_seconds(a), self.start_seconds(b)):
-            return [Slot.of(0.0, part, start)] * len(self._mix)  # the process chooses how often it runs the model
+            return [Turn.of(0.0, part, start)] * len(self._mix)  # the process chooses how often it runs the model
         slower = [max(_quickest(model, workload.inputs) for model in models) for workload in self._mix]
-        return [Slot.of(seconds, part) for seconds in slower]
+        return [Turn.of(seconds, part) for seconds in slower]
 
     def rounds(
         self,
@@ -120,11 +120,11 @@ class Session:
         b: int,
         seed: int,
         numbers: range,
-        slots: Sequence[Slot],
+        turns: Sequence[Turn],
         warmup: int,
         samples: Sequence[Tensors] = (),
     ) -> Measurement:
-        """Paired rounds of the models `a` and `b`, each of all workloads in their slots: see `Runner.rounds`."""
+        """Paired rounds of the models `a` and `b`, each of all workloads in their turns: see `Runner.rounds`."""
         first, second = self._models[a], self._models[b]
         if self._is_launched:
             return self._launched_rounds(first, cast(Launched, second), coins_of(seed, numbers), samples)
@@ -136,11 +136,11 @@ class Session:
         rounds: list[list[tuple[float, float]]] = []
         for coin in coins:
             rounds.append([])
-            for workload, slot in zip(self._mix, slots, strict=True):
+            for workload, turn in zip(self._mix, turns, strict=True):
                 if len(self._mix) > 1:  # untimed: engines prepare for other shapes
                     first.time(workload.inputs, 1)
                     second.time(workload.inputs, 1)
-                rounds[-1].append(_round(first, second, workload.inputs, slot, a_is_first=coin))
+                rounds[-1].append(_round(first, second, workload.inputs, turn, a_is_first=coin))
         return measurement(self._mix, rounds)
 
     def _launched_rounds(self, a: Built, b: Launched, coins: Sequence[bool], samples: Sequence[Tensors]) -> Measurement:
@@ -177,11 +177,11 @@ def _quickest(model: Built, inputs: Tensors) -> float:
     return min(samples)
 
 
-def _round(a: Built, b: Built, inputs: Tensors, slot: Slot, *, a_is_first: bool) -> tuple[float, float]:
+def _round(a: Built, b: Built, inputs: Tensors, turn: Turn, *, a_is_first: bool) -> tuple[float, float]:
     """Seconds per inference of both models in one round: A B B A or B A A B; with one turn, A B or B A."""
     first, second = (a, b) if a_is_first else (b, a)
-    seconds = [model.time(inputs, slot.runs) for model in (first, second, second, first)[: 2 * slot.turns]]
-    outside, inside = (sum(seconds[0::3]) / slot.turns, sum(seconds[1:3]) / slot.turns)
+    seconds = [model.time(inputs, turn.runs) for model in (first, second, second, first)[: 2 * turn.per_round]]
+    outside, inside = (sum(seconds[0::3]) / turn.per_round, sum(seconds[1:3]) / turn.per_round)
     return (outside, inside) if a_is_first else (inside, outside)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.engines import THREADED, EngineSpec
+from qdqtune.explanation.formatting import duration
 from qdqtune.explanation.report_values import Fact
-from qdqtune.explanation.words import duration
 from qdqtune.tuning.finished import FinishedRun
 from qdqtune.tuning.folder import BASELINE, FINAL
 from qdqtune.tuning.run_log import RunLog

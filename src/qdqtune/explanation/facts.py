@@ -15,8 +15,8 @@ from typing import Literal
 
 from qdqtune.engines.formats import FORMATS, numeric_format
 from qdqtune.errors import BadState
-from qdqtune.explanation.reasons import Reasons, is_float
-from qdqtune.explanation.values import origin_in_words
+from qdqtune.explanation.explanations import origin_in_words
+from qdqtune.explanation.reasons_by_graph import Reasons, is_float
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -25,7 +25,7 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import placement_in
 from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.attribution import NodeTime, node_times
-from qdqtune.search.costs.noise import Noise
+from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.priors import NO_PRIOR, Prior, unpacked
 from qdqtune.search.costs.units import formats_in

@@ -11,14 +11,14 @@ from typing import Literal
 from qdqtune.calibration.observe import running
 from qdqtune.engines.execution import Execution
 from qdqtune.errors import InputError, parsed_json
-from qdqtune.explanation.reasons import UNKNOWN, Reason, Reasons, is_conversion, is_float, is_low, named
-from qdqtune.explanation.split_attention import Split, splits
+from qdqtune.explanation.reasons_by_graph import UNKNOWN, Reason, Reasons, is_conversion, is_float, is_low, named
+from qdqtune.explanation.reasons_for_attention import Split, splits
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import COMPUTE, FUSED_BEHIND
 from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.placement.files import read_placement_file
-from qdqtune.placement.reading import placement_in, stored_alone, tables_of
+from qdqtune.placement.reading import placement_in, tables_of, weight_only_formats
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.tuning.folder import BASELINE
 from qdqtune.types import Accuracy, Failure, Layer, NumericFormat, Sample
@@ -96,7 +96,7 @@ class _Checker:
         self._maker = model.maker
         self._layers = layers
         self._reasons = reasons
-        self._stored = stored_alone(model)
+        self._formats = weight_only_formats(model)
         self._tables = tuple(table.dq.name for table in tables_of(model)) or ("\0",)
         self._computing = [number for number, layer in enumerate(layers) if layer.kind == "compute"]
 
@@ -105,8 +105,8 @@ class _Checker:
         if layer.name.startswith(self._tables):
             return None
         nodes = [self._nodes[name] for name in layer.nodes if name in self._nodes]
-        if layer.kind == "quantize" and (alone := [n for n in nodes if n.name in self._stored]):
-            return self._stored_apart(layer, alone)
+        if layer.kind == "quantize" and (alone := [n for n in nodes if n.name in self._formats]):
+            return self._weights_apart(layer, alone)
         pairs = [node for node in nodes if is_conversion(node)]
         others = [node for node in nodes if not is_conversion(node)]
         if layer.kind in ("folded", "unknown"):
@@ -119,12 +119,12 @@ class _Checker:
             return self._in_float(layer, others)
         return self._inserted(number)
 
-    def _stored_apart(self, layer: Layer, alone: Sequence[Node]) -> Finding:
-        """A finding about weights that alone are quantized, and that become floats in a kernel of their own."""
-        reason = f"the engine does not draw weights of {self._stored[alone[0].name].name} into the product behind"
+    def _weights_apart(self, layer: Layer, alone: Sequence[Node]) -> Finding:
+        """A finding about weights in a weight format that become floats in a kernel of their own."""
+        reason = f"the engine does not draw weights of {self._formats[alone[0].name].name} into the product behind"
         apart = {name for other in self._layers if other.kind == "quantize" for name in other.nodes}
-        if taken := len(self._stored.keys() - apart):
-            reason += f", as it does with {taken} of {len(self._stored)}: `nodes_to_exclude` leaves them in float"
+        if taken := len(self._formats.keys() - apart):
+            reason += f", as it does with {taken} of {len(self._formats)}: `nodes_to_exclude` leaves them in float"
         return Finding("standalone pair", layer.name, _names(alone), layer.time_ms, reason)
 
     def _conversion(self, number: int, pairs: Sequence[Node]) -> Finding:
@@ -169,8 +169,8 @@ class _Checker:
         `has_running_pair`: else it is float arithmetic in a kernel that reads and writes 8 bits, which costs nothing.
         """
         operands = self._reasons.operands(node)
-        if any(o.dq is not None and o.dq.name in self._stored for o in operands):
-            return False  # only its weights are meant to have fewer bits
+        if any(o.dq is not None and o.dq.name in self._formats for o in operands):
+            return False  # only its weights are quantized
         paired = [operand.dq for operand in operands if operand.dq is not None]
         if not paired or not any(output in self._float_types for output in node.outputs):
             return False

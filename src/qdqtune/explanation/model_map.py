@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from qdqtune.explanation.reasons import is_float, is_low
+from qdqtune.explanation.reasons_by_graph import is_float, is_low
 from qdqtune.explanation.report_values import Map, MapBlock, MapGroup, MapNode
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import ASKS_SHAPE, QDQ, REARRANGES

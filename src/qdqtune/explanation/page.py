@@ -16,8 +16,8 @@ from markupsafe import Markup
 
 from qdqtune.errors import escaped, with_flags
 from qdqtune.explanation import charts
+from qdqtune.explanation.formatting import duration
 from qdqtune.explanation.report_values import Map, MapBlock, Report
-from qdqtune.explanation.words import duration
 from qdqtune.system.checks import PAGE_KIND, mark
 from qdqtune.system.writing import atomic_write
 from qdqtune.types import EQUAL_DB

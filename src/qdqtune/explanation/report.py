@@ -9,12 +9,12 @@ from pathlib import Path
 from qdqtune.errors import BadOption
 from qdqtune.explanation.charts import longest
 from qdqtune.explanation.circumstances import circumstances, commands
+from qdqtune.explanation.explanations import origin_in_words
 from qdqtune.explanation.facts import Facts, facts_of
+from qdqtune.explanation.formatting import built, decibels, duration, rewrite_ratios, title
 from qdqtune.explanation.model_map import Ran, alike, draw, everywhere
+from qdqtune.explanation.reasons_by_measurement import tallied
 from qdqtune.explanation.report_values import Bar, Candidate, Fact, Headline, Map, MapGroup, Point, Report, Speed, Strip
-from qdqtune.explanation.values import origin_in_words
-from qdqtune.explanation.why import tallied
-from qdqtune.explanation.words import built, decibels, duration, rewrites_gave, title
 from qdqtune.graph.operators import QDQ
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
@@ -216,7 +216,7 @@ def _facts(run: FinishedRun) -> Iterator[Fact]:
         if before is not None and after is not None:
             yield Fact("your metric", f"{after:.4g}", f"float: {before:.4g}")
         if "gave" in (rewrites := summary["rewrites"]):
-            gave, placed = rewrites_gave(summary)
+            gave, placed = rewrite_ratios(summary)
             told = "" if placed is None else f"; the placement gave {1 / placed:.2f}× on top"
             yield Fact(
                 "rewrites gave", f"{1 / gave:.2f}×", f"as fast as your file: {', '.join(rewrites['names'])}{told}"

@@ -28,16 +28,16 @@ from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import Constant, Model
 from qdqtune.numerics.accuracy import accuracy, is_finite, noisiest
 from qdqtune.numerics.sessions import InferenceCount, Outputs
-from qdqtune.placement.compression import BLOCK_OPSET, Compressor
 from qdqtune.placement.insertion import quantized
 from qdqtune.placement.possible import weight_at, weight_role
 from qdqtune.placement.switches import SWITCH, Rounding, is_switched_at_reader, with_roundings
+from qdqtune.placement.weight_only import BLOCK_OPSET, WeightOnlyWriter
 from qdqtune.types import Deaf, Edge, Failure, Listener, NumericFormat, Sample, WeightFormat
 
 
 @dataclass(frozen=True, eq=False)
-class StoredWeight:
-    """A weight that alone is quantized: its `parts` by name, as `Compressor.parts` gives them, in blocks of `block`
+class QuantizedWeight:
+    """A weight in a weight format: its `parts` by name, as `WeightOnlyWriter.parts` gives them, in blocks of `block`
     inputs (None: one scale a channel). `turned`: its reader takes it transposed."""
 
     parts: Mapping[str, Constant]
@@ -72,7 +72,7 @@ UNBOUNDED_NOISE = 1e3
 
 def sensitivities(
     model: Model,
-    pairs: Mapping[Edge, Quantization | StoredWeight],
+    pairs: Mapping[Edge, Quantization | QuantizedWeight],
     samples: Sequence[Sample],
     *,
     floor: float = 0.0,
@@ -85,7 +85,7 @@ def sensitivities(
     on_fewer: Callable[[int, int, float], None] = lambda fewer, wanted, seconds: None,
     effort: Effort | None = None,
 ) -> dict[str, float] | Failure:
-    """Relative noise power that rounding each tensor of `pairs` brings to the worst output (see `search.costs.noise`).
+    """The relative noise (`search.costs.output_noise`) that rounding each tensor of `pairs` brings to the worst output.
 
     Runs on ONNX Runtime, on at most `effort.samples` samples: those of the first ones whose outputs change most when
     everything is rounded. A failure if ONNX Runtime does not run the model with switches, or the float model's outputs
@@ -102,7 +102,7 @@ def sensitivities(
     """
     if not pairs:
         return {}
-    if any(isinstance(how, StoredWeight) for how in pairs.values()):
+    if any(isinstance(how, QuantizedWeight) for how in pairs.values()):
         model = with_opset(model, BLOCK_OPSET)
     roundings = _roundings(model, pairs)
     switched = with_roundings(model, roundings, switched=True)
@@ -258,18 +258,18 @@ def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edg
     return scales.of_range(ranges.activations.get(edge.tensor, own), numbers)
 
 
-def stored_weights(model: Model, weight_formats: Mapping[Edge, WeightFormat]) -> dict[Edge, StoredWeight]:
-    """By edge, the weight as candidates store it in its weight format."""
-    compressor, found = Compressor(model), {}
+def quantized_weights(model: Model, weight_formats: Mapping[Edge, WeightFormat]) -> dict[Edge, QuantizedWeight]:
+    """By edge, the weight as candidates have it in its weight format."""
+    writer, found = WeightOnlyWriter(model), {}
     for edge, weight_format in weight_formats.items():
         weight = weight_at(model, edge)
         assert weight is not None  # only weights have weight formats
         turned = weight.transposed != (edge.tensor in model.producers)
-        found[edge] = StoredWeight(compressor.parts(weight, weight_format), weight_format.block, turned)
+        found[edge] = QuantizedWeight(writer.parts(weight, weight_format), weight_format.block, turned)
     return found
 
 
-def _roundings(model: Model, pairs: Mapping[Edge, Quantization | StoredWeight]) -> tuple[Rounding, ...]:
+def _roundings(model: Model, pairs: Mapping[Edge, Quantization | QuantizedWeight]) -> tuple[Rounding, ...]:
     """A rounding for each tensor, as its first edge has it, in graph order: neighbours share blocks."""
     edges: dict[str, list[Edge]] = {}
     for node in model.nodes:
@@ -283,10 +283,10 @@ def _roundings(model: Model, pairs: Mapping[Edge, Quantization | StoredWeight]) 
     return tuple(_rounding(model, tensor, tuple(at), pairs[at[0]]) for tensor, at in edges.items())
 
 
-def _rounding(model: Model, tensor: str, edges: tuple[Edge, ...], how: Quantization | StoredWeight) -> Rounding:
+def _rounding(model: Model, tensor: str, edges: tuple[Edge, ...], how: Quantization | QuantizedWeight) -> Rounding:
     """Nodes that round a tensor as a candidate does, where a large weight comes as integers, too."""
-    if isinstance(how, StoredWeight):
-        return Rounding(tensor, tensor, edges, tuple(_from_stored(how)), how.parts)
+    if isinstance(how, QuantizedWeight):
+        return Rounding(tensor, tensor, edges, tuple(_from_integers(how)), how.parts)
     zeros = np.full(how.scale.shape, how.zero_point, scales.NUMPY_TYPE[how.qtype])
     constants = {"scale": Constant.of(how.scale), "zero_point": Constant.of(zeros)}
     constant, dtype = model.large.get(tensor), model.tensors[tensor].dtype
@@ -301,8 +301,8 @@ def _rounding(model: Model, tensor: str, edges: tuple[Edge, ...], how: Quantizat
     return Rounding(tensor, tensor, edges, tuple(nodes), constants)
 
 
-def _from_stored(weight: StoredWeight) -> list[onnx.NodeProto]:
-    """Nodes that make floats of a stored weight."""
+def _from_integers(weight: QuantizedWeight) -> list[onnx.NodeProto]:
+    """Nodes that make floats of a weight's integers."""
     nodes = [helper.make_node("DequantizeLinear", list(weight.parts), [""], axis=1 if weight.block is None else 0)]
     if weight.block is not None:
         nodes[0].attribute.append(helper.make_attribute("block_size", weight.block))

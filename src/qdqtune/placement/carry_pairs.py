@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from qdqtune.graph.model import Node
 from qdqtune.graph.operators import AVERAGE_POOLS
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.graph_queries import GraphQueries, nodes_into
 from qdqtune.placement.keep_float import attention_results as results_of
 from qdqtune.placement.keep_float import follows_convolution, result
@@ -18,7 +18,7 @@ INTEGER = frozenset({"Add", "Concat", "LeakyRelu", "Mul", "Sigmoid"})
 
 def compute_inputs(queries: GraphQueries, placed: frozenset[Edge]) -> Iterable[Edge]:
     """Activation and weight of Conv, ConvTranspose, Gemm and MatMul."""
-    return rules.compute_inputs(queries.model, queries.possible)
+    return start_placements.compute_inputs(queries.model, queries.possible)
 
 
 def attention_results(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
@@ -106,7 +106,7 @@ def compute_results(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[
 
 def integer_operators(queries: GraphQueries, placed: frozenset[Edge]) -> Iterable[Edge]:
     """Inputs and results of operators with an integer kernel whose inputs are all quantized."""
-    return rules.integer_islands(queries.model, queries.possible, INTEGER)
+    return start_placements.integer_islands(queries.model, queries.possible, INTEGER)
 
 
 def _adds_bias(queries: GraphQueries, edge: Edge) -> bool:

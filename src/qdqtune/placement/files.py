@@ -15,7 +15,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import is_float
 from qdqtune.graph.rewrites import Rewrites
 from qdqtune.placement.parsing import parsed_yaml
-from qdqtune.placement.possible import unstorable, weight_at
+from qdqtune.placement.possible import format_refusal, weight_at
 from qdqtune.system.checks import RECORD_KIND, mark
 from qdqtune.system.writing import atomic_write
 from qdqtune.types import Edge, Placement, QuantType, WeightFormat
@@ -51,7 +51,7 @@ def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
         {"tensor": e.tensor} | ({"output": e.index} if e.is_graph_output else {"node": e.node, "input": e.index})
         for e in recorded.placement
     ]
-    compressed = [
+    weights = [
         {"tensor": e.tensor, "node": e.node, "input": e.index, "storage": weight_format.name}
         for e, weight_format in recorded.placement.weight_formats.items()
     ]
@@ -66,7 +66,7 @@ def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
             "calibration": asdict(recorded.calibration),
             "rewrites": {"folded": recorded.rewrites.folded, "names": list(recorded.rewrites.names)},
             "edges": edges,
-            **({"weight_rounding": recorded.weight_rounding, "weights": compressed} if compressed else {}),
+            **({"weight_rounding": recorded.weight_rounding, "weights": weights} if weights else {}),
         },
     )
 
@@ -82,12 +82,12 @@ def read_placement_file(path: Path) -> PlacementFile:
         edges = [
             Edge(e["tensor"], e.get("node", ""), e["output"] if "output" in e else e["input"]) for e in content["edges"]
         ]
-        stored = [
+        formats = [
             (Edge(e["tensor"], e["node"], e["input"]), WeightFormat.named(e["storage"]))
             for e in content.get("weights", [])
         ]
         recorded = PlacementFile(
-            Placement.of(filter(_is_valid, edges), (pair for pair in stored if _is_valid(pair[0]))),
+            Placement.of(filter(_is_valid, edges), (pair for pair in formats if _is_valid(pair[0]))),
             content["quant_type"],
             content["engine"],
             dict(content.get("fix_inputs") or {}),
@@ -98,7 +98,7 @@ def read_placement_file(path: Path) -> PlacementFile:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise BadOption(f"{path} is no placement file: {error!r} is missing or wrong") from error
     fixed = all(isinstance(k, str) and isinstance(v, float | int | str) for k, v in recorded.fix_inputs.items())
-    edges += [edge for edge, _ in stored]
+    edges += [edge for edge, _ in formats]
     if not all(map(_is_valid, edges)) or recorded.quant_type not in QUANT_TYPES or not fixed:
         raise BadOption(f"{path} is no placement file: an edge, the quant_type or a fixed input is none")
     if not isinstance(recorded.engine, str):
@@ -126,13 +126,13 @@ def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> t
     """
     same = {edge: _behind_casts(model, edge) for edge in (*placement, *placement.weight_formats)}
     known = {edge: same[edge] for edge in placement if same[edge] in possible}
-    stored = {
+    formats = {
         same[edge]: weight_format
         for edge, weight_format in placement.weight_formats.items()
-        if (weight := weight_at(model, same[edge])) is not None and unstorable(weight, weight_format) is None
+        if (weight := weight_at(model, same[edge])) is not None and format_refusal(weight, weight_format) is None
     }
-    lost = (e for e in same if e not in known and same[e] not in stored)
-    return Placement.of(known.values(), stored.items()), tuple(lost)
+    lost = (e for e in same if e not in known and same[e] not in formats)
+    return Placement.of(known.values(), formats.items()), tuple(lost)
 
 
 def every_edge(model: Model) -> frozenset[Edge]:

@@ -23,10 +23,10 @@ from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import GRAPH, NODE, Constant, Made, Model, Node, rebuild
 from qdqtune.graph.protobuf import field_of
 from qdqtune.graph.simplifying import names_in
-from qdqtune.placement.compression import BLOCK_OPSET, Compressor
 from qdqtune.placement.graph_builder import Fragment, GraphBuilder, Parameters, with_names
 from qdqtune.placement.possible import refusal, unscaled
 from qdqtune.placement.quantizations import TAKES_BIAS, Decision, Quantizer, numpy_type
+from qdqtune.placement.weight_only import BLOCK_OPSET, WeightOnlyWriter
 from qdqtune.types import Edge, NumericFormat, Placement, QType
 
 ONNX_TYPE: Mapping[QType, int] = {
@@ -68,13 +68,13 @@ class Inserter:
         self._quantizer = Quantizer(self._model, ranges, fmt)
         self._names = names_in(model.proto.graph) | set(model.index_of)
         self._tensor_moments = moments(self._model)
-        self._compressor = Compressor(self._model, self._tensor_moments)
+        self._weight_writer = WeightOnlyWriter(self._model, self._tensor_moments)
 
     def insert(self, placement: Placement) -> Model:
         """The model with the pairs and weight formats of `placement`; raises what the function `insert` does."""
         if self._ranges.factors and not placement.edges:
             return self._unequalized.insert(placement)
-        if self._model.opset < self._compressor.opset(placement):
+        if self._model.opset < self._weight_writer.opset(placement):
             return self._raised.insert(placement)
         self._check(placement)
         return self._write(self._quantizer.decide(placement), placement)
@@ -97,8 +97,8 @@ class Inserter:
                 if edge_problem := self._problem(edge):
                     raise ValueError(f"no pair can stand on {edge}: {edge_problem}")
             self._checked |= new
-        for edge, weight_format in placement.compressed:
-            if (problem := self._compressor.problem(edge, weight_format)) is not None:
+        for edge, weight_format in placement.weight_only:
+            if (problem := self._weight_writer.problem(edge, weight_format)) is not None:
                 raise ValueError(f"{weight_format.name} cannot be the weight format of {edge}: {problem}")
         is_half = any(self._dtype(t) != TensorProto.FLOAT for t in {e.tensor for e in placement.edges})
         opset, needed = self._model.opset, max(self._format.opset, 19 if is_half else 13)
@@ -123,7 +123,7 @@ class Inserter:
         shown = sorted(Edge(tensor, "", slot) for slot, tensor in enumerate(model.outputs))
         paired = {e.tensor: e for e in shown if e in placement}
         raw = {tensor: builder.unique(tensor + RAW_OUTPUT) for tensor in paired}
-        weight_formats, superfluous = placement.weight_formats, self._compressor.superfluous(placement)
+        weight_formats, superfluous = placement.weight_formats, self._weight_writer.superfluous(placement)
         changed = self._changed(placement, decision, raw.keys() | renamed.keys() | set(renamed.values()))
         for node in model.nodes:
             if node.index in decision.dropped or node.index in superfluous:
@@ -133,9 +133,9 @@ class Inserter:
                 continue
             inputs = self._inputs(builder, decision, node, placement.edges, raw)
             outputs = [raw.get(tensor, renamed.get(tensor, tensor)) for tensor in node.outputs]
-            if stored := [e for e in self._into[node.index] if e in weight_formats] if weight_formats else []:
+            if own := [e for e in self._into[node.index] if e in weight_formats] if weight_formats else []:
                 written = with_names(model.proto.graph.node[node.index], inputs, outputs)
-                behind = [n for e in stored for n in self._compressor.write(builder, written, e, weight_formats[e])]
+                behind = [n for e in own for n in self._weight_writer.write(builder, written, e, weight_formats[e])]
                 builder.nodes += [written, *behind]
             else:
                 builder.nodes.append(self._renamed(node, inputs, outputs))
@@ -143,7 +143,7 @@ class Inserter:
             self._dequantized(builder, decision, edge, raw)
         result = rebuild(model, builder.nodes, builder.constants)
         if placement:
-            oldest = 10 if model.opset >= 21 and placement.compressed else 9 if model.opset >= 19 else 7
+            oldest = 10 if model.opset >= 21 and placement.weight_only else 9 if model.opset >= 19 else 7
             result.proto.ir_version = max(result.proto.ir_version, oldest)
         return result
 

@@ -1,8 +1,8 @@
-"""Decides which edges may carry a Q/DQ pair, and which weights may be quantized without their activation.
+"""Refusals: why an edge can carry no Q/DQ pair, and why a weight cannot have a weight format; and the edges that can.
 
-`refusal` checks the structure of the graph, and `unscaled` whether the tensor has a scale: a pair needs both. Weights
-that are quantized without their activation have a `types.WeightFormat` and no pair: `weight_at` and `unstorable` check
-whether they can. `biased_layers` finds the layers whose bias can be corrected.
+`refusal` checks the structure of the graph, and `unscaled` whether the tensor has a scale: a pair needs both. A weight
+with a `types.WeightFormat` has no pair (weight-only quantization): `weight_at` and `format_refusal` check whether it
+can. `biased_layers` finds the layers whose bias can be corrected.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ TAKES_CONSTANTS = ARITHMETIC | {"Concat"}
 """Operators whose constant operand is quantized like an activation: engines have kernels with both operands in 8 bits.
 The table of a Gather is quantized like that too."""
 
-STORING = frozenset({"Gather", "Gemm", "MatMul"})
-"""Operators whose weight may be stored in fewer bits while all else stays float."""
+WEIGHT_ONLY_OPS = frozenset({"Gather", "Gemm", "MatMul"})
+"""Operators whose weight may have a weight format, while their activation stays float."""
 
-STORED_FROM = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16})
-"""Types of the weights that may be stored in fewer bits."""
+WEIGHT_ONLY_TYPES = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16})
+"""Types of the weights that may have a weight format."""
 
 
 def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
@@ -133,7 +133,7 @@ def weight_role(model: Model, edge: Edge) -> WeightRole | None:
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A matrix that a kernel may read in fewer bits: [in, out], or [out, in] if `transposed`. The weights of one
+    """A matrix that a kernel may read in a weight format: [in, out], or [out, in] if `transposed`. The weights of one
     output, or the numbers of one row of a table, lie along `in`."""
 
     node: Node
@@ -164,7 +164,7 @@ def weight_at(model: Model, edge: Edge) -> Weight | None:
     if turn and (turn.op, turn.domain, [*turn.attributes.get("perm", (1, 0))]) == ("Transpose", "", [1, 0]):
         tensor, turned = turn.inputs[0], True
     constant = model.constants.get(tensor)
-    if constant is None or len(constant.shape) != 2 or constant.dtype not in STORED_FROM:
+    if constant is None or len(constant.shape) != 2 or constant.dtype not in WEIGHT_ONLY_TYPES:
         return None
     match node.op, edge.index:
         case "MatMul", 1:
@@ -180,7 +180,7 @@ def weight_at(model: Model, edge: Edge) -> Weight | None:
     return None
 
 
-def unstorable(weight: Weight, weight_format: WeightFormat) -> str | None:
+def format_refusal(weight: Weight, weight_format: WeightFormat) -> str | None:
     """Why a weight cannot have a weight format, by its shape and operator; None if it can."""
     if weight_format.block is not None and weight.shape[0] % weight_format.block:
         return f"its {weight.shape[0]} inputs are no multiple of the {weight_format.block} of a block"
@@ -189,9 +189,9 @@ def unstorable(weight: Weight, weight_format: WeightFormat) -> str | None:
     return None
 
 
-def storable_edges(model: Model) -> frozenset[Edge]:
-    """Every use of a weight that may be stored in fewer bits: a matrix of finite values."""
-    read = (edge for node in model.nodes if node.op in STORING for edge in node.into)
+def weight_only_edges(model: Model) -> frozenset[Edge]:
+    """Every use of a weight that may have a weight format: a matrix of finite values."""
+    read = (edge for node in model.nodes if node.op in WEIGHT_ONLY_OPS for edge in node.into)
     weights = ((edge, w) for edge in read if (w := weight_at(model, edge)) is not None)
     return frozenset(edge for edge, w in weights if np.isfinite(w.constant.array()).all())
 
@@ -208,7 +208,7 @@ def consistent(model: Model, placement: Placement) -> Placement:
     computing = (node for node in model.nodes if node.op in COMPUTE and not node.domain)
     present = ([e for e in node.into[:2] if e in placement] for node in computing)
     lonely = {edges[0] for edges in present if len(edges) == 1}
-    return Placement(placement.edges - lonely, placement.compressed) if lonely else placement
+    return Placement(placement.edges - lonely, placement.weight_only) if lonely else placement
 
 
 def clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:

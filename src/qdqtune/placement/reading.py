@@ -15,7 +15,7 @@ from qdqtune.errors import BadModel
 from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import QDQ
 from qdqtune.placement.insertion import RAW_OUTPUT
-from qdqtune.placement.possible import STORING, weight_at, weight_role
+from qdqtune.placement.possible import WEIGHT_ONLY_OPS, weight_at, weight_role
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 
@@ -74,12 +74,12 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
 
     Nodes are matched by name, then by the name of an output tensor; the edge is the float node's own input. Pairs of
     int32 biases are left out, as they follow from the other pairs. Weights that are quantized without their activation
-    are the placement's `compressed`.
+    are the placement's `weight_only`.
 
     Raises:
         BadModel: a scale is no finite number, or below zero.
     """
-    found, unmatched, stored = _matched(float_model, qdq_model)
+    found, unmatched, formats = _matched(float_model, qdq_model)
     activations: dict[str, Range] = {}
     weights: dict[str, tuple[float, ...]] = {}
     for edge, pair in found.items():
@@ -89,20 +89,20 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
             weights[edge.tensor] = tuple(float(s) for s in pair.scale.reshape(-1))
         else:
             activations[edge.tensor] = pair.range
-    return Reading(Placement.of(found, stored.items()), Ranges(activations, weights), tuple(unmatched))
+    return Reading(Placement.of(found, formats.items()), Ranges(activations, weights), tuple(unmatched))
 
 
 def placement_in(float_model: Model, qdq_model: Model) -> Placement:
     """The placement that `read_placement` finds, without a check of the scales."""
-    found, _, stored = _matched(float_model, qdq_model)
-    return Placement.of(found, stored.items())
+    found, _, formats = _matched(float_model, qdq_model)
+    return Placement.of(found, formats.items())
 
 
 def _matched(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], list[str], dict[Edge, WeightFormat]]:
     """Edges with their pairs, names of DQs that match no edge, and weights quantized without their activation."""
     twins = twins_of(float_model, qdq_model)
     edges: dict[Edge, Pair] = {}
-    stored: dict[Edge, WeightFormat] = {}
+    formats: dict[Edge, WeightFormat] = {}
     unmatched: list[str] = []
     for pair in pairs_of(qdq_model):
         if pair.is_bias:
@@ -114,28 +114,28 @@ def _matched(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], li
                 continue
             if _is_weight_only(qdq_model, pair, use.node) and weight_at(float_model, edge) is not None:
                 if (weight_format := weight_format_in(pair.zero_point, pair.block)) is not None:
-                    stored[edge] = weight_format
+                    formats[edge] = weight_format
                 else:
                     unmatched.append(pair.dq.name)
                 continue
             edges[edge] = pair
-    stored |= {
+    formats |= {
         edge: table.weight_format for table in tables_of(qdq_model) if (edge := _table_edge(float_model, table, twins))
     }
-    return edges, unmatched, stored
+    return edges, unmatched, formats
 
 
 def _is_weight_only(model: Model, pair: Pair, node: int) -> bool:
     """Whether a node reads a weight that is quantized without its activation: in blocks, in 4 bits, or in 8 bits
     without a zero point (our pairs have one)."""
-    if not pair.is_constant or node == GRAPH or model.nodes[node].op not in STORING:
+    if not pair.is_constant or node == GRAPH or model.nodes[node].op not in WEIGHT_ONLY_OPS:
         return False
     is_ours = pair.block is not None or pair.zero_point.dtype.name.endswith("int4") or len(pair.dq.inputs) < 3
     maker = model.maker(model.nodes[node].inputs[0])
     return is_ours and (maker is None or maker.op != "DequantizeLinear")
 
 
-def stored_alone(model: Model) -> dict[str, WeightFormat]:
+def weight_only_formats(model: Model) -> dict[str, WeightFormat]:
     """Names of the DQs of weights that are quantized without their activation, with their weight formats."""
     found: dict[str, WeightFormat] = {}
     for pair in pairs_of(model):
@@ -236,7 +236,7 @@ def without_blocks(integers: Array, scale: Array, zero_point: Array, axis: int, 
 
 @dataclass(frozen=True, eq=False)
 class IntegerTable:
-    """A table of integers: its Gather, the Gather of its scales, and the DQ of both (see `compression`)."""
+    """A table of integers: its Gather, the Gather of its scales, and the DQ of both (see `weight_only`)."""
 
     gather: Node
     scaling: Node

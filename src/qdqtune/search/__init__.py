@@ -26,7 +26,8 @@ def best_of(history: Sequence[Trial]) -> Placement:
 
 
 def ratios_to_float(history: Sequence[Trial], plan: Plan) -> dict[Placement, float]:
-    """The median ratio of each placement without a failure to the float model, by way of what it was compared with."""
+    """The time of each placement without a failure as a share of the float model's: the medians of the comparisons
+    that lead from it to the float model, multiplied."""
     ratios = {Placement(): 1.0}
     for trial in history:
         measured = judge(trial, plan)

@@ -3,15 +3,15 @@ layers, and cut again.
 
 Let x_u say that unit u runs quantized, s_t that its output t is stored in 8 bits, r_t that 8-bit values of t exist,
 a_t that all its consumers run quantized, w_u that u reads or writes a tensor of which 8-bit values exist. The predicted
-time is
+time, of prices with the names of the fields of `Price` and `Costs`, is
 
-    sum_u  c0_u (1 - x_u) + c1_u x_u
-  + sum_u  g_u w_u (1 - x_u)        a float unit among pairs
-         + e_u x_u (1 - s_t)        for each t that u reads: a quantized unit behind a float one
-         + o_u x_u (1 - s_t)        for each t that u writes: it writes floats
-  + sum_t  q_t r_t (1 - s_t)        a Q runs behind a float unit
-         + d_t s_t (1 - a_t)        a DQ runs in front of float consumers; or
-         + sum_v d_t s_t (1 - x_v)  one in front of each, where the engine does so
+    sum_u  as_float_u (1 - x_u) + as_quantized_u x_u
+  + sum_u  disturbed_u w_u (1 - x_u)         a float unit among pairs
+         + behind_float_u x_u (1 - s_t)      for each t that u reads: a quantized unit behind a float one
+         + handing_u x_u (1 - s_t)           for each t that u writes: it writes floats
+  + sum_t  quantize_t r_t (1 - s_t)          a Q runs behind a float unit
+         + dequantize_t s_t (1 - a_t)        a DQ runs in front of float consumers; or
+         + sum_v dequantize_t s_t (1 - x_v)  one in front of each, where the engine does so
     with  s_t <= x_u,  x_v <= r_t,  a_t <= x_v,  s_t <= w_v,  r_t <= w_u
 
 and each term charges one yes against one no, so that a minimum cut is the exact optimum over all placements.
@@ -22,10 +22,10 @@ Where accuracy is limited, a price lambda on noise is added:
     with  r_t <= y_v,  s_t <= y_v  for each tensor t that holds v,  x_u <= y_v  for each weight v of u
 
 The lowest price whose optimum keeps within the allowed noise is found by bisection. How large the sum of noise may be
-is learned from the builds (`search.costs.noise`).
+is learned from the builds (`search.costs.output_noise`).
 
-Where an engine has kernels for weights that alone are quantized, c0_u is the least of u's float time and of its times
-in each weight format, and with lambda each has its noise on top. This does not depend on neighbours, so the cut stays
+Where an engine has weight-only kernels, as_float_u is replaced by the least of u's float time and of its times in each
+weight format, and with lambda each has its noise on top. This does not depend on neighbours, so the cut stays
 exact.
 """
 
@@ -40,11 +40,11 @@ from math import inf
 from qdqtune.graph.model import Model
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.attribution import CONVERSION, BuildTimes, attribute, group_ms, timed_builds
-from qdqtune.search.costs.decisions import decision_of, flip, margins
-from qdqtune.search.costs.noise import RESERVE, Noise
-from qdqtune.search.costs.optimum import cut, cut_holding, cut_within, everything
+from qdqtune.search.costs.cheapest_decision import cut, cut_holding, cut_within, everything
+from qdqtune.search.costs.output_noise import RESERVE, Noise
 from qdqtune.search.costs.prices import Costs, learn, learned_prior
 from qdqtune.search.costs.priors import NO_PRIOR, Prior, Split, digest
+from qdqtune.search.costs.unit_decisions import decision_of, flip, margins
 from qdqtune.search.costs.units import (
     Decision,
     FormatShares,
@@ -151,8 +151,8 @@ class CutSearch:
 
     @cached_property
     def _first_batch(self) -> tuple[Proposal, ...]:
-        """What earlier runs have shipped, all weights in fewer bits, the seeds, and everything quantized in fused
-        units. Placements that may ship come first, in case the time ends; weights in fewer bits come last where they
+        """What earlier runs have shipped, all weights in a weight format, the seeds, and everything quantized in fused
+        units. Placements that may ship come first, in case the time ends; weight formats come last where they
         are expected to gain less than pairs usually do."""
         bits = self._weight_placements()
         rest = {name: p for name, p in bits.items() if expected_share(self.format_shares, p) >= USUAL_SHARE}

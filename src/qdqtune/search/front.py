@@ -16,10 +16,10 @@ from typing import TypeVar
 import numpy as np
 
 from qdqtune.search import best_of, ratios_to_float
-from qdqtune.search.costs.decisions import decision_of, other
-from qdqtune.search.costs.noise import Noise
-from qdqtune.search.costs.optimum import cut
+from qdqtune.search.costs.cheapest_decision import cut
+from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs
+from qdqtune.search.costs.unit_decisions import decision_of, other
 from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
 from qdqtune.timing.ratios import Plan

@@ -4,7 +4,7 @@ Phase 1 measures the placements of rules, of an imported Q/DQ model and of the p
 these and, for each pattern in the order of its work, tries what the other placements have there, no pairs, and all
 pairs. Phase 3 mutates the fastest schemes of a pattern: it flips a few insertion points at random, until each pattern
 has had its number of schemes, or has no further one. Changes that win alone are also tried together. Weights that may
-be stored in fewer bits are tried in each weight format, pattern by pattern, in place of the pairs around them.
+have a weight format are tried in each, pattern by pattern, in place of the pairs around them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMPUTE, work
 from qdqtune.placement.possible import compute_edges, consistent
 from qdqtune.search import best_of, ratios_to_float
-from qdqtune.search.costs.noise import DOUBT, Noise
+from qdqtune.search.costs.output_noise import DOUBT, Noise
 from qdqtune.search.costs.units import FormatShares
 from qdqtune.search.regions import patterns
 from qdqtune.search.regions.patterns import Pattern
@@ -164,12 +164,12 @@ class RegionSearch:
     def _from_cache(self) -> Placement:
         """The fastest cached scheme of every pattern that has one."""
         edges: set[Edge] = set()
-        stored: dict[Edge, WeightFormat] = {}
+        weight_formats: dict[Edge, WeightFormat] = {}
         for pattern in self.patterns:
             for scheme in islice(self.cached.get(pattern.digest, ()), 1):
                 edges |= self._edges(pattern, scheme.points)
-                stored |= self._stored(pattern, scheme)
-        return _placement(edges, stored)
+                weight_formats |= self._format_of_edges(pattern, scheme)
+        return _placement(edges, weight_formats)
 
     def _ranked(self, suggestions: Mapping[str, Placement], history: Sequence[Trial]) -> list[tuple[str, Placement]]:
         """The measured suggestions by their ratio to the float model, the fastest first."""
@@ -209,7 +209,7 @@ class RegionSearch:
                 yield Proposal(name, _with_part_of(best, domain, other), pattern.digest)
         for pattern in ordered:
             for scheme in self.cached.get(pattern.digest, ()):
-                other = _placement(self._edges(pattern, scheme.points), self._stored(pattern, scheme))
+                other = _placement(self._edges(pattern, scheme.points), self._format_of_edges(pattern, scheme))
                 yield Proposal("cached", _with_part_of(best, domains[pattern.digest], other), pattern.digest)
 
     def _weight_options(self) -> tuple[list[tuple[str, Placement]], list[tuple[str, Placement]]]:
@@ -297,20 +297,20 @@ class RegionSearch:
         """`parent` with some insertion points of a pattern changed, each by its turn. Turns 0 and `BARE` add the pairs,
         or remove them; turn 0 also adds a pair at the other input of a compute operator. Turn k sets the k-th weight
         format, or removes it."""
-        fresh, bare, gone, stored = set[Edge](), set[Edge](), set[Edge](), dict(parent.weight_formats)
+        fresh, bare, gone, weight_formats = set[Edge](), set[Edge](), set[Edge](), dict(parent.weight_formats)
         for point, turn in turns:
             own = self._edges(pattern, [point])
             if turn <= 0:
                 (gone if own <= parent.edges else bare if turn == BARE else fresh).update(own)
                 continue
             gone |= own
-            formats = patterns.stored(pattern, [(point, self._formats_of(pattern, point)[turn - 1])])
-            if all(stored.get(e) == s for e, s in formats.items()):
-                stored = {e: s for e, s in stored.items() if e not in formats}
+            formats = patterns.formats_at(pattern, [(point, self._formats_of(pattern, point)[turn - 1])])
+            if all(weight_formats.get(e) == s for e, s in formats.items()):
+                weight_formats = {e: s for e, s in weight_formats.items() if e not in formats}
             else:
-                stored |= formats
+                weight_formats |= formats
         fresh |= {self._others[e] for e in fresh if e in self._others}
-        return _placement((parent.edges | fresh | bare) - gone, stored)
+        return _placement((parent.edges | fresh | bare) - gone, weight_formats)
 
     @cached_property
     def _others(self) -> Mapping[Edge, Edge]:
@@ -328,11 +328,11 @@ class RegionSearch:
         ]
         return [s for s in first if all(s in other for other in others)]
 
-    def _stored(self, pattern: Pattern, scheme: Scheme) -> dict[Edge, WeightFormat]:
+    def _format_of_edges(self, pattern: Pattern, scheme: Scheme) -> dict[Edge, WeightFormat]:
         """The weight formats of a scheme by edge, as far as the weights may have them."""
         return {
             e: s
-            for e, s in patterns.stored(pattern, scheme.weight_formats).items()
+            for e, s in patterns.formats_at(pattern, scheme.weight_formats).items()
             if s in self.format_shares.get(e, {})
         }
 

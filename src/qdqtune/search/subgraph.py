@@ -16,10 +16,10 @@ from itertools import takewhile
 from qdqtune.graph.model import Model
 from qdqtune.search import best_of
 from qdqtune.search.costs.attribution import BuildTimes, attribute, timed_builds
-from qdqtune.search.costs.decisions import nearest
-from qdqtune.search.costs.noise import RESERVE, Noise
-from qdqtune.search.costs.optimum import cut_holding, cut_within
+from qdqtune.search.costs.cheapest_decision import cut_holding, cut_within
+from qdqtune.search.costs.output_noise import RESERVE, Noise
 from qdqtune.search.costs.profiles import GroupSelection
+from qdqtune.search.costs.unit_decisions import nearest
 from qdqtune.search.costs.units import Partition
 from qdqtune.search.cut import CUT, CutSearch
 from qdqtune.search.region import WITHIN_LIMITS
@@ -181,7 +181,9 @@ class SubgraphSearch:
         does), a DQ for the group that writes it (for the first reader of a graph input)."""
         parts, total = self.parts, self.parts.spent(times.nodes)
         for tensor, ms in times.quantize.items():
-            readers = {parts.owner[e.node] for e in parts.reading.get(tensor, ()) if e.node and e in times.placement}
+            readers = {
+                parts.owner[e.node] for e in parts.possible_of.get(tensor, ()) if e.node and e in times.placement
+            }
             if not readers and tensor in parts.producer:
                 readers = {parts.producer[tensor]}
             for number in readers:
@@ -189,7 +191,7 @@ class SubgraphSearch:
         for tensor, ms in times.dequantize.items():
             owner = parts.producer.get(tensor)
             if owner is None:
-                readers = {parts.owner[e.node] for e in parts.reading.get(tensor, ()) if e.node}
+                readers = {parts.owner[e.node] for e in parts.possible_of.get(tensor, ()) if e.node}
                 owner = min(readers, default=None)
             if owner is not None:
                 total[owner] += ms

@@ -82,6 +82,11 @@ def wins(trial: Trial, plan: Plan) -> bool:
     return ratio is not None and ratio.verdict == "faster" and trial.holds is True
 
 
+def failure(trial: Trial) -> Failure | None:
+    """The failure of a candidate or of its check; None if neither failed."""
+    return next((result for result in (trial.result, trial.check) if isinstance(result, Failure)), None)
+
+
 def outcome(trial: Trial, plan: Plan) -> Verdict | Literal["failed", "inaccurate"]:
     """The result of a judged trial in one word; a slower one that misses the limits is called slower."""
     ratio = judge(trial, plan)

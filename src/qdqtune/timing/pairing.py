@@ -39,7 +39,7 @@ def rounds_of(runner: Runner, a: Handle, b: Handle, plan: Plan, seed: int, sampl
         count,
         seed=seed,
         first_round=first,
-        slot_seconds=plan.slot_seconds,
+        turn_seconds=plan.turn_seconds,
         warmup=plan.warmup,
         samples=samples,
     )
@@ -65,7 +65,7 @@ def shared_rounds(
     """Rounds of which idle workers of the pool take a part, if that is faster: each has to build both files, which
     takes `build_seconds`, unless they are built there (`is_built`) when rounds begin. `own` takes all other rounds.
     `check` can cancel them."""
-    seconds = 4 * plan.slot_seconds  # the least that a round takes
+    seconds = 4 * plan.turn_seconds  # the least that a round takes
 
     def rounds(first: int, count: int) -> Measurement | Failure:
         """A few at a time, so that workers that have become idle can take a part of the next ones."""

@@ -25,7 +25,7 @@ from typing import Literal
 
 import numpy as np
 
-from qdqtune.types import Deaf, Failure, Listener, Measurement, Slot, Trial
+from qdqtune.types import Deaf, Failure, Listener, Measurement, Trial, Turn
 
 Verdict = Literal["faster", "slower", "undecided"]
 
@@ -33,7 +33,7 @@ Verdict = Literal["faster", "slower", "undecided"]
 @dataclass(frozen=True)
 class Plan:
     """How a comparison takes rounds: it is judged after each number of rounds in `looks`, and on each side it is wrong
-    with a chance of at most `error`, all looks together. One turn of a model in a round takes `slot_seconds` at least;
+    with a chance of at most `error`, all looks together. One turn of a model in a round takes `turn_seconds` at least;
     `warmup` inferences of each model come first.
 
     With one-sided error 0.001 over four looks the first look needs 12 rounds, all on one side.
@@ -41,7 +41,7 @@ class Plan:
 
     looks: tuple[int, ...] = (12, 20, 32, 48)
     error: float = 0.001
-    slot_seconds: float = 0.02
+    turn_seconds: float = 0.02
     warmup: int = 2
 
     def __post_init__(self) -> None:
@@ -53,11 +53,11 @@ class Plan:
     def round_seconds(self, inference: float, start: float = 0.0) -> float:
         """The seconds of a round of two models whose inferences take so many seconds. Where each turn of a model starts
         a process, `start` is what that takes."""
-        return Slot.of(inference, self.slot_seconds, start).round_seconds
+        return Turn.of(inference, self.turn_seconds, start).round_seconds
 
     def warmup_seconds(self, inference: float, start: float = 0.0) -> float:
         """The seconds before the first round: either model is warmed up, and timed twice to find how many inferences
-        fill a slot. Processes need neither."""
+        fill a turn. Processes need neither."""
         return 0.0 if start else 2 * (self.warmup + 2) * inference
 
 

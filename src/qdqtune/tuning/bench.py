@@ -221,7 +221,7 @@ class Bench:
         refused = "the engine cannot run the float model", BaselineFailed
         handle = insist(self._loaded.load(Placement(), "baseline"), *refused)
         outputs = insist(self._runner.outputs(handle, self._conditions.samples), *refused)
-        rounds = self._runner.rounds(handle, handle, 1, seed=0, first_round=0, slot_seconds=0.0, warmup=0)
+        rounds = self._runner.rounds(handle, handle, 1, seed=0, first_round=0, turn_seconds=0.0, warmup=0)
         timed = insist(rounds, "the engine cannot time the float model", BaselineFailed)
         if not is_finite(outputs):
             raise BaselineFailed("the float model's outputs hold NaN or infinite values on the calibration data")

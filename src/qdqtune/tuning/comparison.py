@@ -21,7 +21,7 @@ from qdqtune.graph.saving import nbytes
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.pairing import compare_builds, fresh_pairs
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, as_many_pairs_as_needed, on_these_builds
-from qdqtune.tuning.compared import Compared
+from qdqtune.tuning.comparison_results import Compared
 from qdqtune.tuning.contexts import Context
 from qdqtune.tuning.records import ComparisonRecord, Outcome
 from qdqtune.tuning.run import Run

@@ -68,7 +68,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         observer.stage("measuring the float model")
         refused = "the engine cannot run the float model", BaselineFailed
         handle = insist(runner.load(settings.model, "estimate"), *refused)
-        rounds = runner.rounds(handle, handle, 2, seed=0, first_round=0, slot_seconds=0.0, warmup=1)
+        rounds = runner.rounds(handle, handle, 2, seed=0, first_round=0, turn_seconds=0.0, warmup=1)
         measured, launch = insist(rounds, *refused), runner.start_seconds(handle)
         observer.stage("timing what calibration takes")
         start, each = pace(subject.prepared)

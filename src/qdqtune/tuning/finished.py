@@ -1,7 +1,7 @@
 """Reads a finished run from its folder: summary.json, run.json, placement.yaml, and the records of its state file.
 
 The report, `explain` and other commands read runs here. `tune` does, too: when a command is repeated whose run has
-finished, it returns the stored result (`recalled`), if the settings that matter (all but `UNASKED`), the model and the
+finished, it returns the stored result (`recalled`), if the settings (all but `IRRELEVANT_SETTINGS`), the model and the
 files that the run left are unchanged.
 """
 
@@ -23,7 +23,7 @@ from qdqtune.engines.execution import Execution
 from qdqtune.errors import BadState, InputError, QdqtuneError, parsed_json
 from qdqtune.graph.loading import files_of
 from qdqtune.placement.files import read_placement_file
-from qdqtune.search.costs.decisions import UnitPrice
+from qdqtune.search.costs.unit_decisions import UnitPrice
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.limits import Limits, wins
 from qdqtune.timing.ratios import MOST_PAIRS, PAIRS, Plan
@@ -62,7 +62,7 @@ from qdqtune.tuning.store import Journal, is_transient, read_journal
 from qdqtune.tuning.summary import AtThreads, Summary, read_json, read_summary
 from qdqtune.types import Layer, Measurement, Placement, Proposal, Trial
 
-UNASKED = {
+IRRELEVANT_SETTINGS = {
     "workers",
     "cores_per_worker",
     "ray",
@@ -331,7 +331,7 @@ def _answer_keys(ready: Ready) -> tuple[str, str]:
     """The keys of a run's result: digests of the settings that matter and of the files that they name, with the time
     budget and without one. A result found without a time budget also serves a command with one."""
     settings = ready.settings
-    asked = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in UNASKED}
+    asked = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in IRRELEVANT_SETTINGS}
     more = (path for path in (settings.qdq_baseline, settings.pattern_cache) if path is not None and path.is_file())
     asked |= {
         "deploy_threads": settings.thread_counts,

@@ -20,10 +20,9 @@ from qdqtune.search.front import TARGET_POINTS, FrontSearch, MeasuredPoint, name
 from qdqtune.system.checks import content_digest
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.timing.ratios import PAIRS
-from qdqtune.tuning.compared import judged_together, rows_by_threads, rows_by_workload
 from qdqtune.tuning.comparison import Comparer, SharedBuilds
+from qdqtune.tuning.comparison_results import judged_together, rows_by_threads, rows_by_workload
 from qdqtune.tuning.contexts import open_contexts
-from qdqtune.tuning.decisions import is_proven, is_slower
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, REPORT, SUMMARY, alone, check_names
 from qdqtune.tuning.front_candidates import FrontCandidates, compare_candidates
 from qdqtune.tuning.front_decisions import FrontCandidate, ProvenPoint, front_of, shipped_point, to_compare_in
@@ -32,6 +31,7 @@ from qdqtune.tuning.proof_notes import FrontCounts, short_front
 from qdqtune.tuning.records import plain
 from qdqtune.tuning.result import write_placement_of
 from qdqtune.tuning.run import Run
+from qdqtune.tuning.shipping import is_proven, is_slower
 from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
 from qdqtune.types import Failure, Measurement, Mix, Placement, Trial
 

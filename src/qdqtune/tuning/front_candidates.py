@@ -33,8 +33,8 @@ from qdqtune.search.front import (
 )
 from qdqtune.timing.ratios import PAIRS, Ratio, as_many_pairs_as_needed
 from qdqtune.tuning.budget import builds_of
-from qdqtune.tuning.compared import LOOKS
 from qdqtune.tuning.comparison import Comparer, SharedBuilds
+from qdqtune.tuning.comparison_results import LOOKS
 from qdqtune.tuning.contexts import Context
 from qdqtune.tuning.folder import BASELINE, FRONT
 from qdqtune.tuning.front_decisions import (
@@ -69,9 +69,9 @@ def compare_candidates(history: Sequence[Trial], run: Run, search: FrontSearch |
         plan=settings.proof_plan,
         limits=run.limits,
         builds=settings.builds - 1 - run.found.builds - builds_of(history),
-        elsewhere=len(settings.thread_counts) - 1,
-        rewrites_gave=run.found.gave,
-        stays=best_of(history) if run.limits.max_drop is not None else None,
+        other_contexts=len(settings.thread_counts) - 1,
+        rewrites_ratio=run.found.ratio,
+        kept=best_of(history) if run.limits.max_drop is not None else None,
     )
     finder, candidates = PointFinder(history, run, terms, search), ByPlacement()
     context = Context(threads_of(settings.engine), run.runner)
@@ -105,7 +105,7 @@ class FrontCandidates:
     @property
     def promising(self) -> list[FrontCandidate]:
         """The candidates that may become points of the front."""
-        return promising(self.by_placement.values(), self.finder.terms.stays)
+        return promising(self.by_placement.values(), self.finder.terms.kept)
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -160,7 +160,7 @@ class PointFinder:
         self, offers: Sequence[MeasuredPoint | PredictedPoint], candidates: ByPlacement
     ) -> MeasuredPoint | PredictedPoint | None:
         """The offer farthest from all candidates that nothing measured beats; predicted ones are simulated before."""
-        points = [c.tradeoff for c in promising(candidates.values(), self.terms.stays)]
+        points = [c.tradeoff for c in promising(candidates.values(), self.terms.kept)]
         near = NEAR if len(points) >= TARGET_POINTS else NEAREST
         taken = [tradeoff for candidate in candidates.values() for tradeoff in candidate.taken]
         good = [*(o.tradeoff for o in offers if isinstance(o, MeasuredPoint)), *points]
@@ -193,7 +193,7 @@ class _Comparing:
 
     def has_room(self, candidates: ByPlacement) -> bool:
         """Whether builds and time are left for one more candidate, and the front may get one more point."""
-        points = promising(candidates.values(), self.terms.stays)
+        points = promising(candidates.values(), self.terms.kept)
         many = len(points) if self.run.settings.time_budget is None else len(candidates)
         return self.has_builds(candidates) and many < self.run.budget.points
 
@@ -229,7 +229,7 @@ class _Comparing:
 
         def is_enough(ratios: Sequence[Ratio]) -> bool:
             is_late = self.run.budget.lacks(time.monotonic() - begun)
-            left = self.terms.builds - self.shared.builds - self.terms.elsewhere * 2 * PAIRS
+            left = self.terms.builds - self.shared.builds - self.terms.other_contexts * 2 * PAIRS
             return is_late or left < 2 * len(ratios)  # the next look takes as many
 
         as_many_pairs_as_needed(measure, self.terms.plan, is_enough)
@@ -261,7 +261,7 @@ class _Comparing:
         known = store.get(PointRecord, digest)
         if known is not None and known.accuracy is not None and isinstance(result, Measurement):
             holds = self.run.limits.is_exact_enough(known.accuracy)
-            against_float = _with_scaled_a(result, self.terms.rewrites_gave)
+            against_float = _with_scaled_a(result, self.terms.rewrites_ratio)
             trial = replace(trial, result=against_float, accuracy=known.accuracy, holds=holds, layers=known.layers)
         else:
             result = result if known is None or known.failure is None else known.failure

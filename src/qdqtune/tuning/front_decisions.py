@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from qdqtune.search.front import DISTANCE_UNITS, Tradeoff
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, on_these_builds, ratio
-from qdqtune.tuning.compared import Compared, first_faster, judged_together
-from qdqtune.tuning.decisions import is_alike
+from qdqtune.tuning.comparison_results import Compared, first_faster, judged_together
 from qdqtune.tuning.settings import PROOF_BUILDS
+from qdqtune.tuning.shipping import is_alike
 from qdqtune.types import Failure, Measurement, Placement, Trial
 
 OBVIOUS = 0.8
@@ -22,17 +22,17 @@ not measured."""
 class FrontTerms:
     """What a run demands of its front.
 
-    `plan` is that of the proof, `builds` is the number left after the search, `elsewhere` the number of contexts in
-    which the search has not measured. `rewrites_gave` is the ratio of the search's float model to the user's file.
-    `stays` is a placement that counts as unbeaten, because the search chose it by the user's metric.
+    `plan` is that of the proof, `builds` is the number left after the search, `other_contexts` the number of contexts
+    in which the search has not measured. `rewrites_ratio` is the ratio of the search's float model to the user's file.
+    `kept` is a placement that counts as unbeaten, because the search chose it by the user's metric.
     """
 
     plan: Plan
     limits: Limits
     builds: int
-    elsewhere: int = 0
-    rewrites_gave: float = 1.0
-    stays: Placement | None = None
+    other_contexts: int = 0
+    rewrites_ratio: float = 1.0
+    kept: Placement | None = None
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,16 @@ def judged(
     ratios = [ratio(m, terms.plan) for m in measured if isinstance(m, Measurement)]
     seems = on_these_builds(ratios) if len(ratios) == len(measured) else None
     is_known = seems is not None and trial.accuracy is not None
-    tradeoff = Tradeoff(seems.median / terms.rewrites_gave, trial.exactness) if seems and is_known else expected
+    tradeoff = Tradeoff(seems.median / terms.rewrites_ratio, trial.exactness) if seems and is_known else expected
     return FrontCandidate(
         trial, expected, tuple(measured), seems, tradeoff, terms.limits.is_exact_enough(trial.accuracy), is_new
     )
 
 
-def promising(candidates: Collection[FrontCandidate], stays: Placement | None) -> list[FrontCandidate]:
-    """The candidates that are faster than the user's file and that no other one beats; `stays` counts as unbeaten."""
+def promising(candidates: Collection[FrontCandidate], kept: Placement | None) -> list[FrontCandidate]:
+    """The candidates that are faster than the user's file and that no other one beats; `kept` counts as unbeaten."""
     faster = [c for c in candidates if c.is_faster]
-    return [c for c in faster if c.placement == stays or not any(o.tradeoff.beats(c.tradeoff) for o in faster)]
+    return [c for c in faster if c.placement == kept or not any(o.tradeoff.beats(c.tradeoff) for o in faster)]
 
 
 def may_ship(points: Sequence[FrontCandidate]) -> list[FrontCandidate]:
@@ -110,7 +110,7 @@ def to_compare_again(
     """The candidates to compare on `many` pairs of builds that were compared on `few`: those that may ship and need a
     second pair, then those that `few` pairs do not decide, the nearest to a decision first. Only as many as builds are
     left for, where `spent` were used so far and the user's file has to be built `to_open` times."""
-    points = promising(candidates, terms.stays)
+    points = promising(candidates, terms.kept)
     together = zip(points, judged_together([c.measured for c in points], terms.plan), strict=True)
     known = [(c, found.ratio) for c, found in together if found is not None and len(c.measured) == few]
     undecided = [(r.high, c) for c, r in known if r.verdict == "undecided" and r.high]
@@ -125,7 +125,7 @@ def has_builds_for_another(
 ) -> bool:
     """Whether builds are left for one more candidate beside what the others still need: a second pair where one is not
     enough, other contexts, and the usual proof if no point may ship."""
-    points = promising(candidates, terms.stays)
+    points = promising(candidates, terms.kept)
     again = [*may_ship(points), *(c for c in points if not c.is_obvious)]
     waiting = {c.placement for c in again if len(c.measured) < PAIRS}
     is_usual = bool(candidates) and not any(c.is_exact for c in points)
@@ -138,7 +138,7 @@ def builds_elsewhere(points: Sequence[FrontCandidate], terms: FrontTerms, others
     one of each obvious point, two of each other one, and for either kind as many of the user's file."""
     obvious = sum(c.is_obvious for c in points)
     rest = len(points) + others - obvious
-    return terms.elsewhere * ((obvious + bool(obvious)) + PAIRS * (rest + bool(rest)))
+    return terms.other_contexts * ((obvious + bool(obvious)) + PAIRS * (rest + bool(rest)))
 
 
 # ---------------------------------------------------------------- points

@@ -14,7 +14,6 @@ from qdqtune.search import Strategy, as_predicted, best_of, upcoming_placements
 from qdqtune.search.front import FrontSearch
 from qdqtune.timing.limits import outcome
 from qdqtune.tuning import advice
-from qdqtune.tuning.decisions import accepted
 from qdqtune.tuning.finished import recalled, remember
 from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes import MODES
@@ -25,6 +24,7 @@ from qdqtune.tuning.rewritten import with_rewrites
 from qdqtune.tuning.run import Run, open_run, prepared, written_once
 from qdqtune.tuning.run_log import RunLogWriter
 from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.shipping import accepted
 from qdqtune.types import Placement, Proposal, Trial
 
 

@@ -13,24 +13,24 @@ from qdqtune.errors import writing
 from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search import Strategy, TwoStage, best_of
-from qdqtune.search.costs import decisions
-from qdqtune.search.costs.noise import Noise
+from qdqtune.search.by_latency import LatencySearch, placement_within
+from qdqtune.search.costs import unit_decisions
+from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.priors import NO_PRIOR
 from qdqtune.search.costs.units import weights_by_bits
 from qdqtune.search.cut import CutSearch
 from qdqtune.search.front import FrontSearch
-from qdqtune.search.grouped import GroupedSearch, placement_within
 from qdqtune.search.region import WITHIN_LIMITS, RegionSearch
 from qdqtune.search.regions import cache
 from qdqtune.search.subgraph import SubgraphSearch, with_quiet_seeds
 from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.folder import RAW, REGION_MODELS, UNITS
-from qdqtune.tuning.noise import binding_noise_of, noise_of
 from qdqtune.tuning.observer import Observer, Silent, State
 from qdqtune.tuning.result import ModeResult
+from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.subgraphs.prepare import Profiled, outcomes, profile
-from qdqtune.tuning.weight_formats import products_of
+from qdqtune.tuning.weight_format_times import products_of
 from qdqtune.types import Placement, Trial
 
 FEW_BUILDS = (
@@ -66,8 +66,8 @@ def cut(run: Run) -> Mode:
     suggestions = subject.suggestions()
     if noise is not None and not noise.is_harmless:
         suggestions[WITHIN_LIMITS] = placement_within(subject.shaped, subject.possible, noise)(noise.levels(())[0])
-    seeds = {**run.earlier.found, **suggestions, **weights_by_bits(run.ways)}
-    strategy = GroupedSearch(subject.shaped, subject.possible, seeds, run.width)
+    seeds = {**run.earlier.found, **suggestions, **weights_by_bits(run.format_shares)}
+    strategy = LatencySearch(subject.shaped, subject.possible, seeds, run.width)
     return Mode(strategy, partial(_record_placement, run))
 
 
@@ -90,7 +90,7 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
         noise=noise,
         fallbacks=fallbacks,
         width=run.learning_width,
-        format_shares=run.ways,
+        format_shares=run.format_shares,
         prior=NO_PRIOR if run.settings.front else run.earlier.prices,  # known prices would save builds of a front
         shipped_before=run.earlier.found,
     )
@@ -99,9 +99,9 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
 def _record_units(run: Run, by_layers: CutSearch, history: Sequence[Trial], final: Placement) -> ModeResult:
     """What each fusion group costs with pairs and in float; prices and placement go to the price cache."""
     run.add_prices(final, by_layers.learned_prior(history) if history else NO_PRIOR)
-    units = decisions.explain(by_layers.costs(history, final), final)
+    units = unit_decisions.explain(by_layers.costs(history, final), final)
     notes = (FEW_BUILDS,) if by_layers.is_as_predicted(history) else ()
-    return ModeResult(units, files={UNITS: {"units": decisions.record(units)}}, notes=notes)
+    return ModeResult(units, files={UNITS: {"units": unit_decisions.record(units)}}, notes=notes)
 
 
 def _record_placement(run: Run, history: Sequence[Trial], final: Placement) -> ModeResult:
@@ -123,7 +123,7 @@ def region(run: Run) -> Mode:
         seeds={
             **run.earlier.found,
             **subject.suggestions(),
-            **weights_by_bits(run.ways, lambda p: noise is None or noise.fits(p, ())),
+            **weights_by_bits(run.format_shares, lambda p: noise is None or noise.fits(p, ())),
         },
         cached=cache.read_cache(settings.pattern_cache) if settings.pattern_cache else {},
         config=settings.config,
@@ -132,7 +132,7 @@ def region(run: Run) -> Mode:
         noise=noise,
         within=placement_within(subject.shaped, subject.possible, noise),
         width=run.width,
-        format_shares=run.ways,
+        format_shares=run.format_shares,
     )
     by_cut = cut_search(run, noise) if settings.seed_builds > 0 else None
     strategy = by_region if by_cut is None else TwoStage(by_cut, by_region, settings.seed_builds)

@@ -105,7 +105,7 @@ def earlier(
         known = None if section is None else section.models.get(subject.model.fingerprint)
         record = store.put(PricesRecord(prices=packed(prices), found=known))
     found = Placement() if record.found is None else record.found.placement
-    seeds = {EARLIER: Placement.of(found.edges & subject.possible, found.compressed)} if found else {}
+    seeds = {EARLIER: Placement.of(found.edges & subject.possible, found.weight_only)} if found else {}
     return Earlier(unpacked(record.prices), seeds)
 
 

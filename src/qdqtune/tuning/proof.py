@@ -1,6 +1,6 @@
 """The proof: files that may ship are compared with the user's own on fresh builds, in each context.
 
-`decisions` decides what is compared next, and what ships.
+`shipping` decides what is compared next, and what ships.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from qdqtune.graph.saving import data_of
 from qdqtune.system.writing import atomic_write, rename_all
 from qdqtune.timing.pairing import FRESH, begin_pairs
 from qdqtune.timing.ratios import Ratio
-from qdqtune.tuning import decisions
-from qdqtune.tuning.compared import Compared, first_faster
+from qdqtune.tuning import shipping
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest
+from qdqtune.tuning.comparison_results import Compared, first_faster
 from qdqtune.tuning.contexts import Context, open_contexts
-from qdqtune.tuning.decisions import Attempt, InContext, Terms, is_slower
 from qdqtune.tuning.folder import BASELINE, FINAL
 from qdqtune.tuning.proof_notes import REWRITES_ALONE, notes_of
 from qdqtune.tuning.records import Shipped
 from qdqtune.tuning.run import Run
+from qdqtune.tuning.shipping import Attempt, InContext, Terms, is_slower
 from qdqtune.types import Failure, Placement, Trial
 
 
@@ -64,25 +64,25 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     run.candidates.write_whole(Placement(), folder / BASELINE)
     pairs_hold = settings.from_qdq and not any(t.proposal.origin == "imported" and t.holds is False for t in history)
     is_rewritten = bool(run.subject.rewrites.names)
-    terms = Terms(pairs_hold or _is_folded(run), is_rewritten, run.found.gave)
+    terms = Terms(pairs_hold or _is_folded(run), is_rewritten, run.found.ratio)
     is_bounded = settings.time_budget is not None
-    queue = decisions.finalists(history, settings.plan, is_bounded=is_bounded, tries_float=not _is_folded(run))
+    queue = shipping.finalists(history, settings.plan, is_bounded=is_bounded, tries_float=not _is_folded(run))
     attempts: list[Attempt] = []
     with open_contexts(settings.engine, settings.thread_counts, run.runner, run.subject.mix) as contexts:
         while True:
             lacks_time = run.budget.lacks(attempts[-1].seconds if attempts else 0.0)
-            if (placement := decisions.next_finalist(queue, attempts, lacks_time=lacks_time)) is None:
+            if (placement := shipping.next_finalist(queue, attempts, lacks_time=lacks_time)) is None:
                 break
             attempts.append(_attempt(placement, contexts, run, terms))
             if attempts[-1].verdict not in ("ships", "pairs do not pay"):
                 shutil.rmtree(_unproven(placement, run).parent)  # a whole model, which is not needed any more
     notes = list(dict.fromkeys(note for attempt in attempts for note in notes_of(attempt, settings.model.name)))
     builds = sum(attempt.builds for attempt in attempts)
-    if (won := decisions.shipped(attempts)) is not None:
+    if (won := shipping.shipped(attempts)) is not None:
         _move(_unproven(won.placement, run), folder / FINAL)
         notes += [] if won.placement else [REWRITES_ALONE]
         return _proof(won, tuple(notes), builds, has_given=settings.from_qdq or _is_folded(run))
-    is_given = decisions.keeps_given(attempts, terms, from_qdq=settings.from_qdq, pairs_hold=pairs_hold)
+    is_given = shipping.keeps_given(attempts, terms, from_qdq=settings.from_qdq, pairs_hold=pairs_hold)
     copy_model(settings.model if is_given else folder / BASELINE, folder / FINAL)
     seconds = attempts[-1].to_float[0].a_seconds if attempts else run.bench.floats.seconds
     kept: Shipped = "given" if is_given else "baseline"
@@ -118,14 +118,14 @@ def _attempt(placement: Placement, contexts: Sequence[Context], run: Run, terms:
             break
     seconds = time.monotonic() - begun
     run.given.check()
-    verdict = decisions.verdict_of(placement, found, terms)
+    verdict = shipping.verdict_of(placement, found, terms)
     attempt = Attempt(placement, tuple(found), verdict, seconds=seconds)
-    if not decisions.may_owe_it_to_rewrites(attempt, terms) or run.budget.lacks(seconds):
+    if not shipping.may_owe_it_to_rewrites(attempt, terms) or run.budget.lacks(seconds):
         return attempt
     context = contexts[attempt.to_float.index(first_faster(attempt.to_float))]
     files = run.settings.output_dir / BASELINE, _unproven(placement, run)
     alone = Comparer.of(run).compare(ComparisonRequest(f"alone:{placement.digest}", *files, context))
-    return decisions.with_comparison_without_pairs(attempt, _insist(alone))
+    return shipping.with_comparison_without_pairs(attempt, _insist(alone))
 
 
 def _compared(placement: Placement, run: Run, context: Context, *, is_won: bool) -> InContext:

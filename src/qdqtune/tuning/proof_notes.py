@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from qdqtune.search.front import WORTHWHILE_RATIO
 from qdqtune.tuning import advice
-from qdqtune.tuning.compared import Compared, first_faster
-from qdqtune.tuning.decisions import Attempt, is_slower
+from qdqtune.tuning.comparison_results import Compared, first_faster
+from qdqtune.tuning.shipping import Attempt, is_slower
 from qdqtune.types import Failure, Mix
 
 REWRITES_ALONE = "no pair is worth its time here: what ships is the float model with its rewrites"

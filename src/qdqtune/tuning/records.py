@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from qdqtune.calibration.scales import Ranges
-from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.search.costs.priors import Prices
+from qdqtune.search.costs.unit_decisions import UnitPrice
 from qdqtune.timing.ratios import Ratio
 from qdqtune.types import (
     Accuracy,
@@ -45,7 +45,7 @@ R = TypeVar("R", bound=Record)
 
 
 class StoredPlacement(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
-    """A placement as JSON: the edges with a pair, and the weights that are stored in fewer bits with their formats."""
+    """A placement as JSON: the edges with a pair, and the weights with their weight formats."""
 
     pairs: tuple[Edge, ...] = ()
     weights: tuple[tuple[Edge, str], ...] = ()
@@ -192,7 +192,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Found:
+class TriedRewrites:
     """The rewrites that were tried before the search, in the order of trying, and the builds that they took."""
 
     tried: tuple[Tried, ...] = ()
@@ -205,18 +205,18 @@ class Found:
         return tuple(one.name for one in self.tried if one.kept)
 
     @property
-    def gave(self) -> float:
+    def ratio(self) -> float:
         """Time of the rewritten model over that of the user's file: the product of the ratios of the rewrites kept."""
         return prod(one.ratio.median for one in self.tried if one.kept and one.ratio)
 
 
-NO_REWRITES = Found()
+NO_REWRITES = TriedRewrites()
 
 
 class RewritesRecord(Record, frozen=True, tag="rewrites"):
     """The rewrites that were tried, and their results."""
 
-    found: Found
+    found: TriedRewrites
 
 
 class BatchRecord(Record, frozen=True, tag="batch"):
@@ -243,7 +243,7 @@ class NoiseRecord(Record, frozen=True, tag="noise"):
 class WeightNoiseRecord(Record, frozen=True, tag="weight noise"):
     """The output noise that storing each weight alone causes: rows of tensor, name of the weight format, and noise."""
 
-    stored: tuple[tuple[str, str, float], ...]
+    noise: tuple[tuple[str, str, float], ...]
     failure: Failure | None = None
 
 

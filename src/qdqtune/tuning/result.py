@@ -15,13 +15,13 @@ from qdqtune.numerics.accuracy import concern
 from qdqtune.placement import files
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
-from qdqtune.search.costs.decisions import UnitPrice
+from qdqtune.search.costs.unit_decisions import UnitPrice
 from qdqtune.search.front import MeasuredPoint, named, spread, undominated
 from qdqtune.search.regions import cache
 from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning import advice
-from qdqtune.tuning.compared import rows_by_threads, rows_by_workload
+from qdqtune.tuning.comparison_results import rows_by_threads, rows_by_workload
 from qdqtune.tuning.folder import PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.proof_notes import slower_workloads
@@ -201,7 +201,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "patterns": len(subject.tuned),
         "regions": subject.region_count,
         "pairs": count_pairs(final),
-        **({"weights": dict(Counter(s.name for s in final.weight_formats.values()))} if final.compressed else {}),
+        **({"weights": dict(Counter(s.name for s in final.weight_formats.values()))} if final.weight_only else {}),
         "edges": len(final),
         "output_sqnr_db": None if accuracy is None else accuracy.sqnr_db,
         "output_accuracy": None if accuracy is None else asdict(accuracy),
@@ -228,7 +228,7 @@ def _rewrites(run: Run, proof: Proof) -> dict[str, Any]:
     if found.tried:
         row |= {"tried": [_tried(one) for one in found.tried], "builds": found.builds}
     if found.names and proof.ratio is not None:
-        row |= {"gave": found.gave, "placement_gave": proof.ratio.median / found.gave}
+        row |= {"gave": found.ratio, "placement_gave": proof.ratio.median / found.ratio}
     return row
 
 
@@ -256,7 +256,7 @@ def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[st
             "sqnr_db": point.trial.sqnr_db,
             "agreement": None if accuracy is None else accuracy.agreement,
             "pairs": count_pairs(point.trial.placement),
-            **({"weights": len(point.trial.placement.compressed)} if point.trial.placement.compressed else {}),
+            **({"weights": len(point.trial.placement.weight_only)} if point.trial.placement.weight_only else {}),
             "holds_limits": point.trial.holds is not False,
             "shipped": point.trial.placement == proof.placement,
         }

@@ -28,7 +28,7 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.timing.pairing import compare_builds
 from qdqtune.timing.ratios import Ratio, ratio
-from qdqtune.tuning.records import NO_REWRITES, Form, Found, Outcome, RewriteRecord, RewritesRecord, Tried
+from qdqtune.tuning.records import NO_REWRITES, Form, Outcome, RewriteRecord, RewritesRecord, Tried, TriedRewrites
 from qdqtune.tuning.run import Ready
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subject import Subject, open_subject
@@ -106,7 +106,7 @@ def _applicable(settings: Settings, subject: Subject) -> list[str]:
     return names
 
 
-def _search(names: Sequence[str], ready: Ready, constants: ConstantFile) -> tuple[Found, Subject]:
+def _search(names: Sequence[str], ready: Ready, constants: ConstantFile) -> tuple[TriedRewrites, Subject]:
     """Try these rewrites in this order; gives their results, and the model with those that are kept."""
     ready.observer.stage(f"trying rewrites: {', '.join(names)}")
     constants.keep(ready.subject.model)
@@ -129,7 +129,7 @@ class _FloatModel:
     builds: dict[Form, Handle] = field(default_factory=dict)
 
 
-def _tried(name: str, found: Found, kept: _FloatModel, builder: _Builder) -> tuple[Found, _FloatModel]:
+def _tried(name: str, found: TriedRewrites, kept: _FloatModel, builder: _Builder) -> tuple[TriedRewrites, _FloatModel]:
     """Compare the `kept` model with the model that has one more rewrite, form by form until that is faster. Gives
     `found` with the result added, and the model to keep."""
     settings, rewrites = builder.ready.settings, kept.subject.rewrites
@@ -159,7 +159,7 @@ def _tried(name: str, found: Found, kept: _FloatModel, builder: _Builder) -> tup
     return found, kept
 
 
-def _noted(found: Found, note: str, *tried: Tried) -> Found:
+def _noted(found: TriedRewrites, note: str, *tried: Tried) -> TriedRewrites:
     return replace(found, notes=(*found.notes, note), tried=(*found.tried, *tried))
 
 

@@ -37,12 +37,12 @@ from qdqtune.tuning.fingerprint import fingerprint_of
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.price_cache import Earlier, PriceConditions, add, earlier
-from qdqtune.tuning.records import NO_REWRITES, BatchRecord, Found, TrialRecord
+from qdqtune.tuning.records import NO_REWRITES, BatchRecord, TrialRecord, TriedRewrites
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject, calibrated, open_subject
 from qdqtune.tuning.trial_worker import Conditions, TrialWorker
-from qdqtune.tuning.weight_formats import products_of, ways
+from qdqtune.tuning.weight_format_times import format_shares, products_of
 from qdqtune.types import Failure, Placement
 
 CANDIDATE_FOLDER = "candidates"
@@ -75,7 +75,7 @@ class Ready:
     observer: Observer
     execution: Execution
     others: tuple[Runner, ...] = ()
-    found: Found = NO_REWRITES
+    found: TriedRewrites = NO_REWRITES
 
     @property
     def ends(self) -> float | None:
@@ -106,11 +106,11 @@ class Run(Ready):
     learning_width: int = 1
 
     @cached_property
-    def ways(self) -> FormatShares:
-        """By weight, the formats in which it may be stored; measured on the engine when this is first read."""
+    def format_shares(self) -> FormatShares:
+        """By weight, the weight formats that it may have; measured on the engine when this is first read."""
         if self.budget.is_late:
             return {}
-        return ways(self.subject, self.settings, self.runner, self.store, self.bench.layers)
+        return format_shares(self.subject, self.settings, self.runner, self.store, self.bench.layers)
 
     @cached_property
     def earlier(self) -> Earlier:

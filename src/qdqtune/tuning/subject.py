@@ -30,7 +30,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.numerics.fitting import fitted
 from qdqtune.numerics.half_precision import in_half_precision
-from qdqtune.placement import engine_rules, rules
+from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import Reading, is_quantized, read_placement
 from qdqtune.placement.stripping import strip_pairs
@@ -62,7 +62,7 @@ class Subject:
     """The model under tuning. Outputs are compared on the samples of `accuracy`; the workloads of `mix` are timed.
 
     `imported` holds the pairs of a Q/DQ model that the user gave, `possible` the edges that may get pairs. `ranges` and
-    `possible` are empty until the model is `calibrated`, as is `ruled`, the placement by the rules of TensorRT.
+    `possible` are empty until the model is `calibrated`, as is `rules_placement`, that by the rules of TensorRT.
     """
 
     prepared: Prepared
@@ -75,7 +75,7 @@ class Subject:
     ranges: Ranges = field(default_factory=lambda: Ranges({}))
     possible: frozenset[Edge] = frozenset()
     rewrites: Rewrites = field(default_factory=Rewrites)
-    ruled: Placement = field(default_factory=Placement)
+    rules_placement: Placement = field(default_factory=Placement)
 
     @property
     def model(self) -> Model:
@@ -112,11 +112,11 @@ class Subject:
         given = {}
         if self.imported is not None:
             own = self.imported.placement
-            given["imported"] = Placement(own.edges & self.possible, own.compressed)
-        if self.ruled and self.ruled not in given.values():
-            given["rules"] = self.ruled
-        ruled = rules.placements(self.shaped, self.possible)
-        return given | {name: p for name, p in ruled.items() if p not in given.values()}
+            given["imported"] = Placement(own.edges & self.possible, own.weight_only)
+        if self.rules_placement and self.rules_placement not in given.values():
+            given["rules"] = self.rules_placement
+        simple = start_placements.placements(self.shaped, self.possible)
+        return given | {name: p for name, p in simple.items() if p not in given.values()}
 
     def foremost(self) -> dict[str, Placement]:
         """The suggestions that are always built, see `FOREMOST`."""
@@ -222,10 +222,10 @@ def calibrated(
         possible = frozenset()
     elif not possible:
         raise BadModel(f"{settings.model} has no tensor that could be quantized")
-    ruled, engine = Placement(), settings.engine.name
+    by_rules, engine = Placement(), settings.engine.name
     if engine in TENSORRT_FAMILY:
-        ruled = engine_rules.place(subject.shaped, possible, engine, settings.quant_type).placement
-    return replace(subject, ranges=ranges, possible=possible, ruled=ruled)
+        by_rules = engine_rules.place(subject.shaped, possible, engine, settings.quant_type).placement
+    return replace(subject, ranges=ranges, possible=possible, rules_placement=by_rules)
 
 
 def _counted(samples: Samples, observer: Observer) -> Samples:

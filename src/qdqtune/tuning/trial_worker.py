@@ -169,7 +169,7 @@ class TrialWorker:
     def _built(self, job: TrialJob, batch: Batch) -> tuple[Ran, bool]:
         """A build of a candidate with its outputs, and whether idle workers have built both files meanwhile."""
         self._candidates.file(job.proposal.placement)  # written before, so that workers without a task are idle by then
-        if batch.pool is None or not self._conditions.plan.slot_seconds:
+        if batch.pool is None or not self._conditions.plan.turn_seconds:
             return self._ran(job), False
         elsewhere = [partial(TrialWorker.pair, job=job)] * batch.pool.idle_per_task()
         ran, pairs = batch.pool.shared(partial(self._ran, job), elsewhere, self.runner.check)

@@ -23,7 +23,7 @@ from qdqtune.graph import operators
 from qdqtune.graph.float16 import to_float16
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Edge, Layer, Placement, QuantType
@@ -69,7 +69,7 @@ def layers_of(model: Model, folder: Path) -> tuple[Layer, ...]:
 def quantized(model: Model, quant_type: QuantType, rule: str) -> tuple[Model, Placement]:
     found = ranges(model)
     possible = possible_edges(model, found)
-    placement = Placement(possible) if rule == "all" else rules.placements(model, possible)[rule]
+    placement = Placement(possible) if rule == "all" else start_placements.placements(model, possible)[rule]
     return Inserter(model, found, engine().numeric_format(quant_type)).insert(placement), placement
 
 

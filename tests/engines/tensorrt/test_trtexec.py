@@ -383,7 +383,7 @@ def test_paired_rounds_through_the_runner(tmp_path: Path, quantized: Path, worke
         assert not isinstance(b, Failure)
         samples = [{"x": IMAGE["x"] + shift} for shift in range(3)]
         expected, before = runner.outputs(b, samples), len(calls(tmp_path))
-        rounds = {"seed": 1, "slot_seconds": 1e-4, "warmup": 1, "samples": samples}
+        rounds = {"seed": 1, "turn_seconds": 1e-4, "warmup": 1, "samples": samples}
         measured = runner.rounds(a, b, 2, first_round=0, **rounds)
         assert not isinstance(measured, Failure)
         assert np.median(measured.b) != np.median(measured.a)

@@ -7,7 +7,7 @@ import pytest
 from price_chain import FLOAT, chain, parts_of, times
 from qdqtune.graph.model import Model
 from qdqtune.search.costs.attribution import TimedBuild, attribute, node_times
-from qdqtune.search.costs.optimum import cut
+from qdqtune.search.costs.cheapest_decision import cut
 from qdqtune.search.costs.prices import learn
 from qdqtune.types import Layer, Placement
 from tensorrt_exports import EXPORTS, report_of

@@ -7,14 +7,14 @@ from price_chain import CHAIN, FLOAT, chain, parts_of, placed, times
 from qdqtune.engines.fake import CostModel
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.attribution import BuildTimes, TimedBuild, attribute
+from qdqtune.search.costs.cheapest_decision import everything
 from qdqtune.search.costs.observations import state
-from qdqtune.search.costs.optimum import everything
 from qdqtune.search.costs.prices import UNMEASURED_SHARE, learn
 from qdqtune.search.costs.units import Decision, partition
 from qdqtune.types import Edge, Placement
 from region_models import resnet
 from runs import mixed
-from stored_weights import SHARES, W4, W8, parts
+from weight_only_nets import SHARES, W4, W8, parts
 
 
 def test_units_without_a_measurement_are_guessed_to_be_fast() -> None:
@@ -194,7 +194,7 @@ def test_weight_formats_are_priced_by_builds_or_else_by_products_alone() -> None
     floats = BuildTimes(Placement(), nodes, {}, {}, {})
     built = BuildTimes(Placement.of((), [(first, W4)]), nodes | {"a": 0.3}, {}, {"w0": 0.2}, {"w0": 1})
     costs = learn(units, [floats, built])
-    assert [price.stored.get(W4) for price in costs.prices] == pytest.approx([0.5, None, 0.5, 0.5])
-    assert [price.stored.get(W8) for price in costs.prices] == pytest.approx([0.6, None, 0.6, 0.6])
+    assert [price.by_format.get(W4) for price in costs.prices] == pytest.approx([0.5, None, 0.5, 0.5])
+    assert [price.by_format.get(W8) for price in costs.prices] == pytest.approx([0.6, None, 0.6, 0.6])
     assert costs.prices[0].as_float == pytest.approx(1.0)
     assert not costs.prices[0].seen

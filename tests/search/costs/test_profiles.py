@@ -8,7 +8,7 @@ import pytest
 from models import INT8, attention, build, conv_net, normal, ranges, tapped
 from qdqtune.engines.fake import CostModel
 from qdqtune.graph.model import Model
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import consistent, possible_edges, weight_role
 from qdqtune.search.costs.profiles import (  # fmt: skip
@@ -174,7 +174,7 @@ def test_the_selection_is_the_best_of_all_for_the_exact_engine() -> None:
     def seconds(placement: Placement) -> float:
         return CostModel(inserter.insert(placement).to_proto(), 1).seconds
 
-    best = min(map(seconds, rules.placements(parts.model, parts.possible).values()))
+    best = min(map(seconds, start_placements.placements(parts.model, parts.possible).values()))
     assert seconds(chosen.placement()) <= best * 1.0001
     assert chosen.ratio == pytest.approx(seconds(chosen.placement()) / seconds(Placement()), rel=0.15)
     assert all(gain > 0 for gain in chosen.savings().values())

@@ -17,7 +17,8 @@ from rich.console import Console
 from conftest import Call
 from models import build, feeds, normal, run
 from observers import Log
-from qdqtune.cli import report
+from qdqtune.cli.output import drawn
+from qdqtune.commands.tune_tables import groups_table
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, BadState
 from qdqtune.graph.loading import load
@@ -29,7 +30,7 @@ from runs import cost, environment, hopeless, mixed, settings, write
 from trtexec_stand_in import calls, stand_in
 from workers import Workers
 
-ONCE = Plan((1,), error=0.4, slot_seconds=0.0, warmup=0)
+ONCE = Plan((1,), error=0.4, turn_seconds=0.0, warmup=0)
 pytestmark = pytest.mark.usefixtures("workers")
 
 
@@ -78,7 +79,7 @@ def test_the_table_has_a_row_for_each_group(tmp_path: Path) -> None:
     written = result.summary["groups"]
     assert [row["nodes"] for row in written] == [row.nodes for row in result.recorded.rows]
     console = Console(width=110, record=True, file=StringIO())
-    console.print(report.groups_table(result.recorded.rows))
+    console.print(drawn(groups_table(result.recorded.rows)))
     lines = console.export_text().splitlines()
     assert any("first and 1 more" in line and "full, output" in line and "kept" in line for line in lines)
 

@@ -23,7 +23,7 @@ from qdqtune.engines.process import WorkerProcess
 from qdqtune.engines.runner import Runner, insist
 from qdqtune.errors import first_of
 from qdqtune.explanation.findings import check
-from qdqtune.explanation.reasons import is_low
+from qdqtune.explanation.reasons_by_graph import is_low
 from qdqtune.graph.loading import load
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.accuracy import NOT_FINITE, is_finite, sqnr_db
@@ -115,8 +115,8 @@ def _times_layers(engine: EngineAtHand, name: str) -> str:
 
 
 def _keeps_8_bits(engine: EngineAtHand, name: str) -> str:
-    """Convolutions and products with pairs run in 8 bits, and stored weights are drawn into theirs. What else `qdqtune
-    check` finds, such as conversions between 8 bits and float, costs time and is counted."""
+    """Convolutions and products with pairs run in 8 bits, and products read weights in weight formats themselves. What
+    else `qdqtune check` finds, such as conversions between 8 bits and float, costs time and is counted."""
     file, how = engine.quantized(name), graphs.GRAPHS[name].how
     model, layers, numbers = load(file), engine.layers(file, engine.files(name).samples[0]), None
     if "weight_only" not in how:

@@ -80,7 +80,7 @@ class EngineAtHand:
         return self._files[name]
 
     def quantized(self, name: str) -> Path:
-        """The file of a graph with pairs by the engine's rules, or with weights in fewer bits.
+        """The file of a graph with pairs by the engine's rules, or with weight formats.
 
         Raises:
             NotApplicableError: the engine has no such numbers.

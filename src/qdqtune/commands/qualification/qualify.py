@@ -77,7 +77,8 @@ class Qualification(Shown):
             asked, seconds = len(r.seen) - r.count("not applicable"), sum(seen.seconds for seen in r.seen)
             held = f"{r.count('held')} of {asked}" if asked else ""
             rows.append((r.name, r.claim, r.state, held, f"{seconds:.0f}"))
-        return ("check", "claim", "result", "held for", "seconds"), rows
+        columns = ("check", "claim", "result", "held for", "seconds")
+        return Table(columns, rows, left=columns[:4])
 
     def notable(self) -> list[tuple[str, str, State, str]]:
         """Check, subject, state and reason of what did not hold, and then of what is not applicable, once a reason."""

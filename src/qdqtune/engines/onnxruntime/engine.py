@@ -54,7 +54,7 @@ TOO_NEW = {
 INPUT_FOLDER = "session.model_external_initializers_file_folder_path"
 KEEP_PAIRS = "session.disable_quant_qdq"
 STOP_SPINNING = "session.force_spinning_stop"
-"""Threads of a session spin for some 30 ms after an inference, longer than a slot takes. They would slow down another
+"""Threads of a session spin for some 30 ms after an inference, longer than a turn takes. They would slow down another
 session that is timed next."""
 
 CONSTANTS_FILE = "session.optimized_model_external_initializers_file_name"

@@ -29,7 +29,7 @@ class TimingCache:
         self._data = b""
 
     def apply(self, config: Any) -> None:
-        """Set the known times in the configuration of a build."""
+        """Give a build's configuration the kernel times that are known."""
         stored = self._read()
         if stored and not self._try_set(config, stored):
             os.write(2, f"{self._path} is no timing cache of this TensorRT and GPU: not used\n".encode())

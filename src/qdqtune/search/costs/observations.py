@@ -137,7 +137,7 @@ def _add_build(found: Observations, partition: Partition, times: BuildTimes, bef
         given = any(t in paired for t in unit.outputs)
         if (chosen := partition.format_in(unit, times.placement)) is not None:
             # A DQ of weights that runs by itself counts for the unit.
-            spent += sum(times.dequantize.get(e.tensor, 0.0) for e in partition.compressible(unit))
+            spent += sum(times.dequantize.get(e.tensor, 0.0) for e in partition.weight_only_edges(unit))
             if how == "float":
                 fresh.setdefault((unit.kind, chosen.name, "float"), []).append(spent)
         elif how == "fed" or (how == "float" and given and spent > UNEQUAL * before[unit.number]):

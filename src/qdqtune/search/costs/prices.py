@@ -2,21 +2,22 @@
 
 Every build prices every unit at once, in the state that its placement puts the unit in:
 
-    float      no pair on its inputs                                      c0, or c0 + g with pairs on its outputs
-    fed        pairs on some or all inputs, none on its weights           c0 + g
-    quantized  pairs on all inputs, and on all uses of its outputs        c1
-    handing    pairs on all inputs, not on all uses of its outputs        c1 + o
+    float      no pair on its inputs                                as_float; + disturbed with pairs on its outputs
+    fed        pairs on some or all inputs, none on its weights     as_float + disturbed
+    quantized  pairs on all inputs, and on all uses of its outputs  as_quantized
+    handing    pairs on all inputs, not on all uses of its outputs  as_quantized + handing for each such output
     mixed      anything else: not used for a price
 
-A float unit whose weights are stored in fewer bits has a price for each weight format in place of c0; it does not
-depend on its neighbours. g is what pairs cost a float unit: they split what the engine would fuse, or the engine moves
-a Q in front of operators that only pass values on and runs those in a slower way. A quantized unit may cost e more
-behind float units than behind quantized ones, since engines use another memory layout for 8-bit tensors. A Q that runs
-by itself behind a float unit is the price q of its tensor, a DQ that runs in front of a float unit its price d.
+A float unit whose weights have a weight format has a price for each format (`by_format`) in place of as_float; it does
+not depend on its neighbours. `disturbed` is what pairs cost a float unit: they split what the engine would fuse, or the
+engine moves a Q in front of operators that only pass values on and runs those in a slower way. A quantized unit may
+cost `behind_float` more behind float units than behind quantized ones, since engines use another memory layout for
+8-bit tensors. A Q that runs by itself behind a float unit is the price `quantize` of its tensor, a DQ that runs in
+front of a float unit its price `dequantize`.
 Conversions that run although the units on both sides are quantized belong to the unit that did not absorb them.
 
 Prices that no build has measured are guessed low, so that the search tries them: equal units share prices, conversions
-take a + b * bytes, and g, e and o are the same share of float time as in other units with the same operators. Prices
+take a + b * bytes, and the `EXTRAS` are the same share of float time as in other units with the same operators. Prices
 that earlier runs have learned for equal units (`priors`) take precedence over such guesses.
 """
 
@@ -67,7 +68,7 @@ class Price:
     longer: an engine may move the Q behind a Concat to each input of the Concat."""
     seen: bool = False
     """Whether its quantized price was measured, in this run or an earlier one."""
-    stored: Mapping[WeightFormat, float] = field(default_factory=dict)
+    by_format: Mapping[WeightFormat, float] = field(default_factory=dict)
     """By weight format, the ms as a float unit with its weights in that format, in place of `as_float`."""
     guessed: frozenset[str] = frozenset()
     """The names of those `EXTRAS` and weight formats that no build has measured."""
@@ -75,8 +76,8 @@ class Price:
     def raised(self, ms: float) -> Price:
         """The price with all times that no build has measured raised by `ms`."""
         extras = {name: getattr(self, name) + ms for name in EXTRAS if name in self.guessed}
-        stored = {s: paid + ms * (s.name in self.guessed) for s, paid in self.stored.items()}
-        return replace(self, as_quantized=self.as_quantized + ms * (not self.seen), stored=stored, **extras)
+        by_format = {s: paid + ms * (s.name in self.guessed) for s, paid in self.by_format.items()}
+        return replace(self, as_quantized=self.as_quantized + ms * (not self.seen), by_format=by_format, **extras)
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,13 @@ class Costs:
         """The same prices, with everything that no build has measured raised by the time of the float model: a result
         that changes with them depends on a guess."""
         more = self.float_ms or 1.0
-        q, d = (
+        quantize, dequantize = (
             {t: ms + more * ((op, t) in self.guessed) for t, ms in paid.items()}
             for op, paid in (("quantize", self.quantize), ("dequantize", self.dequantize))
         )
-        return replace(self, prices=tuple(p.raised(more) for p in self.prices), quantize=q, dequantize=d)
+        return replace(
+            self, prices=tuple(p.raised(more) for p in self.prices), quantize=quantize, dequantize=dequantize
+        )
 
     @cached_property
     def float_ms(self) -> float:
@@ -124,7 +127,7 @@ class Costs:
                 self._is_read(t, decision) for t in unit.outputs
             )
             chosen = None if self.partition.is_fed(unit, decision) else decision.format_of.get(unit.number)
-            plain = price.as_float if chosen is None else price.stored.get(chosen, price.as_float)
+            plain = price.as_float if chosen is None else price.by_format.get(chosen, price.as_float)
             return plain + (price.disturbed if amid_pairs else 0.0)
         leaving = sum(t not in decision.stored for t in unit.outputs if t in self.partition.edges)
         extra = price.behind_float * sum(t not in decision.stored for t in entering)
@@ -135,9 +138,9 @@ class Costs:
     ) -> tuple[float, WeightFormat | None]:
         """The least ms of a unit in float, and the weight format for it; `charge` gives the ms a weight format adds."""
         price = self.prices[unit]
-        if not price.stored:
+        if not price.by_format:
             return price.as_float, None
-        choices = [(price.as_float, None), *((ms + charge(s), s) for s, ms in price.stored.items())]
+        choices = [(price.as_float, None), *((ms + charge(s), s) for s, ms in price.by_format.items())]
         return min(choices, key=lambda choice: choice[0])
 
     def of_tensor(self, tensor: str, decision: Decision) -> float:
@@ -266,11 +269,11 @@ def _priced(partition: Partition, observed: Observations, prior: Prior) -> Costs
     known: list[tuple[Price, Extras]] = []
     for unit in partition.units:
         own = prices_of[unit.kind]
-        stored = _format_times(partition, unit, own.as_float, medians, corrections)
-        unseen = frozenset(s.name for s in stored if (unit.kind, s.name, "float") not in medians)
+        by_format = _format_times(partition, unit, own.as_float, medians, corrections)
+        unseen = frozenset(s.name for s in by_format if (unit.kind, s.name, "float") not in medians)
         quantized, extras = _split_price(partition, unit, own, dequantize)
         seen = own.inside is not None or own.outside is not None
-        known.append((Price(own.as_float, quantized, seen=seen, stored=stored, guessed=unseen), extras))
+        known.append((Price(own.as_float, quantized, seen=seen, by_format=by_format, guessed=unseen), extras))
     doubt: dict[str, float] = {}
     for (kind, _, _), times in observed.medians.items():
         doubt[kind] = doubt.get(kind, 0.0) + max(times) - min(times)
@@ -282,19 +285,23 @@ def _split_price(
     partition: Partition, unit: Unit, own: _KindPrices, dequantize: Mapping[str, float]
 ) -> tuple[float, Extras]:
     """The quantized time of a unit, and its extras, from the times of its kind in each state; see the module."""
-    c0, seen = own.as_float, own.outside if own.inside is None else own.inside
+    seen = own.outside if own.inside is None else own.inside
     entering, leaving = partition.storable(unit), sum(t in partition.edges for t in unit.outputs)
-    e = None if own.behind_floats is None else own.behind_floats / max(1, len(entering))
-    for_floats = (e or 0.0) * len(entering)
-    c1 = own.guess * c0 if seen is None else max(0.0, seen - for_floats) if own.inside is None else seen
-    g, o = own.disturbed, None
+    behind_float = None if own.behind_floats is None else own.behind_floats / max(1, len(entering))
+    for_floats = (behind_float or 0.0) * len(entering)
+    if seen is None:
+        quantized = own.guess * own.as_float
+    else:
+        quantized = max(0.0, seen - for_floats) if own.inside is None else seen
+    disturbed, handing = own.disturbed, None
     if own.handing is not None:
-        more = own.handing - c1 - (for_floats if own.handing_inside is None else 0.0)
+        more = own.handing - quantized - (for_floats if own.handing_inside is None else 0.0)
         is_real = seen is not None and unit.weights  # without weights it may as well run in float behind DQs
-        o = max(-c1 if is_real else 0.0, more) / max(1, leaving)
+        handing = max(-quantized if is_real else 0.0, more) / max(1, leaving)
         if not unit.weights and entering:  # then this is the time of a float unit behind DQs as well
-            g = max(g or 0.0, own.handing - c0 - sum(dequantize[t] for t in entering))
-    return c1, {"disturbed": g, "behind_float": e, "handing": o}
+            conversions = sum(dequantize[t] for t in entering)
+            disturbed = max(disturbed or 0.0, own.handing - own.as_float - conversions)
+    return quantized, {"disturbed": disturbed, "behind_float": behind_float, "handing": handing}
 
 
 class _KindPrices(NamedTuple):
@@ -365,7 +372,7 @@ def _format_corrections(partition: Partition, observed: Observations) -> Mapping
     """By the bits of weight formats: the measured time of units with such weights, divided by the time predicted from
     their products alone."""
     sums: dict[int, list[float]] = {}
-    for unit in {u.kind: u for u in partition.units if partition.compressible(u)}.values():
+    for unit in {u.kind: u for u in partition.units if partition.weight_only_edges(u)}.values():
         floats = observed.units.get((unit.kind, "float", "float"), [])
         for weight_format in partition.weight_formats(unit):
             seen = observed.units.get((unit.kind, weight_format.name, "float"))

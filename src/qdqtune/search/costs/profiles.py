@@ -17,12 +17,12 @@ import numpy as np
 from qdqtune.graph import operators
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.possible import consistent
 from qdqtune.search.costs.attribution import TimedBuild, attribute
-from qdqtune.search.costs.decisions import margin
-from qdqtune.search.costs.optimum import cut
+from qdqtune.search.costs.cheapest_decision import cut
 from qdqtune.search.costs.prices import Costs, Price
+from qdqtune.search.costs.unit_decisions import margin
 from qdqtune.search.costs.units import Decision, FormatShares, Partition, Unit, partition
 from qdqtune.types import Edge, Failure, Layer, Measurement, Placement, WeightFormat
 
@@ -81,9 +81,11 @@ def schemes(
     parts = partition(model, possible, [[node.name for node in model.nodes]], format_shares)
     (unit,) = parts.units
     outputs = Placement.of(e for e in possible if e.is_graph_output)
-    full = consistent(model, Placement.of((*unit.inputs, *unit.weights)) | rules.compute_inputs(model, possible))
+    full = consistent(
+        model, Placement.of((*unit.inputs, *unit.weights)) | start_placements.compute_inputs(model, possible)
+    )
     inside = {"full" if unit.weights else "activation-only": full}
-    inside |= {name: p - outputs for name, p in rules.placements(model, possible).items()}
+    inside |= {name: p - outputs for name, p in start_placements.placements(model, possible).items()}
     names: dict[Placement, str] = {}
     for name, placement in inside.items():
         if placement.edges and outputs.edges:
@@ -94,7 +96,7 @@ def schemes(
     promising = sorted(parts.weight_formats(unit), key=lambda s: (parts.share(unit, s), s.name))
     for weight_format in {s.bits: s for s in reversed(promising)}.values():
         pairs[f"weights as {weight_format.name}"] = Placement.of(
-            (), ((e, weight_format) for e in parts.compressible(unit))
+            (), ((e, weight_format) for e in parts.weight_only_edges(unit))
         )
     return pairs
 
@@ -222,7 +224,7 @@ def passthrough_profile(parts: Partition, unit: Unit, float_ms: float) -> Profil
 
 @dataclass(frozen=True)
 class GroupSelection:
-    """Which groups run quantized, and which store their weights in fewer bits, by times that were taken alone."""
+    """Which groups run quantized, and which weight formats the others have, by times that were taken alone."""
 
     costs: Costs
     decision: Decision
@@ -252,7 +254,7 @@ class GroupSelection:
             option = self.option(number)
             points = option.points if option else frozenset()
             edges |= edges_of(self.parts, self.parts.units[number], [p for p in points if p[0] >= 0])
-        return Placement.of(edges, self.parts.placement(self.decision).compressed)
+        return Placement.of(edges, self.parts.placement(self.decision).weight_only)
 
     def with_followers(self) -> GroupSelection:
         """The selection with those groups quantized as well that read only tensors of quantized groups.
@@ -271,11 +273,11 @@ class GroupSelection:
         return replace(self, decision=Decision.of(quantized, stored, formats))
 
     def savings(self) -> Mapping[int, float]:
-        """By group with pairs or stored weights, the ms that it is expected to save, conversions included."""
+        """By group with pairs or a weight format, the ms that it is expected to save, conversions included."""
         units, prices = (self.parts.units[n] for n in sorted(self.decision.quantized)), self.costs.prices
         saved = {u.number: margin(self.costs, self.decision, u) for u in units}
         return saved | {
-            n: prices[n].as_float - prices[n].stored[way] for n, way in sorted(self.decision.format_of.items())
+            n: prices[n].as_float - prices[n].by_format[way] for n, way in sorted(self.decision.format_of.items())
         }
 
     @property
@@ -311,7 +313,7 @@ def _group_price(parts: Partition, unit: Unit, profile: Profile, never: float) -
         as_quantized=MIN_SAVING * profile.float_ms + min(known, default=profile.float_ms + never),
         handing=max(0.0, more) / leaving if leaving else 0.0,
         seen=bool(known),
-        stored={
+        by_format={
             option.weight_format: MIN_SAVING * profile.float_ms + option.ms
             for option in profile.options
             if option.weight_format in parts.weight_formats(unit)

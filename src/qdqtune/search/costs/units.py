@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from qdqtune.graph.model import GRAPH, Model
 from qdqtune.graph.operators import COMPUTE
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.types import Edge, Layer, Placement, WeightFormat
 
 FormatShares = Mapping[Edge, Mapping[WeightFormat, float]]
@@ -108,7 +108,7 @@ class Partition:
         return {t: tuple(es) for t, es in crossing.items()}
 
     @cached_property
-    def reading(self) -> Mapping[str, tuple[Edge, ...]]:
+    def possible_of(self) -> Mapping[str, tuple[Edge, ...]]:
         """Every possible edge of each tensor, constants and graph outputs included."""
         by_tensor: dict[str, list[Edge]] = {}
         for edge in sorted(self.possible):
@@ -116,31 +116,31 @@ class Partition:
         return {t: tuple(es) for t, es in by_tensor.items()}
 
     @cached_property
-    def _compressible(self) -> Mapping[int, tuple[Edge, ...]]:
+    def _weight_only_edges(self) -> Mapping[int, tuple[Edge, ...]]:
         found: dict[int, list[Edge]] = {}
         for edge in sorted(self.format_shares):
             found.setdefault(self.owner[edge.node], []).append(edge)
         return {number: tuple(edges) for number, edges in found.items()}
 
-    def compressible(self, unit: Unit) -> tuple[Edge, ...]:
-        """The weights of a unit that may be stored in fewer bits."""
-        return self._compressible.get(unit.number, ())
+    def weight_only_edges(self, unit: Unit) -> tuple[Edge, ...]:
+        """The uses of weights of a unit that may have a weight format."""
+        return self._weight_only_edges.get(unit.number, ())
 
     def weight_formats(self, unit: Unit) -> tuple[WeightFormat, ...]:
-        """The weight formats that every compressible weight of a unit may have."""
-        first, *others = [self.format_shares[e] for e in self.compressible(unit)] or [{}]
+        """The weight formats that all of the `weight_only_edges` of a unit may have."""
+        first, *others = [self.format_shares[e] for e in self.weight_only_edges(unit)] or [{}]
         return tuple(s for s in first if all(s in other for other in others))
 
     def share(self, unit: Unit, weight_format: WeightFormat) -> float:
         """The time of a unit's products alone in a weight format, as a share of their float time."""
-        shares = [self.format_shares[e].get(weight_format, 1.0) for e in self.compressible(unit)]
+        shares = [self.format_shares[e].get(weight_format, 1.0) for e in self.weight_only_edges(unit)]
         return sum(shares) / len(shares)
 
     def format_in(self, unit: Unit, placement: Placement) -> WeightFormat | None:
-        """The weight format that all compressible weights of a unit have in a placement; None if they differ."""
-        if not placement.compressed:
+        """The weight format that all of the `weight_only_edges` of a unit have in a placement; None if they differ."""
+        if not placement.weight_only:
             return None
-        found = {placement.weight_formats.get(e) for e in self.compressible(unit)}
+        found = {placement.weight_formats.get(e) for e in self.weight_only_edges(unit)}
         return found.pop() if len(found) == 1 else None
 
     @cached_property
@@ -168,12 +168,12 @@ class Partition:
         edges = {e for n in decision.quantized for e in (*self.units[n].inputs, *self.units[n].weights)}
         edges.update(e for t in decision.stored for e in self.edges.get(t, ()))
         floats = ((self.units[n], s) for n, s in decision.weight_formats if n not in decision.quantized)
-        compressed = ((e, s) for u, s in floats if not self.is_fed(u, decision) for e in self.compressible(u))
-        return Placement.of(edges, compressed)
+        weight_only = ((e, s) for u, s in floats if not self.is_fed(u, decision) for e in self.weight_only_edges(u))
+        return Placement.of(edges, weight_only)
 
     def is_fed(self, unit: Unit, decision: Decision) -> bool:
         """Whether a unit reads a tensor that is stored in 8 bits. A float unit that does keeps its weights as floats:
-        behind a DQ, engines take stored weights for half of a pair, and no kernel reads them."""
+        behind a DQ, engines take weights in a weight format for half of a pair, and no kernel reads them."""
         return any(t in decision.stored for t in self.storable(unit))
 
 
@@ -263,8 +263,8 @@ def kind_of(model: Model, nodes: tuple[int, ...], *, sized: bool = True) -> str:
 
 
 def usual_groups(model: Model, possible: frozenset[Edge]) -> list[list[str]]:
-    """Groups of nodes, by name, joined by edges without a pair in `rules.everything`, as engines usually run them."""
-    inside = [e for e in possible - rules.everything(model, possible).edges if e.node]
+    """Groups of nodes, by name, as engines usually run them: joined by edges that `everything` leaves bare."""
+    inside = [e for e in possible - start_placements.everything(model, possible).edges if e.node]
     group_of: dict[str, list[str]] = {}
     for edge in sorted(inside, key=lambda e: (model.index_of[e.node], e)):
         maker = model.nodes[model.producers[edge.tensor]].name
@@ -284,8 +284,8 @@ def formats_in(placements: Iterable[Placement]) -> FormatShares:
 
 
 def expected_share(format_shares: FormatShares, placement: Placement) -> float:
-    """The mean share of the float time of the products whose weights a placement stores."""
-    shares = [format_shares[edge][weight_format] for edge, weight_format in placement.compressed]
+    """The mean share of the float time of the products whose weights have a weight format."""
+    shares = [format_shares[edge][weight_format] for edge, weight_format in placement.weight_only]
     return sum(shares) / len(shares)
 
 
@@ -298,8 +298,8 @@ def weights_by_bits(
     seeds = {}
     for bits in sorted({s.bits for shares in format_shares.values() for s in shares}):
         for nearness in (NEARLY_FASTEST, inf):
-            stored, expected = _of_bits(format_shares, bits, nearness)
-            placement = Placement.of((), stored.items())
+            formats, expected = _of_bits(format_shares, bits, nearness)
+            placement = Placement.of((), formats.items())
             if sum(expected) < WORTHWHILE_SHARE * len(expected):
                 seeds[f"weights in {bits} bits"] = placement
                 if holds(placement):
@@ -315,11 +315,11 @@ def shares_by_bytes(format_shares: FormatShares) -> FormatShares:
 def _of_bits(format_shares: FormatShares, bits: int, nearness: float) -> tuple[dict[Edge, WeightFormat], list[float]]:
     """For each weight, the format with the most bytes per weight among those with `bits` bits that take at most
     `nearness` times as long as the fastest; and the shares of float time of the formats found."""
-    stored, expected = {}, []
+    formats, expected = {}, []
     for edge, shares in format_shares.items():
         able = {s: share for s, share in shares.items() if s.bits == bits}
         near = [s for s, share in able.items() if share <= nearness * min(able.values())]
         if near:
-            stored[edge] = max(near, key=lambda s: s.bytes_per_weight)
-            expected.append(able[stored[edge]])
-    return stored, expected
+            formats[edge] = max(near, key=lambda s: s.bytes_per_weight)
+            expected.append(able[formats[edge]])
+    return formats, expected

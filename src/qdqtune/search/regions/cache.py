@@ -91,15 +91,15 @@ def cache_of(
 
 def _row_of_scheme(scheme: Scheme) -> dict[str, object]:
     points: list[object] = [_row_of_point(p) for p in sorted(scheme.points, key=repr)]
-    stored: list[object] = [
+    weights: list[object] = [
         [*_row_of_point(p), weight_format.name] for p, weight_format in sorted(scheme.weight_formats, key=repr)
     ]
-    return {"points": points, **({"weights": stored} if stored else {})}
+    return {"points": points, **({"weights": weights} if weights else {})}
 
 
 def _scheme_of_row(row: Mapping[str, Any]) -> Scheme:
-    stored = ((_point_of_row(values[:3]), WeightFormat.named(values[3])) for values in row.get("weights", ()))
-    return Scheme(frozenset(map(_point_of_row, row["points"])), frozenset(stored))
+    weights = ((_point_of_row(values[:3]), WeightFormat.named(values[3])) for values in row.get("weights", ()))
+    return Scheme(frozenset(map(_point_of_row, row["points"])), frozenset(weights))
 
 
 def _row_of_point(point: Point) -> list[str | int | None]:

@@ -119,8 +119,8 @@ def scheme_of(
     edges: Collection[Edge],
     weight_formats: Mapping[Edge, WeightFormat] = MappingProxyType({}),
 ) -> Scheme:
-    """The scheme of `pattern` in `region` for some edges and weight formats: the inverse of `resolve` and `stored`. Its
-    points are those whose edges are all among `edges`, and those whose weights all have the same one of
+    """The scheme of `pattern` in `region` for some edges and weight formats: the inverse of `resolve` and `formats_at`.
+    Its points are those whose edges are all among `edges`, and those whose weights all have the same one of
     `weight_formats`.
 
     Raises:
@@ -133,7 +133,7 @@ def scheme_of(
     return Scheme(frozenset(p for p, own in points if own <= wanted), frozenset(formats))
 
 
-def stored(pattern: Pattern, weight_formats: Iterable[tuple[Point, WeightFormat]]) -> dict[Edge, WeightFormat]:
+def formats_at(pattern: Pattern, weight_formats: Iterable[tuple[Point, WeightFormat]]) -> dict[Edge, WeightFormat]:
     """The weight formats by edge that points of a pattern mean, over all its instances."""
     wanted = dict(weight_formats)
     parts = (item for edges in pattern.edges.values() for item in edges.items()) if wanted else ()
@@ -144,7 +144,7 @@ def place(model: Model, patterns: Iterable[Pattern], choice: Mapping[str, Scheme
     """The union, over all instances, of the schemes chosen by pattern digest. Patterns without a choice add nothing."""
     chosen = [(p, choice[p.digest]) for p in patterns if p.digest in choice]
     edges = {e for p, scheme in chosen for r in p.instances for e in resolve(model, p, r, scheme)}
-    formats = {e: s for p, scheme in chosen for e, s in stored(p, scheme.weight_formats).items() if e not in edges}
+    formats = {e: s for p, scheme in chosen for e, s in formats_at(p, scheme.weight_formats).items() if e not in edges}
     return Placement.of(edges, formats.items())
 
 

@@ -13,8 +13,8 @@ from qdqtune.engines.tensorrt.options import spans
 from qdqtune.errors import writing
 from qdqtune.graph.operators import work
 from qdqtune.search.costs.attribution import TimedBuild, attribute
-from qdqtune.search.costs.decisions import nearest
 from qdqtune.search.costs.profiles import Profile, passthrough_profile, select, signature
+from qdqtune.search.costs.unit_decisions import nearest
 from qdqtune.search.costs.units import Partition, Unit, partition, weights_by_bits
 from qdqtune.search.subgraph import SubgraphSearch
 from qdqtune.system.writing import atomic_write, write_json
@@ -116,7 +116,7 @@ def profile(run: Run) -> Profiled:
     layers = run.bench.layers()
     is_timed = any(layer.time_ms for layer in layers)
     grouped = _grouped(settings, subject, layers)
-    parts = partition(subject.shaped, subject.possible, grouped.groups, run.ways)
+    parts = partition(subject.shaped, subject.possible, grouped.groups, run.format_shares)
     times = _float_times(parts, layers)
     varying, memory = spans(settings.engine), run.runner.memory
     resolved = resolve(subject.model, subject.shaped, subject.feed, varying, memory, run.execution)
@@ -129,7 +129,7 @@ def profile(run: Run) -> Profiled:
     # Some kernels are slow alone and fast between others: only a placement of the whole model shows that.
     search = SubgraphSearch(
         select(parts, profiles),
-        subject.foremost() | weights_by_bits(run.ways),
+        subject.foremost() | weights_by_bits(run.format_shares),
         layers if is_timed else (),
         settings.plan,
         settings.incremental_validation,

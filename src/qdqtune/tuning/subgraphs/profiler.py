@@ -40,7 +40,7 @@ from qdqtune.tuning.run import Run
 from qdqtune.tuning.subgraphs.groups import Resolved, borders, extract, is_shape
 from qdqtune.types import Array, Edge, Failure, Layer, Measurement, Placement
 
-GROUP_ROUNDS = Plan(looks=(5, 9), slot_seconds=0.001, warmup=1)
+GROUP_ROUNDS = Plan(looks=(5, 9), turn_seconds=0.001, warmup=1)
 """Rounds of a group with pairs against the same group in float: few, as what ships is decided on the whole model."""
 
 DECISIVE = 0.1

@@ -5,7 +5,7 @@ import pytest
 from layered_nets import CONV, FIRST, LAST, WEIGHT, failing, layers, net, reason
 from models import FP8, INT8, PLAIN, UINT8
 from qdqtune.explanation.findings import check
-from qdqtune.explanation.reasons import UNKNOWN
+from qdqtune.explanation.reasons_by_graph import UNKNOWN
 from qdqtune.types import NumericFormat
 
 

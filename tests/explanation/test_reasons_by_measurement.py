@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from models import build, normal
-from qdqtune.cli.runs import by_reason
 from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.engines import EngineSpec
+from qdqtune.explanation.explanations import Explanation
 from qdqtune.explanation.facts import facts_of
-from qdqtune.explanation.values import Explanation
-from qdqtune.explanation.why import headline, tallied
+from qdqtune.explanation.reasons_by_measurement import headline, tallied
 from qdqtune.placement.files import PlacementFile, write_placement
 from qdqtune.search.cut import CutSearch
 from qdqtune.tuning.finished import read_run
@@ -160,6 +159,6 @@ def test_where_nothing_was_tried_no_candidate_is_told_and_the_other_way_is_a_gue
     whys = {row.why for row in rows}
     assert "untried" in whys
     assert "unproven" not in whys
-    table = by_reason(Explained(tuned[0], headline(untried), rows, tallies))
-    assert any(str(cell).endswith(" ?") for cell in table.columns[4].cells)
-    assert "?: a guess in part" in str(table.caption)
+    table = Explained(tuned[0], headline(untried), rows, tallies).table()
+    assert any(row[4].endswith(" ?") for row in table.rows)
+    assert "?: a guess in part" in table.caption

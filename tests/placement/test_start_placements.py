@@ -9,11 +9,11 @@ from models import UINT8, branching, build, case, conv_net, edges, known, normal
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph import operators
 from qdqtune.graph.model import GRAPH, Model
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.placement.reading import read_placement
-from qdqtune.placement.rules import START_PLACEMENTS, placements
+from qdqtune.placement.start_placements import START_PLACEMENTS, placements
 from qdqtune.types import Edge, Placement
 from region_models import networks
 
@@ -170,7 +170,7 @@ def test_static_is_what_quantize_static_does(name: str) -> None:
     model, quantized = static(name, per_channel=True)
     theirs = read_placement(model, quantized).placement
     scales_of_norms = Placement.of(e for e in theirs if e.tensor == "gamma")
-    assert rules.static(model, possible_edges(model, ranges(model))) == theirs - scales_of_norms
+    assert start_placements.static(model, possible_edges(model, ranges(model))) == theirs - scales_of_norms
     assert len(theirs) > 5
 
 

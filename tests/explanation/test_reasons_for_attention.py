@@ -6,7 +6,7 @@ import pytest
 from models import INT8, build, normal
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.explanation.findings import check
-from qdqtune.explanation.split_attention import splits
+from qdqtune.explanation.reasons_for_attention import splits
 from qdqtune.graph.model import Model
 from qdqtune.placement.insertion import insert
 from qdqtune.types import Edge, Layer, NumericFormat, Placement, QType

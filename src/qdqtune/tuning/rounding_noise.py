@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from qdqtune.calibration.equalization import scaled
-from qdqtune.calibration.rounding import LazyMapping, store
+from qdqtune.calibration.rounding import LazyMapping, rounded_weight
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.engines.devices import usable_cores
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.model import Model
-from qdqtune.numerics.sensitivity import StoredWeight, quantization, sensitivities, stored_weights
+from qdqtune.numerics.sensitivity import QuantizedWeight, quantization, quantized_weights, sensitivities
 from qdqtune.placement.possible import weight_at
-from qdqtune.search.costs.noise import Noise
+from qdqtune.search.costs.output_noise import Noise
 from qdqtune.tuning.observer import SEARCHING
 from qdqtune.tuning.records import NoiseRecord, PredictionRecord, WeightNoiseRecord
 from qdqtune.tuning.run import Run
@@ -66,14 +66,16 @@ def noise_of(run: Run) -> Noise | None:
     time is left, all tensors count the same.
     """
     subject, limits = run.subject, run.limits
-    coarsest = {edge: min(shares, key=lambda s: (s.bytes_per_weight, s.name)) for edge, shares in run.ways.items()}
+    coarsest = {
+        edge: min(shares, key=lambda s: (s.bytes_per_weight, s.name)) for edge, shares in run.format_shares.items()
+    }
     is_front = run.settings.front
     if run.budget.is_late or (not limits.are_set and not is_front):
         return None
     floor = FRONT_FLOOR if is_front else NEGLIGIBLE_SHARE * limits.max_noise if limits.max_noise is not None else 0.0
     share = TIME_SHARE / 2 if coarsest else TIME_SHARE
     tensors = sorted({e.tensor for e in subject.possible})
-    stored = [(e.tensor, weight_format.name) for e, shares in run.ways.items() for weight_format in shares]
+    weights = [(e.tensor, weight_format.name) for e, shares in run.format_shares.items() for weight_format in shares]
 
     def noise_at(placement: Placement) -> float | None:
         accuracy = predicted_accuracy(run, placement)
@@ -94,12 +96,12 @@ def noise_of(run: Run) -> Noise | None:
 
     def weight_noise() -> Mapping[tuple[str, str], float]:
         if run.budget.is_late or not coarsest:
-            return dict.fromkeys(stored, 1.0)
+            return dict.fromkeys(weights, 1.0)
         return _weight_noise(run, coarsest, floor, share)
 
     if is_front:  # its search needs all values from the start
         return Noise(subject.shaped, tensor_noise(), limits.max_noise, simulate=noise_at, weight_noise=weight_noise())
-    alone, of_formats = LazyMapping(tensors, tensor_noise), LazyMapping(stored, weight_noise)
+    alone, of_formats = LazyMapping(tensors, tensor_noise), LazyMapping(weights, weight_noise)
     return Noise(
         subject.shaped, alone, limits.max_noise, simulate=noise_at, weight_noise=of_formats, check_harmless=is_harmless
     )
@@ -136,26 +138,26 @@ def _tensor_noise(run: Run, tensors: Iterable[str], floor: float, share: float) 
 def _weight_noise(
     run: Run, coarsest: Mapping[Edge, WeightFormat], floor: float, share: float
 ) -> Mapping[tuple[str, str], float]:
-    """The noise of storing each weight in fewer bits, by tensor and name of the weight format: measured in the format
+    """The noise of each weight in a weight format, by tensor and name of the weight format: measured in the format
     that keeps least, and for other formats scaled by the error of the weight itself."""
     model, of = run.subject.shaped, f"{floor:.3g}"
     record = run.store.get(WeightNoiseRecord, of)
     if record is None:
-        weights = stored_weights(model, coarsest)
+        weights = quantized_weights(model, coarsest)
         alone, failure = _measured(run, "storing each weight in fewer bits", model, weights, floor, share)
         shares = {edge: error_of(model, edge, weight_format) for edge, weight_format in coarsest.items()}
         noise = shares if alone is None else {edge: alone[edge.tensor] for edge in coarsest}
-        stored = tuple(
+        measured = tuple(
             (edge.tensor, weight_format.name, noise[edge] * error_of(model, edge, weight_format) / shares[edge])
-            for edge, weight_formats in run.ways.items()
+            for edge, weight_formats in run.format_shares.items()
             for weight_format in weight_formats
         )
-        record = run.store.put(WeightNoiseRecord(of=of, stored=stored, failure=failure))
-    return {(tensor, name): noise for tensor, name, noise in record.stored}
+        record = run.store.put(WeightNoiseRecord(of=of, noise=measured, failure=failure))
+    return {(tensor, name): noise for tensor, name, noise in record.noise}
 
 
 def _measured(
-    run: Run, what: str, model: Model, pairs: Mapping[Edge, Quantization | StoredWeight], floor: float, share: float
+    run: Run, what: str, model: Model, pairs: Mapping[Edge, Quantization | QuantizedWeight], floor: float, share: float
 ) -> tuple[dict[str, float] | None, Failure | None]:
     """The noise of each tensor alone, measured within `share` of the time left; tensors that together make less than
     `floor` share it. Or None and the reason, if ONNX Runtime cannot run the model. `what` names the measurement to the
@@ -191,7 +193,7 @@ def error_of(model: Model, edge: Edge, weight_format: WeightFormat) -> float:
     values = np.asarray(weight.array(), np.float32)
     values = values[:, :: max(1, values.shape[1] // SAMPLED)]
     power = float(np.square(values).sum())
-    return max(float(np.square(store(values, weight_format).values() - values).sum()) / max(power, TINY), TINY)
+    return max(float(np.square(rounded_weight(values, weight_format).values() - values).sum()) / max(power, TINY), TINY)
 
 
 def predicted_accuracy(run: Run, placement: Placement) -> Accuracy | None:

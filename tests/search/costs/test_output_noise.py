@@ -5,7 +5,7 @@ import pytest
 
 from models import build, normal
 from qdqtune.graph.model import Model
-from qdqtune.search.costs.noise import DOUBT, QUIETER_FACTOR, Noise
+from qdqtune.search.costs.output_noise import DOUBT, QUIETER_FACTOR, Noise
 from qdqtune.types import Accuracy, Edge, Measurement, Placement, Proposal, Trial, WeightFormat
 
 CHAIN = """net (float[4,6] x) => (float[2,12] y) {
@@ -46,7 +46,7 @@ class TestEstimatedNoise:
     def test_pairs_and_stored_weights_are_corrected_apart(self) -> None:
         weight, weight_format = Edge("w", "node", 1), WeightFormat(4, 32)
         paired, stored = on("a"), Placement.of((), [(weight, weight_format)])
-        both = Placement(paired.edges, stored.compressed)
+        both = Placement(paired.edges, stored.weight_only)
         noise = Noise(
             chain(), {"a": 0.03}, 0.1, simulate=lambda _: 0.04, weight_noise={("w", weight_format.name): 0.01}
         )

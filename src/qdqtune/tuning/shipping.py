@@ -8,7 +8,7 @@ from typing import Literal
 
 from qdqtune.search import ratios_to_float
 from qdqtune.timing.ratios import Plan, Ratio, judge, overlap
-from qdqtune.tuning.compared import Compared, first_faster
+from qdqtune.tuning.comparison_results import Compared, first_faster
 from qdqtune.types import Failure, Placement, Trial
 
 ALIKE = 1.01
@@ -103,13 +103,13 @@ class Terms:
     """What a run demands of a file that ships.
 
     `beats_given`: it has to be faster than the user's file, too, because that has pairs or other inputs.
-    `is_rewritten`: the float model is not the user's but rewritten, takes the share `rewrites_gave` of its time, and
+    `is_rewritten`: the float model is not the user's but rewritten, takes the share `rewrites_ratio` of its time, and
     may ship without pairs.
     """
 
     beats_given: bool = False
     is_rewritten: bool = False
-    rewrites_gave: float = 1.0
+    rewrites_ratio: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def may_owe_it_to_rewrites(attempt: Attempt, terms: Terms) -> bool:
     cost accuracy, and must not ship for a gain that rewrites alone give."""
     if attempt.verdict != "ships" or not attempt.placement or not terms.is_rewritten:
         return False
-    return first_faster(attempt.to_float).ratio.median > CLEARLY_FASTER * terms.rewrites_gave
+    return first_faster(attempt.to_float).ratio.median > CLEARLY_FASTER * terms.rewrites_ratio
 
 
 def with_comparison_without_pairs(attempt: Attempt, without_pairs: Compared) -> Attempt:

@@ -47,16 +47,16 @@ def samples(count: int, is_held_out: bool) -> str:
 
 
 def placed(placement: Placement) -> str:
-    """How many tensors of a placement have a Q/DQ pair, and how many weights are stored in fewer bits."""
-    stored = len(placement.compressed)
-    weights = f"{stored} {'weight is' if stored == 1 else 'weights are'} stored in fewer bits"
-    if stored and not placement.edges:
+    """How many tensors of a placement have a Q/DQ pair, and how many weights have a weight format."""
+    count = len(placement.weight_only)
+    weights = f"{count} {'weight is' if count == 1 else 'weights are'} stored in fewer bits"
+    if count and not placement.edges:
         return weights
     pairs = count_pairs(placement)
-    return f"{pairs} tensor{'s' * (pairs != 1)} with a Q/DQ pair{f', {weights}' if stored else ''}"
+    return f"{pairs} tensor{'s' * (pairs != 1)} with a Q/DQ pair{f', {weights}' if count else ''}"
 
 
-def rewrites_gave(summary: Mapping[str, Any]) -> tuple[float, float | None]:
+def rewrite_ratios(summary: Mapping[str, Any]) -> tuple[float, float | None]:
     """Two ratios of time: rewritten float to float, and tuned to rewritten float.
 
     Without a placement the second is None, and the first is the ratio that the proof has measured.

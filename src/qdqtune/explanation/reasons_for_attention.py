@@ -1,4 +1,4 @@
-"""Attention that an engine of the TensorRT family runs in several kernels, and the condition that it does not meet.
+"""Reasons about attention: why an engine of the TensorRT family runs it in several kernels.
 
 The conditions are those under which TensorRT-RTX 1.7 fuses attention for sm89 (measured with benchmarks/attention.py),
 and those of NVIDIA's guide on multi-head attention. In float16, heads have a size of at most 256. In FP8 there are also

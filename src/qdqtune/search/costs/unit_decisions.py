@@ -96,7 +96,7 @@ def other(
     weight_formats: Mapping[int, WeightFormat] = MappingProxyType({}),
 ) -> Decision:
     """A decision with some units flipped between quantized and float. Outputs of units that become quantized are
-    stored, unless a reader has stored weights; units that become float get their format from `weight_formats`."""
+    stored, unless a reader has a weight format; units that become float get their format from `weight_formats`."""
     changed = decision.quantized ^ frozenset(units)
     kept = {n: chosen for n, chosen in decision.weight_formats if n not in changed}
     kept |= {n: weight_formats[n] for n in units if n not in changed and n in weight_formats}
@@ -129,8 +129,8 @@ class UnitPrice:
     """Whether its quantized time was measured, not guessed."""
     unpriced: str = ""
     weight_format: str = ""
-    """The weight format where its weights alone are quantized; `stored_ms` has its time in each format."""
-    stored_ms: Mapping[str, float] = field(default_factory=dict)
+    """The weight format where its weights alone are quantized; `format_ms` has its time in each format."""
+    format_ms: Mapping[str, float] = field(default_factory=dict)
 
 
 def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
@@ -145,7 +145,7 @@ def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
         price, able = costs.prices[unit.number], bool(unit.inputs)
         quantized = unit.number in decision.quantized
         leaving, chosen = [t for t in unit.outputs if t in parts.edges], decision.format_of.get(unit.number)
-        plain = price.as_float if chosen is None else price.stored[chosen]
+        plain = price.as_float if chosen is None else price.by_format[chosen]
         extra = costs.of_unit(unit, decision) - (price.as_quantized if quantized else plain)
         around = {*leaving, *(e.tensor for e in unit.inputs)}
         conversions = sum(costs.of_tensor(t, decision) for t in around)
@@ -163,7 +163,7 @@ def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
             seen=price.seen,
             unpriced="" if able else "no pair can stand on its inputs",
             weight_format="" if chosen is None or quantized else chosen.name,
-            stored_ms={weight_format.name: ms for weight_format, ms in price.stored.items()},
+            format_ms={weight_format.name: ms for weight_format, ms in price.by_format.items()},
         )
         rows.append(row)
     return tuple(sorted(rows, key=lambda r: (-r.float_ms, r.nodes)))
@@ -172,4 +172,4 @@ def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
 def record(units: Sequence[UnitPrice]) -> list[Mapping[str, object]]:
     """The rows for a JSON file."""
     rows = [asdict(unit) for unit in units]
-    return [{k: v for k, v in row.items() if v or k not in ("weight_format", "stored_ms")} for row in rows]
+    return [{k: v for k, v in row.items() if v or k not in ("weight_format", "format_ms")} for row in rows]

@@ -26,7 +26,7 @@ from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.timing.ratios import Plan
-from qdqtune.tuning import weight_formats as asked
+from qdqtune.tuning import weight_format_times as asked
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.records import StoredPlacement, plain
 from qdqtune.tuning.settings import Settings
@@ -78,21 +78,21 @@ class Telling:
 LAYERS = [Layer(name, (name,), "", 1.0, "compute") for name in ("m0", "a0", "m1", "a1")]
 
 
-def ways(tmp_path: Path, telling: Telling, graph: Model, layers: Sequence[Layer] = (), **said: Any) -> Any:
+def shares_of(tmp_path: Path, telling: Telling, graph: Model, layers: Sequence[Layer] = (), **said: Any) -> Any:
     settings = Settings(tmp_path / "m.onnx", **said)
     with Store(tmp_path / "state.yaml", {}) as store:
-        return asked.ways(subject(graph), settings, cast(Runner, telling), store, lambda: layers or LAYERS)
+        return asked.format_shares(subject(graph), settings, cast(Runner, telling), store, lambda: layers or LAYERS)
 
 
 def test_formats_that_are_refused_not_fused_or_slow_are_not_searched_for(tmp_path: Path) -> None:
     ms = {"float": 1.0} | {s.name: 0.4 for s in weight_formats("onnxruntime")} | {"w4b128": 1.2}
     engine = Telling(ms, apart=["w8"], refused=["w4b32a"])
-    found = ways(tmp_path, engine, model())
+    found = shares_of(tmp_path, engine, model())
     assert found.keys() == {Edge("w0", "m0", 1), Edge("w1", "m1", 1)}
     assert {s.name for s in found[Edge("w0", "m0", 1)]} == {"w4b32", "w4b128a", "w8b32", "w8b128"}
     assert found[Edge("w0", "m0", 1)][WeightFormat(4, 32)] == pytest.approx(0.4)
     count = engine.asked
-    assert ways(tmp_path, engine, model()) == found
+    assert shares_of(tmp_path, engine, model()) == found
     assert engine.asked == count  # the store remembers
 
 
@@ -106,7 +106,7 @@ def test_the_time_of_a_product_is_the_sum_over_its_layers_and_its_part_of_shared
             halves = [replace(layer, time_ms=0.3) for layer in layers if layer not in floats for _ in range(2)]
             return (joined, *halves)
 
-    found = ways(tmp_path, Halving({"float": 1.0, "w8": 0.6}), model(), formats=("w8",))
+    found = shares_of(tmp_path, Halving({"float": 1.0, "w8": 0.6}), model(), formats=("w8",))
     assert found[Edge("w0", "m0", 1)][WeightFormat(8, None)] == pytest.approx(0.6)
 
 
@@ -124,18 +124,18 @@ def test_a_product_is_tried_on_the_rows_of_each_workload(tmp_path: Path) -> None
     settings = Settings(tmp_path / "m.onnx", formats=("w4b32",))
     engine = cast(Runner, SimpleNamespace(report=report, feed=lambda _: None))
     with Store(tmp_path / "state.yaml", {}) as store:
-        assert asked.ways(own, settings, engine, store, lambda: LAYERS) == {}
+        assert asked.format_shares(own, settings, engine, store, lambda: LAYERS) == {}
     assert asked_of[0] == ([(1, 0.75), (64, 0.25)], f"weight_formats_1+64x{SIZE}x{SIZE}")
 
 
 def test_models_with_nothing_to_gain_are_not_measured(tmp_path: Path) -> None:
     engine = Telling({"float": 1.0})
     small = build("net (float[1,64] x) => (float[1,64] y) { [m0] y = MatMul(x, w) }", {"w": normal(64, 64)})
-    assert ways(tmp_path, engine, small) == {}
+    assert shares_of(tmp_path, engine, small) == {}
     rest = [Layer("rest", ("a0",), "", 100.0, "compute"), *LAYERS]
-    assert ways(tmp_path, engine, model(), rest) == {}
-    assert ways(tmp_path, engine, model(), formats=("int8",)) == {}
-    assert ways(tmp_path, engine, model(), engine=EngineSpec("fake")) == {}
+    assert shares_of(tmp_path, engine, model(), rest) == {}
+    assert shares_of(tmp_path, engine, model(), formats=("int8",)) == {}
+    assert shares_of(tmp_path, engine, model(), engine=EngineSpec("fake")) == {}
     assert engine.asked == 0
 
 
@@ -151,7 +151,7 @@ def test_a_run_of_weights_alone_ends_to_end_and_goes_on(tmp_path: Path) -> None:
     """ONNX Runtime, one thread. Whatever wins, nothing carries a pair, and the same command asks nothing again."""
     path = write(model(4), tmp_path)
     quick = {
-        "plan": Plan((12,), slot_seconds=0.001),
+        "plan": Plan((12,), turn_seconds=0.001),
         "proof": (12,),
         "calibration": Calibration(),
         "deploy_threads": (1,),
@@ -162,7 +162,7 @@ def test_a_run_of_weights_alone_ends_to_end_and_goes_on(tmp_path: Path) -> None:
     result = tune(settings)
     tried = {t.proposal.origin: t for t in result.history}
     assert "weights in 8 bits" in tried
-    assert all(not t.placement.edges and t.placement.compressed for t in result.history)
+    assert all(not t.placement.edges and t.placement.weight_only for t in result.history)
     assert tried["weights in 8 bits"].exactness > 30
     shipped = read_placement_file(tmp_path / "out" / "placement.yaml").placement
     assert shipped == result.placement

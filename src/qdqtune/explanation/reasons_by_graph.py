@@ -1,4 +1,4 @@
-"""Why an engine left a part of a Q/DQ model in float, concluded from the graph around it.
+"""Reasons concluded from the graph: why an engine left a part of a Q/DQ model in float.
 
 An operator runs in 8 bits if all its operands come from DQs, its result goes into Qs, and the engine has a kernel. A
 condition that does not hold is the likely reason; engines do not report theirs.

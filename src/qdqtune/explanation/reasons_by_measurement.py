@@ -1,8 +1,8 @@
-"""Explains why each node of a tuned model runs in float or in 8 bits, concluded from the facts of a finished run.
+"""Reasons concluded from measurements: why each node of a tuned model runs in float or in 8 bits.
 
-Explanations are about the shipped placement. Times of nodes come from the run's `facts`. What the opposite decision
-would cost is predicted from prices: they are learned from all builds of a run in any mode, if the engine gives layer
-times. Decisions are about units: nodes that are quantized together, and share the unit's times.
+Explanations are about the shipped placement of a finished run. Times of nodes come from the run's `facts`. What the
+opposite decision would cost is predicted from prices: they are learned from all builds of a run in any mode, if the
+engine gives layer times. Decisions are about units: nodes that are quantized together, and share the unit's times.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from math import log10
 
 from onnx import TensorProto
 
+from qdqtune.explanation.explanations import NOT_SHIPPED, Explanation, Tally, tally
 from qdqtune.explanation.facts import Facts
-from qdqtune.explanation.reasons import is_float, is_low
-from qdqtune.explanation.values import NOT_TAKEN, Explanation, Tally, tally
+from qdqtune.explanation.reasons_by_graph import is_float, is_low
 from qdqtune.graph.model import Node
 from qdqtune.placement.possible import refusal
 from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.attribution import NodeTime
-from qdqtune.search.costs.decisions import cheapest_formats, decision_of, is_shown_by, margin, nearest, other
+from qdqtune.search.costs.unit_decisions import cheapest_formats, decision_of, is_shown_by, margin, nearest, other
 from qdqtune.search.costs.units import Decision, Partition, Unit, partition, usual_groups
 from qdqtune.search.cut import CLOSE_SHARE
 from qdqtune.timing.limits import outcome
@@ -47,7 +47,7 @@ def headline(facts: Facts) -> str:
         cuts = [t for t in facts.history if t.proposal.origin == "cut" and t.placement in ratios]
         if cuts:
             best = min(cuts, key=lambda t: ratios[t.placement])
-            came = NOT_TAKEN[outcome(best, facts.plan)]
+            came = NOT_SHIPPED[outcome(best, facts.plan)]
             text += f"; the best cut of the prices was {speed(ratios[best.placement])} as fast, {came}"
     return text
 
@@ -99,11 +99,13 @@ class _Explainer:
         if costs is None:
             return None
         numbers = {row.unit: self.parts.owner[row.unit[0]] for row in rows}
-        stored = {numbers[row.unit] for row in rows if decision.format_of.get(numbers[row.unit]) and not row.quantized}
+        formatted = {
+            numbers[row.unit] for row in rows if decision.format_of.get(numbers[row.unit]) and not row.quantized
+        }
         in_part = {row.unit for row in rows if row.quantized and numbers[row.unit] not in decision.quantized}
-        turned = [n for unit, n in numbers.items() if n not in stored and unit not in in_part]
+        turned = [n for unit, n in numbers.items() if n not in formatted and unit not in in_part]
         plain = replace(
-            decision, weight_formats=frozenset(pair for pair in decision.weight_formats if pair[0] not in stored)
+            decision, weight_formats=frozenset(pair for pair in decision.weight_formats if pair[0] not in formatted)
         )
         flipped = other(self.parts, plain, turned, cheapest_formats(costs, turned))
         alone = sum(row.margin_ms or 0.0 for row in rows if row.unit in in_part)
@@ -113,13 +115,13 @@ class _Explainer:
 
     def of_node(self, node: Node, verdict: Explanation) -> Explanation:
         """A node's explanation: `verdict`, that of its unit, unless the engine ran the node otherwise."""
-        stored = any(e.node == node.name for e in self._facts.placement.weight_formats)
+        has_format = any(e.node == node.name for e in self._facts.placement.weight_formats)
         row = replace(
             verdict,
             node=node.name,
             op=node.op,
             precision=self._precision(node, verdict),
-            weight_format=verdict.weight_format if stored else "",
+            weight_format=verdict.weight_format if has_format else "",
         )
         if verdict.quantized and (why := self._facts.in_float.get(node.name)):
             return replace(row, why="no kernel", reason="; ".join([why, *_times_text(verdict, "with the pairs it")]))
@@ -162,8 +164,8 @@ class _Explainer:
         )
         if costs is None or verdict.ms is None:
             verdict = replace(verdict, unknown=_UNTIMED)
-        if (way := self._decision.format_of.get(unit.number)) is not None and not quantized:
-            return self._stored(unit, way, verdict)
+        if (weight_format := self._decision.format_of.get(unit.number)) is not None and not quantized:
+            return self._weight_only(unit, weight_format, verdict)
         if not unit.inputs:
             return self._without_pairs(unit, verdict)
         if costs is None:
@@ -178,10 +180,12 @@ class _Explainer:
             return self._in_part(verdict)
         return self._in_float(unit, verdict)
 
-    def _stored(self, unit: Unit, way: WeightFormat, verdict: Explanation) -> Explanation:
-        """Explain a unit in float whose weights are stored in fewer bits."""
-        told = f"its weights alone are stored in {way.bits} bits ({way.name})"
-        verdict = replace(verdict, why="placement", quantized=False, weight_format=way.name, otherwise="float weights")
+    def _weight_only(self, unit: Unit, weight_format: WeightFormat, verdict: Explanation) -> Explanation:
+        """Explain a unit in float whose weights have a weight format."""
+        told = f"its weights alone are stored in {weight_format.bits} bits ({weight_format.name})"
+        verdict = replace(
+            verdict, why="placement", quantized=False, weight_format=weight_format.name, otherwise="float weights"
+        )
         if verdict.ms is None or verdict.float_ms is None:
             return replace(verdict, reason=f"{told}, as part of {self._facts.origin}")
         verdict = replace(verdict, margin_ms=verdict.float_ms - verdict.ms, measured=True)

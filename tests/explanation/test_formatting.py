@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqtune.explanation.words import builds, built, title
+from qdqtune.explanation.formatting import builds, built, title
 
 
 @pytest.mark.parametrize("counts", list(product([1, 8], [0, 3], [0, 4])))

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from qdqtune.explanation.values import Explanation, origin_in_words, tally, total
+from qdqtune.explanation.explanations import Explanation, origin_in_words, tally, total
 
 ROW = Explanation("a", "MatMul", ("a", "b"), True, "int8", "faster", "", 2.0, 4.0, 1.0, measured=True)
 

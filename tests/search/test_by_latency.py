@@ -8,11 +8,11 @@ import pytest
 from models import INT8, ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
-from qdqtune.placement import rules
+from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
+from qdqtune.search.by_latency import LatencySearch
 from qdqtune.search.costs.units import Decision
-from qdqtune.search.grouped import GroupedSearch
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
 from qdqtune.types import Measurement, Placement, Trial
@@ -39,8 +39,10 @@ def test_grouped_search_asks_the_largest_first_and_nothing_twice() -> None:
     model = mixed()
     possible = possible_edges(model, ranges(model))
     inserter = Inserter(model, ranges(model), INT8)
-    search = GroupedSearch(
-        model, possible, {"static": rules.static(model, possible), "again": rules.static(model, possible)}
+    search = LatencySearch(
+        model,
+        possible,
+        {"static": start_placements.static(model, possible), "again": start_placements.static(model, possible)},
     )
     history: list[Trial] = []
     best = Placement()

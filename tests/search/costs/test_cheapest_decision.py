@@ -9,14 +9,14 @@ import pytest
 
 from models import attention, build, normal
 from qdqtune.graph.model import Model
-from qdqtune.search.costs.decisions import decision_of, margin
-from qdqtune.search.costs.noise import Noise
-from qdqtune.search.costs.optimum import cut, cut_holding, cut_within
+from qdqtune.search.costs.cheapest_decision import cut, cut_holding, cut_within
+from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs, Price
+from qdqtune.search.costs.unit_decisions import decision_of, margin
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.types import Edge, WeightFormat
 from runs import mixed
-from stored_weights import MODEL, SHARES, W4, W8, parts
+from weight_only_nets import MODEL, SHARES, W4, W8, parts
 
 
 def made_up(seed: int) -> Costs:
@@ -25,7 +25,7 @@ def made_up(seed: int) -> Costs:
     prices = []
     for unit in units.units:
         stored = {s: float(random.random()) for s in units.weight_formats(unit)}
-        prices.append(Price(*random.random(5).tolist(), stored=stored))
+        prices.append(Price(*random.random(5).tolist(), by_format=stored))
     q, d = ({t: float(random.random()) / 4 for t in units.edges} for _ in range(2))
     return Costs(units, tuple(prices), q, d)
 
@@ -77,7 +77,7 @@ def test_a_decision_is_read_back_from_its_placement_and_margins_are_to_the_best_
     assert decision_of(costs, placement) == floats
     quantized = Decision.of([0])
     prices = list(costs.prices)
-    prices[0] = replace(prices[0], as_float=5.0, stored={W4: 1.0, W8: 2.0}, disturbed=0.0)
+    prices[0] = replace(prices[0], as_float=5.0, by_format={W4: 1.0, W8: 2.0}, disturbed=0.0)
     costs = replace(costs, prices=tuple(prices))
     assert margin(costs, quantized, units.units[0]) == pytest.approx(
         costs.total(Decision.of((), (), [(0, W4)])) - costs.total(quantized)
@@ -134,7 +134,7 @@ def test_of_decisions_with_equal_time_the_one_with_less_noise_is_taken() -> None
     loud, quiet = WeightFormat(4, 32), WeightFormat(8)
     ways = {Edge("v", "a", 1): {loud: 0.5, quiet: 0.5}, Edge("w", "c", 1): {loud: 0.5, quiet: 0.5}}
     parts = partition(model, frozenset(), [], ways)
-    prices = tuple(Price(1.0, 1.0, stored={loud: 0.5, quiet: ms}) for ms in (0.505, 0.7))
+    prices = tuple(Price(1.0, 1.0, by_format={loud: 0.5, quiet: ms}) for ms in (0.505, 0.7))
     noise = Noise(
         model, {}, 0.1, weight_noise={(t, s.name): n for t in "vw" for s, n in ((loud, 0.03), (quiet, 0.001))}
     )

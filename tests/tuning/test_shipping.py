@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 
 from qdqtune.timing.ratios import Plan, Ratio
-from qdqtune.tuning.compared import Compared, first_faster
-from qdqtune.tuning.decisions import (
+from qdqtune.tuning.comparison_results import Compared, first_faster
+from qdqtune.tuning.shipping import (
     Attempt,
     AttemptVerdict,
     Finalists,
@@ -25,7 +25,7 @@ from qdqtune.tuning.decisions import (
 )
 from qdqtune.types import Accuracy, Edge, Failure, Measurement, Placement, Proposal, Trial
 
-PLAN = Plan((12,), slot_seconds=0.0)
+PLAN = Plan((12,), turn_seconds=0.0)
 BEST = Placement.of([Edge("t", "n", 0)])
 
 
@@ -126,9 +126,9 @@ def test_the_verdict_on_a_file_that_may_ship(
 
 def test_pairs_are_compared_with_none_only_where_rewrites_may_have_gained_as_much() -> None:
     attempt = replace(tried("ships", 1), contexts=(InContext(at(0.5)),))
-    assert may_owe_it_to_rewrites(attempt, Terms(is_rewritten=True, rewrites_gave=0.52))
-    assert not may_owe_it_to_rewrites(attempt, Terms(is_rewritten=True, rewrites_gave=0.9))
-    assert not may_owe_it_to_rewrites(attempt, Terms(rewrites_gave=0.52))
+    assert may_owe_it_to_rewrites(attempt, Terms(is_rewritten=True, rewrites_ratio=0.52))
+    assert not may_owe_it_to_rewrites(attempt, Terms(is_rewritten=True, rewrites_ratio=0.9))
+    assert not may_owe_it_to_rewrites(attempt, Terms(rewrites_ratio=0.52))
     assert not may_owe_it_to_rewrites(replace(attempt, placement=Placement()), Terms(is_rewritten=True))
     assert with_comparison_without_pairs(attempt, at(0.9)).verdict == "ships"
     assert with_comparison_without_pairs(attempt, at(1.0)).verdict == "pairs do not pay"

@@ -1,4 +1,4 @@
-"""Writes weights that are quantized without their activation, as integers behind a DequantizeLinear (kernels fuse it).
+"""Weight-only quantization: writes weights in weight formats, as integers behind a DequantizeLinear (kernels fuse it).
 
 The matrix of a product is stored as [in, out], as kernels of ONNX Runtime, OpenVINO and TensorRT take it: a Gemm loses
 transB, and a Transpose of the constant is removed. For a Gather, one Gather picks rows of integers, another their
@@ -16,11 +16,11 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration import rounding as blocks
-from qdqtune.calibration.rounding import INTEGER_TYPE, StoredWeight
+from qdqtune.calibration.rounding import INTEGER_TYPE, RoundedWeight
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.placement.graph_builder import GraphBuilder
-from qdqtune.placement.possible import Weight, storable_edges, unstorable, weight_at
+from qdqtune.placement.possible import Weight, format_refusal, weight_at, weight_only_edges
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 BLOCK_OPSET = 21
@@ -31,8 +31,8 @@ SHARED_SCALES = 8 * LARGE_BYTES
 file, so they are computed once."""
 
 
-class Compressor:
-    """Writes the stored weights of one model into candidates; caches small scales, which each candidate needs.
+class WeightOnlyWriter:
+    """Writes weights of one model in weight formats into candidates; caches small scales, which each candidate needs.
 
     `moments` has second moments [in, in] of inputs of products, by tensor: the weight of such a product is rounded so
     that the outputs change least (`calibration.rounding`).
@@ -42,22 +42,22 @@ class Compressor:
         self._model, self._moments = model, moments
         self._scales: dict[str, tuple[Array, Array | None]] = {}
         self._passed_on: dict[str, Array] = {}
-        self._latest: tuple[str, StoredWeight] | None = None
+        self._latest: tuple[str, RoundedWeight] | None = None
 
     @cached_property
     def _able(self) -> frozenset[Edge]:
-        return storable_edges(self._model)
+        return weight_only_edges(self._model)
 
     def problem(self, edge: Edge, weight_format: WeightFormat) -> str | None:
         """Why the weight at an edge cannot have a weight format; None if it can."""
         weight = weight_at(self._model, edge)
         if weight is None or edge not in self._able:
             return "no product and no Gather reads a matrix of finite weights there"
-        return unstorable(weight, weight_format)
+        return format_refusal(weight, weight_format)
 
     def opset(self, placement: Placement) -> int:
-        """The least opset that the stored weights of a placement need; 0 for none."""
-        return max((self._opset(e, s) for e, s in placement.compressed), default=0)
+        """The least opset that the weight formats of a placement need; 0 for none."""
+        return max((self._opset(e, s) for e, s in placement.weight_only), default=0)
 
     def _opset(self, edge: Edge, weight_format: WeightFormat) -> int:
         weight = weight_at(self._model, edge)
@@ -66,18 +66,18 @@ class Compressor:
         return max(weight_format.opset, 13 if weight.constant.dtype == TensorProto.FLOAT else 19)
 
     def superfluous(self, placement: Placement) -> frozenset[int]:
-        """Indices of the Transposes of constants that lose all readers when weights are stored."""
-        model, stored = self._model, {edge for edge, _ in placement.compressed}
+        """Indices of the Transposes of constants that lose all readers when weights get weight formats."""
+        model, written = self._model, {edge for edge, _ in placement.weight_only}
         found = set()
-        for tensor in {e.tensor for e in stored} & model.producers.keys():
-            if all(edge in stored for edge in model.edges(tensor)):
+        for tensor in {e.tensor for e in written} & model.producers.keys():
+            if all(edge in written for edge in model.edges(tensor)):
                 found.add(model.producers[tensor])
         return frozenset(found)
 
     def write(
         self, builder: GraphBuilder, node: onnx.NodeProto, edge: Edge, weight_format: WeightFormat
     ) -> tuple[onnx.NodeProto, ...]:
-        """Make `node` read a stored weight at `edge`; returns the nodes that have to follow it."""
+        """Make `node` read its weight in a weight format at `edge`; returns the nodes that have to follow it."""
         weight = weight_at(self._model, edge)
         assert weight is not None  # `problem` was asked first
         names = self._constants(builder, edge.tensor, weight, weight_format)
@@ -92,7 +92,7 @@ class Compressor:
     def _dequantized(
         self, builder: GraphBuilder, tensor: str, names: tuple[str, ...], weight_format: WeightFormat
     ) -> str:
-        key = ("stored", names)
+        key = ("dequantized", names)
         if key not in builder.made:
             builder.made[key] = builder.unique(f"{tensor}_DequantizeLinear_Output")
             name = builder.unique(f"{tensor}_DequantizeLinear")
@@ -137,7 +137,7 @@ class Compressor:
     def _constants(
         self, builder: GraphBuilder, tensor: str, weight: Weight, weight_format: WeightFormat
     ) -> tuple[str, ...]:
-        """Names of the initializers of a stored weight; the first call adds them to the graph."""
+        """Names of the initializers of a weight in a weight format; the first call adds them to the graph."""
         parts = self.parts(weight, weight_format)
         made = ("constants", tensor, *(constant.key for constant in parts.values()))
         if made not in builder.made:
@@ -146,10 +146,10 @@ class Compressor:
             builder.made[made] = "\n".join(names)
         return tuple(builder.made[made].split("\n"))
 
-    def _rounded(self, weight: Weight, weight_format: WeightFormat) -> StoredWeight:
+    def _rounded(self, weight: Weight, weight_format: WeightFormat) -> RoundedWeight:
         tensor = weight.node.inputs[0]
         if weight.node.op == "Gather" or tensor not in self._moments:
-            return blocks.store(weight.array(), weight_format)
+            return blocks.rounded_weight(weight.array(), weight_format)
         if tensor not in self._passed_on:
             self._passed_on[tensor] = blocks.error_propagation(self._moments[tensor])
         return blocks.compensated(weight.array(), weight_format, self._passed_on[tensor])
@@ -157,7 +157,7 @@ class Compressor:
     def _part(
         self, number: int, key: str, weight: Weight, weight_format: WeightFormat, shape: tuple[int, ...]
     ) -> Array:
-        """Part `number` of a stored weight: 0 integers, 1 scales, 2 zero points. They are read one after the other."""
+        """Part `number` of a weight: 0 integers, 1 scales, 2 zero points. They are read one after the other."""
         if number == 0 or key not in self._scales:
             if self._latest is None or self._latest[0] != key:
                 self._latest = key, self._rounded(weight, weight_format)

@@ -17,9 +17,9 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.saving import ConstantFile, save
 from qdqtune.placement.files import PlacementFile, existing, read_placement_file, write_placement
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import storable_edges
+from qdqtune.placement.possible import weight_only_edges
 from qdqtune.placement.reading import read_placement
-from qdqtune.placement.rules import weights_only
+from qdqtune.placement.start_placements import weight_only
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.types import Edge, Placement, WeightFormat
 
@@ -50,7 +50,7 @@ def inserter(model: Model) -> Inserter:
 
 
 def placed(model: Model, wanted: str) -> Placement:
-    return weights_only(model, storable_edges(model), lambda op: weight_formats_like("onnxruntime", wanted, op))
+    return weight_only(model, weight_only_edges(model), lambda op: weight_formats_like("onnxruntime", wanted, op))
 
 
 def opened(path: Path, optimized: Path | None = None) -> tuple[onnxruntime.InferenceSession, Arrays]:
@@ -63,7 +63,7 @@ def opened(path: Path, optimized: Path | None = None) -> tuple[onnxruntime.Infer
 
 
 def test_every_weight_that_a_product_or_a_table_reads_may_be_stored() -> None:
-    assert storable_edges(net()) == WEIGHTS
+    assert weight_only_edges(net()) == WEIGHTS
 
 
 @pytest.mark.parametrize("wanted", ["w8", "w8b32", "w4b32", "w4b32a"])
@@ -88,7 +88,7 @@ def test_onnx_runtime_runs_them_in_its_kernels_and_they_are_read_back(wanted: st
     stripped = strip_pairs(loaded)
     assert not any(node.op.endswith("quantizeLinear") for node in stripped.nodes)
     again = read_placement(stripped, loaded).placement
-    assert {(e.node, s.name) for e, s in again.compressed} == {(e.node, s.name) for e, s in placement.compressed}
+    assert {(e.node, s.name) for e, s in again.weight_only} == {(e.node, s.name) for e, s in placement.weight_only}
     save(stripped, tmp_path / "stripped.onnx")
     _, back = opened(tmp_path / "stripped.onnx")
     assert np.square(back["logits"] - floats["logits"]).sum() < power * (1e-1 if wanted.startswith("w4") else 1e-3)

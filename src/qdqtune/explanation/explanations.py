@@ -1,5 +1,5 @@
-"""Explanations of nodes as values: why each runs in float or 8 bits, and what the opposite decision would cost. The
-module `why` makes them."""
+"""Explanations of nodes as values, with the words for each kind of reason and each origin of a candidate. The module
+`reasons_by_measurement` makes them."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ ORIGINS: Mapping[str, str] = {
 }
 """Origins of candidates, in words."""
 
-RULED = ("compute", "residual", "islands", "static", "everything")
-"""Origins that are names of START_PLACEMENTS (`placement.rules`)."""
+START_ORIGINS = ("compute", "residual", "islands", "static", "everything")
+"""Origins that are names of START_PLACEMENTS (`placement.start_placements`)."""
 
 
 def origin_in_words(origin: str) -> str:
     """Where a candidate comes from, as text for people."""
-    return ORIGINS.get(origin, f"the rule {origin!r}" if origin in RULED else f"the candidate {origin!r}")
+    return ORIGINS.get(origin, f"the rule {origin!r}" if origin in START_ORIGINS else f"the candidate {origin!r}")
 
 
-NOT_TAKEN = {
+NOT_SHIPPED = {
     "faster": "but did not ship",
     "slower": "which is slower",
     "undecided": "which is not clearly faster",
@@ -81,7 +81,7 @@ class Explanation:
     `measured` is False where that time is partly a guess. Where a time is None, `unknown` says why.
 
     `precision` is that of the engine's report on the shipped build, or else follows from the pairs. `weight_format` is
-    the format of weights that are stored in fewer bits without pairs, "" if there are none.
+    the weight format of its weights where these alone are quantized, "" if there are none.
     """
 
     node: str
@@ -108,7 +108,7 @@ class Explanation:
 class Tally:
     """The nodes with one decision and reason: how many, and the times of their units in the shipped and in the float
     model. `margin_ms` is the extra time of the model if all had the opposite decision; `measured` is False where that
-    is partly a guess. `bits` are those of weights stored in fewer bits without pairs, None where there are none."""
+    is partly a guess. `bits` are those of their weight format, None where there are none."""
 
     quantized: bool
     why: Why

@@ -1,4 +1,4 @@
-"""Which weights may be stored in fewer bits, and how much time that saves: measured on the engine, in small models.
+"""Which weight formats weights may have, and how much time these save: measured on the engine, in small models.
 
 The weight formats that an engine declares are tried on matrix products of the sizes that the model has: whether the
 engine fuses the DequantizeLinear into the product, and how long it takes compared with the float product. Formats that
@@ -25,7 +25,7 @@ from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.operators import elements
 from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import Weight, product_inputs, storable_edges, unstorable, weight_at
+from qdqtune.placement.possible import Weight, format_refusal, product_inputs, weight_at, weight_only_edges
 from qdqtune.search.costs.attribution import TimedBuild, attribute
 from qdqtune.search.costs.units import FormatShares
 from qdqtune.system.writing import temporary_folder
@@ -89,7 +89,7 @@ class Size:
         return f"{'+'.join(map(str, self.rows))}x{self.inputs}x{self.outputs}"
 
 
-def ways(
+def format_shares(
     subject: Subject, settings: Settings, runner: Runner, store: Store, float_layers: Callable[[], Sequence[Layer]]
 ) -> FormatShares:
     """By weight, the weight formats that it may have, and the share of the float product's time that each takes.
@@ -97,7 +97,7 @@ def ways(
     Empty if the user wants none, the engine has none, or the model has nothing to gain.
     """
     wanted = wanted_formats(settings)
-    weights = {e: w for e in storable_edges(subject.shaped) if (w := weight_at(subject.shaped, e)) is not None}
+    weights = {e: w for e in weight_only_edges(subject.shaped) if (w := weight_at(subject.shaped, e)) is not None}
     chosen = {e.node for e in (subject.possible if settings.node_filter else weights)}
     weights = {e: w for e, w in weights.items() if w.node.op != "Gather" and e.node in chosen}
     if not wanted or sum(w.constant.nbytes for w in weights.values()) < LEAST_BYTES:
@@ -119,7 +119,7 @@ def ways(
     shares, found = record.shares, {}
     for edge, size in sizes.items():
         near = shares.get(size.key) or shares.get(_nearest(size, kinds).key, {})
-        able = [s for s in wanted if near.get(s.name, PAYS) < PAYS and unstorable(weights[edge], s) is None]
+        able = [s for s in wanted if near.get(s.name, PAYS) < PAYS and format_refusal(weights[edge], s) is None]
         if able:
             found[edge] = {s: near[s.name] for s in able}
     return found
@@ -144,7 +144,7 @@ def products_of(settings: Settings, subject: Subject) -> Moments:
     """
     if settings.weight_rounding == "nearest":
         return no_moments
-    sizes = product_inputs(subject.shaped, storable_edges(subject.shaped))
+    sizes = product_inputs(subject.shaped, weight_only_edges(subject.shaped))
     needed = sum(12 * inputs**2 for inputs in sizes.values())  # a moment in float64, a factor of its inverse in float32
     if needed > MOST_MOMENTS:
         raise BadOption(
@@ -233,7 +233,7 @@ def _layers(
     """The layers of a model that holds one product in float and in each weight format, several copies of each."""
     copies = min(max(PRODUCT_COPIES[0], TOGETHER // (size.inputs * _columns(size))), PRODUCT_COPIES[1])
     model = _side_by_side(size, wanted, copies)
-    stored = [(Edge(f"{s.name}_weight{n}", f"{s.name}_product{n}", 1), s) for s in wanted for n in range(copies)]
+    formats = [(Edge(f"{s.name}_weight{n}", f"{s.name}_product{n}", 1), s) for s in wanted for n in range(copies)]
     dtype = helper.tensor_dtype_to_np_dtype(size.dtype)
     random = np.random.default_rng(0)
     mix = tuple(
@@ -244,7 +244,7 @@ def _layers(
     runs = int(min(max(OPERATIONS / once, PRODUCT_RUNS[0]), PRODUCT_RUNS[1]))
     with temporary_folder() as folder, writing(folder):
         path = folder / "weight_formats.onnx"
-        save(Inserter(model, Ranges({}), subject.numbers).insert(Placement.of((), stored)), path)
+        save(Inserter(model, Ranges({}), subject.numbers).insert(Placement.of((), formats)), path)
         return runner.report(path, mix, runs, f"weight_formats_{size.name}")
 
 

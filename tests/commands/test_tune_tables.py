@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from qdqtune.cli.progress import Live, Plain
-from qdqtune.cli.report import result_table
+from qdqtune.commands.tune_tables import result_table
+from qdqtune.explanation.formatting import built
 from qdqtune.explanation.report import report_of_run
-from qdqtune.explanation.words import built
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Observers
 from runs import mixed, settings, write
@@ -30,7 +30,7 @@ def test_a_run_has_one_count_of_builds_and_candidates_without_holes(mode: str, c
         assert [int(number) for number, *_ in lines] == list(range(1, len(result.history) + 1))
         assert {int(limit) for *_, limit in lines} <= {count}
         told = [f"builds: {spent}" for _, spent, _ in lines[-1:]]
-    caption = str(result_table(result).caption)
+    caption = result_table(result).caption
     assert built(result.summary) in caption
     assert all(words in caption for words in told)
     page = report_of_run(tmp_path / "out")

@@ -3,8 +3,8 @@
 Noise is relative: the power of the error at an output over the power of the output, 10^(-SQNR/10). Small errors of many
 values are nearly uncorrelated, so their powers add up. Engines fuse and round in their own way: the factor between the
 sum and the measured noise is learned from the build whose noise is nearest to the limit. Where placements can be
-simulated, two factors are learned, one from builds with pairs and one from builds with stored weights alone: an engine
-that rounds more often than the file says does so at pairs, and takes stored weights as they are.
+simulated, two factors are learned, one from builds with pairs and one from builds with weight formats alone: an engine
+that rounds more often than the file says does so at pairs, and takes weight formats as they are.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Noise:
     """Noise by value, and the limits that the user sets.
 
     Fields: `value_noise` is the relative noise that quantizing a value alone brings to the worst output; a value is
-    known by the first tensor that holds it (`aliases`). `weight_noise` is the same for weights stored in fewer bits, by
+    known by the first tensor that holds it (`aliases`). `weight_noise` is the same for weights in a weight format, by
     tensor and name of the weight format. `limit` is the most noise that the limit on the output SQNR allows; None if
     only the user's metric counts, and then trials tell how much noise it takes. `simulate` gives the noise of a whole
     placement without a build, or None where it cannot. `check_harmless` tells whether everything that may be placed
     holds the limits, so that noise need not be considered. `pair_factor` and `weight_factor` correct the noise of pairs
-    and of stored weights.
+    and of weight formats.
     """
 
     model: Model
@@ -88,14 +88,14 @@ class Noise:
     def summed(self, placement: Placement) -> float:
         """The noise of a placement as the sum of the noise of its values."""
         values = {self.value(e.tensor) for e in placement.edges}
-        return sum(map(self.of_value, values)) + sum(self.of_weight(edge, s) for edge, s in placement.compressed)
+        return sum(map(self.of_value, values)) + sum(self.of_weight(edge, s) for edge, s in placement.weight_only)
 
     def of_value(self, value: str) -> float:
         """The noise of a value that carries a pair, times `pair_factor`."""
         return self.pair_factor * self.value_noise.get(value, 0.0)
 
     def of_weight(self, edge: Edge, weight_format: WeightFormat) -> float:
-        """The noise of a weight that is stored in a weight format, times `weight_factor`."""
+        """The noise of a weight in a weight format, times `weight_factor`."""
         return self.weight_factor * self.weight_noise.get((edge.tensor, weight_format.name), 0.0)
 
     def expected(self, placement: Placement) -> float:
@@ -104,9 +104,9 @@ class Noise:
         return self.summed(placement) if noise is None else noise * self._factor(placement)
 
     def _factor(self, placement: Placement) -> float:
-        """The correction of a placement's simulated noise: the two factors, weighted by what pairs and stored weights
+        """The correction of a placement's simulated noise: the two factors, weighted by what pairs and weight formats
         contribute to the sum."""
-        if self.pair_factor == self.weight_factor or not placement.compressed:
+        if self.pair_factor == self.weight_factor or not placement.weight_only:
             return self.pair_factor
         if not placement.edges:
             return self.weight_factor

@@ -3,7 +3,7 @@
 import pytest
 
 from qdqtune.timing.ratios import Plan
-from qdqtune.tuning.compared import Compared
+from qdqtune.tuning.comparison_results import Compared
 from qdqtune.types import Measurement
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qdqtune.search.costs.mincut import Problem, solve
-from qdqtune.search.costs.noise import Noise
+from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Decision, Partition, Unit
 from qdqtune.types import Placement, WeightFormat
@@ -187,7 +187,7 @@ def _noise_charge(
     def charge(weight_format: WeightFormat) -> float:
         if noise is None or price <= 0:
             return 0.0
-        return sum(min(price * noise.of_weight(e, weight_format), most) for e in parts.compressible(unit))
+        return sum(min(price * noise.of_weight(e, weight_format), most) for e in parts.weight_only_edges(unit))
 
     return charge
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import CLAMPS, COMPUTE, FUSED_BEHIND, INTEGER_KERNELS, MOVERS, is_float, takes_data
-from qdqtune.placement.possible import compute_edges, consistent, unstorable, weight_at
+from qdqtune.placement.possible import compute_edges, consistent, format_refusal, weight_at
 from qdqtune.types import Edge, Placement, WeightFormat
 
 STATIC = COMPUTE | INTEGER_KERNELS | {
@@ -99,16 +99,16 @@ START_PLACEMENTS: Mapping[str, Callable[[Model, frozenset[Edge]], Placement]] = 
 })  # fmt: skip
 
 
-def weights_only(model: Model, edges: Iterable[Edge], choose: Callable[[str], Sequence[WeightFormat]]) -> Placement:
+def weight_only(model: Model, edges: Iterable[Edge], choose: Callable[[str], Sequence[WeightFormat]]) -> Placement:
     """A placement without pairs: the weight at each edge has the first possible weight format of those that `choose`
     gives for its operator."""
-    stored = {}
+    formats = {}
     for edge in edges:
         weight = weight_at(model, edge)
-        able = () if weight is None else (s for s in choose(weight.node.op) if unstorable(weight, s) is None)
+        able = () if weight is None else (s for s in choose(weight.node.op) if format_refusal(weight, s) is None)
         if (weight_format := next(iter(able), None)) is not None:
-            stored[edge] = weight_format
-    return Placement.of((), stored.items())
+            formats[edge] = weight_format
+    return Placement.of((), formats.items())
 
 
 def placements(model: Model, possible: frozenset[Edge]) -> Mapping[str, Placement]:

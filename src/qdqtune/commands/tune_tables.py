@@ -1,0 +1,200 @@
+"""The tables of a finished search: its result, its front, and what its mode has found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qdqtune.commands.shown import Table
+from qdqtune.explanation.formatting import built, decibels, duration, rewrite_ratios, samples, title
+from qdqtune.search.costs.unit_decisions import UnitPrice
+from qdqtune.timing.limits import failure
+from qdqtune.timing.ratios import Ratio, speed
+from qdqtune.tuning.records import GroupOutcome
+from qdqtune.tuning.result import Result
+from qdqtune.types import Accuracy
+
+LARGEST_UNITS = 12
+"""The most rows of the table of units."""
+
+LARGEST_GROUPS = 20
+"""The most rows of the table of groups."""
+
+
+def result_table(found: Result) -> Table:
+    """Latency, speedup, pairs and accuracy of the float and of the tuned model; below, what the search has spent and
+    what outputs were compared."""
+    summary = found.summary
+    failed = sum(failure(trial) is not None for trial in found.history)
+    between = sum(trial.proposal.origin == "front" for trial in found.history)  # not shown while the search runs
+    besides = (f"{number} {what}" for number, what in ((failed, "failed"), (between, "made for the front")) if number)
+    candidates = f"candidates: {summary['trials']}" + (f" ({told})" if (told := ", ".join(besides)) else "")
+    caption = f"{candidates}, builds: {built(summary)}, time: {duration(summary['seconds'])}"
+    if found.improved and (judged := summary["accuracy_samples"]):
+        is_held_out = summary["accuracy_held_out"]
+        seen = "" if is_held_out else ", which calibration saw: of forty or more, every fifth is kept apart"
+        caption += f"\noutputs compared on {samples(judged, is_held_out)}{seen}"
+    return Table(("", "baseline", "final"), _result_rows(found), caption)
+
+
+def _result_rows(found: Result) -> list[tuple[str, str, str]]:
+    summary = found.summary
+    rows = _latency_rows(found)
+    if found.ratio is not None and summary["ratio_to_given"] is not None:
+        rows.append((f"speedup over {title(Path(summary['model']))}", "", speed(summary["ratio_to_given"])))
+    rows += _rewrite_rows(summary)
+    rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
+    if weights := summary.get("weights"):
+        rows.append(("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in weights.items())))
+    if found.improved and is_judged(summary):
+        rows.append(("output SQNR against float", "", _accuracy_text(summary)))
+        if (equal := (summary["output_accuracy"] or {}).get("agreement")) is not None:
+            rows.append(("integers as in float", "", f"{equal:.1%}"))
+    if (without := summary["fastest_without_limits"]) is not None:
+        ratio = f" at {decibels(without['sqnr_db'])}" if is_judged(summary) else ""
+        rows.append(("fastest without limits", "", f"{speed(without['ratio'])}{ratio}"))
+    if summary["metric_before"] is not None:
+        after = summary["metric_after"]
+        rows.append(("your metric", f"{summary['metric_before']:g}", "failed" if after is None else f"{after:g}"))
+    return rows
+
+
+def _rewrite_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Rows of the speedup by rewrites of the float model, if it was measured, and of that by the placement."""
+    rewrites = summary.get("rewrites", {})
+    if "gave" not in rewrites:
+        return []
+    gave, placed = rewrite_ratios(summary)
+    rows = [(f"speedup by {', '.join(rewrites['names'])}", "1x", speed(gave))]
+    return rows if placed is None else [*rows, ("  and by the placement", "1x", speed(placed))]
+
+
+def _latency_rows(found: Result) -> list[tuple[str, str, str]]:
+    """Rows of latency and speedup, for each number of threads and each workload if there are several."""
+    summary = found.summary
+    mean = "latency of a call, on average" if summary.get("workloads") else "latency"
+    times = f"{summary['baseline_ms']:.3f} ms", f"{summary['final_ms']:.3f} ms"
+    if found.ratio is None:
+        return [(mean, *times)]
+    by_threads = summary.get("by_threads", [])
+    rows = [(mean, *times), ("speedup [interval]", "1x", found.ratio.speedup)]
+    if len(by_threads) > 1:
+        rows = []
+        for row in by_threads:
+            rows += _comparison_rows(f"latency, {row['threads']} thread{'s' * (row['threads'] > 1)}", row)
+    for row in summary.get("workloads", []):
+        rows += _comparison_rows(f"{row['name']}, {row['share']:.0%} of the calls", row)
+    return rows
+
+
+def _comparison_rows(name: str, row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Two rows: the latencies, and the speedup with its interval."""
+    times = f"{row['baseline_ms']:.3f} ms", f"{row['final_ms']:.3f} ms"
+    return [(name, *times), ("  speedup [interval]", "1x", Ratio(row["ratio"], row["low"], row["high"]).speedup)]
+
+
+def _accuracy_text(summary: Mapping[str, Any]) -> str:
+    """Output SQNR with its spread over single samples."""
+    accuracy = summary["output_accuracy"] or {}
+    lost = summary["output_sqnr_db"]
+    is_told = bool(accuracy) and lost is not None
+    return str(Accuracy(**{**accuracy, "agreement": None})) if is_told else decibels(lost)
+
+
+def is_judged(summary: Mapping[str, Any]) -> bool:
+    """Whether outputs were compared on samples, not on random inputs."""
+    return bool(summary["accuracy_samples"])
+
+
+def front_table(summary: Mapping[str, Any]) -> Table:
+    """A table of the proven points of a front."""
+    cells, has_accuracy = [], is_judged(summary)
+    for row in summary["front"]:
+        ends = Ratio(row["ratio"], row["low"], row["high"]).speedup
+        metric = "" if row["metric"] is None else f"{row['metric']:g}"
+        agreement = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
+        mark = "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits"
+        cells.append((row["name"], ends, _db(row, has_accuracy), agreement, metric, _carry(row), mark))
+    columns = ("point", "speedup [interval]", "SQNR, dB", "agreement", "metric", "tensors", "")
+    caption = "each point is front/NAME.onnx; `pick` NAME makes another one optimized_final.onnx"
+    return Table(columns, cells, caption).filled
+
+
+def met_table(summary: Mapping[str, Any]) -> Table:
+    """A table of candidates of the search that no other one beat in both latency and accuracy."""
+    cells = [
+        (
+            str(row["number"]),
+            row["origin"],
+            speed(row["ratio"]),
+            _db(row, is_judged(summary)),
+            _carry(row),
+            "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits",
+        )
+        for row in summary["met"]
+    ]
+    proven = "none proved to be a point of the front" if "front" in summary else "`front` proves such points"
+    caption = f"what no other candidate beat in both, as the search measured it; {proven}"
+    return Table(("candidate", "from", "speedup", "SQNR, dB", "tensors", ""), cells, caption).filled
+
+
+def _carry(row: Mapping[str, Any]) -> str:
+    """How many tensors have a pair, and how many weights have a weight format (a count, or counts by format)."""
+    weights = row.get("weights") or 0
+    count = weights if isinstance(weights, int) else sum(weights.values())
+    return str(row["pairs"]) + (f" + {count} weights" if count else "")
+
+
+def _db(row: Mapping[str, Any], has_accuracy: bool) -> str:
+    sqnr_db = row["sqnr_db"]
+    return "" if not has_accuracy else "exact" if sqnr_db is None else f"{sqnr_db:.1f}"
+
+
+def mode_table(found: Result, *, verbose: bool) -> Table | None:
+    """A table of the mode: the outcomes of groups, or with `verbose` the prices of units."""
+    units = [row for row in found.recorded.rows if isinstance(row, UnitPrice)]
+    groups = [row for row in found.recorded.rows if isinstance(row, GroupOutcome)]
+    return units_table(units) if verbose and units else groups_table(groups) if groups else None
+
+
+def units_table(units: Sequence[UnitPrice]) -> Table:
+    """The units that take the most time in float: their prices in float and in 8 bits, and the decision."""
+    rows, has_formats = [], any(unit.format_ms for unit in units)
+    for unit in units[:LARGEST_UNITS]:
+        quantized = "" if unit.quantized_ms is None else f"{unit.quantized_ms:.3f}" + ("" if unit.seen else " ?")
+        margin = "" if unit.margin_ms is None else f"{unit.margin_ms:+.3f}"
+        decision = "8 bits" if unit.quantized else unit.weight_format or "float"
+        in_format = unit.format_ms.get(unit.weight_format, min(unit.format_ms.values(), default=None))
+        name = unit.nodes[0] + (f" and {len(unit.nodes) - 1} more" if len(unit.nodes) > 1 else "")
+        weights = [] if not has_formats else ["" if in_format is None else f"{in_format:.3f}"]
+        rows.append((name, f"{unit.float_ms:.3f}", *weights, quantized, f"{unit.boundary_ms:.3f}", decision, margin))
+    weights = ["weights, ms"] if has_formats else []
+    columns = ("unit", "float, ms", *weights, "8 bits, ms", "borders, ms", "runs in", "otherwise, ms")
+    caption = "the largest units, in inferences that are profiled, which take longer; ?: guessed, not measured; "
+    return Table(columns, rows, caption + "otherwise: what the other decision would cost more")
+
+
+def groups_table(outcomes: Sequence[GroupOutcome]) -> Table:
+    """The kinds of groups that take the most time in float: gain alone and in the model, and the verdict.
+
+    Equal groups with one verdict share a row.
+    """
+    together: dict[tuple[int | None, str], list[GroupOutcome]] = {}
+    for group in outcomes:
+        if group.kind is not None:
+            together.setdefault((group.kind, group.why), []).append(group)
+    rows = []
+    for groups in list(together.values())[:LARGEST_GROUPS]:
+        first = groups[0]
+        more = [f"and {len(first.nodes) - 1} more"] if len(first.nodes) > 1 else []
+        more += [f"({len(groups)} times)"] if len(groups) > 1 else []
+        alone = "" if first.gain_alone is None else f"{first.gain_alone:+.3f}"
+        gains = [group.gain_in_model for group in groups if group.gain_in_model is not None]
+        gain = f"{sum(gains) / len(gains):+.3f}" if gains else ""
+        rows.append((" ".join([first.nodes[0], *more]), first.scheme or "", alone, gain, first.why))
+    rest = len(together) - len(rows)
+    caption = "the largest groups: ms that each saves alone, and in the model with its conversions"
+    caption += f"; {rest} more kinds in summary.json" if rest > 0 else ""
+    widths = {"group": 24, "scheme": 0, "verdict": 20}
+    return Table(("group", "scheme", "alone", "in model", "verdict"), rows, caption, least_widths=widths)
