@@ -418,15 +418,23 @@ Tensors = Mapping[str, Array]
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """Inputs of one kind of call, and the share of these calls in all. The shares of a `Mix` add up to 1."""
+    """Inputs of one kind of call, the number of threads that it runs with, and the share of these calls in all. The
+    shares of a `Mix` add up to 1. `threads` is None for the number that the engine was opened with."""
 
     inputs: Tensors
     share: float = 1.0
     name: str = ""
+    threads: int | None = None
 
 
 Mix = tuple[Workload, ...]
-"""The workloads of a model; most models have one. The time of a call is the mean over workloads, by their shares."""
+"""The workloads of a model, each at every number of threads that counts. The time of a call is the mean over them, by
+their shares."""
+
+
+def builds_for(mix: Mix) -> int:
+    """How many builds of a file workloads take: one for each number of threads."""
+    return len({workload.threads for workload in mix}) or 1
 
 
 QuantType = Literal["int8", "fp8"]

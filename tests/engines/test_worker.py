@@ -1,13 +1,14 @@
 """The worker: orders of rounds, slots of workloads, and layers of the average call."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import as_workloads
-from qdqtune.engines.worker import Session, average_layers
+from qdqtune.engines.worker import Model, Session, average_layers
 from qdqtune.types import Layer, Slot, Workload
 
 
@@ -22,11 +23,15 @@ class _Scripted:
         return self.seconds + len(self.slots)
 
 
+def hold(session: Session, *models: Any) -> None:
+    session._models = {number: Model(Path(), Path(), {None: model}) for number, model in enumerate(models)}
+
+
 def _scripted(a_seconds: float = 1.0, b_seconds: float = 1.0) -> tuple[Session, list[tuple[str, int]]]:
     slots: list[tuple[str, int]] = []
     session = Session(EngineSpec("fake"))
     session.feed(as_workloads({}))
-    session._models = {0: _Scripted("A", a_seconds, slots), 1: _Scripted("B", b_seconds, slots)}  # type: ignore[dict-item]
+    hold(session, _Scripted("A", a_seconds, slots), _Scripted("B", b_seconds, slots))
     return session, slots
 
 
@@ -59,7 +64,7 @@ class Scripted:
 def test_a_round_has_every_workload_in_its_part_of_a_slot() -> None:
     session = Session(EngineSpec("fake"))
     a, b = Scripted(0.001), Scripted(0.0005)
-    session._models = {0: a, 1: b}  # type: ignore[dict-item]
+    hold(session, a, b)
     session.feed(as_workloads((Workload({"x": 1.0}, 3.0), Workload({"x": 10.0}, 1.0))))  # type: ignore[dict-item]
     slots = session.probe(0, 1, 0.02)
     assert slots == [Slot(10, 2, 0.001), Slot(1, 2, 0.01)]
@@ -73,7 +78,7 @@ def test_a_round_has_every_workload_in_its_part_of_a_slot() -> None:
 def test_of_two_models_with_long_inferences_each_has_one_in_a_round() -> None:
     session = Session(EngineSpec("fake"))
     a, b = Scripted(0.05), Scripted(0.02)
-    session._models = {0: a, 1: b}  # type: ignore[dict-item]
+    hold(session, a, b)
     session.feed(as_workloads({"x": 1.0}))  # type: ignore[dict-item]
     slots = session.probe(0, 1, 0.02)
     a.asked.clear()

@@ -91,12 +91,12 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> list[Trial]:
         with closing(run.bench.measured(len(history) + 1, batch, best_of(history), build_ahead)) as measured:
             for trial, replayed in measured:
                 trials.append(run.limits.judged(trial, trials, plan, run.bench.metric))
-                known = [*history, *accepted(trials, plan, best)]
+                known = [*history, *accepted(trials, plan, best, run.slower([*history, *trials]))]
                 state = budget.state(known, plan, time.monotonic() - started, replayed=replayed)
                 observer.trial(trials[-1], outcome(trials[-1], plan), state)
                 if budget.is_spent([*history, *trials]):
                     break
-        history += accepted(trials, plan, best)
+        history += accepted(trials, plan, best, run.slower([*history, *trials]))
         run.bench.keep_only(best_of(history))
     return history
 
