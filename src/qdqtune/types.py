@@ -222,13 +222,18 @@ LayerKind = Literal["compute", "reformat", "copy", "quantize", "folded", "unknow
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that an engine ran: its ONNX nodes and its time."""
+    """A layer that an engine ran: its ONNX nodes and its time.
+
+    With several workloads, `time_ms` is that of the average call, and `parts` has the ms on each workload; it is empty
+    where the engine runs other layers on one of them.
+    """
 
     name: str
     nodes: tuple[str, ...]
     precision: str
     time_ms: float | None
     kind: LayerKind
+    parts: tuple[float, ...] = ()
 
 
 TRANSIENT = frozenset({"timeout", "crash", "resources"})

@@ -11,7 +11,7 @@ import pytest
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadOption, BadState
-from qdqtune.tuning import contexts
+from qdqtune.tuning import contexts, front
 from qdqtune.tuning.contexts import counts_of
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
@@ -169,3 +169,35 @@ def test_numbers_that_nothing_can_be_proven_at(
     monkeypatch.setattr(contexts, "usable_cores", lambda: 16)
     with pytest.raises(BadOption, match=said):
         settings(model, engine=EngineSpec(engine), deploy_threads=asked)
+
+
+def test_where_no_file_serves_every_number_the_best_for_each_is_ready(model: Path, workers: Workers) -> None:
+    def slower(build: Build) -> float:
+        return 3.0 if b"QuantizeLinear" in build.path.read_bytes() and build.threads == 4 else 1.0
+
+    workers.slower = slower
+    result, out = run(model), model.parent / "out"
+    assert result.shipped == "baseline"
+    (row,) = result.summary["front"]
+    assert (row["name"], row["shipped"]) == ("1_thread", False)
+    one, four = row["by_threads"]
+    assert (one["verdict"], four["verdict"]) == ("faster", "slower")
+    assert cost(out / row["file"], 1) / cost(model, 1) == pytest.approx(one["ratio"], rel=0.01)
+    assert front.NOWHERE_SLOWER in result.notes
+    assert run(model).summary == result.summary  # finished already
+    pick(out, "1_thread")
+    assert (out / "optimized_final.onnx").read_bytes() == (out / row["file"]).read_bytes()
+
+
+def test_where_the_optimum_of_all_is_slower_at_a_number_one_that_is_slower_at_none_is_found(
+    model: Path, workers: Workers
+) -> None:
+    """Pairs everywhere gain at one thread more than they lose at four; some of them lose at neither."""
+
+    def slower(build: Build) -> float:
+        return 1.3 if build.threads == 4 and build.path.read_bytes().count(b"DequantizeLinear") > 12 else 1.0
+
+    workers.slower = slower
+    result = run(model, builds=20)
+    assert result.shipped == "tuned"
+    assert all(row["ratio"] < 1 for row in result.summary["by_threads"])

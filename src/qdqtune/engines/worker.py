@@ -232,10 +232,7 @@ def average_layers(mix: Mix, reports: Sequence[tuple[Layer, ...]]) -> tuple[Laye
     shares = [workload.share for workload in mix]
     names = [[(layer.name, layer.nodes) for layer in report] for report in reports]
     if all(each == names[0] for each in names):
-        return tuple(
-            replace(together[0], time_ms=_weighted_mean([layer.time_ms for layer in together], shares))
-            for together in zip(*reports, strict=True)
-        )
+        return tuple(_average(together, shares) for together in zip(*reports, strict=True))
     spent = [sum(layer.time_ms or 0.0 for layer in report) for report in reports]
     totals = [share * ms for share, ms in zip(shares, spent, strict=True)]
     most = int(np.argmax(totals))
@@ -245,10 +242,12 @@ def average_layers(mix: Mix, reports: Sequence[tuple[Layer, ...]]) -> tuple[Laye
     )
 
 
-def _weighted_mean(times: Sequence[float | None], shares: Sequence[float]) -> float | None:
-    """The mean of times, weighted by shares; None if one is unknown."""
-    known = [share * ms for share, ms in zip(shares, times, strict=True) if ms is not None]
-    return sum(known) if len(known) == len(times) else None
+def _average(layers: Sequence[Layer], shares: Sequence[float]) -> Layer:
+    """A layer with the mean of its times on several workloads, weighted by shares; without times if one is unknown."""
+    known = tuple(layer.time_ms for layer in layers if layer.time_ms is not None)
+    if len(known) < len(layers):
+        return replace(layers[0], time_ms=None)
+    return replace(layers[0], time_ms=float(np.dot(shares, known)), parts=known if len(known) > 1 else ())
 
 
 def main() -> None:

@@ -92,6 +92,16 @@ def open_contexts(counts: Sequence[int | None], runner: Runner, mix: Mix) -> Ite
         runner.feed(before)
 
 
+def shares_at(mix: Mix, counts: Sequence[int | None]) -> tuple[tuple[float, ...], ...]:
+    """For each number of threads, the share of each part of a measurement in the times at that number; empty if there
+    is one number."""
+    every = at_each(mix, counts)
+    if len(counts) == 1:
+        return ()
+    totals = {count: sum(w.share for w in every if w.threads == count) for count in counts}
+    return tuple(tuple(w.share / totals[count] * (w.threads == count) for w in every) for count in counts)
+
+
 def ratios_at(history: Sequence[Trial], mix: Mix, counts: Sequence[int | None]) -> dict[Placement, tuple[float, ...]]:
     """The median ratio of each placement without a failure to the float model, at each of these numbers of threads."""
     ratios = {Placement(): (1.0,) * len(counts)}

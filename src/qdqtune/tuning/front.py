@@ -19,9 +19,11 @@ from qdqtune.search import best_of
 from qdqtune.search.front import TARGET_POINTS, FrontSearch, MeasuredPoint, named
 from qdqtune.system.checks import content_digest
 from qdqtune.system.writing import atomic_write, write_json
-from qdqtune.tuning.compared import judged_together, rows_by_threads, rows_by_workload
-from qdqtune.tuning.contexts import measured_at
-from qdqtune.tuning.decisions import is_proven
+from qdqtune.timing.ratios import PAIRS
+from qdqtune.tuning.compared import Compared, judged_together, rows_by_threads, rows_by_workload
+from qdqtune.tuning.comparison import Comparer, ComparisonRequest
+from qdqtune.tuning.contexts import measured_at, open_contexts, ratios_at
+from qdqtune.tuning.decisions import CLEARLY_FASTER, is_proven
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, REPORT, SUMMARY, alone, check_names
 from qdqtune.tuning.front_candidates import FrontCandidates, compare_candidates
 from qdqtune.tuning.front_decisions import FrontCandidate, ProvenPoint, front_of, shipped_point
@@ -107,6 +109,47 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     seconds = best.shown.a_seconds, best.shown.b_seconds
     proof = Proof("tuned", best.trial.placement, best.ratio, None, *seconds, notes, builds, best.contexts)
     return Front(proof, tuple(points), compared.trials)
+
+
+NOWHERE_SLOWER = "no candidate is faster at one number of threads and slower at none"
+
+
+def prove_apart(history: Sequence[Trial], proof: Proof, run: Run) -> Front | None:
+    """If no file ships because none serves every number of threads: the best file for each number, as a point that is
+    named after it. It is proven faster there; its table says what it does at the others. None if there is none.
+
+    Raises:
+        OutputError: a file cannot be written.
+    """
+    settings, mix, counts = run.settings, run.subject.mix, run.settings.thread_counts
+    if proof.shipped == "tuned" or len(counts) == 1 or settings.from_qdq or settings.fix_inputs:
+        return None
+    ratios, found = ratios_at(history, mix, counts), dict[Placement, ProvenPoint]()
+    held = [t for t in history if t.placement in ratios and t.holds is not False and t.accuracy is not None]
+    with open_contexts(counts, run.runner, mix) as contexts:
+        for number, own in enumerate(contexts):
+            best = min(held, key=lambda t: ratios[t.placement][number], default=None)
+            if best is None or ratios[best.placement][number] >= CLEARLY_FASTER or best.placement in found:
+                continue
+            name = f"{own.threads}_thread{'s' * (own.threads != 1)}"
+            file = run.output.claim(settings.output_dir / FRONT / f"{name}.onnx")
+            with writing(file):
+                file.parent.mkdir(exist_ok=True)
+            run.candidates.write_whole(best.placement, file)
+            key = f"given:{best.placement.digest}"
+            told = [Comparer.of(run).compare(ComparisonRequest(key, settings.model, file, c)) for c in contexts]
+            compared = tuple(one for one in told if isinstance(one, Compared))
+            if len(compared) < len(told) or compared[number].ratio.verdict != "faster":
+                for part in (file, data_of(file)):
+                    part.unlink(missing_ok=True)
+                continue
+            write_placement_of(best.placement, run.output.claim(file.with_suffix(".yaml")), run)
+            content = content_digest(files_of(file))
+            found[best.placement] = ProvenPoint(best, compared, PAIRS, best.holds is True, best.metric, name, content)
+    if not found:
+        return None
+    builds = proof.builds + sum(one.builds for point in found.values() for one in point.contexts)
+    return Front(replace(proof, builds=builds, notes=(*proof.notes, NOWHERE_SLOWER)), tuple(found.values()))
 
 
 def _short_front(

@@ -15,7 +15,7 @@ from qdqtune.timing.limits import outcome
 from qdqtune.tuning import advice
 from qdqtune.tuning.decisions import accepted
 from qdqtune.tuning.finished import recalled, remember
-from qdqtune.tuning.front import prove_front
+from qdqtune.tuning.front import prove_apart, prove_front
 from qdqtune.tuning.modes import MODES
 from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent
 from qdqtune.tuning.proof import Proof, begin_proof, prove
@@ -65,6 +65,8 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> tuple[Result, bool]:
     by_points = mode.strategy if isinstance(mode.strategy, FrontSearch) and history else None
     front = prove_front(history, run, by_points) if settings.front else None
     proof = front.proof if front else prove(history, run)
+    if front is None and (front := prove_apart(history, proof, run)) is not None:
+        proof = front.proof
     run.runner.build_queue.close()
     history = [*history, *front.trials] if front else history
     recorded = mode.record(history, proof.placement)
