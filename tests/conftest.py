@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are proven at the threads of the search alone: no test opens all cores."""
-    monkeypatch.setattr("qdqtune.tuning.contexts.usual_threads", lambda: 1)
+    monkeypatch.setattr("qdqtune.commands.tune.usual_threads", lambda: 1)
 
 
 @pytest.fixture

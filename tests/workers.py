@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from qdqtune.engines import Built, Engine, EngineSpec, Launched, open_engine
+from qdqtune.engines import Built, Engine, EngineSpec, Launched, open_engine, threads_of
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.execution import Check
 from qdqtune.engines.tensorrt import trtexec
@@ -25,12 +25,14 @@ from trtexec_stand_in import launch
 
 @dataclass(frozen=True)
 class Build:
-    """What a worker is to build: the how manyth build that is, on which engine, from which file, with which log."""
+    """What a worker is to build: the how manyth build that is, on which engine, from which file, with which log, for
+    how many threads."""
 
     number: int
     engine: str
     path: Path
     log: Path
+    threads: int | None = None
 
     @property
     def is_candidate(self) -> bool:
@@ -119,7 +121,7 @@ class Watched:
 
     def __init__(self, workers: Workers, spec: EngineSpec) -> None:
         self._workers = workers
-        self._name = spec.name
+        self._name, self._threads = spec.name, threads_of(spec)
         self._engine = workers.opener(spec)
 
     def describe(self) -> dict[str, str]:
@@ -129,7 +131,7 @@ class Watched:
         return self._engine.numeric_format(quant_type)
 
     def build(self, model: Path, log: Path) -> Built:
-        build = Build(len(self._workers.builds), self._name, model, log)
+        build = Build(len(self._workers.builds), self._name, model, log, self._threads)
         self._workers.builds.append(build)
         refusal = self._workers.refused(build)
         if refusal is not None:

@@ -221,13 +221,18 @@ LayerKind = Literal["compute", "reformat", "copy", "quantize", "folded", "unknow
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that an engine ran: its ONNX nodes and its time."""
+    """A layer that an engine ran: its ONNX nodes and its time.
+
+    With several workloads, `time_ms` is that of the average call, and `parts` has the ms on each workload; it is empty
+    where the engine runs other layers on one of them.
+    """
 
     name: str
     nodes: tuple[str, ...]
     precision: str
     time_ms: float | None
     kind: LayerKind
+    parts: tuple[float, ...] = ()
 
 
 TRANSIENT = frozenset({"timeout", "crash", "resources"})
@@ -417,16 +422,18 @@ Tensors = Mapping[str, Array]
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """Inputs of one kind of call, and the share of these calls in all. The shares of a `Mix` add up to 1."""
+    """Inputs of one kind of call, the number of threads that it runs with, and the share of these calls in all. The
+    shares of a `Mix` add up to 1. `threads` is None for the number that the engine was opened with."""
 
     inputs: Tensors
     share: float = 1.0
     name: str = ""
+    threads: int | None = None
 
 
 Mix = tuple[Workload, ...]
-"""The workloads of a model; most models have one. The time of a call is the mean over workloads, by their shares."""
-
+"""The workloads of a model, each at every number of threads that counts. The time of a call is the mean over them, by
+their shares."""
 
 QuantType = Literal["int8", "fp8"]
 

@@ -1,13 +1,15 @@
 """The worker: orders of rounds, turns of workloads, and layers of the average call."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import as_workloads
-from qdqtune.engines.worker import Session, average_layers
+from qdqtune.engines.worker import Model, Session, average_layers
 from qdqtune.types import Layer, Turn, Workload
 
 
@@ -22,11 +24,15 @@ class _Scripted:
         return self.seconds + len(self.turns)
 
 
+def hold(session: Session, *models: Any) -> None:
+    session._models = {number: Model(Path(), Path(), {None: model}) for number, model in enumerate(models)}
+
+
 def _scripted(a_seconds: float = 1.0, b_seconds: float = 1.0) -> tuple[Session, list[tuple[str, int]]]:
     turns: list[tuple[str, int]] = []
     session = Session(EngineSpec("fake"))
     session.feed(as_workloads({}))
-    session._models = {0: _Scripted("A", a_seconds, turns), 1: _Scripted("B", b_seconds, turns)}  # type: ignore[dict-item]
+    hold(session, _Scripted("A", a_seconds, turns), _Scripted("B", b_seconds, turns))
     return session, turns
 
 
@@ -59,7 +65,7 @@ class Scripted:
 def test_a_round_has_every_workload_in_its_part_of_a_slot() -> None:
     session = Session(EngineSpec("fake"))
     a, b = Scripted(0.001), Scripted(0.0005)
-    session._models = {0: a, 1: b}  # type: ignore[dict-item]
+    hold(session, a, b)
     session.feed(as_workloads((Workload({"x": 1.0}, 3.0), Workload({"x": 10.0}, 1.0))))  # type: ignore[dict-item]
     turns = session.probe(0, 1, 0.02)
     assert turns == [Turn(10, 2, 0.001), Turn(1, 2, 0.01)]
@@ -73,7 +79,7 @@ def test_a_round_has_every_workload_in_its_part_of_a_slot() -> None:
 def test_of_two_models_with_long_inferences_each_has_one_in_a_round() -> None:
     session = Session(EngineSpec("fake"))
     a, b = Scripted(0.05), Scripted(0.02)
-    session._models = {0: a, 1: b}  # type: ignore[dict-item]
+    hold(session, a, b)
     session.feed(as_workloads({"x": 1.0}))  # type: ignore[dict-item]
     turns = session.probe(0, 1, 0.02)
     a.asked.clear()
@@ -89,6 +95,6 @@ def layer(name: str, ms: float | None) -> Layer:
 def test_layers_have_the_times_of_the_average_call() -> None:
     mix = as_workloads((Workload({}, 0.75), Workload({}, 0.25)))
     same = average_layers(mix, [(layer("a", 1.0), layer("b", None)), (layer("a", 5.0), layer("b", None))])
-    assert same == (layer("a", 2.0), layer("b", None))
+    assert same == (replace(layer("a", 2.0), parts=(1.0, 5.0)), layer("b", None))
     other = average_layers(mix, [(layer("a", 1.0), layer("b", 1.0)), (layer("c", 6.0), layer("d", 12.0))])
     assert other == (layer("c", 2.0), layer("d", 4.0))

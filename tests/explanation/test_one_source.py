@@ -86,7 +86,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made, changes = RUNS[request.param]
     model = write(made(), tmp_path_factory.mktemp("run"))
     with in_process(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qdqtune.tuning.contexts.usual_threads", lambda: 1)
+        patch.setattr("qdqtune.commands.tune.usual_threads", lambda: 1)
         tune(settings(model, **changes))
     return model.parent / "out"
 

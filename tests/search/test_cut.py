@@ -307,3 +307,28 @@ def test_where_4_bits_miss_the_limits_the_noisiest_weights_have_8() -> None:
 
 def _named(search: CutSearch) -> dict[str, Placement]:
     return {p.origin: p.placement for p in search.propose([]) if p.origin.startswith("weights")}
+
+
+def test_an_optimum_that_is_slower_in_no_context_comes_before_that_of_all_calls() -> None:
+    model = build(
+        "net (float[8,64] x) => (float[8,16] y, float[8,32] z) { [left] y = MatMul(x, w0) [right] z = MatMul(x, w1) }",
+        {"w0": normal(64, 16), "w1": normal(64, 32)},
+    )
+    shares = {"all calls": (0.2, 0.8), "one thread": (1.0, 0.0), "four threads": (0.0, 1.0)}
+
+    def layers(left: tuple[float, float], right: tuple[float, float]) -> tuple[Layer, ...]:
+        times = {"left": left, "right": right}
+        return tuple(Layer(n, (n,), "", float(np.dot(shares["all calls"], t)), "compute", t) for n, t in times.items())
+
+    floats = layers((10.0, 1.0), (10.0, 1.0))
+    contexts = (shares["one thread"], shares["four threads"])
+    search = CutSearch(model, possible_edges(model, ranges(model)), floats, plan=PLAN, contexts=contexts)
+    (everything,) = search.propose([])
+    a, b = ((20.0,) * 12, (2.0,) * 12), ((6.0,) * 12, (3.5,) * 12)
+    parts = tuple(Measurement(before, after) for before, after in zip(a, b, strict=True))
+    together = (tuple(0.2 * x + 0.8 * y for x, y in zip(*side, strict=True)) for side in (a, b))
+    measured = Measurement(*together, parts)
+    trial = Trial(1, everything, Placement(), measured, layers=layers((1.0, 3.0), (5.0, 0.5)))
+    chosen = search.propose([trial])[0]
+    assert {edge.node for edge in chosen.placement} == {"right"}
+    assert all(p.placement != chosen.placement for p in replace(search, contexts=()).propose([trial]))

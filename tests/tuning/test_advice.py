@@ -33,16 +33,6 @@ def test_wide_intervals_and_results_that_prove_nothing() -> None:
     assert advice.unproven(Ratio(2.0, 1.9, 2.1)) == "0.50x [0.48x, 0.53x] the speed of float"
 
 
-def test_a_search_where_the_file_is_deployed_is_advised_if_it_gains_much_less_there() -> None:
-    fast, slow, even = Ratio(0.6, 0.58, 0.62), Ratio(0.98, 0.95, 0.99), Ratio(0.65, 0.6, 0.7)
-    note = "1.02x at 16 threads, 1.67x at 1: a search there may gain more (`threads` 16, `restart`)"
-    assert advice.elsewhere(1, [(1, fast), (4, even), (16, slow)]) == note
-    assert "`threads` 8 finds what pays there" in str(advice.elsewhere(1, [(8, fast)]))
-    for proven in ([], [(1, fast)], [(1, fast), (4, even)], [(1, slow), (4, fast)]):
-        assert advice.elsewhere(1, proven) is None
-    assert advice.elsewhere(None, [(None, fast)]) is None
-
-
 def trial(number: int, seconds: list[float], **how: Any) -> Trial:
     placement = Placement.of([Edge("t", "n", number)])
     return Trial(

@@ -17,7 +17,7 @@ from qdqtune.tuning.comparison import Comparer, ComparisonRequest, SharedBuilds
 from qdqtune.tuning.comparison_results import Compared
 from qdqtune.tuning.contexts import Context
 from qdqtune.tuning.store import Store
-from qdqtune.types import Failure, Measurement
+from qdqtune.types import Failure, Measurement, Mix
 from runs import hopeless, mixed
 
 PLAN = Plan((16,))
@@ -46,6 +46,9 @@ class Script:
         self.most = max(self.most, len(self.present))
         return handle
 
+    def feed(self, mix: Mix) -> None:
+        pass
+
     def unload(self, handle: Handle) -> None:
         self.present.remove(handle)
 
@@ -69,8 +72,8 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
-def context(script: Script, threads: int | None = None, *, is_search: bool = True) -> Context:
-    return Context(threads, cast(Runner, script), is_search)
+def context(script: Script, threads: int | None = None) -> Context:
+    return Context(threads, cast(Runner, script), ())
 
 
 def request(files: tuple[Path, Path], script: Script) -> ComparisonRequest:
@@ -102,7 +105,7 @@ def test_what_is_known_of_the_same_contents_is_not_measured_again(files: tuple[P
 
 
 def test_contexts_have_records_of_their_own(files: tuple[Path, Path], store: Store) -> None:
-    asked = ComparisonRequest("given:x", *files, context(Script(), 4, is_search=False))
+    asked = ComparisonRequest("given:x", *files, context(Script(), 4))
     found = Comparer(PLAN, 0, store=store).compare(asked)
     assert isinstance(found, Compared)
     assert found.threads == 4

@@ -4,17 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
-from qdqtune.errors import BadOption
-from qdqtune.tuning import contexts
+from qdqtune.errors import BadOption, BadState
+from qdqtune.tuning import contexts, front
 from qdqtune.tuning.contexts import counts_of
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
+from qdqtune.types import Measurement
 from runs import settings
 from workers import Build, Workers
 
@@ -53,15 +55,13 @@ def test_a_result_is_proven_at_each_number_of_threads(model: Path) -> None:
     assert (result.summary["ratio"], result.summary["proof_builds"]) == (rows[0]["ratio"], 8)
 
 
-def test_what_was_proven_is_not_measured_again_and_another_number_is(model: Path, workers: Workers) -> None:
+def test_what_was_proven_is_not_measured_again_and_other_numbers_are_another_run(model: Path, workers: Workers) -> None:
     first = run(model)
     workers.builds.clear()
     assert run(model).summary["by_threads"] == first.summary["by_threads"]
     assert not workers.builds
-    more = run(model, (1, 2, 4))
-    assert [row["threads"] for row in more.summary["by_threads"]] == [1, 2, 4]
-    assert {build.log.stem for build in workers.builds if build.path.name == "optimized_final.onnx"} >= {
-        "final_0_2t_optimized_final", "final_1_2t_optimized_final"}  # fmt: skip
+    with pytest.raises(BadState, match=r"deploy threads \[1, 4\], now it is \[1, 2, 4\]"):
+        run(model, (1, 2, 4))
 
 
 def test_nothing_ships_that_is_slower_at_a_number_of_threads(model: Path, workers: Workers) -> None:
@@ -69,7 +69,30 @@ def test_nothing_ships_that_is_slower_at_a_number_of_threads(model: Path, worker
     result = run(model)
     assert (result.shipped, result.ratio, result.summary["by_threads"]) == ("baseline", None, [])
     assert any("is no gain where it may run" in note and "at 4 threads" in note for note in result.notes)
-    assert run(model, (1,)).shipped == "tuned"
+    assert run(model, (1,), output_dir=model.parent / "one").shipped == "tuned"
+
+
+def test_a_candidate_is_measured_at_each_number_and_counts_by_all(model: Path, workers: Workers) -> None:
+    result = run(model)
+    search = [build for build in workers.builds if build.log.stem.startswith("trial_")]
+    assert len(search) == 2 * len(result.history)  # a build at each number
+    for trial in result.history:
+        assert isinstance(trial.result, Measurement)
+        one, four = (np.median(np.divide(part.b, part.a)) for part in trial.result.parts)
+        together = np.median(np.divide(trial.result.b, trial.result.a))
+        assert min(one, four) <= together <= max(one, four)
+
+
+def test_what_is_slower_at_a_number_is_not_accepted_in_the_search(model: Path, workers: Workers) -> None:
+    def slower(build: Build) -> float:
+        has_pairs = b"QuantizeLinear" in build.path.read_bytes()
+        return 3.0 if has_pairs and build.threads == 4 else 1.0
+
+    workers.slower = slower
+    result = run(model)
+    assert result.history
+    assert not any(trial.accepted for trial in result.history)
+    assert result.shipped == "baseline"
 
 
 def test_where_the_winner_is_slower_at_a_number_the_next_candidate_is_tried(model: Path, workers: Workers) -> None:
@@ -97,7 +120,7 @@ def test_points_of_a_front_hold_at_each_number(model: Path, workers: Workers) ->
     result = run(model, front=True, builds=25)
     rows = result.summary["front"]
     built = sum(build.engine == "fake" for build in workers.builds)
-    assert built == result.summary["builds"] + result.summary["proof_builds"] <= 25
+    assert built / 2 == result.summary["builds"] + result.summary["proof_builds"] <= 25  # at two numbers of threads
     assert len(rows) > 2
     assert all([at["threads"] for at in row["by_threads"]] == [1, 4] for row in rows)
     assert result.summary["by_threads"] == next(row for row in rows if row["shipped"])["by_threads"]
@@ -121,11 +144,11 @@ def test_the_error_is_shared_by_the_numbers_at_which_a_file_may_win(model: Path)
     assert two.proof_plan.looks[0] >= one.proof_plan.looks[0]
 
 
-def test_the_usual_numbers_are_those_of_search_and_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contexts, "usual_threads", lambda: 8)
+def test_the_usual_numbers_are_the_engines_and_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contexts, "usable_cores", lambda: 16)
-    assert counts_of(EngineSpec("onnxruntime"), None) == (1, 8)
-    assert counts_of(EngineSpec("openvino", {"threads": 8}), None) == (8,)
+    assert counts_of(EngineSpec("onnxruntime"), None) == (1,)
+    assert counts_of(EngineSpec("openvino", {"threads": 8}), None) == (8, 1)
+    assert counts_of(EngineSpec("openvino", {"threads": 8}), None, is_here=False) == (8,)
     assert counts_of(EngineSpec("onnxruntime", {"threads": 4}), (16, 1, 4)) == (4, 1, 16)
     assert counts_of(EngineSpec("tensorrt"), None) == (None,)
     gpu = EngineSpec("onnxruntime", {"threads": 1, "provider": "CUDAExecutionProvider"})
@@ -146,3 +169,35 @@ def test_numbers_that_nothing_can_be_proven_at(
     monkeypatch.setattr(contexts, "usable_cores", lambda: 16)
     with pytest.raises(BadOption, match=said):
         settings(model, engine=EngineSpec(engine), deploy_threads=asked)
+
+
+def test_where_no_file_serves_every_number_the_best_for_each_is_ready(model: Path, workers: Workers) -> None:
+    def slower(build: Build) -> float:
+        return 3.0 if b"QuantizeLinear" in build.path.read_bytes() and build.threads == 4 else 1.0
+
+    workers.slower = slower
+    result, out = run(model), model.parent / "out"
+    assert result.shipped == "baseline"
+    (row,) = result.summary["front"]
+    assert (row["name"], row["shipped"]) == ("1_thread", False)
+    one, four = row["by_threads"]
+    assert (one["verdict"], four["verdict"]) == ("faster", "slower")
+    assert cost(out / row["file"], 1) / cost(model, 1) == pytest.approx(one["ratio"], rel=0.01)
+    assert front.NOWHERE_SLOWER in result.notes
+    assert run(model).summary == result.summary  # finished already
+    pick(out, "1_thread")
+    assert (out / "optimized_final.onnx").read_bytes() == (out / row["file"]).read_bytes()
+
+
+def test_where_the_optimum_of_all_is_slower_at_a_number_one_that_is_slower_at_none_is_found(
+    model: Path, workers: Workers
+) -> None:
+    """Pairs everywhere gain at one thread more than they lose at four; some of them lose at neither."""
+
+    def slower(build: Build) -> float:
+        return 1.3 if build.threads == 4 and build.path.read_bytes().count(b"DequantizeLinear") > 12 else 1.0
+
+    workers.slower = slower
+    result = run(model, builds=20)
+    assert result.shipped == "tuned"
+    assert all(row["ratio"] < 1 for row in result.summary["by_threads"])

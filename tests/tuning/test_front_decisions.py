@@ -12,7 +12,6 @@ from qdqtune.tuning.front_decisions import (
     FrontCandidate,
     FrontTerms,
     ProvenPoint,
-    builds_elsewhere,
     front_of,
     has_builds_for_another,
     judged,
@@ -20,7 +19,6 @@ from qdqtune.tuning.front_decisions import (
     promising,
     shipped_point,
     to_compare_again,
-    to_compare_in,
 )
 from qdqtune.types import Accuracy, Edge, Failure, Measurement, Placement, Proposal, Trial
 
@@ -95,13 +93,6 @@ def test_builds_are_kept_for_what_others_still_need() -> None:
     assert not has_builds_for_another([inaccurate], TERMS, spent=15, to_open=0)  # the usual proof takes four
 
 
-@pytest.mark.parametrize(("contexts", "others", "builds"), [(0, 1, 0), (1, 0, 2 + 4), (1, 1, 2 + 6), (2, 0, 12)])
-def test_points_take_builds_in_each_further_context(contexts: int, others: int, builds: int) -> None:
-    obvious, close = candidate(1, 40.0, rounds(0.5)), candidate(2, 60.0, rounds(0.97))
-    terms = FrontTerms(TERMS.plan, TERMS.limits, builds=20, other_contexts=contexts)
-    assert builds_elsewhere([obvious, close], terms, others) == builds
-
-
 def test_a_front_holds_what_nothing_beats_the_fastest_first() -> None:
     fast, beaten, exact = point(1, 0.5, 30.0), point(2, 0.6, 25.0), point(3, 0.8, 50.0)
     assert front_of([exact, beaten, fast]) == [fast, exact]
@@ -113,10 +104,3 @@ def test_the_fastest_point_that_holds_ships_or_the_most_exact_that_is_as_fast() 
     assert shipped_point([inaccurate, once, fast, exact, slower]) == exact
     assert shipped_point([inaccurate, fast, slower]) == fast
     assert shipped_point([inaccurate, once]) is None
-
-
-def test_in_a_further_context_a_second_build_is_for_what_the_first_does_not_decide() -> None:
-    fast, close, failed = (Placement.of([Edge("t", f"n{n}", 0)]) for n in range(3))
-    measured = {fast: [rounds(0.5)], close: [rounds(0.99, 0.05)], failed: [FAILED]}
-    assert to_compare_in({p: [] for p in measured}, 0, TERMS.plan) == [fast, close, failed]
-    assert to_compare_in(measured, 1, TERMS.plan) == [close]

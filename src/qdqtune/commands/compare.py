@@ -31,7 +31,7 @@ from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict
 from qdqtune.tuning import advice
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest
 from qdqtune.tuning.comparison_results import Compared
-from qdqtune.tuning.contexts import Context, counts_of
+from qdqtune.tuning.contexts import Context, at_each, counts_of
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import deploy_threads_option
 from qdqtune.types import Accuracy, Array, Failure, Measurement, Mix, Sample, Workload
@@ -260,7 +260,7 @@ def compare_files(
         raise EngineFailure(f"{first} does not run, so there is nothing to compare with: {reference.reason}")
     seconds = PAIRS * plan.looks[0] * plan.round_seconds(reference.seconds / len(judging)) * len(timed)
     told = f": {seconds:.0f} s, more where that does not decide" if seconds >= LONG_COMPARISON else ""
-    comparer, context, rows = Comparer(plan, seed, observer), Context(None, runner), list[Row]()
+    comparer, context, rows = Comparer(plan, seed, observer), Context(None, runner, timed), list[Row]()
     for file in files[1:]:
         observer.stage(f"timing {file.name} against {first.name}{told}")
         compared = comparer.compare(ComparisonRequest("", first, file, context), pairs=builds)
@@ -309,12 +309,13 @@ def compare_at(
         EngineFailure: see `compare_files`.
     """
     rows: list[Row] = []
-    for count in (None,) if counts is None else counts_of(spec, counts):
-        at = spec if count is None else replace(spec, options={**spec.options, "threads": count})
-        with temporary_runner(at, prepared.execution) as runner:
-            fed: dict[str, Any] = {"has_real_samples": prepared.has_real_samples, "mix": prepared.mix}
-            found = compare_files(files, runner, prepared.judging, plan, **fed, seed=seed, observer=observer)
-        rows += [replace(row, threads=count) for row in found]
+    told: dict[str, Any] = {"seed": seed, "observer": observer, "has_real_samples": prepared.has_real_samples}
+    judging = prepared.judging
+    with temporary_runner(spec, prepared.execution) as runner:
+        for count in (None,) if counts is None else counts_of(spec, counts):
+            mix = at_each(prepared.mix or (Workload(judging[0]),), [count])
+            found = compare_files(files, runner, judging, plan, mix=mix, **told)
+            rows += [replace(row, threads=count) for row in found]
     return rows
 
 

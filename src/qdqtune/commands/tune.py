@@ -16,15 +16,18 @@ from qdqtune.commands.inputs import METRIC, InputOptions, MetricLike
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for
 from qdqtune.commands.tune_tables import is_judged, result_table
-from qdqtune.engines import LAUNCHED
+from qdqtune.engines import LAUNCHED, EngineSpec, threads_of
 from qdqtune.engines.execution import Check
+from qdqtune.engines.memory import LARGE_MODEL
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.explanation.formatting import decibels
+from qdqtune.graph.loading import files_of
 from qdqtune.options import SWITCH, Anything, Flag, MaybeFile, MaybeInt, OfRun, Option, choice, option
 from qdqtune.search.region import Config
 from qdqtune.timing.ratios import Plan, least_rounds
 from qdqtune.tuning import loop, result
+from qdqtune.tuning.contexts import usual_threads
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import SearchOptions
@@ -138,8 +141,8 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             builds = max(builds, builds_for(schemes, len(tuned)))
         files = tuple(file for file in self.workloads if isinstance(file, WorkloadFile))
         data = None if self.calibration_data is None else str(self.calibration_data)
-        # What is faster at the largest number of threads holds with fewer: benchmarks/findings.md
-        spec = built_for(self.spec(self.input_shapes, threads=max(self.deploy_threads or [1])), files, self.fix_inputs)
+        usual = max(self.deploy_threads or [1 if self.ray else usual_threads()])
+        spec = built_for(self.spec(self.input_shapes, threads=usual), files, self.fix_inputs)
         told = {f.name: getattr(self, f.name) for f in fields(SearchOptions)}
         told |= {
             "model": Path(str(self.model)),
@@ -151,6 +154,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             "plan": (plan := search_plan(spec.name, effort.looks, self.timing_runs, self.warmup_runs)),
             "proof": effort.proof,
             "builds": builds if self.builds is None else self.builds,
+            "deploy_threads": self._thread_counts(spec),
             "time_limit": self.time_limit,
             "price_cache": self._price_file(),
             "evaluate": None if self.evaluate is None else str(self.evaluate),
@@ -160,6 +164,17 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         if spec.name in LAUNCHED:
             told["accuracy_samples"] = plan.looks[0]  # more would start more processes than a comparison needs
         return Settings(**(told | more))
+
+    def _thread_counts(self, spec: EngineSpec) -> tuple[int, ...] | None:
+        """The numbers of threads that are asked for: those of `deploy_threads`, or that of `threads`. A large model
+        runs at one number, as a build for each takes its size in memory."""
+        if self.deploy_threads is not None:
+            return self.deploy_threads
+        count = threads_of(spec)
+        model = Path(str(self.model))
+        files = files_of(model) if model.is_file() else []
+        is_large = sum(file.stat().st_size for file in files if file.is_file()) >= LARGE_MODEL
+        return None if count is None or (self.threads is None and not is_large) else (count,)
 
     def _price_file(self) -> Path | None:
         """The price file: the named one (None for `none`), else one beside the named timing cache, else the usual

@@ -112,6 +112,8 @@ def front_table(summary: Mapping[str, Any]) -> Table:
     cells, has_accuracy = [], is_judged(summary)
     for row in summary["front"]:
         ends = Ratio(row["ratio"], row["low"], row["high"]).speedup
+        if len(row["by_threads"]) > 1:
+            ends += "".join(f"\n  {speed(at['ratio'])} at {at['threads']}" for at in row["by_threads"])
         metric = "" if row["metric"] is None else f"{row['metric']:g}"
         agreement = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
         mark = "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits"

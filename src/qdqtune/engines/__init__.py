@@ -20,7 +20,7 @@ from typing import Any, Protocol, get_type_hints
 import msgspec
 
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError, one_line
-from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
+from qdqtune.types import Array, Layer, Mix, NumericFormat, QuantType, Tensors
 
 MODULES = {
     "fake": "qdqtune.engines.fake",
@@ -145,6 +145,11 @@ def threads_of(spec: EngineSpec) -> int | None:
         return spec.options.get("threads")
     is_cpu = (spec.options.get("provider") or CPU_PROVIDER) == CPU_PROVIDER
     return int(spec.options.get("threads", 1)) if is_cpu else None
+
+
+def builds_for(mix: Mix) -> int:
+    """How many builds of a file workloads take: one for each number of threads."""
+    return len({workload.threads for workload in mix}) or 1
 
 
 def open_engine(spec: EngineSpec) -> Engine:

@@ -6,14 +6,14 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from qdqtune.engines import LAUNCHED, EngineSpec
+from qdqtune.engines import LAUNCHED, EngineSpec, builds_for
 from qdqtune.engines.build_queue import BuildQueue
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.execution import EXECUTION, Check, Execution
@@ -30,7 +30,18 @@ from qdqtune.engines.process import (
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
 from qdqtune.graph.saving import nbytes
 from qdqtune.system.writing import temporary_folder
-from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Turn, Workload
+from qdqtune.types import (
+    Array,
+    Failure,
+    Layer,
+    Measurement,
+    Mix,
+    NumericFormat,
+    QuantType,
+    Tensors,
+    Turn,
+    Workload,
+)
 
 SLACK = 5.0
 """Multiple of the expected time that rounds may take beyond their limit: a shared machine rarely slows down so much."""
@@ -165,6 +176,11 @@ class Runner:
         """
         numbers: NumericFormat = self._ask("numeric_format", quant_type)
         return numbers
+
+    @property
+    def mix(self) -> Mix:
+        """The inputs of `rounds` and `layers`; empty before `feed`."""
+        return self._mix
 
     def feed(self, given: Tensors | Mix) -> None:
         """Set the inputs of `rounds` and `layers`: one sample, or several workloads."""
@@ -343,7 +359,7 @@ class Runner:
     def _build(self, number: int, path: Path, log: Path, needed: frozenset[int] = frozenset()) -> float | Failure:
         """Build a file within the memory budget, or load the plan that a builder made of it; the seconds that took.
         Builds that are `needed` now are not freed."""
-        size = 0 if self.memory is None else nbytes(path) + self._unpacked
+        size = 0 if self.memory is None else builds_for(self._mix) * (nbytes(path) + self._unpacked)
         if self.memory is not None:
             self.memory.make_room(size, frozenset((id(self), build) for build in needed))
         before, begun = self._connection.seconds, monotonic()
@@ -386,7 +402,8 @@ def as_workloads(given: Tensors | Mix) -> Mix:
     mix = (Workload(given),) if isinstance(given, Mapping) else given
     total = sum(workload.share for workload in mix)
     return tuple(
-        Workload({name: np.asarray(array) for name, array in w.inputs.items()}, w.share / total, w.name) for w in mix
+        replace(w, inputs={name: np.asarray(array) for name, array in w.inputs.items()}, share=w.share / total)
+        for w in mix
     )
 
 

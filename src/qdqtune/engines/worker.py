@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from qdqtune.engines import LAUNCHED, Built, Compiler, Engine, EngineSpec, Launched, open_engine
+from qdqtune.engines import LAUNCHED, Built, Compiler, Engine, EngineSpec, Launched, builds_for, open_engine, threads_of
 from qdqtune.engines.memory import return_free_memory, scarce_memory
 from qdqtune.errors import QdqtuneError
 from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Turn, Workload
@@ -34,12 +34,27 @@ PROBES, PROBE_SECONDS = 3, 0.2
 """A model's speed is the best of `PROBES` inferences, fewer after `PROBE_SECONDS`. Chosen, not measured."""
 
 
+@dataclass
+class Model:
+    """The builds of a model file by number of threads (None: the number that the session was opened with)."""
+
+    path: Path
+    log: Path
+    builds: dict[int | None, Built] = field(default_factory=dict)
+
+
 class Session:
-    """An engine and the models that it holds, each under a number that the parent gave it."""
+    """An engine and the models that it holds, each under a number that the parent gave it.
+
+    A model is built for each number of threads in the workloads. All builds stay in this process: ONNX Runtime's
+    threads stop when an inference ends, and ratios equal those of files that are timed alone (benchmarks/findings.md).
+    """
 
     def __init__(self, spec: EngineSpec, opener: Callable[[EngineSpec], Engine] = open_engine) -> None:
         self._engine, self._is_launched = opener(spec), spec.name in LAUNCHED
-        self._models: dict[int, Built] = {}
+        self._spec, self._opener = spec, opener
+        self._engines: dict[int | None, Engine] = {None: self._engine}
+        self._models: dict[int, Model] = {}
         self._mix: Mix = (Workload({}),)
         self._saves_memory = False
 
@@ -70,48 +85,68 @@ class Session:
 
     def build(self, number: int, path: Path, log: Path, plan: Path | None = None) -> float:
         """Build a model, or load its plan, and keep it under a number; the seconds that it took."""
-        start = perf_counter()
-        with self._building():
+        start, self._models[number] = perf_counter(), Model(path, log)
+        try:
             if plan is None:
-                self._models[number] = self._engine.build(path, log)
+                for workload in self._mix:
+                    self._built(number, workload.threads)
             else:
-                self._models[number] = cast(Compiler, self._engine).load(plan, path, log)
+                with self._building():
+                    self._models[number].builds[None] = cast(Compiler, self._engine).load(plan, path, log)
+        except QdqtuneError:
+            self.unload(number)
+            raise
         seconds = perf_counter() - start
         return_free_memory()
         return seconds
 
+    def _built(self, number: int, threads: int | None = None) -> Built:
+        """The build of a model for so many threads, made now if there is none."""
+        model, count = self._models[number], None if threads == threads_of(self._spec) else threads
+        if count not in model.builds:
+            if count not in self._engines:
+                options = {**self._spec.options, "threads": count}
+                self._engines[count] = self._opener(replace(self._spec, options=options))
+            with self._building():
+                model.builds[count] = self._engines[count].build(model.path, model.log)
+        return model.builds[count]
+
     def unload(self, number: int) -> None:
         """Free a model."""
-        self._models.pop(number).close()
+        for built in self._models.pop(number).builds.values():
+            built.close()
         return_free_memory()
 
     def run(self, number: int, inputs: Tensors) -> dict[str, Array]:
         """`Built.run`. The output of a ZipMap becomes an array [entries, classes]."""
-        outputs: dict[str, Any] = self._models[number].run(inputs)
+        outputs: dict[str, Any] = self._built(number).run(inputs)
         return {name: _as_array(value) for name, value in outputs.items()}
 
     def layers(self, number: int, runs: int) -> tuple[Layer, ...]:
         """`Built.layers` with the times of the average call."""
-        model = self._models[number]
+        builds = [self._built(number, workload.threads) for workload in self._mix]
         with self._building():  # many engines build the model once more for the report
-            reports = [model.layers(w.inputs, runs, saves_memory=self._saves_memory) for w in self._mix]
+            reports = [
+                built.layers(w.inputs, runs, saves_memory=self._saves_memory)
+                for built, w in zip(builds, self._mix, strict=True)
+            ]
         return_free_memory()
         return average_layers(self._mix, reports)
 
     def save(self, number: int, path: Path) -> None:
         """`Built.save` of the model with this number."""
-        self._models[number].save(path)
+        self._built(number).save(path)
 
     def start_seconds(self, number: int) -> float:
         """`Launched.start_seconds`; 0 for models that stay loaded."""
-        return cast(Launched, self._models[number]).start_seconds if self._is_launched else 0.0
+        return cast(Launched, self._built(number)).start_seconds if self._is_launched else 0.0
 
     def probe(self, a: int, b: int, turn_seconds: float) -> list[Turn]:
         """The `Turn` of each workload, in which the slower model runs for an equal part of `turn_seconds`."""
-        models, part = [self._models[n] for n in dict.fromkeys((a, b))], turn_seconds / len(self._mix)
+        part = turn_seconds / len(self._mix)
         if start := max(self.start_seconds(a), self.start_seconds(b)):
             return [Turn.of(0.0, part, start)] * len(self._mix)  # the process chooses how often it runs the model
-        slower = [max(_quickest(model, workload.inputs) for model in models) for workload in self._mix]
+        slower = [max(_quickest(self._built(n, w.threads), w.inputs) for n in dict.fromkeys((a, b))) for w in self._mix]
         return [Turn.of(seconds, part) for seconds in slower]
 
     def rounds(
@@ -125,22 +160,23 @@ class Session:
         samples: Sequence[Tensors] = (),
     ) -> Measurement:
         """Paired rounds of the models `a` and `b`, each of all workloads in their turns: see `Runner.rounds`."""
-        first, second = self._models[a], self._models[b]
         if self._is_launched:
-            return self._launched_rounds(first, cast(Launched, second), coins_of(seed, numbers), samples)
+            both = self._built(a), cast(Launched, self._built(b))
+            return self._launched_rounds(*both, coins_of(seed, numbers), samples)
         coins = coins_of(seed, numbers)
+        pairs = [(self._built(a, workload.threads), self._built(b, workload.threads)) for workload in self._mix]
         if warmup:
-            for workload in self._mix:
-                first.time(workload.inputs, warmup)
-                second.time(workload.inputs, warmup)
+            for workload, pair in zip(self._mix, pairs, strict=True):
+                for built in pair:
+                    built.time(workload.inputs, warmup)
         rounds: list[list[tuple[float, float]]] = []
         for coin in coins:
             rounds.append([])
-            for workload, turn in zip(self._mix, turns, strict=True):
-                if len(self._mix) > 1:  # untimed: engines prepare for other shapes
-                    first.time(workload.inputs, 1)
-                    second.time(workload.inputs, 1)
-                rounds[-1].append(_round(first, second, workload.inputs, turn, a_is_first=coin))
+            for workload, pair, turn in zip(self._mix, pairs, turns, strict=True):
+                if len(self._mix) > builds_for(self._mix):  # untimed: engines prepare for other shapes
+                    for built in pair:
+                        built.time(workload.inputs, 1)
+                rounds[-1].append(_round(*pair, workload.inputs, turn, a_is_first=coin))
         return measurement(self._mix, rounds)
 
     def _launched_rounds(self, a: Built, b: Launched, coins: Sequence[bool], samples: Sequence[Tensors]) -> Measurement:
@@ -202,10 +238,7 @@ def average_layers(mix: Mix, reports: Sequence[tuple[Layer, ...]]) -> tuple[Laye
     shares = [workload.share for workload in mix]
     names = [[(layer.name, layer.nodes) for layer in report] for report in reports]
     if all(each == names[0] for each in names):
-        return tuple(
-            replace(together[0], time_ms=_weighted_mean([layer.time_ms for layer in together], shares))
-            for together in zip(*reports, strict=True)
-        )
+        return tuple(_average(together, shares) for together in zip(*reports, strict=True))
     spent = [sum(layer.time_ms or 0.0 for layer in report) for report in reports]
     totals = [share * ms for share, ms in zip(shares, spent, strict=True)]
     most = int(np.argmax(totals))
@@ -215,10 +248,12 @@ def average_layers(mix: Mix, reports: Sequence[tuple[Layer, ...]]) -> tuple[Laye
     )
 
 
-def _weighted_mean(times: Sequence[float | None], shares: Sequence[float]) -> float | None:
-    """The mean of times, weighted by shares; None if one is unknown."""
-    known = [share * ms for share, ms in zip(shares, times, strict=True) if ms is not None]
-    return sum(known) if len(known) == len(times) else None
+def _average(layers: Sequence[Layer], shares: Sequence[float]) -> Layer:
+    """A layer with the mean of its times on several workloads, weighted by shares; without times if one is unknown."""
+    known = tuple(layer.time_ms for layer in layers if layer.time_ms is not None)
+    if len(known) < len(layers):
+        return replace(layers[0], time_ms=None)
+    return replace(layers[0], time_ms=float(np.dot(shares, known)), parts=known if len(known) > 1 else ())
 
 
 def main() -> None:

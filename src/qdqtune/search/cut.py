@@ -37,6 +37,8 @@ from functools import cached_property
 from itertools import chain
 from math import inf
 
+import numpy as np
+
 from qdqtune.graph.model import Model
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.attribution import CONVERSION, BuildTimes, attribute, group_ms, timed_builds
@@ -59,7 +61,7 @@ from qdqtune.search.costs.units import (
     weights_by_bits,
 )
 from qdqtune.timing.ratios import Plan, judge
-from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
+from qdqtune.types import Edge, Layer, Measurement, Placement, Proposal, Trial
 
 CUT = "cut"
 """The origin of proposals that are the optimum of the prices."""
@@ -91,7 +93,10 @@ class CutSearch:
     build first, and `fallbacks` those to build when the prices lead no further. `width` is how many to propose at a
     time: the optimum, then placements close to the best so far, so that each build prices other units. `format_shares`
     are the weight formats that weights may have. `prior` is what earlier runs have learned, `shipped_before` what one
-    has shipped for this model."""
+    has shipped for this model.
+
+    With several `contexts`, prices are those of the average call. Each context is given by the share of each part of a
+    measurement in it (see `types.Measurement`); a placement has to be slower than float in none."""
 
     model: Model
     possible: frozenset[Edge]
@@ -105,6 +110,7 @@ class CutSearch:
     format_shares: FormatShares = field(default_factory=dict)
     prior: Prior = NO_PRIOR
     shipped_before: Mapping[str, Placement] = field(default_factory=dict)
+    contexts: Sequence[Sequence[float]] = ()
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """The next batch, see `Strategy`. The first batch prices every unit: the seeds, and everything quantized in the
@@ -246,8 +252,33 @@ class CutSearch:
         return costs.total(decision) < (1 - CLOSE_SHARE) * costs.total(decision_of(costs, best))
 
     def _optima(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Decision]:
-        """The optimum of the prices, within the limits on noise if there are any: by expected noise, or at several
-        guesses of the sum of noise that holds them."""
+        """The optima of the prices. With several contexts also those of each; first come those that are predicted to be
+        slower than float in none."""
+        if not self.contexts:
+            yield from self._optima_of(costs, history)
+            return
+        apart = [(search, known, search.costs(known)) for search, known in self._in_contexts(history)]
+        found = dict.fromkeys(costs.partition.placement(decision) for decision in self._optima_of(costs, history))
+        for search, known, own in apart:
+            found |= dict.fromkeys(own.partition.placement(decision) for decision in search._optima_of(own, known))
+
+        def is_slower(placement: Placement) -> bool:
+            return any(own.total(decision_of(own, placement)) > search.float_ms for search, _, own in apart)
+
+        for placement in sorted(found, key=is_slower):
+            yield decision_of(costs, placement)
+
+    def _in_contexts(self, history: Sequence[Trial]) -> Iterator[tuple[CutSearch, list[Trial]]]:
+        """This search and its history in each context alone."""
+        for shares in self.contexts:
+            yield (
+                replace(self, float_layers=_layers_at(shares, self.float_layers), contexts=()),
+                [_trial_at(shares, trial) for trial in history],
+            )
+
+    def _optima_of(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Decision]:
+        """The optimum of prices, within the limits on noise if there are any: by expected noise, or at several guesses
+        of the sum of noise that holds them."""
         if self.noise is None or self._is_free:
             yield cut(costs)
         elif (bound := self.noise.bound(history)) is not None:
@@ -367,6 +398,23 @@ class CutSearch:
 
     def _kind(self, group: Group, *, sized: bool = True) -> str:
         return kind_of(self.model, tuple(self.model.index_of[name] for name in group), sized=sized)
+
+
+def _layers_at(shares: Sequence[float], layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    """Layers with their times in a context; where a layer has no parts, with the average times."""
+    return tuple(
+        replace(layer, time_ms=float(np.dot(shares, layer.parts)), parts=()) if layer.parts else layer
+        for layer in layers
+    )
+
+
+def _trial_at(shares: Sequence[float], trial: Trial) -> Trial:
+    """A trial as it was measured in a context."""
+    result, layers = trial.result, None if trial.layers is None else _layers_at(shares, trial.layers)
+    if not isinstance(result, Measurement) or not result.parts:
+        return replace(trial, layers=layers)
+    a, b = (tuple(np.dot(shares, [getattr(part, side) for part in result.parts]).tolist()) for side in "ab")
+    return replace(trial, result=Measurement(a, b), check=None, layers=layers)
 
 
 def _untried(proposals: Iterable[Proposal], history: Sequence[Trial]) -> tuple[Proposal, ...]:

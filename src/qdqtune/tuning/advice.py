@@ -9,16 +9,12 @@ from typing import Any
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usable_cores
 from qdqtune.search import ratios_to_float
-from qdqtune.timing.ratios import Plan, Ratio, judge, overlap, speed
+from qdqtune.timing.ratios import Plan, Ratio, judge
 from qdqtune.types import Trial
 
 WIDE_INTERVAL = 1.5
 """An interval whose ends are further apart than this factor suggests a busy machine: with two pairs of builds, 20 to 30
 % are usual on a quiet one."""
-
-LESS = 1.15
-"""If the gain at another number of threads is smaller by more than this factor, a search there is advised. Chosen, not
-measured."""
 
 TO_DECIDE = "a quieter machine, or more rounds (`effort` extensive, `restart`), would decide"
 
@@ -47,26 +43,6 @@ def wide(ratio: Ratio) -> str | None:
     if ratio.low is None or ratio.high is None or ratio.high / ratio.low <= WIDE_INTERVAL:
         return None
     return f"the interval {ratio.speedup} is wide, as on a busy machine: a run at a quieter time says more"
-
-
-def elsewhere(searched: int | None, proven: Sequence[tuple[int | None, Ratio]]) -> str | None:
-    """Advice on the number of threads of the search, if the proven gain is much less at another number, or if the
-    search ran at none of those of the proof: other placements pay there (benchmarks/findings.md).
-
-    `searched` is the number of the search, `proven` has the numbers of the proof with their ratios.
-    """
-    known = dict(proven)
-    others = {threads: ratio for threads, ratio in known.items() if threads not in (None, searched)}
-    if searched is None or not others:
-        return None
-    threads, least = max(others.items(), key=lambda pair: pair[1].median)
-    if searched not in known:
-        return f"the search was at `threads` {searched}, not deployed: `threads` {threads} finds what pays there"
-    home = known[searched]
-    if least.median <= LESS * home.median or overlap(least, home):
-        return None
-    gains = f"{speed(least.median)} at {threads} threads, {speed(home.median)} at {searched}"
-    return f"{gains}: a search there may gain more (`threads` {threads}, `restart`)"
 
 
 def unproven(ratio: Ratio, of: str = "float") -> str:

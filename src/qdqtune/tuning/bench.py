@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+from qdqtune.engines import builds_for
 from qdqtune.engines.build_queue import Urgency
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Runner, insist
@@ -39,8 +40,8 @@ class FloatRun:
     """The float model's outputs on the samples, and the seconds of one inference (roughly), of its build, and of
     starting a process, if each turn of a round starts one.
 
-    `turn_seconds` is a fourth of a round of two such builds: one inference; or with several workloads one of each and
-    half as much again, because the shapes change.
+    `turn_seconds` is a fourth of a round of two such builds: one inference of each workload at each number of threads;
+    and half as much again with several workloads, because the shapes change.
     """
 
     outputs: Sequence[dict[str, Array]]
@@ -225,7 +226,8 @@ class Bench:
         timed = insist(rounds, "the engine cannot time the float model", BaselineFailed)
         if not is_finite(outputs):
             raise BaselineFailed("the float model's outputs hold NaN or infinite values on the calibration data")
-        turn = 1.5 * sum(part.a[0] for part in timed.parts) or timed.a[0]
+        untimed = 1.5 if len(timed.parts) > builds_for(self._runner.mix) else 1.0
+        turn = untimed * sum(part.a[0] for part in timed.parts) or timed.a[0]
         start = self._runner.start_seconds(handle)
         return FloatRun(outputs, timed.a[0], turn, handle.build_seconds, start)
 

@@ -63,7 +63,7 @@ class Budget:
         parts = bench.floats.turn_seconds, bench.floats.start_seconds
         each_round = settings.plan.round_seconds(*parts)
         opponents = 1 + bool(settings.from_qdq or settings.fix_inputs)  # the float model, and then the user's file
-        counts = opponents * len(settings.thread_counts)
+        counts = opponents * (1 if settings.front else len(settings.proof_counts))
         if settings.time_budget is None or ends is None:
             takes = 2 * counts * (2 * bench.floats.build_seconds + each_round * settings.proof[0])
             return Budget(settings.search_builds, settings.trial_builds, None, settings.proof, proof_seconds=takes)
@@ -155,18 +155,17 @@ def affordable_proof(
     settings: Settings, bench: Bench, ends: float | None, note: Callable[[str], None]
 ) -> tuple[Settings, Budget]:
     """The settings of a run with the proof that its time budget allows, and the budget. The proof may have fewer
-    rounds; if the user names no numbers of threads, it may run at the search's number alone, as `note` then says."""
+    rounds; if the user names no numbers of threads, it may run at the engine's own alone, as `note` then says."""
     budget, (own, *others) = Budget.of(settings, bench, ends), settings.thread_counts
     share = FRONT_SHARE if settings.front else PROOF_SHARE
     is_too_long = settings.time_budget is not None and budget.proof_seconds > share * settings.time_budget
-    threads = settings.deploy_threads
-    if own is not None and others and threads is None and is_too_long:
-        usual = f"{others[0]} threads, as many as the engine takes by itself, as well"
+    if own is not None and others and settings.deploy_threads is None and is_too_long:
         to_insist = f"to do so in any case, give `deploy_threads` {own},{others[0]}"
-        note(f"`time_budget` has no room to prove the result at {usual}: {to_insist}")
-        threads = (own,)
-        budget = Budget.of(replace(settings, deploy_threads=threads), bench, ends)
-    return replace(settings, deploy_threads=threads, proof=budget.proof), budget
+        at = "one thread" if others[0] == 1 else f"{others[0]} threads"
+        note(f"`time_budget` has no room to prove the result at {at} as well: {to_insist}")
+        settings = replace(settings, proof_threads=(own,))
+        budget = Budget.of(settings, bench, ends)
+    return replace(settings, proof=budget.proof), budget
 
 
 # ---------------------------------------------------------------- calibration

@@ -121,6 +121,7 @@ class Comparer:
             return self.lacks(turns * (time.monotonic() - begun))  # the next look takes about as long as all before
 
         runner, files = asked.context.runner, (asked.a, asked.b)
+        runner.feed(asked.context.mix)
         return fresh_pairs(runner, *files, self.plan, seeds, names, is_late, self.listener)
 
     def contents(self, a: Path, b: Path) -> tuple[str, str]:

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+
+import numpy as np
 
 from qdqtune.engines import THREADED, EngineSpec, threads_of
-from qdqtune.engines.allocation import first_difference
-from qdqtune.engines.devices import ANYWHERE, Device, physical_cores, usable_cores
-from qdqtune.engines.runner import Runner
-from qdqtune.errors import BadOption, EngineUnavailable
-from qdqtune.types import Mix
+from qdqtune.engines.devices import physical_cores, usable_cores
+from qdqtune.engines.runner import Runner, as_workloads
+from qdqtune.errors import BadOption
+from qdqtune.types import Measurement, Mix, Placement, Trial
 
 
 @dataclass(frozen=True)
 class Context:
-    """Where files are compared: by `runner`, at a number of threads (None for an engine that has none), on the
-    workloads that the runner was given. `is_search` where the search measured in it, too."""
+    """Where files are compared: by `runner`, on the workloads `mix`, all at one number of threads (None for an engine
+    that has none)."""
 
     threads: int | None
     runner: Runner
-    is_search: bool = True
+    mix: Mix
 
     @property
     def suffix(self) -> str:
-        """Ends the keys of this context's records; empty for that of the search."""
-        return "" if self.is_search else f":{self.threads}t"
+        """Ends the keys of this context's records."""
+        return "" if self.threads is None else f":{self.threads}t"
 
     @property
     def log_suffix(self) -> str:
@@ -42,9 +42,9 @@ def usual_threads() -> int:
 
 
 def counts_of(engine: EngineSpec, asked: Sequence[int] | None, *, is_here: bool = True) -> tuple[int | None, ...]:
-    """The numbers of threads at which a result is proven, that of the search first: those `asked` for; by default that
-    of the search and, where it runs on this machine (`is_here`), the usual one. Just None for an engine that does not
-    compute on a CPU's threads.
+    """The numbers of threads at which a result has to hold, that of the engine first: those `asked` for; by default the
+    engine's and, where it runs on this machine (`is_here`), one. Just None for an engine that does not compute on a
+    CPU's threads.
 
     Raises:
         BadOption: the engine has no threads to be told, or this process has no room for so many.
@@ -56,7 +56,7 @@ def counts_of(engine: EngineSpec, asked: Sequence[int] | None, *, is_here: bool 
         return (None,)
     is_real = engine.name in THREADED
     if asked is None:
-        return tuple(dict.fromkeys((own, usual_threads()))) if is_real and is_here else (own,)
+        return tuple(dict.fromkeys((own, 1))) if is_real and is_here else (own,)
     check_counts(asked, usable_cores() if is_real and is_here else max(asked, default=0))
     return tuple(sorted(set(asked), key=lambda count: (count != own, count)))
 
@@ -76,47 +76,50 @@ def check_counts(asked: Sequence[int], here: int) -> None:
         )
 
 
+def at_each(mix: Mix, counts: Sequence[int | None]) -> Mix:
+    """The workloads at each number of threads. A call at n threads counts n times: it takes about the n-th part of the
+    time, and every number shall weigh alike."""
+    return as_workloads(tuple(replace(w, threads=count, share=w.share * (count or 1)) for count in counts for w in mix))
+
+
 @contextmanager
-def open_contexts(
-    engine: EngineSpec, counts: Sequence[int | None], search: Runner, mix: Mix
-) -> Iterator[tuple[Context, ...]]:
-    """A context for each of these numbers of threads, in this order. That of the search uses its runner; each other one
-    has a process of its own, not pinned here and on as many cores on a cluster, that starts when it is first used. If
-    the runner of the search has a device of its own, the processes of all other contexts end before one starts.
-
-    Raises:
-        EngineUnavailable: a context would be on another kind of machine than the search, or none is free.
-    """
-    with ExitStack() as stack:
-        found = []
-        for count in counts:
-            if count is None or count == threads_of(engine):
-                found.append(Context(count, search))
-                continue
-            spec = replace(engine, options={**engine.options, "threads": count})
-            runner = stack.enter_context(search.on_device(spec, Device(f"{count}_threads", least=count)))
-            runner.feed(mix)
-            found.append(Context(count, runner, is_search=False))
-        if search.device != ANYWHERE:
-            for context in found:
-                others = [other.runner for other in found if other is not context]
-                stack.callback(setattr, context.runner, "before_start", context.runner.before_start)
-                context.runner.before_start = partial(_close, others)
-        if search.device != ANYWHERE and not search.device.cores:  # with cores, it was allocated on this machine
-            _check_machines(found)
-        yield tuple(found)
+def open_contexts(counts: Sequence[int | None], runner: Runner, mix: Mix) -> Iterator[tuple[Context, ...]]:
+    """A context for each of these numbers of threads, in this order. Afterwards the runner has its inputs again."""
+    before = runner.mix
+    try:
+        yield tuple(Context(count, runner, at_each(mix, [count])) for count in counts)
+    finally:
+        runner.feed(before)
 
 
-def _check_machines(found: Sequence[Context]) -> None:
-    runners = [context.runner for context in found]
-    descriptions = [
-        {name: value for name, value in runner.describe().items() if name != "threads"} for runner in runners
-    ]
-    if (difference := first_difference(runners, descriptions)) is not None:
-        raise EngineUnavailable(f"`deploy_threads` wants machines that are alike: {difference}")
+def shares_at(mix: Mix, counts: Sequence[int | None]) -> tuple[tuple[float, ...], ...]:
+    """For each number of threads, the share of each part of a measurement in the times at that number; empty if there
+    is one number."""
+    every = at_each(mix, counts)
+    if len(counts) == 1:
+        return ()
+    totals = {count: sum(w.share for w in every if w.threads == count) for count in counts}
+    return tuple(tuple(w.share / totals[count] * (w.threads == count) for w in every) for count in counts)
 
 
-def _close(runners: Sequence[Runner]) -> None:
-    """End their processes, so that the devices are free."""
-    for runner in runners:
-        runner.close()
+def ratios_at(history: Sequence[Trial], mix: Mix, counts: Sequence[int | None]) -> dict[Placement, tuple[float, ...]]:
+    """The median ratio of each placement without a failure to the float model, at each of these numbers of threads."""
+    ratios = {Placement(): (1.0,) * len(counts)}
+    for trial in history:
+        if isinstance(trial.result, Measurement) and trial.against in ratios:
+            own = [float(np.median(np.divide(m.b, m.a))) for m in measured_at(trial.result, mix, counts)]
+            ratios[trial.placement] = tuple(a * b for a, b in zip(ratios[trial.against], own, strict=True))
+    return ratios
+
+
+def measured_at(measured: Measurement, mix: Mix, counts: Sequence[int | None]) -> tuple[Measurement, ...]:
+    """The rounds at each of these numbers of threads, of rounds on all workloads at each number (see `at_each`)."""
+    if len(counts) == 1:
+        return (measured,)
+    found = []
+    for first in range(0, len(measured.parts), len(mix)):
+        parts = measured.parts[first : first + len(mix)]
+        shares = [workload.share for workload in mix]
+        a, b = (tuple(np.average([getattr(p, side) for p in parts], axis=0, weights=shares)) for side in "ab")
+        found.append(parts[0] if len(parts) == 1 else Measurement(a, b, parts))
+    return tuple(found)

@@ -16,6 +16,7 @@ from qdqtune.numerics.fitting import inferences
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.bench import REPEATED
 from qdqtune.tuning.budget import inferences_per_sample, pace
+from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.rewritten import most_builds
@@ -64,7 +65,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         subject = open_subject(settings, runner, execution)
         if settings.state.exists() and not settings.restart:
             read_journal(settings.state)  # as a run does at this point: it may be damaged
-        runner.feed(subject.mix)
+        runner.feed(at_each(subject.mix, settings.thread_counts))
         observer.stage("measuring the float model")
         refused = "the engine cannot run the float model", BaselineFailed
         handle = insist(runner.load(settings.model, "estimate"), *refused)

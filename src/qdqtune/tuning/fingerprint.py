@@ -43,6 +43,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     node_filter: tuple[str, ...]
     from_qdq: bool
     workloads: str | None
+    deploy_threads: tuple[int, ...]
     input_shapes: dict[str, tuple[int | None, ...]]
     rounds: Plan
     engine: dict[str, str]
@@ -73,6 +74,7 @@ def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, st
         node_filter=settings.node_filter,
         from_qdq=settings.from_qdq,
         workloads=description(subject.mix) if settings.workloads else None,
+        deploy_threads=tuple(count for count in settings.thread_counts if count is not None),
         input_shapes={name: tuple(sizes) for name, sizes in sorted(subject.prepared.sizes.items())},
         rounds=settings.plan,
         engine=dict(engine),

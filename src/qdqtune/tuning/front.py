@@ -6,10 +6,10 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qdqtune.engines import threads_of
 from qdqtune.engines.acceptance import check_loads
 from qdqtune.errors import BadOption, writing
 from qdqtune.graph.loading import files_of
@@ -20,20 +20,20 @@ from qdqtune.search.front import TARGET_POINTS, FrontSearch, MeasuredPoint, name
 from qdqtune.system.checks import content_digest
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.timing.ratios import PAIRS
-from qdqtune.tuning.comparison import Comparer, SharedBuilds
-from qdqtune.tuning.comparison_results import judged_together, rows_by_threads, rows_by_workload
-from qdqtune.tuning.contexts import open_contexts
+from qdqtune.tuning.comparison import Comparer, ComparisonRequest
+from qdqtune.tuning.comparison_results import Compared, judged_together, rows_by_threads, rows_by_workload
+from qdqtune.tuning.contexts import measured_at, open_contexts, ratios_at
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, REPORT, SUMMARY, alone, check_names
 from qdqtune.tuning.front_candidates import FrontCandidates, compare_candidates
-from qdqtune.tuning.front_decisions import FrontCandidate, ProvenPoint, front_of, shipped_point, to_compare_in
+from qdqtune.tuning.front_decisions import FrontCandidate, ProvenPoint, front_of, shipped_point
 from qdqtune.tuning.proof import Proof, copy_model, prove
 from qdqtune.tuning.proof_notes import FrontCounts, short_front
 from qdqtune.tuning.records import plain
 from qdqtune.tuning.result import write_placement_of
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.shipping import is_proven, is_slower
+from qdqtune.tuning.shipping import CLEARLY_FASTER, is_proven
 from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
-from qdqtune.types import Failure, Measurement, Mix, Placement, Trial
+from qdqtune.types import Failure, Mix, Placement, Trial
 
 PROVEN_APART = "what ships is no point of the front: it was proven as without `front`, on more pairs of builds"
 
@@ -90,11 +90,11 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     run.candidates.write_whole(Placement(), run.settings.output_dir / BASELINE)
     compared = compare_candidates(history, run, search)
     proven = _proven(compared.promising, run)
-    held, more = _in_other_contexts(proven, compared.files, run)
+    held = [point for point in proven if is_proven(point.contexts)]
     points = _named(front_of(held), compared.files, run)
     if not points:
         run.output.clear(FRONT)
-    builds = compared.builds - len(compared.trials) + more
+    builds = compared.builds - len(compared.trials)
     notes = () if len(points) >= TARGET_POINTS else (_short_front(compared, proven, held, len(points), run),)
     if (best := shipped_point(points)) is None:
         again = best_of(history)  # tried as without a front, unless it is known to be slower
@@ -109,6 +109,47 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     seconds = best.shown.a_seconds, best.shown.b_seconds
     proof = Proof("tuned", best.trial.placement, best.ratio, None, *seconds, notes, builds, best.contexts)
     return Front(proof, tuple(points), compared.trials)
+
+
+NOWHERE_SLOWER = "no candidate is faster at one number of threads and slower at none"
+
+
+def prove_apart(history: Sequence[Trial], proof: Proof, run: Run) -> Front | None:
+    """If no file ships because none serves every number of threads: the best file for each number, as a point that is
+    named after it. It is proven faster there; its table says what it does at the others. None if there is none.
+
+    Raises:
+        OutputError: a file cannot be written.
+    """
+    settings, mix, counts = run.settings, run.subject.mix, run.settings.thread_counts
+    if proof.shipped == "tuned" or len(counts) == 1 or settings.from_qdq or settings.fix_inputs:
+        return None
+    ratios, found = ratios_at(history, mix, counts), dict[Placement, ProvenPoint]()
+    held = [t for t in history if t.placement in ratios and t.holds is not False and t.accuracy is not None]
+    with open_contexts(counts, run.runner, mix) as contexts:
+        for number, own in enumerate(contexts):
+            best = min(held, key=lambda t: ratios[t.placement][number], default=None)
+            if best is None or ratios[best.placement][number] >= CLEARLY_FASTER or best.placement in found:
+                continue
+            name = f"{own.threads}_thread{'s' * (own.threads != 1)}"
+            file = run.output.claim(settings.output_dir / FRONT / f"{name}.onnx")
+            with writing(file):
+                file.parent.mkdir(exist_ok=True)
+            run.candidates.write_whole(best.placement, file)
+            key = f"given:{best.placement.digest}"
+            told = [Comparer.of(run).compare(ComparisonRequest(key, settings.model, file, c)) for c in contexts]
+            compared = tuple(one for one in told if isinstance(one, Compared))
+            if len(compared) < len(told) or compared[number].ratio.verdict != "faster":
+                for part in (file, data_of(file)):
+                    part.unlink(missing_ok=True)
+                continue
+            write_placement_of(best.placement, run.output.claim(file.with_suffix(".yaml")), run)
+            content = content_digest(files_of(file))
+            found[best.placement] = ProvenPoint(best, compared, PAIRS, best.holds is True, best.metric, name, content)
+    if not found:
+        return None
+    builds = proof.builds + sum(one.builds for point in found.values() for one in point.contexts)
+    return Front(replace(proof, builds=builds, notes=(*proof.notes, NOWHERE_SLOWER)), tuple(found.values()))
 
 
 def _short_front(
@@ -159,43 +200,25 @@ def _rename(file: Path, target: Path, run: Run, placement: Placement) -> None:
 def _proven(candidates: Sequence[FrontCandidate], run: Run) -> list[ProvenPoint]:
     """The candidates, each judged by all its pairs of builds and by the user's metric; without those on whose files the
     engine failed."""
-    found = []
-    threads = threads_of(run.settings.engine)
-    together = judged_together([c.measured for c in candidates], run.settings.proof_plan, threads)
-    for candidate, compared in zip(candidates, together, strict=True):
-        if compared is None:
+    found, counts, plan = [], run.settings.thread_counts, run.settings.proof_plan
+    at = partial(measured_at, mix=run.subject.mix, counts=counts)
+    at_counts = [
+        judged_together(
+            [[m if isinstance(m, Failure) else at(m)[n] for m in c.measured] for c in candidates], plan, count
+        )
+        for n, count in enumerate(counts)
+    ]
+    for candidate, contexts in zip(candidates, zip(*at_counts, strict=True), strict=True):
+        compared = tuple(one for one in contexts if one is not None)
+        if len(compared) < len(contexts):
             continue
         trial, holds = candidate.trial, candidate.is_exact
         metric = run.bench.metric(trial.placement) if run.settings.evaluate else None
         if metric is not None:
             holds = holds and not isinstance(metric, Failure) and run.limits.is_good_enough(metric)
         value = None if isinstance(metric, Failure) else metric
-        found.append(ProvenPoint(trial, (compared,), len(candidate.measured), holds, value))
+        found.append(ProvenPoint(trial, compared, len(candidate.measured), holds, value))
     return found
-
-
-def _in_other_contexts(
-    proven: Sequence[ProvenPoint], files: Mapping[Placement, Path], run: Run
-) -> tuple[list[ProvenPoint], int]:
-    """The points that are slower in no context and faster in one, and the builds that these comparisons took. In
-    contexts other than that of the search a second build is made where the first does not decide."""
-    settings, plan = run.settings, run.settings.proof_plan
-    left, builds = {p.trial.placement: p for p in proven}, 0
-    with open_contexts(settings.engine, settings.thread_counts, run.runner, run.subject.mix) as contexts:
-        if not any(context.is_search for context in contexts):
-            left = {placement: replace(point, contexts=()) for placement, point in left.items()}
-        for context in (context for context in contexts if not context.is_search):
-            measured: dict[Placement, list[Measurement | Failure]] = {placement: [] for placement in left}
-            baseline = settings.output_dir / BASELINE
-            with SharedBuilds(Comparer.of(run), context, settings.model, baseline) as shared:
-                for number in range(PAIRS):
-                    for placement in to_compare_in(measured, number, plan):
-                        measured[placement].append(shared.compare(number, placement.digest, files[placement]))
-                builds += shared.builds
-            together = zip(measured, judged_together(list(measured.values()), plan, context.threads), strict=True)
-            found = {placement: one for placement, one in together if one is not None and not is_slower(one)}
-            left = {p: replace(left[p], contexts=(*left[p].contexts, one)) for p, one in found.items()}
-    return [point for point in left.values() if is_proven(point.contexts)], builds
 
 
 def pick(folder: Path, name: str) -> Mapping[str, Any]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from qdqtune.engines import threads_of
 from qdqtune.engines.runner import Handle
 from qdqtune.graph.saving import data_of
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
@@ -69,12 +68,11 @@ def compare_candidates(history: Sequence[Trial], run: Run, search: FrontSearch |
         plan=settings.proof_plan,
         limits=run.limits,
         builds=settings.builds - 1 - run.found.builds - builds_of(history),
-        other_contexts=len(settings.thread_counts) - 1,
         rewrites_ratio=run.found.ratio,
         kept=best_of(history) if run.limits.max_drop is not None else None,
     )
     finder, candidates = PointFinder(history, run, terms, search), ByPlacement()
-    context = Context(threads_of(settings.engine), run.runner)
+    context = Context(None, run.runner, run.runner.mix)
     shared = SharedBuilds(Comparer.of(run), context, settings.model, settings.output_dir / BASELINE)
     comparing = _Comparing(run, terms, shared)
     with shared:
@@ -229,7 +227,7 @@ class _Comparing:
 
         def is_enough(ratios: Sequence[Ratio]) -> bool:
             is_late = self.run.budget.lacks(time.monotonic() - begun)
-            left = self.terms.builds - self.shared.builds - self.terms.other_contexts * 2 * PAIRS
+            left = self.terms.builds - self.shared.builds
             return is_late or left < 2 * len(ratios)  # the next look takes as many
 
         as_many_pairs_as_needed(measure, self.terms.plan, is_enough)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from qdqtune.search.front import DISTANCE_UNITS, Tradeoff
@@ -22,15 +22,14 @@ not measured."""
 class FrontTerms:
     """What a run demands of its front.
 
-    `plan` is that of the proof, `builds` is the number left after the search, `other_contexts` the number of contexts
-    in which the search has not measured. `rewrites_ratio` is the ratio of the search's float model to the user's file.
-    `kept` is a placement that counts as unbeaten, because the search chose it by the user's metric.
+    `plan` is that of the proof, `builds` is the number left after the search. `rewrites_ratio` is the ratio of the
+    search's float model to the user's file. `kept` is a placement that counts as unbeaten, because the search chose it
+    by the user's metric.
     """
 
     plan: Plan
     limits: Limits
     builds: int
-    other_contexts: int = 0
     rewrites_ratio: float = 1.0
     kept: Placement | None = None
 
@@ -116,7 +115,7 @@ def to_compare_again(
     undecided = [(r.high, c) for c, r in known if r.verdict == "undecided" and r.high]
     first = [c for c in may_ship(points) if len(c.measured) == few < PAIRS]
     ordered = [*first, *(c for _, c in sorted(undecided, key=lambda pair: pair[0]) if c not in first)]
-    room = terms.builds - spent - builds_elsewhere(points, terms) - to_open
+    room = terms.builds - spent - to_open
     return ordered[: max(0, room // (many - few))]
 
 
@@ -124,21 +123,13 @@ def has_builds_for_another(
     candidates: Collection[FrontCandidate], terms: FrontTerms, *, spent: int, to_open: int
 ) -> bool:
     """Whether builds are left for one more candidate beside what the others still need: a second pair where one is not
-    enough, other contexts, and the usual proof if no point may ship."""
+    enough, and the usual proof if no point may ship."""
     points = promising(candidates, terms.kept)
     again = [*may_ship(points), *(c for c in points if not c.is_obvious)]
     waiting = {c.placement for c in again if len(c.measured) < PAIRS}
     is_usual = bool(candidates) and not any(c.is_exact for c in points)
-    needed = to_open + 1 + len(waiting) + 1 + builds_elsewhere(points, terms, others=1)
+    needed = to_open + 1 + len(waiting) + 1
     return needed + (PROOF_BUILDS if is_usual else 0) <= terms.builds - spent
-
-
-def builds_elsewhere(points: Sequence[FrontCandidate], terms: FrontTerms, others: int = 0) -> int:
-    """Builds that points, and `others` whose speed is unknown, take in contexts in which the search has not measured:
-    one of each obvious point, two of each other one, and for either kind as many of the user's file."""
-    obvious = sum(c.is_obvious for c in points)
-    rest = len(points) + others - obvious
-    return terms.other_contexts * ((obvious + bool(obvious)) + PAIRS * (rest + bool(rest)))
 
 
 # ---------------------------------------------------------------- points
@@ -146,8 +137,8 @@ def builds_elsewhere(points: Sequence[FrontCandidate], terms: FrontTerms, others
 
 @dataclass(frozen=True)
 class ProvenPoint:
-    """A point of the front: a file that was compared with the user's in each of `contexts`, in that of the search on so
-    many `pairs` of builds. `metric` is the user's own, `holds` whether it holds the limits on accuracy, `content` a
+    """A point of the front: a file that was compared with the user's in each of `contexts`, on so many `pairs` of
+    builds. `metric` is the user's own, `holds` whether it holds the limits on accuracy, `content` a
     digest of the file."""
 
     trial: Trial
@@ -186,12 +177,3 @@ def shipped_point(front: Sequence[ProvenPoint]) -> ProvenPoint | None:
     holding = [p for p in front if p.holds and p.pairs >= PAIRS]
     alike = [p for p in holding if is_alike(p.ratio, holding[0].ratio)]
     return max(alike, key=lambda p: (round(p.trial.exactness), -p.ratio.median), default=None)
-
-
-def to_compare_in(
-    measured: Mapping[Placement, Sequence[Measurement | Failure]], number: int, plan: Plan
-) -> list[Placement]:
-    """The points to compare with build `number` in a further context: all with the first, then those that the builds so
-    far have not decided."""
-    found = zip(measured, judged_together(list(measured.values()), plan), strict=True)
-    return [p for p, one in found if number == 0 or (one is not None and one.ratio.verdict == "undecided")]

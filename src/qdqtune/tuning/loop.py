@@ -15,7 +15,7 @@ from qdqtune.search.front import FrontSearch
 from qdqtune.timing.limits import outcome
 from qdqtune.tuning import advice
 from qdqtune.tuning.finished import recalled, remember
-from qdqtune.tuning.front import prove_front
+from qdqtune.tuning.front import prove_apart, prove_front
 from qdqtune.tuning.modes import MODES
 from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent
 from qdqtune.tuning.proof import Proof, begin_proof, prove
@@ -67,6 +67,8 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> tuple[Result, bool]:
     by_points = mode.strategy if isinstance(mode.strategy, FrontSearch) and history else None
     front = prove_front(history, run, by_points) if settings.front else None
     proof = front.proof if front else prove(history, run)
+    if front is None and (front := prove_apart(history, proof, run)) is not None:
+        proof = front.proof
     run.runner.build_queue.close()
     history = [*history, *front.trials] if front else history
     recorded = mode.record(history, proof.placement)
@@ -93,12 +95,12 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> list[Trial]:
         with closing(run.bench.measured(len(history) + 1, batch, best_of(history), build_ahead)) as measured:
             for trial, replayed in measured:
                 trials.append(run.limits.judged(trial, trials, plan, run.bench.metric))
-                known = [*history, *accepted(trials, plan, best)]
+                known = [*history, *accepted(trials, plan, best, run.slower([*history, *trials]))]
                 state = budget.state(known, plan, time.monotonic() - started, replayed=replayed)
                 observer.trial(trials[-1], outcome(trials[-1], plan), state)
                 if budget.is_spent([*history, *trials]):
                     break
-        history += accepted(trials, plan, best)
+        history += accepted(trials, plan, best, run.slower([*history, *trials]))
         run.bench.keep_only(best_of(history))
     return history
 

@@ -24,6 +24,7 @@ from qdqtune.search.region import WITHIN_LIMITS, RegionSearch
 from qdqtune.search.regions import cache
 from qdqtune.search.subgraph import SubgraphSearch, with_quiet_seeds
 from qdqtune.system.writing import atomic_write
+from qdqtune.tuning.contexts import shares_at
 from qdqtune.tuning.folder import RAW, REGION_MODELS, UNITS
 from qdqtune.tuning.observer import Observer, Silent, State
 from qdqtune.tuning.result import ModeResult
@@ -93,6 +94,7 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
         format_shares=run.format_shares,
         prior=NO_PRIOR if run.settings.front else run.earlier.prices,  # known prices would save builds of a front
         shipped_before=run.earlier.found,
+        contexts=shares_at(subject.mix, run.settings.thread_counts),
     )
 
 

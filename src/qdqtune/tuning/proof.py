@@ -66,9 +66,10 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     is_rewritten = bool(run.subject.rewrites.names)
     terms = Terms(pairs_hold or _is_folded(run), is_rewritten, run.found.ratio)
     is_bounded = settings.time_budget is not None
-    queue = shipping.finalists(history, settings.plan, is_bounded=is_bounded, tries_float=not _is_folded(run))
+    how = {"is_bounded": is_bounded, "tries_float": not _is_folded(run)}
+    queue = shipping.finalists(history, settings.plan, **how, slower=run.slower(history))
     attempts: list[Attempt] = []
-    with open_contexts(settings.engine, settings.thread_counts, run.runner, run.subject.mix) as contexts:
+    with open_contexts(settings.proof_counts, run.runner, run.subject.mix) as contexts:
         while True:
             lacks_time = run.budget.lacks(attempts[-1].seconds if attempts else 0.0)
             if (placement := shipping.next_finalist(queue, attempts, lacks_time=lacks_time)) is None:

@@ -10,7 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from qdqtune.engines import threads_of
 from qdqtune.numerics.accuracy import concern
 from qdqtune.placement import files
 from qdqtune.placement.reading import count_pairs
@@ -133,7 +132,6 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
         doubts += [advice.undecided(history, settings.plan), None if history else run.budget.excuse]
     else:
         doubts.append(advice.wide(proof.ratio))
-    doubts.append(advice.elsewhere(threads_of(settings.engine), [(s.threads, s.ratio) for s in standings]))
     yield from filter(None, doubts)
 
 

@@ -28,6 +28,7 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.timing.pairing import compare_builds
 from qdqtune.timing.ratios import Ratio, ratio
+from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.records import NO_REWRITES, Form, Outcome, RewriteRecord, RewritesRecord, Tried, TriedRewrites
 from qdqtune.tuning.run import Ready
 from qdqtune.tuning.settings import Settings
@@ -110,7 +111,7 @@ def _search(names: Sequence[str], ready: Ready, constants: ConstantFile) -> tupl
     """Try these rewrites in this order; gives their results, and the model with those that are kept."""
     ready.observer.stage(f"trying rewrites: {', '.join(names)}")
     constants.keep(ready.subject.model)
-    ready.runner.feed(ready.subject.mix)
+    ready.runner.feed(at_each(ready.subject.mix, ready.settings.thread_counts))
     builder = _Builder(ready, constants.write, time.monotonic())
     found, kept = NO_REWRITES, _FloatModel(ready.subject)
     try:

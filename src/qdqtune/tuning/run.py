@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,17 +33,19 @@ from qdqtune.timing.pairing import FRESH, begin_pairs
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.budget import Budget, affordable_proof
 from qdqtune.tuning.candidates import Candidates
+from qdqtune.tuning.contexts import at_each, ratios_at
 from qdqtune.tuning.fingerprint import fingerprint_of
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.price_cache import Earlier, PriceConditions, add, earlier
 from qdqtune.tuning.records import NO_REWRITES, BatchRecord, TrialRecord, TriedRewrites
 from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.shipping import SLOWER
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject, calibrated, open_subject
 from qdqtune.tuning.trial_worker import Conditions, TrialWorker
 from qdqtune.tuning.weight_format_times import format_shares, products_of
-from qdqtune.types import Failure, Placement
+from qdqtune.types import Failure, Placement, Trial
 
 CANDIDATE_FOLDER = "candidates"
 """The folder for files of candidates, in a folder that is deleted when the run ends."""
@@ -123,9 +125,17 @@ class Run(Ready):
         path, model = self.settings.price_cache, self.subject.model.fingerprint
         add(path, self._price_conditions, model, final, learned, self.observer.note)
 
+    def slower(self, history: Sequence[Trial]) -> frozenset[Placement]:
+        """The placements that are slower than float at a number of threads."""
+        ratios = ratios_at(history, self.subject.mix, self.settings.thread_counts)
+        return frozenset(placement for placement, own in ratios.items() if max(own) > SLOWER)
+
     @property
     def _price_conditions(self) -> PriceConditions:
-        return PriceConditions(self.runner.describe(), self.settings.quant_type, self.subject.numbers)
+        described, counts = self.runner.describe(), self.settings.thread_counts
+        if len(counts) > 1:
+            described["threads"] = ",".join(map(str, counts))
+        return PriceConditions(described, self.settings.quant_type, self.subject.numbers)
 
 
 @contextmanager
@@ -221,7 +231,7 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
             observer.stage(f"starting {1 + len(ready.others)} workers")
             check_same_kind([runner, *ready.others])
         for one in (runner, *ready.others):
-            one.feed(subject.mix)
+            one.feed(at_each(subject.mix, settings.thread_counts))
         inserter = Inserter(subject.model, subject.ranges, subject.numbers, products_of(settings, subject))
         candidates = Candidates(inserter, constants)
         conditions = Conditions(

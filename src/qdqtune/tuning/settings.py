@@ -91,6 +91,7 @@ class Settings(SearchOptions):
     `workloads` are calls of different shapes that are timed as one mix; they are the samples if there are no
     `calibration_data`.
     `command` is the command line, for the run log only.
+    `proof_threads` are the numbers of threads of the proof, where time is too short for all of `thread_counts`.
 
     Raises:
         BadOption: options exclude each other, or leave nothing to do.
@@ -110,6 +111,7 @@ class Settings(SearchOptions):
     evaluate: str | None = None
     command: tuple[str, ...] = field(default=(), compare=False)
     workloads: tuple[WorkloadFile, ...] = ()
+    proof_threads: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
         least = 1 + self.trial_builds
@@ -168,14 +170,19 @@ class Settings(SearchOptions):
 
     @property
     def thread_counts(self) -> tuple[int | None, ...]:
-        """The numbers of threads at which the result is proven, see `contexts.counts_of`."""
+        """The numbers of threads at which candidates are measured, see `contexts.counts_of`."""
         return counts_of(self.engine, self.deploy_threads, is_here=self.ray is None)
+
+    @property
+    def proof_counts(self) -> tuple[int | None, ...]:
+        """The numbers of threads at which the result is proven."""
+        return self.thread_counts if self.proof_threads is None else self.proof_threads
 
     @property
     def proof_plan(self) -> Plan:
         """The rounds of the proof: its first look is at the least number of rounds that can decide. The error of a
         comparison is divided among the numbers of threads, as a file may win at each."""
-        error, rest = min(self.plan.error, Plan.error) / len(self.thread_counts), self.proof[1:]
+        error, rest = min(self.plan.error, Plan.error) / len(self.proof_counts), self.proof[1:]
         first = max(self.proof[0], least_rounds(error, 1 + len(rest)))
         return replace(self.plan, looks=(first, *(n for n in rest if n > first)), error=error)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -33,11 +33,14 @@ def is_alike(ratio: Ratio, fastest: Ratio) -> bool:
     return ratio.median <= ALIKE * fastest.median and overlap(ratio, fastest)
 
 
-def accepted(trials: Sequence[Trial], plan: Plan, best: Trial | None = None) -> list[Trial]:
+def accepted(
+    trials: Sequence[Trial], plan: Plan, best: Trial | None = None, slower: Collection[Placement] = ()
+) -> list[Trial]:
     """The trials of one batch, at most one of them marked as accepted: the fastest that won, or the most accurate of
     those that are equal to it. If none won: a trial that is more accurate than the `best` so far, and not slower as far
-    as the rounds can tell."""
-    judged = [(ratio, t) for t in trials if t.holds is True and (ratio := judge(t, plan))]
+    as the rounds can tell. None of the placements that are `slower` than float in a context."""
+    able = [t for t in trials if t.holds is True and t.placement not in slower]
+    judged = [(ratio, t) for t in able if (ratio := judge(t, plan))]
     alike = [(ratio, t) for ratio, t in judged if ratio.verdict == "faster"]
     if alike:
         fastest, _ = min(alike, key=lambda pair: (pair[0].median, -pair[1].number))
@@ -185,14 +188,23 @@ class Finalists:
     tries_float: bool = True
 
 
-def finalists(history: Sequence[Trial], plan: Plan, *, is_bounded: bool, tries_float: bool) -> Finalists:
+def finalists(
+    history: Sequence[Trial],
+    plan: Plan,
+    *,
+    is_bounded: bool,
+    tries_float: bool,
+    slower: Collection[Placement] = (),
+) -> Finalists:
     """The placements that the search accepted, the last one first (only that one if the run's time `is_bounded`); then
-    those that hold the limits and were clearly faster than float, the fastest first."""
+    those that hold the limits and were clearly faster than float, the fastest first, without those that were `slower`
+    in a context."""
     if is_bounded and not history:
         return Finalists(tries_float=False)
     first = [t.placement for t in reversed(history) if t.accepted][: 1 if is_bounded else FINALISTS]
     ratios = ratios_to_float(history, plan)
     held = {t.placement: ratios[t.placement] for t in history if t.placement in ratios and t.holds is not False}
+    held = {p: ratio for p, ratio in held.items() if p not in slower}
     others = [p for p in sorted(held, key=held.__getitem__) if p and held[p] < CLEARLY_FASTER]
     return Finalists(tuple(dict.fromkeys([*first, *others]))[:MOST_FINALISTS], len(first), tries_float)
 

@@ -29,6 +29,7 @@ from qdqtune.placement.possible import Weight, format_refusal, product_inputs, w
 from qdqtune.search.costs.attribution import TimedBuild, attribute
 from qdqtune.search.costs.units import FormatShares
 from qdqtune.system.writing import temporary_folder
+from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.records import WeightFormatsRecord
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
@@ -113,9 +114,10 @@ def format_shares(
     kinds = sorted(totals, key=lambda size: (-totals[size], size.key))[:MOST_KINDS]
     record = store.get(WeightFormatsRecord)
     if record is None:
-        tried = {size.key: dict(_tried(size, wanted, subject, runner)) for size in kinds}
+        before, counts = runner.mix, settings.thread_counts
+        tried = {size.key: dict(_tried(size, wanted, subject, runner, counts)) for size in kinds}
         record = store.put(WeightFormatsRecord(shares=tried))
-        runner.feed(subject.mix)
+        runner.feed(before)
     shares, found = record.shares, {}
     for edge, size in sizes.items():
         near = shares.get(size.key) or shares.get(_nearest(size, kinds).key, {})
@@ -191,15 +193,17 @@ def _nearest(size: Size, kinds: Sequence[Size]) -> Size:
     return min(kinds, key=distance)
 
 
-def _tried(size: Size, wanted: Sequence[WeightFormat], subject: Subject, runner: Runner) -> Iterator[tuple[str, float]]:
-    """The share of the float product's time that each weight format takes, without formats that the engine refuses or
-    does not fuse into the product."""
+def _tried(
+    size: Size, wanted: Sequence[WeightFormat], subject: Subject, runner: Runner, counts: Sequence[int | None]
+) -> Iterator[tuple[str, float]]:
+    """The share of the float product's time that each weight format takes at these numbers of threads, without formats
+    that the engine refuses or does not fuse into the product."""
     able = [s for s in wanted if s.block is None or size.inputs % s.block == 0]
-    layers = _layers(size, able, subject, runner)
+    layers = _layers(size, able, subject, runner, counts)
     if isinstance(layers, Failure):  # if the engine refuses one format, it refuses the model with all
-        alone = {s: _layers(size, [s], subject, runner) for s in able} if len(able) > 1 else {}
+        alone = {s: _layers(size, [s], subject, runner, counts) for s in able} if len(able) > 1 else {}
         able = [s for s, found in alone.items() if not isinstance(found, Failure)]
-        layers = _layers(size, able, subject, runner)
+        layers = _layers(size, able, subject, runner, counts)
         if isinstance(layers, Failure):
             return
     floats = _time(layers, "float")
@@ -228,7 +232,7 @@ def _time(layers: Sequence[Layer], name: str) -> float | None:
 
 
 def _layers(
-    size: Size, wanted: Sequence[WeightFormat], subject: Subject, runner: Runner
+    size: Size, wanted: Sequence[WeightFormat], subject: Subject, runner: Runner, counts: Sequence[int | None]
 ) -> tuple[Layer, ...] | Failure:
     """The layers of a model that holds one product in float and in each weight format, several copies of each."""
     copies = min(max(PRODUCT_COPIES[0], TOGETHER // (size.inputs * _columns(size))), PRODUCT_COPIES[1])
@@ -245,7 +249,7 @@ def _layers(
     with temporary_folder() as folder, writing(folder):
         path = folder / "weight_formats.onnx"
         save(Inserter(model, Ranges({}), subject.numbers).insert(Placement.of((), formats)), path)
-        return runner.report(path, mix, runs, f"weight_formats_{size.name}")
+        return runner.report(path, at_each(mix, counts), runs, f"weight_formats_{size.name}")
 
 
 def _columns(size: Size) -> int:

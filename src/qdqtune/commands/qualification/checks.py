@@ -20,7 +20,7 @@ from qdqtune.commands.tune import TuneOptions, tune
 from qdqtune.engines import LAUNCHED, TENSORRT_FAMILY, execution
 from qdqtune.engines.devices import Device
 from qdqtune.engines.process import WorkerProcess
-from qdqtune.engines.runner import Runner, insist
+from qdqtune.engines.runner import Runner, as_workloads, insist
 from qdqtune.errors import first_of
 from qdqtune.explanation.findings import check
 from qdqtune.explanation.reasons_by_graph import is_low
@@ -166,9 +166,9 @@ def _tells_apart(engine: EngineAtHand, subject: str) -> str:
     engine.insist_on_device()
     files, other = engine.files(PLAIN), engine.folder / "deeper.onnx"
     onnx.save(graphs.convolutions(depth=16), other)
-    engine.runner.feed(files.samples[0])
     plan = Plan((LAUNCHED_ROUNDS if engine.spec.name in LAUNCHED else ROUNDS,))
-    context, second = Context(None, engine.runner), files.plain if subject == ITSELF else other
+    context = Context(None, engine.runner, as_workloads(files.samples[0]))
+    second = files.plain if subject == ITSELF else other
     compared = Comparer(plan, 0).compare(ComparisonRequest("", files.plain, second, context))
     found = insist(compared, "the files cannot be timed").ratio
     told = f"the second file is {found.verdict}, {found.speedup}"
