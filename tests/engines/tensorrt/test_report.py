@@ -328,6 +328,11 @@ def tensor(name: str, datatype: str) -> dict[str, str]:
         ("kgen", "_gemm_mha_v2_0x39", [tensor("q", "FP8"), tensor("k", "FP8"), tensor("mask", "Half"),
                                        tensor("v", "FP8")], "Half", "FP8"),
         ("kgen", "_gemm_mha_v2_0x39", [tensor("q", "FP8"), tensor("k", "Half"), tensor("v", "Half")], "Half", "FP16"),
+        ("kgen", "_gemm_mha_v2_0x39", [tensor("mask", "Half"), tensor("q", "Int8"), tensor("k", "Int8"),
+                                       tensor("v", "Int8")], "Int8", "INT8"),
+        # A sum in float of what came in 8 bits and in float, with a Q behind it.
+        ("kgen", "", [tensor("skip", "Int8"), tensor("branch", "Half")], "Int8", "FP16"),
+        ("kgen", "", [tensor("branch", "Half"), tensor("skip", "Int8")], "Int8", "FP16"),
         ("gemm", "", [tensor("a", "Int8"), tensor("b", "Half")], "Half", "FP16"),
         ("gemm", "", [tensor("a", "Int8"), tensor("w", "Int8"), tensor("residual", "Half")], "Half", "INT8"),
         ("CaskConvolution", "sm80_xmma_fprop_implicit_gemm_interleaved_i8f16_i8i32_f32_nchw_vect_c",

@@ -317,20 +317,19 @@ def _kind(entry: _ReportedLayer, mentions: Sequence[str], operators: Mapping[str
 
 def _precision(entry: _ReportedLayer, kind: LayerKind) -> str:
     written = next((p for p in entry.outputs if p not in INDICES), next(iter(entry.outputs), ""))
-    read = entry.inputs[0] if entry.inputs else ""
     if kind != "compute":
         return written
     if (named := OPERANDS.search(entry.tactic)) and OPERAND.get(named[1]) == OPERAND.get(named[3]) is not None:
         return OPERAND[named[1]]
-    if not read:
-        return written
-    if read in LOW_PRECISIONS:
-        return read if _multiplies(entry, read) else written
-    return read if written in LOW_PRECISIONS else written  # a Q that was fused behind float arithmetic
+    low = next((p for p in entry.inputs if p in LOW_PRECISIONS), "")
+    if low and _multiplies(entry, low):
+        return low
+    in_float = next((p for p in entry.inputs if p not in LOW_PRECISIONS), written)
+    return in_float if written in LOW_PRECISIONS else written  # a DQ or a Q that was fused with float arithmetic
 
 
 def _multiplies(entry: _ReportedLayer, low: str) -> bool:
-    """Whether a kernel whose first input has a low precision multiplies in it. If not, it converts the input first."""
+    """Whether a kernel with an input in a low precision multiplies in it. If not, it converts the input first."""
     if weights := {c for c in entry.constants if c in LOW_PRECISIONS}:
         return weights == {low}  # another input may be an operand of a fused Add
     if ATTENTION.search(f"{entry.name} {entry.tactic}"):
