@@ -167,6 +167,27 @@ def test_float16_models_get_float16_scales(name: str, fmt: NumericFormat) -> Non
     assert sqnr(outputs, run(quantized, samples)) > (14 if fmt is FP8 else 22)
 
 
+MIXED = """net (float[1,4,8,8] x) => (float[1,4,8,8] y) {
+ [sig] t = Sigmoid(x) [down] h = Cast <to=10> (t) [conv] c = Conv (h, w)
+ [up] u = Cast <to=1> (c) [add] y = Add (t, u) }"""
+
+
+@pytest.mark.parametrize(("highest", "quantizers"), [(1.0, ["t"]), (1.5, ["h", "t"])])
+def test_values_in_two_float_types_are_quantized_once(highest: float, quantizers: list[str]) -> None:
+    """Unless their scales differ by more than rounding."""
+    weight = normal(4, 4, 1, 1).astype(np.float16)
+    model = build(MIXED, {"w": weight})
+    placement = Placement.of({Edge("t", "add", 0), Edge("h", "conv", 0), Edge("w", "conv", 1)})
+    known = Ranges({"t": Range(0.0, 1.0), "h": Range(0.0, highest)})
+    done = insert(model, placement, known, INT8)
+    assert sorted(n.inputs[0] for n in of_type(done, "QuantizeLinear")) == quantizers
+    assert scale_of(done, "t", "add")[0].dtype == np.float32
+    assert scale_of(done, "h", "conv")[0].dtype == np.float16
+    check(done)
+    assert read_placement(model, done).placement == placement
+    assert sqnr(evaluate(model, feeds(model)), evaluate(done, feeds(model))) > 20
+
+
 @pytest.mark.parametrize(("half", "fmt"), [(True, UINT8), (True, FP8), (False, FP8)])
 def test_opsets_that_are_too_low(half: bool, fmt: NumericFormat) -> None:
     model = conv_net(half, opset=17)

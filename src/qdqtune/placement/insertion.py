@@ -35,6 +35,9 @@ ONNX_TYPE: Mapping[QType, int] = {
     QType.FP8: TensorProto.FLOAT8E4M3FN,
 }
 
+HALF_ROUNDING = 2**-8
+"""Relative differences of scales that rounding explains: bfloat16 keeps 8 bits of a number, float16 11."""
+
 RAW_OUTPUT = "_QuantizeLinear_Input"
 """Suffix of the float tensor in front of the pair of a graph output (as in ONNX Runtime's quantize_static)."""
 
@@ -192,17 +195,35 @@ class Inserter:
             return self._constant(builder, tensor, self._without_scalar(edge, constant), decision.constants[edge])
         if tensor not in builder.made:
             quantization = decision.activations[tensor]
-            write = partial(self._pair, builder, tensor, quantization, raw)
-            builder.made[tensor] = builder.once(self._fragments, tensor, (quantization, raw.get(tensor)), write)
+            shared = self._shared(builder, decision, tensor, raw)
+            write = partial(self._pair, builder, tensor, quantization, raw, shared)
+            builder.made[tensor] = builder.once(self._fragments, tensor, (quantization, raw.get(tensor), shared), write)
         return builder.made[tensor]
 
-    def _pair(self, builder: GraphBuilder, tensor: str, quantization: Quantization, raw: Mapping[str, str]) -> str:
+    def _pair(
+        self, builder: GraphBuilder, tensor: str, quantization: Quantization, raw: Mapping[str, str], shared: str | None
+    ) -> str:
         parameters = self._parameters(builder, tensor, quantization)
-        quantized = builder.unique(f"{tensor}_QuantizeLinear_Output")
+        quantized = shared or builder.unique(f"{tensor}_QuantizeLinear_Output")
         output = tensor if tensor in raw else builder.unique(f"{tensor}_DequantizeLinear_Output")
-        builder.add_converter("QuantizeLinear", tensor, raw.get(tensor, tensor), parameters, quantized)
+        if shared is None:
+            builder.add_converter("QuantizeLinear", tensor, raw.get(tensor, tensor), parameters, quantized)
         builder.add_converter("DequantizeLinear", tensor, quantized, parameters, output)
         return output
+
+    def _shared(self, builder: GraphBuilder, decision: Decision, tensor: str, raw: Mapping[str, str]) -> str | None:
+        """The quantized tensor of a pair in front of the Cast that makes `tensor`, if it has the same scale but for
+        rounding. With a Q of its own behind the Cast, an engine would store the values in float beside those in 8 bits.
+        """
+        cast = self._model.maker(tensor)
+        before = cast.inputs[0] if cast is not None and cast.op == "Cast" and tensor not in raw else ""
+        own, other = decision.activations[tensor], decision.activations.get(before)
+        if other is None or (own.qtype, own.zero_point) != (other.qtype, other.zero_point):
+            return None
+        if not np.allclose(own.scale, other.scale, rtol=HALF_ROUNDING, atol=0):
+            return None
+        output = (self._dequantized(builder, decision, Edge(before, "", 0), raw),)
+        return next(node.read[0] for node in builder.nodes if isinstance(node, Made) and node.outputs == output)
 
     def _without_scalar(self, edge: Edge, constant: Constant) -> Constant:
         """The constant; a scalar becomes a vector of one element if another input of its node is no scalar.
