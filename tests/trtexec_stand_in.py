@@ -29,6 +29,7 @@ EVERYWHERE = (
     "staticPlugins", "timingCacheFile", "useCudaGraph", "useSpinWait", "verbose", "warmUp",
 )  # fmt: skip
 PRECISIONS = ("best", "fp16", "fp8", "int8")
+BEFORE_11 = (*PRECISIONS, "layerPrecisions", "precisionConstraints")
 COMPUTE = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 PLAN = b"stand-in plan\n"
 STAMP = "[11/21/2025-02:00:00]"
@@ -97,7 +98,11 @@ def main(command):
     for word in WORDS[1:]:
         name, _, value = word.removeprefix("--").partition("=")
         flags.setdefault(name, []).append(value)
-    known = {*EVERYWHERE, *(PRECISIONS if VERSION < (11,) else ()), *(["stronglyTyped"] if VERSION >= (10,) else [])}
+    known = {
+        *EVERYWHERE,
+        *(BEFORE_11 if VERSION < (11,) else ()),
+        *(["stronglyTyped"] if VERSION >= (10,) else []),
+    }
     if VERSION >= (10, 16):
         known.add("remoteAutoTuningConfig")
     known -= set(CONFIG.get("unknown", ()))

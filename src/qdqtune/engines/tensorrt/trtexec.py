@@ -37,6 +37,9 @@ BETTER_DEFAULTS = (11, 0)
 """From this version on CUDA graphs, spinning, no transfers and a separate profiling run are defaults of trtexec."""
 
 PRECISION_FLAGS = frozenset({"best", "bf16", "fp16", "fp8", "int4", "int8"})
+CONSTRAINT_FLAGS = frozenset({"layerOutputTypes", "layerPrecisions", "precisionConstraints"})
+"""Flags of 8.6 and 10 that choose the type of single layers, which strong typing does not allow."""
+
 SHAPE_FLAGS = frozenset({"maxShapes", "minShapes", "optShapes", "shapes"})
 
 ONCE = ("--iterations=1", "--avgRuns=1", "--warmUp=0", "--duration=0")
@@ -97,7 +100,7 @@ class Trtexec:
         """Version, GPU, driver, and the options that change the latency."""
         device = next((f.partition("=")[2] for f in self.program.arguments if flag_name(f) == "device"), "0")
         name, driver = gpu(device)
-        strong = self.program.version >= STRONG_TYPING and not self._sets_precision()
+        strong = self.program.version >= STRONG_TYPING and not self._sets(PRECISION_FLAGS | CONSTRAINT_FLAGS)
         return {
             "engine": "trtexec",
             "version": str(self.program.version),
@@ -148,18 +151,18 @@ class Trtexec:
         return built
 
     def _precision_flags(self, signature: _Signature) -> list[str]:
-        if self._sets_precision():
+        if self.program.version >= BETTER_DEFAULTS or self._sets(PRECISION_FLAGS):
             return []  # trtexec ignores or refuses the user's precisions beside --stronglyTyped
-        if self.program.version >= STRONG_TYPING:
-            return ["--stronglyTyped"] if self.program.version < BETTER_DEFAULTS else []
+        if self.program.version >= STRONG_TYPING and not self._sets(CONSTRAINT_FLAGS):
+            return ["--stronglyTyped"]
         return ["--fp16", *(["--int8"] if signature.has_pairs else [])]
 
-    def _sets_precision(self) -> bool:
-        return any(flag_name(flag) in PRECISION_FLAGS for flag in self.program.arguments)
+    def _sets(self, flags: frozenset[str]) -> bool:
+        return any(flag_name(flag) in flags for flag in self.program.arguments)
 
     def _shape_flags(self, signature: _Signature) -> list[str] | None:
         """Flags for the shapes that the user gives; None if the model needs shapes and none are given."""
-        if any(flag_name(flag) in SHAPE_FLAGS for flag in self.program.arguments) or not signature.dynamic:
+        if self._sets(SHAPE_FLAGS) or not signature.dynamic:
             return []
         shapes = {name: self.options.shapes(name) for name in signature.dynamic}
         given = {name: three for name, three in shapes.items() if three is not None}
