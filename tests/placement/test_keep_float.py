@@ -139,10 +139,10 @@ PRODUCT = "net (float[{0}] x) => (float[{1}] y) {{\n [turn] t = Exp(x)\n [a] p =
 @pytest.mark.parametrize(
     ("shape", "weight", "is_quantized"),
     [("4,32", (32, 32), True), ("1,32", (32, 32), False), ("4,32", (32, 1), False), ("N,32", (32, 32), True),
-     ("1,1,32", (32, 32), False), ("2,1,32", (32, 32), True)],
+     ("1,1,32", (32, 32), True), ("2,1,32", (32, 32), True)],
 )  # fmt: skip
 def test_matrix_times_vector_stays_in_float(shape: str, weight: tuple[int, ...], is_quantized: bool) -> None:
-    """A batch makes rows; a batch of unknown size may."""
+    """A batch of unknown size may make rows. A step of a language model has three dimensions."""
     output = ",".join("DEF"[: len(shape.split(","))])
     found = placed(build(PRODUCT.format(shape, output, "w"), weights(w=weight)))
     assert (users(found) == {"a"}) == is_quantized

@@ -88,7 +88,7 @@ RULES: tuple[PlacementRule, ...] = (
               OPTIMIZER, FUSING, BOTH, floats.constant_operands),
     KeepFloat("float-functions", "normalizations, Softmax and the Erf of a GELU have float kernels only", GUIDE,
               FUSING, BOTH, floats.float_functions),
-    KeepFloat("matrix-vector", "a product with M or N = 1 is bound by memory and uses no tensor cores", OPTIMIZER,
+    KeepFloat("matrix-vector", "a product with M or N = 1 uses no tensor cores", OPTIMIZER,
               TENSORRT, BOTH, floats.matrix_vector),
     KeepFloat("tiny-products", "K or N below 16 do not fill a tile of the 8-bit kernels", OPTIMIZER, TENSORRT, BOTH,
               floats.tiny_products),

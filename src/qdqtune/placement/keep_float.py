@@ -150,14 +150,14 @@ def follows_convolution(queries: GraphQueries, node: Node) -> Node | None:
 
 
 def matrix_vector(queries: GraphQueries) -> Iterator[Edge]:
-    """Edges into products [M, K] x [K, N] with M or N = 1; with a constant operand, M includes batch dimensions."""
+    """Edges into products [M, K] x [K, N] with M or N = 1, as NVIDIA Model Optimizer has it: with a constant operand
+    those of two dimensions only. A step of a language model, [1, 1, K], reads its weights in 8 bits."""
     for node in queries.computes():
         shape = queries.sizes(node.outputs[0])
-        if node.op in CONVOLUTIONS or not shape:
-            continue
         is_weighted = any(t in queries.model.constants for t in node.inputs[:2])
-        rows = prod(d or 0 for d in shape[:-1]) if is_weighted else (shape[-2] if len(shape) > 1 else 1)
-        if rows == 1 or shape[-1] == 1:
+        if node.op in CONVOLUTIONS or not shape or (is_weighted and len(shape) > 2):
+            continue
+        if len(shape) == 1 or 1 in shape[-2:]:
             yield from queries.into(node)
 
 
