@@ -138,7 +138,7 @@ def test_rounds_continue_where_the_last_call_stopped(tmp_path: Path, files: Simp
 def test_the_slower_model_fills_a_slot(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path) as runner:
         runner.rounds(loaded(runner, files.plain), loaded(runner, files.large), 1, **ROUNDS | {"turn_seconds": 0.01})
-        ((slot,),) = runner._slots.values()
+        ((slot,),) = runner._turns.values()
     assert slot.seconds == latency(conv_model(32))
     assert (slot.runs - 1) * slot.seconds < 0.01 <= slot.runs * slot.seconds
 

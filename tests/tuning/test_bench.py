@@ -27,7 +27,7 @@ from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.records import job_of
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.trial_worker import Conditions, TrialWorker, profiled_runs
-from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal
+from qdqtune.types import Edge, Failure, Measurement, Mix, Placement, Proposal
 from runs import mixed, room_for
 
 FLOAT = Placement()
@@ -47,6 +47,7 @@ class Script:
     timed: int = 0
     build_queue = BuildQueue()
     check = None
+    mix: Mix = ()
 
     def load(self, path: Path, log_name: str | None = None, *, fresh: bool = False) -> Handle | Failure:
         kept = [h for h in self.present if h.path == path]

@@ -54,6 +54,8 @@ def subject(graph: Model) -> Subject:
 class Telling:
     """An engine that reports what it is told of each product."""
 
+    mix: Mix = ()
+
     def __init__(self, ms: dict[str, float], apart: Sequence[str] = (), refused: Sequence[str] = ()) -> None:
         self.ms, self.apart, self.refused, self.asked = ms, apart, refused, 0
 
@@ -122,7 +124,7 @@ def test_a_product_is_tried_on_the_rows_of_each_workload(tmp_path: Path) -> None
         return Failure("build", "no more to see")
 
     settings = Settings(tmp_path / "m.onnx", formats=("w4b32",))
-    engine = cast(Runner, SimpleNamespace(report=report, feed=lambda _: None))
+    engine = cast(Runner, SimpleNamespace(report=report, feed=lambda _: None, mix=()))
     with Store(tmp_path / "state.yaml", {}) as store:
         assert asked.format_shares(own, settings, engine, store, lambda: LAYERS) == {}
     assert asked_of[0] == ([(1, 0.75), (64, 0.25)], f"weight_formats_1+64x{SIZE}x{SIZE}")

@@ -25,7 +25,8 @@ from typing import Literal
 
 import numpy as np
 
-from qdqtune.types import Deaf, Failure, Listener, Measurement, Trial, Turn
+from qdqtune.engines import Turn
+from qdqtune.types import Deaf, Failure, Listener, Measurement, Trial
 
 Verdict = Literal["faster", "slower", "undecided"]
 

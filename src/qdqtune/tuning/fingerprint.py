@@ -43,10 +43,10 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     node_filter: tuple[str, ...]
     from_qdq: bool
     workloads: str | None
-    deploy_threads: tuple[int, ...]
     input_shapes: dict[str, tuple[int | None, ...]]
     rounds: Plan
     engine: dict[str, str]
+    deploy_threads: tuple[int, ...]
     numeric_format: NumericFormat
     model: str
     calibration_method: str
