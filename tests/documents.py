@@ -199,7 +199,10 @@ def prepare(folder: Path) -> None:
     `calib.cache`, scales of all its activations.
     """
     for script in EXAMPLES.glob("*.py"):
-        shutil.copy(script, folder)
+        text = script.read_text()
+        if script.name == "make_model.py":
+            text = text.replace("64", "16")
+        (folder / script.name).write_text(text)
     with in_process(), pytest.MonkeyPatch.context() as patch:
         quickly(patch)
         patch.chdir(folder)

@@ -107,7 +107,10 @@ def test_an_interrupt_that_a_library_made_another_error_of(call, model, monkeypa
 
 def interrupted(code: str, *signals: float) -> tuple[int, str]:
     """Exit code and standard error of Python code that says `ready` and gets Ctrl-C, so many seconds apart; the last of
-    several until the process ends, as signals that come together count as one."""
+    several until the process ends, as signals that come together count as one.
+
+    The code sleeps in short steps: Python sleeps to the end when a signal comes just before it begins to.
+    """
     process = subprocess.Popen(
         [sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -130,7 +133,8 @@ class Slow:
     def find_spec(self, name, path, target=None):
         if name == "qdqtune.cli.main":
             print("ready", flush=True)
-            time.sleep(60)
+            while True:
+                time.sleep(0.01)
 sys.meta_path.insert(0, Slow())
 from qdqtune.__main__ import main
 main()"""
@@ -145,7 +149,8 @@ from qdqtune.cli.main import main
 def stubborn():
     try:
         print("ready", flush=True)
-        time.sleep(60)
+        while True:
+            time.sleep(0.01)
     except KeyboardInterrupt:
         time.sleep(60)
 main([], stubborn)"""
