@@ -10,7 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +28,12 @@ without the prices of earlier ones.
 
 TUNED, UNCHANGED = 0, 3
 
+Start = Callable[[Sequence[str]], subprocess.CompletedProcess[bytes]]
 
-def demo(folder: Path, budget: Sequence[str] = BUDGET, images: int | None = None) -> int:
-    """Tune into `folder`, print latency and accuracy on the first `images` test images (all by default).
+
+def demo(folder: Path, budget: Sequence[str] = BUDGET, images: int | None = None, start: Start = subprocess.run) -> int:
+    """Tune into `folder`, print latency and accuracy on the first `images` test images (all by default). `start` runs a
+    command to its end.
 
     Returns 0 also where nothing faster was found: on a noisy machine that is an honest answer. Any other exit code of
     the tuning run is returned as it is.
@@ -39,7 +42,7 @@ def demo(folder: Path, budget: Sequence[str] = BUDGET, images: int | None = None
     arguments = ["tune", _shown(MODEL), "--calibration-data", _shown(SAMPLES), "--output-dir", _shown(output),
                  *budget, "--restart"]  # fmt: skip
     print(f"$ {shlex.join(['qdqtune', *arguments])}", flush=True)
-    code = subprocess.run([sys.executable, "-m", "qdqtune", *arguments], check=False).returncode
+    code = start([sys.executable, "-m", "qdqtune", *arguments]).returncode
     if code not in (TUNED, UNCHANGED):
         return code
     summary = json.loads((output / "summary.json").read_text())

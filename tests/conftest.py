@@ -1,7 +1,6 @@
 """Fixtures that several test files ask for by name."""
 
 import atexit
-import fcntl
 import os
 import shutil
 import signal
@@ -15,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from command_lines import QUICK
 from qdqtune.cli import main
+from qdqtune.engines import devices
 from runs import mixed, write
 from workers import Workers, in_process
 
@@ -49,18 +49,23 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary folders of this process lie in the folder of the test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of eight free cores, as far as this process can tell."""
+    monkeypatch.setattr(devices, "physical_cores", lambda: [[core] for core in range(8)])
+    monkeypatch.setattr(devices, "is_free", lambda _: True)
+
+
+@pytest.fixture
 def workers() -> Iterator[Workers]:
     """No processes: every runner works in this one, some times faster, and good for all but crashes and hangs."""
     with in_process() as started:
         yield started
-
-
-@pytest.fixture
-def cores() -> Iterator[None]:
-    """The cores of this machine for workers in processes, which no other test gives to its own meanwhile."""
-    with Path(__file__).open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @pytest.fixture

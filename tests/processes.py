@@ -10,6 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+on_all_cores = pytest.mark.xdist_group("cores")
+"""For tests whose workers want a core each: they run one after another, so that none waits for cores of another."""
+
 
 def until(what: Callable[[], object], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds

@@ -5,7 +5,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 from qdqtune.cli.main import Later, app
 from runs import environment
@@ -27,9 +30,23 @@ OUTSIDE = {"qdqtune", "qdqtune.__main__", "qdqtune.graph_utils", "qdqtune.op_typ
 """Doors: what a user imports or runs by name. They lead to any floor, and no floor leads to them."""
 
 
-def imports(path: Path) -> Iterator[str]:
+pytestmark = pytest.mark.xdist_group("source")
+"""One process reads the source for all of them."""
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """Every module that a file imports, at its top or inside a function, with the names it takes from packages."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -50,6 +67,11 @@ def within(name: str, packages: set[str]) -> bool:
 
 def floor(name: str) -> int:
     return FLOORS.index(name.split(".")[1])
+
+
+def test_groups_of_tests_are_told_to_pytest_xdist(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("loadgroup", False):
+        assert request.node.nodeid.endswith("@source")
 
 
 def test_the_modules_are_found() -> None:
@@ -85,7 +107,7 @@ def test_a_folder_says_in_a_sentence_what_it_is_and_imports_nothing() -> None:
     for name in (m for m, p in MODULES.items() if p.name == "__init__.py"):
         if name not in ("qdqtune", "qdqtune.engines", "qdqtune.search", "qdqtune.autotune"):
             assert not set(imports(MODULES[name])), name
-            assert len(ast.parse(MODULES[name].read_text()).body) == 1, name
+            assert len(parsed(MODULES[name]).body) == 1, name
 
 
 def test_vendor_libraries_are_imported_by_their_engine_only() -> None:
@@ -144,7 +166,7 @@ def test_only_the_command_line_spells_options_as_flags() -> None:
     later = (command.command for command in app.commands.values() if isinstance(command, Later))
     flags = {flag for command in later for param in command.params for flag in param.opts}
     for name in (m for m in MODULES.keys() - OUTSIDE - {COPIED} if floor(m) > FLOORS.index("cli")):
-        tree = ast.parse(MODULES[name].read_text())
+        tree = parsed(MODULES[name])
         apart = [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "flags"]
         apart += [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]  # docstrings
         for node in ast.walk(tree):
@@ -161,7 +183,7 @@ def test_no_module_is_too_long() -> None:
 
 def test_what_is_public_says_what_it_does() -> None:
     for name, path in MODULES.items():
-        _check_docstrings(name, ast.parse(path.read_text()))
+        _check_docstrings(name, parsed(path))
 
 
 def _check_docstrings(name: str, tree: ast.Module) -> None:
@@ -200,7 +222,7 @@ FOREIGN = {
 
 def test_broad_catches_stand_at_the_border_to_foreign_code_only() -> None:
     for name in (m for m in MODULES if not within(m, FOREIGN)):
-        for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        for node in ast.walk(parsed(MODULES[name])):
             if isinstance(node, ast.ExceptHandler):
                 caught = ast.unparse(node.type) if node.type else "BaseException"
                 cleans_up = any(isinstance(inner, ast.Raise) and inner.exc is None for inner in node.body)

@@ -65,8 +65,7 @@ INF = float("inf")
 
 
 @pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers) -> None:
-    monkeypatch.setattr(benchmark, "_instance", None)
+def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers, no_benchmark: None) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -185,11 +184,11 @@ def test_calls_come_in_order() -> None:
 
 
 def test_the_engine_is_tensorrt_where_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.autotune.benchmark.NEEDS", {"tensorrt": (("no_such_package",), "pip install it")})
+    needs = {"tensorrt": (("no_such_package",), "pip install it")}
+    monkeypatch.setattr("qdqtune.autotune.benchmark.NEEDS", needs)
     assert benchmark.default_engine() == ("onnxruntime", "TensorRT is not installed: pip install it")
-    monkeypatch.setattr("qdqtune.autotune.benchmark.NEEDS", {"tensorrt": ((), "")})
+    needs["tensorrt"] = ((), "")
     assert benchmark.default_engine()[0] == "onnxruntime"  # installed, perhaps, but there is no GPU
-    monkeypatch.setattr("qdqtune.autotune.benchmark.NEEDS", {"tensorrt": ((), "")})
     state = benchmark.engine_state("fake", Path())
     monkeypatch.setattr("qdqtune.autotune.benchmark.engine_state", lambda *_: state)
     assert benchmark.default_engine() == ("tensorrt", "TensorRT 1 on cost model")
@@ -600,8 +599,8 @@ def test_open_sizes_come_from_trtexecs_arguments_or_from_samples(
     assert [settings.calibration_data for settings in asked] == [None, "samples.npz"]
 
 
-def test_models_that_were_timed_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+@pytest.mark.usefixtures("temporary")
+def test_models_that_were_timed_are_not_kept(tmp_path: Path) -> None:
     init_benchmark_instance(engine="fake")
     model = mixed().to_proto().SerializeToString()
     assert len({benchmark_onnx_model(model) for _ in range(3)}) == 1

@@ -22,7 +22,6 @@ from qdqtune.autotune.quantization import quantize
 from qdqtune.autotune.subgraph_extractor import extract_subgraph, extract_subgraph_by_nodes
 from qdqtune.autotune.subgraph_workflow import subgraph_autotuning_workflow
 from qdqtune.autotune.tensorrt_utils import Benchmark, TrtExecBenchmark
-from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.placement.reading import read_placement
@@ -168,10 +167,11 @@ def test_the_package_is_the_program_with_its_flag(
     for wrong in ("{}", "[1]", '[{"a": 1}]', "[", "no.json"):
         with pytest.raises(SystemExit):
             package.get_parser().parse_args(["--onnx_path", "no.onnx", "--input_shapes_profile", wrong])
-    monkeypatch.setattr("sys.argv", ["qdqtune", "--onnx_path", str(path), "--high_precision_dtype", "fp32"])
+    typed = ["qdqtune", "--onnx_path", str(path), "--high_precision_dtype", "fp32"]
+    monkeypatch.setattr("sys.argv", typed)
     package.main()
     assert "first" in quantized(tmp_path / "model.quant.onnx")
-    monkeypatch.setattr("sys.argv", ["qdqtune", "--onnx_path", str(path), "--dq_only"])
+    typed[3:] = ["--dq_only"]
     with pytest.raises(SystemExit) as end:
         package.main()
     assert end.value.code == 2
@@ -226,9 +226,10 @@ def test_trtexec_leaves_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "out" / "model.fp16.build.log").exists()
 
 
-def test_subgraph_mode_from_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: Workers) -> None:
+@pytest.mark.usefixtures("workers", "no_benchmark")
+def test_subgraph_mode_from_a_script(tmp_path: Path) -> None:
     path = write(mixed(), tmp_path)
-    monkeypatch.setattr(benchmark, "_instance", Benchmark(EngineSpec("fake")))
+    benchmark.init_benchmark_instance(engine="fake")
     final = subgraph_autotuning_workflow(path, tmp_path / "out", quantizable_ops={"MatMul"}, calibration_method="max")
     assert cost(Path(final)) < cost(path)
     assert (tmp_path / "out" / "autotune_cache.json").exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -17,6 +16,7 @@ import onnx
 import pytest
 import yaml
 
+from loaded_modules import present
 from models import build, conv_net, normal
 from qdqtune import graph_utils, op_types
 from qdqtune.autotune import benchmark, common, graphs, insertion_points
@@ -269,7 +269,7 @@ def export_onnx(graph: Surgeon) -> onnx.ModelProto:
 
 def test_graphs_of_graphsurgeon_serve_as_models_do(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Surgeon.__module__.partition(".")[0]
-    monkeypatch.setitem(sys.modules, library, SimpleNamespace(export_onnx=export_onnx))
+    present(monkeypatch, {library: SimpleNamespace(export_onnx=export_onnx)})
     graph = Surgeon(small())
     assert [n.name for n in QDQAutotunerBase(graph).graph.nodes] == ["first", "act", "second"]
     assert RegionPattern.from_region(region(0, 1), graph) == RegionPattern.from_region(region(0, 1), small())
@@ -283,9 +283,8 @@ def test_graphs_of_graphsurgeon_serve_as_models_do(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch, workers: Workers) -> QDQAutotunerBase:
+def begun(workers: Workers, no_benchmark: None) -> QDQAutotunerBase:
     """An autotuner with a current scheme that was measured."""
-    monkeypatch.setattr(benchmark, "_instance", None)
     benchmark.init_benchmark_instance(engine="fake")
     autotuner = QDQAutotunerBase(small())
     autotuner.initialize()

@@ -1,6 +1,5 @@
 """Inputs that are strings, in every form in which users have them; outputs that are maps, as of scikit-learn."""
 
-import sys
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import qdqtune
+from loaded_modules import present
 from models import normal
 from qdqtune.calibration.samples import open_samples
 from qdqtune.commands.quantize import quantize
@@ -80,7 +80,7 @@ def test_strings_are_taken_in_every_form(
     if way == "code":
         module = ModuleType("gives_words")
         module.__dict__["feed"] = lambda: [{"word": words}]
-        monkeypatch.setitem(sys.modules, "gives_words", module)
+        present(monkeypatch, {"gives_words": module})
         source = "gives_words:feed"
     elif way == "python":
         done = qdqtune.quantize(of_words, tmp_path / "q.onnx", calibration_data={"word": words})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import family, until
+from processes import family, on_all_cores, until
 from qdqtune.cli import children
 from qdqtune.cli.children import Board, Ended, ModelRow
 from qdqtune.cli.output import Event, parsed_event
@@ -65,7 +65,7 @@ def begin(arguments: Sequence[object], out: Path) -> subprocess.Popen[bytes]:
 
 
 @NEEDS_TWO
-@pytest.mark.usefixtures("cores")
+@on_all_cores
 def test_nothing_is_left_of_a_fleet_that_is_killed(models: Path, tmp_path: Path) -> None:
     asked = [models / "fast.onnx", models / "slow.onnx", "--workers", 2, "--builds", 60, "--mode", "region"]
     run = begin(asked, tmp_path / "out")
@@ -78,7 +78,7 @@ def test_nothing_is_left_of_a_fleet_that_is_killed(models: Path, tmp_path: Path)
 
 
 @NEEDS_TWO
-@pytest.mark.usefixtures("cores")
+@on_all_cores
 @pytest.mark.parametrize("who", ["Ctrl-C", "driver", "worker"])
 def test_nothing_is_left_of_workers_side_by_side(models: Path, tmp_path: Path, who: str) -> None:
     out = tmp_path / "out"
@@ -96,6 +96,7 @@ def test_nothing_is_left_of_workers_side_by_side(models: Path, tmp_path: Path, w
     until(lambda: all(devices.is_free(f"core-{cores[0]}") for cores in devices.physical_cores()))
 
 
+@pytest.mark.usefixtures("eight_cores")
 def test_models_are_shared_out_and_told_in_their_order(call, models, tmp_path, monkeypatch):
     met: list[tuple[str, tuple[int, ...]]] = []
     both = threading.Barrier(2)
@@ -107,8 +108,6 @@ def test_models_are_shared_out_and_told_in_their_order(call, models, tmp_path, m
         return Ended(0, json.dumps({"shipped": "tuned", "ratio": 0.5}))
 
     monkeypatch.setattr(children, "_run", run)
-    monkeypatch.setattr(devices, "physical_cores", lambda: [[core] for core in range(8)])
-    monkeypatch.setattr(devices, "is_free", lambda _: True)
     asked = ["tune", models, "-o", tmp_path / "out", *QUICK, "--workers", 4, "--cores-per-worker", 2]
     code, out, err = call(*asked, "--json")
     assert code == 0

@@ -10,21 +10,23 @@ from pathlib import Path
 import pytest
 import yaml
 
+from processes import on_all_cores
 from qdqtune.cli.main import app
 from qdqtune.engines import devices
 from runs import environment, hopeless, mixed, write
 
-QUICK = "--engine fake --builds 4 --calibration-method minmax --no-bias-correction --no-report --price-cache none"
+RANGES = "--calibration-method minmax --no-bias-correction"
+QUICK = f"--engine fake --builds 4 {RANGES} --no-report --price-cache none"
 COMMANDS = {
-    "apply": "apply a.onnx --placement placement.yaml --calibration-data a.npz -o q.onnx",
+    "apply": f"apply a.onnx --placement placement.yaml --calibration-data a.npz -o q.onnx {RANGES}",
     "build": "build a.onnx --engine onnxruntime -o built.onnx",
     "check": "check q8.onnx --engine onnxruntime",
     "compare": "compare a.onnx q8.onnx --engine fake",
     "debug": "debug a.onnx q8.onnx --calibration-data a.npz --engine fake",
     "doctor": "doctor",
     "layers": "layers a.onnx --engine onnxruntime",
-    "quantize": "quantize a.onnx --calibration-data a.npz -o q.onnx",
-    "quantize, with functions": "quantize a.onnx --calibration-data user:samples --evaluate user:score -o q.onnx",
+    "quantize": f"quantize a.onnx --calibration-data a.npz -o q.onnx {RANGES}",
+    "quantize, with functions": f"quantize a.onnx --calibration-data user:samples --evaluate user:score -o q {RANGES}",
     "run": "run jobs.yaml",
     "run, side by side": "run jobs.yaml --workers 2",
     "tune": f"tune a.onnx -o out {QUICK}",
@@ -62,9 +64,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("base")
     write(mixed(), here, "a")
     write(hopeless(), here, "b")
-    ours("quantize a.onnx --calibration-data a.npz -o q8.onnx", here).check_returncode()
+    ours(f"quantize a.onnx --calibration-data a.npz -o q8.onnx {RANGES}", here).check_returncode()
     (here / "placement.yaml").write_text("{version: 1, engine: fake, quant_type: int8, edges: []}")
     quick = {"engine": "fake", "builds": 4, "report": False, "price-cache": "none"}
+    quick |= {"calibration-method": "minmax", "bias-correction": False}
     jobs = {"defaults": quick, "jobs": [{"model": model} for model in ("a.onnx", "b.onnx")]}
     (here / "jobs.yaml").write_text(yaml.safe_dump(jobs))
     poison(here)
@@ -94,8 +97,10 @@ def test_every_command_is_known_here() -> None:
     assert {name.partition(",")[0] for name in COMMANDS} | START_NONE == set(app.commands)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_no_process_executes_what_lies_in_the_current_folder(name: str, folder: Path, cores: None) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=on_all_cores if "--workers" in words else ()) for n, words in COMMANDS.items()]
+)
+def test_no_process_executes_what_lies_in_the_current_folder(name: str, folder: Path) -> None:
     if "--ray" in COMMANDS[name] and importlib.util.find_spec("ray") is None:
         pytest.skip("needs Ray")
     if "--workers 2" in COMMANDS[name] and len(devices.physical_cores()) < 2:

@@ -71,8 +71,10 @@ def kind(option: click.Option) -> str:
 def odd() -> Iterator[str]:
     """Jobs files that are none."""
     yield from STRUCTURES
+    first = {kind(option): name for name, option in reversed(KNOWN.items())}
     for name, option in KNOWN.items():
-        for value in (*NEVER.values(), *BY_KIND[kind(option)]):
+        never = NEVER if name in first.values() else ("mapping",)
+        for value in (*(NEVER[how] for how in never), *BY_KIND[kind(option)]):
             yield f"jobs: [{{model: a.onnx}}, {{model: b.onnx, {name}: {value}}}]"
     for value in NEVER.values():
         yield f"jobs: [{{model: {value}}}]"

@@ -2,7 +2,7 @@
 
 import io
 import json
-import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import onnx
@@ -50,16 +50,16 @@ def test_names_cannot_command_a_terminal(call: Call, model: Path, tmp_path: Path
     assert SPELT in out or command == "tune"  # which shows names of nodes where units have prices only
 
 
-def test_a_console_takes_text_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_console_takes_text_as_text() -> None:
     written = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", streams.Escaping(written))
     table = Table(title=HOSTILE)
     table.add_column(HOSTILE)
     table.add_row(Text(HOSTILE))
     table.add_row("[bold]plain[/bold]")
-    shown = output.console(width=200)
-    shown.print(table)
-    shown.print(HOSTILE)
+    with redirect_stdout(streams.Escaping(written)):
+        shown = output.console(width=200)
+        shown.print(table)
+        shown.print(HOSTILE)
     assert written.getvalue().count(SPELT) == 4
     assert "[bold]plain[/bold]" in written.getvalue()
     assert {c for c in written.getvalue() if not c.isprintable()} <= {"\n"}

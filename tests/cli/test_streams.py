@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Call
 from qdqtune.cli import main, streams
 from runs import environment
 
@@ -85,29 +84,34 @@ def test_what_cannot_be_written_is_dropped(error: OSError, is_told: bool) -> Non
         stream.write(b"bytes")  # type: ignore[arg-type]
 
 
-def test_memory_that_is_short_is_one_line(call: Call, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def greedy(*_: object, **__: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("qdqtune.commands.inspect.load", greedy)
-    assert call("inspect", model) == (2, "", "error: there is not enough memory for this\n")
+def greedy(*_: object, **__: object) -> None:
+    raise MemoryError
 
 
-def test_an_interrupt_that_a_library_made_another_error_of(call, model, monkeypatch):
-    def interrupted(*_: object, **__: object) -> None:
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(10)
-        except KeyboardInterrupt as error:
-            raise ImportError("numpy cannot be imported") from error
+def interrupts(*_: object, **__: object) -> None:
+    """A Ctrl-C of which a library makes another error."""
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+    except KeyboardInterrupt as error:
+        raise ImportError("numpy cannot be imported") from error
 
-    monkeypatch.setattr("qdqtune.commands.inspect.load", interrupted)
-    assert call("inspect", model) == (130, "", "interrupted\n")
+
+@pytest.mark.parametrize(
+    ("loads", "code", "told"),
+    [(greedy, 2, "error: there is not enough memory for this\n"), (interrupts, 130, "interrupted\n")],
+)
+def test_short_memory_and_an_interrupt_are_one_line_whatever_is_at_work(loads, code, told, call, model, monkeypatch):
+    monkeypatch.setattr("qdqtune.commands.inspect.load", loads)
+    assert call("inspect", model) == (code, "", told)
 
 
 def interrupted(code: str, *signals: float) -> tuple[int, str]:
     """Exit code and standard error of Python code that says `ready` and gets Ctrl-C, so many seconds apart; the last of
-    several until the process ends, as signals that come together count as one."""
+    several until the process ends, as signals that come together count as one.
+
+    The code sleeps in short steps: Python sleeps to the end when a signal comes just before it begins to.
+    """
     process = subprocess.Popen(
         [sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -130,7 +134,8 @@ class Slow:
     def find_spec(self, name, path, target=None):
         if name == "qdqtune.cli.main":
             print("ready", flush=True)
-            time.sleep(60)
+            while True:
+                time.sleep(0.01)
 sys.meta_path.insert(0, Slow())
 from qdqtune.__main__ import main
 main()"""
@@ -145,7 +150,8 @@ from qdqtune.cli.main import main
 def stubborn():
     try:
         print("ready", flush=True)
-        time.sleep(60)
+        while True:
+            time.sleep(0.01)
     except KeyboardInterrupt:
         time.sleep(60)
 main([], stubborn)"""

@@ -101,16 +101,15 @@ def test_engines_that_work(tmp_path, workers):
     assert onnxruntime.device
 
 
-def library(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str = "tensorrt") -> None:
-    """A Python package of that name, for workers."""
-    (folder / f"{name}.py").write_text(text)
+def library(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, needed: str = "tensorrt") -> None:
+    """A Python package `tensorrt`, for workers. The engine is installed if the package that is `needed` is."""
+    (folder / "tensorrt.py").write_text(text)
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setitem(doctor.NEEDS, name, ((name,), "pip install it"))
+    monkeypatch.setitem(doctor.NEEDS, "tensorrt", ((needed,), "pip install 'qdqtune[tensorrt]'"))
 
 
 def test_a_library_that_is_not_there(tmp_path, monkeypatch):
-    library(tmp_path, monkeypatch, "raise ModuleNotFoundError(\"No module named 'tensorrt'\")")
-    monkeypatch.setitem(doctor.NEEDS, "tensorrt", (("no_such_package",), "pip install 'qdqtune[tensorrt]'"))
+    library(tmp_path, monkeypatch, "raise ModuleNotFoundError(\"No module named 'tensorrt'\")", "no_such_package")
     assert engine_state("tensorrt", tmp_path) == EngineState(
         "tensorrt", "missing", reason="TensorRT cannot be loaded (No module named 'tensorrt')",
         remedy="pip install 'qdqtune[tensorrt]'",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loaded_modules import CUDA, absent
 from qdqtune.commands.doctor import DoctorOptions
 from qdqtune.commands.qualification import checks, engine_at_hand, qualify
 from qdqtune.commands.qualification.checks import CHECKS, DEEPER, FAULTS, ITSELF
@@ -87,8 +87,7 @@ def test_without_its_gpu_an_engine_is_asked_for_builds_and_layers_only(
     only: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
-    for module in ("cuda.bindings.runtime", "cuda.cudart"):
-        monkeypatch.setitem(sys.modules, module, None)
+    absent(monkeypatch, *CUDA)
     only(GRAPH_CHECKS, *GRAPHS, MEMORY)
     seen = qualified(EngineSpec("tensorrt-rtx", {"target": "sm89"}))
     assert not broken(seen)
@@ -312,19 +311,15 @@ def test_a_search_that_fails(only: Any, workers: Workers) -> None:
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("ratio", [None, SimpleNamespace(verdict="undecided")])
-def test_a_search_that_ships_what_is_not_proven(ratio: Any, only: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("found", "told"), [
+    ({"improved": True, "ratio": None}, "ships that is not proven"),
+    ({"improved": True, "ratio": SimpleNamespace(verdict="undecided")}, "ships that is not proven"),
+    ({"improved": False, "ratio": None, "file": Path("none.onnx")}, "the engine does not run what ships: "),
+])  # fmt: skip
+def test_a_search_that_ships_what_it_may_not(found: Any, told: str, only: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     only("search", "cut")
-    monkeypatch.setattr(checks, "tune", lambda *_: SimpleNamespace(improved=True, ratio=ratio))
-    assert "ships that is not proven" in the_one(FAKE)[1]
-
-
-@pytest.mark.usefixtures("workers")
-def test_a_search_whose_file_does_not_run(only: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    only("search", "cut")
-    found = SimpleNamespace(improved=False, ratio=None, file=tmp_path / "none.onnx")
-    monkeypatch.setattr(checks, "tune", lambda *_: found)
-    assert the_one(FAKE)[1].startswith("the engine does not run what ships: ")
+    monkeypatch.setattr(checks, "tune", lambda *_: SimpleNamespace(**found))
+    assert told in the_one(FAKE)[1]
 
 
 def test_fp8_on_a_gpu_that_has_none(only: Any, workers: Workers) -> None:

@@ -1,11 +1,11 @@
 """TensorRT-RTX takes what `quantize` writes for TensorRT, without a GPU, and runs it in 8 bits."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from loaded_modules import CUDA, absent
 from models import attention, build, conv_net, normal
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.commands.quantize import quantize
@@ -90,8 +90,7 @@ CASES = [(passing, "int8"), (passing, "fp8"), (convnext, "int8"), (convnext, "fp
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize(("make", "quant_type"), CASES)
 def test_it_builds_and_runs_in_8_bits(make, quant_type, precision, tmp_path, monkeypatch):
-    for module in ("cuda.bindings.runtime", "cuda.cudart"):  # as without a GPU, also where there is one
-        monkeypatch.setitem(sys.modules, module, None)
+    absent(monkeypatch, *CUDA)  # as without a GPU, also where there is one
     assert callable(make)
     model = make()
     save(model, tmp_path / "model.onnx")
@@ -112,8 +111,7 @@ def test_it_builds_and_runs_in_8_bits(make, quant_type, precision, tmp_path, mon
 @pytest.mark.usefixtures("workers")
 def test_the_product_of_queries_keys_and_values_runs_in_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With pairs on its inputs alone it runs in float16, in a kernel that converts its weights."""
-    for module in ("cuda.bindings.runtime", "cuda.cudart"):
-        monkeypatch.setitem(sys.modules, module, None)
+    absent(monkeypatch, *CUDA)
     ints = {"five": [1, 64, 3, 4, 32], "three": [1, 64, 128], "zero": [0]}
     constants = {"w": normal(128, 384, scale=0.1), "b": normal(384), "c": np.float32(0.25), "wo": normal(128, 32)}
     save(build(FUSED, constants | {n: np.array(v) for n, v in ints.items()}), tmp_path / "model.onnx")
@@ -127,8 +125,7 @@ def test_the_product_of_queries_keys_and_values_runs_in_8_bits(tmp_path: Path, m
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("like", ["rules", "implicit"])
 def test_scales_of_a_calibration_cache_build_and_run_in_8_bits(like, tmp_path, monkeypatch):
-    for module in ("cuda.bindings.runtime", "cuda.cudart"):
-        monkeypatch.setitem(sys.modules, module, None)
+    absent(monkeypatch, *CUDA)
     model = passing()
     save(model, tmp_path / "model.onnx")
     lines = [f"{tensor}: 3c60dd{number:02x}" for number, tensor in enumerate(candidate_tensors(model))]
@@ -154,8 +151,7 @@ LOUD = """net (float[1,32,16,16] x) => (float[1,32,16,16] y) {
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_half_precision_with_nodes_in_float32_builds(precision, tmp_path, monkeypatch):
-    for module in ("cuda.bindings.runtime", "cuda.cudart"):
-        monkeypatch.setitem(sys.modules, module, None)
+    absent(monkeypatch, *CUDA)
     save(build(LOUD, {"w": normal(32, 32, 3, 3, scale=20.0)}), tmp_path / "model.onnx")
     asked = QuantizeOptions(
         tmp_path / "model.onnx", output=tmp_path / "q.onnx", engine="tensorrt-rtx", precision=precision

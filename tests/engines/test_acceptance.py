@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import onnx
 import pytest
 
 from conftest import Call
+from loaded_modules import absent, forgotten
 from qdqtune.commands import apply, quantize
 from qdqtune.engines.acceptance import check_loads, checked_output
 from qdqtune.engines.execution import EXECUTION
@@ -46,8 +46,8 @@ def test_a_file_that_the_engine_refuses_does_not_appear(tmp_path: Path, workers:
 
 
 def test_without_the_engine_the_checker_decides(tmp_path, workers, monkeypatch):
-    monkeypatch.setitem(sys.modules, "openvino", None)
-    monkeypatch.delitem(sys.modules, "qdqtune.engines.openvino.engine", raising=False)  # which may have it already
+    absent(monkeypatch, "openvino")
+    forgotten(monkeypatch, "qdqtune.engines.openvino.engine")  # which may have it already
     save(mixed(), tmp_path / "m.onnx")
     check_loads(tmp_path / "m.onnx", "openvino")
     (tmp_path / "m.onnx").write_bytes(b"no model")
@@ -87,7 +87,8 @@ def test_a_metric_that_fails_leaves_nothing_behind(call: Call, model: Path, tmp_
     assert sorted(path for path in tmp_path.iterdir() if path.name != "__pycache__") == before
 
 
-def test_files_of_a_killed_run_are_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("temporary")
+def test_files_of_a_killed_run_are_removed_by_the_next(tmp_path: Path) -> None:
     code = """
 import time
 from qdqtune.system.writing import temporary_folder
@@ -100,7 +101,6 @@ with temporary_folder() as folder:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "qdqtune-of-somebody").mkdir()
     (tmp_path / "qdqtune-of-somebody" / "notes.txt").touch()
     with temporary_folder():

@@ -28,9 +28,8 @@ class TestDevices:
         with pytest.raises(BadOption, match="`cores_per_worker` 2 is too few for `threads` 4"):
             cores_for(EngineSpec("onnxruntime", {"threads": 4}), 2)
 
+    @pytest.mark.usefixtures("eight_cores")
     def test_each_worker_on_gpus_gets_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(devices, "physical_cores", lambda: [[n] for n in range(8)])
-        monkeypatch.setattr(devices, "is_free", lambda _: True)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
         asked = allot(EngineSpec("tensorrt"), 2)
         assert [d.environment for d in asked] == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
+from loaded_modules import absent
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.errors import BadOption, EngineUnavailable
 
@@ -49,7 +50,7 @@ def test_bad_options_are_named(spec: EngineSpec, words: str) -> None:
 
 
 def test_a_missing_library_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "qdqtune.engines.onnxruntime.engine", None)
+    absent(monkeypatch, "qdqtune.engines.onnxruntime.engine")
     with pytest.raises(EngineUnavailable, match="'onnxruntime' cannot be loaded"):
         open_engine(EngineSpec("onnxruntime"))
 

@@ -1,9 +1,8 @@
 """Numbers of engines are known without the engine's library."""
 
-import sys
-
 import pytest
 
+from loaded_modules import absent
 from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format, usual_precision
 from qdqtune.errors import BadOption
@@ -13,8 +12,7 @@ from qdqtune.types import QType
 @pytest.mark.parametrize("engine", sorted(MODULES))
 @pytest.mark.parametrize("quant_type", ["int8", "fp8"])
 def test_every_engine_names_its_numbers_without_its_library(engine, quant_type, monkeypatch):
-    for library in ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings", "openvino"):
-        monkeypatch.setitem(sys.modules, library, None)
+    absent(monkeypatch, "tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings", "openvino")
     if quant_type == "fp8" and engine in ("onnxruntime", "openvino"):
         with pytest.raises(BadOption, match="no FP8"):
             numeric_format(engine, quant_type)

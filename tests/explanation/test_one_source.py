@@ -80,9 +80,9 @@ RUNS: Mapping[str, tuple[Callable[[], Model], Mapping[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="session", params=RUNS)
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in RUNS])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a finished run."""
+    """Of a finished run, which one worker of pytest-xdist makes for all tests of it."""
     made, changes = RUNS[request.param]
     model = write(made(), tmp_path_factory.mktemp("run"))
     with in_process(), pytest.MonkeyPatch.context() as patch:

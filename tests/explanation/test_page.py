@@ -18,7 +18,10 @@ from qdqtune.tuning.loop import tune
 from runs import mixed, settings, write
 from workers import in_process
 
-pytestmark = pytest.mark.skipif(installed() is None, reason="no Chromium: apt-get install chromium")
+pytestmark = [
+    pytest.mark.xdist_group("browser"),
+    pytest.mark.skipif(installed() is None, reason="no Chromium: apt-get install chromium"),
+]
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202ereversed<b>"
 

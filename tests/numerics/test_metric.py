@@ -107,7 +107,7 @@ def test_what_it_prints_keeps_out_of_the_results(metric, loaded, capsys):
     assert capsys.readouterr() == ("", "epoch\n")
 
 
-def test_threads_that_call_predict_take_turns(metric, loaded, monkeypatch):
+def test_threads_that_call_predict_take_turns(metric, loaded):
     runner, handle = loaded
     outputs, asked = runner.outputs, threading.Lock()
 
@@ -117,7 +117,7 @@ def test_threads_that_call_predict_take_turns(metric, loaded, monkeypatch):
         asked.release()
         return outputs(*arguments)
 
-    monkeypatch.setattr(runner, "outputs", alone)
+    runner.__dict__["outputs"] = alone
     lines = (
         "from concurrent.futures import ThreadPoolExecutor",
         "ask = lambda i: float(predict({'x': np.full((2, 4), i, np.float32)})['y'].sum())",

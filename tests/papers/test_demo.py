@@ -31,15 +31,14 @@ def numbers(printed: str) -> list[float]:
     return [float(number) for number in found.groups()]
 
 
-def test_what_it_types_is_what_it_runs_and_starts_anew(tmp_path, monkeypatch, capsys):
+def test_what_it_types_is_what_it_runs_and_starts_anew(tmp_path, capsys):
     ran: list[Sequence[str]] = []
 
-    def refused(command: Sequence[str], check: bool) -> SimpleNamespace:
+    def refused(command: Sequence[str]) -> SimpleNamespace:
         ran.append(command)
         return SimpleNamespace(returncode=5)
 
-    monkeypatch.setattr(run.subprocess, "run", refused)
-    assert run.demo(tmp_path) == 5
+    assert run.demo(tmp_path, start=refused) == 5
     (typed,) = capsys.readouterr().out.splitlines()
     assert list(ran[0][:4]) == [sys.executable, "-m", "qdqtune", "tune"]
     program, command, *arguments = shlex.split(typed.removeprefix("$ "))
@@ -58,8 +57,8 @@ def test_its_environment_holds_nothing_but_what_the_package_needs() -> None:
     assert installed.endswith(" -c requirements.lock -e ."), "the lock bounds versions, it names no packages to install"
 
 
-def test_it_prints_latency_and_accuracy_before_and_after(tmp_path, monkeypatch, capsys):
-    def faster(command: Sequence[str], check: bool) -> SimpleNamespace:
+def test_it_prints_latency_and_accuracy_before_and_after(tmp_path, capsys):
+    def faster(command: Sequence[str]) -> SimpleNamespace:
         output = Path(command[command.index("--output-dir") + 1])
         output.mkdir(parents=True)
         for name in ("baseline.onnx", "optimized_final.onnx"):
@@ -67,8 +66,7 @@ def test_it_prints_latency_and_accuracy_before_and_after(tmp_path, monkeypatch, 
         (output / "summary.json").write_text(json.dumps({"baseline_ms": 9.5, "final_ms": 6.2, "ratio": 0.64}))
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(run.subprocess, "run", faster)
-    assert run.demo(tmp_path, images=20) == 0
+    assert run.demo(tmp_path, images=20, start=faster) == 0
     printed = capsys.readouterr().out
     before, after, *accuracies = numbers(printed)
     assert (before, after) == (9.5, 6.2)
@@ -78,18 +76,17 @@ def test_it_prints_latency_and_accuracy_before_and_after(tmp_path, monkeypatch, 
 
 
 @pytest.mark.usefixtures("workers")
-def test_where_nothing_is_faster_it_says_so(tmp_path, monkeypatch, capsys):
+def test_where_nothing_is_faster_it_says_so(tmp_path, capsys):
     """The whole demo on a fake engine that runs no candidate."""
 
-    def here(command: Sequence[str], check: bool) -> SimpleNamespace:
+    def here(command: Sequence[str]) -> SimpleNamespace:
         with pytest.raises(SystemExit) as end:
             main.main([*command[3:], "--calibration-method", "minmax", "--no-bias-correction"])
         return SimpleNamespace(returncode=end.value.code)
 
-    monkeypatch.setattr(run, "subprocess", SimpleNamespace(run=here))
     faults = 'faults={"refuse": "*"}'
     quick = ("--engine", "fake", "--engine-option", faults, "--builds", "4", "--calibration-samples", "1")
-    assert run.demo(tmp_path, quick, images=20) == 0
+    assert run.demo(tmp_path, quick, images=20, start=here) == 0
     printed = capsys.readouterr().out
     before, after, *accuracies = numbers(printed)
     assert before == after

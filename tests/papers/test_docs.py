@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +28,7 @@ from documents import (
     run_notebook,
     run_python,
 )
+from loaded_modules import present
 from qdqtune.cli import main
 from tensorrt_fakes import FakeCuda, Logger, Module
 from trtexec_stand_in import stand_in
@@ -37,7 +37,7 @@ DOCUMENTS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*
 RELEASES = {"8.6": ("8.6", "8.6.1"), "10": ("10.16", "10.16.1"), "11": ("11.1", "11.4.0")}
 """By generation of TensorRT: the version of the stand-in of trtexec, and that of the Python module."""
 
-BUILDS = 13
+BUILDS = 12
 """Of a search: what a text is about can be seen in a few."""
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -77,8 +77,7 @@ def with_tensorrt(release: str, folder: Path, patch: pytest.MonkeyPatch) -> None
             pass
 
     trt.__dict__["Logger"] = Simple
-    for name, module in {"tensorrt": trt, "cuda.bindings": bindings, "cuda.bindings.runtime": cuda}.items():
-        patch.setitem(sys.modules, name, module)
+    present(patch, {"tensorrt": trt, "cuda.bindings": bindings, "cuda.bindings.runtime": cuda})
 
 
 def run(block: Block, capsys: pytest.CaptureFixture[str]) -> None:

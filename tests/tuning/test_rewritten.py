@@ -1,6 +1,7 @@
 """Rewrites that pay are found before the search, kept, told and made again; what does not pay is left out."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from qdqtune.engines.execution import Execution
 from qdqtune.engines.fake import latency
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel
+from qdqtune.graph import rewrites
 from qdqtune.graph.inference import infer
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model
@@ -116,10 +118,15 @@ def test_a_model_is_read_again_only_for_a_rewrite_that_has_something_to_do(tmp_p
     assert opened == [Rewrites(True, ("hardswish",))]
 
 
+def alter(patch: pytest.MonkeyPatch, name: str, apply: Callable[[Model], Model]) -> None:
+    """Let a rewrite do something else."""
+    changed = {**REWRITES, name: replace(REWRITES[name], apply=apply)}
+    for module in (rewritten, rewrites):
+        patch.setattr(module, "REWRITES", changed)
+
+
 def test_a_rewrite_that_does_not_pay_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    twice = replace(REWRITES["hardswish"], apply=slowed)
-    monkeypatch.setattr(rewritten, "REWRITES", {**REWRITES, "hardswish": twice})
-    monkeypatch.setattr("qdqtune.graph.rewrites.REWRITES", {**REWRITES, "hardswish": twice})
+    alter(monkeypatch, "hardswish", slowed)
     result = tune(run(tmp_path, swishing()))
     told = result.summary["rewrites"]
     assert told["names"] == []
@@ -151,9 +158,7 @@ def test_what_fails_in_the_converter_is_passed_over_with_a_note(tmp_path, monkey
     def fail(_: Model) -> Model:
         raise BadModel("cannot convert from opset 19 to 17: no adapter")
 
-    broken = {**REWRITES, "layernorm": replace(REWRITES["layernorm"], apply=fail)}
-    monkeypatch.setattr(rewritten, "REWRITES", broken)
-    monkeypatch.setattr("qdqtune.graph.rewrites.REWRITES", broken)
+    alter(monkeypatch, "layernorm", fail)
     result = tune(run(tmp_path, mixed()))
     assert result.improved
     assert any(note.startswith("rewrite layernorm was passed over:") and "no adapter" in note for note in result.notes)
@@ -167,9 +172,7 @@ def test_other_outputs_are_no_rewrite(tmp_path: Path, monkeypatch: pytest.Monkey
             node.op_type = "HardSigmoid"
         return made
 
-    broken = {**REWRITES, "hardswish": replace(REWRITES["hardswish"], apply=wrong)}
-    monkeypatch.setattr(rewritten, "REWRITES", broken)
-    monkeypatch.setattr("qdqtune.graph.rewrites.REWRITES", broken)
+    alter(monkeypatch, "hardswish", wrong)
     result = tune(run(tmp_path, swishing()))
     assert result.summary["rewrites"]["names"] == []
     assert any("the engine computes other outputs with it" in note for note in result.notes)

@@ -34,10 +34,8 @@ pytestmark = pytest.mark.usefixtures("many_cores")
 
 
 @pytest.fixture
-def many_cores(monkeypatch: pytest.MonkeyPatch, workers: Workers) -> Workers:
-    """A machine of eight cores, as far as workers in this process can tell."""
-    monkeypatch.setattr(devices, "physical_cores", lambda: [[core] for core in range(8)])
-    monkeypatch.setattr(devices, "is_free", lambda _: True)
+def many_cores(eight_cores: None, workers: Workers) -> Workers:
+    """Workers in this process on a machine of eight cores."""
     return workers
 
 

@@ -1,4 +1,3 @@
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +7,7 @@ from onnx import helper
 
 from engine_contract import EngineContract, model_of
 from layer_reports import RESIDUAL, RESIDUAL_WEIGHTS, text_model
+from loaded_modules import absent, forgotten
 from models import build, feeds, normal, ranges, run, sqnr
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.devices import products_saturate
@@ -27,8 +27,8 @@ class TestOpenVino(EngineContract):
 
 
 def test_a_missing_openvino_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "openvino", None)
-    monkeypatch.delitem(sys.modules, "qdqtune.engines.openvino.engine", raising=False)
+    absent(monkeypatch, "openvino")
+    forgotten(monkeypatch, "qdqtune.engines.openvino.engine")
     with pytest.raises(EngineUnavailable, match=r"pip install 'qdqtune\[openvino\]'"):
         open_engine(EngineSpec("openvino"))
 

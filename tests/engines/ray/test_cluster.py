@@ -1,7 +1,6 @@
 """Workers on a real Ray cluster of several nodes, all of them on this machine, and what becomes of a run when actors,
 nodes and drivers die."""
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -15,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from processes import family, until
+from loaded_modules import absent
+from processes import family, on_all_cores, until
 from qdqtune.cli import main
 from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.allocation import allocate_workers
@@ -29,12 +29,10 @@ from runs import environment, mixed, settings, write
 from workers import in_process
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or len(devices.physical_cores()) < 2, reason="two nodes want two cores"
-)
-
-on_one_worker = pytest.mark.xdist_group("cluster")
-"""One cluster serves all tests that want one."""
+pytestmark = [
+    on_all_cores,  # and so on one worker of pytest-xdist: one cluster serves all tests that want one
+    pytest.mark.skipif(sys.platform != "linux" or len(devices.physical_cores()) < 2, reason="two nodes want two cores"),
+]
 
 OTHER_VERSION = """
 import qdqtune.engines.fake as fake
@@ -59,15 +57,14 @@ BUSY = {
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes, with room for one worker each; no other test gives these cores to workers meanwhile."""
+    """Two nodes, with room for one worker each."""
     from ray.cluster_utils import Cluster
 
     spare = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
     quiet = {"num_cpus": 1, "object_store_memory": 80_000_000, **spare}
-    with pytest.MonkeyPatch.context() as patch, (Path(__file__).parents[2] / "conftest.py").open() as lock:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_raylet_start_wait_time_s", "300")
-        fcntl.flock(lock, fcntl.LOCK_EX)
         nodes = Cluster(initialize_head=True, head_node_args={**quiet, "_system_config": BUSY})
 
         def given_up() -> None:
@@ -130,7 +127,6 @@ def leftovers(*places: Path) -> list[Path]:
     return found
 
 
-@on_one_worker
 def test_a_cluster_finds_what_one_worker_finds_and_loses_no_job_with_its_workers(
     cluster: Any, expected: tuple[Path, tuple[Trial, ...]]
 ) -> None:
@@ -142,7 +138,6 @@ def test_a_cluster_finds_what_one_worker_finds_and_loses_no_job_with_its_workers
     cluster.given_up()
 
 
-@on_one_worker
 def test_a_node_with_another_engine_version_is_refused_by_name(
     cluster: Any, expected: tuple[Path, tuple[Trial, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,7 +154,6 @@ def test_a_node_with_another_engine_version_is_refused_by_name(
     cluster.remove(node)
 
 
-@on_one_worker
 def test_a_result_is_proven_at_other_threads_where_there_are_as_many_cores(
     cluster: Any, expected: tuple[Path, tuple[Trial, ...]]
 ) -> None:
@@ -173,7 +167,6 @@ def test_a_result_is_proven_at_other_threads_where_there_are_as_many_cores(
     cluster.remove(node)
 
 
-@on_one_worker
 def test_a_killed_driver_leaves_no_files_and_resumes(
     cluster: Any, expected: tuple[Path, tuple[Trial, ...]], tmp_path: Path
 ) -> None:
@@ -225,7 +218,7 @@ def test_without_a_cluster_or_without_ray_the_message_says_what_to_do(monkeypatc
     fake = EngineSpec("fake")
     with pytest.raises(EngineUnavailable, match="no Ray cluster answers at"), allocate_workers(fake, 1, 1, "!"):
         pass
-    monkeypatch.setitem(sys.modules, "qdqtune.engines.ray.cluster", None)
+    absent(monkeypatch, "qdqtune.engines.ray.cluster")
     monkeypatch.delattr("qdqtune.engines.ray.cluster", raising=False)
     with pytest.raises(EngineUnavailable, match=r"pip install 'qdqtune\[ray\]'"), allocate_workers(fake, 1, 1, "auto"):
         pass

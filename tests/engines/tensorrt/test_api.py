@@ -6,7 +6,6 @@ import ast
 import gc
 import importlib
 import re
-import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from onnx.reference import ReferenceEvaluator
 
 import qdqtune.engines
 from engine_contract import CONV_WEIGHT, IMAGE, conv_model, model_of, quantized_conv_model
+from loaded_modules import CUDA, absent, present
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.tensorrt import api
 from qdqtune.engines.tensorrt.execution import CudaError
@@ -110,8 +110,7 @@ class Rig(SimpleNamespace):
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Rig:
     cuda = FakeCuda()
     trt = Module(request.param, cuda)
-    monkeypatch.setitem(sys.modules, "tensorrt", trt)
-    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", cuda)
+    present(monkeypatch, {"tensorrt": trt, "cuda.bindings.runtime": cuda})
     return Rig(trt=trt, cuda=cuda, folder=tmp_path, version=request.param)
 
 
@@ -405,26 +404,25 @@ def test_without_a_gpu(rig: Rig) -> None:
         rig.open()
 
 
-def test_bindings_that_look_for_a_driver_at_the_first_call(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(_: object) -> None:
+def test_bindings_that_look_for_a_driver_at_the_first_call(rig: Rig) -> None:
+    def failing() -> None:
         raise RuntimeError("Failed to dlopen libcuda.so.1")
 
-    monkeypatch.setattr(type(rig.cuda), "cudaGetDeviceCount", failing)
+    rig.cuda.__dict__["cudaGetDeviceCount"] = failing
     with pytest.raises(EngineUnavailable, match=r"no NVIDIA driver: .*libcuda"):
         rig.open()
 
 
 def test_without_cuda_python(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
-    monkeypatch.setitem(sys.modules, "cuda.cudart", None)
+    absent(monkeypatch, *CUDA)
     with pytest.raises(EngineUnavailable, match="pip install cuda-python"):
         rig.open()
-    monkeypatch.setitem(sys.modules, "cuda.cudart", rig.cuda)  # as older releases have it
+    present(monkeypatch, {"cuda.cudart": rig.cuda})  # as older releases have it
     assert rig.open().describe()["device"] == "Stand-in GPU"
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    absent(monkeypatch, "tensorrt")
     with pytest.raises(
         EngineUnavailable, match=r"TensorRT cannot be loaded.*pip install 'qdqtune\[tensorrt\]'"
     ) as error:
@@ -432,8 +430,8 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.value.exit_code == 5
 
 
-def test_a_version_that_is_too_old(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rig.trt.__dict__, "IExecutionContext", object)
+def test_a_version_that_is_too_old(rig: Rig) -> None:
+    rig.trt.__dict__["IExecutionContext"] = object
     with pytest.raises(EngineUnavailable, match=r"too old: install 8\.6"):
         rig.open()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from onnx import helper
 
 from engine_contract import IMAGE, conv_model, matmul_model, model_of
+from loaded_modules import CUDA, absent, present
 from models import attention, build, conv_net, feeds, normal, ranges
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.execution import Execution
@@ -50,8 +50,7 @@ NETWORKS = {"convolutions": conv_net, "attention": attention, "upsampling": upsa
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a GPU, also where there is one."""
-    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
-    monkeypatch.setitem(sys.modules, "cuda.cudart", None)
+    absent(monkeypatch, *CUDA)
 
 
 def engine(**options: Any) -> Any:
@@ -157,16 +156,16 @@ def test_targets_are_checked_and_needed() -> None:
 
 def test_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda()
-    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", cuda)
+    present(monkeypatch, {"cuda.bindings.runtime": cuda})
     device = SimpleNamespace(name=b"Data-centre GPU", major=9, minor=0)
-    monkeypatch.setattr(cuda, "cudaGetDeviceProperties", lambda number: (cuda.cudaError_t.cudaSuccess, device))
+    cuda.__dict__["cudaGetDeviceProperties"] = lambda number: (cuda.cudaError_t.cudaSuccess, device)
     with pytest.raises(EngineUnavailable, match=r"no kernels for Data-centre GPU \(sm90\).*`target` sm89"):
         open_engine(EngineSpec("tensorrt-rtx"))
     assert engine().describe()["target"] == "sm89"
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt_rtx_bindings", None)
+    absent(monkeypatch, "tensorrt_rtx_bindings")
     with pytest.raises(EngineUnavailable, match=r"TensorRT-RTX cannot.*pip install 'qdqtune\[tensorrt-rtx\]'"):
         engine()
 

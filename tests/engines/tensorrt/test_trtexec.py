@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -42,10 +41,7 @@ VERSIONS = ["8.6", "10.0", "10.16", "11.1"]
 INT8 = NumericFormat(QType.INT8, QType.INT8, symmetric=True)
 
 
-@pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporary folders of this process lie beside the models of the test."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("temporary")
 
 
 def create(*given: Any, **options: Any) -> trtexec.Trtexec:
