@@ -9,7 +9,8 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import sqnr_db
 from qdqtune.placement.possible import possible_edges
-from qdqtune.types import Deaf, Placement
+from qdqtune.system.listener import Deaf
+from qdqtune.types import Placement
 
 
 def prepared(net: Model, feeds: list[Arrays]) -> Prepared:

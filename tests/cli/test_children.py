@@ -17,7 +17,7 @@ from qdqtune.cli import children
 from qdqtune.cli.children import Board, Ended, ModelRow
 from qdqtune.cli.output import Event, parsed_event
 from qdqtune.engines import devices
-from qdqtune.engines.devices import ANYWHERE, Device
+from qdqtune.engines.devices import ANYWHERE
 from runs import environment, hopeless, mixed, write
 
 QUICK = ["--engine", "fake", "--calibration-method", "minmax", "--no-bias-correction", "--no-report"]
@@ -101,9 +101,9 @@ def test_models_are_shared_out_and_told_in_their_order(call, models, tmp_path, m
     met: list[tuple[str, tuple[int, ...]]] = []
     both = threading.Barrier(2)
 
-    def run(asked: Sequence[str], row: ModelRow, board: Board, device: Device) -> Ended:
+    def run(asked: Sequence[str], row: ModelRow, board: Board, place: children._Place) -> Ended:
         both.wait(timeout=60)
-        met.append((Path(asked[-1]).name, device.cores))
+        met.append((Path(asked[-1]).name, place.device.cores))
         board.take(row, Event("line", "   7   7/12 builds  best 1.64x  cut: 1.64x [1.48x, 1.69x], faster than float"))
         return Ended(0, json.dumps({"shipped": "tuned", "ratio": 0.5}))
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from qdqtune.engines import EngineSpec, Turn
+from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import as_workloads
 from qdqtune.engines.worker import Model, Session, average_layers
-from qdqtune.types import Layer, Workload
+from qdqtune.types import Layer, Turn, Workload
 
 
 class _Scripted:

@@ -13,7 +13,7 @@ from scipy.signal import lfilter
 from scipy.stats import binom
 
 from models import build, normal
-from qdqtune.engines import EngineSpec, Turn
+from qdqtune.engines import EngineSpec
 from qdqtune.engines.worker import Session
 from qdqtune.timing.ratios import (
     MOST_PAIRS,
@@ -32,7 +32,7 @@ from qdqtune.timing.ratios import (
     ratio,
     spread_of,
 )
-from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial, Workload
+from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial, Turn, Workload
 
 Array = npt.NDArray[Any]
 

@@ -83,7 +83,10 @@ class Layers(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        return {"engine": self.engine, "layers": [asdict(layer) for layer in self.layers]}
+        return {
+            "engine": self.engine,
+            "layers": [{k: v for k, v in asdict(layer).items() if k != "parts"} for layer in self.layers],
+        }
 
 
 def layers(options: LayersOptions) -> Layers:

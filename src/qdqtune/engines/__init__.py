@@ -8,7 +8,6 @@ module imports the vendor's library, and that module is imported when the engine
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import re
 import sys
@@ -146,31 +145,6 @@ def threads_of(spec: EngineSpec) -> int | None:
         return spec.options.get("threads")
     is_cpu = (spec.options.get("provider") or CPU_PROVIDER) == CPU_PROVIDER
     return int(spec.options.get("threads", 1)) if is_cpu else None
-
-
-LONG = 0.04
-"""Seconds from which on inferences have one turn in a round, as disturbances average out. Chosen, not measured."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A turn of a model: `runs` back-to-back inferences, each of `seconds` on the slower of both models. In a round
-    each has `per_round`: two, A B B A, so that drift cancels; one if inferences are long or turns start a process."""
-
-    runs: int
-    per_round: int
-    seconds: float
-    start: float = 0.0  # seconds to start the process of a turn; 0 if turns start none
-
-    @classmethod
-    def of(cls, seconds: float, least: float, start: float = 0.0) -> Turn:
-        """The turn that lasts at least `least` seconds, for inferences of `seconds`."""
-        return cls(max(1, math.ceil(least / (seconds or 1))), 1 if start or seconds >= LONG else 2, seconds, start)
-
-    @property
-    def round_seconds(self) -> float:
-        """Seconds of a round, if both models take `seconds`."""
-        return 2 * self.per_round * (self.runs * self.seconds + self.start)
 
 
 def builds_for(mix: Mix) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from qdqtune.engines import LAUNCHED, EngineSpec, Turn, builds_for
+from qdqtune.engines import LAUNCHED, EngineSpec, builds_for
 from qdqtune.engines.build_queue import BuildQueue
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.execution import EXECUTION, Check, Execution
@@ -30,7 +30,7 @@ from qdqtune.engines.process import (
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
 from qdqtune.graph.saving import nbytes
 from qdqtune.system.writing import temporary_folder
-from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Workload
+from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Turn, Workload
 
 SLACK = 5.0
 """Multiple of the expected time that rounds may take beyond their limit: a shared machine rarely slows down so much."""

@@ -36,7 +36,8 @@ from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.graph.model import Model
 from qdqtune.numerics.adjustable import BETTER_DB, NotRunnableError, OutputNoise, adjustable_placement
 from qdqtune.numerics.sessions import InferenceCount
-from qdqtune.types import Array, Listener, NumericFormat, Placement, Sample
+from qdqtune.system.listener import Listener
+from qdqtune.types import Array, NumericFormat, Placement, Sample
 
 EQUALIZING_SAMPLES = 32
 """Samples that factors are judged by, at most. Chosen, not measured."""

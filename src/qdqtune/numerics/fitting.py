@@ -18,7 +18,8 @@ from qdqtune.graph.operators import work
 from qdqtune.numerics.adjustable import BETTER_DB, AdjustablePlacement, NotRunnableError, adjustable_placement
 from qdqtune.numerics.equalizing import EQUALIZING_RUNS, EQUALIZING_SAMPLES, paying_factors
 from qdqtune.numerics.sessions import InferenceCount
-from qdqtune.types import Deaf, Listener, NumericFormat, Placement
+from qdqtune.system.listener import Deaf, Listener
+from qdqtune.types import NumericFormat, Placement
 
 JUDGING_SAMPLES = 64
 """Samples of calibration that ranges are judged by, if `WORK` allows so many; `LEAST_SAMPLES` in any case."""

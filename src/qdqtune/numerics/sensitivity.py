@@ -32,7 +32,8 @@ from qdqtune.placement.insertion import quantized
 from qdqtune.placement.possible import weight_at, weight_role
 from qdqtune.placement.switches import SWITCH, Rounding, is_switched_at_reader, with_roundings
 from qdqtune.placement.weight_only import BLOCK_OPSET, WeightOnlyWriter
-from qdqtune.types import Deaf, Edge, Failure, Listener, NumericFormat, Sample, WeightFormat
+from qdqtune.system.listener import Deaf, Listener
+from qdqtune.types import Edge, Failure, NumericFormat, Sample, WeightFormat
 
 
 @dataclass(frozen=True, eq=False)

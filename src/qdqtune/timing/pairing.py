@@ -12,8 +12,9 @@ from qdqtune.engines.build_queue import Urgency
 from qdqtune.engines.execution import Check
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
+from qdqtune.system.listener import Listener
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Rounds, compare, compare_pairs
-from qdqtune.types import Failure, Listener, Measurement, Tensors
+from qdqtune.types import Failure, Measurement, Tensors
 
 W = TypeVar("W", contravariant=True)
 

@@ -25,8 +25,8 @@ from typing import Literal
 
 import numpy as np
 
-from qdqtune.engines import Turn
-from qdqtune.types import Deaf, Failure, Listener, Measurement, Trial
+from qdqtune.system.listener import Deaf, Listener
+from qdqtune.types import Failure, Measurement, Trial, Turn
 
 Verdict = Literal["faster", "slower", "undecided"]
 

@@ -19,6 +19,7 @@ from qdqtune.errors import BaselineFailed
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import nbytes
 from qdqtune.system.checks import content_digest
+from qdqtune.system.listener import Deaf, Listener
 from qdqtune.timing.pairing import compare_builds, fresh_pairs
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, as_many_pairs_as_needed, on_these_builds
 from qdqtune.tuning.comparison_results import Compared
@@ -26,7 +27,7 @@ from qdqtune.tuning.contexts import Context
 from qdqtune.tuning.records import ComparisonRecord, Outcome
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.store import Store
-from qdqtune.types import Deaf, Failure, Listener, Measurement
+from qdqtune.types import Failure, Measurement
 
 SIDE_BY_SIDE = 512 * 2**20
 """If two model files have more bytes together, only one pair of builds is held at a time, else two. Chosen, not

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from qdqtune.errors import Cancelled
+from qdqtune.system.listener import Deaf, Listener
 from qdqtune.timing.ratios import Ratio
-from qdqtune.types import Deaf, Listener, Placement, Trial
+from qdqtune.types import Placement, Trial
 
 SEARCHING = "searching"
 """The stage in which candidates are measured. Other stages, such as measuring noise, may interrupt it."""
