@@ -95,10 +95,10 @@ def deploy_threads_option() -> Any:
     return option(
         ThreadCounts(),
         None,
-        "Numbers of threads that the model will run with: the result is proven at each, and ships only if it is slower "
-        "at none of them and faster at one. A search runs at the largest, unless `threads` says otherwise.",
+        "Numbers of threads that the model will run with: candidates are measured at each, and what ships is slower at "
+        "none of them and faster at one.",
         "Engine",
-        default_in_words="`threads`, and what the engine takes by itself here: a thread a core",
+        default_in_words="`threads`; or a thread a core, which the engine takes by itself, and one",
         metavar="1,4,16",
         is_rare=True,
         is_repeated=True,
