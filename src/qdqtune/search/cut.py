@@ -41,7 +41,7 @@ import numpy as np
 
 from qdqtune.graph.model import Model
 from qdqtune.search import best_of, ratios_to_float
-from qdqtune.search.costs.attribution import CONVERSION, BuildTimes, attribute, group_ms, timed_builds
+from qdqtune.search.costs.attribution import CONVERSION, BuildTimes, attribute, group_ms, timed_builds, with_float_times
 from qdqtune.search.costs.cheapest_decision import cut, cut_holding, cut_within, everything
 from qdqtune.search.costs.output_noise import RESERVE, Noise
 from qdqtune.search.costs.prices import Costs, learn, learned_prior
@@ -356,7 +356,8 @@ class CutSearch:
         unpredicted = sorted((b for b in others if b.placement in first), key=lambda build: -build.ratio)
         rising = (*unpredicted, *(b for b in others if b.placement not in first))
         ordered = (floats, *sorted(rising, key=lambda build: build.placement == shipped))
-        return [attribute(self.model, build, self.float_ms) for build in ordered]
+        before, *later = (attribute(self.model, build, self.float_ms) for build in ordered)
+        return [before, *(with_float_times(self.model, build, before) for build in later)]
 
     @cached_property
     def _members(self) -> list[tuple[Group, tuple[Edge, ...], str]]:

@@ -82,7 +82,7 @@ def test_a_float_unit_may_suffer_from_a_pair_on_what_it_writes() -> None:
     assert costs.prices[2].as_float == 3.0
     assert costs.total(Decision.of({3}, {"y"})) == pytest.approx(10 + 10 + 3 + 9 + 5 + 0.2 + costs.dequantize["y"])
     assert costs.total(Decision()) == pytest.approx(33.0)
-    assert learn(parts, [floats, usual]).prices[2].disturbed == 0  # noise
+    assert learn(parts, [floats, usual]).prices[2].disturbed == pytest.approx(0.3)
 
 
 def test_equal_units_with_unequal_float_times_share_no_price() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -85,6 +85,29 @@ def attribute(model: Model, build: TimedBuild, float_ms: float) -> BuildTimes:
     if waiting and nodes:
         nodes[next(reversed(nodes))] += waiting
     return BuildTimes(build.placement, nodes, converted["Quantize"], converted["Dequantize"], copies)
+
+
+MOST_SCALED = 2.0
+"""Times of nodes that pairs touch are scaled by less than this factor. Chosen, not measured."""
+
+
+def with_float_times(model: Model, build: BuildTimes, floats: BuildTimes) -> BuildTimes:
+    """The times of a build, where nodes that no pair touches take what they take in the float build (`floats`), and the
+    rest of the measured latency is divided among the others.
+
+    A layer report adds up to less or more than the latency, by waiting between kernels or by the profile itself, the
+    more so at several threads. If all nodes were scaled alike, float nodes would seem to get slower in a slow build,
+    and "all float" slower than the float model.
+    """
+    touched = build.paired | {edge.tensor for edge, _ in build.placement.weight_only}
+    same = {n.name for n in model.nodes if n.name in build.nodes and touched.isdisjoint((*n.inputs, *n.outputs))}
+    took, before = (sum(times.nodes.get(name, 0.0) for name in same) for times in (build, floats))
+    total = sum(sum(times.values()) for times in (build.nodes, build.quantize, build.dequantize))
+    if not same or total <= took or not 1 / MOST_SCALED < (factor := (total - before) / (total - took)) < MOST_SCALED:
+        return build
+    nodes = {name: floats.nodes.get(name, ms) if name in same else factor * ms for name, ms in build.nodes.items()}
+    q, d = ({tensor: factor * ms for tensor, ms in paid.items()} for paid in (build.quantize, build.dequantize))
+    return replace(build, nodes=nodes, quantize=q, dequantize=d)
 
 
 class NodeTime(NamedTuple):

@@ -140,9 +140,9 @@ def _add_build(found: Observations, partition: Partition, times: BuildTimes, bef
             spent += sum(times.dequantize.get(e.tensor, 0.0) for e in partition.weight_only_edges(unit))
             if how == "float":
                 fresh.setdefault((unit.kind, chosen.name, "float"), []).append(spent)
-        elif how == "fed" or (how == "float" and given and spent > UNEQUAL * before[unit.number]):
+        elif how == "fed" or (how == "float" and given):
             more.setdefault(unit.kind, []).append(spent - before[unit.number])
-        elif how != "mixed":
+        elif how != "mixed" and not (how == "float" and times.placement):  # float prices are those of the float build
             fresh.setdefault((unit.kind, how, behind(unit, partition, stored)), []).append(spent)
     found.units |= fresh
     found.disturbed |= {kind: max(0.0, median(ms)) for kind, ms in more.items()}
