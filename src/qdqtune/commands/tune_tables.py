@@ -108,17 +108,18 @@ def is_judged(summary: Mapping[str, Any]) -> bool:
 
 
 def front_table(summary: Mapping[str, Any]) -> Table:
-    """A table of the proven points of a front."""
-    cells, has_accuracy = [], is_judged(summary)
-    for row in summary["front"]:
-        ends = Ratio(row["ratio"], row["low"], row["high"]).speedup
-        if len(row["by_threads"]) > 1:
-            ends += "".join(f"\n  {speed(at['ratio'])} at {at['threads']}" for at in row["by_threads"])
+    """A table of the proven points of a front, with a column for each number of threads if there are several."""
+    cells, has_accuracy, rows = [], is_judged(summary), summary["front"]
+    counts = [at["threads"] for row in rows[:1] for at in row["by_threads"]]
+    for row in rows:
+        told = row["by_threads"] if len(counts) > 1 else [row]
+        ends = (Ratio(at["ratio"], at["low"], at["high"]).speedup for at in told)
         metric = "" if row["metric"] is None else f"{row['metric']:g}"
         agreement = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
         mark = "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits"
-        cells.append((row["name"], ends, _db(row, has_accuracy), agreement, metric, _carry(row), mark))
-    columns = ("point", "speedup [interval]", "SQNR, dB", "agreement", "metric", "tensors", "")
+        cells.append((row["name"], *ends, _db(row, has_accuracy), agreement, metric, _carry(row), mark))
+    speedups = [f"at {n} thread{'s' * (n != 1)}" for n in counts] if len(counts) > 1 else ["speedup [interval]"]
+    columns = ("point", *speedups, "SQNR, dB", "agreement", "metric", "tensors", "")
     caption = "each point is front/NAME.onnx; `pick` NAME makes another one optimized_final.onnx"
     return Table(columns, cells, caption).filled
 
