@@ -179,7 +179,7 @@ def test_where_no_file_serves_every_number_the_best_for_each_is_ready(model: Pat
     one, four = row["by_threads"]
     assert (one["verdict"], four["verdict"]) == ("faster", "slower")
     assert cost(out / row["file"], 1) / cost(model, 1) == pytest.approx(one["ratio"], rel=0.01)
-    assert front.NOWHERE_SLOWER in result.notes
+    assert front.NONE_FOR_ALL in result.notes
     assert run(model).summary == result.summary  # finished already
     pick(out, "1_thread")
     assert (out / "optimized_final.onnx").read_bytes() == (out / row["file"]).read_bytes()

@@ -111,12 +111,12 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     return Front(proof, tuple(points), compared.trials)
 
 
-NOWHERE_SLOWER = "no candidate is faster at one number of threads and slower at none"
+NONE_FOR_ALL = "no candidate serves every number of threads: of the best for each, `pick` NAME makes one what ships"
 
 
 def prove_apart(history: Sequence[Trial], proof: Proof, run: Run) -> Front | None:
     """If no file ships because none serves every number of threads: the best file for each number, as a point that is
-    named after it. It is proven faster there; its table says what it does at the others. None if there is none.
+    named after it. It is proven faster there, and compared at the others. None if there is none, or no time.
 
     Raises:
         OutputError: a file cannot be written.
@@ -124,32 +124,37 @@ def prove_apart(history: Sequence[Trial], proof: Proof, run: Run) -> Front | Non
     settings, mix, counts = run.settings, run.subject.mix, run.settings.thread_counts
     if proof.shipped == "tuned" or len(counts) == 1 or settings.from_qdq or settings.fix_inputs:
         return None
-    ratios, found = ratios_at(history, mix, counts), dict[Placement, ProvenPoint]()
+    ratios, chosen = ratios_at(history, mix, counts), dict[Placement, tuple[int, Trial]]()
     held = [t for t in history if t.placement in ratios and t.holds is not False and t.accuracy is not None]
+    for number in range(len(counts)):
+        ranked = sorted((ratios[trial.placement][number], trial.number, trial) for trial in held)
+        if ranked and ranked[0][0] < CLEARLY_FASTER:
+            chosen.setdefault(ranked[0][2].placement, (number, ranked[0][2]))
+    folder, points = run.output.clear(FRONT), list[ProvenPoint]()
     with open_contexts(counts, run.runner, mix) as contexts:
-        for number, own in enumerate(contexts):
-            best = min(held, key=lambda t: ratios[t.placement][number], default=None)
-            if best is None or ratios[best.placement][number] >= CLEARLY_FASTER or best.placement in found:
-                continue
-            name = f"{own.threads}_thread{'s' * (own.threads != 1)}"
-            file = run.output.claim(settings.output_dir / FRONT / f"{name}.onnx")
-            with writing(file):
-                file.parent.mkdir(exist_ok=True)
-            run.candidates.write_whole(best.placement, file)
-            key = f"given:{best.placement.digest}"
-            told = [Comparer.of(run).compare(ComparisonRequest(key, settings.model, file, c)) for c in contexts]
+        for placement, (number, trial) in chosen.items():
+            if run.budget.lacks(run.budget.proof_seconds):
+                break
+            name = f"{counts[number]}_thread{'s' * (counts[number] != 1)}"
+            file = run.output.claim(folder / f"{name}.onnx")
+            with writing(folder):
+                folder.mkdir(exist_ok=True)
+            run.candidates.write_whole(placement, file)
+            asked = [ComparisonRequest(f"given:{placement.digest}", settings.model, file, c) for c in contexts]
+            told = [Comparer.of(run).compare(one) for one in asked]
             compared = tuple(one for one in told if isinstance(one, Compared))
-            if len(compared) < len(told) or compared[number].ratio.verdict != "faster":
+            if len(compared) == len(told) and compared[number].ratio.verdict == "faster":
+                write_placement_of(placement, run.output.claim(file.with_suffix(".yaml")), run)
+                content, holds = content_digest(files_of(file)), trial.holds is True
+                points.append(ProvenPoint(trial, compared, PAIRS, holds, trial.metric, name, content))
+            else:
                 for part in (file, data_of(file)):
                     part.unlink(missing_ok=True)
-                continue
-            write_placement_of(best.placement, run.output.claim(file.with_suffix(".yaml")), run)
-            content = content_digest(files_of(file))
-            found[best.placement] = ProvenPoint(best, compared, PAIRS, best.holds is True, best.metric, name, content)
-    if not found:
+    if not points:
+        run.output.clear(FRONT)
         return None
-    builds = proof.builds + sum(one.builds for point in found.values() for one in point.contexts)
-    return Front(replace(proof, builds=builds, notes=(*proof.notes, NOWHERE_SLOWER)), tuple(found.values()))
+    builds = proof.builds + sum(one.builds for point in points for one in point.contexts)
+    return Front(replace(proof, builds=builds, notes=(*proof.notes, NONE_FOR_ALL)), tuple(points))
 
 
 def _short_front(
