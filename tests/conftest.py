@@ -1,13 +1,17 @@
 """Fixtures that several test files ask for by name."""
 
-import atexit
 import os
-import shutil
-import signal
 import sys
+from pathlib import Path
+
+if sys.dont_write_bytecode:  # or each of the many processes of a run compiles all that it imports, in every run
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(Path(__file__).parent.parent / "build" / "bytecode")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,15 +27,9 @@ Call = Callable[..., tuple[int, str, str]]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background: so would what the tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-if sys.dont_write_bytecode:  # or each of the many processes that tests start compiles all that it imports
-    bytecode = tempfile.mkdtemp(prefix="bytecode-of-tests-")
-    atexit.register(shutil.rmtree, bytecode, ignore_errors=True)
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ["PYTHONPYCACHEPREFIX"] = bytecode
-
 os.environ["XDG_CACHE_HOME"] = "/dev/null"  # no test begins with prices that another has left, or leaves any
 
-settings.register_profile("unhurried", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("unhurried", max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")  # how long an example takes says nothing where many processes share the cores
 
 
