@@ -89,7 +89,9 @@ def batch(strategy: RegionSearch, history: Sequence[Trial], name: str) -> list[T
 def play(strategy: RegionSearch, name: str = "mixed", batches: int = 12) -> list[Trial]:
     history: list[Trial] = []
     for _ in range(batches):
-        history += batch(strategy, history, name)
+        if not (more := batch(strategy, history, name)):  # nothing is left: the same history gives the same proposals
+            break
+        history += more
     return history
 
 

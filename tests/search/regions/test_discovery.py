@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqtune.search.regions import discovery
@@ -45,7 +45,6 @@ def check_borders(model, region):
     assert len(set(region.outputs)) == len(region.outputs)
 
 
-@settings(max_examples=50, deadline=None)
 @given(networks(), st.sampled_from([1, 3, 10]), st.sampled_from([1, 4, 10]))
 def test_every_node_is_in_exactly_one_leaf(net, max_sequence, min_topdown):
     model = net.model()
@@ -54,7 +53,6 @@ def test_every_node_is_in_exactly_one_leaf(net, max_sequence, min_topdown):
     assert max(len(r.nodes) for r in found.leaves) <= max(max_sequence, min_topdown)
 
 
-@settings(max_examples=50, deadline=None)
 @given(networks(), st.data())
 def test_the_partition_holds_whatever_the_modules(net, data):
     modules = ["", "/m", "/m/n", "/m/o", "/p/q/r"]
@@ -67,7 +65,6 @@ def test_the_partition_holds_whatever_the_modules(net, data):
     check_partition(model, found)
 
 
-@settings(max_examples=50, deadline=None)
 @given(networks(max_nodes=20))
 def test_post_dominators_agree_with_the_definition(net):
     flow = Flow(net.model())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
@@ -244,7 +244,6 @@ def test_place_is_the_union_over_instances():
 # ---- properties
 
 
-@settings(max_examples=50, deadline=None)
 @given(networks(), st.data())
 def test_equal_signatures_mean_equal_shapes(net, data):
     model = net.model()
@@ -275,7 +274,6 @@ def _shape(model, pattern, region):
             for p, edges in pattern.edges[region].items()}  # fmt: skip
 
 
-@settings(max_examples=50, deadline=None)
 @given(networks(tagged=True), st.data())
 def test_names_order_and_commutative_inputs_do_not_matter(net, data):
     """The same regions in a rewritten model have the same signatures, and points mean the corresponding edges."""
@@ -331,7 +329,6 @@ def _topological(net, data):
     return order
 
 
-@settings(max_examples=50, deadline=None)
 @given(networks(max_nodes=15), st.data())
 def test_alike_nodes_do_not_split_a_pattern(net, data):
     """Untagged, so that many nodes tie: the signature is still that of the rewritten model's region."""
