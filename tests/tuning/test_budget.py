@@ -48,6 +48,7 @@ def clock(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     workers.spend = clock.spend
     with monkeypatch.context() as patch:
         patch.setattr("time.monotonic", lambda: clock.now)
+        patch.setattr("qdqtune.calibration.user_code.monotonic", lambda: clock.now)  # it reads samples until then
         yield clock
 
 
