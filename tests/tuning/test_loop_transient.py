@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,8 @@ from qdqtune.errors import BaselineFailed, EngineFailure
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
 from qdqtune.types import Failure
-from runs import rows, settings
-from workers import Build, WatchedModel, Workers
+from runs import mixed, rows, settings, write
+from workers import Build, WatchedModel, Workers, in_process
 
 STATE = "autotuner_state.yaml"
 SHIPPED = ["baseline.onnx", "optimized_final.onnx", "placement.yaml"]
@@ -56,32 +58,58 @@ def run(model: Path, mode: str, name: str = "out") -> Result:
     return tune(settings(model, **{"builds": 8, **front, "output_dir": model.parent / name}))
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A run in which nothing failed: its result, what it wrote, and the number of its builds."""
+
+    found: Result
+    files: dict[str, bytes]
+    builds: int
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Whole]:
+    """The whole run in a mode, on the model of all tests here."""
+
+    @cache
+    def ran(mode: str) -> Whole:
+        model = write(mixed(), tmp_path_factory.mktemp("whole"))
+        with in_process() as workers:
+            found = run(model, mode)
+        return Whole(found, shipped(model.parent / "out"), len(workers.builds))
+
+    return ran
+
+
 @pytest.mark.parametrize("mode", ["cut", "region", "subgraph", "front"])
-def test_one_kill_at_any_build_changes_nothing(model: Path, workers: Workers, mode: str) -> None:
-    expected = run(model, mode, "whole")
-    builds = len(workers.builds)
+def test_one_kill_at_any_build_changes_nothing(
+    model: Path, workers: Workers, mode: str, whole: Callable[[str], Whole]
+) -> None:
+    expected, builds = whole(mode), whole(mode).builds
     assert builds > 8
-    for number in sorted({*range(0, builds, 5), builds - 1}):
+    for number in sorted({*range(0, builds, 7), builds - 1}):
         workers.builds.clear()
         workers.refused = raising(EOFError(), at(number))
         found = run(model, mode, f"killed_{number}")
         assert len(workers.builds) > builds  # it was killed, and asked again
-        assert found.history == expected.history
-        assert found.notes == expected.notes
-        assert shipped(model.parent / f"killed_{number}") == shipped(model.parent / "whole")
+        assert found.history == expected.found.history
+        assert found.notes == expected.found.notes
+        assert shipped(model.parent / f"killed_{number}") == expected.files
 
 
-@pytest.mark.parametrize(("mode", "error"), [("cut", SHORT[0]), *(("subgraph", error) for error in SHORT)])
-def test_transient_failures_are_not_stored(model: Path, workers: Workers, mode: str, error: BaseException) -> None:
-    expected = run(model, mode, "whole")
+@pytest.mark.parametrize(("mode", "error"), [("subgraph", SHORT[0]), *(("cut", error) for error in SHORT)])
+def test_transient_failures_are_not_stored(
+    model: Path, workers: Workers, mode: str, error: BaseException, whole: Callable[[str], Whole]
+) -> None:
+    expected = whole(mode)
     workers.refused = raising(error, is_tuned if mode == "cut" else lambda b: "group" in b.path.name)
     failed = run(model, mode)
-    assert failed.history != expected.history or mode == "subgraph"
+    assert failed.history != expected.found.history or mode == "subgraph"
     records = rows(model.parent / "out" / STATE)
     assert "failure" not in json.dumps(records)
     workers.refused = lambda _: None
-    assert run(model, mode).history == expected.history
-    assert shipped(model.parent / "out") == shipped(model.parent / "whole")
+    assert run(model, mode).history == expected.found.history
+    assert shipped(model.parent / "out") == expected.files
 
 
 def test_refused_builds_are_stored(model: Path, workers: Workers) -> None:
@@ -95,8 +123,10 @@ def test_refused_builds_are_stored(model: Path, workers: Workers) -> None:
 
 
 @pytest.mark.parametrize("kills", [2, 4])
-def test_killed_workers_during_the_proof_drop_no_comparison(model: Path, workers: Workers, kills: int) -> None:
-    expected = run(model, "cut", "whole")
+def test_killed_workers_during_the_proof_drop_no_comparison(
+    model: Path, workers: Workers, kills: int, whole: Callable[[str], Whole]
+) -> None:
+    expected = whole("cut")
     left = [kills]
 
     def killed(build: Build) -> bool:
@@ -106,30 +136,32 @@ def test_killed_workers_during_the_proof_drop_no_comparison(model: Path, workers
     workers.refused = raising(EOFError(), killed)
     found = run(model, "cut")
     assert left[0] < 0
-    assert found.notes == expected.notes
-    assert found.ratio == expected.ratio
-    assert shipped(model.parent / "out") == shipped(model.parent / "whole")
+    assert found.notes == expected.found.notes
+    assert found.ratio == expected.found.ratio
+    assert shipped(model.parent / "out") == expected.files
 
 
 @pytest.mark.parametrize("error", SHORT)
-def test_a_proof_with_a_transient_failure_is_tried_again(model: Path, workers: Workers, error: BaseException) -> None:
-    expected = run(model, "cut", "whole")
+def test_a_proof_with_a_transient_failure_is_tried_again(
+    model: Path, workers: Workers, error: BaseException, whole: Callable[[str], Whole]
+) -> None:
+    expected = whole("cut")
     workers.refused = raising(error, lambda build: build.path.name in ("optimized_final.onnx", "model.onnx"))
     with pytest.raises(BaselineFailed, match="failed on the finished files"):
         run(model, "cut")
     assert not (model.parent / "out" / "optimized_final.onnx").exists()
     workers.refused = lambda _: None
-    assert run(model, "cut").ratio == expected.ratio
-    assert shipped(model.parent / "out") == shipped(model.parent / "whole")
+    assert run(model, "cut").ratio == expected.found.ratio
+    assert shipped(model.parent / "out") == expected.files
 
 
-def test_a_layer_report_that_was_killed_is_asked_for_again(model, workers, monkeypatch):
-    expected = run(model, "cut", "whole")
+def test_a_layer_report_that_was_killed_is_asked_for_again(model, workers, monkeypatch, whole):
+    expected = whole("cut")
     with monkeypatch.context() as patch:
         patch.setattr(WatchedModel, "layers", lambda *_, **__: (_ for _ in ()).throw(EOFError()))
         run(model, "cut")
     assert "layers" not in [r["kind"] for r in rows(model.parent / "out" / STATE)]
-    assert run(model, "cut").history == expected.history
+    assert run(model, "cut").history == expected.found.history
 
 
 def test_a_metric_that_was_killed_is_asked_for_again(model, workers, monkeypatch, tmp_path):
