@@ -27,6 +27,7 @@ from qdqtune.autotune import quantization
 from qdqtune.cli import main
 from qdqtune.engines.fake import FakeModel
 from qdqtune.numerics.sensitivity import Effort
+from qdqtune.tuning.settings import FRONT_LEAST
 from qdqtune.types import Tensors
 from workers import in_process
 
@@ -132,7 +133,7 @@ def _run_ours(arguments: list[str], code: int, *, on_gpu: bool, builds: int | No
     fake = on_gpu or not named or arguments[0] in TIMING
     quick = ["--engine", "fake"] if fake and arguments[0] not in WITHOUT_ENGINE else []
     if arguments[0] == "tune":
-        quick += ["--builds", str(builds)] if builds else []
+        quick += ["--builds", str(FRONT_LEAST if "--front" in arguments else builds)] if builds else []
     if arguments[0] in ("tune", "quantize") and "--calibration-samples" not in arguments:
         quick += ["--calibration-samples", "2"]
     _ends(lambda: main.main([*arguments, *quick]), code, shlex.join(arguments))
@@ -207,7 +208,7 @@ def prepare(folder: Path) -> None:
         quickly(patch)
         patch.chdir(folder)
         run_command("python make_model.py")
-        run_command("qdqtune tune model.onnx --calibration-data samples.npz -q", builds=12)
+        run_command("qdqtune tune model.onnx --calibration-data samples.npz -q", builds=6)
         recorded = yaml.safe_load((folder / "qdqtune_output" / "placement.yaml").read_text())
         recorded["edges"] = [edge for edge in recorded["edges"] if "conv" in edge.get("node", "")]
         (folder / "convolutions.yaml").write_text(yaml.safe_dump(recorded))

@@ -37,7 +37,7 @@ DOCUMENTS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*
 RELEASES = {"8.6": ("8.6", "8.6.1"), "10": ("10.16", "10.16.1"), "11": ("11.1", "11.4.0")}
 """By generation of TensorRT: the version of the stand-in of trtexec, and that of the Python module."""
 
-BUILDS = 12
+BUILDS = 6
 """Of a search: what a text is about can be seen in a few."""
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -157,8 +157,8 @@ def test_the_notebook_runs_and_shows_what_it_gives(tmp_path: Path, monkeypatch: 
     (tmp_path / "demo").symlink_to(ROOT / "demo")
     quickly(monkeypatch)
     split = digits.load()
-    few = digits.Images(split.calibration.pixels[:8], split.calibration.digits[:8])
-    monkeypatch.setattr(digits, "load", lambda: replace(split, calibration=few))
+    calibration, test = (digits.Images(part.pixels[:8], part.digits[:8]) for part in (split.calibration, split.test))
+    monkeypatch.setattr(digits, "load", lambda: replace(split, calibration=calibration, test=test))
     monkeypatch.chdir(tmp_path / "docs")
     notebook = ROOT / "docs" / "notebook.ipynb"
     given = run_notebook(notebook)
