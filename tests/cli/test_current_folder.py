@@ -1,6 +1,7 @@
 """No process of ours executes a module that happens to lie in the current folder; what the user names is executed."""
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from qdqtune.engines import devices
 from runs import environment, hopeless, mixed, write
 
 RANGES = "--calibration-method minmax --no-bias-correction"
-QUICK = f"--engine fake --builds 4 {RANGES} --no-report --price-cache none"
+QUICK = f"--engine fake --builds 2 {RANGES} --no-report --price-cache none"
 COMMANDS = {
     "apply": f"apply a.onnx --placement placement.yaml --calibration-data a.npz -o q.onnx {RANGES}",
     "build": "build a.onnx --engine onnxruntime -o built.onnx",
@@ -25,17 +26,15 @@ COMMANDS = {
     "debug": "debug a.onnx q8.onnx --calibration-data a.npz --engine fake",
     "doctor": "doctor",
     "layers": "layers a.onnx --engine onnxruntime",
-    "quantize": f"quantize a.onnx --calibration-data a.npz -o q.onnx {RANGES}",
-    "quantize, with functions": f"quantize a.onnx --calibration-data user:samples --evaluate user:score -o q {RANGES}",
-    "run": "run jobs.yaml",
+    "quantize": f"quantize a.onnx --calibration-data user:samples --evaluate user:score -o q {RANGES}",
+    "run": "run one.yaml",
     "run, side by side": "run jobs.yaml --workers 2",
-    "tune": f"tune a.onnx -o out {QUICK}",
     "tune, of several": f"tune a.onnx b.onnx -o out {QUICK}",
     "tune, side by side": f"tune a.onnx -o out {QUICK} --workers 2",
     "tune, on a cluster": f"tune a.onnx -o out {QUICK} --ray local --workers 1",
-    "tune, with functions": f"tune a.onnx -o out {QUICK} --calibration-data user:samples --evaluate user:score",
+    "tune": f"tune a.onnx -o out {QUICK} --calibration-data user:samples --evaluate user:score",
 }
-"""Every command that starts processes."""
+"""Every command that starts processes; those that take functions of the user, with functions."""
 START_NONE = {"completion", "explain", "inspect", "report", "rules"}
 USER = """
 import numpy as np
@@ -66,10 +65,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(hopeless(), here, "b")
     ours(f"quantize a.onnx --calibration-data a.npz -o q8.onnx {RANGES}", here).check_returncode()
     (here / "placement.yaml").write_text("{version: 1, engine: fake, quant_type: int8, edges: []}")
-    quick = {"engine": "fake", "builds": 4, "report": False, "price-cache": "none"}
+    quick = {"engine": "fake", "builds": 2, "report": False, "price-cache": "none"}
     quick |= {"calibration-method": "minmax", "bias-correction": False}
     jobs = {"defaults": quick, "jobs": [{"model": model} for model in ("a.onnx", "b.onnx")]}
     (here / "jobs.yaml").write_text(yaml.safe_dump(jobs))
+    (here / "one.yaml").write_text(yaml.safe_dump(jobs | {"jobs": jobs["jobs"][:1]}))
     poison(here)
     return here
 
@@ -78,7 +78,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(base: Path, tmp_path: Path) -> Path:
     """The same with modules that the commands are told of."""
     here = tmp_path / "here"
-    shutil.copytree(base, here)
+    shutil.copytree(base, here, copy_function=os.link)  # nothing of it is written to, and it has a thousand modules
     (here / "user.py").write_text(USER)
     (here / "beside.py").write_text("")
     (here / "later.py").write_text("VALUE = 0.5")

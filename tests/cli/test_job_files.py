@@ -72,9 +72,10 @@ def odd() -> Iterator[str]:
     """Jobs files that are none."""
     yield from STRUCTURES
     first = {kind(option): name for name, option in reversed(KNOWN.items())}
-    for name, option in KNOWN.items():
-        never = NEVER if name in first.values() else ("mapping",)
-        for value in (*(NEVER[how] for how in never), *BY_KIND[kind(option)]):
+    for number, (name, option) in enumerate(KNOWN.items()):
+        values = BY_KIND[kind(option)]
+        others = (NEVER["mapping"], values[number % len(values)])  # the first of a kind is given all
+        for value in (*NEVER.values(), *values) if name in first.values() else others:
             yield f"jobs: [{{model: a.onnx}}, {{model: b.onnx, {name}: {value}}}]"
     for value in NEVER.values():
         yield f"jobs: [{{model: {value}}}]"
