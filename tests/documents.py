@@ -41,8 +41,9 @@ CODE = re.compile(r"# exit code (\d+)")
 PRINTED = re.compile(r"^ *print\(.*\)  # (.+)$", re.MULTILINE)
 FAKED = {r'EngineSpec\("onnxruntime"[^)]*\)': 'EngineSpec("fake")',
          r'engine="onnxruntime",\s+threads=1': 'engine="fake"',
+         r"3, 32, 32\)": "3, 8, 8)",
          r"init_benchmark_instance\((?=[a-z])": 'init_benchmark_instance(engine="fake", '}  # fmt: skip
-"""What names the engine in Python code, and what a test puts there."""
+"""What names the engine or the size of images in Python code, and what a test puts there."""
 SHELL = ("cat", "cp", "ls", "mkdir", "printf")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WITHOUT_ENGINE = ("inspect", "doctor", "build", "rules", "quantize", "completion", "explain", "report")
@@ -104,7 +105,7 @@ def run_command(command: str, *, on_gpu: bool = False, builds: int | None = None
 
     It must end with the exit code that its comment tells, else 0. `on_gpu` replaces engines that need one, too.
     """
-    few = command.replace("--batch-size 128", "--batch-size 2")  # 128 images take a second
+    few = command.replace("--batch-size 128", "--batch-size 2").replace("x32x32", "x8x8")  # 128 images take a second
     program, *arguments = shlex.split(few, comments=True)
     code = int(found[1]) if (found := CODE.search(command)) else 0
     if program == "qdqtune":
@@ -194,7 +195,7 @@ def run_notebook(path: Path) -> list[object]:
 
 def prepare(folder: Path) -> None:
     """Put the example's scripts into a folder, with what documents take for granted: a model, and what was made of it.
-    The script that makes the model gives it fewer channels, and fewer samples.
+    The script that makes the model gives it fewer channels, smaller images, and fewer samples.
 
     `model.onnx` and `samples.npz`; `decoder.onnx`; `retrained.onnx`, the same network with other weights;
     `qdqtune_output`, a tuning run; `quantized.onnx`, the model with pairs around its convolutions and nowhere else;
@@ -203,7 +204,8 @@ def prepare(folder: Path) -> None:
     for script in EXAMPLES.glob("*.py"):
         shutil.copy(script, folder)
     script = folder / "make_model.py"
-    script.write_text(script.read_text().replace("64", "16").replace("default=16", "default=2"))
+    smaller = re.sub(r"32(, ?)32", r"8\g<1>8", script.read_text().replace("64", "16"))
+    script.write_text(smaller.replace("default=16", "default=2"))
     with in_process(), pytest.MonkeyPatch.context() as patch:
         quickly(patch)
         patch.chdir(folder)
