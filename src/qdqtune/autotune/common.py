@@ -70,7 +70,7 @@ class Config:
         self.check()
 
     def check(self) -> search.Config:
-        """The constants of the search, as the core has them.
+        """Check the values, and return them as the `Config` of `search.region`.
 
         Raises:
             BadOption: a value is none of those that there are.

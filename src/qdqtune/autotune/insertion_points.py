@@ -142,7 +142,7 @@ def with_weights(model: Model, edges: Iterable[Edge]) -> frozenset[Edge]:
 
 @dataclass
 class InsertionScheme:
-    """Insertion points of a pattern that carry a pair, what the model takes with them, and to that without any pair."""
+    """Insertion points of a pattern that carry a pair; the model's latency with them, and its ratio to that without."""
 
     node_inputs: list[NodeInputInsertionPoint] = field(default_factory=list)
     child_region_inputs: list[ChildRegionInputInsertionPoint] = field(default_factory=list)

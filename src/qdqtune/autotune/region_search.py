@@ -69,7 +69,7 @@ class CombinedRegionSearch(RegionSearchBase):
 
 
 class RegionPartitioner(RegionSearchBase):
-    """The first phase: every node in one region, without children."""
+    """The first phase: divides the nodes among regions that have no children yet."""
 
     def partition_graph(self) -> list[Region]:
         """The regions, in graph order."""

@@ -1,5 +1,4 @@
-"""Equalization: scales the channels of activations alike, and the weights behind them inversely, so that one
-quantization scale fits all channels and no output changes.
+"""Equalization: scales channels so that one quantization scale fits all of them, and no output changes.
 
 A producer with constants that can be divided by s for each channel makes x / s; the weights of the layers that read
 these channels become s * W. All s are powers of two, so that no float value is rounded.

@@ -1,4 +1,4 @@
-"""The inputs of a model: name, type and shape of each, and random values for them."""
+"""The inputs of a model: name, type and shape of each, and random samples; sizes left open are refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`tune` of several models: one after the other, or one on each of several devices. One that fails does not end the
-others."""
+"""`tune` of several models, one after the other or one on each device; one that fails does not end the others."""
 
 from __future__ import annotations
 

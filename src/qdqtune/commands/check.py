@@ -65,7 +65,7 @@ class Checked(Shown):
 
     @property
     def passes(self) -> bool:
-        """Whether nothing fails."""
+        """Whether no finding fails; always so for pairs that a search has measured."""
         return self.measured or not any(finding.fails for finding in self.findings)
 
     @property

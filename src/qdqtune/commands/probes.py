@@ -1,5 +1,4 @@
-"""Measurements of `debug`: the noise of some pairs, as ONNX defines them and on an engine, and that of parts of a
-model."""
+"""Measurements of `debug`: the noise of some pairs, by ONNX and on an engine, and of parts of a model."""
 
 from __future__ import annotations
 
@@ -182,7 +181,7 @@ class CutOff:
     """The reason that the engine gave for refusing the last part that it refused."""
 
     def noise(self, start: int, stop: int) -> float:
-        """The noise of what a part gives to the rest of the model, given exact inputs."""
+        """The noise that the engine makes in the results of nodes [start, stop), if their inputs are exact."""
         nodes = range(start, stop)
         reads, writes = borders(self.model, nodes)
         if not writes:

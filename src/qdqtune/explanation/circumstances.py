@@ -1,4 +1,4 @@
-"""How a run was made, for its report: engine, machine and settings, and the commands that repeat it."""
+"""How a run was made, for its report: engine, machine, calibration, samples and settings, and commands to repeat it."""
 
 from __future__ import annotations
 

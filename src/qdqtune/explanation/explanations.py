@@ -1,5 +1,7 @@
-"""Explanations of nodes as values, with the words for each kind of reason and each origin of a candidate. The module
-`reasons_by_measurement` makes them."""
+"""Explanations of nodes as values, with the words for each kind of reason and each origin of a candidate.
+
+The module `reasons_by_measurement` makes them.
+"""
 
 from __future__ import annotations
 

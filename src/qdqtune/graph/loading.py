@@ -1,5 +1,4 @@
-"""Reads an ONNX file as a `Model`: parses and checks it, names its nodes, collects its constants, raises its opset and
-infers its shapes.
+"""Reads an ONNX file as a `Model`: checks it, names nodes, collects constants, raises the opset, infers shapes.
 
 External data stay on disk. Functions that need the whole graph (checker, version converter, shape inference) get it
 with graph inputs in place of the large constants.

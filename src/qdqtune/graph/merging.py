@@ -1,5 +1,4 @@
-"""Replaces several nodes that exporters write for one operator by that operator: engines have a kernel for it, and no
-pair can stand between its parts.
+"""Replaces the nodes that exporters write for one operator by that operator, for which engines have a kernel.
 
 A pattern reads one tensor. Tensors between its nodes are read by no other node, no body of an If or a Loop, and are no
 graph outputs.

@@ -1,5 +1,4 @@
-"""Simplifications of a graph in place, before it becomes a `Model`: Identity nodes, fixed inputs, Ifs whose condition
-is known, unused nodes.
+"""Simplifies a graph before it becomes a `Model`: Identity nodes, fixed inputs, decided Ifs, unused nodes.
 
 All expect nodes in topological order, and keep the names of graph inputs, graph outputs and nodes.
 """

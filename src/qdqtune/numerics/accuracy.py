@@ -11,7 +11,8 @@ from qdqtune.types import Accuracy, Array, Failure
 
 FLOOR_DB = 20.0
 """Output SQNR in dB below which a model is not to be trusted: an error of a tenth of the signal. On classifiers nothing
-measurable is lost down to here, a point or two of top-1 at 15 dB, and everything below 10."""
+measurable is lost down to here, a point or two of top-1 at 15 dB, and everything below 10. Both the default of
+`min_sqnr` and the level below which users are warned."""
 
 APART_DB = 10.0
 """A single sample is mentioned if its SQNR is so many dB below that of all together. Chosen, not measured."""

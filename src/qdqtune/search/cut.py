@@ -1,5 +1,4 @@
-"""Cut search: price every unit from layer reports, find the cheapest decision as a minimum cut, build it, read its
-layers, and cut again.
+"""Cut search: price units from layer reports, build the cheapest decision (a minimum cut), and repeat.
 
 Let x_u say that unit u runs quantized, s_t that its output t is stored in 8 bits, r_t that 8-bit values of t exist,
 a_t that all its consumers run quantized, w_u that u reads or writes a tensor of which 8-bit values exist. The predicted

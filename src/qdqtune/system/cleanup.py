@@ -27,7 +27,8 @@ Chosen, not measured."""
 
 
 def remove_left(parent: str | os.PathLike[str], prefix: str) -> bool:
-    """Remove the temporary folders in `parent` whose processes were killed. Returns whether there was none."""
+    """Remove the temporary folders in `parent` whose processes were killed. Returns whether no
+    temporary folder was found, not even one in use."""
     left = glob.glob(f"{glob.escape(os.fspath(parent))}/{prefix}*/{MARK}")
     for folder in map(os.path.dirname, left):
         if os.path.islink(folder):  # its target lies elsewhere

@@ -293,7 +293,7 @@ def compare_pairs(
 ) -> list[Measurement] | Failure:
     """Take rounds of several pairs of builds of the same two models in turns, look by look, until each pair is decided.
 
-    All end together where more rounds change nothing: if two pairs disagree, no difference is worth having, further
+    All end together where more rounds change nothing: if two pairs disagree, the files count as equal, further
     rounds are unlikely to decide, or it `is_late`. `listener` is told of each turn.
     """
     totals: dict[int, Measurement] = {}

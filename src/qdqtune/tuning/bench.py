@@ -1,5 +1,4 @@
-"""Measures placements on the engine: rounds, outputs, layers, the user's metric. What was measured is kept in the store
-and not measured again."""
+"""Measures placements on the engine (rounds, outputs, layers, metric), or takes what the store has already."""
 
 from __future__ import annotations
 

@@ -160,9 +160,9 @@ def affordable_proof(
     share = FRONT_SHARE if settings.front else PROOF_SHARE
     is_too_long = settings.time_budget is not None and budget.proof_seconds > share * settings.time_budget
     if own is not None and others and settings.deploy_threads is None and is_too_long:
-        to_insist = f"to do so in any case, give `deploy_threads` {own},{others[0]}"
-        at = "one thread" if others[0] == 1 else f"{others[0]} threads"
-        note(f"`time_budget` has no room to prove the result at {at} as well: {to_insist}")
+        every = ",".join(map(str, settings.thread_counts))
+        to_insist = f"to do so in any case, give `deploy_threads` {every}"
+        note(f"`time_budget` has no room to prove the result at more than {own} thread{'s' * (own != 1)}: {to_insist}")
         settings = replace(settings, proof_threads=(own,))
         budget = Budget.of(settings, bench, ends)
     return replace(settings, proof=budget.proof), budget

@@ -1,4 +1,4 @@
-"""A run: the values and resources that all its stages use, opened and closed here."""
+"""A run: what all its stages use (engines, limits, how many candidates at a time), opened and closed here."""
 
 from __future__ import annotations
 

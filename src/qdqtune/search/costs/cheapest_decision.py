@@ -1,5 +1,7 @@
-"""The cheapest decision for given prices as a minimum cut, also within a limit on noise: a price on noise (ms per unit
-of relative noise) is raised until the optimum holds the limit."""
+"""The cheapest decision for given prices as a minimum cut, also within a limit on noise.
+
+A price on noise (ms per unit of relative noise) is raised until the optimum holds the limit.
+"""
 
 from __future__ import annotations
 

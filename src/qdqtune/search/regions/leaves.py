@@ -1,5 +1,4 @@
-"""Leaf regions: a heavy operator with the cheap ones that follow it, as an engine would fuse them, or a short
-sequence."""
+"""Leaf regions: a heavy operator with the cheap ones that an engine would fuse behind it, or a short sequence."""
 
 from __future__ import annotations
 
