@@ -101,6 +101,7 @@ EVERY: tuple[Record, ...] = (
     MetricRecord(failure=Failure("run", "no")),
     LayersRecord(of="p", layers=LAYERS),
     kinds.RepeatabilityRecord(accuracy=Accuracy()),
+    kinds.DenormalsRecord(as_zero=True, note="n"),
     kinds.RewriteRecord(of="hardswish:float", result=MEASURED, builds=2),
     kinds.RewritesRecord(
         found=kinds.TriedRewrites((kinds.Tried("h", "float", Ratio(0.5, None, 0.6), True),), 2, ("n",))

@@ -182,7 +182,7 @@ class WorkerConnection(Checked):
         self.seconds = 0.0
         """Wall time spent waiting for answers."""
         self.worker: Worker | None = None
-        self._spec, self.limit = spec, execution.seconds
+        self.spec, self.limit = spec, execution.seconds
         self._start, self._first_requests, self._ended = start, first_requests, ended
 
     @property
@@ -227,13 +227,13 @@ class WorkerConnection(Checked):
         self.close()
         self.worker = self._start()
         limit = max(self.limit, START_SECONDS)
-        spec = EngineSpec(self._spec.name, dict(self._spec.options))
+        spec = EngineSpec(self.spec.name, dict(self.spec.options))
         try:
             self.exchange("open", spec, what="opening the engine", limit=limit)
             for name, *arguments in self._first_requests():
                 self.exchange(name, *arguments, what="opening the engine", limit=limit)
         except WorkerLostError as lost:
-            raise EngineUnavailable(f"engine {self._spec.name!r} does not work here: {lost.failure.reason}") from lost
+            raise EngineUnavailable(f"engine {self.spec.name!r} does not work here: {lost.failure.reason}") from lost
         except QdqtuneError:
             self.close()
             raise

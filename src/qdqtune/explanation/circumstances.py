@@ -64,9 +64,9 @@ def circumstances(run: FinishedRun) -> Iterator[Fact]:
     """The engine, the machine and the settings of a run."""
     summary, log = run.summary, run.log
     engine = summary["engine"]
-    for name in ("engine", "version", "provider", "device", "driver", "isa", "threads"):
+    for name in ("engine", "version", "provider", "device", "driver", "isa", "threads", "denormals_as_zero"):
         if engine.get(name):
-            yield Fact({"isa": "instruction sets"}.get(name, name), engine[name])
+            yield Fact({"isa": "instruction sets"}.get(name, name.replace("_", " ")), engine[name])
     if log is not None:
         yield Fact("cores", str(log.machine.cores))
         loads = [f"{load:g}" for load in log.machine.load if load is not None]

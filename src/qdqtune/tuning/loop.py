@@ -14,6 +14,7 @@ from qdqtune.search import Strategy, as_predicted, best_of, upcoming_placements
 from qdqtune.search.front import FrontSearch
 from qdqtune.timing.limits import outcome
 from qdqtune.tuning import advice
+from qdqtune.tuning.denormals import with_denormals_as_zero
 from qdqtune.tuning.finished import recalled, remember
 from qdqtune.tuning.front import prove_apart, prove_front
 from qdqtune.tuning.modes import MODES
@@ -45,8 +46,10 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
             return before
         if (note := advice.busy(settings.engine)) is not None:
             observer.note(note)
-        with written_once(ready) as constants, open_run(with_rewrites(ready, constants), constants) as run:
-            result, is_done = _searched_and_proven(run, log)
+        with written_once(ready) as constants:
+            chosen = with_rewrites(with_denormals_as_zero(ready, constants), constants)
+            with open_run(chosen, constants) as run:
+                result, is_done = _searched_and_proven(run, log)
         if is_done:
             remember(result, ready)
         return result

@@ -106,7 +106,7 @@ def conclude(
     if history or not run.budget.is_late:
         run.bench.layers(proof.placement)  # kept in the state file for the report
     summary |= {**recorded.summary, "seconds": round(log.all_seconds, 3)}
-    notes = (*run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes)
+    notes = (*run.notes, *run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes)
     notes = (*notes, *_doubts(history, proof, run, shortfall))
     contents = {SUMMARY: summary, RUN: log.content(history, run, notes), **recorded.files}
     for name, content in contents.items():

@@ -64,7 +64,7 @@ class Ready:
 
     `given` are the user's model files as they were when the run began. `execution` is how models are run; it ends with
     the time budget. `others` measure besides `runner`, each on a device of its own. `found` are the
-    rewrites that were tried.
+    rewrites that were tried, `notes` what the user should know about the settings of the engine.
     """
 
     settings: Settings
@@ -78,6 +78,7 @@ class Ready:
     execution: Execution
     others: tuple[Runner, ...] = ()
     found: TriedRewrites = NO_REWRITES
+    notes: tuple[str, ...] = ()
 
     @property
     def ends(self) -> float | None:

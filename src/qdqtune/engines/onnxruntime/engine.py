@@ -53,6 +53,9 @@ TOO_NEW = {
 
 INPUT_FOLDER = "session.model_external_initializers_file_folder_path"
 KEEP_PAIRS = "session.disable_quant_qdq"
+DENORMALS_AS_ZERO = "session.set_denormal_as_zero"
+"""Sets the threads that a session starts; the thread that makes it is set by the first session of the process alone."""
+
 STOP_SPINNING = "session.force_spinning_stop"
 """Threads of a session spin for some 30 ms after an inference, longer than a turn takes. They would slow down another
 session that is timed next."""
@@ -70,6 +73,8 @@ class OnnxRuntimeOptions:
     fuse: whether operators are fused. If not, each runs exactly as the file has it: that shows what pairs do to the
         values, not to the speed.
     fuse_pairs: whether Q/DQ pairs are fused with operators. If not, Q and DQ run as nodes of their own.
+    denormals_as_zero: whether the CPU takes denormal numbers as zero, which can be much faster. The first session of a
+        process decides it for all.
     rewrite: without `fuse`, whether ONNX Runtime first rewrites the graph: it moves pairs, and rounds weights between
         them.
     """
@@ -78,6 +83,7 @@ class OnnxRuntimeOptions:
     provider: str = CPU_PROVIDER
     fuse: bool = True
     fuse_pairs: bool = True
+    denormals_as_zero: bool = False
     rewrite: bool = False
 
     def __post_init__(self) -> None:
@@ -117,6 +123,7 @@ class OnnxRuntime:
             "isa": " ".join(devices.instruction_sets()),
             **({} if options.fuse else {"fuse": "after rewrites" if options.rewrite else "no"}),
             **({} if options.fuse_pairs else {"fuse_pairs": "no"}),
+            **({"denormals_as_zero": "yes"} if options.denormals_as_zero else {}),
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
@@ -157,6 +164,7 @@ class OnnxRuntime:
             "enable_mem_pattern": chosen.fuse,  # planning memory takes a time quadratic in the nodes of the graph
         }
         own = ({} if chosen.fuse_pairs else {KEEP_PAIRS: "1"}) | ({STOP_SPINNING: "1"} if chosen.threads > 1 else {})
+        own |= {DENORMALS_AS_ZERO: "1"} if chosen.denormals_as_zero else {}
         options = ort.SessionOptions()
         for name, value in (attributes | more).items():
             setattr(options, name, value)

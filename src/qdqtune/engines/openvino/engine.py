@@ -35,10 +35,12 @@ OPENVINO_MESSAGES = (
 
 @dataclass(frozen=True)
 class OpenVinoOptions:
-    """Options of OpenVINO: CPU threads, and the precision of all that carries no Q/DQ pair."""
+    """Options of OpenVINO: CPU threads, the precision of all that carries no Q/DQ pair, and whether the CPU takes
+    denormal numbers as zero, which can be much faster."""
 
     threads: int = 1
     precision: str = "f32"
+    denormals_as_zero: bool = False
 
     def __post_init__(self) -> None:
         if self.threads < 1:
@@ -75,6 +77,7 @@ class OpenVino:
             "precision": self._options.precision,
             "device": devices.processor_name(),
             "isa": " ".join(devices.instruction_sets()),
+            **({"denormals_as_zero": "yes"} if self._options.denormals_as_zero else {}),
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
@@ -101,6 +104,7 @@ class OpenVino:
             "INFERENCE_PRECISION_HINT": self._options.precision,
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # activations are quantized at Q/DQ pairs only
             "ENABLE_CPU_PINNING": False,
+            "CPU_DENORMALS_OPTIMIZATION": self._options.denormals_as_zero,
         } | more
 
 
