@@ -21,6 +21,7 @@ from qdqtune.engines.runner import Handle, Runner, temporary_runner
 from qdqtune.engines.worker import coins_of
 from qdqtune.graph.saving import ConstantFile
 from qdqtune.numerics.accuracy import accuracy
+from qdqtune.timing.pairing import rounds_of
 from qdqtune.timing.ratios import Plan, Ratio, Rounds, compare, least_rounds, ratio
 from qdqtune.tuning.records import DenormalsRecord
 from qdqtune.tuning.run import Ready
@@ -120,21 +121,13 @@ def _measured(ready: Ready, as_zero: EngineSpec, constants: ConstantFile) -> Den
 
 def _rounds(builds: Sequence[tuple[Runner, Handle]], seed: int) -> Rounds:
     """A function that takes rounds of two builds in different processes, for `ratios.compare`."""
+    sides = [rounds_of(runner, build, build, PLAN, seed) for runner, build in builds]
 
     def rounds(first: int, count: int) -> Measurement | Failure:
         times: tuple[list[float], list[float]] = [], []
         for number, a_is_first in enumerate(coins_of(seed, range(first, first + count)), first):
             for side in (0, 1) if a_is_first else (1, 0):
-                runner, build = builds[side]
-                timed = runner.rounds(
-                    build,
-                    build,
-                    1,
-                    seed=seed,
-                    first_round=number,
-                    turn_seconds=PLAN.turn_seconds,
-                    warmup=PLAN.warmup,
-                )
+                timed = sides[side](number, 1)
                 if isinstance(timed, Failure):
                     return timed
                 times[side].append((timed.a[0] + timed.b[0]) / 2)
