@@ -134,11 +134,10 @@ THREADED = frozenset({"onnxruntime", "openvino"})
 """Engines that compute on threads of the CPU, unless an execution provider is set that computes elsewhere."""
 
 DENORMALS_SETTINGS: Mapping[str, str] = {
-    "onnxruntime": 'session.set_denormal_as_zero "1" in every session, from the first of the process on',
-    "openvino": "CPU_DENORMALS_OPTIMIZATION True",
+    "onnxruntime": "session.set_denormal_as_zero",
+    "openvino": "CPU_DENORMALS_OPTIMIZATION",
 }
-"""By engine with an option `denormals_as_zero`: the setting of the vendor's library that makes the CPU take denormal
-numbers, those below 1.2e-38 in float32, as zero. Many CPUs take a hundred times as long for them as for others."""
+"""By engine with an option `denormals_as_zero`: the setting of the vendor's library that it stands for."""
 
 LAUNCHED = frozenset({"trtexec"})
 """Engines whose models are `Launched`: a process takes longer to start than to time a model."""

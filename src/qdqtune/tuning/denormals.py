@@ -81,8 +81,8 @@ def decided(measured: Measurement, difference: Accuracy, engine: str) -> Denorma
     if (off is not None and off < SAME_DB) or difference.agreement not in (None, 1.0):
         much = "" if off is None else f" ({off:.1f} dB)"
         return DenormalsRecord(note=f"{note}, but its outputs change{much}: a speedup may be due to them, not to pairs")
-    note += f", so all models ran so (`engine_options` {OPTION}=true). To deploy, set {SETTINGS[engine]}"
-    return DenormalsRecord(as_zero=True, note=note)
+    note += f", so all models ran so (`engine_options` {OPTION}=true)"
+    return DenormalsRecord(as_zero=True, note=f"{note}. Set {SETTINGS[engine]} to deploy: see docs/deployment.md")
 
 
 def _measured(ready: Ready, as_zero: EngineSpec, constants: ConstantFile) -> DenormalsRecord:
@@ -97,6 +97,7 @@ def _measured(ready: Ready, as_zero: EngineSpec, constants: ConstantFile) -> Den
 
     if most < LEAST_SECONDS:
         return DenormalsRecord()
+    ready.observer.stage("timing the float model with denormal numbers as zero")
     constants.keep(subject.model)
     file, samples = constants.write(subject.model, "float"), [workload.inputs for workload in subject.mix]
     with ExitStack() as stack:

@@ -17,7 +17,7 @@ import numpy as np
 import onnxruntime as ort
 from onnxruntime import InferenceSession as Session
 
-from qdqtune.engines import CPU_PROVIDER, devices, formats, output_to, translated
+from qdqtune.engines import CPU_PROVIDER, DENORMALS_SETTINGS, devices, formats, output_to, translated
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
@@ -53,9 +53,6 @@ TOO_NEW = {
 
 INPUT_FOLDER = "session.model_external_initializers_file_folder_path"
 KEEP_PAIRS = "session.disable_quant_qdq"
-DENORMALS_AS_ZERO = "session.set_denormal_as_zero"
-"""Sets the threads that a session starts; the thread that makes it is set by the first session of the process alone."""
-
 STOP_SPINNING = "session.force_spinning_stop"
 """Threads of a session spin for some 30 ms after an inference, longer than a turn takes. They would slow down another
 session that is timed next."""
@@ -73,8 +70,8 @@ class OnnxRuntimeOptions:
     fuse: whether operators are fused. If not, each runs exactly as the file has it: that shows what pairs do to the
         values, not to the speed.
     fuse_pairs: whether Q/DQ pairs are fused with operators. If not, Q and DQ run as nodes of their own.
-    denormals_as_zero: whether the CPU takes denormal numbers as zero, which can be much faster. The first session of a
-        process decides it for all.
+    denormals_as_zero: whether the CPU takes denormal numbers as zero. That is set for the threads that a session
+        starts; for the thread that makes it, only the first session of a process counts.
     rewrite: without `fuse`, whether ONNX Runtime first rewrites the graph: it moves pairs, and rounds weights between
         them.
     """
@@ -164,7 +161,7 @@ class OnnxRuntime:
             "enable_mem_pattern": chosen.fuse,  # planning memory takes a time quadratic in the nodes of the graph
         }
         own = ({} if chosen.fuse_pairs else {KEEP_PAIRS: "1"}) | ({STOP_SPINNING: "1"} if chosen.threads > 1 else {})
-        own |= {DENORMALS_AS_ZERO: "1"} if chosen.denormals_as_zero else {}
+        own |= {DENORMALS_SETTINGS["onnxruntime"]: "1"} if chosen.denormals_as_zero else {}
         options = ort.SessionOptions()
         for name, value in (attributes | more).items():
             setattr(options, name, value)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from qdqtune.engines import devices, formats, output_to, translated
+from qdqtune.engines import DENORMALS_SETTINGS, devices, formats, output_to, translated
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.openvino import layers as openvino_layers
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
@@ -35,8 +35,8 @@ OPENVINO_MESSAGES = (
 
 @dataclass(frozen=True)
 class OpenVinoOptions:
-    """Options of OpenVINO: CPU threads, the precision of all that carries no Q/DQ pair, and whether the CPU takes
-    denormal numbers as zero, which can be much faster."""
+    """Options of OpenVINO: CPU threads, the precision of all that carries no Q/DQ pair, and whether denormal numbers
+    count as zero."""
 
     threads: int = 1
     precision: str = "f32"
@@ -104,7 +104,7 @@ class OpenVino:
             "INFERENCE_PRECISION_HINT": self._options.precision,
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # activations are quantized at Q/DQ pairs only
             "ENABLE_CPU_PINNING": False,
-            "CPU_DENORMALS_OPTIMIZATION": self._options.denormals_as_zero,
+            DENORMALS_SETTINGS["openvino"]: self._options.denormals_as_zero,
         } | more
 
 
