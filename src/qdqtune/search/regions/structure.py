@@ -69,7 +69,7 @@ class _Part:
 
     @cached_property
     def entries(self) -> Mapping[str, Sequence[tuple[int, int]]]:
-        """For each activation made outside the part: its uses inside, as (node, input's role; see `wiring.Inputs.roles`)."""
+        """For each activation made outside the part: its uses inside, as (node, role; see `wiring.Inputs.roles`)."""
         readers: dict[str, list[tuple[int, int]]] = {}
         for n in self.order:
             inputs = self.structure.inputs[n]
