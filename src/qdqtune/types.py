@@ -35,8 +35,8 @@ class Edge(NamedTuple):
         return f"{self.tensor} -> " + (f"{self.node}[{self.index}]" if self.node else f"output {self.index}")
 
 
-WEIGHT_FORMAT = re.compile(r"w(?P<bits>[48])(b(?P<block>\d+))?(?P<asymmetric>a)?")
-"""How a weight format is written: w8, w8b128, w4b32, w4b32a."""
+WEIGHT_FORMAT = re.compile(r"(?P<kind>[wd])(?P<bits>[48])(b(?P<block>\d+))?(?P<asymmetric>a)?")
+"""How a weight format is written: w8, w8b128, w4b32, w4b32a, d8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,18 @@ class WeightFormat:
     """How weight-only quantization stores a weight: integers of 4 or 8 bits, which the kernel converts to floats.
 
     There is one scale for `block` weights that are summed into one output, or without `block` for each output channel.
-    Integers are signed, or if not `symmetric` unsigned with a zero point for each scale.
+    Integers are signed, or if not `symmetric` unsigned with a zero point for each scale. If `dynamic`, the product also
+    reads its activation in 8 bits, with a scale found at run time (dynamic quantization).
     """
 
     bits: int
     block: int | None = None
     symmetric: bool = True
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
+        if self.dynamic and (self.bits, self.block, self.symmetric) != (8, None, True):
+            raise ValueError("weights of dynamic quantization are signed, in 8 bits, with a scale for each channel")
         if self.bits not in (4, 8):
             raise ValueError("weights are stored in 4 or 8 bits")
         if self.block is None and self.bits == 4:
@@ -61,13 +65,13 @@ class WeightFormat:
 
     @property
     def name(self) -> str:
-        """The name for users: w8, w8b128, w4b32, w4b32a (asymmetric)."""
-        return f"w{self.bits}{f'b{self.block}' if self.block else ''}{'' if self.symmetric else 'a'}"
+        """The name for users: w8, w8b128, w4b32, w4b32a (asymmetric), d8 (dynamic)."""
+        return f"{self.family}{f'b{self.block}' if self.block else ''}{'' if self.symmetric else 'a'}"
 
     @property
     def family(self) -> str:
-        """The name of all formats with as many bits: w8 or w4."""
-        return f"w{self.bits}"
+        """The name of all formats of this kind with as many bits: w8, w4 or d8."""
+        return f"{'d' if self.dynamic else 'w'}{self.bits}"
 
     @property
     def bytes_per_weight(self) -> float:
@@ -89,9 +93,9 @@ class WeightFormat:
         """
         match = WEIGHT_FORMAT.fullmatch(name)
         if match is None:
-            raise ValueError(f"{name!r} is no weight format: write w8, w8b128, w4b32 or w4b32a")
+            raise ValueError(f"{name!r} is no weight format: write w8, w8b128, w4b32, w4b32a or d8")
         block = match["block"] and int(match["block"])
-        return WeightFormat(int(match["bits"]), block or None, match["asymmetric"] is None)
+        return WeightFormat(int(match["bits"]), block or None, match["asymmetric"] is None, match["kind"] == "d")
 
 
 @dataclass(frozen=True)

@@ -140,9 +140,12 @@ def weight_formats(engine: str, operator: str = "MatMul") -> tuple[WeightFormat,
     - TensorRT documents blocks of 64 and 128 of signed 4 bits. TensorRT-RTX 1.7 also takes blocks of 32, and 8 bits
       with a scale for each channel. Blocks of 8 bits get a kernel of their own; zero points are refused.
     - A Gather of integers needs no kernel of the engine: qdqtune writes it as nodes.
+    - ONNX Runtime 1.31 fuses the nodes of dynamic quantization (d8) into MatMulIntegerToFloat, and with the
+      DynamicQuantizeLinear in front into DynamicQuantizeMatMul. It is left out where products saturate.
     """
     names = WEIGHT_FORMATS.get(engine, {})
-    return tuple(WeightFormat.named(name) for name in names.get(operator, ()))
+    known = (WeightFormat.named(name) for name in names.get(operator, ()))
+    return tuple(s for s in known if not (s.dynamic and devices.products_saturate()))
 
 
 def weight_formats_like(engine: str, wanted: str, operator: str = "MatMul") -> tuple[WeightFormat, ...]:
@@ -170,7 +173,7 @@ def checked_weight_format(engine: str, wanted: str) -> str:
 _ON_CPU = "w4b32", "w4b128", "w4b32a", "w4b128a", "w8", "w8b32", "w8b128"
 
 WEIGHT_FORMATS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({
-    "onnxruntime": {**dict.fromkeys(PRODUCTS, tuple(dict.fromkeys(("w4b32a", *_ON_CPU)))), "Gather": ("w8",)},
+    "onnxruntime": {**dict.fromkeys(PRODUCTS, tuple(dict.fromkeys(("w4b32a", *_ON_CPU, "d8")))), "Gather": ("w8",)},
     "openvino": dict.fromkeys(PRODUCTS, _ON_CPU),
     "tensorrt": dict.fromkeys(PRODUCTS, ("w4b64", "w4b128")),
     "tensorrt-rtx": dict.fromkeys(PRODUCTS, ("w4b64", "w4b128", "w4b32", "w8")),

@@ -44,6 +44,7 @@ ORIGINS: Mapping[str, str] = {
     "single nodes": "pairs wherever they can stand, around every node",
     "weights in 4 bits": "weights of products in 4 bits, and no pairs",
     "weights in 8 bits": "weights of products in 8 bits, and no pairs",
+    "dynamic quantization": "products with scales found at run time, and no pairs",
     "weights in fewer bits": "weights of products in 4 bits, the loudest in 8, and no pairs",
     "earlier run": "what an earlier run has found for this model",
     "imported": "the pairs of your Q/DQ model",
@@ -110,7 +111,7 @@ class Explanation:
 class Tally:
     """The nodes with one decision and reason: how many, and the times of their units in the shipped and in the float
     model. `margin_ms` is the extra time of the model if all had the opposite decision; `measured` is False where that
-    is partly a guess. `bits` are those of their weight format, None where there are none."""
+    is partly a guess. `family` is that of their weight format, "" where there is none."""
 
     quantized: bool
     why: Why
@@ -120,13 +121,13 @@ class Tally:
     margin_ms: float | None
     measured: bool
     example: str
-    bits: int | None = None
+    family: str = ""
 
     @property
     def runs_in(self) -> str:
         """The precision of the nodes, in words."""
-        if self.bits is not None:
-            return f"{self.bits}-bit weights"
+        if self.family:
+            return "8 bits, dynamic" if WeightFormat.named(self.family).dynamic else f"{self.family[1:]}-bit weights"
         return "8 bits" if self.quantized and self.why != "no kernel" else "float"
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,17 +140,17 @@ def tally(rows: Sequence[Explanation], together: Callable[[Sequence[Explanation]
 
     `together` gives the extra time of the model in ms if all units of some rows had the opposite decision, or None.
     """
-    groups: dict[tuple[bool, int | None, Why], list[Explanation]] = {}
+    groups: dict[tuple[bool, str, Why], list[Explanation]] = {}
     for row in rows:
-        bits = WeightFormat.named(row.weight_format).bits if row.weight_format else None
-        groups.setdefault((row.quantized, bits, row.why), []).append(row)
+        family = WeightFormat.named(row.weight_format).family if row.weight_format else ""
+        groups.setdefault((row.quantized, family, row.why), []).append(row)
     tallies = []
-    for (quantized, bits, why), members in groups.items():
+    for (quantized, family, why), members in groups.items():
         units = tuple({row.unit: row for row in members}.values())
         ms, float_ms = total(row.ms for row in units), total(row.float_ms for row in units)
         more = together(units) if all(row.margin_ms is not None for row in units) else None
         largest, shown = max(members, key=lambda row: row.ms or 0.0).node, all(row.measured for row in units)
-        tallies.append(Tally(quantized, why, len(members), ms, float_ms, more, shown, largest, bits))
+        tallies.append(Tally(quantized, why, len(members), ms, float_ms, more, shown, largest, family))
     return tuple(sorted(tallies, key=lambda t: (-(t.ms or 0.0), -t.nodes, t.why)))
 
 

@@ -183,6 +183,8 @@ class _Explainer:
     def _weight_only(self, unit: Unit, weight_format: WeightFormat, verdict: Explanation) -> Explanation:
         """Explain a unit in float whose weights have a weight format."""
         told = f"its weights alone are stored in {weight_format.bits} bits ({weight_format.name})"
+        if weight_format.dynamic:
+            told = f"its product runs in 8 bits, with scales found at run time ({weight_format.name})"
         verdict = replace(
             verdict, why="placement", quantized=False, weight_format=weight_format.name, otherwise="float weights"
         )

@@ -62,6 +62,10 @@ class Effort:
 
 EFFORT = Effort()
 
+How = Quantization | QuantizedWeight | None
+"""How a tensor is rounded: with fixed scales, as a weight in a weight format, or (None) to uint8 with the scale of its
+own values, as DynamicQuantizeLinear finds it at run time."""
+
 Block = tuple[int, int]
 """Neighbouring tensors, by number: the first, and one past the last."""
 
@@ -73,7 +77,7 @@ UNBOUNDED_NOISE = 1e3
 
 def sensitivities(
     model: Model,
-    pairs: Mapping[Edge, Quantization | QuantizedWeight],
+    pairs: Mapping[Edge, How],
     samples: Sequence[Sample],
     *,
     floor: float = 0.0,
@@ -270,7 +274,7 @@ def quantized_weights(model: Model, weight_formats: Mapping[Edge, WeightFormat])
     return found
 
 
-def _roundings(model: Model, pairs: Mapping[Edge, Quantization | QuantizedWeight]) -> tuple[Rounding, ...]:
+def _roundings(model: Model, pairs: Mapping[Edge, How]) -> tuple[Rounding, ...]:
     """A rounding for each tensor, as its first edge has it, in graph order: neighbours share blocks."""
     edges: dict[str, list[Edge]] = {}
     for node in model.nodes:
@@ -284,8 +288,15 @@ def _roundings(model: Model, pairs: Mapping[Edge, Quantization | QuantizedWeight
     return tuple(_rounding(model, tensor, tuple(at), pairs[at[0]]) for tensor, at in edges.items())
 
 
-def _rounding(model: Model, tensor: str, edges: tuple[Edge, ...], how: Quantization | QuantizedWeight) -> Rounding:
+def _rounding(model: Model, tensor: str, edges: tuple[Edge, ...], how: How) -> Rounding:
     """Nodes that round a tensor as a candidate does, where a large weight comes as integers, too."""
+    if how is None:
+        parts = ["integers", "scale", "zero_point"]
+        both = (
+            helper.make_node("DynamicQuantizeLinear", [""], parts),
+            helper.make_node("DequantizeLinear", parts, ["floats"]),
+        )
+        return Rounding(tensor, tensor, edges, both, {})
     if isinstance(how, QuantizedWeight):
         return Rounding(tensor, tensor, edges, tuple(_from_integers(how)), how.parts)
     zeros = np.full(how.scale.shape, how.zero_point, scales.NUMPY_TYPE[how.qtype])

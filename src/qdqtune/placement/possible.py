@@ -184,8 +184,10 @@ def format_refusal(weight: Weight, weight_format: WeightFormat) -> str | None:
     """Why a weight cannot have a weight format, by its shape and operator; None if it can."""
     if weight_format.block is not None and weight.shape[0] % weight_format.block:
         return f"its {weight.shape[0]} inputs are no multiple of the {weight_format.block} of a block"
-    if weight.node.op == "Gather" and (weight_format.bits == 4 or not weight_format.symmetric):
+    if weight.node.op == "Gather" and (weight_format.bits == 4 or not weight_format.symmetric or weight_format.dynamic):
         return "Gather takes tables of signed 8 bits, and none of 4"
+    if weight_format.dynamic and weight.constant.dtype != onnx.TensorProto.FLOAT:
+        return "dynamic quantization takes float32 activations"
     return None
 
 

@@ -65,8 +65,8 @@ def ends(dtype: np.dtype[np.generic]) -> tuple[float, float]:
 
 
 def is_quantized(model: Model) -> bool:
-    """Whether the model holds Q or DQ nodes."""
-    return any(n.op in QDQ for n in model.nodes)
+    """Whether the model holds Q or DQ nodes, or products with dynamic quantization."""
+    return any(n.op in QDQ for n in model.nodes) or any(True for _ in dynamic_products_of(model))
 
 
 def read_placement(float_model: Model, qdq_model: Model) -> Reading:
@@ -122,6 +122,11 @@ def _matched(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], li
     formats |= {
         edge: table.weight_format for table in tables_of(qdq_model) if (edge := _table_edge(float_model, table, twins))
     }
+    for product in dynamic_products_of(qdq_model):
+        if (found := _product_edge(float_model, product)) is not None:
+            formats[found] = WeightFormat(8, dynamic=True)
+        else:
+            unmatched.append(product.node.name)
     return edges, unmatched, formats
 
 
@@ -149,6 +154,14 @@ def weight_only_formats(model: Model) -> dict[str, WeightFormat]:
 def _table_edge(float_model: Model, table: IntegerTable, twins: Mapping[int, Node]) -> Edge | None:
     twin = twins.get(table.gather.index)
     edge = None if twin is None else twin.into[0]
+    return edge if edge is not None and weight_at(float_model, edge) is not None else None
+
+
+def _product_edge(float_model: Model, product: DynamicProduct) -> Edge | None:
+    """The edge of the weight of the float product with the same name, or else the same output."""
+    known = float_model.index_of.get(product.node.name)
+    twin = float_model.maker(product.result) if known is None else float_model.nodes[known]
+    edge = None if twin is None or len(twin.inputs) < 2 else twin.into[1]
     return edge if edge is not None and weight_at(float_model, edge) is not None else None
 
 
@@ -256,6 +269,54 @@ def tables_of(model: Model) -> Iterator[IntegerTable]:
             weight_format = weight_format_in(zero, None if rows.shape[-1] == block else block)
             if weight_format is not None:
                 yield IntegerTable(makers[0], makers[1], dq, weight_format)
+
+
+@dataclass(frozen=True, eq=False)
+class DynamicProduct:
+    """A product with dynamic quantization (see `weight_only`): its MatMulInteger, the float tensor in front of its
+    DynamicQuantizeLinear, the constant scale of the weight, the nodes behind that make floats, and their result."""
+
+    node: Node
+    source: str
+    scale: str
+    behind: tuple[Node, ...]
+    result: str
+
+
+def dynamic_products_of(model: Model) -> Iterator[DynamicProduct]:
+    """The products of a model with dynamic quantization and signed weights, as `weight_only` or quantize_dynamic of
+    ONNX Runtime writes them."""
+    for node in model.nodes:
+        if node.op != "MatMulInteger" or len(node.inputs) < 3:
+            continue
+        front, weight = model.maker(node.inputs[0]), model.constants.get(node.inputs[1])
+        zero = model.constants.get(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] else None
+        is_plain = len(node.inputs) == 3 or not node.inputs[3] or (zero is not None and not zero.array().any())
+        if (
+            front is None
+            or front.op != "DynamicQuantizeLinear"
+            or (*node.inputs[:1], *node.inputs[2:3]) != front.outputs[::2]
+        ):
+            continue
+        if weight is None or weight.dtype != TensorProto.INT8 or len(weight.shape) != 2 or not is_plain:
+            continue
+        cast = _only_user(model, node, "Cast")
+        scaling = None if cast is None else _only_user(model, cast, "Mul")
+        if cast is None or scaling is None:
+            continue
+        scales = next((m for t in scaling.inputs if (m := model.maker(t)) is not None and m != cast), None)
+        if scales is None or scales.op != "Mul" or front.outputs[1] not in scales.inputs:
+            continue
+        scale = next((t for t in scales.inputs if t in model.constants), None)
+        if scale is not None:
+            yield DynamicProduct(node, front.inputs[0], scale, (cast, scales, scaling), scaling.outputs[0])
+
+
+def _only_user(model: Model, node: Node, op: str) -> Node | None:
+    """The node of an operator that alone reads the result of a node; None if there is none."""
+    uses = model.uses(node.outputs[0])
+    found = model.nodes[uses[0].node] if len(uses) == 1 and uses[0].node != GRAPH else None
+    return found if found is not None and found.op == op else None
 
 
 def count_pairs(placement: Placement) -> int:

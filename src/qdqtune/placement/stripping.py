@@ -13,7 +13,15 @@ from qdqtune.calibration.equalization import Factor, Site, factors, sites
 from qdqtune.graph.inference import infer
 from qdqtune.graph.model import FLOATS, GRAPH, Constant, Model, rebuild
 from qdqtune.graph.operators import KEEPS_SIGN, LOWER_BOUNDS
-from qdqtune.placement.reading import IntegerTable, Pair, pairs_of, tables_of, without_blocks
+from qdqtune.placement.reading import (
+    DynamicProduct,
+    IntegerTable,
+    Pair,
+    dynamic_products_of,
+    pairs_of,
+    tables_of,
+    without_blocks,
+)
 from qdqtune.types import Array
 
 WHOLE_EXPONENT = 0.1
@@ -27,7 +35,7 @@ def strip_pairs(model: Model) -> Model:
     Quantized constants become float ones. If the range of a pair starts at zero and its tensor may be negative, a
     quantizer had dropped a clamp: the pair becomes a Relu, or a Clip if the range ends at 6.
     """
-    model = with_tables(model)
+    model = with_products(with_tables(model))
     pairs = {p.dq.outputs[0]: p for p in pairs_of(model)}
     bounds = _lower_bounds(model, pairs)
     added: dict[str, Constant] = {}
@@ -185,6 +193,38 @@ def _float_table(model: Model, table: IntegerTable) -> Constant:
         return values.astype(helper.tensor_dtype_to_np_dtype(scales.dtype))
 
     return Constant(f"{rows.key}:table:{scales.key}", scales.dtype, rows.shape, read)
+
+
+def with_products(model: Model) -> Model:
+    """The model with float products in place of those with dynamic quantization (`DynamicProduct`)."""
+    products = {product.node.index: product for product in dynamic_products_of(model)}
+    if not products:
+        return model
+    last = {p.behind[-1].index: p for p in products.values()}
+    gone = products.keys() | {node.index for p in products.values() for node in p.behind}
+    gone |= {
+        n.index
+        for n in model.nodes
+        if n.op == "DynamicQuantizeLinear" and all(use.node in gone for t in n.outputs for use in model.uses(t))
+    }
+    nodes, added = [], dict[str, Constant]()
+    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+        if (product := last.get(node.index)) is not None:
+            weight = f"{product.node.inputs[1]}_float"
+            added[weight] = _float_weight(model, product)
+            nodes.append(helper.make_node("MatMul", [product.source, weight], [product.result], product.node.name))
+        elif node.index not in gone:
+            nodes.append(deepcopy(proto))
+    return rebuild(model, nodes, added)
+
+
+def _float_weight(model: Model, product: DynamicProduct) -> Constant:
+    integers, scale = model.constants[product.node.inputs[1]], model.constants[product.scale]
+
+    def read() -> Array:
+        return np.asarray(integers.array().astype(np.float32) * scale.array())
+
+    return Constant(f"{integers.key}:product:{scale.key}", scale.dtype, integers.shape, read)
 
 
 def moved_channels(float_model: Model, qdq_model: Model) -> tuple[Factor, ...]:

@@ -28,8 +28,8 @@ class Rounding:
     """Nodes that round one tensor on some of its edges.
 
     Each node reads the result of the one before it as its first input, the first node reads `source`; inputs that are
-    named in `constants` are read from there. `source` is `tensor`, or the input of the Relu or Clip that makes `tensor`
-    where the rounding clamps in its place.
+    named in `constants` are read from there, and further outputs of a node before by their names. `source` is `tensor`,
+    or the input of the Relu or Clip that makes `tensor` where the rounding clamps in its place.
     """
 
     tensor: str
@@ -135,7 +135,7 @@ class _Writer:
     def _copies(self, number: int) -> Iterator[onnx.NodeProto]:
         """The nodes of a rounding under names of their own."""
         rounding = self._roundings[number]
-        before = self._raw.get(rounding.source, rounding.source)
+        before, others = self._raw.get(rounding.source, rounding.source), dict[str, str]()
         for step, node in enumerate(rounding.nodes):
             copy = deepcopy(node)
             copy.name = f"__rounded_{number}_{step}_{node.op_type}"
@@ -145,7 +145,11 @@ class _Writer:
                     self._added[copy.input[slot]] = rounding.constants[name]
                 elif slot == 0:
                     copy.input[slot] = before
+                else:
+                    copy.input[slot] = others[name]
             copy.output[0] = before = f"__rounded_{number}_{step}"
+            for slot, name in enumerate(node.output[1:], start=1):
+                copy.output[slot] = others[name] = f"__rounded_{number}_{step}_output{slot}"
             yield copy
 
 

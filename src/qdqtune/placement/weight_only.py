@@ -3,6 +3,9 @@
 The matrix of a product is stored as [in, out], as kernels of ONNX Runtime, OpenVINO and TensorRT take it: a Gemm loses
 transB, and a Transpose of the constant is removed. For a Gather, one Gather picks rows of integers, another their
 scales, and a DequantizeLinear follows, since no known engine fuses a DequantizeLinear in front of a Gather.
+
+Dynamic quantization puts a DynamicQuantizeLinear in front of the product, which becomes a MatMulInteger, and the Cast
+and the Mul that make floats of its sums behind it: the nodes that ONNX Runtime fuses into one kernel.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.placement.graph_builder import GraphBuilder
 from qdqtune.placement.possible import Weight, format_refusal, weight_at, weight_only_edges
 from qdqtune.types import Array, Edge, Placement, WeightFormat
+
+DYNAMIC = "_DynamicQuantizeLinear"
+"""Suffix of the name of a DynamicQuantizeLinear, behind the tensor that it reads."""
 
 BLOCK_OPSET = 21
 """The first opset whose DequantizeLinear has scales for blocks, and 4-bit integers."""
@@ -83,6 +89,8 @@ class WeightOnlyWriter:
         names = self._constants(builder, edge.tensor, weight, weight_format)
         if weight.node.op == "Gather":
             return self._with_gathered_scales(builder, node, names, weight_format.block or weight.shape[0])
+        if weight_format.dynamic:
+            return self._as_integers(builder, node, names)
         node.input[edge.index] = self._dequantized(builder, edge.tensor, names, weight_format)
         kept = [a for a in node.attribute if a.name != "transB"]
         del node.attribute[:]
@@ -115,6 +123,33 @@ class WeightOnlyWriter:
             helper.make_node("Gather", [names[1], node.input[1]], [scales], own[0], axis=0),
             helper.make_node("DequantizeLinear", [rows, scales], [result], own[1], axis=-1, block_size=block),
         )
+
+    def _as_integers(
+        self, builder: GraphBuilder, node: onnx.NodeProto, names: tuple[str, ...]
+    ) -> tuple[onnx.NodeProto, ...]:
+        """Make a product a MatMulInteger; returns the nodes behind it, which make floats of its sums and add the bias
+        of a Gemm. Products of one activation share its DynamicQuantizeLinear."""
+        (source, _, *bias), result, name = node.input, node.output[0], node.name
+        key = ("dynamic", source)
+        if key not in builder.made:
+            made = [builder.unique(f"{source}_dynamic_{what}") for what in ("quantized", "scale", "zero_point")]
+            own = builder.unique(f"{source}{DYNAMIC}")
+            builder.nodes.append(helper.make_node("DynamicQuantizeLinear", [source], made, own))
+            builder.made[key] = "\n".join(made)
+        quantized, scale, zero_point = builder.made[key].split("\n")
+        sums, floats, scales = (builder.unique(f"{result}_{what}") for what in ("sums", "floats", "scales"))
+        node.op_type = "MatMulInteger"
+        node.input[:], node.output[:] = [quantized, names[0], zero_point], [sums]
+        del node.attribute[:]
+        scaled = builder.unique(f"{result}_scaled") if any(bias) else result
+        nodes = [
+            helper.make_node("Cast", [sums], [floats], builder.unique(f"{name}_Cast"), to=TensorProto.FLOAT),
+            helper.make_node("Mul", [scale, names[1]], [scales], builder.unique(f"{name}_scales")),
+            helper.make_node("Mul", [floats, scales], [scaled], builder.unique(f"{name}_Mul")),
+        ]
+        if any(bias):
+            nodes.append(helper.make_node("Add", [scaled, *bias], [result], builder.unique(f"{name}_Add")))
+        return tuple(nodes)
 
     def parts(self, weight: Weight, weight_format: WeightFormat) -> dict[str, Constant]:
         """The integers, the scales and, if asymmetric, the zero points, in the shapes that their node reads; computed

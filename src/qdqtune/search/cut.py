@@ -57,7 +57,7 @@ from qdqtune.search.costs.units import (
     partition,
     shares_by_bytes,
     split,
-    weights_by_bits,
+    weights_by_family,
 )
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Edge, Layer, Measurement, Placement, Proposal, Trial
@@ -165,10 +165,10 @@ class CutSearch:
         return (*_named(seeds), self._whole("fused units", self.groups), *_named(rest))
 
     def _weight_placements(self) -> dict[str, Placement]:
-        """Placements without pairs, by name: all weights in 4 bits, and in 8. If 4 bits miss the limits, the fastest
+        """Placements without pairs, by name: all weights in a family of formats. If 4 bits miss the limits, the fastest
         mixture that holds them, by the times of products alone; if that is 8 bits throughout, the mixture with the
         fewest bytes: products alone read weights from a nearer cache, so only a build shows what fewer bits save."""
-        bits = weights_by_bits(self.format_shares)
+        bits = weights_by_family(self.format_shares)
         held = {name: p for name, p in bits.items() if self._may_hold(p)}
         if held == bits or self.noise is None or self.noise.limit is None:
             return bits
@@ -176,7 +176,7 @@ class CutSearch:
             mixed = self._mixed(shares, self.noise, RESERVE * self.noise.limit)
             if mixed and self._may_hold(mixed) and mixed not in held.values():
                 return {"weights in fewer bits": mixed} | held
-        return held or weights_by_bits(self.format_shares, self._may_hold)
+        return held or weights_by_family(self.format_shares, self._may_hold)
 
     def _mixed(self, shares: FormatShares, noise: Noise, limit: float) -> Placement:
         """The cheapest weight formats by the given shares within a limit on noise, without pairs."""

@@ -213,14 +213,14 @@ class RegionSearch:
                 yield Proposal("cached", _with_part_of(best, domains[pattern.digest], other), pattern.digest)
 
     def _weight_options(self) -> tuple[list[tuple[str, Placement]], list[tuple[str, Placement]]]:
-        """Named placements with all weights in one weight format, in two lists: the fastest format with 4 bits and the
-        fastest with 8; and the other formats."""
+        """Named placements with all weights in one weight format, in two lists: the fastest format of each family, and
+        the other formats."""
         shares: dict[WeightFormat, list[float]] = {}
         for each in self.format_shares.values():
             for weight_format, share in each.items():
                 shares.setdefault(weight_format, []).append(share)
         ordered = sorted(shares, key=lambda s: (sum(shares[s]) / len(shares[s]), s.name))
-        best = {bits: next(s for s in ordered if s.bits == bits) for bits in {s.bits for s in ordered}}
+        best = {family: next(s for s in ordered if s.family == family) for family in {s.family for s in ordered}}
         options = [
             (f"weights as {s.name}", Placement.of((), ((e, s) for e, each in self.format_shares.items() if s in each)))
             for s in ordered

@@ -17,7 +17,7 @@ from qdqtune.search.by_latency import LatencySearch, placement_within
 from qdqtune.search.costs import unit_decisions
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.priors import NO_PRIOR
-from qdqtune.search.costs.units import weights_by_bits
+from qdqtune.search.costs.units import weights_by_family
 from qdqtune.search.cut import CutSearch
 from qdqtune.search.front import FrontSearch
 from qdqtune.search.region import WITHIN_LIMITS, RegionSearch
@@ -67,7 +67,7 @@ def cut(run: Run) -> Mode:
     suggestions = subject.suggestions()
     if noise is not None and not noise.is_harmless:
         suggestions[WITHIN_LIMITS] = placement_within(subject.shaped, subject.possible, noise)(noise.levels(())[0])
-    seeds = {**run.earlier.found, **suggestions, **weights_by_bits(run.format_shares)}
+    seeds = {**run.earlier.found, **suggestions, **weights_by_family(run.format_shares)}
     strategy = LatencySearch(subject.shaped, subject.possible, seeds, run.width)
     return Mode(strategy, partial(_record_placement, run))
 
@@ -125,7 +125,7 @@ def region(run: Run) -> Mode:
         seeds={
             **run.earlier.found,
             **subject.suggestions(),
-            **weights_by_bits(run.format_shares, lambda p: noise is None or noise.fits(p, ())),
+            **weights_by_family(run.format_shares, lambda p: noise is None or noise.fits(p, ())),
         },
         cached=cache.read_cache(settings.pattern_cache) if settings.pattern_cache else {},
         config=settings.config,

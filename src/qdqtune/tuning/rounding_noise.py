@@ -6,6 +6,7 @@ Noise is the power of the error of the outputs over the power of the outputs.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -16,7 +17,7 @@ from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.engines.devices import usable_cores
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.model import Model
-from qdqtune.numerics.sensitivity import QuantizedWeight, quantization, quantized_weights, sensitivities
+from qdqtune.numerics.sensitivity import How, quantization, quantized_weights, sensitivities
 from qdqtune.placement.possible import weight_at
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.tuning.observer import SEARCHING
@@ -85,7 +86,8 @@ def noise_of(run: Run) -> Noise | None:
         if is_front or limits.max_drop is not None or run.budget.is_late:
             return False
         run.observer.stage("predicting what rounding does to the outputs")
-        fullest = Placement(subject.possible), Placement.of((), coarsest.items())
+        dynamic = ((e, s) for e, shares in run.format_shares.items() for s in shares if s.dynamic)
+        fullest = Placement(subject.possible), Placement.of((), coarsest.items()), Placement.of((), dynamic)
         accuracies = (predicted_accuracy(run, p) for p in fullest if p)
         holds = all(f is not None and limits.is_exact_enough(f) for f in accuracies)
         run.observer.stage(SEARCHING)
@@ -139,16 +141,25 @@ def _weight_noise(
     run: Run, coarsest: Mapping[Edge, WeightFormat], floor: float, share: float
 ) -> Mapping[tuple[str, str], float]:
     """The noise of each weight in a weight format, by tensor and name of the weight format: measured in the format
-    that keeps least, and for other formats scaled by the error of the weight itself."""
+    that keeps least, and for other formats scaled by the error of the weight itself. That of dynamic quantization
+    includes the noise of rounding the activation, which the products that read it share."""
     model, of = run.subject.shaped, f"{floor:.3g}"
     record = run.store.get(WeightNoiseRecord, of)
     if record is None:
-        weights = quantized_weights(model, coarsest)
+        inputs = _dynamic_inputs(run)
+        weights = quantized_weights(model, coarsest) | dict.fromkeys(inputs.values())
         alone, failure = _measured(run, "storing each weight in fewer bits", model, weights, floor, share)
         shares = {edge: error_of(model, edge, weight_format) for edge, weight_format in coarsest.items()}
         noise = shares if alone is None else {edge: alone[edge.tensor] for edge in coarsest}
+        readers = Counter(e.tensor for e in inputs.values())
+        of_input = {e: (alone or {}).get(i.tensor, 0.0) / readers[i.tensor] for e, i in inputs.items()}
         measured = tuple(
-            (edge.tensor, weight_format.name, noise[edge] * error_of(model, edge, weight_format) / shares[edge])
+            (
+                edge.tensor,
+                weight_format.name,
+                noise[edge] * error_of(model, edge, weight_format) / shares[edge]
+                + (of_input[edge] if weight_format.dynamic else 0.0),
+            )
             for edge, weight_formats in run.format_shares.items()
             for weight_format in weight_formats
         )
@@ -156,8 +167,14 @@ def _weight_noise(
     return {(tensor, name): noise for tensor, name, noise in record.noise}
 
 
+def _dynamic_inputs(run: Run) -> dict[Edge, Edge]:
+    """By the edge of a weight that may have dynamic quantization, the edge of the activation of its product."""
+    able = (edge for edge, shares in run.format_shares.items() if any(s.dynamic for s in shares))
+    return {edge: run.subject.shaped.node(edge.node).into[0] for edge in able}
+
+
 def _measured(
-    run: Run, what: str, model: Model, pairs: Mapping[Edge, Quantization | QuantizedWeight], floor: float, share: float
+    run: Run, what: str, model: Model, pairs: Mapping[Edge, How], floor: float, share: float
 ) -> tuple[dict[str, float] | None, Failure | None]:
     """The noise of each tensor alone, measured within `share` of the time left; tensors that together make less than
     `floor` share it. Or None and the reason, if ONNX Runtime cannot run the model. `what` names the measurement to the

@@ -8,12 +8,13 @@ small product nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
-from onnx import helper
+from onnx import TensorProto, helper
 
 from qdqtune.calibration.rounding import LazyMapping, Moments, moments, no_moments
 from qdqtune.calibration.scales import Ranges
@@ -26,6 +27,7 @@ from qdqtune.graph.operators import elements
 from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import Weight, format_refusal, product_inputs, weight_at, weight_only_edges
+from qdqtune.placement.weight_only import DYNAMIC
 from qdqtune.search.costs.attribution import TimedBuild, attribute
 from qdqtune.search.costs.units import FormatShares
 from qdqtune.system.writing import temporary_folder
@@ -199,6 +201,7 @@ def _tried(
     """The share of the float product's time that each weight format takes at these numbers of threads, without formats
     that the engine refuses or does not fuse into the product."""
     able = [s for s in wanted if s.block is None or size.inputs % s.block == 0]
+    able = [s for s in able if not s.dynamic or size.dtype == TensorProto.FLOAT]
     layers = _layers(size, able, subject, runner, counts)
     if isinstance(layers, Failure):  # if the engine refuses one format, it refuses the model with all
         alone = {s: _layers(size, [s], subject, runner, counts) for s in able} if len(able) > 1 else {}
@@ -208,16 +211,19 @@ def _tried(
             return
     floats = _time(layers, "float")
     for weight_format in able:
-        weights = (layer for layer in layers if _nodes_of(layer, weight_format.name, "weight"))
-        stands_alone = any(w.kind != "folded" and not _nodes_of(w, weight_format.name, "product") for w in weights)
+        weights = (layer for layer in layers if any(n.startswith(f"{weight_format.name}_weight") for n in layer.nodes))
+        stands_alone = any(w.kind != "folded" and not _products_of(w, weight_format.name) for w in weights)
         spent = _time(layers, weight_format.name)
+        if weight_format.dynamic and spent is not None:  # each product of the model may be the only one that reads it
+            spent += sum(layer.time_ms or 0.0 for layer in layers if f"x{DYNAMIC}" in layer.nodes)
         if not stands_alone:
             yield weight_format.name, UNTIMED if not floats or spent is None else spent / floats
 
 
-def _nodes_of(layer: Layer, name: str, what: str) -> list[str]:
-    """The nodes of a layer that are a format's products (`what` is "product") or its weights ("weight"), by name."""
-    return [node for node in layer.nodes if node.startswith(f"{name}_{what}")]
+def _products_of(layer: Layer, name: str) -> set[str]:
+    """The products of a format that a layer runs, wholly or in part: nodes are named after their product."""
+    found = (re.match(rf"{name}_product\d+", node) for node in layer.nodes)
+    return {match[0] for match in found if match}
 
 
 def _time(layers: Sequence[Layer], name: str) -> float | None:
@@ -225,7 +231,7 @@ def _time(layers: Sequence[Layer], name: str) -> float | None:
     spent: dict[str, float] = {}
     for layer in layers:
         if layer.time_ms is not None:
-            products = _nodes_of(layer, name, "product")
+            products = _products_of(layer, name)
             for product in products:
                 spent[product] = spent.get(product, 0.0) + layer.time_ms / len(products)
     return median(spent.values()) if spent else None

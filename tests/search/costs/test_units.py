@@ -16,7 +16,7 @@ from qdqtune.search.costs.units import (
     inner_edges,
     partition,
     split,
-    weights_by_bits,
+    weights_by_family,
 )
 from qdqtune.types import Edge, Layer, Placement, WeightFormat
 from region_models import networks
@@ -150,14 +150,14 @@ def test_activations_on_both_sides_are_inputs_not_weights() -> None:
 
 def test_of_equally_fast_formats_the_one_that_keeps_more_is_taken() -> None:
     shares = {WeightFormat(4, 128): 0.30, WeightFormat(4, 32): 0.32, WeightFormat(4, 32, symmetric=False): 0.50}
-    (found,) = weights_by_bits({Edge("w0", "a", 1): shares}).values()
+    (found,) = weights_by_family({Edge("w0", "a", 1): shares}).values()
     assert found.weight_formats == {Edge("w0", "a", 1): WeightFormat(4, 32)}
-    assert weights_by_bits({Edge("w0", "a", 1): {WeightFormat(8): 0.95}}) == {}
+    assert weights_by_family({Edge("w0", "a", 1): {WeightFormat(8): 0.95}}) == {}
 
 
 def test_where_the_fast_format_misses_the_limits_the_most_exact_is_taken() -> None:
     edge = Edge("w0", "a", 1)
     ways = {edge: {WeightFormat(4, 128): 0.30, WeightFormat(4, 32, symmetric=False): 0.50}}
     fast, exact = (Placement.of((), [(edge, weight_format)]) for weight_format in ways[edge])
-    assert weights_by_bits(ways, lambda p: p == fast) == {"weights in 4 bits": fast}
-    assert weights_by_bits(ways, lambda p: p == exact) == {"weights in 4 bits": exact}
+    assert weights_by_family(ways, lambda p: p == fast) == {"weights in 4 bits": fast}
+    assert weights_by_family(ways, lambda p: p == exact) == {"weights in 4 bits": exact}

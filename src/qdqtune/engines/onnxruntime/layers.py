@@ -226,6 +226,8 @@ def _kind(node: onnx.NodeProto, names: Sequence[str]) -> LayerKind:
 def _precision(node: onnx.NodeProto, event: Mapping[str, Any]) -> str:
     """INT8 if a kernel reads 8-bit values, W4 or W8 if only its weights have so many bits, else the type that it
     writes."""
+    if node.op_type == "DynamicQuantizeMatMul":
+        return "INT8"
     if node.op_type == "MatMulNBits":
         return f"W{next(a.i for a in node.attribute if a.name == 'bits')}"
     read, written = ([next(iter(t)) for t in event[key]] for key in ("input_type_shape", "output_type_shape"))

@@ -12,12 +12,16 @@ import numpy as np
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import is_float, work
+from qdqtune.placement.weight_only import DYNAMIC
 from qdqtune.search import ratios_to_float
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Layer, Placement, Trial
 
 CONVERSION = re.compile(r"^(?P<tensor>.*)_(?P<op>Quantize|Dequantize)Linear(_\d+)?$")
 """Names of the Q and DQ nodes that insertion adds, by the tensor that they convert."""
+
+DYNAMIC_CONVERSION = re.compile(rf"^(?P<tensor>.*){DYNAMIC}(_\d+)?$")
+"""Names of the DynamicQuantizeLinear nodes that insertion adds, by the tensor that they read."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ def attribute(model: Model, build: TimedBuild, float_ms: float) -> BuildTimes:
     """Divide a layer report among nodes and tensors, scaled so that the sum is the latency measured in paired rounds.
 
     A layer of several nodes is divided by their work. Layers that name no node (reformats) count for the next layer
-    that does, since they run for it; the last ones count for the node before them.
+    that does, since they run for it; the last ones count for the node before them. A DynamicQuantizeLinear counts for
+    the products that read it, in equal parts.
     """
     total = sum(layer.time_ms or 0.0 for layer in build.layers)
     scale = build.ratio * float_ms / total if total > 0 else 0.0
@@ -66,6 +71,10 @@ def attribute(model: Model, build: TimedBuild, float_ms: float) -> BuildTimes:
     converted: dict[str, dict[str, float]] = {"Quantize": {}, "Dequantize": {}}
     copies: dict[str, int] = {}
     waiting = 0.0
+    dynamic: dict[str, list[str]] = {}
+    for edge, weight_format in build.placement.weight_formats.items():
+        if weight_format.dynamic and edge.node in model.index_of:
+            dynamic.setdefault(model.node(edge.node).inputs[0], []).append(edge.node)
     for layer in build.layers:
         own = scale * (layer.time_ms or 0.0)
         real = [n for n in layer.nodes if n in model.index_of]
@@ -80,6 +89,9 @@ def attribute(model: Model, build: TimedBuild, float_ms: float) -> BuildTimes:
                 spent = converted[match["op"]]
                 spent[match["tensor"]] = spent.get(match["tensor"], 0.0) + own / len(pairs)
                 copies[match["tensor"]] = copies.get(match["tensor"], 0) + (match["op"] == "Dequantize")
+        elif readers := _readers(layer, dynamic):
+            for name in readers:
+                nodes[name] = nodes.get(name, 0.0) + own / len(readers)
         else:
             waiting += own
     if waiting and nodes:
@@ -108,6 +120,12 @@ def with_float_times(model: Model, build: BuildTimes, floats: BuildTimes) -> Bui
     nodes = {name: floats.nodes.get(name, ms) if name in same else factor * ms for name, ms in build.nodes.items()}
     q, d = ({tensor: factor * ms for tensor, ms in paid.items()} for paid in (build.quantize, build.dequantize))
     return replace(build, nodes=nodes, quantize=q, dequantize=d)
+
+
+def _readers(layer: Layer, dynamic: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    """The products that read the DynamicQuantizeLinear that a layer is; `dynamic` has such products by activation."""
+    match = next((m for n in layer.nodes if (m := DYNAMIC_CONVERSION.match(n))), None)
+    return () if match is None else dynamic.get(match["tensor"], ())
 
 
 class NodeTime(NamedTuple):

@@ -368,19 +368,19 @@ def _completed(partition: Partition, known: Sequence[tuple[Price, Extras]]) -> t
     return tuple(completed(operators, *one) for operators, one in zip(names, known, strict=True))
 
 
-def _format_corrections(partition: Partition, observed: Observations) -> Mapping[int, float]:
-    """By the bits of weight formats: the measured time of units with such weights, divided by the time predicted from
+def _format_corrections(partition: Partition, observed: Observations) -> Mapping[str, float]:
+    """By the family of weight formats: the measured time of units with such weights, divided by the time predicted from
     their products alone."""
-    sums: dict[int, list[float]] = {}
+    sums: dict[str, list[float]] = {}
     for unit in {u.kind: u for u in partition.units if partition.weight_only_edges(u)}.values():
         floats = observed.units.get((unit.kind, "float", "float"), [])
         for weight_format in partition.weight_formats(unit):
             seen = observed.units.get((unit.kind, weight_format.name, "float"))
             if seen and floats:
-                own = sums.setdefault(weight_format.bits, [0.0, 0.0])
+                own = sums.setdefault(weight_format.family, [0.0, 0.0])
                 own[0] += float(np.median(seen))
                 own[1] += float(np.median(floats)) * partition.share(unit, weight_format)
-    return {bits: real / promised for bits, (real, promised) in sums.items() if promised > 0}
+    return {family: real / promised for family, (real, promised) in sums.items() if promised > 0}
 
 
 def _format_times(
@@ -388,13 +388,13 @@ def _format_times(
     unit: Unit,
     as_float: float,
     medians: Mapping[UnitKey, float],
-    corrections: Mapping[int, float],
+    corrections: Mapping[str, float],
 ) -> dict[WeightFormat, float]:
     """The ms of a float unit by weight format: measured, or else predicted from its products alone and multiplied by
-    the correction for formats with as many bits."""
+    the correction for formats of its family."""
     found = {}
     for weight_format in partition.weight_formats(unit):
-        guess = as_float * partition.share(unit, weight_format) * corrections.get(weight_format.bits, 1.0)
+        guess = as_float * partition.share(unit, weight_format) * corrections.get(weight_format.family, 1.0)
         found[weight_format] = medians.get((unit.kind, weight_format.name, "float"), guess)
     return found
 

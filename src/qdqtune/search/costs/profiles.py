@@ -94,7 +94,7 @@ def schemes(
     names.setdefault(Placement.of(unit.weights), "weight-only")
     pairs = {name: placement for placement, name in list(names.items())[:MAX_SCHEMES] if placement.edges}
     promising = sorted(parts.weight_formats(unit), key=lambda s: (parts.share(unit, s), s.name))
-    for weight_format in {s.bits: s for s in reversed(promising)}.values():
+    for weight_format in {s.family: s for s in reversed(promising)}.values():
         pairs[f"weights as {weight_format.name}"] = Placement.of(
             (), ((e, weight_format) for e in parts.weight_only_edges(unit))
         )

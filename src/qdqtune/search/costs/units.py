@@ -30,6 +30,9 @@ NEARLY_FASTEST = 1.1
 """Weight formats that take up to this factor longer than the fastest count as equally fast; the one with the most bits
 per weight is taken. Chosen, not measured."""
 
+IN_WORDS = {"w4": "weights in 4 bits", "w8": "weights in 8 bits", "d8": "dynamic quantization"}
+"""Names of placements of one family of weight formats."""
+
 Group = tuple[str, ...]
 """Names of nodes that an engine runs together, in graph order."""
 
@@ -289,19 +292,20 @@ def expected_share(format_shares: FormatShares, placement: Placement) -> float:
     return sum(shares) / len(shares)
 
 
-def weights_by_bits(
+def weights_by_family(
     format_shares: FormatShares, holds: Callable[[Placement], bool] = lambda _: True
 ) -> dict[str, Placement]:
-    """Placements with every weight in 4 bits and with every one in 8, as far as the formats allow, by name. Each weight
-    gets the most exact format that is `NEARLY_FASTEST`; if that placement fails `holds`, the most exact one with these
-    bits. Bits are left out where products take `WORTHWHILE_SHARE` of their float time or more."""
+    """Placements with every weight in 4 bits, with every one in 8, and with every product quantized dynamically, as far
+    as the formats allow, by name. Each weight gets the most exact format that is `NEARLY_FASTEST`; if that placement
+    fails `holds`, the most exact one of the family. Families are left out where products take `WORTHWHILE_SHARE` of
+    their float time or more."""
     seeds = {}
-    for bits in sorted({s.bits for shares in format_shares.values() for s in shares}):
+    for family in sorted({s.family for shares in format_shares.values() for s in shares}):
         for nearness in (NEARLY_FASTEST, inf):
-            formats, expected = _of_bits(format_shares, bits, nearness)
+            formats, expected = _of_family(format_shares, family, nearness)
             placement = Placement.of((), formats.items())
             if sum(expected) < WORTHWHILE_SHARE * len(expected):
-                seeds[f"weights in {bits} bits"] = placement
+                seeds[IN_WORDS[family]] = placement
                 if holds(placement):
                     break
     return seeds
@@ -312,12 +316,14 @@ def shares_by_bytes(format_shares: FormatShares) -> FormatShares:
     return {edge: {s: s.bytes_per_weight / 4 for s in shares} for edge, shares in format_shares.items()}
 
 
-def _of_bits(format_shares: FormatShares, bits: int, nearness: float) -> tuple[dict[Edge, WeightFormat], list[float]]:
-    """For each weight, the format with the most bytes per weight among those with `bits` bits that take at most
-    `nearness` times as long as the fastest; and the shares of float time of the formats found."""
+def _of_family(
+    format_shares: FormatShares, family: str, nearness: float
+) -> tuple[dict[Edge, WeightFormat], list[float]]:
+    """For each weight, the format with the most bytes per weight among those of a family that take at most `nearness`
+    times as long as the fastest; and the shares of float time of the formats found."""
     formats, expected = {}, []
     for edge, shares in format_shares.items():
-        able = {s: share for s, share in shares.items() if s.bits == bits}
+        able = {s: share for s, share in shares.items() if s.family == family}
         near = [s for s, share in able.items() if share <= nearness * min(able.values())]
         if near:
             formats[edge] = max(near, key=lambda s: s.bytes_per_weight)

@@ -15,7 +15,7 @@ from qdqtune.graph.operators import work
 from qdqtune.search.costs.attribution import TimedBuild, attribute
 from qdqtune.search.costs.profiles import Profile, passthrough_profile, select, signature
 from qdqtune.search.costs.unit_decisions import nearest
-from qdqtune.search.costs.units import Partition, Unit, partition, weights_by_bits
+from qdqtune.search.costs.units import Partition, Unit, partition, weights_by_family
 from qdqtune.search.subgraph import SubgraphSearch
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.tuning.folder import LOGS, PROGRESS
@@ -129,7 +129,7 @@ def profile(run: Run) -> Profiled:
     # Some kernels are slow alone and fast between others: only a placement of the whole model shows that.
     search = SubgraphSearch(
         select(parts, profiles),
-        subject.foremost() | weights_by_bits(run.format_shares),
+        subject.foremost() | weights_by_family(run.format_shares),
         layers if is_timed else (),
         settings.plan,
         settings.incremental_validation,
