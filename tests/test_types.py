@@ -8,14 +8,14 @@ X, W = Edge("x", "a", 0), Edge("w", "a", 1)
 W4, W8 = WeightFormat(4, 32, symmetric=False), WeightFormat(8)
 
 
-@pytest.mark.parametrize("name", ["w8", "w8b128", "w4b32", "w4b32a"])
+@pytest.mark.parametrize("name", ["w8", "w8b128", "w4b32", "w4b32a", "d8"])
 def test_weight_formats_have_one_name(name: str) -> None:
     assert WeightFormat.named(name).name == name
 
 
-@pytest.mark.parametrize("name", ["w4", "w2b32", "w8b24", "w4b8", "int8"])
+@pytest.mark.parametrize("name", ["w4", "w2b32", "w8b24", "w4b8", "int8", "d4", "d8b32", "d8a"])
 def test_what_is_no_weight_format_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"no weight format|blocks"):
+    with pytest.raises(ValueError, match=r"no weight format|blocks|dynamic"):
         WeightFormat.named(name)
 
 

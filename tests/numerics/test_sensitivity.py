@@ -120,6 +120,17 @@ def test_weights_that_are_stored_in_fewer_bits_do_what_they_do_in_a_file() -> No
     assert found["w"] == pytest.approx(known, rel=0.1)
 
 
+def test_dynamic_quantization_rounds_the_weight_and_the_activation() -> None:
+    model = build("net (float[2,32] x) => (float[2,8] y) { [product] y = MatMul(x, w) }", {"w": normal(32, 8)})
+    edge, dynamic = Edge("w", "product", 1), WeightFormat(8, dynamic=True)
+    known = noise_of(model, Placement.of((), {edge: dynamic}.items()), PLAIN)
+    alone = quantized_weights(model, {edge: dynamic}) | {Edge("x", "product", 0): None}
+    found = sensitivities(model, alone, feeds(model))
+    assert isinstance(found, dict)
+    assert min(found["w"], found["x"]) > 0.1 * known
+    assert found["w"] + found["x"] == pytest.approx(known, rel=0.2)  # errors of both are independent
+
+
 def test_measurements_that_time_has_no_room_for_are_left_out_and_told() -> None:
     model, told = conv_net(), list[tuple[int, int]]()
     known = ranges(model)

@@ -6,11 +6,13 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnxruntime.quantization import quantize_dynamic
 
 from models import Arrays, build, normal, run, sqnr
 from qdqtune.calibration import rounding
 from qdqtune.calibration.rounding import moments
 from qdqtune.calibration.scales import Ranges
+from qdqtune.engines.devices import products_saturate
 from qdqtune.engines.formats import numeric_format, weight_formats_like
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -96,6 +98,30 @@ def test_onnx_runtime_runs_them_in_its_kernels_and_they_are_read_back(wanted: st
     assert np.square(back["logits"] - floats["logits"]).sum() < power * (1e-1 if wanted.startswith("w4") else 1e-3)
 
 
+def test_dynamic_quantization_is_shared_simulated_and_read_from_the_files_of_others(tmp_path: Path) -> None:
+    text = """net (float[2,5,64] x) => (float[2,5,64] y) {
+        [q] a = MatMul(x, w0)
+        [k] b = MatMul(x, w1)
+        [mul] c = Mul(a, b)
+        [out] d = MatMul(c, w2)
+        [bias] y = Add(d, w3)
+    }"""
+    weights = {f"w{i}": normal(64, 64, scale=0.1, seed=i) for i in range(3)} | {"w3": normal(64, seed=3)}
+    model, dynamic = build(text, weights), WeightFormat(8, dynamic=True)
+    samples = [{"x": normal(2, 5, 64, seed=seed)} for seed in range(4)]
+    placement = Placement.of((), [(Edge(f"w{i}", node, 1), dynamic) for i, node in enumerate(("q", "k", "out"))])
+    written = inserter(model).insert(placement)
+    assert [node.op for node in written.nodes].count("DynamicQuantizeLinear") == 2
+    exact, unfused, fused = run(model, samples), run(written, samples), run(written, samples, fused=True)
+    if not products_saturate():
+        assert sqnr(unfused, fused) > 60 > sqnr(exact, fused) > 30
+    save(model, tmp_path / "float.onnx")
+    quantize_dynamic(tmp_path / "float.onnx", tmp_path / "theirs.onnx")
+    theirs = load(tmp_path / "theirs.onnx")
+    assert read_placement(model, theirs).placement == placement
+    assert {node.op for node in strip_pairs(theirs).nodes} == {"MatMul", "Mul", "Add"}
+
+
 def test_candidates_share_their_integers_by_reference(tmp_path: Path) -> None:
     model = net(21)
     placement = placed(model, "w4b32")
@@ -116,6 +142,8 @@ def test_what_cannot_be_stored_so_is_refused() -> None:
         make.insert(Placement.of((), [(Edge("up_weight", "up", 1), WeightFormat(4, 64))]))
     with pytest.raises(ValueError, match="Gather takes tables"):
         make.insert(Placement.of((), [(Edge("table", "pick", 0), WeightFormat(4, 32))]))
+    with pytest.raises(ValueError, match="Gather takes tables"):
+        make.insert(Placement.of((), [(Edge("table", "pick", 0), WeightFormat(8, dynamic=True))]))
     with pytest.raises(ValueError, match="no product"):
         make.insert(Placement.of((), [(Edge("bias", "down", 2), WeightFormat(8))]))
     with pytest.raises(ValueError, match="one weight format"):

@@ -20,7 +20,7 @@ from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CutSearch
 from qdqtune.timing.ratios import Plan, judge
-from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
+from qdqtune.types import Failure, Layer, Measurement, Placement, Trial, WeightFormat
 from runs import mixed
 from weight_only_nets import MODEL, SHARES, W4, W8
 
@@ -288,6 +288,27 @@ def test_the_first_builds_have_every_weight_in_4_and_in_8_bits() -> None:
     assert list(first) == ["weights in 4 bits", "fused units", "weights in 8 bits"]  # as promised, alone
     assert first["weights in 4 bits"] == Placement.of((), dict.fromkeys(SHARES, W4).items())
     assert [p.origin for p in replace(search, format_shares={}).propose([])] == ["fused units"]
+
+
+def test_dynamic_quantization_is_taken_where_it_pays_within_the_limit() -> None:
+    """The product whose activation it rounds too coarsely keeps floats or gets pairs."""
+    dynamic = WeightFormat(8, dynamic=True)
+    shares = {edge: {dynamic: 0.3} for edge in SHARES}
+    layers = [Layer(n.name, (n.name,), "FP32", 1.0, "compute") for n in MODEL.nodes]
+    possible = possible_edges(MODEL, ranges(MODEL))
+    noise = Noise(
+        MODEL,
+        {e.tensor: 1.0 for e in possible},
+        0.01,
+        weight_noise={(f"w{i}", "d8"): (0.001, 0.5)[i == 1] for i in range(3)},
+    )
+    search = CutSearch(MODEL, possible, layers, format_shares=shares)
+    first = {p.origin: p.placement for p in search.propose([])}
+    assert first["dynamic quantization"] == Placement.of((), dict.fromkeys(SHARES, dynamic).items())
+    limited = replace(search, noise=replace(noise, simulate=noise.summed))
+    chosen = limited.propose([])[0].placement
+    assert [chosen.weight_formats.get(edge) for edge in SHARES] == [dynamic, None, dynamic]
+    assert not chosen.edges
 
 
 def test_where_4_bits_miss_the_limits_the_noisiest_weights_have_8() -> None:

@@ -17,6 +17,7 @@ from qdqtune.calibration.rounding import no_moments
 from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.devices import products_saturate
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.engines.formats import numeric_format, weight_formats
 from qdqtune.engines.runner import Runner, as_workloads
@@ -91,7 +92,8 @@ def test_formats_that_are_refused_not_fused_or_slow_are_not_searched_for(tmp_pat
     engine = Telling(ms, apart=["w8"], refused=["w4b32a"])
     found = shares_of(tmp_path, engine, model())
     assert found.keys() == {Edge("w0", "m0", 1), Edge("w1", "m1", 1)}
-    assert {s.name for s in found[Edge("w0", "m0", 1)]} == {"w4b32", "w4b128a", "w8b32", "w8b128"}
+    dynamic = {s.name for s in weight_formats("onnxruntime") if s.dynamic}  # none where products saturate
+    assert {s.name for s in found[Edge("w0", "m0", 1)]} == {"w4b32", "w4b128a", "w8b32", "w8b128"} | dynamic
     assert found[Edge("w0", "m0", 1)][WeightFormat(4, 32)] == pytest.approx(0.4)
     count = engine.asked
     assert shares_of(tmp_path, engine, model()) == found
@@ -110,6 +112,21 @@ def test_the_time_of_a_product_is_the_sum_over_its_layers_and_its_part_of_shared
 
     found = shares_of(tmp_path, Halving({"float": 1.0, "w8": 0.6}), model(), formats=("w8",))
     assert found[Edge("w0", "m0", 1)][WeightFormat(8, None)] == pytest.approx(0.6)
+
+
+@pytest.mark.skipif(products_saturate(), reason="dynamic quantization is not tried on this processor")
+def test_dynamic_quantization_takes_the_time_of_its_nodes_and_of_what_they_read(tmp_path: Path) -> None:
+    class Split(Telling):
+        def report(self, path: Path, *_: Any) -> tuple[Layer, ...] | Failure:
+            layers = [Layer("x", ("x_DynamicQuantizeLinear",), "", 0.1, "compute")]
+            for copy in range(3):
+                for name, parts in (("float", [""]), ("d8", ["", "_Cast", "_Mul"])):
+                    nodes = (f"{name}_product{copy}{part}" for part in parts)
+                    layers += [Layer(node, (node,), "", {"d8": 0.1}.get(name, 1.0), "compute") for node in nodes]
+            return tuple(layers)
+
+    found = shares_of(tmp_path, Split({"float": 1.0, "d8": 0.1}), model(), formats=("d8",))
+    assert found[Edge("w0", "m0", 1)] == {WeightFormat(8, dynamic=True): pytest.approx(0.4)}
 
 
 def test_a_product_is_tried_on_the_rows_of_each_workload(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from qdqtune.numerics.accuracy import FLOOR_DB
 from qdqtune.numerics.bisection import BisectionResult, Culprit, Parts, culprits
 from qdqtune.options import Anything, Number, Option, option
 from qdqtune.placement.file_pairs import FilePair, file_pairs, representable
-from qdqtune.placement.reading import is_quantized, placement_in, tables_of, twins_of
+from qdqtune.placement.reading import dynamic_products_of, is_quantized, placement_in, tables_of, twins_of
 from qdqtune.placement.stripping import moved_channels, strip_pairs
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
@@ -110,6 +110,10 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
         every, pairs = pairs, tuple(p for p in pairs if p.kind == "activation")
         if every and not pairs:
             raise BadModel(f"{file} has its weights alone quantized: to examine them, give the float model first")
+    if quantized is not None and not pairs and any(True for _ in dynamic_products_of(quantized)):
+        raise BadModel(
+            f"{file} has dynamic quantization alone, which is not examined: exclude nodes from it, and compare"
+        )
     if quantized is not None and not pairs:
         raise BadModel(f"{file} has no pair on a tensor of the float model: is it a version of {model}?")
     engine = options.spec(options.input_shapes)
@@ -125,11 +129,19 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
         done = _Debugging(probe, file, engine.name, options.min_sqnr, observer, execution).done(unmatched)
     placement = Placement() if quantized is None else placement_in(plain, quantized)
     done = replace(done, placement=placement, is_held_out=prepared.is_held_out)
-    if quantized is not None and not done.is_healthy and (tables := sum(1 for _ in tables_of(quantized))):
-        how = "quantize with `op_types_to_exclude` Gather keeps them in float"
-        told = f"tables of Gather stay unexamined ({tables}): {how}"
-        done = replace(done, notes=(*done.notes, told))
+    if quantized is not None and not done.is_healthy:
+        done = replace(done, notes=(*done.notes, *_unexamined(quantized)))
     return replace(done, file=file, engine=engine.name)
+
+
+def _unexamined(quantized: Model) -> Iterator[str]:
+    """Notes on what is quantized without pairs."""
+    if tables := sum(1 for _ in tables_of(quantized)):
+        how = "quantize with `op_types_to_exclude` Gather keeps them in float"
+        yield f"tables of Gather stay unexamined ({tables}): {how}"
+    if products := sum(1 for _ in dynamic_products_of(quantized)):
+        how = "quantize with `nodes_to_exclude` keeps some in float"
+        yield f"products with dynamic quantization stay unexamined ({products}): {how}"
 
 
 def _models(options: DebugOptions) -> tuple[Model, Path, Model | None]:

@@ -26,9 +26,6 @@ from qdqtune.placement.graph_builder import GraphBuilder
 from qdqtune.placement.possible import Weight, format_refusal, weight_at, weight_only_edges
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
-DYNAMIC = "_DynamicQuantizeLinear"
-"""Suffix of the name of a DynamicQuantizeLinear, behind the tensor that it reads."""
-
 BLOCK_OPSET = 21
 """The first opset whose DequantizeLinear has scales for blocks, and 4-bit integers."""
 
@@ -133,7 +130,7 @@ class WeightOnlyWriter:
         key = ("dynamic", source)
         if key not in builder.made:
             made = [builder.unique(f"{source}_dynamic_{what}") for what in ("quantized", "scale", "zero_point")]
-            own = builder.unique(f"{source}{DYNAMIC}")
+            own = builder.unique(f"{source}_DynamicQuantizeLinear")
             builder.nodes.append(helper.make_node("DynamicQuantizeLinear", [source], made, own))
             builder.made[key] = "\n".join(made)
         quantized, scale, zero_point = builder.made[key].split("\n")

@@ -27,8 +27,7 @@ from qdqtune.graph.operators import elements
 from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import Weight, format_refusal, product_inputs, weight_at, weight_only_edges
-from qdqtune.placement.weight_only import DYNAMIC
-from qdqtune.search.costs.attribution import TimedBuild, attribute
+from qdqtune.search.costs.attribution import DYNAMIC_CONVERSION, TimedBuild, attribute
 from qdqtune.search.costs.units import FormatShares
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.contexts import at_each
@@ -215,7 +214,7 @@ def _tried(
         stands_alone = any(w.kind != "folded" and not _products_of(w, weight_format.name) for w in weights)
         spent = _time(layers, weight_format.name)
         if weight_format.dynamic and spent is not None:  # each product of the model may be the only one that reads it
-            spent += sum(layer.time_ms or 0.0 for layer in layers if f"x{DYNAMIC}" in layer.nodes)
+            spent += sum(layer.time_ms or 0.0 for layer in layers if any(map(DYNAMIC_CONVERSION.match, layer.nodes)))
         if not stands_alone:
             yield weight_format.name, UNTIMED if not floats or spent is None else spent / floats
 

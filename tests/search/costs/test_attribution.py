@@ -4,12 +4,13 @@ import numpy as np
 import onnx
 import pytest
 
+from models import build, normal
 from price_chain import FLOAT, chain, parts_of, placed, times
 from qdqtune.graph.model import Model
 from qdqtune.search.costs.attribution import TimedBuild, attribute, node_times, with_float_times
 from qdqtune.search.costs.cheapest_decision import cut
 from qdqtune.search.costs.prices import learn
-from qdqtune.types import Layer, Placement
+from qdqtune.types import Edge, Layer, Placement, WeightFormat
 from tensorrt_exports import EXPORTS, report_of
 
 
@@ -52,6 +53,17 @@ def test_what_a_slow_build_takes_beyond_its_layers_falls_on_nodes_that_pairs_tou
     assert learn(parts, [floats, found]).float_ms == pytest.approx(sum(FLOAT.values()))
     odd = times(placed(parts, "a", "t"), a=1.0, b=1.0, c=3.0, d=30.0)
     assert with_float_times(chain(), odd, floats) == odd  # twenty times as slow: the reports do not fit
+
+
+def test_a_dynamic_quantization_counts_for_the_products_that_read_it() -> None:
+    model = build(
+        "net (float[4,8] x) => (float[4,8] y, float[4,8] z) { [a] y = MatMul(x, w0) [b] z = MatMul(x, w1) }",
+        {"w0": normal(8, 8), "w1": normal(8, 8)},
+    )
+    dynamic = WeightFormat(8, dynamic=True)
+    placement = Placement.of((), [(Edge("w0", "a", 1), dynamic), (Edge("w1", "b", 1), dynamic)])
+    layers = layer(2.0, "x_DynamicQuantizeLinear"), layer(3.0, "a", "a_Cast", "a_scales", "a_Mul"), layer(3.0, "b")
+    assert attribute(model, TimedBuild(placement, layers), 8.0).nodes == pytest.approx({"a": 4.0, "b": 4.0})
 
 
 def test_a_report_without_times_gives_none() -> None:

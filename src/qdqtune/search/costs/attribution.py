@@ -12,7 +12,6 @@ import numpy as np
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import is_float, work
-from qdqtune.placement.weight_only import DYNAMIC
 from qdqtune.search import ratios_to_float
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Layer, Placement, Trial
@@ -20,7 +19,7 @@ from qdqtune.types import Layer, Placement, Trial
 CONVERSION = re.compile(r"^(?P<tensor>.*)_(?P<op>Quantize|Dequantize)Linear(_\d+)?$")
 """Names of the Q and DQ nodes that insertion adds, by the tensor that they convert."""
 
-DYNAMIC_CONVERSION = re.compile(rf"^(?P<tensor>.*){DYNAMIC}(_\d+)?$")
+DYNAMIC_CONVERSION = re.compile(r"^(?P<tensor>.*)_DynamicQuantizeLinear(_\d+)?$")
 """Names of the DynamicQuantizeLinear nodes that insertion adds, by the tensor that they read."""
 
 
