@@ -34,5 +34,5 @@ def test_weights_in_fewer_bits_are_a_decision_of_their_own() -> None:
     )
     assert (a.ms, a.margin_ms) == pytest.approx((0.25, 0.75))
     assert (rows[1].weight_format, rows[1].otherwise) == ("", "8 bits")
-    stored = next(tally for tally in tallies if tally.bits == 4)
+    stored = next(tally for tally in tallies if tally.family == "w4")
     assert (stored.runs_in, stored.nodes, stored.ms, stored.float_ms) == ("4-bit weights", 2, 0.5, 2.0)
