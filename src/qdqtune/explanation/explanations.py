@@ -127,7 +127,7 @@ class Tally:
     def runs_in(self) -> str:
         """The precision of the nodes, in words."""
         if self.family:
-            return "8 bits, dynamic" if WeightFormat.named(self.family).dynamic else f"{self.family[1:]}-bit weights"
+            return "8 bits, dynamic" if self.family == "d8" else f"{self.family[1:]}-bit weights"
         return "8 bits" if self.quantized and self.why != "no kernel" else "float"
 
     def to_dict(self) -> dict[str, Any]:
