@@ -1,12 +1,24 @@
 """What rounding does to the outputs is measured once, and read from the state file by later runs."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from models import feeds
+from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.execution import EXECUTION
+from qdqtune.engines.formats import numeric_format
 from qdqtune.tuning.loop import tune
-from runs import settings
+from qdqtune.tuning.observer import Silent
+from qdqtune.tuning.rounding_noise import noise_of
+from qdqtune.tuning.run import Run
+from qdqtune.tuning.store import Store
+from qdqtune.types import WeightFormat
+from runs import settings, write
+from weight_only_nets import MODEL, SHARES, W8
 
 
 @pytest.mark.usefixtures("workers")
@@ -15,3 +27,29 @@ def test_noise_is_not_measured_twice(model: Path) -> None:
     first = tune(noisy)
     assert tune(noisy).history == first.history
     assert tune(noisy).ratio == first.ratio
+
+
+@pytest.mark.usefixtures("workers")
+def test_that_of_dynamic_quantization_includes_the_activations(tmp_path: Path) -> None:
+    dynamic = WeightFormat(8, dynamic=True)
+    with Store(tmp_path / "state.yaml", {}) as store:
+        run = SimpleNamespace(
+            subject=SimpleNamespace(
+                shaped=MODEL,
+                ranges=Ranges({}),
+                numbers=numeric_format("onnxruntime", "int8"),
+                possible=frozenset(),
+                accuracy=feeds(MODEL),
+            ),
+            settings=SimpleNamespace(front=True, model=write(MODEL, tmp_path)),
+            limits=SimpleNamespace(are_set=False, max_noise=None),
+            budget=SimpleNamespace(is_late=False, builds=1),
+            bench=SimpleNamespace(deadline=None, trial_seconds=1.0),
+            format_shares={edge: {W8: 0.6, dynamic: 0.4} for edge in SHARES},
+            runner=SimpleNamespace(memory=None),
+            **{"observer": Silent(), "others": (), "execution": EXECUTION, "store": store},
+        )
+        noise = noise_of(cast(Run, run))
+    assert noise is not None
+    for edge in SHARES:
+        assert 1.1 * noise.of_weight(edge, W8) < noise.of_weight(edge, dynamic) < 10 * noise.of_weight(edge, W8)
