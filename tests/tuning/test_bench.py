@@ -4,7 +4,10 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +18,7 @@ from qdqtune.engines import formats
 from qdqtune.engines.build_queue import BuildQueue
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
+from qdqtune.errors import BaselineFailed, EngineFailure, EngineUnavailable, OutputError
 from qdqtune.graph.saving import one_constant_file
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
@@ -301,3 +304,26 @@ def test_records_are_plain_json(opened: Open, tmp_path: Path) -> None:
 )
 def test_short_models_are_profiled_more_often_and_long_ones_less(seconds: float, runs: int) -> None:
     assert profiled_runs(seconds) == runs
+
+
+def test_the_first_worker_goes_on_alone_even_if_it_was_lost() -> None:
+    """On a cluster it finds a place as soon as the others end."""
+    closed: list[int] = []
+    first, second = (
+        SimpleNamespace(runner=SimpleNamespace(close=partial(closed.append, number))) for number in range(2)
+    )
+    is_lost = Event()
+
+    def work(worker: Any) -> None:
+        if worker is first:
+            is_lost.set()
+            raise EngineUnavailable("its node is gone")
+        assert is_lost.wait(60)
+
+    with WorkerPool([first, second]) as pool:
+        bench = Bench(cast(Any, pool), cast(Any, None), cast(Any, None))
+        assert len(list(pool.results([work, work]))) == 2
+        assert [*pool] == [second]
+        bench.stand_alone()
+    assert closed == [1]
+    assert bench._runner is cast(Any, first.runner)

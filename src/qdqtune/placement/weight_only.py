@@ -127,13 +127,12 @@ class WeightOnlyWriter:
         """Make a product a MatMulInteger; returns the nodes behind it, which make floats of its sums and add the bias
         of a Gemm. Products of one activation share its DynamicQuantizeLinear."""
         (source, _, *bias), result, name = node.input, node.output[0], node.name
-        key = ("dynamic", source)
-        if key not in builder.made:
-            made = [builder.unique(f"{source}_dynamic_{what}") for what in ("quantized", "scale", "zero_point")]
-            own = builder.unique(f"{source}_DynamicQuantizeLinear")
+        parts = [("dynamic", source, what) for what in ("quantized", "scale", "zero_point")]
+        if parts[0] not in builder.made:
+            builder.made |= {part: builder.unique(f"{source}_dynamic_{part[-1]}") for part in parts}
+            made, own = [builder.made[part] for part in parts], builder.unique(f"{source}_DynamicQuantizeLinear")
             builder.nodes.append(helper.make_node("DynamicQuantizeLinear", [source], made, own))
-            builder.made[key] = "\n".join(made)
-        quantized, scale, zero_point = builder.made[key].split("\n")
+        quantized, scale, zero_point = (builder.made[part] for part in parts)
         sums, floats, scales = (builder.unique(f"{result}_{what}") for what in ("sums", "floats", "scales"))
         node.op_type = "MatMulInteger"
         node.input[:], node.output[:] = [quantized, names[0], zero_point], [sums]

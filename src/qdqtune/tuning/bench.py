@@ -55,6 +55,7 @@ class Bench:
 
     def __init__(self, pool: WorkerPool[TrialWorker], store: Store, conditions: Conditions) -> None:
         self._pool, self._store, self._conditions = pool, store, conditions
+        self._first, self._is_alone = pool.first, False
         self.deadline: float | None = None
         """The time of `time.monotonic` at which comparisons end with the rounds that they have."""
 
@@ -135,9 +136,12 @@ class Bench:
             worker.loaded.keep_only(placement)
 
     def stand_alone(self) -> None:
-        """End all workers but the first, so that it measures alone."""
-        for worker in list(self._pool)[1:]:
-            worker.runner.close()
+        """End all workers but the first, which measures alone from now on. If it was lost, it starts again in the place
+        of one that ends."""
+        for worker in self._pool:
+            if worker is not self._first:
+                worker.runner.close()
+        self._is_alone = True
 
     def keep(self, trial: Trial) -> None:
         """Store a trial that was measured elsewhere, unless it is known."""
@@ -204,12 +208,17 @@ class Bench:
         return record.accuracy
 
     @property
+    def _worker(self) -> TrialWorker:
+        """The worker for what takes a single one."""
+        return self._first if self._is_alone else self._pool.first
+
+    @property
     def _runner(self) -> Runner:
-        return self._pool.first.runner
+        return self._worker.runner
 
     @property
     def _loaded(self) -> Loaded:
-        return self._pool.first.loaded
+        return self._worker.loaded
 
     @cached_property
     def floats(self) -> FloatRun:
