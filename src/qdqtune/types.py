@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -354,6 +354,12 @@ class Measurement:
             raise ValueError("latency samples are finite and above zero")
         if any(len(part.a) != len(self.a) for part in self.parts):
             raise ValueError("each workload has a part in each round")
+
+    def mean(self, shares: Sequence[float]) -> Measurement:
+        """The rounds of those workloads that have a share above 0; `shares` has one for each part and adds up to 1."""
+        a, b = (tuple(np.dot(shares, [getattr(part, side) for part in self.parts]).tolist()) for side in "ab")
+        parts = tuple(part for part, share in zip(self.parts, shares, strict=True) if share)
+        return Measurement(a, b, parts if len(parts) > 1 else ())
 
     def __add__(self, later: Measurement) -> Measurement:
         """This measurement with later rounds appended."""

@@ -22,7 +22,7 @@ from qdqtune.engines.memory import LARGE_MODEL
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.explanation.formatting import decibels
-from qdqtune.graph.loading import files_of
+from qdqtune.graph.loading import bytes_of_files
 from qdqtune.options import SWITCH, Anything, Flag, MaybeFile, MaybeInt, OfRun, Option, choice, option
 from qdqtune.search.region import Config
 from qdqtune.timing.ratios import Plan, least_rounds
@@ -172,8 +172,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             return self.deploy_threads
         count = threads_of(spec)
         model = Path(str(self.model))
-        files = files_of(model) if model.is_file() else []
-        is_large = sum(file.stat().st_size for file in files if file.is_file()) >= LARGE_MODEL
+        is_large = model.is_file() and bytes_of_files(model) >= LARGE_MODEL
         return None if count is None or (self.threads is None and not is_large) else (count,)
 
     def _price_file(self) -> Path | None:

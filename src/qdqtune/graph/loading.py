@@ -186,6 +186,11 @@ def files_of(path: Path) -> list[Path]:
         return [path]
 
 
+def bytes_of_files(model: Path) -> int:
+    """The size of those files of a model (`files_of`) that exist."""
+    return sum(file.stat().st_size for file in files_of(model) if file.is_file())
+
+
 def data_files(path: Path) -> list[str]:
     """The files of a model's external data, as the model names them.
 

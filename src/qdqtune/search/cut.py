@@ -256,7 +256,10 @@ class CutSearch:
         if not self.contexts:
             yield from self._optima_of(costs, history)
             return
-        apart = [(search, known, search.costs(known)) for search, known in self._in_contexts(history)]
+        apart = []
+        for shares, search in zip(self.contexts, self._in_contexts, strict=True):
+            known = [_trial_at(shares, trial) for trial in history]
+            apart.append((search, known, search.costs(known)))
         found = dict.fromkeys(costs.partition.placement(decision) for decision in self._optima_of(costs, history))
         for search, known, own in apart:
             found |= dict.fromkeys(own.partition.placement(decision) for decision in search._optima_of(own, known))
@@ -267,13 +270,11 @@ class CutSearch:
         for placement in sorted(found, key=is_slower):
             yield decision_of(costs, placement)
 
-    def _in_contexts(self, history: Sequence[Trial]) -> Iterator[tuple[CutSearch, list[Trial]]]:
-        """This search and its history in each context alone."""
-        for shares in self.contexts:
-            yield (
-                replace(self, float_layers=_layers_at(shares, self.float_layers), contexts=()),
-                [_trial_at(shares, trial) for trial in history],
-            )
+    @cached_property
+    def _in_contexts(self) -> tuple[CutSearch, ...]:
+        """This search in each context alone."""
+        floats = (_layers_at(shares, self.float_layers) for shares in self.contexts)
+        return tuple(replace(self, float_layers=layers, contexts=()) for layers in floats)
 
     def _optima_of(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Decision]:
         """The optimum of prices, within the limits on noise if there are any: by expected noise, or at several guesses
@@ -413,8 +414,7 @@ def _trial_at(shares: Sequence[float], trial: Trial) -> Trial:
     result, layers = trial.result, None if trial.layers is None else _layers_at(shares, trial.layers)
     if not isinstance(result, Measurement) or not result.parts:
         return replace(trial, layers=layers)
-    a, b = (tuple(np.dot(shares, [getattr(part, side) for part in result.parts]).tolist()) for side in "ab")
-    return replace(trial, result=Measurement(a, b), check=None, layers=layers)
+    return replace(trial, result=result.mean(shares), check=None, layers=layers)
 
 
 def _untried(proposals: Iterable[Proposal], history: Sequence[Trial]) -> tuple[Proposal, ...]:

@@ -114,12 +114,4 @@ def ratios_at(history: Sequence[Trial], mix: Mix, counts: Sequence[int | None]) 
 
 def measured_at(measured: Measurement, mix: Mix, counts: Sequence[int | None]) -> tuple[Measurement, ...]:
     """The rounds at each of these numbers of threads, of rounds on all workloads at each number (see `at_each`)."""
-    if len(counts) == 1:
-        return (measured,)
-    found = []
-    for first in range(0, len(measured.parts), len(mix)):
-        parts = measured.parts[first : first + len(mix)]
-        shares = [workload.share for workload in mix]
-        a, b = (tuple(np.average([getattr(p, side) for p in parts], axis=0, weights=shares)) for side in "ab")
-        found.append(parts[0] if len(parts) == 1 else Measurement(a, b, parts))
-    return tuple(found)
+    return tuple(map(measured.mean, shares_at(mix, counts))) or (measured,)

@@ -66,8 +66,8 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     is_rewritten = bool(run.subject.rewrites.names)
     terms = Terms(pairs_hold or _is_folded(run), is_rewritten, run.found.ratio)
     is_bounded = settings.time_budget is not None
-    how = {"is_bounded": is_bounded, "tries_float": not _is_folded(run)}
-    queue = shipping.finalists(history, settings.plan, **how, slower=run.slower(history))
+    slower, tries_float = run.slower(history), not _is_folded(run)
+    queue = shipping.finalists(history, settings.plan, is_bounded=is_bounded, tries_float=tries_float, slower=slower)
     attempts: list[Attempt] = []
     with open_contexts(settings.proof_counts, run.runner, run.subject.mix) as contexts:
         while True:

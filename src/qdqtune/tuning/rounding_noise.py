@@ -15,7 +15,7 @@ from qdqtune.calibration.equalization import scaled
 from qdqtune.calibration.rounding import LazyMapping, rounded_weight
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.engines.devices import usable_cores
-from qdqtune.graph.loading import files_of
+from qdqtune.graph.loading import bytes_of_files
 from qdqtune.graph.model import Model
 from qdqtune.numerics.sensitivity import How, quantization, quantized_weights, sensitivities
 from qdqtune.placement.possible import weight_at
@@ -112,7 +112,7 @@ def noise_of(run: Run) -> Noise | None:
 def _processes(run: Run) -> int:
     """How many processes may run the model to measure noise: one for each worker, as nothing else runs meanwhile, but
     no more than there are cores, or than `BYTES_AT_ONCE` has room for."""
-    size = sum(file.stat().st_size for file in files_of(run.settings.model))
+    size = bytes_of_files(run.settings.model)
     return max(1, min(1 + len(run.others), usable_cores(), BYTES_AT_ONCE // max(size, 1)))
 
 

@@ -19,7 +19,7 @@ from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, writing
-from qdqtune.graph.loading import files_of
+from qdqtune.graph.loading import bytes_of_files, files_of
 from qdqtune.graph.saving import ConstantFile, one_constant_file
 from qdqtune.numerics.metric import Evaluation, load_evaluation
 from qdqtune.numerics.simulation import Simulation
@@ -127,8 +127,9 @@ class Run(Ready):
         add(path, self._price_conditions, model, final, learned, self.observer.note)
 
     def slower(self, history: Sequence[Trial]) -> frozenset[Placement]:
-        """The placements that are slower than float at a number of threads."""
-        ratios = ratios_at(history, self.subject.mix, self.settings.thread_counts)
+        """The placements that are slower than float at one of several numbers of threads."""
+        counts = self.settings.thread_counts
+        ratios = ratios_at(history, self.subject.mix, counts) if len(counts) > 1 else {}
         return frozenset(placement for placement, own in ratios.items() if max(own) > SLOWER)
 
     @property
@@ -177,7 +178,7 @@ def prepared(settings: Settings, observer: Observer, check: Check | None = None)
 def _engines(settings: Settings, logs: Path, observer: Observer, execution: Execution) -> Iterator[list[Runner]]:
     """The engine on each device of the run; the first one has builders beside it if its option builds_aside says so."""
     engine, most_threads = settings.engine, max(count or 0 for count in settings.thread_counts)
-    size = sum(file.stat().st_size for file in files_of(settings.model) if file.is_file())
+    size = bytes_of_files(settings.model)
     with ExitStack() as stack:
         workers = allocate_workers(engine, settings.workers, settings.cores_per_worker, settings.ray, most_threads)
         allocation = stack.enter_context(workers)
