@@ -80,7 +80,7 @@ Point = NodeInput | ChildInput | RegionOutput
 
 @dataclass(frozen=True)
 class Scheme:
-    """The insertion points of a pattern that carry a pair, and those those of weights with a weight format."""
+    """The insertion points of a pattern that carry a pair, and those of weights with a weight format."""
 
     points: frozenset[Point] = frozenset()
     weight_formats: frozenset[tuple[Point, WeightFormat]] = frozenset()
