@@ -165,7 +165,7 @@ def build(flags):
                  "Engine set up failed")  # fmt: skip
     if cache := flags.get("timingCacheFile"):
         with open(cache[0], "ab") as file:
-            file.write(b"kernels ")
+            file.write(b"kernels\0")  # no text: such a file would be somebody's notes
     detailed = flags.get("profilingVerbosity") == ["detailed"]
     return {"ranges": ranges(flags, model.graph), "layers": layers(model), "detailed": detailed}, model
 

@@ -239,6 +239,20 @@ def test_as_a_program(model: Path, tmp_path: Path) -> None:
     assert onnx.load(tmp_path / "autotuner_output" / "optimized_final.onnx").graph.node
 
 
+def test_only_tensorrt_cares_what_lies_where_its_timing_cache_goes(
+    run: Run, asked: list[dict[str, Any]], model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "trtexec_timing.cache").write_text("notes of somebody else")
+    command = [sys.executable, "-m", "qdqtune.autotune", "-m", str(model), "--engine", "fake", "--dry-run"]
+    told = {**environment(), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=told, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run("-m", model, "--use-trtexec", engine=())
+    run("-m", model, "--use-trtexec", "--timing-cache", "own.cache", engine=())
+    assert [given["timing_cache"] for given in asked] == [autotune.TIMING_CACHE, "own.cache"]
+    assert get_parser().parse_args(["-m", "model.onnx"]).timing_cache == autotune.TIMING_CACHE
+
+
 def test_names_that_quantize_and_subgraph_mode_gave_to_flags(
     run: Run, asked: list[dict[str, Any]], model: Path
 ) -> None:

@@ -34,6 +34,10 @@ from qdqtune.tuning.settings import EFFORTS
 from qdqtune.tuning.subject import tuned_patterns
 
 MODES, TENSORRT = ("region", "subgraph"), ("tensorrt", "trtexec")
+TIMING_CACHE = str(Path(tempfile.gettempdir()) / "trtexec_timing.cache")
+"""Where TensorRT keeps kernel times if no file is named. Other engines do not care what lies there."""
+
+OF_TUNE = options_of(TuneOptions)
 
 
 def option(flags: str, help: str | None, type: click.ParamType[Any] | None = None, **how: Any) -> click.Option:
@@ -44,7 +48,7 @@ def option(flags: str, help: str | None, type: click.ParamType[Any] | None = Non
 
 def of_tune(name: str, flags: str, **changed: Any) -> click.Option:
     """An option of `tune` with other flags, and with what else is changed."""
-    own = options_of(TuneOptions)[name]
+    own = OF_TUNE[name]
     how = {"help": own.help, "type": typed(own.kind), "default": own.default, "metavar": own.metavar, **changed}
     return option(f"{flags} {name}", **how)
 
@@ -82,7 +86,7 @@ OWN = (
     of_tune("engine", "--engine", default=None, help=ENGINE_HELP),
     option("--use-trtexec", "The same as --engine trtexec.", is_flag=True),
     of_tune("trtexec_args", "--trtexec-benchmark-args --trtexec-args"),
-    of_tune("timing_cache", "--timing-cache", default=str(Path(tempfile.gettempdir()) / "trtexec_timing.cache")),
+    of_tune("timing_cache", "--timing-cache", help=f"{OF_TUNE['timing_cache'].help}  [default: {TIMING_CACHE}]"),
     option("--timing-runs", RUNS_HELP, click.IntRange(1)),
     of_tune("min_sqnr", "--min-sqnr", default="none"),
     of_tune("min_agreement", "--min-agreement", default="none"),
@@ -161,7 +165,9 @@ def _for_engine(given: Mapping[str, Any]) -> dict[str, Any]:
         usual = usual_shapes(EngineSpec("trtexec", {"trtexec_args": given["trtexec_args"]}), None)
         given = {**given, "input_shapes": usual | given["input_shapes"]}
         unknown |= {"trtexec_args"}
-    if engine not in TENSORRT:
+    if engine in TENSORRT:
+        given = {**given, "timing_cache": given["timing_cache"] or TIMING_CACHE}
+    else:
         if given["plugin_libraries"]:
             _note(f"note: {engine} loads no TensorRT plug-ins, so --plugin_libraries is passed over")
         unknown |= {"timing_cache", "plugin_libraries"}
@@ -224,7 +230,8 @@ def get_parser() -> argparse.ArgumentParser:
         for name, dest in COUNTS.items()
     }
     one = {"nargs": None, "default": "default"}
-    own: dict[str, dict[str, Any]] = {"mode": one, "output_dir": {"default": "./autotuner_output"}, **counts}
+    defaults = {"output_dir": {"default": "./autotuner_output"}, "timing_cache": {"default": TIMING_CACHE}}
+    own: dict[str, dict[str, Any]] = {"mode": one, **defaults, **counts}
     return as_parser(command, "python -m qdqtune.autotune", own)
 
 
