@@ -173,7 +173,10 @@ def build(flags):
 def ranges(flags, graph):
     """Least and most sizes of each input."""
     constants = {t.name for t in graph.initializer}
-    given = [shapes(flags, f"{which}Shapes") or shapes(flags, "shapes") for which in ("min", "max")]
+    usual = shapes(flags, "shapes")
+    if not {"minShapes", "maxShapes"} & set(flags):  # the usual sizes alone are the least and the most as well
+        usual = shapes(flags, "optShapes") or usual
+    given = [shapes(flags, f"{which}Shapes") or usual for which in ("min", "max")]
     found = {}
     for value in graph.input:
         if value.name in constants:

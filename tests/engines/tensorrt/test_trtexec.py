@@ -261,6 +261,19 @@ def test_given_shapes_make_one_plan(tmp_path: Path) -> None:
         built.run({"x": np.zeros((9, 16), np.float32)})
 
 
+@pytest.mark.parametrize(
+    "given", [{"trtexec_args": "--stronglyTyped --optShapes=x:3x16"}, {"opt_shapes": {"x": [3, 16]}}]
+)
+def test_usual_sizes_alone_are_enough(tmp_path: Path, given: dict[str, Any]) -> None:
+    onnx.save(matmul_model(), tmp_path / "m.onnx")
+    built = create(stand_in(tmp_path, "10.0"), **given).build(tmp_path / "m.onnx", tmp_path / "build.log")
+    assert built.run(ROWS)["y"].shape == (3, 8)
+    assert built.time(ROWS, 1) > 0
+    assert [flags["optShapes"] for flags in calls(tmp_path) if "onnx" in flags] == ["x:3x16"]
+    with pytest.raises(EngineFailure, match="does not satisfy any optimization profiles"):
+        built.run({"x": np.zeros((1, 16), np.float32)})
+
+
 def test_without_shapes_each_size_gets_a_plan(tmp_path: Path) -> None:
     onnx.save(matmul_model(), tmp_path / "m.onnx")
     built = create(stand_in(tmp_path, "10.0")).build(tmp_path / "m.onnx", tmp_path / "build.log")
