@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +173,15 @@ def test_the_benchmark_comes_first_and_says_so() -> None:
 
 def test_calls_come_in_order() -> None:
     autotuner = QDQAutotuner(onnx.load(DIGITS))
-    with pytest.raises(AutotunerNotInitializedError):
-        autotuner.export_onnx()
+    calls: list[Callable[[], object]] = [
+        autotuner.export_onnx, autotuner.generate, autotuner.get_ort_quantization_config,
+        autotuner.get_resolved_insertion_points, lambda: autotuner.import_insertion_points({"x"}),
+        lambda: autotuner.load_state("state.yaml"), lambda: autotuner.save_state("state.yaml"),
+        lambda: autotuner.set_profile_region(None), lambda: autotuner.submit(1.0),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(AutotunerNotInitializedError, match="call initialize"):
+            call()
     autotuner = begun(onnx.load(DIGITS))
     for early in (autotuner.generate, lambda: autotuner.submit(1.0)):
         with pytest.raises(InvalidSchemeError):

@@ -66,7 +66,7 @@ ACTIVATIONS = frozenset({"Clip", "Elu", "HardSwish", "LeakyRelu", "PRelu", "Relu
 
 
 class QDQAutotunerBase:
-    """The conversation about regions that are given: a subclass or the script sets `regions`."""
+    """The conversation about `regions`, which a subclass or the script sets. `initialize` is the first call."""
 
     def __init__(self, model: onnx.ModelProto | Surgeon) -> None:
         self.onnx_model = as_proto(model)
@@ -154,6 +154,7 @@ class QDQAutotunerBase:
         Raises:
             InvalidSchemeError: the region is none of `regions`.
         """
+        self._known_graph()
         for current in self._tried() if commit else ():
             self._best = self._improved(self._best, current)
             self.profiled_patterns.append(current)
@@ -181,8 +182,8 @@ class QDQAutotunerBase:
         Raises:
             InvalidSchemeError: there is no current pattern.
         """
-        current = self.current_profile_pattern_schemes
-        if current is None:
+        self._known_graph()
+        if (current := self.current_profile_pattern_schemes) is None:
             raise InvalidSchemeError("no region with a pattern is set: call set_profile_region() first")
         waiting = [scheme for scheme in current.schemes if not scheme.is_profiled]
         for scheme in chain(waiting, self._ideas(current)):
@@ -207,6 +208,7 @@ class QDQAutotunerBase:
             BaselineFailed: the model without pairs has no latency.
             InvalidSchemeError: no scheme waits for a latency.
         """
+        self._known_graph()
         latency = latency_ms if success and isfinite(latency_ms) and latency_ms > 0 else inf
         current, index = self.current_profile_pattern_schemes, self.current_insertion_scheme_index
         if self.baseline_latency_ms is None:
@@ -334,8 +336,8 @@ class QDQAutotunerBase:
         Raises:
             BadState: there is no such file, or it is of another model, engine or configuration.
         """
-        path = Path(input_path)
-        if not path.exists():
+        self._known_graph()
+        if not (path := Path(input_path)).exists():
             raise BadState(f"there is no state file {path}: leave load_state out to begin")
         with Store(path, self._fingerprint()) as store:
             record = store.get(ConversationRecord)
