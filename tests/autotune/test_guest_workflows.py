@@ -72,6 +72,24 @@ def test_quantize_takes_modelopts_keyword_from_the_package_as_well(tmp_path: Pat
     assert moq.quantize(path, tmp_path / "own.onnx", input_shapes={"x": (2, 64, 64)}).output.exists()
 
 
+def test_modelopts_call_is_known_by_its_keywords_where_no_output_is_named(tmp_path: Path) -> None:
+    path, how = write(mixed(), tmp_path), {"calibration_method": "max"}
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((str(path),), {"quantize_mode": "int8"}),
+        ((path,), {"high_precision_dtype": "fp32"}),
+        ((path,), {"override_shapes": None}),
+        ((path, "int8"), {"keep_intermediate_files": True}),
+    ]
+    for arguments, keywords in calls:
+        moq.quantize(*arguments, **how, **keywords)
+        assert "first" in quantized(tmp_path / "model.quant.onnx")
+        (tmp_path / "model.quant.onnx").unlink()
+    with pytest.raises(BadOption, match="no option 'quantize_mode'; did you mean 'quant_type'"):
+        moq.quantize(path, tmp_path / "q.onnx", quantize_mode="int8")
+    with pytest.raises(BadOption, match="quantize_mode is int8 or fp8, not 'int4'"):
+        moq.quantize(path, quantize_mode="int4")
+
+
 def test_products_of_attention_stay_in_float_on_request(tmp_path: Path) -> None:
     text = "net (float[8,8] x) => (float[8,8] y) { [own] h = MatMul(x, w) [scores] y = MatMul(h, x) }"
     path = write(build(text, {"w": normal(8, 8)}), tmp_path)

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -57,6 +58,12 @@ OPTIONS = {
 
 NODE_CHOICES = ("nodes_to_quantize", "nodes_to_exclude", "op_types_to_quantize", "op_types_to_exclude")
 """Keywords that choose nodes; those of names are regular expressions that match from the beginning."""
+
+MODES = ("int8", "fp8")
+"""Values of `quantize_mode`."""
+
+UNLISTED = ("disable_mha_qdq", "input_shapes_profile", "override_shapes")
+"""Keywords that `quantize` takes among `others`, and that are in none of the lists above and below."""
 
 IDLE = frozenset({
     "autotune_verbose", "calibration_eps", "keep_intermediate_files", "log_file", "log_level", "simplify",
@@ -109,7 +116,7 @@ def quantize(
         BadOption: a keyword of ModelOpt's has no counterpart here, or a value no meaning.
         QdqtuneError: see `qdqtune.quantize` and `qdqtune.tune`.
     """
-    if quantize_mode not in ("int8", "fp8"):
+    if quantize_mode not in MODES:
         raise BadOption(f"quantize_mode is int8 or fp8, not {quantize_mode!r}")
     path = Path(onnx_path)
     output = Path(output_path) if output_path is not None else path.with_suffix(".quant.onnx")
@@ -158,8 +165,14 @@ def _search(model: Path, output: Path, folder: Path, **given: Any) -> None:
 
 @wraps(api.quantize)
 def either(*arguments: Any, **given: Any) -> Any:
-    """`qdqtune.quantize`, or with the keyword `onnx_path` the `quantize` of this module."""
-    return (quantize if "onnx_path" in given else api.quantize)(*arguments, **given)
+    """`qdqtune.quantize`, or with a keyword that only ModelOpt's has the `quantize` of this module.
+
+    A call that names an output is meant for `qdqtune.quantize`, which tells what it calls such a keyword.
+    """
+    known = {*signature(quantize).parameters, *UNLISTED, *NODE_CHOICES, *OPTIONS, *IDLE}
+    has_output = "output" in given or (len(arguments) > 1 and arguments[1] not in MODES)
+    is_theirs = not has_output and not known.isdisjoint(given.keys() - signature(api.quantize).parameters.keys())
+    return (quantize if is_theirs else api.quantize)(*arguments, **given)
 
 
 def _search_options(others: Mapping[str, Any], *, searches: bool) -> dict[str, Any]:
