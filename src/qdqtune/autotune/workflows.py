@@ -109,7 +109,8 @@ class RegionLogs(Silent):
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """See `Observer`."""
         region = self._region_of.get(trial.proposal.pattern)
-        log.debug("candidate %d of region %s: %s, %s", trial.number, region, trial.proposal.origin, outcome)
+        where = "in all regions" if region is None else f"of region {region}"
+        log.debug("candidate %d %s: %s, %s", trial.number, where, trial.proposal.origin, outcome)
         if region is not None:
             self._name(f"trial_{trial.number:03}.log", f"region_{region}_scheme_{self._counts[region]}.log")
             self._counts[region] += 1
