@@ -61,7 +61,12 @@ class CompareOptions(EngineOptions, DataOptions):
         click.IntRange(12), DEFAULT_ROUNDS, "Rounds per pair of builds.", "Search", is_rare=True
     )
     warmup_runs: Option[int, int] = option(
-        click.IntRange(0), 2, "Inferences of each model before its rounds.", "Search", is_rare=True
+        click.IntRange(0),
+        2,
+        "Inferences of each model before its rounds. trtexec warms up in each process for 200 ms instead; "
+        "`engine_options` warmup_ms=N changes that.",
+        "Search",
+        is_rare=True,
     )
 
     @property

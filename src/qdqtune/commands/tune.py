@@ -75,7 +75,12 @@ class EffortOptions(SearchOptions):
         is_rare=True,
     )
     warmup_runs: Option[int, int] = option(
-        click.IntRange(0), 2, "Inferences of each model before its rounds.", "Search", is_rare=True
+        click.IntRange(0),
+        2,
+        "Inferences of each model before its rounds. trtexec warms up in each process for 200 ms instead; "
+        "`engine_options` warmup_ms=N changes that.",
+        "Search",
+        is_rare=True,
     )
 
 
