@@ -486,6 +486,16 @@ def test_regions_may_change_and_have_one_id() -> None:
         autotuner.load_state("state.yaml")
 
 
+def test_regions_that_no_pair_makes_faster_are_left_out() -> None:
+    text = """net (float[2,8] x) => (float[2,8] y, float[2,8] z) {
+        [product] p = MatMul(x, w) [relu] y = Relu(p) [sin] s = Sin(x) [exp] z = Exp(s)
+    }"""
+    autotuner = QDQAutotuner(build(text, {"w": normal(8, 8)}).to_proto())
+    autotuner.initialize()
+    held = {autotuner.graph.nodes[n].name for region in autotuner.regions for n in region.nodes}
+    assert held == {"product", "relu"}
+
+
 def test_regions_of_ones_own() -> None:
     leaf = Region(region_id=0, level=1, region_type=RegionType.LEAF)
     leaf.nodes.update({0, 1})
