@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 
-from models import INT8, conv_net, ranges
+from models import INT8, build, conv_net, normal, ranges
 from qdqtune.autotune import command as autotune
 from qdqtune.autotune import region_inspect
 from qdqtune.autotune.__main__ import apply_mode_presets, get_parser
@@ -83,6 +84,21 @@ def test_logs_have_the_numbers_of_the_regions_that_were_tuned(run: Run, tmp_path
     found = group(load(path), discovery.find(load(path), "names"))
     tuned = {f"region_{p.instances[0].id}_scheme_0.log" for p in found}
     assert {name for name in names if name.startswith("region_")} == tuned
+
+
+def test_regions_are_those_of_the_graph_that_is_tuned(run: Run, tmp_path: Path) -> None:
+    layer = """net (float[2,8,4,4] x) => (float[2,8,4,4] y) {
+        [conv] c = Conv(x, w)
+        [scale] s = Mul(c, half)
+        [relu] r = Relu(s)
+        [second] d = Conv(r, w)
+        [shift] y = Mul(d, half)
+    }"""
+    half = np.full((1, 8, 1, 1), 0.5, np.float32)
+    path = write(build(layer, {"w": normal(8, 8, 1, 1), "half": half}), tmp_path)
+    assert run("-m", path, "-o", "out", "-s", 2, "--no-cut-seed")[0] == 0  # the products are folded into the layers
+    numbers = {int(p.name.split("_")[1]) for p in Path("out/logs").glob("region_*_scheme_0.log")}
+    assert numbers == {int(p.name.split("_")[1]) for p in Path("out/region_models").glob("region_*.onnx")} != set()
 
 
 def test_the_same_command_goes_on(run: Run, model: Path) -> None:
@@ -274,7 +290,9 @@ def test_logs_appear_while_the_run_goes_on(tmp_path: Path, workers: Workers) -> 
     state = State(1, 2, 1.0, Placement(), 0.0, None, replayed=False)
     for number, digest in ((2, ""), (3, pattern.digest)):
         trial = Trial(number, Proposal("", Placement(), pattern=digest), Placement(), Failure("build", ""))
-        RegionLogs(tmp_path, [pattern]).trial(trial, "failed", state)
+        logs = RegionLogs(tmp_path)
+        logs.patterns([pattern])
+        logs.trial(trial, "failed", state)
     (found,) = (tmp_path / "logs").glob("region_*")
     assert found.name == f"region_{pattern.instances[0].id}_scheme_0.log"
 

@@ -7,15 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 
 from command_lines import COMMANDS, QUICK, errors
-from models import conv_net
+from models import build, conv_net, normal
 from qdqtune.calibration.scales import Calibration
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.cli import main, tune
 from qdqtune.engines import EngineSpec
+from qdqtune.graph.loading import load
+from qdqtune.graph.rewrites import folded
+from qdqtune.search.regions import discovery
+from qdqtune.search.regions.patterns import group, tunable
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
 from qdqtune.tuning.subject import tuned_patterns
 from runs import hopeless, mixed, write
@@ -327,3 +332,22 @@ def test_schemes_that_are_asked_for_have_as_many_builds_as_they_take(tmp_path: P
     assert builds("-s", 30) == builds_for(30, len(tuned_patterns(path))) > 4 * 30
     assert builds("-s", 30, "--builds", 20) == 20
     assert builds("-s", 1) == builds() == EFFORTS["default"].builds["region"]
+
+
+def test_schemes_are_counted_for_the_graph_that_is_tuned(tmp_path: Path) -> None:
+    net = """net (float[2,8,4,4] x) => (float[2,8,4,4] y) {
+        [first] a = Conv(x, w)
+        [scale] b = Mul(a, half)
+        [second] c = Conv(x, w)
+        [third] d = Conv(x, w)
+        [sum] e = Add(b, c)
+        [end] y = Add(e, d)
+    }"""
+    half = np.full((1, 8, 1, 1), 0.5, np.float32)
+    path = write(build(net, {"w": normal(8, 8, 1, 1), "half": half}), tmp_path)
+    counts = []
+    for rewrites, graph in ("off", load(path)), ("auto", folded(load(path))):
+        counts.append(len(tunable(graph, group(graph, discovery.find(graph)))))
+        builds = settings_of("--mode", "region", "-s", 300, "--rewrites", rewrites, model=path).builds
+        assert builds == builds_for(300, counts[-1])
+    assert counts[0] < counts[1]

@@ -31,7 +31,6 @@ from qdqtune.graph.loading import load
 from qdqtune.options import Several, options_of
 from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.settings import EFFORTS
-from qdqtune.tuning.subject import tuned_patterns
 
 MODES, TENSORRT = ("region", "subgraph"), ("tensorrt", "trtexec")
 TIMING_CACHE = str(Path(tempfile.gettempdir()) / "trtexec_timing.cache")
@@ -126,9 +125,7 @@ def run(**given: Any) -> int:
     if given["mode"] == "subgraph":
         code = tune.run(TuneOptions(**_for_engine(given)), **how)
     else:
-        patterns = tuned_patterns(given["model"], given["regions"], given["fix_inputs"])
-        _note(f"patterns: {len(patterns)}, in {sum(len(p.instances) for p in patterns)} regions")
-        logs = RegionLogs(given["output_dir"], patterns)
+        logs = RegionLogs(given["output_dir"])
         code = tune.run(TuneOptions(**_for_engine(given)), logs, **how)
         logs.finish()
     if code in (0, tune.NO_IMPROVEMENT) and not how["dry_run"]:

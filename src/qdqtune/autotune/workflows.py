@@ -22,7 +22,6 @@ from qdqtune.commands.tune import TuneOptions, tune
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.tuning.folder import LOGS, REGION_MODELS
 from qdqtune.tuning.observer import Observers, Silent, State
-from qdqtune.tuning.subject import tuned_patterns
 from qdqtune.types import QuantType, Trial
 
 log = logging.getLogger("qdqtune.autotune")
@@ -84,8 +83,7 @@ def region_pattern_autotuning_workflow(
     )
     with on_disk(options) as here, progress.shown(verbose=verbose) as observer:
         path = Path(str(here.model))
-        tuned = tuned_patterns(path)
-        settings, logs = here.settings(plan=benchmark.search_plan), RegionLogs(here.output_dir, tuned)
+        settings, logs = here.settings(plan=benchmark.search_plan), RegionLogs(here.output_dir)
         result = tune(settings, Observers((observer, logs)))
         logs.finish()
         autotuner = QDQAutotuner(onnx.load(path))
@@ -101,10 +99,14 @@ class RegionLogs(Silent):
     Each has its name as soon as its candidate was measured.
     """
 
-    def __init__(self, folder: Path, tuned: Sequence[Pattern]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._region_of = {pattern.digest: pattern.instances[0].id for pattern in tuned}
+        self._region_of: dict[str, int] = {}
         self._counts: Counter[int] = Counter()
+
+    def patterns(self, tuned: Sequence[Pattern]) -> None:
+        """See `Observer`."""
+        self._region_of = {pattern.digest: pattern.instances[0].id for pattern in tuned}
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """See `Observer`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
 from typing import Literal, Self
@@ -18,6 +19,7 @@ from rich.text import Text
 from qdqtune.cli.command import is_quiet, is_verbose
 from qdqtune.cli.output import EVENTS, Event, console, emit, with_flags
 from qdqtune.explanation.formatting import duration
+from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import speed
 from qdqtune.tuning.observer import State
@@ -100,7 +102,11 @@ class Live:
 
     def note(self, text: str) -> None:
         """Print the note above the display."""
-        self._console.print(f"note: {with_flags(text)}", highlight=False, markup=False)
+        self._print(f"note: {with_flags(text)}")
+
+    def patterns(self, tuned: Sequence[Pattern]) -> None:
+        """Print how many there are above the display."""
+        self._print(counts_of(tuned))
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """Print a line about the candidate, and show it as the last one."""
@@ -109,7 +115,10 @@ class Live:
         self._last = f"{name(trial)}: {outcome_text(trial, outcome, state)}"
         if state.best and state.best == trial.placement:
             self._best = f" ({name(trial)})"
-        self._console.print(line(trial, outcome, state), highlight=False, markup=False)
+        self._print(line(trial, outcome, state))
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False)
 
     def _picture(self) -> RenderableType:
         now = time.monotonic()
@@ -164,6 +173,10 @@ class Plain:
         """Print the note."""
         self._say(f"note: {with_flags(text)}", "note")
 
+    def patterns(self, tuned: Sequence[Pattern]) -> None:
+        """Print how many there are."""
+        self._say(counts_of(tuned))
+
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """Print a line about the candidate."""
         builds, short = f"{state.builds}/{state.limit}", f"{name(trial)}: {outcome_text(trial, outcome, state)}"
@@ -176,6 +189,11 @@ class Plain:
         self._said = time.monotonic()
         if not self._console.quiet:
             emit(event, partial(self._console.print, highlight=False, soft_wrap=True, markup=False))
+
+
+def counts_of(tuned: Sequence[Pattern]) -> str:
+    """How many patterns region mode tunes, on which the time of a search depends, and in how many regions."""
+    return f"patterns: {len(tuned)}, in {sum(len(pattern.instances) for pattern in tuned)} regions"
 
 
 def name(trial: Trial) -> str:

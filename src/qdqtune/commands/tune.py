@@ -142,7 +142,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         effort = EFFORTS[self.effort]
         builds, schemes = FRONT_BUILDS if self.front else effort.builds[self.mode], self.schemes_per_region
         if schemes is not None and self.builds is None and self.mode == "region":
-            tuned = tuned_patterns(Path(str(self.model)), self.regions, self.fix_inputs)
+            tuned = tuned_patterns(Path(str(self.model)), self.regions, self.fix_inputs, self.rewrites)
             builds = max(builds, builds_for(schemes, len(tuned)))
         files = tuple(file for file in self.workloads if isinstance(file, WorkloadFile))
         data = None if self.calibration_data is None else str(self.calibration_data)

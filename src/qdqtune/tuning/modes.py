@@ -118,6 +118,7 @@ def _record_placement(run: Run, history: Sequence[Trial], final: Placement) -> M
 def region(run: Run) -> Mode:
     """Vary placements pattern by pattern, starting from what cut mode finds in its first builds."""
     settings, subject, noise = run.settings, run.subject, binding_noise_of(run)
+    run.observer.patterns(subject.tuned)
     by_region = RegionSearch(
         model=subject.shaped,
         patterns=subject.tuned,

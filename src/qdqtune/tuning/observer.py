@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from qdqtune.errors import Cancelled
+from qdqtune.search.regions.patterns import Pattern
 from qdqtune.system.listener import Deaf, Listener
 from qdqtune.timing.ratios import Ratio
 from qdqtune.types import Placement, Trial
@@ -62,6 +63,10 @@ class Observer(Listener, Protocol):
         """A sentence that the user should see at once."""
         return
 
+    def patterns(self, tuned: Sequence[Pattern]) -> None:
+        """Region mode is about to try schemes for these patterns."""
+        return
+
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """A candidate was measured, or read from the state file."""
         return
@@ -72,6 +77,9 @@ class Silent(Deaf):
 
     def note(self, text: str) -> None:
         """Ignore it."""
+
+    def patterns(self, tuned: Sequence[Pattern]) -> None:
+        """Ignore them."""
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """Ignore it."""
@@ -93,6 +101,10 @@ class Observers:
     def stage(self, text: str) -> None:
         """Pass the stage on."""
         self._pass_on("stage", text)
+
+    def patterns(self, tuned: Sequence[Pattern]) -> None:
+        """Pass the patterns on."""
+        self._pass_on("patterns", tuned)
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """Pass the trial on."""

@@ -305,15 +305,20 @@ def edges_within(found: tuple[Pattern, ...]) -> frozenset[Edge]:
 
 
 def tuned_patterns(
-    model: Path, division: Division = "auto", fix_inputs: Mapping[str, Any] = MappingProxyType({})
+    model: Path,
+    division: Division = "auto",
+    fix_inputs: Mapping[str, Any] = MappingProxyType({}),
+    rewrites: str = "off",
 ) -> tuple[Pattern, ...]:
-    """The patterns that region mode tunes in the model of a file.
+    """The patterns that region mode tunes in the model of a file, if it is tuned in float32 and no rewrite is made that
+    has to be faster first.
 
     Raises:
         BadModel: the file cannot be used.
+        BadOption: there is no such rewrite, or a value of `fix_inputs` does not fit.
     """
     graph = load(model, fix_inputs=fix_inputs)
-    graph = strip_pairs(graph) if is_quantized(graph) else graph
+    graph = strip_pairs(graph) if is_quantized(graph) else allowed(rewrites).of(graph)
     return patterns.tunable(graph, patterns.group(graph, discovery.find(graph, division)))
 
 
