@@ -10,12 +10,14 @@ from qdqtune.tuning.loop import tune
 from runs import out, settings
 
 
+@pytest.mark.parametrize("cut_seed", [True, False])
 @pytest.mark.usefixtures("workers")
-def test_a_pattern_cache_is_tried_first(model: Path) -> None:
+def test_a_pattern_cache_is_tried_first(model: Path, cut_seed: bool) -> None:
     first = tune(settings(model))
     cache = out(model, "autotuner_state_pattern_cache.yaml")
     assert set(read_cache(cache))
-    warm = tune(settings(model, pattern_cache=cache, output_dir=model.parent / "warm", builds=8))
+    again = settings(model, pattern_cache=cache, output_dir=model.parent / "warm", builds=8, cut_seed=cut_seed)
+    warm = tune(again)
     assert warm.history[0].proposal.origin == "pattern cache"
     assert warm.history[0].accepted
     assert warm.placement == first.placement

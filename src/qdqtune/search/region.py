@@ -135,7 +135,7 @@ class RegionSearch:
         return pattern != "" and spent[pattern] >= self.config.schemes_per_region
 
     def _ideas(self, history: Sequence[Trial], tried: set[Placement], spent: Counter[str]) -> Iterator[Proposal]:
-        seeds = {"pattern cache": self._from_cache(), **self.seeds}
+        seeds = {**self.from_cache(), **self.seeds}
         suggestions = {name: c for name, p in seeds.items() if (c := consistent(self.model, p))}
         waiting = [Proposal(name, p) for name, p in suggestions.items() if p not in tried]
         yield from self._fresh(waiting, tried, spent)
@@ -161,15 +161,17 @@ class RegionSearch:
             return noise is None or noise.fits(placement, history)
         return noise.summed(placement) <= DOUBT * noise.allowed(history)
 
-    def _from_cache(self) -> Placement:
-        """The fastest cached scheme of every pattern that has one."""
+    def from_cache(self) -> dict[str, Placement]:
+        """The placement with the fastest cached scheme of every pattern that has one, by its origin; empty if there is
+        none."""
         edges: set[Edge] = set()
         weight_formats: dict[Edge, WeightFormat] = {}
         for pattern in self.patterns:
             for scheme in islice(self.cached.get(pattern.digest, ()), 1):
                 edges |= self._edges(pattern, scheme.points)
                 weight_formats |= self._format_of_edges(pattern, scheme)
-        return _placement(edges, weight_formats)
+        placement = consistent(self.model, _placement(edges, weight_formats))
+        return {"pattern cache": placement} if placement else {}
 
     def _ranked(self, suggestions: Mapping[str, Placement], history: Sequence[Trial]) -> list[tuple[str, Placement]]:
         """The measured suggestions by their ratio to the float model, the fastest first."""

@@ -137,8 +137,10 @@ def region(run: Run) -> Mode:
         width=run.width,
         format_shares=run.format_shares,
     )
-    by_cut = cut_search(run, noise) if settings.seed_builds > 0 else None
-    strategy = by_region if by_cut is None else TwoStage(by_cut, by_region, settings.seed_builds)
+    strategy: Strategy = by_region
+    if settings.seed_builds > 0 and (by_cut := cut_search(run, noise)) is not None:
+        by_cut = replace(by_cut, shipped_before=by_region.from_cache() | dict(by_cut.shipped_before))
+        strategy = TwoStage(by_cut, by_region, settings.seed_builds)
     models = RegionModels(run)
 
     def record(history: Sequence[Trial], final: Placement) -> ModeResult:
