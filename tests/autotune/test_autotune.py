@@ -339,6 +339,14 @@ def test_a_pattern_cache_is_tried_first() -> None:
     assert PatternCache.load("again.yaml") == cache
 
 
+def test_a_cache_without_its_state_is_taken_over() -> None:
+    begun(mixed().to_proto()).save_state("autotuner_state.yaml")
+    Path("autotuner_state.yaml").unlink()
+    cache = PatternCache.load("autotuner_state_pattern_cache.yaml")
+    begun(mixed().to_proto(), pattern_cache=cache).save_state("autotuner_state.yaml")
+    assert Path("autotuner_state.yaml").is_file()
+
+
 def test_points_of_a_cache_that_a_pattern_has_not_are_left_out() -> None:
     autotuner = begun(mixed().to_proto())
     region = next(r for r in autotuner.regions if RegionPattern.from_region(r, autotuner.graph).size > 1)

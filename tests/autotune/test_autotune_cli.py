@@ -109,6 +109,16 @@ def test_the_same_command_goes_on(run: Run, model: Path) -> None:
     assert again[2].count("from the state file") == trials < json.loads(again[1])["trials"]
 
 
+def test_without_its_state_file_a_run_starts_over(run: Run, model: Path) -> None:
+    assert run("-m", model, "-o", "out", "--builds", 4)[0] == 0
+    Path("out/autotuner_state.yaml").unlink()
+    code, _, errors = run("-m", model, "-o", "out", "--builds", 4)
+    assert (code, errors.count("from the state file")) == (0, 0)
+    Path("out/autotuner_state.yaml").unlink()
+    Path("out/autotuner_state_pattern_cache.yaml").write_text("of another program: 1\n")
+    assert run("-m", model, "-o", "out", "--builds", 4)[0] == 2
+
+
 def test_no_improvement_is_no_error(run: Run, tmp_path: Path) -> None:
     path = write(hopeless(), tmp_path)
     code, output, _ = run("--model", path, "--output", "out")
@@ -215,7 +225,7 @@ def test_the_node_filter_and_the_quantized_start_do_what_they_say(run: Run, mode
 def test_a_pattern_cache_warms_the_next_run(run: Run, model: Path) -> None:
     run("-m", model, "-o", "run1", "--mode", "quick")
     cache = "run1/autotuner_state_pattern_cache.yaml"
-    _, _, errors = run("-m", model, "-o", "run2", "--mode", "quick", "--pattern_cache", cache, "--no-cut-seed", "-v")
+    _, _, errors = run("-m", model, "-o", "run2", "--mode", "quick", "--pattern_cache", cache, "-v")
     assert re.search(r"^ +1 .* pattern cache: .*faster than float", errors, re.MULTILINE)
 
 

@@ -308,10 +308,9 @@ class QDQAutotunerBase:
         path, tried = Path(output_path), self._tried()
         for current in tried:
             self.pattern_cache.add_pattern_schemes(current)
-        has_begun, own = path.exists(), replaceable(RECORD_KIND)
-        cache = Output(cache_beside(path), "output_path", lambda file: has_begun and own(file))
+        cache = Output(cache_beside(path), "output_path", replaceable(RECORD_KIND))
         check_outputs([Output(path, "output_path", may_continue, is_appended=True), cache], {})
-        if has_begun:
+        if path.exists():
             with Store(path, self._fingerprint()):
                 pass  # it may be written over
         patterns = {

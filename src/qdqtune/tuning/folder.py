@@ -187,10 +187,8 @@ def _elsewhere(settings: Settings) -> Iterator[Output]:
     """The files that a run writes and that need not lie in its folder."""
     state, prices, times = settings.state, settings.price_cache, settings.engine.options.get("timing_cache")
     option = _state_option(settings)
-    has_begun = state.is_file() and state.stat().st_size > 0
     yield Output(state, option, may_continue, is_appended=True, makes_folder=True)
-    patterns = replaceable(RECORD_KIND)
-    yield Output(pattern_cache_of(state), option, lambda file: has_begun and patterns(file), makes_folder=True)
+    yield Output(pattern_cache_of(state), option, replaceable(RECORD_KIND), makes_folder=True)
     if prices is not None and prices != usual_path():  # if that at the usual path is damaged, the run only notes it
         yield Output(prices, "`price_cache`", lambda file: read_cache(file) is not None, makes_folder=True)
     if isinstance(times, str):
