@@ -124,6 +124,16 @@ def test_no_improvement_is_no_error(run: Run, tmp_path: Path) -> None:
     code, output, _ = run("--model", path, "--output", "out")
     assert code == 0
     assert "no improvement found" in output
+    assert Path("out/logs/final.log").is_file()
+
+
+def test_the_last_log_is_that_of_what_ships_at_each_number_of_threads(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    for name in ("baseline", "final_0_1t_model", "final_0_1t_optimized_final", "final_1_2t_optimized_final"):
+        (logs / f"{name}.log").write_text(name)
+    RegionLogs(tmp_path).finish()
+    assert (logs / "final.log").read_text() == "final_0_1t_optimized_final"
 
 
 def test_every_underscored_flag(run: Run, asked: list[dict[str, Any]], model: Path) -> None:

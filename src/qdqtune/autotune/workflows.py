@@ -118,8 +118,10 @@ class RegionLogs(Silent):
             self._counts[region] += 1
 
     def finish(self) -> None:
-        """The run has ended: its last log, and the folder of region models, which may be empty."""
-        self._name("final_0_optimized_final.log", "final.log")
+        """The run has ended: the log of what ships, and the folder of region models, which may be empty."""
+        # one for each pair of builds of the proof and each number of threads; without a proof the baseline ships
+        proven = sorted(path.name for path in (self._folder / LOGS).glob("final_*_optimized_final.log"))
+        self._name((*proven, "baseline.log")[0], "final.log")
         if (self._folder / LOGS).is_dir():
             (self._folder / REGION_MODELS).mkdir(exist_ok=True)
 
