@@ -8,12 +8,12 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.channel import Channel
 from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
 from qdqtune.engines.execution import CHECK_SECONDS, Check, Checked, Execution
 from qdqtune.engines.memory import OUT_OF_RESOURCES
@@ -105,7 +105,7 @@ class WorkerProcess:
                 pass_fds=[theirs.fileno(), *held],
                 process_group=0,
             )
-        self._channel: Connection[Any, Any] = Connection(ours.detach())
+        self._channel = Channel(ours.detach())
 
     @property
     def alive(self) -> bool:

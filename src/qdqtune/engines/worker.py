@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
@@ -26,6 +25,7 @@ from typing import Any, cast
 import numpy as np
 
 from qdqtune.engines import LAUNCHED, Built, Compiler, Engine, EngineSpec, Launched, builds_for, open_engine, threads_of
+from qdqtune.engines.channel import Channel
 from qdqtune.engines.memory import return_free_memory, scarce_memory
 from qdqtune.errors import QdqtuneError
 from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Turn, Workload
@@ -260,7 +260,7 @@ def main() -> None:
     """Answer requests until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     faulthandler.enable()
-    channel: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    channel = Channel(int(sys.argv[1]))
     requests: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
     threading.Thread(target=_receive, args=(channel, requests), daemon=True).start()
     session: Session | None = None
@@ -289,7 +289,7 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _receive(channel: Connection[Any, Any], requests: SimpleQueue[Any]) -> None:
+def _receive(channel: Channel, requests: SimpleQueue[Any]) -> None:
     """Receive requests in a thread, which notices that the parent has died even while the engine hangs."""
     while True:
         try:
