@@ -5,8 +5,9 @@ import pytest
 
 from models import Arrays, build, feeds, normal, run
 from qdqtune.errors import BadModel, BadOption
+from qdqtune.graph import rewrites
 from qdqtune.graph.model import Model
-from qdqtune.graph.rewrites import REWRITES, Rewrites, allowed, between, folded
+from qdqtune.graph.rewrites import REWRITES, Rewrite, Rewrites, allowed, between, folded
 from rewrite_nets import MERGED
 from rewrite_nets import net as named
 from rewrite_nets import same as same_outputs
@@ -127,6 +128,22 @@ def test_rewrites_have_names_an_order_and_are_recognized() -> None:
     assert between({n.op for n in model.nodes}, {n.op for n in rewritten.nodes}) == asked.names
     with pytest.raises(BadOption, match="there is no rewrite best; there are fold, constants"):
         allowed("gelu,best")
+
+
+def test_what_the_engine_merges_by_itself_comes_first_and_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert allowed("auto", ("gelu",)) == Rewrites(True, merged=("gelu",))
+    assert allowed("off", ("gelu",)) == allowed("off")
+    assert allowed("fold", ("gelu",)) == Rewrites(True)
+    model = named(GELU)
+    merged = allowed("auto", ("gelu",)).of(model)
+    assert [n.op for n in merged.nodes] == ["Gelu", "Relu"]
+    same_outputs(model, merged)
+
+    def refuse(_: Model) -> Model:
+        raise BadModel("no adapter")
+
+    monkeypatch.setattr(rewrites, "REWRITES", {**REWRITES, "gelu": Rewrite("", refuse)})
+    assert allowed("auto", ("gelu",)).of(model) is model
 
 
 def test_an_opset_that_cannot_be_raised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,13 +216,13 @@ def test_pairs_do_not_ship_for_what_rewrites_gave(alone_proves: bool, tmp_path: 
 
 def test_nothing_applies_and_nothing_is_spent(tmp_path: Path) -> None:
     result = tune(run(tmp_path, mixed()))
-    assert result.summary["rewrites"] == {"folded": True, "names": []}
+    assert result.summary["rewrites"] == {"folded": True, "names": [], "merged": []}
 
 
 def test_the_users_graph_stays_or_is_rewritten_as_told(tmp_path: Path) -> None:
     result = tune(run(tmp_path, swishing(), rewrites="off"))
-    assert result.summary["rewrites"] == {"folded": False, "names": []}
+    assert result.summary["rewrites"] == {"folded": False, "names": [], "merged": []}
     assert "Clip" in {n.op for n in load(tmp_path / "out" / "baseline.onnx").nodes}
     result = tune(run(tmp_path, swishing(), rewrites="hardswish", restart=True))
-    assert result.summary["rewrites"] == {"folded": False, "names": ["hardswish"]}
+    assert result.summary["rewrites"] == {"folded": False, "names": ["hardswish"], "merged": []}
     assert "HardSwish" in {n.op for n in load(tmp_path / "out" / "baseline.onnx").nodes}

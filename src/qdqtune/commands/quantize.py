@@ -25,7 +25,7 @@ from qdqtune.commands.inputs import execution_of
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.worst_tensors import Damage, damages, to_exclude
-from qdqtune.engines import EngineSpec
+from qdqtune.engines import MERGED, EngineSpec
 from qdqtune.engines.acceptance import checked_output
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.execution import Execution
@@ -37,7 +37,7 @@ from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements, integer_operators
-from qdqtune.graph.rewrites import allowed
+from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.graph.saving import one_constant_file, save
 from qdqtune.numerics.accuracy import accuracy, concern, cosine, is_finite
 from qdqtune.numerics.half_precision import finished
@@ -126,10 +126,15 @@ def quantize(options: QuantizeOptions, observer: Observer | None = None) -> Quan
         return _quantized(options, observer, replace(execution_of(options), constants=constants))
 
 
+def _rewrites_of(options: QuantizeOptions) -> Rewrites:
+    """The rewrites to make; none of those that the engine makes by itself where a cache names tensors."""
+    return allowed(options.rewrites, () if options.calibration_cache else MERGED.get(options.engine, ()))
+
+
 def _quantized(options: QuantizeOptions, observer: Observer, execution: Execution) -> Quantized:
     _check_options(options)
     path = Path(str(options.model))
-    numbers, made = _numeric_format(options), allowed(options.rewrites)
+    numbers, made = _numeric_format(options), _rewrites_of(options)
     metric = None if options.evaluate is None else load_evaluation(str(options.evaluate))
     observer.stage(f"reading {path.name}")
     usual = usual_precision(options.engine)

@@ -139,6 +139,11 @@ DENORMALS_SETTINGS: Mapping[str, str] = {
 }
 """By engine with an option `denormals_as_zero`: the setting of the vendor's library that it stands for."""
 
+MERGED: Mapping[str, tuple[str, ...]] = {"onnxruntime": ("gelu",)}
+"""By engine: the rewrites (`graph.rewrites`) that it makes of a float model by itself, but not where a pair stands in
+front of the nodes. ONNX Runtime gives each reader of a DequantizeLinear one of its own, so that Div and Mul of a Gelu
+in pieces no longer read the same tensor, and five nodes run in place of one."""
+
 LAUNCHED = frozenset({"trtexec"})
 """Engines whose models are `Launched`: a process takes longer to start than to time a model."""
 

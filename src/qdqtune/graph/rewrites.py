@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.inference import constants_computed
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.merging import as_gemm, gelu, hard_swish, layer_norm, rms_norm, with_merged
@@ -69,14 +70,16 @@ REWRITE_NAMES = (FOLD, *REWRITES)
 
 @dataclass(frozen=True)
 class Rewrites:
-    """The rewrites of a float model: first `folded`, if set, then those of `names` in order."""
+    """The rewrites of a float model: first `folded`, if set, then those of `merged`, which the engine would make by
+    itself, then those of `names`, each in order. One of `merged` that fails is left out."""
 
     folded: bool = False
     names: tuple[str, ...] = ()
+    merged: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.folded, bool) or not set(self.names) <= REWRITES.keys():
-            unknown = ", ".join(sorted(map(str, set(self.names) - REWRITES.keys())))
+        if not isinstance(self.folded, bool) or not {*self.names, *self.merged} <= REWRITES.keys():
+            unknown = ", ".join(sorted(map(str, {*self.names, *self.merged} - REWRITES.keys())))
             raise ValueError(f"there is no rewrite {unknown}; there are {', '.join(REWRITE_NAMES)}")
 
     def of(self, model: Model) -> Model:
@@ -86,6 +89,9 @@ class Rewrites:
             BadModel: the opset cannot be raised.
         """
         model = folded(model) if self.folded else model
+        for name in self.merged:
+            with suppress(BadModel):
+                model = REWRITES[name].apply(model)
         for name in self.names:
             model = REWRITES[name].apply(model)
         return model
@@ -96,14 +102,15 @@ def between(before: Collection[str], after: Collection[str]) -> tuple[str, ...]:
     return ordered([name for name, r in REWRITES.items() if r.makes in after and r.makes not in before])
 
 
-def allowed(value: str) -> Rewrites:
-    """The rewrites that the option `rewrites` names: `auto` (at first `fold` alone), `off`, or names with commas.
+def allowed(value: str, merged: tuple[str, ...] = ()) -> Rewrites:
+    """The rewrites that the option `rewrites` names: `auto` (at first `fold` and those that the engine makes by itself,
+    `merged`), `off`, or names with commas.
 
     Raises:
         BadOption: a name is unknown.
     """
     if value in ("auto", "off"):
-        return Rewrites(value == "auto")
+        return Rewrites(True, merged=merged) if value == "auto" else Rewrites()
     names = {name.strip() for name in value.split(",")}
     try:
         return Rewrites(FOLD in names, ordered(names - {FOLD}))

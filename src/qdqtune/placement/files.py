@@ -64,7 +64,9 @@ def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
             "quant_type": recorded.quant_type,
             "fix_inputs": dict(recorded.fix_inputs),
             "calibration": asdict(recorded.calibration),
-            "rewrites": {"folded": recorded.rewrites.folded, "names": list(recorded.rewrites.names)},
+            "rewrites": {
+                name: made if isinstance(made, bool) else list(made) for name, made in asdict(recorded.rewrites).items()
+            },
             "edges": edges,
             **({"weight_rounding": recorded.weight_rounding, "weights": weights} if weights else {}),
         },
@@ -108,8 +110,8 @@ def read_placement_file(path: Path) -> PlacementFile:
     return recorded
 
 
-def _rewrites(folded: bool = False, names: Sequence[str] = ()) -> Rewrites:
-    return Rewrites(folded, tuple(names))
+def _rewrites(folded: bool = False, names: Sequence[str] = (), merged: Sequence[str] = ()) -> Rewrites:
+    return Rewrites(folded, tuple(names), tuple(merged))
 
 
 def _is_valid(edge: Edge) -> bool:

@@ -222,7 +222,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
 def _rewrites(run: Run, proof: Proof) -> dict[str, Any]:
     """The rewrites of the float model before pairs were placed, and the ratio due to them where it was measured."""
     made, found = run.subject.rewrites, run.found
-    row: dict[str, Any] = {"folded": made.folded, "names": list(made.names)}
+    row: dict[str, Any] = {"folded": made.folded, "names": list(made.names), "merged": list(made.merged)}
     if found.tried:
         row |= {"tried": [_tried(one) for one in found.tried], "builds": found.builds}
     if found.names and proof.ratio is not None:

@@ -17,7 +17,7 @@ from qdqtune.calibration.matching import from_file
 from qdqtune.calibration.prepare import Data, Prepared, prepare
 from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Ranges
-from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
+from qdqtune.engines import MERGED, TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import usual_precision
 from qdqtune.engines.runner import Runner
@@ -136,7 +136,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     """
     check_device(settings.engine, runner)
     are_files_checked = rewrites is not None
-    rewrites = rewrites or (Rewrites() if settings.from_qdq else allowed(settings.rewrites))
+    rewrites = rewrites or _first_rewrites(settings)
     numbers = runner.numeric_format(settings.quant_type)
     notes: list[str] = []
     usual = _usual_precision(settings, runner)
@@ -255,6 +255,15 @@ def _usual_precision(settings: Settings, runner: Runner) -> Precision:
     return usual_precision(settings.engine.name, runner.describe().get("version", ""))
 
 
+def _first_rewrites(settings: Settings) -> Rewrites:
+    """The rewrites that are made before anything is measured; of what the engine makes by itself none where the user's
+    other files name nodes."""
+    if settings.from_qdq:
+        return Rewrites()
+    names_nodes = settings.qdq_baseline or settings.graph_json or settings.calibration_cache
+    return allowed(settings.rewrites, () if names_nodes else MERGED.get(settings.engine.name, ()))
+
+
 def _loaded(
     settings: Settings, numbers: NumericFormat, precision: Precision, rewrites: Rewrites
 ) -> tuple[Model, Reading | None]:
@@ -309,6 +318,7 @@ def tuned_patterns(
     division: Division = "auto",
     fix_inputs: Mapping[str, Any] = MappingProxyType({}),
     rewrites: str = "off",
+    engine: str = "",
 ) -> tuple[Pattern, ...]:
     """The patterns that region mode tunes in the model of a file, if it is tuned in float32 and no rewrite is made that
     has to be faster first.
@@ -318,7 +328,7 @@ def tuned_patterns(
         BadOption: there is no such rewrite, or a value of `fix_inputs` does not fit.
     """
     graph = load(model, fix_inputs=fix_inputs)
-    graph = strip_pairs(graph) if is_quantized(graph) else allowed(rewrites).of(graph)
+    graph = strip_pairs(graph) if is_quantized(graph) else allowed(rewrites, MERGED.get(engine, ())).of(graph)
     return patterns.tunable(graph, patterns.group(graph, discovery.find(graph, division)))
 
 

@@ -104,6 +104,7 @@ class Rewritten(TypedDict):
     """The rewrites of the float model; `gave` is the ratio due to them, `placement_gave` that due to the placement."""
 
     folded: bool
+    merged: NotRequired[list[str]]
     names: list[str]
     tried: NotRequired[list[TriedRewrite]]
     builds: NotRequired[Count]

@@ -8,15 +8,25 @@ import pytest
 
 from layer_reports import (
     CHAIN,
+    home,
     layers_of,
     quantized_mlp,
     random_array,
     text_model,
 )
-from qdqtune.engines import EngineSpec, open_engine
+from models import feeds, ranges
+from qdqtune.engines import MERGED, EngineSpec, open_engine
+from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.errors import EngineFailure
-from qdqtune.types import Layer
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model
+from qdqtune.graph.rewrites import allowed
+from qdqtune.graph.saving import save
+from qdqtune.placement.insertion import insert
+from qdqtune.types import Layer, Placement
+from rewrite_nets import MERGED as NETS
+from rewrite_nets import net
 
 
 def test_a_large_model_is_profiled_in_its_only_session(tmp_path: Path) -> None:
@@ -30,6 +40,22 @@ def test_a_large_model_is_profiled_in_its_only_session(tmp_path: Path) -> None:
     after = built.run(inputs)
     assert after.keys() == before.keys()
     assert all(np.array_equal(after[name], before[name]) for name in after)
+
+
+def test_it_merges_a_gelu_in_float_but_not_behind_a_pair(tmp_path: Path) -> None:
+    """The reason for `engines.MERGED`: where the second assertion fails, ONNX Runtime has learned it."""
+    save(net(NETS["gelu"][0], opset=18), tmp_path / "net.onnx")
+    model = load(tmp_path / "net.onnx")  # nodes have names now
+    merged = allowed("auto", MERGED["onnxruntime"]).of(model)
+    node, sample = next(n.name for n in model.nodes if n.op == "Erf"), feeds(model, 1)[0]
+
+    def with_pair(graph: Model) -> onnx.ModelProto:
+        numbers = numeric_format("onnxruntime", "int8")
+        return insert(graph, Placement.of(graph.edges("x")), ranges(graph), numbers).to_proto()
+
+    assert home(layers_of("onnxruntime", model.to_proto(), sample, tmp_path), node).nodes != (node,)
+    assert home(layers_of("onnxruntime", with_pair(model), sample, tmp_path), node).nodes == (node,)
+    assert node not in {n for x in layers_of("onnxruntime", with_pair(merged), sample, tmp_path) for n in x.nodes}
 
 
 BRANCHES = """g (float[64,64] x, bool go) => (float[64,64] y) {
