@@ -21,6 +21,7 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.rewrites import folded
 from qdqtune.search.regions import discovery
 from qdqtune.search.regions.patterns import group, tunable
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
 from qdqtune.tuning.subject import tuned_patterns
 from runs import hopeless, mixed, write
@@ -332,6 +333,15 @@ def test_schemes_that_are_asked_for_have_as_many_builds_as_they_take(tmp_path: P
     assert builds("-s", 30) == builds_for(30, len(tuned_patterns(path))) > 4 * 30
     assert builds("-s", 30, "--builds", 20) == 20
     assert builds("-s", 1) == builds() == EFFORTS["default"].builds["region"]
+
+
+def test_a_short_budget_is_content_with_few_rounds_where_few_candidates_may_win_by_luck() -> None:
+    def plan(*more: object) -> Plan:
+        return settings_of(*more).plan
+
+    assert (plan().looks, plan().error) == (EFFORTS["default"].looks, Plan.error)
+    assert (plan("--time-budget", "90s").looks[0], plan("--time-budget", "90s").error) == (7, 0.02)
+    assert plan("--time-budget", "10m") == plan("--time-budget", "90s", "--mode", "region") == plan()
 
 
 def test_schemes_are_counted_for_the_graph_that_is_tuned(tmp_path: Path) -> None:

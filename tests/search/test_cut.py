@@ -256,6 +256,20 @@ def test_seeds_are_priced_in_the_first_batch() -> None:
     assert search.propose([])[0].placement == seed
 
 
+def test_a_hurried_search_builds_what_may_ship_and_then_cuts() -> None:
+    bench = Bench(mixed())
+    usual, few = start_placements.static, start_placements.compute_inputs
+    seeds = {name: place(bench.model, bench.possible) for name, place in (("static", usual), ("compute", few))}
+    search = replace(bench.search(), seeds=seeds, is_hurried=True)
+    first = search.propose([])
+    assert [p.origin for p in first] == ["static"]
+    history = [bench.measured(1, first[0], Placement())]
+    assert search.propose(history)[0].origin == "cut"
+    every = [p.origin for p in search._later_proposals(search.costs(history), history)]
+    assert "compute" in every  # later
+    assert [p.origin for p in replace(search, seeds={}).propose([])] == ["fused units"]  # else nothing has a price
+
+
 @pytest.mark.parametrize(("limit", "third"), [(1.0, "single nodes"), (0.5, "cut")])
 def test_single_nodes_come_last_where_they_miss_the_limit(limit: float, third: str) -> None:
     bench = Bench(mixed())

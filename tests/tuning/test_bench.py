@@ -108,7 +108,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     placements = list(start_placements.placements(model, possible).values())
     with ExitStack() as stack:
 
-        def make(**script: Any) -> Setup:
+        def make(plan: Plan = Plan(turn_seconds=0.0), **script: Any) -> Setup:  # noqa: B008 (it is frozen)
             stack.close()
             runner = Script(**script)
             store = stack.enter_context(Store(tmp_path / "state.yaml", {"model": "m"}))
@@ -116,8 +116,8 @@ def opened(tmp_path: Path) -> Iterator[Open]:
             engine = cast(Runner, runner)
             folder = stack.enter_context(Scratch(tmp_path))
             candidates = Candidates(inserter, stack.enter_context(one_constant_file(folder)))
-            worker = TrialWorker(engine, candidates, Conditions(Plan(turn_seconds=0.0), SAMPLES, seed=7))
-            bench = Bench(WorkerPool([worker]), store, Conditions(Plan(turn_seconds=0.0), SAMPLES, seed=7))
+            worker = TrialWorker(engine, candidates, Conditions(plan, SAMPLES, seed=7))
+            bench = Bench(WorkerPool([worker]), store, Conditions(plan, SAMPLES, seed=7))
             return Setup(tmp_path, runner, candidates, store, bench, placements)
 
         yield make
@@ -146,6 +146,17 @@ def test_a_stored_trial_is_never_measured_again(opened: Open) -> None:
     later = opened(speed=lambda _path, _build: 99.0)
     assert later.measure(1, later.placements[0]) == (trial, True)
     assert later.runner.builds == []
+
+
+def test_a_trial_with_fewer_rounds_than_a_first_look_is_measured_again(opened: Open) -> None:
+    """A short budget is content with fewer."""
+    first = opened(plan=Plan((7,), 0.02, turn_seconds=0.0))
+    few, _ = first.measure(1, first.placements[0])
+    assert len(few.result.a) == 7
+    later = opened()
+    enough, was_known = later.measure(1, later.placements[0])
+    assert not was_known
+    assert len(enough.result.a) >= 12
 
 
 def test_what_it_is_compared_with_makes_it_another_job(opened: Open) -> None:

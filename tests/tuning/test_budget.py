@@ -145,7 +145,7 @@ def test_all_samples_are_seen_where_there_is_time(model: Path, workers: Workers)
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize(("budget", "rows"), [(90.0, 1), (600.0, 2)])
+@pytest.mark.parametrize(("budget", "rows"), [(55.0, 1), (600.0, 2)])
 def test_a_proof_at_the_usual_threads_leaves_time_for_the_search(model, workers, monkeypatch, budget, rows):
     monkeypatch.setattr("qdqtune.tuning.settings.counts_of", lambda _, asked, is_here: asked or (1, 4))
     result, notes = slow_run(model, workers, 0.2, budget, engine=THREADS["engine"])

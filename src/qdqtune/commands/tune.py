@@ -84,19 +84,23 @@ class EffortOptions(SearchOptions):
     )
 
 
-LAUNCHED_LOOKS, LAUNCHED_ERROR = (7, 20), 0.02
-"""Rounds after which a candidate is judged, and the error probability of its comparison, on engines that start a
-process for each turn of a round. There a false win costs a proof, which is as strict as with any engine."""
+FEW_LOOKS, FEW_LOOKS_ERROR = (7, 20), 0.02
+"""Rounds after which a candidate is judged, and the error probability of its comparison, where rounds take too much of
+the time: on engines that start a process for each turn, and in a short time budget. There a false win costs a proof,
+which is as strict as everywhere."""
+
+SHORT_BUDGET = 120.0
+"""A time budget of at most so many seconds is short. Chosen, not measured."""
 
 
-def search_plan(engine: str, looks: tuple[int, ...], last: int | None, warmup: int) -> Plan:
-    """The plan of a candidate's comparison: `looks` of the effort, or `LAUNCHED_LOOKS` on engines that start a process
-    for each turn; the last look at `last` rounds, if the user sets that."""
-    if engine not in LAUNCHED:
+def search_plan(looks: tuple[int, ...], last: int | None, warmup: int, *, has_few: bool = False) -> Plan:
+    """The plan of a candidate's comparison: `looks` of the effort, or `FEW_LOOKS`; the last look at `last` rounds, if
+    the user sets that."""
+    if not has_few:
         return Plan(looks_until(last or looks[-1], looks), warmup=warmup)
-    looks = looks_until(last or LAUNCHED_LOOKS[-1], LAUNCHED_LOOKS)
-    first = least_rounds(LAUNCHED_ERROR, len(looks))
-    return Plan(tuple(sorted({max(first, n) for n in looks})), LAUNCHED_ERROR, warmup=warmup)
+    looks = looks_until(last or FEW_LOOKS[-1], FEW_LOOKS)
+    first = least_rounds(FEW_LOOKS_ERROR, len(looks))
+    return Plan(tuple(sorted({max(first, n) for n in looks})), FEW_LOOKS_ERROR, warmup=warmup)
 
 
 @dataclass(kw_only=True)
@@ -142,12 +146,16 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         effort = EFFORTS[self.effort]
         builds, schemes = FRONT_BUILDS if self.front else effort.builds[self.mode], self.schemes_per_region
         if schemes is not None and self.builds is None and self.mode == "region":
-            tuned = tuned_patterns(Path(str(self.model)), self.regions, self.fix_inputs, self.rewrites)
+            path, engine = Path(str(self.model)), self.engine_name
+            tuned = tuned_patterns(path, self.regions, self.fix_inputs, self.rewrites, engine)
             builds = max(builds, builds_for(schemes, len(tuned)))
         files = tuple(file for file in self.workloads if isinstance(file, WorkloadFile))
         data = None if self.calibration_data is None else str(self.calibration_data)
         usual = max(self.deploy_threads or [1 if self.ray else usual_threads()])
         spec = built_for(self.spec(self.input_shapes, threads=usual), files, self.fix_inputs)
+        is_short = self.time_budget is not None and self.time_budget <= SHORT_BUDGET
+        # Among the hundreds of candidates of region mode, one in fifty would win by luck.
+        has_few = spec.name in LAUNCHED or (is_short and self.mode != "region")
         told = {f.name: getattr(self, f.name) for f in fields(SearchOptions)}
         told |= {
             "model": Path(str(self.model)),
@@ -156,7 +164,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             "calibration_data": data,
             "calibration": self.calibration,
             "config": Config(schemes_per_region=effort.schemes_per_region if schemes is None else schemes),
-            "plan": (plan := search_plan(spec.name, effort.looks, self.timing_runs, self.warmup_runs)),
+            "plan": (plan := search_plan(effort.looks, self.timing_runs, self.warmup_runs, has_few=has_few)),
             "proof": effort.proof,
             "builds": builds if self.builds is None else self.builds,
             "deploy_threads": self._thread_counts(spec),

@@ -71,6 +71,12 @@ USUAL_SHARE = 0.6
 POLISHED_KINDS = 3
 """How many kinds of units one build of the polish (`_polish`) decides otherwise; its layers price each of them."""
 
+FUSED_UNITS = "fused units"
+"""The origin of the proposal with everything quantized in the groups that the engine fuses in float."""
+
+ONLY_PRICES = frozenset({"compute", FUSED_UNITS})
+"""Origins of proposals of the first batch that seldom ship: they price what the others leave open."""
+
 COVERED_SHARE = 0.9
 """If earlier runs know the prices of units with this share of the quantizable float time, builds that only measure
 prices are left out. Chosen, not measured."""
@@ -92,7 +98,7 @@ class CutSearch:
     build first, and `fallbacks` those to build when the prices lead no further. `width` is how many to propose at a
     time: the optimum, then placements close to the best so far, so that each build prices other units. `format_shares`
     are the weight formats that weights may have. `prior` is what earlier runs have learned, `shipped_before` what one
-    has shipped for this model.
+    has shipped for this model. `is_hurried`: there is time for a few candidates only.
 
     With several `contexts`, prices are those of the average call. Each context is given by the share of each part of a
     measurement in it (see `types.Measurement`); a placement has to be slower than float in none."""
@@ -110,6 +116,7 @@ class CutSearch:
     prior: Prior = NO_PRIOR
     shipped_before: Mapping[str, Placement] = field(default_factory=dict)
     contexts: Sequence[Sequence[float]] = ()
+    is_hurried: bool = False
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """The next batch, see `Strategy`. The first batch prices every unit: the seeds, and everything quantized in the
@@ -119,6 +126,8 @@ class CutSearch:
         has_cut = any(t.proposal.predicted is not None for t in history)
         apart = [p for p in self._apart(history) if self._is_free or self._may_hold(p.placement)] if has_cut else []
         known = _named(self.shipped_before) if self.is_covered else (*self._first_batch, *apart)
+        if self.is_hurried and not self.is_covered:
+            known = self._hurried_batch
         if first := _untried(known, history):
             return first
         tried = {t.placement for t in history} | {Placement()}
@@ -162,7 +171,14 @@ class CutSearch:
         bits = self._weight_placements()
         rest = {name: p for name, p in bits.items() if expected_share(self.format_shares, p) >= USUAL_SHARE}
         seeds = dict(self.shipped_before) | {n: p for n, p in bits.items() if n not in rest} | dict(self.seeds)
-        return (*_named(seeds), self._whole("fused units", self.groups), *_named(rest))
+        return (*_named(seeds), self._whole(FUSED_UNITS, self.groups), *_named(rest))
+
+    @property
+    def _hurried_batch(self) -> tuple[Proposal, ...]:
+        """Of the first batch what may ship: pairs as a usual quantizer places them price nearly all units, too. The
+        rest comes when the prices lead no further."""
+        ships = tuple(p for p in self._first_batch if p.origin not in ONLY_PRICES)
+        return ships if "static" in self.seeds else self._first_batch
 
     def _weight_placements(self) -> dict[str, Placement]:
         """Placements without pairs, by name: all weights in a family of formats. If 4 bits miss the limits, the fastest

@@ -128,6 +128,9 @@ class Bench:
         record = self._store.get(TrialRecord, job_of(proposal.placement.digest, against.digest))
         if record is None or (proposal.wants_layers and record.layers is None and record.result.samples is not None):
             return None  # or it was measured by a search that did not ask for layers
+        rounds = record.result.samples
+        if record.check is None and rounds is not None and len(rounds.a) < self._conditions.plan.looks[0]:
+            return None  # or by one whose plan was content with fewer rounds
         return remembered(number, proposal, against, record)
 
     def keep_only(self, placement: Placement) -> None:

@@ -63,7 +63,9 @@ class Budget:
         parts = bench.floats.turn_seconds, bench.floats.start_seconds
         each_round = settings.plan.round_seconds(*parts)
         opponents = 1 + bool(settings.from_qdq or settings.fix_inputs)  # the float model, and then the user's file
-        counts = opponents * (1 if settings.front else len(settings.proof_counts))
+        # A round, and a build, is one at all numbers of threads, and so is a comparison of a front.
+        share_of_counts = 1.0 if settings.front else len(settings.proof_counts) / len(settings.thread_counts)
+        counts = opponents * share_of_counts
         if settings.time_budget is None or ends is None:
             takes = 2 * counts * (2 * bench.floats.build_seconds + each_round * settings.proof[0])
             return Budget(settings.search_builds, settings.trial_builds, None, settings.proof, proof_seconds=takes)

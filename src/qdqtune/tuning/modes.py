@@ -39,6 +39,11 @@ FEW_BUILDS = (
 )
 
 
+UNHURRIED = 2.0
+"""The time of all builds of a search that needs not hurry, in units of the least time that they take. Chosen, not
+measured."""
+
+
 @dataclass(frozen=True)
 class Mode:
     """A mode made ready for one run.
@@ -80,7 +85,8 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
     subject, layers = run.subject, run.bench.layers()
     if not any(layer.time_ms for layer in layers):
         return None
-    first = subject.foremost()
+    first, left = subject.foremost(), run.budget.seconds_left
+    needed = UNHURRIED * run.budget.builds * run.bench.trial_seconds / run.learning_width
     fallbacks = {name: p for name, p in subject.suggestions().items() if name not in first}
     return CutSearch(
         model=subject.shaped,
@@ -95,6 +101,7 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
         prior=NO_PRIOR if run.settings.front else run.earlier.prices,  # known prices would save builds of a front
         shipped_before=run.earlier.found,
         contexts=shares_at(subject.mix, run.settings.thread_counts),
+        is_hurried=left is not None and left < needed and not run.settings.front,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,6 +54,9 @@ CANDIDATE_FOLDER = "candidates"
 FIRST, LESSONS = 3, 3
 """Builds of the first batch, which prices every fusion group; and batches that are to follow it in a search that learns
 from each batch, so that many workers do not spend all builds right after the first. Chosen, not measured."""
+
+FORMATS_SHARE = 0.1
+"""The share of the time left of a time budget in which weight formats are timed. Chosen, not measured."""
 
 DROP = 0.01
 """By which share the user's metric may fall if the user sets no limit on it. Chosen, not measured."""
@@ -113,7 +117,10 @@ class Run(Ready):
         """By weight, the weight formats that it may have; measured on the engine when this is first read."""
         if self.budget.is_late:
             return {}
-        return format_shares(self.subject, self.settings, self.runner, self.store, self.bench.layers)
+        left, begun = self.budget.seconds_left, time.monotonic()
+        ends = inf if left is None else begun + FORMATS_SHARE * left
+        measured = self.subject, self.settings, self.runner, self.store, self.bench.layers
+        return format_shares(*measured, lambda: time.monotonic() > ends)
 
     @cached_property
     def earlier(self) -> Earlier:
@@ -286,10 +293,13 @@ def _limits(settings: Settings, bench: Bench, budget: Budget, observer: Observer
         BadOption: a limit cannot be held, or is about outputs that the model does not have.
         BaselineFailed: the user's metric fails on the float model.
     """
-    holds_floats = any(a.dtype.kind == "f" for a in bench.floats.outputs[0].values())
+    kinds = [array.dtype.kind for array in bench.floats.outputs[0].values()]
+    holds_floats = "f" in kinds
     if isinstance(settings.min_sqnr, float) and not holds_floats:
         raise BadOption("`min_sqnr` is about float outputs, and the model has none: use `min_agreement` or `evaluate`")
     limits = settings.limits if holds_floats else replace(settings.limits, min_sqnr=None)
+    if all(kind == "f" for kind in kinds):  # it is about other outputs
+        limits = replace(limits, min_agreement=None)
     if not budget.is_late:
         _check_repeatability(limits, bench)
     if settings.evaluate is None or budget.is_late:

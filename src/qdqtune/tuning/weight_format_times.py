@@ -92,11 +92,17 @@ class Size:
 
 
 def format_shares(
-    subject: Subject, settings: Settings, runner: Runner, store: Store, float_layers: Callable[[], Sequence[Layer]]
+    subject: Subject,
+    settings: Settings,
+    runner: Runner,
+    store: Store,
+    float_layers: Callable[[], Sequence[Layer]],
+    is_late: Callable[[], bool] = lambda: False,
 ) -> FormatShares:
     """By weight, the weight formats that it may have, and the share of the float product's time that each takes.
 
-    Empty if the user wants none, the engine has none, or the model has nothing to gain.
+    Empty if the user wants none, the engine has none, or the model has nothing to gain. Once it `is_late`, no further
+    size of product is tried: those that take the most time come first, and others count as the most similar one.
     """
     wanted = wanted_formats(settings)
     weights = {e: w for e in weight_only_edges(subject.shaped) if (w := weight_at(subject.shaped, e)) is not None}
@@ -116,12 +122,16 @@ def format_shares(
     record = store.get(WeightFormatsRecord)
     if record is None:
         before, counts = runner.mix, settings.thread_counts
-        tried = {size.key: dict(_tried(size, wanted, subject, runner, counts)) for size in kinds}
+        tried: dict[str, dict[str, float]] = {}
+        for size in kinds:
+            if not tried or not is_late():
+                tried[size.key] = dict(_tried(size, wanted, subject, runner, counts))
         record = store.put(WeightFormatsRecord(shares=tried))
         runner.feed(before)
     shares, found = record.shares, {}
+    kinds = [size for size in kinds if size.key in shares]
     for edge, size in sizes.items():
-        near = shares.get(size.key) or shares.get(_nearest(size, kinds).key, {})
+        near = shares.get(size.key) or (shares[_nearest(size, kinds).key] if kinds else {})
         able = [s for s in wanted if near.get(s.name, PAYS) < PAYS and format_refusal(weights[edge], s) is None]
         if able:
             found[edge] = {s: near[s.name] for s in able}
