@@ -11,14 +11,19 @@ import onnx
 import pytest
 
 from conftest import Call
-from models import build, normal
+from models import INT8, build, normal, ranges
 from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.engines import EngineSpec
 from qdqtune.explanation.charts import longest
 from qdqtune.explanation.page import compact
-from qdqtune.explanation.report import report_of_run
+from qdqtune.explanation.report import OWN, report_of_run
 from qdqtune.explanation.report_values import Report
+from qdqtune.graph.loading import load, load_proto
 from qdqtune.graph.model import Model
+from qdqtune.placement import start_placements
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.reading import count_pairs, placement_in
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.loop import tune
@@ -57,9 +62,19 @@ def scaled() -> Model:
     return build(text, {"w0": normal(64, 64), "w1": normal(64, 64, seed=1)})
 
 
+def paired() -> Model:
+    """A Q/DQ model, with pairs wherever neighbours share them."""
+    model = mixed()
+    known = ranges(model)
+    placement = start_placements.integer_islands(model, possible_edges(model, known))
+    return load_proto(insert(model, placement, known, INT8).to_proto())
+
+
 SHORT = Plan((12,), turn_seconds=0.0)
 FEW: Mapping[str, Any] = {"builds": 8}
 ORT: Mapping[str, Any] = {"engine": EngineSpec("onnxruntime", {"threads": 1}), "plan": SHORT, "proof": (12,), **FEW}
+OWN_PAIRS: Mapping[str, Any] = {"mode": "cut", "from_qdq": True, "builds": 2}
+"""Only the model's own pairs are tried, so that nothing can be faster than its file."""
 RUNS: Mapping[str, tuple[Callable[[], Model], Mapping[str, Any]]] = {
     **{f"{mode} {name}": (made, {"mode": mode, **FEW}) for mode in ("cut", "region", "subgraph")
        for name, made in (("mixed", mixed), ("hopeless", hopeless), ("reshaped", reshaped))},
@@ -77,6 +92,9 @@ RUNS: Mapping[str, tuple[Callable[[], Model], Mapping[str, Any]]] = {
     "no pair on most": (mixed, {"mode": "cut", "node_filter": ("first",), **FEW}),
     "not exact enough": (mixed, {"mode": "cut", "min_sqnr": 45.0, **FEW}),
     "onnxruntime": (mixed, {"mode": "cut", **ORT}),
+    "own pairs": (paired, OWN_PAIRS),
+    "own pairs by region": (paired, {**OWN_PAIRS, "mode": "region", "builds": 4}),
+    "own pairs on onnxruntime": (paired, {**ORT, **OWN_PAIRS}),
 }  # fmt: skip
 
 
@@ -106,7 +124,7 @@ def drawn_groups(report: Report) -> list[tuple[list[str], float | None, float | 
 
 def test_the_page_and_explain_tell_the_same_of_every_node(folder: Path) -> None:
     explained, report = explain_run(folder), report_of_run(folder)
-    told, ships = by_unit(explained), report.map is not None and report.map.tuned == "tuned"
+    told, ships = by_unit(explained), report.map is not None and report.map.tuned in ("tuned", OWN)
     for names, before, after in drawn_groups(report):
         units = {told[name] for name in names}
         if before is not None and {node for unit, _, _ in units for node in unit} == set(names):
@@ -125,7 +143,8 @@ def test_sums_are_what_was_measured(folder: Path) -> None:
         assert all(before is None for _, before, _ in groups)
         assert not report.bars
         return
-    ships = run.here["final_ms"] if run.summary["shipped"] == "tuned" else run.float_ms
+    ships = run.here["final_ms"]
+    assert ships is not None
     assert sum(unit[2] for unit in units) == pytest.approx(run.float_ms)
     assert sum(unit[1] for unit in units) == pytest.approx(ships)
     assert sum(tally.ms or 0.0 for tally in explained.tallies) == pytest.approx(ships)
@@ -133,17 +152,34 @@ def test_sums_are_what_was_measured(folder: Path) -> None:
     assert sum(before or 0.0 for _, before, _ in groups) == pytest.approx(run.float_ms, rel=1e-3)
     assert sum(bar.float_ms for bar in report.bars) == pytest.approx(run.float_ms)
     assert f"{run.float_ms:.4g} ms" in report.bars_lead
-    if run.final:
+    if run.final or run.keeps_own_pairs:
+        assert f"{ships:.4g} ms" in report.bars_lead
         assert sum(after or 0.0 for _, _, after in groups) == pytest.approx(ships, rel=1e-3)
         assert sum((bar.tuned_ms or 0.0) + bar.conversion_ms for bar in report.bars) == pytest.approx(ships)
     assert longest(report.bars) >= max(max(bar.float_ms, bar.tuned_ms or 0.0) for bar in report.bars)
+
+
+def test_the_summary_is_about_the_file_that_ships(folder: Path) -> None:
+    run, final = read_run(folder), load(folder / "optimized_final.onnx")
+    placement = placement_in(load(folder / "baseline.onnx"), final)
+    summary, told = run.summary, {fact.name: fact.value for fact in report_of_run(folder).facts}
+    assert (summary["pairs"], summary["edges"]) == (count_pairs(placement), len(placement))
+    assert summary["final_ms"] is not None
+    assert summary["final_ms"] / summary["baseline_ms"] == pytest.approx(summary["ratio"])
+    if run.keeps_own_pairs:
+        (trial,) = run.history
+        assert told["your file"] == f"{summary['final_ms']:.4g} ms"
+        assert told["tensors in 8 bits"] == str(summary["pairs"])
+        assert summary["output_sqnr_db"] == trial.sqnr_db
+        assert told["output accuracy"] == f"{trial.sqnr_db:.1f} dB"
+        assert f"takes {summary['final_ms']:.4g} ms" in report_of_run(folder).verdict.meaning
 
 
 def test_a_row_says_which_candidate_ships(folder: Path) -> None:
     run, report = read_run(folder), report_of_run(folder)
     shipped = [candidate for candidate in report.candidates if candidate.ships]
     tried = {trial.placement for trial in run.history}
-    assert len(shipped) == (1 if run.final and run.final in tried else 0)
+    assert len(shipped) == (1 if run.keeps_own_pairs or (run.final and run.final in tried) else 0)
     assert all("optimized_final.onnx" in candidate.told for candidate in shipped)
 
 

@@ -15,6 +15,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 
 from models import INT8, build, conv_net, feeds, normal, ranges
 from observers import Log
+from qdqtune.commands.tune_tables import result_table
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadModel, BadOption, BaselineFailed, OutputError
@@ -25,16 +26,17 @@ from qdqtune.placement import start_placements
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import Inserter, insert
 from qdqtune.placement.possible import possible_edges
-from qdqtune.placement.reading import is_quantized
+from qdqtune.placement.reading import count_pairs, is_quantized
 from qdqtune.search import best_of
 from qdqtune.search.region import Config
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.timing.ratios import Plan, judge
+from qdqtune.timing.ratios import Plan, judge, speed
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import PROOF_BUILDS
+from qdqtune.tuning.summary import read_summary
 from qdqtune.types import Failure, Measurement, Placement, Trial
 from runs import cost, hopeless, mixed, out, rows, settings, write
 from workers import Build, Workers
@@ -323,6 +325,59 @@ class TestAModelThatHasPairs:
         (note,) = (note for note in result.notes if note.startswith("a candidate of"))
         assert "did not prove faster than qdq.onnx: 1.00x" in note
         assert "the speed of qdq.onnx" in note
+
+    def test_what_is_told_is_about_the_file_that_ships_again(self, model: Path) -> None:
+        best, again = tune(settings(model)).placement, model.parent / "again"
+        given = quantized(model, "qdq.onnx", best)
+        result = tune(settings(model, model=given, from_qdq=True, output_dir=again, mode="cut", builds=2))
+        assert (result.shipped, result.ratio, result.placement) == ("given", None, Placement())
+        summary, (trial,) = result.summary, result.history
+        assert summary["baseline_ms"] == pytest.approx(1e3 * cost(again / "baseline.onnx"))
+        assert summary["final_ms"] == pytest.approx(1e3 * cost(given))
+        assert summary["ratio"] == pytest.approx(cost(given) / cost(again / "baseline.onnx"))
+        assert (summary["pairs"], summary["edges"]) == (count_pairs(best), len(best))
+        assert summary["output_sqnr_db"] == trial.sqnr_db is not None
+        assert [row["shipped"] for row in summary["met"]] == [True]
+        units = json.loads((again / "units.json").read_text())["units"]
+        assert any(unit["quantized"] for unit in units)
+        shown = {row[0]: row[1:] for row in result_table(result).rows}
+        assert shown["latency"] == (f"{1e3 * cost(model):.3f} ms", f"{1e3 * cost(given):.3f} ms")
+        assert shown["speedup"] == ("1x", speed(summary["ratio"]))
+        assert shown["output SQNR against float"][1].startswith(f"{trial.sqnr_db:.1f}")
+
+    def test_the_time_of_a_file_that_no_proof_compared_is_that_of_its_trial(
+        self, model: Path, workers: Workers
+    ) -> None:
+        given = quantized(model, "qdq.onnx", start_placements.compute_inputs(load(model), possible(model)))
+        workers.refused = lambda build: "no" if build.path == given else None
+        result = tune(settings(model, model=given, from_qdq=True, mode="cut", builds=2))
+        assert result.shipped == "given"
+        assert result.summary["final_ms"] == pytest.approx(1e3 * cost(given))
+        assert result.summary["final_ms"] > result.summary["baseline_ms"]
+
+    def test_where_nothing_was_tried_its_time_is_unknown(self, model: Path) -> None:
+        given = quantized(model, "qdq.onnx", start_placements.compute_inputs(load(model), possible(model)))
+        result = tune(settings(model, model=given, from_qdq=True, time_budget=1e-3))
+        assert (result.shipped, result.history) == ("given", ())
+        assert (result.summary["final_ms"], result.summary["ratio"], result.summary["output_sqnr_db"]) == (None,) * 3
+        assert result.summary["pairs"] > 0
+        assert ("latency", f"{1e3 * cost(model):.3f} ms", "not timed") in result_table(result).rows
+        assert read_summary(out(model, "summary.json").parent) == result.summary
+
+    def test_with_a_pair_that_has_no_counterpart_its_accuracy_is_unknown(self, model: Path) -> None:
+        given = quantized(model, "qdq.onnx", start_placements.compute_inputs(load(model), possible(model)))
+        proto = onnx.load(given)
+        made = {n.output[0] for n in proto.graph.node if n.op_type == "QuantizeLinear" and n.input[0] != "x"}
+        other = next(n for n in proto.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in made)
+        proto.graph.node.append(onnx.helper.make_node("DequantizeLinear", other.input, ["more"], "more"))
+        proto.graph.output.append(onnx.helper.make_tensor_value_info("more", onnx.TensorProto.FLOAT, [None] * 3))
+        onnx.save(proto, given)
+        result = tune(settings(model, model=given, from_qdq=True, mode="cut", builds=2))
+        assert any("have no counterpart" in note for note in result.notes)
+        assert result.shipped == "given"
+        assert result.summary["final_ms"] == pytest.approx(1e3 * cost(given))
+        assert result.summary["pairs"] > 0
+        assert result.summary["output_accuracy"] is None
 
     def test_with_external_data_it_ships_again_whole(self, model: Path) -> None:
         given = quantized(model, "qdq.onnx", tune(settings(model)).placement)

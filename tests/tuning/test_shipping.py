@@ -15,6 +15,7 @@ from qdqtune.tuning.shipping import (
     Terms,
     accepted,
     finalists,
+    given_to_float,
     is_proven,
     keeps_given,
     may_owe_it_to_rewrites,
@@ -204,3 +205,15 @@ def test_the_users_file_is_kept_where_nothing_is_proven(
     attempts = [replace(tried("is float"), contexts=(InContext(at(ratio)),))]
     assert keeps_given(attempts, terms, from_qdq=from_qdq, pairs_hold=pairs_hold) == expected
     assert keeps_given([], terms, from_qdq=from_qdq, pairs_hold=pairs_hold) == (pairs_hold or terms.is_rewritten)
+
+
+def test_the_time_of_the_users_file_follows_from_a_file_that_was_compared_with_both() -> None:
+    refused = InContext(Failure("build", "no"), at(0.5))
+    both = InContext(at(0.8), at(0.6))  # 0.8 of the user's time, 0.6 of the float model's
+    attempts = [
+        replace(tried("not faster", number), contexts=(context,)) for number, context in ((1, both), (2, refused))
+    ]
+    assert given_to_float(attempts) == pytest.approx(0.75)
+    assert given_to_float([tried("is float")]) == 1.0  # the user's file is the float model
+    assert given_to_float(attempts[1:]) is None
+    assert given_to_float([]) is None

@@ -31,7 +31,7 @@ def result_table(found: Result) -> Table:
     besides = (f"{number} {what}" for number, what in ((failed, "failed"), (between, "made for the front")) if number)
     candidates = f"candidates: {summary['trials']}" + (f" ({told})" if (told := ", ".join(besides)) else "")
     caption = f"{candidates}, builds: {built(summary)}, time: {duration(summary['seconds'])}"
-    if found.improved and (judged := summary["accuracy_samples"]):
+    if _tells_accuracy(found) and (judged := summary["accuracy_samples"]):
         is_held_out = summary["accuracy_held_out"]
         seen = "" if is_held_out else ", which calibration saw: of forty or more, every fifth is kept apart"
         caption += f"\noutputs compared on {samples(judged, is_held_out)}{seen}"
@@ -47,7 +47,7 @@ def _result_rows(found: Result) -> list[tuple[str, str, str]]:
     rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
     if weights := summary.get("weights"):
         rows.append(("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in weights.items())))
-    if found.improved and is_judged(summary):
+    if _tells_accuracy(found):
         rows.append(("output SQNR against float", "", _accuracy_text(summary)))
         if (equal := (summary["output_accuracy"] or {}).get("agreement")) is not None:
             rows.append(("integers as in float", "", f"{equal:.1%}"))
@@ -56,7 +56,8 @@ def _result_rows(found: Result) -> list[tuple[str, str, str]]:
         rows.append(("fastest without limits", "", f"{speed(without['ratio'])}{ratio}"))
     if summary["metric_before"] is not None:
         after = summary["metric_after"]
-        rows.append(("your metric", f"{summary['metric_before']:g}", "failed" if after is None else f"{after:g}"))
+        unknown = "failed" if found.improved else "unknown"
+        rows.append(("your metric", f"{summary['metric_before']:g}", unknown if after is None else f"{after:g}"))
     return rows
 
 
@@ -74,9 +75,11 @@ def _latency_rows(found: Result) -> list[tuple[str, str, str]]:
     """Rows of latency and speedup, for each number of threads and each workload if there are several."""
     summary = found.summary
     mean = "latency of a call, on average" if summary.get("workloads") else "latency"
-    times = f"{summary['baseline_ms']:.3f} ms", f"{summary['final_ms']:.3f} ms"
+    final = "not timed" if summary["final_ms"] is None else f"{summary['final_ms']:.3f} ms"
+    times = f"{summary['baseline_ms']:.3f} ms", final
     if found.ratio is None:
-        return [(mean, *times)]
+        has_speed = (summary["pairs"] or summary.get("weights")) and summary["ratio"] is not None
+        return [(mean, *times), *([("speedup", "1x", speed(summary["ratio"]))] if has_speed else [])]
     by_threads = summary.get("by_threads", [])
     rows = [(mean, *times), ("speedup [interval]", "1x", found.ratio.speedup)]
     if len(by_threads) > 1:
@@ -100,6 +103,11 @@ def _accuracy_text(summary: Mapping[str, Any]) -> str:
     lost = summary["output_sqnr_db"]
     is_told = bool(accuracy) and lost is not None
     return str(Accuracy(**{**accuracy, "agreement": None})) if is_told else decibels(lost)
+
+
+def _tells_accuracy(found: Result) -> bool:
+    """Whether outputs of what ships were compared with those of the float model, on samples."""
+    return is_judged(found.summary) and (found.improved or found.summary["output_accuracy"] is not None)
 
 
 def is_judged(summary: Mapping[str, Any]) -> bool:

@@ -146,8 +146,7 @@ def facts_of(run: FinishedRun) -> Facts:
     folder, summary, fingerprint, limits = run.folder, run.summary, run.fingerprint, run.limits
     recorded, shipped = read_placement_file(folder / PLACEMENT), summary["shipped"]
     shaped = with_input_shapes(load(folder / BASELINE), fingerprint.input_shapes)
-    needs_file = shipped == "given" and fingerprint.from_qdq
-    placement = placement_in(shaped, load(folder / FINAL)) if needs_file else recorded.placement
+    placement = placement_in(shaped, load(folder / FINAL)) if run.keeps_own_pairs else recorded.placement
     seen = placement.edges.union(*(t.placement.edges for t in run.history))
     if strange := seen - every_edge(shaped):
         raise BadState(f"{folder} records a pair at {min(map(str, strange))}, which its {BASELINE} does not have")
@@ -163,8 +162,8 @@ def facts_of(run: FinishedRun) -> Facts:
         quant_type=recorded.quant_type,
         float_layers=run.float_layers,
         history=run.history,
-        final_layers=run.final_layers if shipped == "tuned" else (),
-        final_ms=run.here["final_ms"] if shipped == "tuned" else None,
+        final_layers=run.layers_of(placement) if placement else (),
+        final_ms=run.here["final_ms"],
         limits=limits,
         plan=run.plan,
         noise=Noise(shaped, run.alone, limits.max_noise) if run.alone else None,

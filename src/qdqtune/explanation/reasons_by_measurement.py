@@ -267,7 +267,9 @@ class _Explainer:
         trial = self._facts.trial
         if tried.why == "slower" or trial is None or trial.proposal.origin in PREDICTED:
             return replace(tried, reason=f"{told}; {tried.reason}")
-        whole = f"this placement is {self._facts.origin}, which measured faster than what the prices led to"
+        is_own = self._facts.shipped == "given"
+        why = "nothing proved faster than" if is_own else "measured faster than what the prices led to"
+        whole = f"this placement is {self._facts.origin}, which {why}"
         return replace(verdict, why="placement", reason=f"{whole}; {told}")
 
     def _is_free(self, unit: Unit, verdict: Explanation) -> bool:

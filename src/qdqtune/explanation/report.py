@@ -25,10 +25,16 @@ from qdqtune.timing.ratios import Ratio, judge, ratio
 from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
 from qdqtune.tuning.subgraphs.groups import by_rules, from_layers
+from qdqtune.tuning.summary import Summary
 from qdqtune.types import EQUAL_DB, Failure, Measurement, Placement, Trial
 
 BARS = 24
 """Most bars in the chart of times; one more is for all other groups."""
+
+OWN = "your Q/DQ file"
+"""The name of what ships beside the float model, if that is the user's file with its pairs."""
+
+PAIRS = "values that carry a Q/DQ pair"
 
 TAIL = 36
 """Most characters of a node's name beside a bar."""
@@ -55,7 +61,7 @@ def report_of_run(folder: Path) -> Report:
         bars=bars(drawn),
         bars_lead=_bars_lead(drawn, run),
         map=drawn,
-        points=tuple(_points(run)),
+        points=tuple(_points(run, facts.placement)),
         floor_db=run.summary["min_sqnr_db"],
         proof=tuple(_proof(run)),
         candidates=tuple(candidates(run, facts.trial)),
@@ -80,28 +86,37 @@ def verdict(run: FinishedRun) -> Headline:
     """The result in a sentence, and what it means."""
     summary = run.summary
     name = title(Path(summary["model"]))
-    if summary["shipped"] == "tuned":
-        found = speed(Ratio(summary["ratio"], summary["ratio_low"], summary["ratio_high"]))
-        saved = 1 - summary["ratio"]
+    if summary["shipped"] == "tuned" and (ratio_to_float := summary["ratio"]) is not None:
+        found = speed(Ratio(ratio_to_float, summary["ratio_low"], summary["ratio_high"]))
+        saved = 1 - ratio_to_float
         meaning = f"Side by side an inference takes {saved:.0%} less time; over all rounds the medians are "
         meaning += f"{summary['final_ms']:.4g} ms instead of {summary['baseline_ms']:.4g} ms. "
         meaning += "Measured on the finished files, on fresh builds that the search never saw."
         return Headline(f"{name} runs {found.median:.2f} times as fast", meaning, True, found, "the float model")
     kept = "your own file" if summary["shipped"] == "given" else "the float model"
+    if run.keeps_own_pairs:
+        times = "" if summary["final_ms"] is None else f", which takes {_own_times(summary)}"
+        kept = f"your own Q/DQ file as it is{times}"
     if summary["constraint_met"] is False:
         meaning = f"Faster candidates were found, but none keeps the outputs close enough. {FINAL} is {kept}."
         return Headline(f"Nothing faster is exact enough for {name}", meaning, False)
     if not summary["trials"]:
         return Headline(f"Nothing was tried in {name}", f"No pair was tried in this run. {FINAL} is {kept}.", False)
-    meaning = f"No candidate proved faster than the float model beyond the noise of measuring. {FINAL} is {kept}."
+    rival = "your own Q/DQ file" if run.keeps_own_pairs else "the float model"
+    meaning = f"No candidate proved faster than {rival} beyond the noise of measuring. {FINAL} is {kept}."
     return Headline(f"Nothing faster was found for {name}", meaning, False)
+
+
+def _own_times(summary: Summary) -> str:
+    """The time of the user's Q/DQ file, and that of the float model."""
+    return f"{summary['final_ms']:.4g} ms where the float model takes {summary['baseline_ms']:.4g} ms"
 
 
 def _shown(run: FinishedRun, facts: Facts) -> tuple[Ran, str] | None:
     """The build to show beside that of the float model, with its name: the shipped one, or else that of the fastest
     candidate whose layers are known."""
     if facts.placement:
-        return Ran(facts.placement, facts.shipped_layers, facts.spent), "tuned" if run.final else "your Q/DQ file"
+        return Ran(facts.placement, facts.shipped_layers, facts.spent), OWN if run.keeps_own_pairs else "tuned"
     ratios = ratios_to_float(run.history, run.plan)
     known = [t for t in run.history if t.layers and t.placement in ratios]
     if not known:
@@ -174,14 +189,15 @@ def tail(name: str) -> str:
 def _bars_lead(drawn: Map, run: FinishedRun) -> str:
     spent = sum(g.conversion_ms for g in drawn.groups)
     told = f"{drawn.before.capitalize()} {run.float_ms:.4g} ms"
-    if run.final:
-        told += f", tuned {run.here['final_ms']:.4g} ms"
+    if (run.final or run.keeps_own_pairs) and run.here["final_ms"] is not None:
+        told += f", {OWN if run.keeps_own_pairs else 'tuned'} {run.here['final_ms']:.4g} ms"
     threads = run.summary["engine"].get("threads")
     at = f" at {_threads(threads)}" if threads else ""
     told += f", as rounds have measured{at}, shared out over layers as the engine told of inferences that it profiled."
     if not drawn.tuned:
         return told
     what = "the tuned model" if run.final else f"{drawn.tuned}, the fastest that was tried, which does not ship"
+    what = OWN if run.keeps_own_pairs else what
     return f"{told} Conversions between 8 bits and float take {spent:.3g} ms of {what}."
 
 
@@ -190,7 +206,8 @@ def _facts(run: FinishedRun) -> Iterator[Fact]:
     by_threads = summary["by_threads"]
     here = [row["threads"] for row in by_threads if row["baseline_ms"] == summary["baseline_ms"]]
     at = f", {_threads(here[0])}" if here else ""
-    yield Fact("float", f"{summary['baseline_ms']:.4g} ms", f"median time of one inference of your file{at}")
+    pairs = " without its pairs" if run.fingerprint.from_qdq else ""
+    yield Fact("float", f"{summary['baseline_ms']:.4g} ms", f"median time of one inference of your file{pairs}{at}")
     if _has_measured_rewrites(run):
         told = "what rewrites made of your file, without any pair"
         yield Fact("rewritten float", f"{run.float_ms:.4g} ms", told)
@@ -209,9 +226,7 @@ def _facts(run: FinishedRun) -> Iterator[Fact]:
             yield Fact(which, f"{1 / workload['ratio']:.2f}×", told)
         if (given := summary["ratio_to_given"]) is not None:
             yield Fact("against your file", f"{1 / given:.2f}×", f"as fast as {title(Path(summary['model']))} as it is")
-        exact = summary["output_sqnr_db"]
-        hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
-        yield Fact("output accuracy", "equal" if exact is None else f"{exact:.1f} dB", hint)
+        yield _accuracy(summary)
         before, after = summary["metric_before"], summary["metric_after"]
         if before is not None and after is not None:
             yield Fact("your metric", f"{after:.4g}", f"float: {before:.4g}")
@@ -221,19 +236,33 @@ def _facts(run: FinishedRun) -> Iterator[Fact]:
             yield Fact(
                 "rewrites gave", f"{1 / gave:.2f}×", f"as fast as your file: {', '.join(rewrites['names'])}{told}"
             )
-        yield Fact("tensors in 8 bits", str(summary["pairs"]), "values that carry a Q/DQ pair")
-    elif (without := summary["fastest_without_limits"]) is not None:
+        yield Fact("tensors in 8 bits", str(summary["pairs"]), PAIRS)
+    elif run.keeps_own_pairs:
+        if (final := summary["final_ms"]) is not None:
+            yield Fact(
+                "your file", f"{final:.4g} ms", f"median time of one inference with its pairs{at}; it ships again"
+            )
+        if summary["output_accuracy"] is not None:
+            yield _accuracy(summary)
+        yield Fact("tensors in 8 bits", str(summary["pairs"]), PAIRS)
+    if summary["shipped"] != "tuned" and (without := summary["fastest_without_limits"]) is not None:
         ends = "equal outputs" if without["sqnr_db"] is None else decibels(without["sqnr_db"])
         yield Fact("fastest without limits", f"{1 / without['ratio']:.2f}×", f"as fast as float, at {ends}")
     yield Fact("candidates", str(summary["trials"]), f"builds: {built(summary)}, in {duration(summary['seconds'])}")
+
+
+def _accuracy(summary: Summary) -> Fact:
+    exact = summary["output_sqnr_db"]
+    hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
+    return Fact("output accuracy", "equal" if exact is None else f"{exact:.1f} dB", hint)
 
 
 def _threads(count: int | str) -> str:
     return f"{count} thread{'s' * (str(count) != '1')}"
 
 
-def _points(run: FinishedRun) -> Iterator[Point]:
-    """The proven points of a front, and the candidates of the search."""
+def _points(run: FinishedRun, ships: Placement) -> Iterator[Point]:
+    """The proven points of a front, and the candidates of the search, one of which may be what `ships`."""
     proven = run.summary.get("front", [])
     for row in proven:
         ends = speed(Ratio(row["ratio"], row["low"], row["high"]))
@@ -242,14 +271,14 @@ def _points(run: FinishedRun) -> Iterator[Point]:
     best = {point.trial.placement for point in undominated(run.history, run.plan)}
     last = {t.placement: t for t in run.history if t.placement in ratios and t.accuracy is not None}
     for placement, trial in last.items():
-        is_final = placement == run.final
+        is_final = placement == ships
         if is_final and proven:
             continue
         ends = Speed(1 / ratios[placement])
-        if is_final:
-            ends = speed(Ratio(run.summary["ratio"], run.summary["ratio_low"], run.summary["ratio_high"]))
+        if is_final and (found := run.summary["ratio"]) is not None:
+            ends = speed(Ratio(found, run.summary["ratio_low"], run.summary["ratio_high"]))
         name = f"candidate {trial.number}" + (", unbeaten" if placement in best else "")
-        yield Point(name, ends, trial.sqnr_db, is_final, is_final, trial.holds is not False)
+        yield Point(name, ends, trial.sqnr_db, is_final, is_final and bool(run.final), trial.holds is not False)
 
 
 def _proof(run: FinishedRun) -> Iterator[Strip]:
@@ -273,7 +302,7 @@ def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
             trial.number,
             origin_in_words(trial.proposal.origin),
             came,
-            _shipped_text(trial) if trial is shipped else outcome_text(trial, run),
+            _shipped_text(trial, run) if trial is shipped else outcome_text(trial, run),
             shown,
             None if found is None or measured is None else 1 / found,
             trial.sqnr_db,
@@ -284,7 +313,9 @@ def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
         )
 
 
-def _shipped_text(trial: Trial) -> str:
+def _shipped_text(trial: Trial, run: FinishedRun) -> str:
+    if run.keeps_own_pairs:
+        return f"the pairs of your own file, which ships as it is ({FINAL}): nothing proved faster"
     how = "the best when it was tried" if trial.accepted else "whatever it was against the best of its time"
     return f"this is {FINAL}: {how}, and proven on fresh builds against the float model"
 

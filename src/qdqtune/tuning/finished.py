@@ -125,8 +125,9 @@ class FinishedRun:
         gave = self.summary["rewrites"].get("gave")
         if gave is None:
             return self.here["baseline_ms"]
-        has_pairs = self.summary["edges"] or self.summary.get("weights")
-        return gave * self.here["baseline_ms"] if has_pairs else self.here["final_ms"]
+        if self.summary["edges"] or self.summary.get("weights"):
+            return gave * self.here["baseline_ms"]
+        return self.here["final_ms"] or self.here["baseline_ms"]
 
     @cached_property
     def float_layers(self) -> tuple[Layer, ...]:
@@ -166,10 +167,14 @@ class FinishedRun:
         return read_placement_file(self.folder / PLACEMENT).placement if is_tuned else Placement()
 
     @property
-    def final_layers(self) -> tuple[Layer, ...]:
-        """The layers of the tuned model that ships."""
-        found = (trial.layers for trial in reversed(self.history) if trial.placement == self.final and trial.layers)
-        return self._layers(self.final.digest) or next(found, ())
+    def keeps_own_pairs(self) -> bool:
+        """Whether what ships is the user's Q/DQ file as it is."""
+        return self.summary["shipped"] == "given" and self.fingerprint.from_qdq
+
+    def layers_of(self, placement: Placement) -> tuple[Layer, ...]:
+        """The layers of the model with a placement that ships; empty if unknown."""
+        found = (trial.layers for trial in reversed(self.history) if trial.placement == placement and trial.layers)
+        return self._layers(placement.digest) or next(found, ())
 
     @property
     def proof(self) -> tuple[Measurement, ...]:

@@ -107,7 +107,8 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     run.given.check()
     copy_model(folder / f"{best.name}.onnx", run.settings.output_dir / FINAL)
     seconds = best.shown.a_seconds, best.shown.b_seconds
-    proof = Proof("tuned", best.trial.placement, best.ratio, None, *seconds, notes, builds, best.contexts)
+    placement, measured = best.trial.placement, (best.ratio, None, *seconds)
+    proof = Proof("tuned", placement, *measured, notes, builds, best.contexts, placement, best.trial)
     return Front(proof, tuple(points), compared.trials)
 
 

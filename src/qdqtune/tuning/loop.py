@@ -74,7 +74,7 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> tuple[Result, bool]:
         proof = front.proof
     run.runner.build_queue.close()
     history = [*history, *front.trials] if front else history
-    recorded = mode.record(history, proof.placement)
+    recorded = mode.record(history, proof)
     rows = front.rows(run.subject.mix) if front else None
     result = conclude(run, history, proof, recorded, front=rows, shortfall=shortfall, log=log)
     return result, shortfall is None and (not budget.is_late or _is_proven(proof, history, run))

@@ -27,6 +27,7 @@ from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.contexts import shares_at
 from qdqtune.tuning.folder import RAW, REGION_MODELS, UNITS
 from qdqtune.tuning.observer import Observer, Silent, State
+from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.result import ModeResult
 from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of
 from qdqtune.tuning.run import Run
@@ -48,12 +49,12 @@ measured."""
 class Mode:
     """A mode made ready for one run.
 
-    `strategy` proposes candidates. `record` is called when the search has ended, with its trials and the placement that
-    ships, and may write files of its own. `observers` are told of each trial before the observer of the run is.
+    `strategy` proposes candidates. `record` is called when the search has ended, with its trials and what ships, and
+    may write files of its own. `observers` are told of each trial before the observer of the run is.
     """
 
     strategy: Strategy
-    record: Callable[[Sequence[Trial], Placement], ModeResult]
+    record: Callable[[Sequence[Trial], Proof], ModeResult]
     observers: tuple[Observer, ...] = ()
 
 
@@ -105,17 +106,18 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
     )
 
 
-def _record_units(run: Run, by_layers: CutSearch, history: Sequence[Trial], final: Placement) -> ModeResult:
-    """What each fusion group costs with pairs and in float; prices and placement go to the price cache."""
-    run.add_prices(final, by_layers.learned_prior(history) if history else NO_PRIOR)
-    units = unit_decisions.explain(by_layers.costs(history, final), final)
+def _record_units(run: Run, by_layers: CutSearch, history: Sequence[Trial], proof: Proof) -> ModeResult:
+    """What each fusion group costs with pairs and in float, and how it runs in the file that ships; prices and a tuned
+    placement go to the price cache."""
+    run.add_prices(proof.placement, by_layers.learned_prior(history) if history else NO_PRIOR)
+    units = unit_decisions.explain(by_layers.costs(history, proof.in_file), proof.in_file)
     notes = (FEW_BUILDS,) if by_layers.is_as_predicted(history) else ()
     return ModeResult(units, files={UNITS: {"units": unit_decisions.record(units)}}, notes=notes)
 
 
-def _record_placement(run: Run, history: Sequence[Trial], final: Placement) -> ModeResult:
-    """Add the placement to the price cache; such a search has no rows."""
-    run.add_prices(final)
+def _record_placement(run: Run, history: Sequence[Trial], proof: Proof) -> ModeResult:
+    """Add a tuned placement to the price cache; such a search has no rows."""
+    run.add_prices(proof.placement)
     return ModeResult()
 
 
@@ -150,9 +152,9 @@ def region(run: Run) -> Mode:
         strategy = TwoStage(by_cut, by_region, settings.seed_builds)
     models = RegionModels(run)
 
-    def record(history: Sequence[Trial], final: Placement) -> ModeResult:
+    def record(history: Sequence[Trial], proof: Proof) -> ModeResult:
         models.finish(history)
-        return _record_placement(run, history, final)
+        return _record_placement(run, history, proof)
 
     return Mode(strategy, record, (models,))
 
@@ -215,11 +217,11 @@ def subgraph(run: Run) -> Mode:
 
 
 def _record_groups(
-    run: Run, search: SubgraphSearch, profiled: Profiled, history: Sequence[Trial], final: Placement
+    run: Run, search: SubgraphSearch, profiled: Profiled, history: Sequence[Trial], proof: Proof
 ) -> ModeResult:
-    """What became of every fusion group; prices and placement go to the price cache."""
-    run.add_prices(final, search.by_cut.learned_prior(history) if search.by_cut and history else NO_PRIOR)
-    rows = outcomes(profiled, history, final)
+    """What became of every fusion group; prices and a tuned placement go to the price cache."""
+    run.add_prices(proof.placement, search.by_cut.learned_prior(history) if search.by_cut and history else NO_PRIOR)
+    rows = outcomes(profiled, history, proof.in_file)
     summary = profiled.summary() | {"groups": [asdict(row) for row in rows]}
     return ModeResult(rows, summary, notes=profiled.notes)
 

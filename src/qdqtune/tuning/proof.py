@@ -8,13 +8,14 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qdqtune.engines.build_queue import Urgency
 from qdqtune.errors import BaselineFailed, writing
 from qdqtune.graph.loading import data_files, load
 from qdqtune.graph.saving import data_of
+from qdqtune.search import ratios_to_float
 from qdqtune.system.writing import atomic_write, rename_all
 from qdqtune.timing.pairing import FRESH, begin_pairs
 from qdqtune.timing.ratios import Ratio
@@ -34,9 +35,12 @@ from qdqtune.types import Failure, Placement, Trial
 class Proof:
     """What ships ("tuned", "baseline", or "given": a copy of the user's file), and how it compares.
 
+    `placement` is that of the tuned model, else empty. `in_file` are the pairs and weight formats of the file that
+    ships, those of the user included; `trial` is what the search has measured of exactly these, None if it did not.
+
     `ratio` is the final file's to the float model, `to_given` that to the user's file where this has pairs already, or
-    inputs that were fixed; both None where nothing is proven. Seconds per inference are medians. `contexts` has the
-    comparison with the float model in each context.
+    inputs that were fixed; both None where nothing is proven. Seconds per inference are medians, those of the final
+    file None if nobody has timed it. `contexts` has the comparison with the float model in each context.
     """
 
     shipped: Shipped
@@ -44,10 +48,19 @@ class Proof:
     ratio: Ratio | None
     to_given: Ratio | None
     float_seconds: float
-    final_seconds: float
+    final_seconds: float | None
     notes: tuple[str, ...]
     builds: int
     contexts: tuple[Compared, ...] = ()
+    in_file: Placement = field(default_factory=Placement)
+    trial: Trial | None = None
+
+    @property
+    def time_to_float(self) -> float | None:
+        """The time of what ships over that of the float model, proven or not; None if nobody has timed it."""
+        if self.ratio is not None:
+            return self.ratio.median
+        return None if self.final_seconds is None else self.final_seconds / self.float_seconds
 
 
 def prove(history: Sequence[Trial], run: Run) -> Proof:
@@ -82,20 +95,48 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     if (won := shipping.shipped(attempts)) is not None:
         _move(_unproven(won.placement, run), folder / FINAL)
         notes += [] if won.placement else [REWRITES_ALONE]
-        return _proof(won, tuple(notes), builds, has_given=settings.from_qdq or _is_folded(run))
+        trial = _trial_of(won.placement, history)
+        return _proof(won, trial, tuple(notes), builds, has_given=settings.from_qdq or _is_folded(run))
     is_given = shipping.keeps_given(attempts, terms, from_qdq=settings.from_qdq, pairs_hold=pairs_hold)
     copy_model(settings.model if is_given else folder / BASELINE, folder / FINAL)
     seconds = attempts[-1].to_float[0].a_seconds if attempts else run.bench.floats.seconds
-    kept: Shipped = "given" if is_given else "baseline"
-    return Proof(kept, Placement(), None, None, seconds, seconds, tuple(notes), builds)
+    if is_given:
+        return _proof_of_given(attempts, history, run, seconds, tuple(notes), builds)
+    return Proof("baseline", Placement(), None, None, seconds, seconds, tuple(notes), builds)
 
 
-def _proof(won: Attempt, notes: tuple[str, ...], builds: int, *, has_given: bool) -> Proof:
+def _proof_of_given(
+    attempts: Sequence[Attempt], history: Sequence[Trial], run: Run, seconds: float, notes: tuple[str, ...], builds: int
+) -> Proof:
+    """What is known of the user's file, which ships as it is; `seconds` are those of the float model.
+
+    Its time follows from the comparisons of an attempt, or else from the trial of its pairs. Pairs that have no
+    counterpart in the float model are in no trial: a file with such pairs is another one.
+    """
+    own, ratio, trial = run.subject.imported, shipping.given_to_float(attempts), None
+    if own is None or not run.settings.from_qdq:
+        if not attempts:  # the float build is that of the rewritten model
+            seconds /= run.found.ratio
+        return Proof("given", Placement(), None, None, seconds, seconds * (ratio or 1.0), notes, builds)
+    if not own.unmatched:
+        trial = _trial_of(own.placement, history)
+    if ratio is None and trial is not None:
+        ratio = ratios_to_float(history, run.settings.plan)[trial.placement]
+    times = seconds, None if ratio is None else ratio * seconds
+    return Proof("given", Placement(), None, None, *times, notes, builds, in_file=own.placement, trial=trial)
+
+
+def _trial_of(placement: Placement, history: Sequence[Trial]) -> Trial | None:
+    return next((t for t in history if t.placement == placement and t.accuracy is not None), None)
+
+
+def _proof(won: Attempt, trial: Trial | None, notes: tuple[str, ...], builds: int, *, has_given: bool) -> Proof:
     """The proof of what ships; `has_given` if its ratio to the user's file is another one than that to float."""
     best = first_faster(won.to_float)
     to_given = won.contexts[won.to_float.index(best)].to_given if has_given else None
     times = best.a_seconds, best.b_seconds
-    return Proof("tuned", won.placement, best.ratio, to_given, *times, notes, builds, won.to_float)
+    measured = best.ratio, to_given, *times
+    return Proof("tuned", won.placement, *measured, notes, builds, won.to_float, won.placement, trial)
 
 
 def begin_proof(placement: Placement, run: Run) -> None:

@@ -28,7 +28,7 @@ from qdqtune.tuning.records import GroupOutcome, Shipped, Tried
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.run_log import RunLogWriter
 from qdqtune.tuning.summary import FORMAT
-from qdqtune.types import Placement, Trial
+from qdqtune.types import Failure, Placement, Trial
 from qdqtune.version import __version__
 
 MOST_UNBEATEN = 8
@@ -104,7 +104,7 @@ def conclude(
     _write_placements(history, proof, run)
     summary = summary_of(history, proof, run) | ({} if front is None else {"front": front})
     if history or not run.budget.is_late:
-        run.bench.layers(proof.placement)  # kept in the state file for the report
+        run.bench.layers(proof.trial.placement if proof.trial else Placement())  # kept in the state file for the report
     summary |= {**recorded.summary, "seconds": round(log.all_seconds, 3)}
     notes = (*run.notes, *run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes)
     notes = (*notes, *_doubts(history, proof, run, shortfall))
@@ -125,7 +125,7 @@ def conclude(
 def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | None) -> Iterator[str]:
     """What the user should know about the result, and do about it."""
     settings, standings = run.settings, proof.contexts
-    shipped = next((t.accuracy for t in history if t.placement == proof.placement and t.accuracy is not None), None)
+    shipped = None if proof.trial is None else proof.trial.accuracy
     yield from slower_workloads(standings, run.subject.mix)
     doubts = [None if shipped is None else concern(shipped), shortfall]
     if proof.ratio is None:
@@ -170,9 +170,9 @@ def write_placement_of(placement: Placement, path: Path, run: Run) -> None:
 
 def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]:
     """What summary.json holds in every mode, without the front and the seconds of the run."""
-    settings, subject, final, tuned = run.settings, run.subject, proof.placement, proof.ratio
-    accuracy = next((t.accuracy for t in history if t.placement == final), None)
-    predicted = next((t.proposal.predicted for t in history if t.placement == final), None)
+    settings, subject, final, tuned = run.settings, run.subject, proof.in_file, proof.ratio
+    accuracy = None if proof.trial is None else proof.trial.accuracy
+    predicted = None if proof.trial is None else proof.trial.proposal.predicted
     description = run.runner.describe()
     summary = {
         "format": FORMAT,
@@ -183,8 +183,8 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "rewrites": _rewrites(run, proof),
         "shipped": proof.shipped,
         "baseline_ms": proof.float_seconds * 1e3,
-        "final_ms": proof.final_seconds * 1e3,
-        "ratio": tuned.median if tuned else 1.0,
+        "final_ms": None if proof.final_seconds is None else proof.final_seconds * 1e3,
+        "ratio": proof.time_to_float,
         "ratio_low": tuned.low if tuned else None,
         "ratio_high": tuned.high if tuned else None,
         "ratio_to_given": proof.to_given.median if tuned and proof.to_given else None,
@@ -215,8 +215,14 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
             settings.engine.name: description.get("version", ""),
         },
     }
-    after = run.bench.metric(final) if settings.evaluate and final else run.limits.before
-    return summary | run.limits.summary(history, settings.plan, after)
+    return summary | run.limits.summary(history, settings.plan, _metric_after(proof, run))
+
+
+def _metric_after(proof: Proof, run: Run) -> float | Failure | None:
+    """The user's metric of what ships; None without one, and where the search has no candidate that is the same."""
+    if not run.settings.evaluate or not proof.in_file:
+        return run.limits.before
+    return None if proof.trial is None else run.bench.metric(proof.in_file)
 
 
 def _rewrites(run: Run, proof: Proof) -> dict[str, Any]:
@@ -242,8 +248,9 @@ def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[st
     measured them; and the one that ships, which others may beat by less than noise."""
     unbeaten = undominated(history, plan)
     ratios = ratios_to_float(history, plan)
-    shipped = [MeasuredPoint(ratios[t.placement], t) for t in history if t.placement == proof.placement][-1:]
-    points = (p for p in spread(unbeaten, MOST_UNBEATEN) if p.trial.placement != proof.placement)
+    ships = None if proof.trial is None else proof.trial.placement
+    shipped = [MeasuredPoint(ratios[t.placement], t) for t in history if t.placement == ships][-1:]
+    points = (p for p in spread(unbeaten, MOST_UNBEATEN) if p.trial.placement != ships)
     for name, point in named(sorted([*points, *shipped], key=lambda p: p.ratio)).items():
         accuracy = point.trial.accuracy
         yield {
@@ -256,7 +263,7 @@ def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[st
             "pairs": count_pairs(point.trial.placement),
             **({"weights": len(point.trial.placement.weight_only)} if point.trial.placement.weight_only else {}),
             "holds_limits": point.trial.holds is not False,
-            "shipped": point.trial.placement == proof.placement,
+            "shipped": point.trial.placement == ships,
         }
 
 
@@ -265,6 +272,6 @@ def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, floa
     ratios = ratios_to_float(history, run.settings.plan)
     missing = [(ratios[t.placement], t.sqnr_db) for t in history if t.holds is False and t.placement in ratios]
     fastest = min(missing, key=lambda pair: pair[0], default=None)
-    if fastest is None or fastest[0] >= (proof.ratio.median if proof.ratio else 1.0):
+    if fastest is None or fastest[0] >= (proof.time_to_float or 1.0):
         return None
     return {"ratio": fastest[0], "sqnr_db": fastest[1]}

@@ -234,6 +234,13 @@ def shipped(attempts: Sequence[Attempt]) -> Attempt | None:
     return None
 
 
+def given_to_float(attempts: Sequence[Attempt]) -> float | None:
+    """The time of the user's file over that of the float model, as a file tells that was compared with both; None if
+    there is none."""
+    first = [attempt.contexts[0] for attempt in reversed(attempts)]
+    return next((one.to_float.ratio.median / one.to_given.median for one in first if one.to_given is not None), None)
+
+
 def keeps_given(attempts: Sequence[Attempt], terms: Terms, *, from_qdq: bool, pairs_hold: bool) -> bool:
     """If nothing is proven: whether the user's file ships, and not the float model as we write it, because that is
     slower or rewritten. A model that came with pairs (`from_qdq`) ships as it is if its pairs hold the limits."""

@@ -120,7 +120,11 @@ class WithoutLimits(TypedDict):
 
 
 class Summary(TypedDict):
-    """The content of summary.json."""
+    """The content of summary.json.
+
+    Times, ratio, pairs and accuracy are those of the file that ships, the user's own included. `final_ms` and `ratio`
+    are None where that is the user's Q/DQ file and nobody has timed it.
+    """
 
     format: int
     model: str
@@ -130,8 +134,8 @@ class Summary(TypedDict):
     rewrites: Rewritten
     shipped: Shipped
     baseline_ms: Positive
-    final_ms: Positive
-    ratio: Positive
+    final_ms: Positive | None
+    ratio: Positive | None
     ratio_low: Positive | None
     ratio_high: Positive | None
     ratio_to_given: Positive | None
