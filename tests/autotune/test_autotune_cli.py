@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 
+import qdqtune
 from models import INT8, build, conv_net, normal, ranges
 from qdqtune.autotune import command as autotune
 from qdqtune.autotune import region_inspect
@@ -257,6 +258,39 @@ def test_regions_can_be_looked_at(model: Path, capfd: pytest.CaptureFixture[str]
     assert "├─ Region " in capfd.readouterr().out
     assert region_inspect.main(["--model", "missing.onnx"]) == 1
     assert capfd.readouterr().err.startswith("error: missing.onnx: cannot read the model")
+
+
+def test_patterns_that_are_shown_are_those_that_a_run_tunes(
+    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = """net (float[2,8,4,4] x) => (float[2,8,4,4] y) {
+        [conv] c = Conv(x, w)
+        [norm] n = BatchNormalization(c, scale, shift, mean, variance)
+        [relu] r = Relu(n)
+        [second] d = Conv(r, w)
+        [last] y = BatchNormalization(d, scale, shift, mean, variance)
+    }"""
+    ones = {name: np.full(8, value, np.float32) for name, value in
+            (("scale", 2), ("shift", 1), ("mean", 0.5), ("variance", 1.5))}  # fmt: skip
+    path = write(build(text, {"w": normal(8, 8, 1, 1)} | ones), tmp_path)
+    code, _, progress = run("-m", path, "-o", "out", "-s", 2, "--no-cut-seed", "--builds", 40, "-v")
+    tuned = set(re.findall(r"in pattern ([0-9a-f]{8})", progress))
+    assert (code, bool(tuned)) == (0, True)
+
+    def shown(*more: str) -> str:
+        capfd.readouterr()
+        assert region_inspect.main(["--model", str(path), *more]) == 0
+        return capfd.readouterr().out
+
+    assert set(re.findall(r"^  ([0-9a-f]{8})[0-9a-f]*  ", shown(), re.MULTILINE)) == tuned
+    assert {p["digest"][:8] for p in json.loads(shown("--json"))["patterns"]} == tuned
+    assert {p["digest"][:8] for p in qdqtune.inspect(path).to_dict()["patterns"]} == tuned
+    assert "BatchNormalization" not in shown()
+    assert "BatchNormalization" in shown("--rewrites", "off")
+    capfd.readouterr()
+    tops = region_inspect.inspect_region_search(path)  # of the graph that functions of scripts tune: that of the file
+    assert sum(len(top.get_region_nodes_and_descendants()) for top in tops) == 5
+    assert "BatchNormalization" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("module", ["region_inspect", "region_search"])

@@ -46,6 +46,7 @@ LEAST_NAME = 12
 def inspect_command(options: InspectOptions, as_machine: bool) -> None:
     """Show how MODEL divides into regions, and which of them share a pattern.
 
+    They are those of the graph that tune works on: without pairs, and with BatchNormalizations folded into layers.
     More patterns mean a longer search: every pattern is tuned once, wherever it occurs. With --tree every region
     is shown, with -v every node and tensor as well.
     """

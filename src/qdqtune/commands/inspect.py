@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qdqtune.calibration.options import FixOption
+from qdqtune.calibration.options import FixOption, RewriteOption
 from qdqtune.commands.inputs import ModelOption
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.explanation.formatting import counted
-from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.options import COUNT, SWITCH, Flag, Option, option
 from qdqtune.search.regions import discovery
@@ -21,6 +20,7 @@ from qdqtune.search.regions.discovery import Regions
 from qdqtune.search.regions.patterns import Pattern, group, is_quantizable, tunable
 from qdqtune.search.regions.region import Region, RegionType
 from qdqtune.tuning.options import Division, regions_option
+from qdqtune.tuning.subject import tuned_graph
 
 MOST_FREQUENT, FEW = 10, 5
 """How many patterns are listed: `MOST_FREQUENT` below the tree, `FEW` in the summary."""
@@ -33,7 +33,7 @@ LONGEST_BAR = 40
 
 
 @dataclass(kw_only=True)
-class InspectOptions(FixOption, ModelOption):
+class InspectOptions(RewriteOption, FixOption, ModelOption):
     """The options of `inspect`."""
 
     regions: Option[Division, Division] = regions_option()
@@ -73,12 +73,14 @@ class Inspection(Shown):
 
 
 def inspect(options: InspectOptions) -> Inspection:
-    """Divide a model, in a file (see `on_disk`), into regions, and find which of them share a pattern.
+    """Divide the graph that a run tunes in a model, in a file (see `on_disk`), into regions, and find which of them
+    share a pattern.
 
     Raises:
-        QdqtuneError: the model cannot be read.
+        QdqtuneError: the model cannot be read, or an option does not fit.
     """
-    graph, whole = load(Path(str(options.model)), fix_inputs=options.fix_inputs), options.include_all_regions
+    graph = tuned_graph(Path(str(options.model)), options.fix_inputs, options.rewrites)
+    whole = options.include_all_regions
     division = discovery.find(graph, options.regions, max_sequence_size=options.max_sequence_size)
     patterns = group(graph, division)
     plain, named = (

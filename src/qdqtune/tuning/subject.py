@@ -313,6 +313,21 @@ def edges_within(found: tuple[Pattern, ...]) -> frozenset[Edge]:
     return frozenset(e for p in found for parts in p.edges.values() for edges in parts.values() for e in edges)
 
 
+def tuned_graph(
+    model: Path, fix_inputs: Mapping[str, Any] = MappingProxyType({}), rewrites: str = "off", engine: str = ""
+) -> Model:
+    """The graph that a run tunes in the model of a file: without pairs, and with what rewrites make of a float model,
+    if it is tuned in float32 and no rewrite is made that has to be faster first. What an engine merges by itself is
+    merged if `engine` names it.
+
+    Raises:
+        BadModel: the file cannot be used.
+        BadOption: there is no such rewrite, or a value of `fix_inputs` does not fit.
+    """
+    graph = load(model, fix_inputs=fix_inputs)
+    return strip_pairs(graph) if is_quantized(graph) else allowed(rewrites, MERGED.get(engine, ())).of(graph)
+
+
 def tuned_patterns(
     model: Path,
     division: Division = "auto",
@@ -320,15 +335,8 @@ def tuned_patterns(
     rewrites: str = "off",
     engine: str = "",
 ) -> tuple[Pattern, ...]:
-    """The patterns that region mode tunes in the model of a file, if it is tuned in float32 and no rewrite is made that
-    has to be faster first.
-
-    Raises:
-        BadModel: the file cannot be used.
-        BadOption: there is no such rewrite, or a value of `fix_inputs` does not fit.
-    """
-    graph = load(model, fix_inputs=fix_inputs)
-    graph = strip_pairs(graph) if is_quantized(graph) else allowed(rewrites, MERGED.get(engine, ())).of(graph)
+    """The patterns that region mode tunes in the model of a file: those of its `tuned_graph`, which raises the same."""
+    graph = tuned_graph(model, fix_inputs, rewrites, engine)
     return patterns.tunable(graph, patterns.group(graph, discovery.find(graph, division)))
 
 
