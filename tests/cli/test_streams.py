@@ -102,7 +102,7 @@ def interrupts(*_: object, **__: object) -> None:
     [(greedy, 2, "error: there is not enough memory for this\n"), (interrupts, 130, "interrupted\n")],
 )
 def test_short_memory_and_an_interrupt_are_one_line_whatever_is_at_work(loads, code, told, call, model, monkeypatch):
-    monkeypatch.setattr("qdqtune.commands.inspect.load", loads)
+    monkeypatch.setattr("qdqtune.commands.inspect.tuned_graph", loads)
     assert call("inspect", model) == (code, "", told)
 
 

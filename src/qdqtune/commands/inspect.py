@@ -12,9 +12,10 @@ from typing import Any
 from qdqtune.calibration.options import FixOption, RewriteOption
 from qdqtune.commands.inputs import ModelOption
 from qdqtune.commands.shown import Shown, Table
+from qdqtune.engines.formats import FORMATS
 from qdqtune.explanation.formatting import counted
 from qdqtune.graph.model import Model
-from qdqtune.options import COUNT, SWITCH, Flag, Option, option
+from qdqtune.options import COUNT, SWITCH, Flag, Option, Text, choice, option
 from qdqtune.search.regions import discovery
 from qdqtune.search.regions.discovery import Regions
 from qdqtune.search.regions.patterns import Pattern, group, is_quantizable, tunable
@@ -36,6 +37,9 @@ LONGEST_BAR = 40
 class InspectOptions(RewriteOption, FixOption, ModelOption):
     """The options of `inspect`."""
 
+    engine: Text = option(
+        choice(*sorted(FORMATS)), "onnxruntime", "Engine of the run whose regions to show. Need not be here.", "Engine"
+    )
     regions: Option[Division, Division] = regions_option()
     max_sequence_size: Option[int, int] = option(COUNT, 10, "Largest leaf, in nodes.", "Search")
     include_all_regions: Flag = option(SWITCH, False, "Show regions without quantizable operators as well.", "Output")
@@ -79,7 +83,7 @@ def inspect(options: InspectOptions) -> Inspection:
     Raises:
         QdqtuneError: the model cannot be read, or an option does not fit.
     """
-    graph = tuned_graph(Path(str(options.model)), options.fix_inputs, options.rewrites)
+    graph = tuned_graph(Path(str(options.model)), options.fix_inputs, options.rewrites, options.engine)
     whole = options.include_all_regions
     division = discovery.find(graph, options.regions, max_sequence_size=options.max_sequence_size)
     patterns = group(graph, division)
