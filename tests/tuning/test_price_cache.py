@@ -31,17 +31,19 @@ def origins(result: Result) -> Sequence[str]:
 
 
 @pytest.mark.parametrize("batch", [8, 24])
-def test_a_second_model_of_the_kind_needs_three_builds_at_most(batch: int, model: Path, workers: Workers) -> None:
+def test_a_second_model_of_the_kind_begins_with_the_cut(batch: int, model: Path, workers: Workers) -> None:
     """One with other weights, and one that is given more at once."""
     first = tune(asked(model, "a"))
     assert origins(first)[0] != "cut"
     path = write(mixed(batch, seed=1), model.parent, "other")
     usual = tune(asked(path, "usual", price_cache=None))
     second = tune(asked(path, "b"))
-    assert set(origins(second)) == {"cut"}
-    assert 1 + len(second.history) <= 3 < 1 + len(usual.history)
+    assert origins(second)[0] == "cut" != origins(usual)[0]
+    assert set(origins(second)) > {"cut"}  # prices may be wrong: what may ship is tried all the same
+    few = tune(asked(path, "c", builds=2))
+    assert few.summary["final_ms"] == usual.summary["final_ms"] == second.summary["final_ms"]
     assert cost(path.parent / "b" / "optimized_final.onnx") == cost(path.parent / "usual" / "optimized_final.onnx")
-    assert [note for note in second.notes if "`price_cache` none" in note]
+    assert [note for note in second.notes if "began with their optimum; `price_cache` none" in note]
     assert not [note for note in (*first.notes, *usual.notes) if "`price_cache`" in note]
 
 
@@ -112,13 +114,14 @@ def test_a_file_that_is_no_cache_is_refused_if_named_and_else_noted_and_kept(con
         tune(asked(model, "b", price_cache=model.parent))
 
 
-def test_wrong_prices_cost_builds_but_no_speed(model: Path, workers: Workers) -> None:
-    """Every price that the cache tells is a hundredth of what it was: the run's own count."""
+@pytest.mark.parametrize("times", [0.01, 2.0, 50.0])
+def test_wrong_prices_cost_builds_but_no_speed(times: float, model: Path, workers: Workers) -> None:
+    """Every price that the cache tells is another than it was: the run's own count."""
     usual = tune(asked(model, "a"))
     cache = model.parent / "prices.json"
     content = json.loads(cache.read_text())
     for row in content["sections"][0]["prices"]["units"]:
-        row[-1] /= 100
+        row[-1] *= times
     cache.write_text(json.dumps(content))
     misled = tune(asked(model, "b"))
     assert misled.summary["final_ms"] == usual.summary["final_ms"]
@@ -179,4 +182,4 @@ def test_a_front_searches_in_full_whatever_earlier_runs_have_learned(model: Path
     tune(asked(model, "a"))
     after = front("b")
     assert len(after.summary["front"]) >= len(usual.summary["front"])
-    assert not [note for note in after.notes if "few builds had to do" in note]
+    assert not [note for note in after.notes if "`price_cache`" in note]

@@ -78,14 +78,11 @@ ONLY_PRICES = frozenset({"compute", FUSED_UNITS})
 """Origins of proposals of the first batch that seldom ship: they price what the others leave open."""
 
 COVERED_SHARE = 0.9
-"""If earlier runs know the prices of units with this share of the quantizable float time, builds that only measure
-prices are left out. Chosen, not measured."""
+"""If earlier runs know the prices of units with this share of the quantizable float time, the cut comes first, and
+builds that only measure prices come last. Chosen, not measured."""
 
 BUILD_SPREAD = 0.1
-"""A build up to this share slower than predicted confirms the prices: builds of one file differ by a little less."""
-
-ENOUGH_BUILDS = 2
-"""The search ends after so many candidates where the predictions of earlier runs are right."""
+"""Builds of one file differ by a little less than this share."""
 
 CLOSE_SHARE = 0.02
 """A decision is close, and the opposite one worth a build, if that is predicted to cost at most this share of the best
@@ -122,7 +119,8 @@ class CutSearch:
         """The next batch, see `Strategy`. The first batch prices every unit: the seeds, and everything quantized in the
         groups that the engine fuses in float. After the first cut comes everything quantized in single nodes, which
         hardly changes the cut (benchmarks/findings.md): last if it may miss the limits, never if the engine fuses in 8
-        bits as in float. Where earlier runs have priced nearly all units, only `shipped_before` precedes the cut."""
+        bits as in float. Where earlier runs have priced nearly all units, only `shipped_before` precedes the cut; what
+        else may ship follows it, since prices of another day may be wrong."""
         has_cut = any(t.proposal.predicted is not None for t in history)
         apart = [p for p in self._apart(history) if self._is_free or self._may_hold(p.placement)] if has_cut else []
         known = _named(self.shipped_before) if self.is_covered else (*self._first_batch, *apart)
@@ -142,11 +140,17 @@ class CutSearch:
     @cached_property
     def is_covered(self) -> bool:
         """Whether earlier runs have priced units with nearly all of the quantizable float time."""
+        return self.covered_share >= COVERED_SHARE
+
+    @cached_property
+    def covered_share(self) -> float:
+        """The share of the float time of units that can be quantized whose prices earlier runs have learned."""
         if not self.prior:
-            return False
+            return 0.0
         costs = self._prior_costs
         able = [(p.as_float, p.seen) for u, p in zip(costs.partition.units, costs.prices, strict=True) if u.inputs]
-        return sum(ms for ms, seen in able if seen) >= COVERED_SHARE * sum(ms for ms, _ in able)
+        whole = sum(ms for ms, _ in able)
+        return sum(ms for ms, seen in able if seen) / whole if whole else 0.0
 
     @cached_property
     def _prior_costs(self) -> Costs:
@@ -235,16 +239,11 @@ class CutSearch:
         """After the first batch: the optimum of the prices (built already if they are at a fixed point), placements
         near the best one, and the fallbacks."""
         optima = []
-        is_known = self.is_as_predicted(history)
-        if is_known and len(history) >= ENOUGH_BUILDS:
-            return
         for decision in self._optima(costs, history):
-            if not is_known or self._is_worth(costs, decision, best_of(history)):
-                optima.append(self._proposal(costs, decision))
-                yield optima[-1]
-        if is_known:
-            return
-        yield from _untried((*self._first_batch, *self._apart(history)), history)
+            optima.append(self._proposal(costs, decision))
+            yield optima[-1]
+        rest = sorted(self._first_batch, key=lambda p: p.origin in ONLY_PRICES)
+        yield from _untried((*rest, *self._apart(history)), history)
         failed = {t.placement for t in history if judge(t, self.plan) is None}
         stuck = any(proposal.placement in failed for proposal in optima)
         for proposal in chain(
@@ -252,15 +251,6 @@ class CutSearch:
         ):
             if self.noise is None or self._is_free or self.noise.fits(proposal.placement, history):
                 yield proposal
-
-    def is_as_predicted(self, history: Sequence[Trial]) -> bool:
-        """Whether the best so far is as fast as prices of earlier runs predict, where these cover nearly all of the
-        model."""
-        if not (best := best_of(history)) or not self.is_covered:
-            return False
-        costs = self._prior_costs
-        predicted = costs.total(decision_of(costs, best)) / self.float_ms
-        return ratios_to_float(history, self.plan)[best] <= (1 + BUILD_SPREAD) * predicted
 
     def _is_worth(self, costs: Costs, decision: Decision, best: Placement) -> bool:
         """Whether a decision is predicted to save more than builds of one file differ by."""

@@ -35,9 +35,11 @@ from qdqtune.tuning.subgraphs.prepare import Profiled, outcomes, profile
 from qdqtune.tuning.weight_format_times import products_of
 from qdqtune.types import Placement, Trial
 
-FEW_BUILDS = (
-    "what earlier runs have learned holds for this model: few builds had to do; `price_cache` none searches in full"
+KNOWN_PRICES = (
+    "prices of earlier runs were known for {:.0%} of what can be quantized{}; `price_cache` none begins without"
 )
+
+BEGUN_BY_PRICES = ": the search began with their optimum"
 
 
 UNHURRIED = 2.0
@@ -111,7 +113,9 @@ def _record_units(run: Run, by_layers: CutSearch, history: Sequence[Trial], proo
     placement go to the price cache."""
     run.add_prices(proof.placement, by_layers.learned_prior(history) if history else NO_PRIOR)
     units = unit_decisions.explain(by_layers.costs(history, proof.in_file), proof.in_file)
-    notes = (FEW_BUILDS,) if by_layers.is_as_predicted(history) else ()
+    known = by_layers.covered_share
+    began = BEGUN_BY_PRICES if by_layers.is_covered else ""
+    notes = (KNOWN_PRICES.format(known, began),) if known and history else ()
     return ModeResult(units, files={UNITS: {"units": unit_decisions.record(units)}}, notes=notes)
 
 
