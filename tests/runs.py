@@ -75,6 +75,7 @@ def settings(model: Path, /, **changes: Any) -> Settings:
         plan=Plan(turn_seconds=0.0),
         config=Config(schemes_per_region=8),
         builds=32,
+        precision_seconds=0.0,
     )
     return replace(base, **changes)
 

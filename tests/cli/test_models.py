@@ -59,7 +59,8 @@ def test_options_of_inspect_reach_it(monkeypatch, call):
                         "--include-all-regions", "--fix-input", "sr=1", "-v")  # fmt: skip
     assert (code, out) == (0, "named\n")
     assert given == {"model": Path("m.onnx"), "fix_inputs": {"sr": 1}, "regions": "topology", "max_sequence_size": 4,
-                     "include_all_regions": True, "tree": False, "rewrites": "auto", "engine": "onnxruntime"}  # fmt: skip
+                     "include_all_regions": True, "tree": False, "rewrites": "auto",
+                     "engine": "onnxruntime"}  # fmt: skip
 
 
 def test_inspect_prints_the_regions(call, tuned):

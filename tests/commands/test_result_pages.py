@@ -27,7 +27,7 @@ def test_each_command_leaves_a_page_of_what_it_found(model: Path, call: Call) ->
     assert "fuse" in headline(page)
     assert call("compare", model, out, "--engine", "fake", *data, "--html", page)[0] == 0
     assert re.search(r"q\.onnx .*model\.onnx", headline(page))
-    assert page.read_text().count('class="dots"') == 2
+    assert page.read_text().count('class="dots"') >= 2
 
 
 def test_a_page_overwrites_no_input_and_is_refused_before_the_work(model: Path, call: Call) -> None:

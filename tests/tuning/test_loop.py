@@ -176,6 +176,17 @@ def test_where_no_pair_pays_the_baseline_ships(tmp_path: Path, make: Callable[[]
 
 
 @pytest.mark.usefixtures("workers")
+def test_a_wide_interval_is_made_narrower_where_builds_are_cheap(model: Path) -> None:
+    usual = tune(settings(model)).summary
+    asking = settings(model, precision_seconds=1000.0, output_dir=model.parent / "precise")
+    precise = tune(asking).summary
+    assert (usual["proof_builds"], precise["proof_builds"]) == (PROOF_BUILDS, 2 * PROOF_BUILDS)
+    assert usual["ratio_high"] / usual["ratio_low"] > 1.1 > precise["ratio_high"] / precise["ratio_low"]
+    again = tune(asking).summary  # the same command has nothing left to do
+    assert again["proof_builds"] == precise["proof_builds"]
+
+
+@pytest.mark.usefixtures("workers")
 def test_if_the_engine_refuses_the_users_file_the_baseline_is_compared(model: Path, workers: Workers) -> None:
     workers.refused = lambda build: "no" if build.path == model else None
     result = tune(settings(model))

@@ -34,6 +34,7 @@ from qdqtune.tuning.comparison_results import Compared
 from qdqtune.tuning.contexts import Context, at_each, counts_of
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import deploy_threads_option
+from qdqtune.tuning.settings import EFFORTS
 from qdqtune.types import Accuracy, Array, Failure, Measurement, Mix, Sample, Workload
 
 DEFAULT_ROUNDS = 24
@@ -265,7 +266,9 @@ def compare_files(
         raise EngineFailure(f"{first} does not run, so there is nothing to compare with: {reference.reason}")
     seconds = PAIRS * plan.looks[0] * plan.round_seconds(reference.seconds / len(judging)) * len(timed)
     told = f": {seconds:.0f} s, more where that does not decide" if seconds >= LONG_COMPARISON else ""
-    comparer, context, rows = Comparer(plan, seed, observer), Context(None, runner, timed), list[Row]()
+    pair = 2 * reference.build_seconds + seconds / PAIRS
+    comparer = Comparer(plan, seed, observer, precise_pairs=int(EFFORTS["default"].precision_seconds / pair))
+    context, rows = Context(None, runner, timed), list[Row]()
     for file in files[1:]:
         observer.stage(f"timing {file.name} against {first.name}{told}")
         compared = comparer.compare(ComparisonRequest("", first, file, context), pairs=builds)
@@ -340,6 +343,7 @@ class _Ran(NamedTuple):
 
     values: list[dict[str, Array]]
     seconds: float
+    build_seconds: float
 
 
 def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> _Ran | Failure:
@@ -350,7 +354,7 @@ def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> _Ran | Fa
     outputs = runner.outputs(handle, samples)
     seconds = time.monotonic() - begun
     runner.unload(handle)
-    return outputs if isinstance(outputs, Failure) else _Ran(outputs, seconds)
+    return outputs if isinstance(outputs, Failure) else _Ran(outputs, seconds, handle.build_seconds)
 
 
 def _accuracy(

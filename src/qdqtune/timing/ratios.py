@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from math import comb
 from statistics import NormalDist
@@ -225,6 +225,10 @@ def across_builds(ratios: Sequence[Ratio], plan: Plan, seen: Spread = USUAL, loo
     return Ratio(these.median, wider(these.low, -1), wider(these.high, 1))
 
 
+WIDE = 0.05
+"""An interval that reaches further than this to either side is told with more pairs of builds where they are cheap.
+Chosen, not measured."""
+
 UNLIKELY = 0.05
 """The chance of a verdict below which further rounds are not worth their time. Chosen, not measured."""
 
@@ -246,6 +250,11 @@ def wants_builds(ratios: Sequence[Ratio], plan: Plan) -> bool:
     these = on_these_builds(ratios)
     is_worth_it = these.verdict != "undecided" and abs(np.log(these.median)) > EQUAL
     return len(ratios) < MOST_PAIRS and bool(is_worth_it) and across_builds(ratios, plan).verdict == "undecided"
+
+
+def is_wide(found: Ratio) -> bool:
+    """Whether the interval reaches further than `WIDE` to either side, on average."""
+    return found.low is None or found.high is None or bool(np.log(found.high / found.low) > 2 * WIDE)
 
 
 def overlap(a: Ratio, b: Ratio) -> bool:
@@ -321,17 +330,17 @@ def compare_pairs(
 def as_many_pairs_as_needed(
     measure: Callable[[Sequence[int]], list[Measurement] | Failure],
     plan: Plan,
-    is_enough: Callable[[Sequence[Ratio]], bool] = lambda _: False,
+    wants_more: Callable[[Sequence[Ratio]], bool] | None = None,
 ) -> list[Measurement] | Failure:
-    """Measure pairs of builds, given by their numbers, until they decide or more would not help; `is_enough` may stop
-    before."""
+    """Measure pairs of builds, given by their numbers, as long as more are wanted: by default until they decide or more
+    would not help."""
     measured: list[Measurement] = []
+    wants_more = wants_more or partial(wants_builds, plan=plan)
     for pairs in BUILD_LOOKS:
         more = measure(range(len(measured), pairs))
         if isinstance(more, Failure):
             return more
         measured += more
-        ratios = [ratio(m, plan) for m in measured]
-        if not wants_builds(ratios, plan) or is_enough(ratios):
+        if not wants_more([ratio(m, plan) for m in measured]):
             break
     return measured

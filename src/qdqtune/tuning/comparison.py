@@ -21,7 +21,16 @@ from qdqtune.graph.saving import nbytes
 from qdqtune.system.checks import content_digest
 from qdqtune.system.listener import Deaf, Listener
 from qdqtune.timing.pairing import compare_builds, fresh_pairs
-from qdqtune.timing.ratios import PAIRS, Plan, Ratio, as_many_pairs_as_needed, on_these_builds
+from qdqtune.timing.ratios import (
+    PAIRS,
+    Plan,
+    Ratio,
+    across_builds,
+    as_many_pairs_as_needed,
+    is_wide,
+    on_these_builds,
+    wants_builds,
+)
 from qdqtune.tuning.comparison_results import Compared
 from qdqtune.tuning.contexts import Context
 from qdqtune.tuning.records import ComparisonRecord, Outcome
@@ -60,7 +69,8 @@ class Comparer:
 
     `store` keeps results and is asked first; results of files whose content has changed do not count. `lacks` tells
     whether work of so many seconds would end too late. After a transient failure a comparison is tried again, up to
-    `tries` times in all.
+    `tries` times in all. Where b is faster, but the interval is wide, it is made narrower with up to `precise_pairs`
+    pairs of builds.
     """
 
     plan: Plan
@@ -69,12 +79,17 @@ class Comparer:
     store: Store | None = None
     lacks: Callable[[float], bool] = lambda _: False
     tries: int = 1
+    precise_pairs: int = 0
 
     @classmethod
     def of(cls, run: Run) -> Self:
         """The comparer for the proof of a run."""
         settings = run.settings
-        return cls(settings.proof_plan, settings.seed, run.observer, run.store, run.budget.lacks, MOST_TRIES)
+        floats, plan = run.bench.floats, settings.proof_plan
+        rounds = plan.looks[0] * plan.round_seconds(floats.turn_seconds, floats.start_seconds)
+        pair = (2 * floats.build_seconds + rounds) / len(settings.thread_counts)
+        told = run.observer, run.store, run.budget.lacks, MOST_TRIES, int(settings.precision_seconds / pair)
+        return cls(plan, settings.seed, *told)
 
     def compare(
         self, asked: ComparisonRequest, *, pairs: int | None = None, only_not_slower: bool = False
@@ -83,12 +98,16 @@ class Comparer:
         `only_not_slower`: it is enough to see that b is not slower."""
         begun = time.monotonic()
 
-        def is_enough(ratios: Sequence[Ratio]) -> bool:
+        def wants_more(ratios: Sequence[Ratio]) -> bool:
+            seconds = time.monotonic() - begun  # more pairs take about as long as all before
             is_settled = only_not_slower and on_these_builds(ratios).median <= 1
-            return is_settled or self.lacks(time.monotonic() - begun)
+            if wants_builds(ratios, self.plan) and not is_settled:
+                return not self.lacks(seconds)
+            found, has_more = across_builds(ratios, self.plan), 2 * len(ratios) <= self.precise_pairs
+            return has_more and found.verdict == "faster" and is_wide(found) and not self.lacks(seconds)
 
         measure = partial(self._pairs, asked)
-        measured = as_many_pairs_as_needed(measure, self.plan, is_enough) if pairs is None else measure(range(pairs))
+        measured = as_many_pairs_as_needed(measure, self.plan, wants_more) if pairs is None else measure(range(pairs))
         return measured if isinstance(measured, Failure) else Compared.of(measured, self.plan, asked.context.threads)
 
     def _pairs(self, asked: ComparisonRequest, numbers: Sequence[int]) -> list[Measurement] | Failure:

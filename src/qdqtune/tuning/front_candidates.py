@@ -30,7 +30,7 @@ from qdqtune.search.front import (
     is_too_noisy,
     undominated,
 )
-from qdqtune.timing.ratios import PAIRS, Ratio, as_many_pairs_as_needed
+from qdqtune.timing.ratios import PAIRS, Ratio, as_many_pairs_as_needed, wants_builds
 from qdqtune.tuning.budget import builds_of
 from qdqtune.tuning.comparison import Comparer, SharedBuilds
 from qdqtune.tuning.comparison_results import LOOKS
@@ -225,12 +225,13 @@ class _Comparing:
             failed = next((m for m in measured if isinstance(m, Failure)), None)
             return failed or [m for m in measured[numbers[0] :] if isinstance(m, Measurement)]
 
-        def is_enough(ratios: Sequence[Ratio]) -> bool:
+        def wants_more(ratios: Sequence[Ratio]) -> bool:
             is_late = self.run.budget.lacks(time.monotonic() - begun)
             left = self.terms.builds - self.shared.builds
-            return is_late or left < 2 * len(ratios)  # the next look takes as many
+            can_follow = not is_late and left >= 2 * len(ratios)  # the next look takes as many
+            return can_follow and wants_builds(ratios, self.terms.plan)
 
-        as_many_pairs_as_needed(measure, self.terms.plan, is_enough)
+        as_many_pairs_as_needed(measure, self.terms.plan, wants_more)
         return self._with(candidate, measured)
 
     def _with(self, known: FrontCandidate, measured: Sequence[Measurement | Failure]) -> FrontCandidate:

@@ -43,19 +43,23 @@ MOST_DB = 1000
 @dataclass(frozen=True)
 class Effort:
     """How much a run may spend: schemes per region, builds by mode, and the numbers of rounds after which comparisons
-    of candidates (`looks`) and of the proof are judged."""
+    of candidates (`looks`) and of the proof are judged. A comparison of the proof that is decided goes on for a
+    narrower interval if it ends within `precision_seconds`."""
 
     schemes_per_region: int
     builds: Mapping[Mode, int]
     looks: tuple[int, ...]
     proof: tuple[int, ...]
+    precision_seconds: float
 
 
 EFFORTS: Mapping[str, Effort] = MappingProxyType(
     {
-        "quick": Effort(30, {"region": 24, "cut": 7, "subgraph": 4}, (12, 20), (12, 16, 32)),
-        "default": Effort(50, {"region": 52, "cut": 8, "subgraph": 7}, (12, 20, 32, 48), (12, 24, 48, 96)),
-        "extensive": Effort(200, {"region": 400, "cut": 30, "subgraph": 24}, (12, 24, 48, 96), (13, 24, 48, 96, 192)),
+        "quick": Effort(30, {"region": 24, "cut": 7, "subgraph": 4}, (12, 20), (12, 16, 32), 5.0),
+        "default": Effort(50, {"region": 52, "cut": 8, "subgraph": 7}, (12, 20, 32, 48), (12, 24, 48, 96), 20.0),
+        "extensive": Effort(
+            200, {"region": 400, "cut": 30, "subgraph": 24}, (12, 24, 48, 96), (13, 24, 48, 96, 192), 60.0
+        ),
     }
 )
 
@@ -105,6 +109,7 @@ class Settings(SearchOptions):
     config: Config = field(default_factory=Config)
     plan: Plan = field(default_factory=Plan)
     proof: tuple[int, ...] = EFFORTS["default"].proof
+    precision_seconds: float = EFFORTS["default"].precision_seconds
     builds: int = EFFORTS["default"].builds["cut"]
     time_limit: float = TIME_LIMIT
     price_cache: Path | None = None
