@@ -177,17 +177,16 @@ def named(points: Sequence[MeasuredPoint]) -> dict[str, MeasuredPoint]:
 @dataclass(frozen=True)
 class FrontSearch:
     """Front search (see the module). `by_cut` knows the noise of every value; `builds` is what search and proof may
-    spend together, with a proof at each of `thread_counts` numbers of threads."""
+    spend together. A build is compared at all numbers of threads, and counts once."""
 
     by_cut: CutSearch
     noise: Noise
     builds: int
-    thread_counts: int = 1
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """The next batch, see `Strategy`: proposals of the cut, until only the builds that the proof takes are left."""
         points = TARGET_POINTS if self.builds < 2 * (2 + 2 * MAX_POINTS) else MAX_POINTS
-        proof = self.thread_counts * 2 * (1 + points) + SPARE_BUILDS
+        proof = 2 * (1 + points) + SPARE_BUILDS
         least = MIN_SEARCH_BUILDS if best_of(history) else min(USUAL_SEARCH_BUILDS, self.builds)
         most = max(least, self.builds - proof)
         left = most - 1 - sum(t.builds for t in history)

@@ -71,7 +71,7 @@ def cut(run: Run) -> Mode:
         if not run.settings.front or noise is None:
             return Mode(by_layers, record)
         builds = run.settings.builds - run.found.builds
-        return Mode(FrontSearch(by_layers, noise, builds, len(run.settings.thread_counts)), record)
+        return Mode(FrontSearch(by_layers, noise, builds), record)
     suggestions = subject.suggestions()
     if noise is not None and not noise.is_harmless:
         suggestions[WITHIN_LIMITS] = placement_within(subject.shaped, subject.possible, noise)(noise.levels(())[0])
