@@ -27,6 +27,7 @@ def test_each_model_gets_what_was_typed(call: Call, tmp_path: Path, monkeypatch:
     Path("models").mkdir()
     for name in ("b.onnx", "a.onnx", "notes.txt"):
         (Path("models") / name).write_text("")
+    Path("--c.onnx").write_text("")
     started = ran(monkeypatch, [0, 3, 2])
     typed = ["--time-budget", "90s", "--fix-input", "n=1", "--fix_input", "m=2", "--no-cut-seed", "--restart"]
     code, out, _ = call("tune", "-o", "out", *typed, "--json", "--", "--c.onnx", "models")
@@ -44,7 +45,8 @@ def test_each_model_gets_what_was_typed(call: Call, tmp_path: Path, monkeypatch:
 )
 def test_what_makes_no_sense_is_refused(typed: list[str], said: str, call: Call, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    code, out, err = call("tune", "a.onnx", tmp_path / "empty", *typed)
+    (tmp_path / "a.onnx").write_text("")
+    code, out, err = call("tune", tmp_path / "a.onnx", *typed, tmp_path / "empty")
     assert (code, out) == (2, "")
     assert said in err
     assert "empty holds no .onnx file" in call("tune", tmp_path / "empty")[2]

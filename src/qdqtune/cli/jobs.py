@@ -150,7 +150,7 @@ def tune_all(given: Sequence[Path], options: TuneOptions, *, dry_run: bool, as_m
     """Tune each model into a folder of its own, with the options that were typed. Gives the worst exit code.
 
     Raises:
-        BadOption: an option is for one model, or a folder holds none.
+        BadOption: an option is for one model, a model does not exist, or a folder holds none.
     """
     if wrong := next((name for name in SINGLE if getattr(options, name) is not None), None):
         raise BadOption(f"{options_of(TuneOptions)[wrong].flag} is for one model: name that alone")
@@ -168,6 +168,8 @@ def tune_all(given: Sequence[Path], options: TuneOptions, *, dry_run: bool, as_m
 def _models(given: Sequence[Path]) -> Iterator[Path]:
     """The given files, and the .onnx files of given folders, sorted by name in each."""
     for path in given:
+        if not path.exists():
+            raise BadOption(f"{path}: no such model; several values of one option are parted by commas, like 8,1")
         if not path.is_dir():
             yield path
             continue
