@@ -276,16 +276,12 @@ class Number(click.FloatRange):
 
 
 class Limit(Number):
-    """A number, `none` for no limit, or `auto` for the `usual` limit."""
-
-    def __init__(self, usual: float | None = None, **bounds: Any) -> None:
-        super().__init__(**bounds)
-        self._usual = usual
+    """A number, `none` for no limit, or `auto` for the usual limit."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Convert to a float, or None for `none`. `auto` gives the usual limit; without one it is kept."""
+        """Convert to a float, or None for `none`; `auto` is kept."""
         if isinstance(value, str) and value in ("none", "auto"):
-            return None if value == "none" else value if self._usual is None else self._usual
+            return None if value == "none" else value
         return super().convert(value, param, ctx)
 
 

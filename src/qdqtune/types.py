@@ -281,7 +281,7 @@ class Accuracy:
 
     `sqnr_db` is the SQNR of the worst float output over all samples, `lowest_db` and `highest_db` are its extremes on
     single samples; None if outputs are equal, or no output is float. `agreement` is the share of equal elements of the
-    worst integer output, `top1` the share of samples with the same best class; None without such an output.
+    worst integer output, `top1` that of equal first choices, of so many `choices` (see `numerics.scores`), or None.
     """
 
     sqnr_db: float | None = None
@@ -290,6 +290,7 @@ class Accuracy:
     agreement: float | None = None
     top1: float | None = None
     samples: int = 0
+    choices: int = 0
 
     @property
     def noise(self) -> float:
@@ -301,13 +302,13 @@ class Accuracy:
             raise ValueError("shares lie in [0, 1]")
 
     def __str__(self) -> str:
-        """For example: 24.1 dB (18.3 to 31.0 over 16 samples), 99.0 % of the integers equal."""
-        parts = [f"{self.agreement:.1%} of the integers equal"] if self.agreement is not None else []
+        """For example: 24.1 dB (18.3 to 31.0 over 16 samples), 99.0 % of the first choices equal."""
+        shares = (self.agreement, "integers"), (self.top1, "first choices")
+        parts = [f"{share:.1%} of the {what} equal" for share, what in shares if share is not None]
         if self.sqnr_db is None:
             return ", ".join(parts) or "equal outputs"
-        spread = ""
-        if self.lowest_db is not None and self.highest_db is not None and self.samples > 1:
-            spread = f" ({self.lowest_db:.1f} to {self.highest_db:.1f} over {self.samples} samples)"
+        has_spread = self.lowest_db is not None and self.samples > 1
+        spread = f" ({self.lowest_db:.1f} to {self.highest_db:.1f} over {self.samples} samples)" if has_spread else ""
         return ", ".join([f"{self.sqnr_db:.1f} dB{spread}", *parts])
 
 
@@ -442,8 +443,7 @@ class Workload:
 
 
 Mix = tuple[Workload, ...]
-"""The workloads of a model, each at every number of threads that counts. The time of a call is the mean over them, by
-their shares."""
+"""The workloads of a model, each at every number of threads. The time of a call is the mean over them by shares."""
 
 QuantType = Literal["int8", "fp8"]
 

@@ -87,6 +87,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--price-cache": (["p.json"], lambda s: s.price_cache, Path("p.json")),
     "--state-file": (["s.yaml"], lambda s: s.state, Path("s.yaml")),
     "--min-sqnr": (["20.5"], lambda s: s.min_sqnr, 20.5),
+    "--min-sqnr-worst": (["12"], lambda s: s.min_sqnr_worst, 12.0),
     "--min-agreement": (["none"], lambda s: s.min_agreement, None),
     "--front": ([], lambda s: (s.front, s.builds), (True, 25)),
     "--evaluate": (["metric:score"], lambda s: s.evaluate, "metric:score"),

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
+from math import comb
 from pathlib import Path
 
 import numpy as np
@@ -315,3 +316,28 @@ class TestTheCommandLine:
             code, _, err = call("tune", model, "--engine", "fake", *given)
             assert code == 2
             assert len(err.strip().splitlines()) == 1
+
+
+def test_one_bad_sample_is_refused_however_good_the_mean() -> None:
+    limits = Limits(min_sqnr=20.0, min_sqnr_worst=10.0)
+    assert limits.is_exact_enough(Accuracy(28.4, 17.1, 40.0, samples=32))
+    assert not limits.is_exact_enough(Accuracy(28.4, 9.9, 40.0, samples=32))
+
+
+@pytest.mark.parametrize(("choices", "most"), [(1, 0), (8, 1), (32, 2), (250, 9), (1000, 28)])
+def test_first_choices_are_refused_only_where_too_many_differ_beyond_doubt(choices: int, most: int) -> None:
+    """`most` others of so many are what a model that keeps 98 % may have by chance."""
+
+    def holds(others: int) -> bool:
+        return Limits(min_agreement=0.98).is_exact_enough(Accuracy(30.0, top1=1 - others / choices, choices=choices))
+
+    assert holds(0)
+    assert holds(most)
+    assert not holds(most + 1) or choices == 1
+    tail = sum(comb(choices, k) * 0.02**k * 0.98 ** (choices - k) for k in range(most + 1, choices + 1))
+    assert tail < 0.05 or choices == 1
+
+
+def test_integers_count_one_by_one() -> None:
+    assert Limits(min_agreement=0.98).is_exact_enough(Accuracy(agreement=0.98))
+    assert not Limits(min_agreement=0.98).is_exact_enough(Accuracy(agreement=0.979))

@@ -109,7 +109,7 @@ class RangeOptions(Options):
         Number(50, 100, min_open=True),
         None,
         "Share of values, in %, that percentile keeps.",
-        "Accuracy",
+        "Data",
         is_rare=True,
         default_in_words=f"{DEFAULT_CALIBRATION.percentile}",
     )

@@ -217,7 +217,7 @@ def _verdict(trial: Trial, outcome: str, state: State) -> str:
         case "slower":
             return f"slower than {rival}"
         case "inaccurate":
-            exact = f": {trial.sqnr_db:.1f} dB" if trial.metric is None and trial.sqnr_db is not None else ""
+            exact = f": {trial.accuracy}" if trial.metric is None and trial.accuracy is not None else ""
             assert state.ratio is not None
             slow = "" if state.ratio.median < state.against_ratio else f"not any faster than {rival}, and "
             return f"not taken: {slow}too inaccurate{exact}"

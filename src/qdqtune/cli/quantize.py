@@ -120,6 +120,7 @@ def _lines(options: QuantizeOptions, done: Quantized) -> Iterator[str]:
         yield "not compared with the float model: give --calibration-data for that"
     else:
         angle = "" if done.cosine is None else f", cosine {done.cosine:.6f}"
+        angle += "" if done.agreement is None else f", agreement {done.agreement:.1%}"
         ratio = decibels(done.sqnr_db) if done.is_finite else "unknown"
         yield f"output SQNR {ratio}{angle}, on {samples(done.judged, done.is_held_out)}"
     if done.loudest:

@@ -25,6 +25,7 @@ from qdqtune.explanation.formatting import samples
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import accuracy, concern
+from qdqtune.numerics.scores import equal_share
 from qdqtune.options import Assignments, Option, ValuesByInput, option
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict
@@ -110,15 +111,18 @@ class Comparison(Shown):
         cells = []
         for row in self.rows:
             if row.ratio is None or row.ms is None or row.first_ms is None:
-                cells.append((row.name, "", "", "", "failed", ""))
+                cells.append((row.name, "", "", "", "failed", "", ""))
                 continue
             sqnr = "" if row.sqnr_db is None else f"{row.sqnr_db:.1f}"
-            cells.append((row.name, f"{row.first_ms:.3f}", f"{row.ms:.3f}", row.ratio.speedup, row.words, sqnr))
+            share = equal_share(row.accuracy)
+            equal = "" if share is None else f"{share:.1%}"
+            cells.append((row.name, f"{row.first_ms:.3f}", f"{row.ms:.3f}", row.ratio.speedup, row.words, sqnr, equal))
             for part in row.workloads:
                 times = f"{part.first_ms:.3f}", f"{part.ms:.3f}"
-                cells.append((f"  {part.name}, {part.share:.0%} of the calls", *times, part.ratio.speedup, "", ""))
-        columns = ("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB")
-        told = len(columns) if self.judged else -1
+                cells.append((f"  {part.name}, {part.share:.0%} of the calls", *times, part.ratio.speedup, "", "", ""))
+        columns = ("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB", "agreement")
+        has_shares = any(equal_share(row.accuracy) is not None for row in self.rows)
+        told = len(columns) if self.judged and has_shares else -1 if self.judged else -2
         caption = f"output SQNR over {samples(self.judged, self.is_held_out)}" if self.judged else ""
         return Table(columns[:told], [row[:told] for row in cells], caption, f"first: {self.first}")
 

@@ -42,6 +42,7 @@ from qdqtune.graph.saving import one_constant_file, save
 from qdqtune.numerics.accuracy import accuracy, concern, cosine, is_finite
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.metric import Evaluation, evaluate, load_evaluation
+from qdqtune.numerics.scores import equal_share
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules
 from qdqtune.placement.insertion import Inserter
@@ -59,8 +60,8 @@ class Quantized(Shown):
     """What `quantize` has written, and its accuracy.
 
     `sqnr_db` and `cosine` are those of the worst output against the float model on `judged` samples; None where outputs
-    are equal, or not finite. `metric` is the user's metric before and after. `damages` is the report, the worst tensor
-    first.
+    are equal, or not finite. `agreement` is the share of integers or first choices that are as in float, if any.
+    `metric` is the user's metric before and after. `damages` is the report, the worst tensor first.
     """
 
     output: Path
@@ -74,6 +75,7 @@ class Quantized(Shown):
     loudest: tuple[str, ...] = ()
     """Nodes that the report proposes to keep in float (see `to_exclude`)."""
     notes: tuple[str, ...] = ()
+    agreement: float | None = None
     is_finite: bool = True
     """Whether all outputs of both models are finite."""
     matched: Matched | None = None
@@ -103,6 +105,7 @@ class Quantized(Shown):
             "rules": dict(self.placed.counts),
             "output_sqnr_db": self.sqnr_db,
             "output_cosine": self.cosine,
+            "agreement": self.agreement,
             "finite": self.is_finite,
             "samples": self.judged,
             "held_out": self.is_held_out,
@@ -320,7 +323,9 @@ def _judged(
             return replace(done, is_finite=False, notes=(note,))
     lost = accuracy(expected, returned)
     notes = tuple(filter(None, [concern(lost)]))
-    return replace(done, notes=notes, sqnr_db=lost.sqnr_db, cosine=cosine(expected, returned))
+    return replace(
+        done, notes=notes, sqnr_db=lost.sqnr_db, agreement=equal_share(lost), cosine=cosine(expected, returned)
+    )
 
 
 def _measured(metric: Evaluation, runner: Runner, handle: Handle) -> float:

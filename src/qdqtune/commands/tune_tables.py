@@ -8,6 +8,8 @@ from typing import Any
 
 from qdqtune.commands.shown import Table
 from qdqtune.explanation.formatting import built, decibels, duration, rewrite_ratios, samples, title
+from qdqtune.numerics.accuracy import MOST_EQUAL
+from qdqtune.numerics.scores import smallest_seen
 from qdqtune.search.costs.unit_decisions import UnitPrice
 from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import Ratio, speed
@@ -49,8 +51,13 @@ def _result_rows(found: Result) -> list[tuple[str, str, str]]:
         rows.append(("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in weights.items())))
     if _tells_accuracy(found):
         rows.append(("output SQNR against float", "", _accuracy_text(summary)))
-        if (equal := (summary["output_accuracy"] or {}).get("agreement")) is not None:
-            rows.append(("integers as in float", "", f"{equal:.1%}"))
+        judged = Accuracy(**(summary["output_accuracy"] or {}))
+        if judged.agreement is not None:
+            rows.append(("integers as in float", "", f"{judged.agreement:.1%}"))
+        if judged.top1 is not None:
+            unseen = smallest_seen(judged.choices, MOST_EQUAL)
+            few = f" (a loss below {unseen:.0%} would not show)" if unseen > 2 * (1 - MOST_EQUAL) else ""
+            rows.append(("first choices as in float", "", f"{judged.top1:.1%} of {judged.choices}{few}"))
     if (without := summary["fastest_without_limits"]) is not None:
         ratio = f" at {decibels(without['sqnr_db'])}" if is_judged(summary) else ""
         rows.append(("fastest without limits", "", f"{speed(without['ratio'])}{ratio}"))
@@ -102,7 +109,7 @@ def _accuracy_text(summary: Mapping[str, Any]) -> str:
     accuracy = summary["output_accuracy"] or {}
     lost = summary["output_sqnr_db"]
     is_told = bool(accuracy) and lost is not None
-    return str(Accuracy(**{**accuracy, "agreement": None})) if is_told else decibels(lost)
+    return str(Accuracy(**{**accuracy, "agreement": None, "top1": None})) if is_told else decibels(lost)
 
 
 def _tells_accuracy(found: Result) -> bool:
@@ -123,9 +130,8 @@ def front_table(summary: Mapping[str, Any]) -> Table:
         told = row["by_threads"] if len(counts) > 1 else [row]
         ends = (Ratio(at["ratio"], at["low"], at["high"]).speedup for at in told)
         metric = "" if row["metric"] is None else f"{row['metric']:g}"
-        agreement = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
         mark = "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits"
-        cells.append((row["name"], *ends, _db(row, has_accuracy), agreement, metric, _carry(row), mark))
+        cells.append((row["name"], *ends, _db(row, has_accuracy), _share(row["agreement"]), metric, _carry(row), mark))
     speedups = [f"at {n} thread{'s' * (n != 1)}" for n in counts] if len(counts) > 1 else ["speedup [interval]"]
     columns = ("point", *speedups, "SQNR, dB", "agreement", "metric", "tensors", "")
     caption = "each point is front/NAME.onnx; `pick` NAME makes another one optimized_final.onnx"
@@ -140,6 +146,7 @@ def met_table(summary: Mapping[str, Any]) -> Table:
             row["origin"],
             speed(row["ratio"]),
             _db(row, is_judged(summary)),
+            _share(row["agreement"]),
             _carry(row),
             "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits",
         )
@@ -147,7 +154,11 @@ def met_table(summary: Mapping[str, Any]) -> Table:
     ]
     proven = "none proved to be a point of the front" if "front" in summary else "`front` proves such points"
     caption = f"what no other candidate beat in both, as the search measured it; {proven}"
-    return Table(("candidate", "from", "speedup", "SQNR, dB", "tensors", ""), cells, caption).filled
+    return Table(("candidate", "from", "speedup", "SQNR, dB", "agreement", "tensors", ""), cells, caption).filled
+
+
+def _share(equal: float | None) -> str:
+    return "" if equal is None else f"{equal:.1%}"
 
 
 def _carry(row: Mapping[str, Any]) -> str:

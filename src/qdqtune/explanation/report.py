@@ -16,6 +16,7 @@ from qdqtune.explanation.model_map import Ran, alike, draw, everywhere
 from qdqtune.explanation.reasons_by_measurement import tallied
 from qdqtune.explanation.report_values import Bar, Candidate, Fact, Headline, Map, MapGroup, Point, Report, Speed, Strip
 from qdqtune.graph.operators import QDQ
+from qdqtune.numerics.scores import equal_share
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.attribution import node_times
@@ -252,8 +253,9 @@ def _facts(run: FinishedRun) -> Iterator[Fact]:
 
 
 def _accuracy(summary: Summary) -> Fact:
-    exact = summary["output_sqnr_db"]
+    exact, equal = summary["output_sqnr_db"], equal_share(summary["output_accuracy"])
     hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
+    hint += "" if equal is None else f"; {equal:.1%} of the first choices, or integers, are as in float"
     return Fact("output accuracy", "equal" if exact is None else f"{exact:.1f} dB", hint)
 
 
@@ -332,7 +334,7 @@ def outcome_text(trial: Trial, run: FinishedRun) -> str:
     if trial.holds is False:
         floor = run.summary["min_sqnr_db"]
         limit = f", and {floor:g} dB are asked for" if floor is not None and trial.sqnr_db is not None else ""
-        exact = "" if trial.sqnr_db is None else f": {trial.sqnr_db:.1f} dB"
+        exact = "" if trial.accuracy is None else f": {trial.accuracy}"
         return f"its outputs are too far from the float model's{exact}{limit}"
     taken = "made for the front" if trial.proposal.origin == "front" else "but another one of its batch was taken"
     words = {

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qdqtune.numerics.scores import agrees, best_classes, scores_of
 from qdqtune.types import Accuracy, Array, Failure
 
 FLOOR_DB = 20.0
-"""Output SQNR in dB below which a model is not to be trusted: an error of a tenth of the signal. On classifiers nothing
-measurable is lost down to here, a point or two of top-1 at 15 dB, and everything below 10. Both the default of
-`min_sqnr` and the level below which users are warned."""
+"""Output SQNR in dB below which a model is not to be trusted: an error of a tenth of the signal. Classifiers lose none
+to two points of top-1 here, a point or two at 15 dB, and everything below 10. Both the default of `min_sqnr` and the
+level below which users are warned."""
 
 APART_DB = 10.0
-"""A single sample is mentioned if its SQNR is so many dB below that of all together. Chosen, not measured."""
+"""The SQNR of a single sample may be so many dB below that of all together. Chosen, not measured."""
 
 MOST_EQUAL = 0.98
-"""The least share of the integers in outputs that must equal those of the float model. Chosen, not measured."""
+"""The least share of first choices, and of integers in outputs, that must equal those of the float model. Chosen, not
+measured."""
 
 NOT_FINITE = Failure("output", "the outputs hold NaN or infinite values")
 
@@ -36,7 +38,9 @@ def concern(accuracy: Accuracy) -> str | None:
     lowest = accuracy.lowest_db
     if lost is not None and lowest is not None and lowest < min(FLOOR_DB / 2, lost - APART_DB):
         of_all = f"one of {accuracy.samples} samples has an output SQNR of {lowest:.1f} dB, where all together have "
-        return f"{of_all}{lost:.1f} dB: look whether it matters there (its outputs may be nearly zero)"
+        return f"{of_all}{lost:.1f} dB: look whether it matters there"
+    if not agrees(accuracy, MOST_EQUAL):
+        return f"only {accuracy.top1:.1%} of the {accuracy.choices} first choices are those of the float model"
     return None
 
 
@@ -60,13 +64,15 @@ def accuracy(reference: Outputs, outputs: Outputs) -> Accuracy:
         agreements.append(equal / total if total else 1.0)
     worst = _worst(reference, outputs)
     single = [] if worst is None else worst.single
+    top1, choices = _choices(reference, outputs)
     return Accuracy(
         None if worst is None else worst.db,
         min(single, default=None),
         max(single, default=None),
         min(agreements, default=None),
-        _top1(reference, outputs),
+        top1,
         len(reference),
+        choices,
     )
 
 
@@ -123,8 +129,10 @@ class _Power:
 
     @property
     def single(self) -> list[float]:
-        """The SQNR in dB of each sample that differs at all."""
-        return [_db(s, n) for s, n in zip(self.signal.tolist(), self.noise.tolist(), strict=True) if n > 0]
+        """The SQNR in dB of each sample that differs at all. Where its outputs are smaller than those of the others, as
+        of silence, it counts as large as these are on average: against nearly nothing every error is large."""
+        signal = np.maximum(self.signal, self.signal.mean())
+        return [_db(s, n) for s, n in zip(signal.tolist(), self.noise.tolist(), strict=True) if n > 0]
 
 
 def _db(signal: float, noise: float) -> float:
@@ -133,20 +141,20 @@ def _db(signal: float, noise: float) -> float:
     return float(10 * np.log10(max(signal / noise, least)))
 
 
-def _top1(reference: Outputs, outputs: Outputs) -> float | None:
-    """Share of rows with the same largest class, of the worst output that holds class scores: float [rows, classes],
-    with any number of axes of size 1 behind."""
-    shares = []
-    for name, first in reference[0].items():
-        rows, classes = first.shape[:1], first.shape[1:2]
-        if first.dtype.kind == "f" and first.size and classes and classes[0] > 1 and first.size == rows[0] * classes[0]:
-            same = [
-                expected[name].reshape(rows[0], -1).argmax(1) == actual[name].reshape(rows[0], -1).argmax(1)
-                for expected, actual in zip(reference, outputs, strict=True)
-                if expected[name].shape == actual[name].shape == first.shape
-            ]
-            shares.append(float(np.mean(same)))
-    return min(shares, default=None)
+def _choices(reference: Outputs, outputs: Outputs) -> tuple[float | None, int]:
+    """The share of positions with the same best class, of the worst output that holds scores of classes, and how many
+    positions were compared."""
+    shares = list[tuple[float, int]]()
+    for name, axis in scores_of(reference).items():
+        expected, given = [sample[name] for sample in reference], [sample[name] for sample in outputs]
+        equal = [
+            (best_classes(a, axis) == best_classes(b, axis)).ravel()
+            for a, b in zip(expected, given, strict=True)
+            if a.shape == b.shape
+        ]
+        same = np.concatenate(equal) if equal else np.ones(0, bool)
+        shares += [(float(same.mean()), same.size)] if same.size else []
+    return min(shares, default=(None, 0))
 
 
 def cosine(reference: Outputs, outputs: Outputs) -> float | None:

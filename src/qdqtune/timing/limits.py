@@ -6,24 +6,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from qdqtune.numerics.scores import agrees
 from qdqtune.timing.ratios import Plan, Verdict, judge
 from qdqtune.types import Accuracy, Failure, Placement, Trial, noise_of
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The least output SQNR in dB, how far the user's metric may fall below `before`, that of the float model, and the
-    least share of equal elements in outputs that hold integers. What is None sets no limit."""
+    """The least output SQNR in dB, of all samples together and of the worst one; how far the user's metric may fall
+    below `before`, that of the float model; and the least share of equal elements in outputs that hold integers, and of
+    equal first choices in those that hold scores of classes. What is None sets no limit."""
 
     min_sqnr: float | None = None
     max_drop: float | None = None
     before: float | None = None
     min_agreement: float | None = None
+    min_sqnr_worst: float | None = None
 
     @property
     def are_set(self) -> bool:
         """Whether there is a limit at all."""
-        return any(limit is not None for limit in (self.min_sqnr, self.max_drop, self.min_agreement))
+        limits = self.min_sqnr, self.max_drop, self.min_agreement, self.min_sqnr_worst
+        return any(limit is not None for limit in limits)
 
     @property
     def max_noise(self) -> float | None:
@@ -34,9 +38,9 @@ class Limits:
         """Whether outputs hold the limits on them. A candidate that failed has no accuracy (None), and passes."""
         if accuracy is None:
             return True
-        ratio, equal = accuracy.sqnr_db, accuracy.agreement
-        is_clean = self.min_sqnr is None or ratio is None or ratio >= self.min_sqnr
-        return is_clean and (self.min_agreement is None or equal is None or equal >= self.min_agreement)
+        floors = (accuracy.sqnr_db, self.min_sqnr), (accuracy.lowest_db, self.min_sqnr_worst)
+        is_clean = all(db is None or floor is None or db >= floor for db, floor in floors)
+        return is_clean and (self.min_agreement is None or agrees(accuracy, self.min_agreement))
 
     def is_good_enough(self, metric: float) -> bool:
         """Whether the user's metric holds its limit."""
@@ -68,6 +72,7 @@ class Limits:
         unmet = not any(t.accepted for t in history) and is_unmet(history, plan)
         return {
             "min_sqnr_db": self.min_sqnr,
+            "min_sqnr_worst_db": self.min_sqnr_worst,
             "min_agreement": self.min_agreement,
             "max_drop": self.max_drop,
             "metric_before": self.before,

@@ -100,7 +100,8 @@ class FinishedRun:
     def limits(self) -> Limits:
         """The limits on accuracy that candidates had to hold."""
         summary = self.summary
-        return Limits(summary["min_sqnr_db"], summary["max_drop"], summary["metric_before"], summary["min_agreement"])
+        of_metric = summary["max_drop"], summary["metric_before"]
+        return Limits(summary["min_sqnr_db"], *of_metric, summary["min_agreement"], summary.get("min_sqnr_worst_db"))
 
     @property
     def plan(self) -> Plan:

@@ -14,6 +14,7 @@ from qdqtune.engines.acceptance import check_loads
 from qdqtune.errors import BadOption, writing
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import data_of
+from qdqtune.numerics.scores import equal_share
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
 from qdqtune.search.front import TARGET_POINTS, FrontSearch, MeasuredPoint, named
@@ -63,7 +64,7 @@ def _row(point: ProvenPoint, shipped: Placement, mix: Mix) -> dict[str, Any]:
         "low": point.ratio.low,
         "high": point.ratio.high,
         "sqnr_db": accuracy.sqnr_db,
-        "agreement": accuracy.top1 if accuracy.agreement is None else accuracy.agreement,
+        "agreement": equal_share(accuracy),
         "metric": point.metric,
         "pairs": count_pairs(placement),
         "edges": len(placement),

@@ -15,7 +15,7 @@ from qdqtune.engines.options import WorkerOptions
 from qdqtune.errors import check_file
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.loading import files_of
-from qdqtune.numerics.accuracy import FLOOR_DB, MOST_EQUAL
+from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL
 from qdqtune.options import (
     FILE,
     NAMES,
@@ -217,12 +217,22 @@ class SearchOptions(DataOptions, CacheOption, RewriteOption, FixOption, WorkerOp
         default_in_words=f"{FLOOR_DB:g}, or none with `evaluate`",
         metavar="DB",
     )
-    min_agreement: Option[Switched, float | None] = option(
-        Limit(MOST_EQUAL, min=0, max=1),
-        MOST_EQUAL,
-        "Take only what leaves this share of the integers in outputs as they are, class numbers or token ids say; or "
-        "none.",
+    min_sqnr_worst: Option[Switched, Switched] = option(
+        Limit(),
+        "auto",
+        "The same for the worst sample alone: a good mean may hide one that is broken.",
         "Accuracy",
+        default_in_words=f"{APART_DB:g} dB less than `min_sqnr`",
+        metavar="DB",
+        is_rare=True,
+    )
+    min_agreement: Option[Switched, Switched] = option(
+        Limit(min=0, max=1),
+        "auto",
+        "Take only what leaves this share of first choices as they are where outputs hold scores of classes, tokens or "
+        "pixels, as far as the samples can tell; and of integers in outputs, class numbers or token ids say; or none.",
+        "Accuracy",
+        default_in_words=f"{MOST_EQUAL:g}, or none where `min_sqnr` is",
         metavar="SHARE",
         is_rare=True,
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.numerics.accuracy import concern
+from qdqtune.numerics.scores import equal_share
 from qdqtune.placement import files
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
@@ -259,7 +260,7 @@ def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[st
             "origin": point.trial.proposal.origin,
             "ratio": point.ratio,
             "sqnr_db": point.trial.sqnr_db,
-            "agreement": None if accuracy is None else accuracy.agreement,
+            "agreement": equal_share(accuracy),
             "pairs": count_pairs(point.trial.placement),
             **({"weights": len(point.trial.placement.weight_only)} if point.trial.placement.weight_only else {}),
             "holds_limits": point.trial.holds is not False,

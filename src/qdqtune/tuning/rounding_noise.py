@@ -59,6 +59,11 @@ def binding_noise_of(run: Run) -> Noise | None:
     return None if noise is None or noise.is_harmless else noise
 
 
+MISSED = 1.1
+"""The noise of a placement that misses a limit on single samples or first choices, as a multiple of the limit on all
+samples together. Chosen, not measured."""
+
+
 def noise_of(run: Run) -> Noise | None:
     """The noise of tensors and placements, for a search; None if nothing limits noise and no front is asked for.
 
@@ -79,8 +84,10 @@ def noise_of(run: Run) -> Noise | None:
     weights = [(e.tensor, weight_format.name) for e, shares in run.format_shares.items() for weight_format in shares]
 
     def noise_at(placement: Placement) -> float | None:
-        accuracy = predicted_accuracy(run, placement)
-        return None if accuracy is None else accuracy.noise
+        accuracy, most = predicted_accuracy(run, placement), limits.max_noise
+        if accuracy is None or most is None or is_front or limits.is_exact_enough(accuracy):
+            return None if accuracy is None else accuracy.noise
+        return max(accuracy.noise, MISSED * most)  # it may be a sample, or first choices, that miss a limit
 
     def is_harmless() -> bool:
         if is_front or limits.max_drop is not None or run.budget.is_late:

@@ -15,7 +15,7 @@ from qdqtune.engines.execution import TIME_LIMIT
 from qdqtune.engines.formats import checked_weight_format
 from qdqtune.errors import BadOption
 from qdqtune.graph.rewrites import allowed
-from qdqtune.numerics.accuracy import FLOOR_DB
+from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL
 from qdqtune.search.region import Config
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import PAIRS, Plan, least_rounds
@@ -167,11 +167,12 @@ class Settings(SearchOptions):
     @property
     def limits(self) -> Limits:
         """The limits on accuracy, without the metric of the float model."""
-        if self.evaluate is None:
-            return Limits(FLOOR_DB if self.min_sqnr == "auto" else self.min_sqnr, None, None, self.min_agreement)
-        return Limits(
-            None if self.min_sqnr == "auto" else self.min_sqnr, None if self.max_drop == "auto" else self.max_drop
-        )
+        floor = self.min_sqnr if self.min_sqnr != "auto" else FLOOR_DB if self.evaluate is None else None
+        worst, equal = self.min_sqnr_worst, self.min_agreement
+        worst = worst if worst != "auto" else None if floor is None else floor - APART_DB
+        equal = equal if equal != "auto" else None if floor is None or self.evaluate is not None else MOST_EQUAL
+        drop = None if self.evaluate is None or self.max_drop == "auto" else self.max_drop
+        return Limits(floor, drop, min_agreement=equal, min_sqnr_worst=worst)
 
     @property
     def thread_counts(self) -> tuple[int | None, ...]:

@@ -161,6 +161,7 @@ class Summary(TypedDict):
     seed: int
     versions: dict[str, str]
     min_sqnr_db: float | None
+    min_sqnr_worst_db: NotRequired[float | None]
     min_agreement: float | None
     max_drop: float | None
     metric_before: float | None
