@@ -341,3 +341,21 @@ def test_first_choices_are_refused_only_where_too_many_differ_beyond_doubt(choic
 def test_integers_count_one_by_one() -> None:
     assert Limits(min_agreement=0.98).is_exact_enough(Accuracy(agreement=0.98))
     assert not Limits(min_agreement=0.98).is_exact_enough(Accuracy(agreement=0.979))
+
+
+def test_first_choices_decide_where_a_common_offset_hides_the_error_in_decibels(tmp_path: Path) -> None:
+    """On a real engine: logits of some tenths around 100 are rounded to steps of as much."""
+    rng, classes = np.random.default_rng(0), 16
+    weight = np.eye(64, classes, dtype=np.float32)
+    text = "net (float[1,64] x) => (float[1,16] y) { h = MatMul(x, w) \n y = Add(h, b) }"
+    model = write(build(text, {"w": weight, "b": np.full(classes, 100, np.float32)}), tmp_path)
+    x = rng.normal(scale=0.01, size=(160, 64)).astype(np.float32)
+    first = rng.integers(classes, size=160)
+    x[np.arange(160), first], x[np.arange(160), (first + 5) % classes] = 0.3, 0.2
+    np.savez(model.with_suffix(".npz"), x=x[:, None])
+    engine = EngineSpec("onnxruntime", {"threads": 1})
+    found = tune(replace(settings(model), engine=engine, mode="cut", builds=6, accuracy_samples=32, min_sqnr="auto"))
+    changed = [t for t in found.history if t.accuracy and t.accuracy.top1 is not None and t.accuracy.top1 < 0.9]
+    assert changed
+    assert all(t.holds is False and t.sqnr_db is not None and t.sqnr_db > 30 for t in changed)
+    assert found.placement not in [t.placement for t in changed]

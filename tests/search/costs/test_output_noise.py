@@ -68,6 +68,14 @@ class TestEstimatedNoise:
         assert noise.levels([bad, good])[0] == pytest.approx(np.sqrt(0.75 * 0.01))
         assert max(noise.levels([bad, good])) < noise.allowed([bad, good]) < 0.75
 
+    def test_a_trial_that_misses_another_limit_than_that_of_all_samples_lowers_what_is_allowed(self) -> None:
+        noise = Noise(chain(), {"a": 0.02, "w": 0.05, "x": 0.001}, limit=0.1)
+        missed, held = trial(on("a", "w"), db=12.0, holds=False), trial(on("x"), db=30.0)
+        assert noise.allowed([held]) > 0.07 > noise.allowed([missed, held])
+        assert 0.001 < noise.levels([missed, held])[0] < 0.07
+        too_noisy = trial(on("a", "w"), db=3.0, holds=False)  # that limit says so by itself
+        assert noise.allowed([too_noisy]) == pytest.approx(0.1 * 0.07 / 10**-0.3)
+
     def test_the_tighter_of_both_limits_counts(self) -> None:
         noise = Noise(chain(), {"a": 0.25, "w": 0.5}, limit=0.1)
         history = [trial(on("w"), db=3.0, metric=0.1, holds=False)]
