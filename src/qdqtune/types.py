@@ -303,7 +303,7 @@ class Accuracy:
 
     def __str__(self) -> str:
         """For example: 24.1 dB (18.3 to 31.0 over 16 samples), 99.0 % of the first choices equal."""
-        shares = (self.agreement, "integers"), (self.top1, "first choices")
+        shares = (self.agreement, "integers"), (self.top1, "best classes")
         parts = [f"{share:.1%} of the {what} equal" for share, what in shares if share is not None]
         if self.sqnr_db is None:
             return ", ".join(parts) or "equal outputs"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from qdqtune.numerics.accuracy import accuracy
-from qdqtune.numerics.scores import class_axis, scores_of, smallest_seen
+from qdqtune.numerics.scores import agrees, class_axis, scores_of, smallest_seen
 from qdqtune.types import Array
 
 SAMPLES = 6
@@ -33,13 +33,13 @@ def clear(shape: tuple[int, ...], axis: int) -> list[Array]:
 @pytest.mark.parametrize(
     ("outputs", "axis"),
     [
-        ([softmax(x, 1) for x in normal(1, 10)], 1),
-        ([softmax(x, 1) for x in normal(2, 2)], 1),
-        ([softmax(x, 1).reshape(1, 10, 1, 1) for x in normal(1, 10)], 1),
-        ([softmax(x, 1) for x in normal(1, 4, 8, 8)], 1),  # pixels
-        ([softmax(x, 2) for x in normal(1, 8, 20)], 2),  # tokens
-        ([np.log(softmax(x, 1)) for x in normal(1, 10)], 1),
-        ([softmax(x, 1).astype(np.float16) for x in normal(1, 1000)], 1),
+        ([softmax(4 * x, 1) for x in normal(1, 10)], 1),
+        ([softmax(4 * x, 1) for x in normal(2, 2)], 1),
+        ([softmax(4 * x, 1).reshape(1, 10, 1, 1) for x in normal(1, 10)], 1),
+        ([softmax(4 * x, 1) for x in normal(1, 4, 8, 8)], 1),  # pixels
+        ([softmax(4 * x, 2) for x in normal(1, 8, 20)], 2),  # tokens
+        ([np.log(softmax(4 * x, 1)) for x in normal(1, 10)], 1),
+        ([softmax(9 * x, 1).astype(np.float16) for x in normal(1, 1000)], 1),
         (clear((1, 10), 1), 1),
         (clear((1, 5, 2000), 2), 2),
     ],
@@ -53,6 +53,8 @@ def test_scores_are_found(outputs: list[Array], axis: int) -> None:
     [
         normal(1, 1000),  # a model without training, or an embedding
         normal(1, 4),
+        [softmax(0.01 * x, 1) for x in normal(1, 2)],  # weights of a mixture
+        [1e4 * x for x in normal(1, 64)],
         [np.sort(x, 1) for x in normal(1, 64)],
         [np.float32([[1.0, 7.0, 1.0]])] * SAMPLES,  # always the same class
         clear((1, 2), 1),  # two numbers may be coordinates
@@ -68,7 +70,7 @@ def test_other_outputs_are_no_scores(outputs: list[Array]) -> None:
 
 
 def test_the_worst_output_of_scores_counts_with_all_its_positions() -> None:
-    pixels, classes = [softmax(x, 1) for x in normal(1, 4, 8, 8)], clear((1, 10), 1)
+    pixels, classes = [softmax(4 * x, 1) for x in normal(1, 4, 8, 8)], clear((1, 10), 1)
     reference = [{"p": p, "c": c} for p, c in zip(pixels, classes, strict=True)]
     changed = [
         {"p": p, "c": np.roll(c, 1, 1) if n < 3 else c} for n, (p, c) in enumerate(zip(pixels, classes, strict=True))
@@ -77,7 +79,19 @@ def test_the_worst_output_of_scores_counts_with_all_its_positions() -> None:
     assert accuracy(reference, reference).top1 == 1.0
     found = accuracy(reference, changed)
     assert (found.top1, found.choices) == (0.5, SAMPLES)
-    assert "50.0% of the first choices equal" in str(found)
+    assert "50.0% of the best classes equal" in str(found)
+
+
+def test_a_small_output_that_changed_by_chance_does_not_hide_a_large_one_that_did_not() -> None:
+    small, large = clear((1, 10), 1), clear((500, 10), 1)
+    reference = [{"small": a, "large": b} for a, b in zip(small, large, strict=True)]
+    changed = [sample | {"large": sample["large"].copy()} for sample in reference]
+    changed[0]["small"] = np.roll(small[0], 1, 1)
+    for sample in changed:
+        sample["large"][:40] = np.roll(sample["large"][:40], 1, 1)
+    found = accuracy(reference, changed)
+    assert (found.top1, found.choices) == (0.92, 500 * SAMPLES)
+    assert not agrees(found, 0.98)
 
 
 def test_few_choices_show_large_losses_only() -> None:

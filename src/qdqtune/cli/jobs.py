@@ -169,7 +169,8 @@ def _models(given: Sequence[Path]) -> Iterator[Path]:
     """The given files, and the .onnx files of given folders, sorted by name in each."""
     for path in given:
         if not path.exists():
-            raise BadOption(f"{path}: no such model; several values of one option are parted by commas, like 8,1")
+            commas = "; several values of one option are parted by commas, like 8,1" if not path.suffix else ""
+            raise BadOption(f"{path}: cannot read the model: No such file or directory{commas}")
         if not path.is_dir():
             yield path
             continue

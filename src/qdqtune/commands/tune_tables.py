@@ -8,7 +8,6 @@ from typing import Any
 
 from qdqtune.commands.shown import Table
 from qdqtune.explanation.formatting import built, decibels, duration, rewrite_ratios, samples, title
-from qdqtune.numerics.accuracy import MOST_EQUAL
 from qdqtune.numerics.scores import smallest_seen
 from qdqtune.search.costs.unit_decisions import UnitPrice
 from qdqtune.timing.limits import failure
@@ -55,9 +54,12 @@ def _result_rows(found: Result) -> list[tuple[str, str, str]]:
         if judged.agreement is not None:
             rows.append(("integers as in float", "", f"{judged.agreement:.1%}"))
         if judged.top1 is not None:
-            unseen = smallest_seen(judged.choices, MOST_EQUAL)
-            few = f" (a loss below {unseen:.0%} would not show)" if unseen > 2 * (1 - MOST_EQUAL) else ""
-            rows.append(("first choices as in float", "", f"{judged.top1:.1%} of {judged.choices}{few}"))
+            least = summary["min_agreement"]
+            unseen = 0.0 if least is None else smallest_seen(judged.choices, least)
+            few = (
+                f" (a loss below {unseen:.0%} would not show)" if least is not None and unseen > 2 * (1 - least) else ""
+            )
+            rows.append(("best class as in float", "", f"{judged.top1:.1%} of {judged.choices}{few}"))
     if (without := summary["fastest_without_limits"]) is not None:
         ratio = f" at {decibels(without['sqnr_db'])}" if is_judged(summary) else ""
         rows.append(("fastest without limits", "", f"{speed(without['ratio'])}{ratio}"))

@@ -255,7 +255,7 @@ def _facts(run: FinishedRun) -> Iterator[Fact]:
 def _accuracy(summary: Summary) -> Fact:
     exact, equal = summary["output_sqnr_db"], equal_share(summary["output_accuracy"])
     hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
-    hint += "" if equal is None else f"; {equal:.1%} of the first choices, or integers, are as in float"
+    hint += "" if equal is None else f"; {equal:.1%} of the best classes, or integers, are as in float"
     return Fact("output accuracy", "equal" if exact is None else f"{exact:.1f} dB", hint)
 
 
@@ -332,10 +332,8 @@ def outcome_text(trial: Trial, run: FinishedRun) -> str:
     if trial.accepted:
         return f"faster than {other} beyond noise, and exact enough: the new best"
     if trial.holds is False:
-        floor = run.summary["min_sqnr_db"]
-        limit = f", and {floor:g} dB are asked for" if floor is not None and trial.sqnr_db is not None else ""
-        exact = "" if trial.accuracy is None else f": {trial.accuracy}"
-        return f"its outputs are too far from the float model's{exact}{limit}"
+        missed = None if trial.accuracy is None else run.limits.missed(trial.accuracy)
+        return "its outputs are too far from the float model's" + (f": {missed}" if missed else "")
     taken = "made for the front" if trial.proposal.origin == "front" else "but another one of its batch was taken"
     words = {
         "faster": f"faster than {other}, {taken}",

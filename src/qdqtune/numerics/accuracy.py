@@ -40,7 +40,7 @@ def concern(accuracy: Accuracy) -> str | None:
         of_all = f"one of {accuracy.samples} samples has an output SQNR of {lowest:.1f} dB, where all together have "
         return f"{of_all}{lost:.1f} dB: look whether it matters there"
     if not agrees(accuracy, MOST_EQUAL):
-        return f"only {accuracy.top1:.1%} of the {accuracy.choices} first choices are those of the float model"
+        return f"only {accuracy.top1:.1%} of the {accuracy.choices} best classes are those of the float model"
     return None
 
 
@@ -142,8 +142,8 @@ def _db(signal: float, noise: float) -> float:
 
 
 def _choices(reference: Outputs, outputs: Outputs) -> tuple[float | None, int]:
-    """The share of positions with the same best class, of the worst output that holds scores of classes, and how many
-    positions were compared."""
+    """The share of positions with the same best class, and how many positions were compared, of the output that holds
+    scores of classes and falls short of `MOST_EQUAL` most surely: a share counts by the root of its positions."""
     shares = list[tuple[float, int]]()
     for name, axis in scores_of(reference).items():
         expected, given = [sample[name] for sample in reference], [sample[name] for sample in outputs]
@@ -154,7 +154,7 @@ def _choices(reference: Outputs, outputs: Outputs) -> tuple[float | None, int]:
         ]
         same = np.concatenate(equal) if equal else np.ones(0, bool)
         shares += [(float(same.mean()), same.size)] if same.size else []
-    return min(shares, default=(None, 0))
+    return min(shares, key=lambda one: (one[0] - MOST_EQUAL) * one[1] ** 0.5, default=(None, 0))
 
 
 def cosine(reference: Outputs, outputs: Outputs) -> float | None:

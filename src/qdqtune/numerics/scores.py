@@ -3,9 +3,10 @@
 What an output holds is found from the values that the float model gives:
 
 - probabilities, or their logarithms: along some axis they sum to 1 (classes, tokens, pixels);
-- logits: an output of shape [rows, classes], or [rows, positions, classes] with as many classes as a vocabulary has, in
-  which the float model itself prefers one class clearly. Embeddings, coordinates and models without training do not,
-  and which of their values is the largest means nothing.
+- logits: an output of shape [rows, classes], or [rows, positions, classes] with as many classes as a vocabulary has.
+
+In both the float model itself has to prefer one class clearly. Embeddings, coordinates, weights of mixtures and models
+without training do not, and which of their values is the largest means nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ two of 8 to 1,000 normal numbers differ by 0.6 to 0.3. Chosen, not measured."""
 DOUBT = 0.05
 """A share of first choices is below its limit if a model that just holds it had so many others with less chance."""
 
+CLEAR_SHARE = 0.1
+"""The same for probabilities: the best one is above the second by so much. Chosen, not measured."""
+
 ROWS = 4096
 """Rows that are looked at to tell what an output holds. Chosen, not measured."""
 
@@ -40,8 +44,9 @@ def class_axis(outputs: Sequence[Array]) -> int | None:
         return None
     axes = [axis for axis in dict.fromkeys((1, first.ndim - 1)) if first.shape[axis] > 1]
     for axis in axes:
-        if all(_sums_to_one(rows := _rows(array, axis)) or _sums_to_one(np.exp(rows)) for array in outputs):
-            return axis
+        shares = [rows for array in outputs if (rows := _probabilities(_rows(array, axis))) is not None]
+        if len(shares) == len(outputs):
+            return axis if np.median(np.concatenate([_gaps(rows) for rows in shares])) >= CLEAR_SHARE else None
     return next((axis for axis in axes if _may_be_logits(first, axis) and _is_clear(outputs, axis)), None)
 
 
@@ -90,9 +95,17 @@ def _rows(array: Array, axis: int) -> Array:
     return rows[:: -(-len(rows) // ROWS)].astype(np.float64)
 
 
-def _sums_to_one(rows: Array) -> bool:
+def _probabilities(rows: Array) -> Array | None:
+    """Rows that sum to 1, or the exponentials of such rows' logarithms; None if they are neither."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return bool((rows >= 0).all() and (np.abs(rows.sum(1) - 1) <= SUM_ERROR).all())
+        kinds = (rows, np.exp(rows)) if (rows <= SUM_ERROR).all() else (rows,)
+        return next((r for r in kinds if (r >= 0).all() and (np.abs(r.sum(1) - 1) <= SUM_ERROR).all()), None)
+
+
+def _gaps(rows: Array) -> Array:
+    """By how much the largest value of each row is above the second."""
+    top = np.partition(rows, -2, axis=1)
+    return np.asarray(top[:, -1] - top[:, -2])
 
 
 def _may_be_logits(first: Array, axis: int) -> bool:
@@ -107,8 +120,7 @@ def _is_clear(outputs: Sequence[Array], axis: int) -> bool:
     gaps, best = list[Array](), set[int]()
     for array in outputs:
         rows = _rows(array, axis)
-        top = np.partition(rows, -2, axis=1)
-        gaps.append((top[:, -1] - top[:, -2]) / np.maximum(rows.std(1), np.finfo(np.float64).tiny))
+        gaps.append(_gaps(rows) / np.maximum(rows.std(1), np.finfo(np.float64).tiny))
         best.update(rows.argmax(1).tolist())
     is_single = sum(map(len, gaps)) == 1
     return bool(np.median(np.concatenate(gaps)) >= CLEAR) and (len(best) > 1 or is_single)

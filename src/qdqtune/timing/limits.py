@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from qdqtune.numerics.scores import agrees
+from qdqtune.numerics.scores import agrees, equal_share
 from qdqtune.timing.ratios import Plan, Verdict, judge
 from qdqtune.types import Accuracy, Failure, Placement, Trial, noise_of
 
@@ -36,11 +36,25 @@ class Limits:
 
     def is_exact_enough(self, accuracy: Accuracy | None) -> bool:
         """Whether outputs hold the limits on them. A candidate that failed has no accuracy (None), and passes."""
-        if accuracy is None:
-            return True
-        floors = (accuracy.sqnr_db, self.min_sqnr), (accuracy.lowest_db, self.min_sqnr_worst)
-        is_clean = all(db is None or floor is None or db >= floor for db, floor in floors)
-        return is_clean and (self.min_agreement is None or agrees(accuracy, self.min_agreement))
+        return accuracy is None or self.missed(accuracy) is None
+
+    def missed(self, accuracy: Accuracy) -> str | None:
+        """The first limit on outputs that is missed, in words; None if all hold."""
+        floors = (
+            ("all samples", accuracy.sqnr_db, self.min_sqnr),
+            (
+                "the worst sample",
+                accuracy.lowest_db,
+                self.min_sqnr_worst,
+            ),
+        )
+        for whose, db, floor in floors:
+            if db is not None and floor is not None and db < floor:
+                return f"the output SQNR of {whose} is {db:.1f} dB, and {floor:g} dB are asked for"
+        if self.min_agreement is None or agrees(accuracy, self.min_agreement):
+            return None
+        asked = f"{self.min_agreement:.4g} is asked for"
+        return f"{equal_share(accuracy):.1%} of the best classes, or integers, are as in float, and a share of {asked}"
 
     def is_good_enough(self, metric: float) -> bool:
         """Whether the user's metric holds its limit."""

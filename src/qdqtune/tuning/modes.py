@@ -35,15 +35,12 @@ from qdqtune.tuning.subgraphs.prepare import Profiled, outcomes, profile
 from qdqtune.tuning.weight_format_times import products_of
 from qdqtune.types import Placement, Trial
 
-KNOWN_PRICES = (
-    "prices of earlier runs were known for {:.0%} of what can be quantized{}; `price_cache` none begins without"
-)
+KNOWN_PRICES = "times from earlier runs covered {:.0%} of what can be quantized{}; `price_cache` none ignores them"
 
-BEGUN_BY_PRICES = ": the search began with their optimum"
-
+BEGUN_BY_PRICES = ", so the search began with what they say is fastest"
 
 UNHURRIED = 2.0
-"""The time of all builds of a search that needs not hurry, in units of the least time that they take. Chosen, not
+"""A search hurries if less time is left than this many times the shortest time of all its builds. Chosen, not
 measured."""
 
 
@@ -101,7 +98,7 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
         fallbacks=fallbacks,
         width=run.learning_width,
         format_shares=run.format_shares,
-        prior=NO_PRIOR if run.settings.front else run.earlier.prices,  # known prices would save builds of a front
+        prior=NO_PRIOR if run.settings.front else run.earlier.prices,  # a front needs builds of its own
         shipped_before=run.earlier.found,
         contexts=shares_at(subject.mix, run.settings.thread_counts),
         is_hurried=left is not None and left < needed and not run.settings.front,

@@ -229,10 +229,10 @@ class SearchOptions(DataOptions, CacheOption, RewriteOption, FixOption, WorkerOp
     min_agreement: Option[Switched, Switched] = option(
         Limit(min=0, max=1),
         "auto",
-        "Take only what leaves this share of first choices as they are where outputs hold scores of classes, tokens or "
-        "pixels, as far as the samples can tell; and of integers in outputs, class numbers or token ids say; or none.",
+        "Take only what leaves the best class as it is in this share of cases where outputs hold scores of classes, "
+        "tokens or pixels, as far as the samples can tell; and this share of integers in outputs; or none.",
         "Accuracy",
-        default_in_words=f"{MOST_EQUAL:g}, or none where `min_sqnr` is",
+        default_in_words=f"{MOST_EQUAL:g}; none with `evaluate`, or where `min_sqnr` is none",
         metavar="SHARE",
         is_rare=True,
     )

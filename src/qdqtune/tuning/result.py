@@ -273,6 +273,7 @@ def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, floa
     ratios = ratios_to_float(history, run.settings.plan)
     missing = [(ratios[t.placement], t.sqnr_db) for t in history if t.holds is False and t.placement in ratios]
     fastest = min(missing, key=lambda pair: pair[0], default=None)
-    if fastest is None or fastest[0] >= (proof.time_to_float or 1.0):
+    ships = None if proof.trial is None else ratios.get(proof.trial.placement)
+    if fastest is None or fastest[0] >= (ships or proof.time_to_float or 1.0):
         return None
     return {"ratio": fastest[0], "sqnr_db": fastest[1]}

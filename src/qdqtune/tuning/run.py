@@ -296,11 +296,18 @@ def _limits(settings: Settings, bench: Bench, budget: Budget, observer: Observer
     """
     kinds = [array.dtype.kind for array in bench.floats.outputs[0].values()]
     holds_floats = "f" in kinds
-    if isinstance(settings.min_sqnr, float) and not holds_floats:
-        raise BadOption("`min_sqnr` is about float outputs, and the model has none: use `min_agreement` or `evaluate`")
+    for name in ("min_sqnr", "min_sqnr_worst"):
+        if isinstance(getattr(settings, name), float) and not holds_floats:
+            raise BadOption(
+                f"`{name}` is about float outputs, and the model has none: use `min_agreement` or `evaluate`"
+            )
     limits = settings.limits if holds_floats else replace(settings.limits, min_sqnr=None, min_sqnr_worst=None)
     if all(kind == "f" for kind in kinds) and not scores_of(bench.floats.outputs):  # it is about other outputs
         limits = replace(limits, min_agreement=None)
+        if isinstance(settings.min_agreement, float):
+            observer.note(
+                "no output holds integers, or values that look like scores of classes: `min_agreement` is idle"
+            )
     if not budget.is_late:
         _check_repeatability(limits, bench)
     if settings.evaluate is None or budget.is_late:
@@ -319,11 +326,9 @@ def _check_repeatability(limits: Limits, bench: Bench) -> None:
     Raises:
         BadOption: a second run of the same build differs by more than the limits allow.
     """
-    if not limits.are_set or limits.is_exact_enough(itself := bench.repeatability()):
+    if not limits.are_set or (missed := limits.missed(bench.repeatability())) is None:
         return
-    reached = f"{itself.agreement:.1%} of its integers" if itself.sqnr_db is None else f"{itself.sqnr_db:.1f} dB"
     raise BadOption(
-        f"the float model differs from itself: a second run of the same build repeats only {reached}, less than the "
-        "limit on accuracy asks of a candidate. Take the randomness out of the model, or lower the limit "
-        "(`min_sqnr` none)"
+        f"the float model differs from itself: in a second run of the same build {missed}. Take the randomness out of "
+        "the model, or lower the limit (`min_sqnr` none, `min_agreement` none)"
     )
