@@ -90,6 +90,8 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--min-sqnr-worst": (["12"], lambda s: s.min_sqnr_worst, 12.0),
     "--min-agreement": (["none"], lambda s: s.min_agreement, None),
     "--front": ([], lambda s: (s.front, s.builds), (True, 25)),
+    "--labels": (["l.npy"], lambda s: s.labels, "l.npy"),
+    "--metric": (["f1"], lambda s: s.metric, "f1"),
     "--evaluate": (["metric:score"], lambda s: s.evaluate, "metric:score"),
     "--max-drop": (["0.5", "--evaluate", "metric:score"], lambda s: s.max_drop, 0.5),
     "--graph-json": (["g.json", "--mode", "subgraph"], lambda s: s.graph_json, Path("g.json")),

@@ -95,8 +95,9 @@ def files(tmp_path: Path) -> dict[str, Path]:
     }
     for name in ("workloads.npz", "plugin_libraries.so", "qdq_baseline.onnx", "quantized.onnx", "placement.yaml",
                  "autotune_qdq_baseline.onnx", "calibration_cache.txt", "calibration_cache_path.txt", "evaluate.py",
-                 "graph_json.json", "profile_json.json", "node_filter.txt", "pattern_cache.yaml", "state_file.yaml",
-                 "autotune_pattern_cache_file.yaml", "autotune_node_filter_list.txt", "file.yaml"):  # fmt: skip
+                 "labels.txt", "graph_json.json", "profile_json.json", "node_filter.txt", "pattern_cache.yaml",
+                 "state_file.yaml", "autotune_pattern_cache_file.yaml", "autotune_node_filter_list.txt",
+                 "file.yaml"):  # fmt: skip
         made[Path(name).stem] = path = tmp_path / name
         like = {".onnx": model, ".npz": samples}.get(path.suffix)
         path.write_bytes(like.read_bytes() if like else b"mine\n")

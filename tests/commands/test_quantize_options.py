@@ -34,6 +34,8 @@ QUANTIZE: dict[str, tuple[Sequence[str], Callable[[QuantizeOptions], object], ob
     "--weight-rounding": (["gptq"], lambda r: r.weight_rounding, "gptq"),
     "--fix-input": (["sr=16000"], lambda r: r.fix_inputs, {"sr": 16000}),
     "--evaluate": (["metric:score"], lambda r: r.evaluate, "metric:score"),
+    "--labels": (["l.npy"], lambda r: r.label_file, Path("l.npy")),
+    "--metric": (["f1"], lambda r: r.metric, "f1"),
     "--report": ([], lambda r: r.report, True),
 }
 """Option to values, what to look at in the request, and what is expected there."""

@@ -19,6 +19,7 @@ from qdqtune.errors import BadOption, BaselineFailed
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
+from qdqtune.numerics.losses import Score
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.start_placements import everything
@@ -56,7 +57,7 @@ def trial(ratio: float, number: int = 1, **given) -> Trial:
     return Trial(number, Proposal("", Placement()), Placement(), Measurement((1.0,) * 12, (ratio,) * 12), **given)
 
 
-def never(_: Placement) -> float:
+def never(_: Placement) -> Score:
     raise AssertionError("nobody needs the metric")
 
 
@@ -74,20 +75,21 @@ class TestOneTrial:
         assert found == [False, True, True, True]
 
     def test_the_metric_is_asked_for_what_would_be_taken_only(self) -> None:
-        limits = Limits(min_sqnr=20, max_drop=0.1, before=0.9)
+        limits = Limits(min_sqnr=20, max_drop=0.1, before=Score(0.9))
         best = trial(0.6, accuracy=Accuracy(30.0), metric=0.9)
         for other in (trial(1.0), trial(1.5), trial(0.7), trial(0.5, accuracy=Accuracy(10.0))):
             assert limits.judged(other, [best], PLAN, never).holds is not True
-        assert limits.judged(trial(0.5), [best], PLAN, lambda _: 0.81).holds is True
-        assert limits.judged(trial(0.7), [replace(best, holds=False)], PLAN, lambda _: 0.81).holds is True
+        assert limits.judged(trial(0.5), [best], PLAN, lambda _: Score(0.81)).holds is True
+        assert limits.judged(trial(0.7), [replace(best, holds=False)], PLAN, lambda _: Score(0.81)).holds is True
 
     @pytest.mark.parametrize(
-        ("metric", "holds"), [(0.95, True), (0.8, True), (0.79, False), (Failure("run", ""), False)]
+        ("metric", "holds"),
+        [(Score(0.95), True), (Score(0.8), True), (Score(0.79), False), (Failure("run", ""), False)],
     )
-    def test_the_metric_may_fall_so_far(self, metric: float | Failure, holds: bool) -> None:
-        found = Limits(max_drop=0.1, before=0.9).judged(trial(0.5), [], PLAN, lambda _: metric)
+    def test_the_metric_may_fall_so_far(self, metric: Score | Failure, holds: bool) -> None:
+        found = Limits(max_drop=0.1, before=Score(0.9)).judged(trial(0.5), [], PLAN, lambda _: metric)
         assert found.holds is holds
-        assert found.metric == (None if isinstance(metric, Failure) else metric)
+        assert found.metric == (None if isinstance(metric, Failure) else metric.value)
 
     def test_verdicts(self) -> None:
         assert outcome(trial(0.5), PLAN) == "faster"

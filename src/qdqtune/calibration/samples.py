@@ -33,6 +33,9 @@ HELD_OUT = 5
 """One sample of so many is held out of calibration. Chosen, not measured."""
 
 
+LABELS = "labels"
+"""An array of this name beside the inputs holds what is right for each sample (see `calibration.labels`)."""
+
 UNPACKED_BYTES, UNPACKED_TIMES = 2**30, 32
 """A packed file may unpack to so many bytes, or to so many times its size: real data shrink by far less, and files that
 are made to fill the memory by far more."""
@@ -321,7 +324,7 @@ def _sample(item: Any, specs: tuple[InputSpec, ...], fixed: Collection[str], ori
 
 def _check_names(arrays: Mapping[str, Any], specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str) -> None:
     missing = [s.name for s in specs if s.name not in arrays]
-    unknown = [name for name in arrays if name not in {s.name for s in specs} and name not in fixed]
+    unknown = [name for name in arrays if name not in {s.name for s in specs} and name not in (*fixed, LABELS)]
     if missing or unknown:
         what = f"has no array '{missing[0]}'" if missing else f"has an array '{unknown[0]}' that is no input"
         held = f"holds {', '.join(map(repr, arrays))}" if arrays else "is empty"

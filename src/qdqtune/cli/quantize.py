@@ -20,13 +20,14 @@ from qdqtune.errors import BadModel, BadOption
 from qdqtune.explanation.formatting import decibels, placed, samples
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import data_of
+from qdqtune.numerics.losses import loss_high
 from qdqtune.options import TEXT, MaybeText, Option, Options, choice, given_in, option
 from qdqtune.placement import engine_rules
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.tuning.folder import check_run
 from qdqtune.types import QuantType
 
-UNLIKE = frozenset({"report", "evaluate", "weight_rounding"})
+UNLIKE = frozenset({"report", "evaluate", "labels", "metric", "weight_rounding"})
 """Options of quantize that have another meaning in tune."""
 
 IS_SEED = switch(
@@ -127,8 +128,12 @@ def _lines(options: QuantizeOptions, done: Quantized) -> Iterator[str]:
         yield f"to keep in float what makes a tenth of the error or more: {to_exclude(done.loudest)}"
     elif done.damages and done.sqnr_db is not None:
         yield "no node to keep in float: no tensor makes a tenth of the error, or nothing else is quantized"
-    if done.metric is not None:
-        yield f"{options.evaluate}: {done.metric[0]:g} before, {done.metric[1]:g} after"
+    if done.scores is not None:
+        before, after = done.scores
+        name = f"{before.name} on {len(before.by_sample)} samples" if before.name else str(options.evaluate)
+        high = loss_high(before, after)
+        most = "" if high is None else f"; loss at most {max(high, 0):.2g} (95 %)"
+        yield f"{name}: {before.value:g} before, {after.value:g} after{most}"
 
 
 @dataclass(kw_only=True)

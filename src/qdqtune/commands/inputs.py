@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import numpy.typing as npt
 import onnx
 
 from qdqtune.calibration.options import samples_option
-from qdqtune.calibration.samples import files_named
+from qdqtune.calibration.samples import LABELS, files_named
 from qdqtune.calibration.user_code import checked_count, read_in_thread
 from qdqtune.calibration.workloads import WorkloadArrays, WorkloadFile
 from qdqtune.engines.execution import EXECUTION, TIME_LIMIT, Check, Execution
@@ -52,7 +53,7 @@ MetricLike = str | Callable[[Predict], float]
 
 METRIC = Reads(files_named, "metric", path_type=str)
 
-IN_MEMORY = ("model", "quantized", "first", "calibration_data", "workloads", "evaluate")
+IN_MEMORY = ("model", "quantized", "first", "calibration_data", "workloads", "evaluate", "labels")
 """Options whose value may be a Python object."""
 
 T = TypeVar("T", bound=Options)
@@ -108,6 +109,22 @@ def sample_source(
     if not count:
         raise BadData("the calibration data gives no sample: an exhausted generator?")
     return str(target)
+
+
+def _labels_file(labels: object, folder: Path) -> str | None:
+    """The file of labels; an array or a list is written to the folder.
+
+    Raises:
+        BadData: they are no numbers.
+    """
+    if labels is None or isinstance(labels, str | Path):
+        return None if labels is None else str(labels)
+    path = folder / f"{LABELS}.json"
+    try:
+        path.write_text(json.dumps([np.asarray(label).tolist() for label in labels]))  # type: ignore[attr-defined]
+    except TypeError as error:
+        raise BadData(f"labels are an array or a list with one for each sample: {one_line(error)}") from error
+    return str(path)
 
 
 def workload_files(workloads: Sequence[WorkloadFile | WorkloadArrays], folder: Path) -> tuple[WorkloadFile, ...]:
@@ -172,6 +189,8 @@ def on_disk(options: T, execution: Execution = EXECUTION) -> Iterator[T]:
                 known[name] = metric
             elif name == "calibration_data":
                 known[name] = sample_source(value, folder, execution, getattr(options, "calibration_samples", None))
+            elif name == "labels":
+                known[name] = _labels_file(value, folder)
             elif name == "workloads":
                 known[name] = workload_files(value, folder)
             elif value is not None and not isinstance(value, Settings):

@@ -41,7 +41,10 @@ from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.graph.saving import one_constant_file, save
 from qdqtune.numerics.accuracy import accuracy, concern, cosine, is_finite
 from qdqtune.numerics.half_precision import finished
-from qdqtune.numerics.metric import Evaluation, evaluate, load_evaluation
+from qdqtune.numerics.label_options import check_metric
+from qdqtune.numerics.labelled import Metric, measure, open_labelled
+from qdqtune.numerics.losses import Score, doubt, loss_high
+from qdqtune.numerics.metric import load_evaluation
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules
@@ -61,7 +64,7 @@ class Quantized(Shown):
 
     `sqnr_db` and `cosine` are those of the worst output against the float model on `judged` samples; None where outputs
     are equal, or not finite. `agreement` is the share of integers or first choices that are as in float, if any.
-    `metric` is the user's metric before and after. `damages` is the report, the worst tensor first.
+    `scores` are the user's metric before and after. `damages` is the report, the worst tensor first.
     """
 
     output: Path
@@ -70,7 +73,7 @@ class Quantized(Shown):
     cosine: float | None
     judged: int
     is_held_out: bool
-    metric: tuple[float, float] | None = None
+    scores: tuple[Score, Score] | None = None
     damages: tuple[Damage, ...] = ()
     loudest: tuple[str, ...] = ()
     """Nodes that the report proposes to keep in float (see `to_exclude`)."""
@@ -80,6 +83,11 @@ class Quantized(Shown):
     """Whether all outputs of both models are finite."""
     matched: Matched | None = None
     """The ranges of the calibration cache that the model has tensors for; None without a cache."""
+
+    @property
+    def metric(self) -> tuple[float, float] | None:
+        """The user's metric before and after."""
+        return None if self.scores is None else (self.scores[0].value, self.scores[1].value)
 
     def in_words(self) -> str:
         """The file, how many tensors have a pair, and how close its outputs are."""
@@ -109,12 +117,20 @@ class Quantized(Shown):
             "finite": self.is_finite,
             "samples": self.judged,
             "held_out": self.is_held_out,
-            "metric": None if self.metric is None else dict(zip(("before", "after"), self.metric, strict=True)),
+            "metric": None if self.scores is None else _metric_row(*self.scores),
             "pairs": [asdict(damage) for damage in self.damages],
             "nodes_to_exclude": self.loudest,
             "notes": list(self.notes),
             **({} if self.matched is None else {"cache": self.matched.as_json()}),
         }
+
+
+def _metric_row(before: Score, after: Score) -> dict[str, Any]:
+    """The metric as JSON values: over labels with its name, the samples and the upper end of the loss."""
+    row: dict[str, Any] = {"before": before.value, "after": after.value}
+    if before.by_sample:
+        row |= {"name": before.name, "samples": len(before.by_sample), "loss_high": loss_high(before, after)}
+    return row
 
 
 def quantize(options: QuantizeOptions, observer: Observer | None = None) -> Quantized:
@@ -138,7 +154,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
     _check_options(options)
     path = Path(str(options.model))
     numbers, made = _numeric_format(options), _rewrites_of(options)
-    metric = None if options.evaluate is None else load_evaluation(str(options.evaluate))
+    metric: Metric | None = None if options.evaluate is None else load_evaluation(str(options.evaluate))
     observer.stage(f"reading {path.name}")
     usual = usual_precision(options.engine)
     precision: Precision = options.precision or usual
@@ -150,6 +166,10 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         observer.stage("looking at the values")
     ready = options.prepared(graph, options.fix_inputs, usual, execution, is_run=options.is_run)
     shaped, prepared = ready.shaped, ready.prepared
+    if options.is_labelled:
+        data = None if options.calibration_data is None else str(options.calibration_data)
+        how: Any = {"limit": options.calibration_samples, "fixed": options.fix_inputs}
+        metric = open_labelled(options.label_file, options.metric, data, shaped, execution, **how)
 
     def placed_by_rules(ranges: Ranges, without: Sequence[str] = ()) -> PlacedByRules:
         if options.weight_only is not None:
@@ -192,6 +212,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
 def _check_options(options: QuantizeOptions) -> None:
     """Refuse options that exclude each other or lack data, and weight formats without a kernel in the engine."""
     check_cache(options, options)
+    check_metric(options.evaluate, options)
     if options.weight_only is None:
         if options.report and options.calibration_data is None:
             raise BadOption("`report` says what rounding does to outputs on your data: give `calibration_data`")
@@ -243,7 +264,7 @@ def _weight_only(options: QuantizeOptions, model: Model, wanted: str) -> PlacedB
 
 
 def _compared(
-    options: QuantizeOptions, written: Path, placed: PlacedByRules, prepared: Prepared, metric: Evaluation | None
+    options: QuantizeOptions, written: Path, placed: PlacedByRules, prepared: Prepared, metric: Metric | None
 ) -> Quantized:
     """Compare the written file with the float model, and add notes about the samples."""
     with temporary_folder() as folder:
@@ -297,7 +318,7 @@ def _judged(
     written: Path,
     placed: PlacedByRules,
     prepared: Prepared,
-    metric: Evaluation | None,
+    metric: Metric | None,
     folder: Path,
 ) -> Quantized:
     """Compare the outputs of a file with those of the user's model on ONNX Runtime, which fuses pairs if it is the
@@ -312,30 +333,31 @@ def _judged(
         expected, returned = (insist(runner.outputs(handle, samples), REFUSED) for handle in (before, after))
         measured = None
         if metric is not None:
-            measured = _measured(metric, runner, before), _measured(metric, runner, after)
+            measured = _measured(metric, runner, before, before), _measured(metric, runner, after, before)
     judged = len(samples) if prepared.has_real_samples else 0
-    done = Quantized(options.target, placed, None, None, judged, True, measured)
+    doubts = tuple(filter(None, [measured and doubt(measured[0])]))
+    done = Quantized(options.target, placed, None, None, judged, True, measured, notes=doubts)
     if not judged:
         return done
     for outputs, whose in ((expected, "float"), (returned, "quantized")):
         if not is_finite(outputs):
             note = f"outputs of the {whose} model are NaN or infinite: the two cannot be compared"
-            return replace(done, is_finite=False, notes=(note,))
+            return replace(done, is_finite=False, notes=(*doubts, note))
     lost = accuracy(expected, returned)
-    notes = tuple(filter(None, [concern(lost)]))
+    notes = (*doubts, *filter(None, [concern(lost)]))
     return replace(
         done, notes=notes, sqnr_db=lost.sqnr_db, agreement=equal_share(lost), cosine=cosine(expected, returned)
     )
 
 
-def _measured(metric: Evaluation, runner: Runner, handle: Handle) -> float:
-    """The value of the user's metric for one model.
+def _measured(metric: Metric, runner: Runner, handle: Handle, floats: Handle) -> Score:
+    """The user's metric for one model.
 
     Raises:
         BadOption: the metric is not finite, or its calls fail on the model.
         EngineFailure: the engine crashed or hung.
     """
-    value = evaluate(metric, runner, handle)
+    value = measure(metric, runner, handle, lambda: floats)
     if isinstance(value, Failure) and value.stage in ("output", "run"):
-        raise BadOption(f"`evaluate` {metric.source} cannot be used: {value.reason}")
+        raise BadOption(f"the metric {metric.source} cannot be used: {value.reason}")
     return insist(value, REFUSED)

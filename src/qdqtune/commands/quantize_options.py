@@ -14,6 +14,7 @@ from qdqtune.engines.formats import FORMATS
 from qdqtune.engines.options import time_limit_option
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
+from qdqtune.numerics.label_options import LabelOptions
 from qdqtune.options import (
     SWITCH,
     TEXT,
@@ -39,7 +40,7 @@ def _wildcards(help: str, metavar: str = "WILDCARD", **how: Any) -> Any:
 
 
 @dataclass(kw_only=True)
-class QuantizeOptions(FixOption, SourceOptions):
+class QuantizeOptions(LabelOptions, FixOption, SourceOptions):
     """The options of `quantize`."""
 
     quant_type: Option[QuantType, QuantType] = quant_type_option("Numbers of the pairs.")
@@ -105,7 +106,7 @@ class QuantizeOptions(FixOption, SourceOptions):
         None,
         "Your metric, called with a function that runs the model: before and after.",
         "Accuracy",
-        short="your own metric, higher is better",
+        short="your own function, higher is better",
         metavar="MODULE:CALLABLE",
     )
     time_limit: Duration = time_limit_option()
@@ -113,7 +114,7 @@ class QuantizeOptions(FixOption, SourceOptions):
     @property
     def is_run(self) -> bool:
         """Whether the model is run: with ranges from a file, random inputs would tell nothing."""
-        return self.calibration_cache is None or bool(self.calibration_data or self.evaluate)
+        return self.calibration_cache is None or bool(self.calibration_data or self.evaluate or self.is_labelled)
 
     @property
     def sees_data(self) -> bool:

@@ -114,7 +114,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         "Your metric, higher is better: callable(predict) -> number, where predict takes {input: array} and returns "
         "{output: array}. Also path/to/file.py:callable. Reported before and after.",
         "Accuracy",
-        short="your own metric, higher is better",
+        short="your own function, higher is better",
         metavar="MODULE:CALLABLE",
     )
     price_cache: MaybeFile = option(

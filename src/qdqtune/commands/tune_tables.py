@@ -66,7 +66,11 @@ def _result_rows(found: Result) -> list[tuple[str, str, str]]:
     if summary["metric_before"] is not None:
         after = summary["metric_after"]
         unknown = "failed" if found.improved else "unknown"
-        rows.append(("your metric", f"{summary['metric_before']:g}", unknown if after is None else f"{after:g}"))
+        count = summary.get("metric_samples")
+        name = f"{summary['metric']}, {count} samples" if count else "your metric"
+        rows.append((name, f"{summary['metric_before']:g}", unknown if after is None else f"{after:g}"))
+        if found.improved and (high := summary.get("metric_loss_high")) is not None:
+            rows.append(("  loss at most (95 %)", "", f"{max(high, 0):.2g}"))
     return rows
 
 

@@ -178,6 +178,7 @@ class WorkerOptions(Options):
         "Engine",
         short="devices that measure side by side",
         default_in_words="1; with `ray` all that there is room for",
+        is_rare=True,
     )
     cores_per_worker: MaybeInt = option(
         COUNT,

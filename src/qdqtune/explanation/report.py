@@ -230,7 +230,9 @@ def _facts(run: FinishedRun) -> Iterator[Fact]:
         yield _accuracy(summary)
         before, after = summary["metric_before"], summary["metric_after"]
         if before is not None and after is not None:
-            yield Fact("your metric", f"{after:.4g}", f"float: {before:.4g}")
+            name, count = summary.get("metric", "your metric"), summary.get("metric_samples")
+            on = f" on {count} samples" if count else ""
+            yield Fact(name, f"{after:.4g}", f"float: {before:.4g}{on}")
         if "gave" in (rewrites := summary["rewrites"]):
             gave, placed = rewrite_ratios(summary)
             told = "" if placed is None else f"; the placement gave {1 / placed:.2f}× on top"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+from qdqtune.numerics.losses import Score, can_tell, loss_high
 from qdqtune.numerics.scores import agrees, equal_share
 from qdqtune.timing.ratios import Plan, Verdict, judge
 from qdqtune.types import Accuracy, Failure, Placement, Trial, noise_of
@@ -15,11 +16,15 @@ from qdqtune.types import Accuracy, Failure, Placement, Trial, noise_of
 class Limits:
     """The least output SQNR in dB, of all samples together and of the worst one; how far the user's metric may fall
     below `before`, that of the float model; and the least share of equal elements in outputs that hold integers, and of
-    equal first choices in those that hold scores of classes. What is None sets no limit."""
+    equal first choices in those that hold scores of classes. What is None sets no limit.
+
+    Of a metric over labels, the upper end of the 95 % interval of the loss decides, see `losses.loss_high`: what may
+    have lost more than `max_drop` is refused. Where the samples cannot tell, the loss on them decides.
+    """
 
     min_sqnr: float | None = None
     max_drop: float | None = None
-    before: float | None = None
+    before: Score | None = None
     min_agreement: float | None = None
     min_sqnr_worst: float | None = None
 
@@ -56,12 +61,19 @@ class Limits:
         asked = f"{self.min_agreement:.4g} is asked for"
         return f"{equal_share(accuracy):.1%} of the best classes, or integers, are as in float, and a share of {asked}"
 
-    def is_good_enough(self, metric: float) -> bool:
+    def is_good_enough(self, metric: Score) -> bool:
         """Whether the user's metric holds its limit."""
-        return self.max_drop is None or self.before is None or self.before - metric <= self.max_drop
+        if self.max_drop is None or self.before is None:
+            return True
+        high = self.loss_high(metric) if can_tell(self.before, self.max_drop) else None
+        return (self.before.value - metric.value if high is None else high) <= self.max_drop
+
+    def loss_high(self, metric: Score) -> float | None:
+        """The upper end of the 95 % interval of the loss; None where samples cannot tell, or there are no labels."""
+        return None if self.before is None else loss_high(self.before, metric)
 
     def judged(
-        self, trial: Trial, rivals: Sequence[Trial], plan: Plan, metric: Callable[[Placement], float | Failure]
+        self, trial: Trial, rivals: Sequence[Trial], plan: Plan, metric: Callable[[Placement], Score | Failure]
     ) -> Trial:
         """The trial with its metric, and whether it holds the limits (None: not asked).
 
@@ -79,18 +91,24 @@ class Limits:
         value = metric(trial.placement)
         if isinstance(value, Failure):
             return replace(trial, holds=False)
-        return replace(trial, metric=value, holds=self.is_good_enough(value))
+        return replace(trial, metric=value.value, holds=self.is_good_enough(value))
 
-    def summary(self, history: Sequence[Trial], plan: Plan, after: float | Failure | None) -> dict[str, float | None]:
+    def summary(self, history: Sequence[Trial], plan: Plan, after: Score | Failure | None) -> dict[str, Any]:
         """The limits and whether they were met, for summary.json; `after` is the metric of the model that ships."""
         unmet = not any(t.accepted for t in history) and is_unmet(history, plan)
+        after = None if isinstance(after, Failure) else after
+        over_labels: dict[str, Any] = {}
+        if self.before is not None and self.before.by_sample:
+            over_labels = {"metric": self.before.name, "metric_samples": len(self.before.by_sample)}
+            over_labels["metric_loss_high"] = None if after is None else self.loss_high(after)
         return {
             "min_sqnr_db": self.min_sqnr,
             "min_sqnr_worst_db": self.min_sqnr_worst,
             "min_agreement": self.min_agreement,
             "max_drop": self.max_drop,
-            "metric_before": self.before,
-            "metric_after": None if isinstance(after, Failure) else after,
+            "metric_before": None if self.before is None else self.before.value,
+            "metric_after": None if after is None else after.value,
+            **over_labels,
             "constraint_met": not unmet if self.are_set else None,
         }
 

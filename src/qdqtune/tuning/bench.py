@@ -13,7 +13,8 @@ from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Runner, insist
 from qdqtune.errors import BaselineFailed
 from qdqtune.numerics.accuracy import accuracy, is_finite
-from qdqtune.numerics.metric import evaluate
+from qdqtune.numerics.labelled import measure
+from qdqtune.numerics.losses import Score
 from qdqtune.tuning.candidates import Loaded
 from qdqtune.tuning.records import (
     LayersRecord,
@@ -152,21 +153,24 @@ class Bench:
         if self._store.get(TrialRecord, record.of) is None:
             self._store.put(record)
 
-    def metric(self, placement: Placement) -> float | Failure:
+    def metric(self, placement: Placement) -> Score | Failure:
         """The user's metric of a placement, on the engine.
 
         Raises:
-            BadOption: the user's function fails.
+            BadOption: the user's function fails, or no output fits the labels.
         """
         evaluation = self._conditions.evaluation
-        assert evaluation is not None  # it is asked for with `evaluate` only
+        assert evaluation is not None  # it is asked for with `evaluate`, `labels` or `metric` only
         of = f"{evaluation.digest}:{placement.digest}"
         record = self._store.get(MetricRecord, of)
         if record is None:
             handle = self._loaded.load(placement, f"metric_{placement.digest}")
-            value = handle if isinstance(handle, Failure) else evaluate(evaluation, self._runner, handle)
+            floats = partial(self._loaded.load, FLOAT, "baseline")
+            found = handle if isinstance(handle, Failure) else measure(evaluation, self._runner, handle, floats)
             record = self._store.put(
-                MetricRecord(of=of, failure=value) if isinstance(value, Failure) else MetricRecord(of=of, value=value)
+                MetricRecord(of=of, failure=found)
+                if isinstance(found, Failure)
+                else MetricRecord(of=of, value=found.value, by_sample=found.by_sample, name=found.name)
             )
         return record.result
 

@@ -22,6 +22,7 @@ from qdqtune.calibration.samples import digest_of
 from qdqtune.engines.execution import Execution
 from qdqtune.errors import BadState, InputError, QdqtuneError, parsed_json
 from qdqtune.graph.loading import files_of
+from qdqtune.numerics.losses import Score
 from qdqtune.placement.files import read_placement_file
 from qdqtune.search.costs.unit_decisions import UnitPrice
 from qdqtune.system.checks import content_digest
@@ -60,7 +61,7 @@ from qdqtune.tuning.run_log import RunLog, judgement_of
 from qdqtune.tuning.settings import STATE
 from qdqtune.tuning.store import Journal, is_transient, read_journal
 from qdqtune.tuning.summary import AtThreads, Summary, read_json, read_summary
-from qdqtune.types import Layer, Measurement, Placement, Proposal, Trial
+from qdqtune.types import Failure, Layer, Measurement, Placement, Proposal, Trial
 
 IRRELEVANT_SETTINGS = {
     "workers",
@@ -100,7 +101,10 @@ class FinishedRun:
     def limits(self) -> Limits:
         """The limits on accuracy that candidates had to hold."""
         summary = self.summary
-        of_metric = summary["max_drop"], summary["metric_before"]
+        before = self._metrics.get(Placement().digest)
+        if before is None and (value := summary["metric_before"]) is not None:
+            before = Score(value)
+        of_metric = summary["max_drop"], before
         return Limits(summary["min_sqnr_db"], *of_metric, summary["min_agreement"], summary.get("min_sqnr_worst_db"))
 
     @property
@@ -207,11 +211,14 @@ class FinishedRun:
             return replace(trial, holds=False)
         if self.limits.max_drop is None:
             return trial
-        return replace(trial, metric=metric, holds=None if metric is None else self.limits.is_good_enough(metric))
+        if metric is None:
+            return replace(trial, metric=None, holds=None)
+        return replace(trial, metric=metric.value, holds=self.limits.is_good_enough(metric))
 
     @cached_property
-    def _metrics(self) -> Mapping[str, float | None]:
-        return {record.of.rpartition(":")[2]: record.value for record in self.records.of(MetricRecord)}
+    def _metrics(self) -> Mapping[str, Score | None]:
+        found = ((record.of.rpartition(":")[2], record.result) for record in self.records.of(MetricRecord))
+        return {of: None if isinstance(score, Failure) else score for of, score in found}
 
 
 def measured_trials(records: Journal) -> dict[str, Trial]:

@@ -312,6 +312,7 @@ def _inputs(settings: Settings) -> Inputs:
         "calibration data": files_named(settings.calibration_data),
         "workload": [workload.path for workload in settings.workloads],
         "metric": files_named(settings.evaluate),
+        "labels": [] if settings.label_file is None else [settings.label_file],
         "`qdq_baseline`": baseline,
         **{what: [] if file is None else [file] for what, file in named.items()},
     }

@@ -220,10 +220,10 @@ def _proven(candidates: Sequence[FrontCandidate], run: Run) -> list[ProvenPoint]
         if len(compared) < len(contexts):
             continue
         trial, holds = candidate.trial, candidate.is_exact
-        metric = run.bench.metric(trial.placement) if run.settings.evaluate else None
+        metric = run.bench.metric(trial.placement) if run.settings.has_metric else None
         if metric is not None:
             holds = holds and not isinstance(metric, Failure) and run.limits.is_good_enough(metric)
-        value = None if isinstance(metric, Failure) else metric
+        value = None if metric is None or isinstance(metric, Failure) else metric.value
         found.append(ProvenPoint(trial, compared, len(candidate.measured), holds, value))
     return found
 

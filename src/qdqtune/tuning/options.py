@@ -16,6 +16,7 @@ from qdqtune.errors import check_file
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.loading import files_of
 from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL
+from qdqtune.numerics.label_options import LabelOptions
 from qdqtune.options import (
     FILE,
     NAMES,
@@ -137,7 +138,7 @@ class Wildcards(Several):
 
 
 @dataclass(kw_only=True)
-class SearchOptions(DataOptions, CacheOption, RewriteOption, FixOption, WorkerOptions):
+class SearchOptions(LabelOptions, DataOptions, CacheOption, RewriteOption, FixOption, WorkerOptions):
     """The options of a search that `Settings` takes as the user gives them.
 
     Options from which settings are derived (engine, builds, rounds) are in `commands.tune.TuneOptions`.
@@ -214,7 +215,7 @@ class SearchOptions(DataOptions, CacheOption, RewriteOption, FixOption, WorkerOp
         "30 of a thirtieth; none takes the fastest at any price. Exit code 4 if nothing faster holds it.",
         "Accuracy",
         short="least signal to error at the outputs",
-        default_in_words=f"{FLOOR_DB:g}, or none with `evaluate`",
+        default_in_words=f"{FLOOR_DB:g}, or none with a metric",
         metavar="DB",
     )
     min_sqnr_worst: Option[Switched, Switched] = option(
@@ -239,7 +240,8 @@ class SearchOptions(DataOptions, CacheOption, RewriteOption, FixOption, WorkerOp
     max_drop: Option[Switched, Switched] = option(
         Limit(min=0),
         "auto",
-        "Take only what keeps the metric of `evaluate` within X of the float model's, or none.",
+        "Take only what keeps your metric within X of the float model's, or none. With `labels` the upper end of the "
+        "95 % interval of the loss has to be within X, as far as the samples can tell.",
         "Accuracy",
         default_in_words="1 % of it",
         metavar="X",

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from qdqtune.calibration.scales import Ranges
+from qdqtune.numerics.losses import Score
 from qdqtune.search.costs.priors import Prices
 from qdqtune.search.costs.unit_decisions import UnitPrice
 from qdqtune.timing.ratios import Ratio
@@ -141,20 +142,23 @@ class TrialRecord(Record, frozen=True, tag="trial"):
 
 
 class MetricRecord(Record, frozen=True, tag="metric"):
-    """The user's metric of a placement."""
+    """The user's metric of a placement; over labels with its `name` and the part of each sample."""
 
     value: float | None = None
+    by_sample: tuple[float, ...] = ()
+    name: str = ""
     failure: Failure | None = None
 
     def __post_init__(self) -> None:
         _check_one(self.value, self.failure)
 
     @property
-    def result(self) -> float | Failure:
-        """The value, or why there is none."""
-        found = self.value if self.failure is None else self.failure
-        assert found is not None  # checked when it was made
-        return found
+    def result(self) -> Score | Failure:
+        """The metric, or why there is none."""
+        if self.failure is not None:
+            return self.failure
+        assert self.value is not None  # checked when it was made
+        return Score(self.value, self.by_sample, self.name)
 
 
 class LayersRecord(Record, frozen=True, tag="layers"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.numerics.accuracy import concern
+from qdqtune.numerics.losses import Score
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement import files
 from qdqtune.placement.reading import count_pairs
@@ -219,9 +220,9 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
     return summary | run.limits.summary(history, settings.plan, _metric_after(proof, run))
 
 
-def _metric_after(proof: Proof, run: Run) -> float | Failure | None:
+def _metric_after(proof: Proof, run: Run) -> Score | Failure | None:
     """The user's metric of what ships; None without one, and where the search has no candidate that is the same."""
-    if not run.settings.evaluate or not proof.in_file:
+    if not run.settings.has_metric or not proof.in_file:
         return run.limits.before
     return None if proof.trial is None else run.bench.metric(proof.in_file)
 

@@ -22,6 +22,8 @@ from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, writing
 from qdqtune.graph.loading import bytes_of_files, files_of
 from qdqtune.graph.saving import ConstantFile, one_constant_file
+from qdqtune.numerics.labelled import Metric, open_labelled
+from qdqtune.numerics.losses import doubt, samples_to_tell
 from qdqtune.numerics.metric import Evaluation, load_evaluation
 from qdqtune.numerics.scores import scores_of
 from qdqtune.numerics.simulation import Simulation
@@ -75,7 +77,7 @@ class Ready:
     settings: Settings
     output: OutputFolder
     given: Stamps
-    evaluation: Evaluation | None
+    evaluation: Metric | None
     subject: Subject
     runner: Runner
     store: Store
@@ -159,13 +161,17 @@ def prepared(settings: Settings, observer: Observer, check: Check | None = None)
     execution = Execution(settings.time_limit, ends, check)
     with ExitStack() as stack:
         output = stack.enter_context(OutputFolder(settings))
-        evaluation = None if settings.evaluate is None else load_evaluation(settings.evaluate)
+        evaluation: Metric | None = None if settings.evaluate is None else load_evaluation(settings.evaluate)
         runner, *others = stack.enter_context(_engines(settings, output.path / LOGS, observer, execution))
         observer.stage(f"reading {settings.model.name}")
         if (note := restored_state(settings)) is not None:
             observer.note(note)
         given = Stamps.of([*files_of(settings.model), *(files_of(b) if (b := settings.qdq_baseline) else [])])
         subject = open_subject(settings, runner, execution)
+        if settings.is_labelled:
+            where = settings.calibration_data, subject.shaped, execution
+            how: Any = {"limit": settings.calibration_samples, "fixed": settings.fix_inputs}
+            evaluation = open_labelled(settings.label_file, settings.metric, *where, **how)
         fingerprint = fingerprint_of(settings, subject, runner.describe())
         store = stack.enter_context(Store(settings.state, fingerprint, restart=settings.restart, given=given))
         yield Ready(
@@ -260,7 +266,7 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
         observer.stage("measuring the float model")
         settings, budget = affordable_proof(settings, bench, ready.ends, observer.note)
         bench.deadline = budget.deadline
-        limits = _limits(settings, bench, budget, observer)
+        limits = _limits(settings, ready.evaluation, bench, budget, observer)
         width, learning_width = _widths(ready)
         yield Run(
             **{**vars(ready), "settings": settings, "subject": subject},
@@ -287,37 +293,51 @@ def _widths(ready: Ready) -> tuple[int, int]:
     return (1, 1) if record is None else (record.width, record.learning)
 
 
-def _limits(settings: Settings, bench: Bench, budget: Budget, observer: Observer) -> Limits:
+def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget: Budget, observer: Observer) -> Limits:
     """The limits on accuracy, with the metric of the float model.
 
     Raises:
         BadOption: a limit cannot be held, or is about outputs that the model does not have.
         BaselineFailed: the user's metric fails on the float model.
     """
-    kinds = [array.dtype.kind for array in bench.floats.outputs[0].values()]
-    holds_floats = "f" in kinds
+    holds_floats = any(array.dtype.kind == "f" for array in bench.floats.outputs[0].values())
     for name in ("min_sqnr", "min_sqnr_worst"):
         if isinstance(getattr(settings, name), float) and not holds_floats:
-            raise BadOption(
-                f"`{name}` is about float outputs, and the model has none: use `min_agreement` or `evaluate`"
-            )
-    limits = settings.limits if holds_floats else replace(settings.limits, min_sqnr=None, min_sqnr_worst=None)
-    if all(kind == "f" for kind in kinds) and not scores_of(bench.floats.outputs):  # it is about other outputs
-        limits = replace(limits, min_agreement=None)
-        if isinstance(settings.min_agreement, float):
-            observer.note(
-                "no output holds integers, or values that look like scores of classes: `min_agreement` is idle"
-            )
+            other = "use `min_agreement` or `evaluate`"
+            raise BadOption(f"`{name}` is about float outputs, and the model has none: {other}")
+    limits = _about(bench, settings.limits)
+    if isinstance(settings.min_agreement, float) and limits.min_agreement is None:
+        seen = "no output holds integers, or values that look like scores of classes"
+        observer.note(f"{seen}: `min_agreement` has no effect")
     if not budget.is_late:
         _check_repeatability(limits, bench)
-    if settings.evaluate is None or budget.is_late:
+    if evaluation is None or budget.is_late:
         return limits
-    observer.stage(f"evaluating the float model with {settings.evaluate}")
+    observer.stage(f"evaluating the float model with {evaluation.source}")
     before = bench.metric(Placement())
     if isinstance(before, Failure):
-        raise BaselineFailed(f"`evaluate` {settings.evaluate} fails on the float model: {before.reason}")
-    max_drop = DROP * abs(before) if settings.max_drop == "auto" else limits.max_drop
+        option = "evaluate" if isinstance(evaluation, Evaluation) else "metric"
+        raise BaselineFailed(f"`{option}` {evaluation.source} fails on the float model: {before.reason}")
+    if doubtful := doubt(before):
+        observer.note(doubtful)
+    max_drop = DROP * abs(before.value) if settings.max_drop == "auto" else limits.max_drop
+    if max_drop is not None and (needed := samples_to_tell(before, max_drop)) is not None:
+        observer.note(
+            f"{len(before.by_sample)} samples cannot show that a loss is within `max_drop` {max_drop:.2g}, which takes "
+            f"at least {needed}: the loss on these samples decides, and a limit on the outputs as without a metric"
+        )
+        limits = replace(_about(bench, settings.floor), max_drop=max_drop)
+        _check_repeatability(limits, bench)
     return replace(limits, before=before, max_drop=max_drop)
+
+
+def _about(bench: Bench, limits: Limits) -> Limits:
+    """Those of the limits that are about outputs which the model has: floats, scores of classes, integers."""
+    kinds = [array.dtype.kind for array in bench.floats.outputs[0].values()]
+    limits = limits if "f" in kinds else replace(limits, min_sqnr=None, min_sqnr_worst=None)
+    if all(kind == "f" for kind in kinds) and not scores_of(bench.floats.outputs):
+        limits = replace(limits, min_agreement=None)
+    return limits
 
 
 def _check_repeatability(limits: Limits, bench: Bench) -> None:

@@ -16,6 +16,7 @@ from qdqtune.engines.formats import checked_weight_format
 from qdqtune.errors import BadOption
 from qdqtune.graph.rewrites import allowed
 from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL
+from qdqtune.numerics.label_options import check_metric
 from qdqtune.search.region import Config
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import PAIRS, Plan, least_rounds
@@ -89,7 +90,7 @@ class Settings(SearchOptions):
     `builds` is what the search may spend, the float model's build included. Each comparison of the proof takes 4 more:
     one comparison, or two for a model that has pairs, for each of at most two candidates, and another if both fail. For
     a `front` it is what search and proof may spend together.
-    `evaluate` names the user's metric (see `numerics.metric`).
+    `evaluate` names the user's metric (see `numerics.metric`), in place of `labels` and `metric`.
     `accuracy_samples` is the most samples on which outputs are compared.
     `price_cache` is the file in which runs leave prices for each other.
     `workloads` are calls of different shapes that are timed as one mix; they are the samples if there are no
@@ -133,8 +134,9 @@ class Settings(SearchOptions):
             raise BadOption("`from_qdq` and `qdq_baseline` exclude each other")
         if self.from_qdq and self.calibration_cache:
             raise BadOption("`from_qdq` and `calibration_cache` exclude each other: both bring scales")
-        if isinstance(self.max_drop, float) and self.evaluate is None:
-            raise BadOption("`max_drop` is about your metric: name it with `evaluate` module:callable")
+        check_metric(self.evaluate, self)
+        if isinstance(self.max_drop, float) and not self.has_metric:
+            raise BadOption("`max_drop` is about your metric: name it with `labels`, or `evaluate` module:callable")
         if self.front and (self.mode != "cut" or self.from_qdq):
             raise BadOption("`front` is for `mode` cut and float models")
         if self.front and self.builds < FRONT_LEAST:
@@ -160,6 +162,11 @@ class Settings(SearchOptions):
             raise BadOption("`pattern_cache` is for `mode` region")
 
     @property
+    def has_metric(self) -> bool:
+        """Whether a metric is asked for: a function, labels, or the name of one."""
+        return self.evaluate is not None or self.is_labelled
+
+    @property
     def has_pairs(self) -> bool:
         """Whether pairs may be placed."""
         return self.formats is None or self.quant_type in self.formats
@@ -167,12 +174,20 @@ class Settings(SearchOptions):
     @property
     def limits(self) -> Limits:
         """The limits on accuracy, without the metric of the float model."""
-        floor = self.min_sqnr if self.min_sqnr != "auto" else FLOOR_DB if self.evaluate is None else None
+        drop = None if not self.has_metric or self.max_drop == "auto" else self.max_drop
+        return replace(self._on_outputs(has_metric=self.has_metric), max_drop=drop)
+
+    @property
+    def floor(self) -> Limits:
+        """The limits on outputs where no metric decides."""
+        return self._on_outputs(has_metric=False)
+
+    def _on_outputs(self, *, has_metric: bool) -> Limits:
+        floor = self.min_sqnr if self.min_sqnr != "auto" else None if has_metric else FLOOR_DB
         worst, equal = self.min_sqnr_worst, self.min_agreement
         worst = worst if worst != "auto" else None if floor is None else floor - APART_DB
-        equal = equal if equal != "auto" else None if floor is None or self.evaluate is not None else MOST_EQUAL
-        drop = None if self.evaluate is None or self.max_drop == "auto" else self.max_drop
-        return Limits(floor, drop, min_agreement=equal, min_sqnr_worst=worst)
+        equal = equal if equal != "auto" else None if floor is None or has_metric else MOST_EQUAL
+        return Limits(floor, min_agreement=equal, min_sqnr_worst=worst)
 
     @property
     def thread_counts(self) -> tuple[int | None, ...]:

@@ -166,6 +166,9 @@ class Summary(TypedDict):
     max_drop: float | None
     metric_before: float | None
     metric_after: float | None
+    metric: NotRequired[str]
+    metric_samples: NotRequired[Count]
+    metric_loss_high: NotRequired[float | None]
     constraint_met: bool | None
     front: NotRequired[list[FrontPoint]]
     group_kinds: NotRequired[Count]

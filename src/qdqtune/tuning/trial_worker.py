@@ -19,7 +19,7 @@ from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import EngineFailure
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
-from qdqtune.numerics.metric import Evaluation
+from qdqtune.numerics.labelled import Metric
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.pairing import RoundsElsewhere, fresh_builds, rounds_of, shared_rounds
 from qdqtune.timing.ratios import Plan, Ratio, Rounds, compare, judge
@@ -51,7 +51,7 @@ class Conditions:
     samples: Sequence[Sample]
     seed: int
     limits: Limits = field(default_factory=Limits)
-    evaluation: Evaluation | None = None
+    evaluation: Metric | None = None
     check_wins: bool = True
 
     def won(self, trial: Trial) -> bool:

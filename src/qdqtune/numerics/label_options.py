@@ -1,0 +1,64 @@
+"""The options for a metric without code: a file of labels, and the name of the metric."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy.typing as npt
+
+from qdqtune.calibration.labels import FORMS
+from qdqtune.errors import BadOption
+from qdqtune.numerics.label_metrics import NAMES, Asked
+from qdqtune.options import Anything, Option, Options, PathLike, Reads, choice, option
+
+LabelsLike = PathLike | npt.ArrayLike | Sequence[npt.ArrayLike]
+"""Labels: a file, or an array or a list with one for each sample."""
+
+
+@dataclass(kw_only=True)
+class LabelOptions(Options):
+    """A metric over labelled samples."""
+
+    labels: Option[LabelsLike | None, LabelsLike | None] = option(
+        Anything(Reads(path_type=str)),
+        None,
+        "What is right for each sample of `calibration_data`, in the same order: class numbers from 0, pixels of "
+        f"classes, ids or vectors, in {FORMS}. An .npz may hold samples of its own beside its array 'labels'.",
+        "Accuracy",
+        short="right answers, one for each sample",
+        metavar="FILE",
+    )
+    metric: Option[Asked, Asked] = option(
+        choice("auto", *NAMES),
+        "auto",
+        "How outputs are compared with `labels`; without labels, with what the float model says. Higher is better. "
+        "top1, top5: the right class has the best score, or one of the best five. f1: mean over classes (of two "
+        "classes, that of class 1). miou: of pixels, without label 255. tokens: share of equal ids. wer: 1 - word "
+        "error rate, the edits per id of the label. cosine: of vectors. auto: the first that fits the shapes, of "
+        "top1, miou, tokens, wer and cosine.",
+        "Accuracy",
+        metavar="NAME",
+        is_rare=True,
+    )
+
+    @property
+    def is_labelled(self) -> bool:
+        """Whether a metric without code is asked for."""
+        return self.labels is not None or self.metric != "auto"
+
+    @property
+    def label_file(self) -> Path | None:
+        """The file of labels; labels of Python programs lie in one, too (see `commands.inputs.on_disk`)."""
+        return None if self.labels is None else Path(str(self.labels))
+
+
+def check_metric(evaluate: object, options: LabelOptions) -> None:
+    """Refuse two metrics at once.
+
+    Raises:
+        BadOption: a function is given together with labels or the name of a metric.
+    """
+    if evaluate is not None and options.is_labelled:
+        raise BadOption("`evaluate` is a metric of its own: leave `labels` and `metric` out")

@@ -1,0 +1,134 @@
+"""A metric without code: labels in a file beside the samples, and the name of a metric (see `label_metrics`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from qdqtune.calibration.inputs import input_specs
+from qdqtune.calibration.labels import holds_inputs, paired, read_labels
+from qdqtune.calibration.samples import Samples, open_samples
+from qdqtune.engines.execution import Execution
+from qdqtune.engines.runner import Handle, Runner
+from qdqtune.errors import BadOption
+from qdqtune.graph.model import Model
+from qdqtune.numerics.accuracy import NOT_FINITE, is_finite
+from qdqtune.numerics.label_metrics import Asked, Tally, answer, check_classes, chosen, fits
+from qdqtune.numerics.losses import Score
+from qdqtune.numerics.metric import Evaluation, evaluate
+from qdqtune.types import Array, Failure, Sample
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A metric over labelled samples. `labels` has those of each sample, its rows along the first axis; None where the
+    float model's own outputs are right. `source` names it in messages, `digest` is 16 hex digits of all its content."""
+
+    source: str
+    digest: str
+    metric: Asked
+    samples: Samples
+    labels: tuple[Array, ...] | None
+
+
+Metric = Evaluation | Labelled
+"""What can be asked of a model: a function of the user, or a metric over labels."""
+
+
+def open_labelled(
+    labels: Path | None,
+    metric: Asked,
+    data: str | None,
+    model: Model,
+    execution: Execution,
+    *,
+    limit: int | None = None,
+    fixed: Collection[str] = (),
+) -> Labelled:
+    """The metric of a file of labels, over the samples of `data`, or over those in the file itself if it is an .npz
+    with the inputs of the `model`. Without labels it is over at most `limit` samples.
+
+    Raises:
+        BadData: labels or samples cannot be read, or are not equally many.
+        BadOption: there are no samples.
+    """
+    name = "metric" if metric == "auto" else metric
+    if labels is None:
+        if data is None:
+            raise BadOption(f"`metric` {metric} needs samples: give `calibration_data`")
+        samples = open_samples(data, model, execution, limit=limit, fixed=fixed)
+        digest = _digest(name, samples.digest, str(limit))
+        return Labelled(f"{name} against the float model", digest, metric, samples, None)
+    found = read_labels(labels)
+    own = str(labels) if holds_inputs(labels, input_specs(model)) else None
+    if data is None and own is None:
+        raise BadOption(
+            "`labels` tells what is right for samples: give `calibration_data`, or an .npz that holds the inputs and "
+            "an array 'labels'"
+        )
+    samples = open_samples(own or data, model, execution, limit=len(found) + 1, fixed=fixed)
+    first = samples.first(1)[0]
+    count = sum(1 for _ in samples)
+    rows = paired(found, count, first, samples.origin)
+    content = (part for label in found for part in (str(label.shape), str(label.dtype), label.tobytes().hex()))
+    return Labelled(f"{name} on {labels}", _digest(name, samples.digest, *content), metric, samples, rows)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def measure(metric: Metric, runner: Runner, handle: Handle, floats: Callable[[], Handle | Failure]) -> Score | Failure:
+    """The metric of a model that the runner holds, or why there is none; see `metric.evaluate`. `floats` gives the
+    build of the float model, whose outputs are right where there are no labels.
+
+    Raises:
+        BadOption: the function of the user fails, or no output fits the metric.
+    """
+    if isinstance(metric, Evaluation):
+        value = evaluate(metric, runner, handle)
+        return value if isinstance(value, Failure) else Score(value)
+    return _measured(metric, runner, handle, handle if metric.labels else floats())
+
+
+def _measured(metric: Labelled, runner: Runner, handle: Handle, floats: Handle | Failure) -> Score | Failure:
+    if isinstance(floats, Failure):
+        return floats
+    tally, of = None, ""
+    for sample, right in _with_labels(metric):
+        outputs = _ran(runner, handle, sample)
+        if isinstance(outputs, Failure):
+            return outputs
+        if tally is None:
+            name, of = chosen(metric.metric, outputs, right)
+            tally = Tally(name)
+        told = answer(tally.metric, outputs[of])
+        if right is None:
+            reference = outputs if floats is handle else _ran(runner, floats, sample)
+            if isinstance(reference, Failure):
+                return reference
+            right = answer(tally.metric, reference[of])
+        else:
+            check_classes(tally.metric, of, outputs[of], right)
+        if told is None or right is None or not fits(tally.metric, told, right):
+            raise BadOption(f"{metric.source}: output {of} of one sample has another form than that of the first")
+        tally.add(told, right)
+    assert tally is not None  # a source without samples is refused when it is opened
+    return replace(tally.score, name=tally.metric)
+
+
+def _ran(runner: Runner, handle: Handle, sample: Sample) -> Mapping[str, Array] | Failure:
+    ran = runner.outputs(handle, [sample])
+    if isinstance(ran, Failure):
+        return ran
+    return ran[0] if is_finite(ran) else NOT_FINITE
+
+
+def _with_labels(metric: Labelled) -> Iterator[tuple[Sample, Array | None]]:
+    """Each sample with its labels; None where the float model tells what is right."""
+    if metric.labels is None:
+        yield from ((sample, None) for sample in metric.samples)
+    else:
+        yield from zip(metric.samples, metric.labels, strict=False)

@@ -1,0 +1,97 @@
+"""Files of labels: every form that is promised, and one clear line for everything else."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qdqtune.calibration.labels import paired, read_labels
+from qdqtune.errors import BadData
+
+SAMPLE = {"x": np.zeros((1, 3), np.float32)}
+PAIR = {"x": np.zeros((2, 3), np.float32)}
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("l.txt", "3\n1\n4\n"),
+        ("l.csv", "3\n1\n4\n"),
+        ("l.csv", "file,label\na.png,3\nb.png,1\nc.png,4\n"),
+        ("l.csv", "label,file\n3,a.png\n1,b.png\n\n4,c.png\n"),
+        ("l.csv", "a.png,3\nb.png,1\nc.png,4\n"),
+        ("l.json", "[3, 1, 4]"),
+        ("l.json", '{"a.png": 3, "b.png": 1, "c.png": 4}'),
+        ("l.json", '{"classes": [3, 1, 4]}'),
+        ("l.json", '{"names": ["a"], "labels": [3, 1, 4]}'),
+    ],
+)
+def test_class_numbers_in_text(tmp_path: Path, name: str, text: str) -> None:
+    found = read_labels(written(tmp_path, name, text))
+    assert [label.tolist() for label in found] == [3, 1, 4]
+    assert {(label.shape, label.dtype) for label in found} == {((), np.dtype(np.int64))}
+
+
+@pytest.mark.parametrize("values", [np.array([3, 1, 4], np.uint8), np.array([[3.0], [1.0], [4.0]], np.float32)])
+def test_class_numbers_in_arrays(tmp_path: Path, values: np.ndarray) -> None:
+    np.save(tmp_path / "l.npy", values)
+    np.savez(tmp_path / "one.npz", anything=values)
+    np.savez(tmp_path / "both.npz", x=np.zeros((3, 3)), labels=values)
+    for name in ("l.npy", "one.npz", "both.npz"):
+        assert [int(label) for label in read_labels(tmp_path / name)] == [3, 1, 4]
+
+
+def test_sequences_and_vectors(tmp_path: Path) -> None:
+    for name, text in (("l.txt", "7 8 9\n5\n"), ("l.json", "[[7, 8, 9], [5]]")):
+        assert [label.tolist() for label in read_labels(written(tmp_path, name, text))] == [[7, 8, 9], [5]]
+    np.save(tmp_path / "v.npy", np.full((2, 4), 0.5, np.float32))
+    assert [label.shape for label in read_labels(tmp_path / "v.npy")] == [(4,), (4,)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("l.txt", "cat\ndog\n", "label 'cat' is no number: give class numbers, counted from 0, not names"),
+        ("l.txt", "", "holds no label"),
+        ("l.csv", "label,x\n1,2\n\n", ""),
+        ("l.csv", "x,label\n1,2\n3\n", "the row '3' has no label"),
+        ("l.json", "3", "holds no list"),
+        ("l.json", "[1, ", "cannot read labels .* as JSON"),
+        ("l.json", "[1, [2, 3]]", "some labels are numbers and others lists"),
+        ("l.json", "[1, NaN]", "as JSON"),
+        ("l.xml", "1", "give .npz, .npy, .json, .csv or .txt"),
+    ],
+)
+def test_what_cannot_be_read_is_told_in_a_line(tmp_path: Path, name: str, text: str, message: str) -> None:
+    path = written(tmp_path, name, text)
+    if not message:
+        assert len(read_labels(path)) == 1
+        return
+    with pytest.raises(BadData, match=message) as error:
+        read_labels(path)
+    assert "\n" not in str(error.value)
+
+
+def test_arrays_without_labels_are_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "l.npz", x=np.zeros(3), y=np.zeros(3))
+    with pytest.raises(BadData, match="has no array 'labels'; it holds 'x', 'y'"):
+        read_labels(tmp_path / "l.npz")
+    with pytest.raises(BadData, match="not found"):
+        read_labels(tmp_path / "nowhere.npy")
+
+
+def test_labels_are_paired_with_samples_and_their_rows() -> None:
+    labels = tuple(np.array(n) for n in range(4))
+    assert [p.tolist() for p in paired(labels, 4, SAMPLE, "d")] == [[0], [1], [2], [3]]
+    assert [p.tolist() for p in paired(labels, 2, PAIR, "d")] == [[0, 1], [2, 3]]
+    rows = tuple(np.array([n, n]) for n in range(4))
+    assert [p.tolist() for p in paired(rows, 4, PAIR, "d")] == [[0, 0], [1, 1], [2, 2], [3, 3]]
+    with pytest.raises(BadData, match="4 labels for 3 samples of d: `labels` has one for each sample, in the same"):
+        paired(labels, 3, SAMPLE, "d")
+    with pytest.raises(BadData, match=r"4 labels for more than 4 samples of d: .* or for each of its 2 rows"):
+        paired(labels, 5, PAIR, "d")

@@ -1,0 +1,213 @@
+"""Runs whose metric comes from labels: what is taken, what is told, and what cannot be."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx.reference import ReferenceEvaluator
+
+import qdqtune
+from conftest import Call
+from models import build, feeds, normal
+from qdqtune.errors import BadData, BadOption
+from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
+from qdqtune.numerics.losses import Score, loss_high
+from qdqtune.tuning.finished import read_run
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import Silent
+from qdqtune.tuning.records import MetricRecord
+from qdqtune.tuning.settings import Settings
+from qdqtune.types import Placement
+from runs import settings
+from workers import Workers
+
+COUNT = 300
+
+CLASSIFIER = """net (float[1,8,64] x) => (float[1,8] y) {
+    [first] a = MatMul(x, w0)
+    [relu] b = Relu(a)
+    [second] c = MatMul(b, w1)
+    [skip] d = Add(c, b)
+    [third] f = MatMul(d, w2)
+    [pool] y = ReduceMax <keepdims=0> (f, axes)
+}"""
+
+
+class Notes(Silent):
+    """Remembers notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def classifier() -> Model:
+    weights = {"w0": normal(64, 128, scale=0.1), "w1": normal(128, 128, scale=0.1), "w2": normal(128, 8)}
+    return build(CLASSIFIER, weights | {"axes": np.array([1])})
+
+
+@pytest.fixture(scope="module")
+def data() -> tuple[np.ndarray, np.ndarray]:
+    """Samples, and the classes that the float model sees in them, of which every tenth is wrong."""
+    net = classifier()
+    samples = np.stack([sample["x"][0] for sample in feeds(net, COUNT)])
+    evaluator = ReferenceEvaluator(net.to_proto())
+    labels = np.array([int(evaluator.run(None, {"x": x[None]})[0].argmax()) for x in samples])
+    labels[::10] = (labels[::10] + 1) % 8
+    return samples, labels
+
+
+@pytest.fixture
+def model(tmp_path: Path, workers: Workers, data: tuple[np.ndarray, np.ndarray]) -> Path:
+    path = tmp_path / "model.onnx"
+    save(classifier(), path)
+    np.savez(path.with_suffix(".npz"), x=data[0])
+    np.save(tmp_path / "labels.npy", data[1])
+    return path
+
+
+def labelled(model: Path, /, **changes) -> Settings:
+    return settings(model, labels=model.parent / "labels.npy", builds=10, **changes)
+
+
+class TestTheLimit:
+    def test_the_upper_end_of_the_interval_decides(self, model: Path) -> None:
+        free = tune(labelled(model, max_drop=None))
+        assert free.improved
+        found = free.summary
+        assert (found["metric"], found["metric_samples"], found["metric_before"]) == ("top1", COUNT, 0.9)
+        lost, high = found["metric_before"] - found["metric_after"], found["metric_loss_high"]
+        assert high > max(lost, 0.009)
+        within = (lost + high) / 2  # the loss on the samples is smaller, and what it may be is larger
+        limited = tune(labelled(model, max_drop=within, output_dir=model.parent / "limited"))
+        assert limited.placement != free.placement
+        assert any(t.holds is False and t.placement == free.placement for t in limited.history)
+        if limited.improved:
+            assert limited.summary["metric_loss_high"] <= within
+
+    def test_too_few_samples_are_told_and_the_loss_on_them_decides(self, model: Path, data) -> None:
+        np.savez(model.parent / "few.npz", x=data[0][:40], labels=data[1][:40])
+        log = Notes()
+        done = tune(settings(model, labels=model.parent / "few.npz", builds=10, max_drop=0.05), log)
+        told = [note for note in log.notes if "cannot show" in note]
+        assert len(told) == 1
+        assert "40 samples cannot show that a loss is within `max_drop` 0.05, which takes at least 52" in told[0]
+        assert done.improved
+        assert done.summary["min_sqnr_db"] == 20  # a limit on the outputs, as without a metric
+        assert done.summary["metric_before"] - done.summary["metric_after"] <= 0.05 < done.summary["metric_loss_high"]
+
+    def test_enough_samples_need_no_other_limit(self, model: Path) -> None:
+        log = Notes()
+        done = tune(labelled(model, max_drop=0.2), log)
+        assert not any("cannot show" in note for note in log.notes)
+        assert done.summary["min_sqnr_db"] is None
+        assert done.summary["metric_loss_high"] <= 0.2
+
+    def test_a_resumed_run_knows_what_each_sample_said(self, model: Path) -> None:
+        asked = labelled(model, max_drop=0.2)
+        first = tune(asked)
+        ended = read_run(asked.output_dir)
+        scores = [record.result for record in ended.records.of(MetricRecord)]
+        assert all(isinstance(score, Score) and len(score.by_sample) == COUNT for score in scores)
+        before = ended.limits.before
+        assert before is not None
+        after = next(r.result for r in ended.records.of(MetricRecord) if r.of.endswith(first.placement.digest))
+        assert isinstance(after, Score)
+        assert loss_high(before, after) == first.summary["metric_loss_high"]
+        assert before.value == first.summary["metric_before"]
+        again = tune(asked)
+        assert again.summary["metric_loss_high"] == first.summary["metric_loss_high"]
+        assert Placement() != again.placement == first.placement
+
+
+def test_without_labels_the_float_model_is_right(model: Path) -> None:
+    done = tune(settings(model, metric="top1", builds=10, max_drop=None))
+    summary = done.summary
+    assert (summary["metric_before"], summary["metric_samples"]) == (1.0, COUNT)
+    evaluators = [ReferenceEvaluator(onnx.load(model.parent / "out" / f"{f}.onnx"))
+                  for f in ("baseline", "optimized_final")]  # fmt: skip
+    with np.load(model.with_suffix(".npz")) as arrays:
+        told = [[e.run(None, {"x": x[None]})[0].argmax() for x in arrays["x"]] for e in evaluators]
+    assert summary["metric_after"] == pytest.approx(np.equal(*told).mean(), abs=0.01)
+
+
+def test_one_file_may_hold_samples_and_labels(model: Path, data, call: Call) -> None:
+    both = model.parent / "both.npz"
+    np.savez(both, x=data[0], labels=data[1])
+    code, out, err = call("quantize", model, "--calibration-data", both, "--labels", both, "-o", both.with_suffix(".q"))
+    assert code == 0
+    assert f"top1 on {COUNT} samples: 0.9 before" in out
+    assert "labels" not in err
+
+
+def test_labels_in_another_order_are_doubted(model: Path, data, call: Call) -> None:
+    wrong = (data[1] + 1) % 8
+    np.save(model.parent / "wrong.npy", wrong)
+    asked = ("--calibration-data", model.with_suffix(".npz"), "--labels", model.parent / "wrong.npy")
+    code, _, err = call("quantize", model, *asked, "-o", model.parent / "q.onnx")
+    assert code == 0
+    assert "note: the float model has top1 0" in err
+    log = Notes()
+    tune(settings(model, labels=model.parent / "wrong.npy", builds=10), log)
+    assert any("see whether `labels` has the order of the samples" in note for note in log.notes)
+
+
+class TestWhatCannotBe:
+    @pytest.mark.parametrize(
+        ("changes", "error", "message"),
+        [
+            ({"labels": "labels.npy", "calibration_data": None}, BadOption, "give `calibration_data`, or an .npz that"),
+            ({"labels": "few.npy"}, BadData, "299 labels for more than 299 samples of .*: `labels` has one for each"),
+            ({"labels": "nowhere.npy"}, BadData, r"labels .*nowhere.npy not found"),
+            ({"labels": "labels.npy", "evaluate": "m:f"}, BadOption, "`evaluate` is a metric of its own"),
+            ({"labels": "labels.npy", "metric": "miou"}, BadOption, "`metric` miou reads scores"),
+            ({"labels": "from_one.npy"}, BadOption, "label 8 is no class of output y, which has 8: count classes from"),
+            ({"metric": "cosine", "calibration_data": None}, BadOption, "`metric` cosine needs samples"),
+        ],
+    )
+    def test_one_line_says_what_to_do(self, model: Path, data, changes, error, message) -> None:
+        np.save(model.parent / "few.npy", data[1][1:])
+        np.save(model.parent / "from_one.npy", data[1] + 1)
+        if "labels" in changes:
+            changes = changes | {"labels": model.parent / changes["labels"]}
+        with pytest.raises(error, match=message) as told:
+            tune(settings(model, builds=10, **changes))
+        assert "\n" not in str(told.value)
+
+
+class TestTheCommands:
+    def test_tune_tells_the_metric_and_its_interval(self, model: Path, call: Call) -> None:
+        asked = ("tune", model, "--engine", "fake", "--builds", "10", "--calibration-data", model.with_suffix(".npz"),
+                 "--labels", model.parent / "labels.npy", "--max-drop", "none", "-o", model.parent / "out")  # fmt: skip
+        code, out, err = call(*asked)
+        assert code == 0
+        assert f"top1, {COUNT} samples" in out
+        assert "loss at most (95 %)" in out
+        assert "evaluating the float model with metric on" in err
+        assert f"on {COUNT} samples" in (model.parent / "out" / "report.html").read_text()
+
+    def test_quantize_tells_it_too(self, model: Path, call: Call) -> None:
+        asked = ("quantize", model, "--calibration-data", model.with_suffix(".npz"),
+                 "--labels", model.parent / "labels.npy", "-o", model.parent / "q.onnx")  # fmt: skip
+        code, out, _ = call(*asked)
+        assert code == 0
+        assert f"top1 on {COUNT} samples: 0.9 before, " in out
+        assert "; loss at most 0." in out
+        code, out, _ = call(*asked, "--metric", "f1", "--json")
+        row = json.loads(out)["metric"]
+        assert (code, row["name"], row["samples"]) == (0, "f1", COUNT)
+        code, _, err = call(*asked, "--evaluate", "metric:score")
+        assert code == 2
+        assert "--evaluate is a metric of its own: leave --labels and --metric out" in err
+
+    def test_labels_may_be_arrays_of_python(self, model: Path, data) -> None:
+        done = qdqtune.quantize(model, model.parent / "q.onnx", calibration_data={"x": data[0]}, labels=data[1])
+        assert done.metric is not None
+        assert done.metric[0] == 0.9
+        with pytest.raises(BadData, match="labels are an array or a list"):
+            qdqtune.quantize(model, model.parent / "q.onnx", calibration_data={"x": data[0]}, labels=7)
