@@ -26,7 +26,7 @@ class LabelOptions(Options):
         None,
         "What is right for each sample of `calibration_data`, in the same order: class numbers from 0, pixels of "
         f"classes, ids or vectors, in {FORMS}. An .npz may hold samples of its own beside its array 'labels'.",
-        "Accuracy",
+        "Data",
         short="right answers, one for each sample",
         metavar="FILE",
     )
@@ -38,7 +38,7 @@ class LabelOptions(Options):
         "classes, that of class 1). miou: of pixels, without label 255. tokens: share of equal ids. wer: 1 - word "
         "error rate, the edits per id of the label. cosine: of vectors. auto: the first that fits the shapes, of "
         "top1, miou, tokens, wer and cosine.",
-        "Accuracy",
+        "Data",
         metavar="NAME",
         is_rare=True,
     )
