@@ -79,3 +79,5 @@ def test_too_few_changes_tell_nothing_of_other_scores() -> None:
     assert loss_high(before, before) is None
     assert loss_high(Score(0.5), Score(0.4)) is None
     assert samples_to_tell(Score(0.5, (0.5,) * 3, "wer"), 0.01) == LEAST_CHANGED
+    assert samples_to_tell(Score(0.5, (0.5,) * 30, "wer"), 0.01) is None
+    assert samples_to_tell(Score(0.5, (0.5,) * 30, "f1"), 0.01) == 268

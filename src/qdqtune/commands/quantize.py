@@ -42,7 +42,7 @@ from qdqtune.graph.saving import one_constant_file, save
 from qdqtune.numerics.accuracy import accuracy, concern, cosine, is_finite
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.label_options import check_metric
-from qdqtune.numerics.labelled import Metric, measure, open_labelled
+from qdqtune.numerics.labelled import Metric, measure, open_labelled, option_of
 from qdqtune.numerics.losses import Score, doubt, loss_high
 from qdqtune.numerics.metric import load_evaluation
 from qdqtune.numerics.scores import equal_share
@@ -359,5 +359,5 @@ def _measured(metric: Metric, runner: Runner, handle: Handle, floats: Handle) ->
     """
     value = measure(metric, runner, handle, lambda: floats)
     if isinstance(value, Failure) and value.stage in ("output", "run"):
-        raise BadOption(f"the metric {metric.source} cannot be used: {value.reason}")
+        raise BadOption(f"{option_of(metric)} cannot be used: {value.reason}")
     return insist(value, REFUSED)

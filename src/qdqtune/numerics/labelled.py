@@ -37,6 +37,11 @@ Metric = Evaluation | Labelled
 """What can be asked of a model: a function of the user, or a metric over labels."""
 
 
+def option_of(metric: Metric) -> str:
+    """The metric in messages: the option that asks for it, and its name."""
+    return f"`{'evaluate' if isinstance(metric, Evaluation) else 'metric'}` {metric.source}"
+
+
 def open_labelled(
     labels: Path | None,
     metric: Asked,

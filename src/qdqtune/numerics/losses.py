@@ -17,6 +17,9 @@ Z2 = NormalDist().inv_cdf(1 - ERROR) ** 2
 HITS = frozenset({"top1", "top5"})
 """Metrics whose score of a sample is 1 or 0: its answer is right or wrong."""
 
+SINGLE = HITS | {"f1"}
+"""Metrics of one answer a sample: one that changes counts whole, and few of them change."""
+
 DOUBTFUL = 0.2
 """A float model that is right less often may have been given labels of other samples. Chosen, not measured."""
 
@@ -80,10 +83,11 @@ def samples_to_tell(score: Score, max_drop: float) -> int | None:
     """How many samples it takes until one without any change shows that the loss is within `max_drop`; None if these
     are enough, or no number is.
 
-    With right and wrong answers the interval of `n` samples without a change ends at z^2 / (n + z^2).
+    With right and wrong answers the interval of `n` samples without a change ends at z^2 / (n + z^2). The same number is
+    asked of F1. Other scores change a little on most samples, and Student's t can tell from `LEAST_CHANGED` on.
     """
     count = len(score.by_sample)
-    if not score.is_of_hits:
+    if score.name not in SINGLE:
         return LEAST_CHANGED if 0 < count < LEAST_CHANGED else None
     needed = ceil(Z2 * (1 - max_drop) / max_drop - 1e-9) if 0 < max_drop < 1 else 0
     return needed if count < needed else None

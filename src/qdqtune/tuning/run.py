@@ -22,9 +22,9 @@ from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, writing
 from qdqtune.graph.loading import bytes_of_files, files_of
 from qdqtune.graph.saving import ConstantFile, one_constant_file
-from qdqtune.numerics.labelled import Metric, open_labelled
+from qdqtune.numerics.labelled import Metric, open_labelled, option_of
 from qdqtune.numerics.losses import doubt, samples_to_tell
-from qdqtune.numerics.metric import Evaluation, load_evaluation
+from qdqtune.numerics.metric import load_evaluation
 from qdqtune.numerics.scores import scores_of
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement.insertion import Inserter
@@ -316,8 +316,7 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
     observer.stage(f"evaluating the float model with {evaluation.source}")
     before = bench.metric(Placement())
     if isinstance(before, Failure):
-        option = "evaluate" if isinstance(evaluation, Evaluation) else "metric"
-        raise BaselineFailed(f"`{option}` {evaluation.source} fails on the float model: {before.reason}")
+        raise BaselineFailed(f"{option_of(evaluation)} fails on the float model: {before.reason}")
     if doubtful := doubt(before):
         observer.note(doubtful)
     max_drop = DROP * abs(before.value) if settings.max_drop == "auto" else limits.max_drop
