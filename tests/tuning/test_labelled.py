@@ -101,6 +101,13 @@ class TestTheLimit:
         assert done.summary["min_sqnr_db"] == 20  # a limit on the outputs, as without a metric
         assert done.summary["metric_before"] - done.summary["metric_after"] <= 0.05 < done.summary["metric_loss_high"]
 
+    def test_no_number_of_samples_shows_that_nothing_is_lost(self, model: Path) -> None:
+        log = Notes()
+        done = tune(labelled(model, max_drop=0.0), log)
+        assert any("within `max_drop` 0, which no number of them can" in note for note in log.notes)
+        assert done.summary["min_sqnr_db"] == 20
+        assert not done.improved or done.summary["metric_after"] >= done.summary["metric_before"]
+
     def test_enough_samples_need_no_other_limit(self, model: Path) -> None:
         log = Notes()
         done = tune(labelled(model, max_drop=0.2), log)

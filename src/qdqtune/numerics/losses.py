@@ -83,8 +83,8 @@ def samples_to_tell(score: Score, max_drop: float) -> int | None:
     """How many samples it takes until one without any change shows that the loss is within `max_drop`; None if these
     are enough, or no number is.
 
-    With right and wrong answers the interval of `n` samples without a change ends at z^2 / (n + z^2). The same number is
-    asked of F1. Other scores change a little on most samples, and Student's t can tell from `LEAST_CHANGED` on.
+    With right and wrong answers the interval of `n` samples without a change ends at z^2 / (n + z^2). F1 is asked for
+    as many. Other scores change a little on most samples, and Student's t can tell from `LEAST_CHANGED` on.
     """
     count = len(score.by_sample)
     if score.name not in SINGLE:

@@ -23,7 +23,7 @@ from qdqtune.errors import BadOption, BaselineFailed, writing
 from qdqtune.graph.loading import bytes_of_files, files_of
 from qdqtune.graph.saving import ConstantFile, one_constant_file
 from qdqtune.numerics.labelled import Metric, open_labelled, option_of
-from qdqtune.numerics.losses import doubt, samples_to_tell
+from qdqtune.numerics.losses import can_tell, doubt, samples_to_tell
 from qdqtune.numerics.metric import load_evaluation
 from qdqtune.numerics.scores import scores_of
 from qdqtune.numerics.simulation import Simulation
@@ -320,10 +320,12 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
     if doubtful := doubt(before):
         observer.note(doubtful)
     max_drop = DROP * abs(before.value) if settings.max_drop == "auto" else limits.max_drop
-    if max_drop is not None and (needed := samples_to_tell(before, max_drop)) is not None:
+    if max_drop is not None and before.by_sample and not can_tell(before, max_drop):
+        needed = samples_to_tell(before, max_drop)
+        takes = "which no number of them can" if needed is None else f"which takes at least {needed}"
         observer.note(
-            f"{len(before.by_sample)} samples cannot show that a loss is within `max_drop` {max_drop:.2g}, which takes "
-            f"at least {needed}: the loss on these samples decides, and a limit on the outputs as without a metric"
+            f"{len(before.by_sample)} samples cannot show that a loss is within `max_drop` {max_drop:.2g}, {takes}: "
+            "the loss on these samples decides, and a limit on the outputs as without a metric"
         )
         limits = replace(_about(bench, settings.floor), max_drop=max_drop)
         _check_repeatability(limits, bench)
