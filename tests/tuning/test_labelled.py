@@ -21,7 +21,7 @@ from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.records import MetricRecord
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Placement
-from runs import settings
+from runs import mixed, settings, write
 from workers import Workers
 
 COUNT = 300
@@ -150,6 +150,19 @@ def test_one_file_may_hold_samples_and_labels(model: Path, data, call: Call) -> 
     assert code == 0
     assert f"top1 on {COUNT} samples: 0.9 before" in out
     assert "labels" not in err
+
+
+@pytest.mark.parametrize("metric", ["tokens", "wer"])
+def test_each_row_of_a_batch_has_its_sequence(tmp_path: Path, call: Call, metric: str) -> None:
+    net = mixed()
+    model = write(net, tmp_path)
+    evaluator = ReferenceEvaluator(net.to_proto())
+    told = [evaluator.run(None, sample)[0].argmax(-1) for sample in feeds(net, 3)]
+    (tmp_path / "ids.txt").write_text("\n".join(" ".join(map(str, row)) for row in np.concatenate(told)))
+    asked = ("--calibration-data", model.with_suffix(".npz"), "--labels", tmp_path / "ids.txt", "--metric", metric)
+    code, out, err = call("quantize", model, *asked, "-o", tmp_path / "q.onnx")
+    assert code == 0, err
+    assert f"{metric} on 24 samples: 1 before, 0." in out
 
 
 def test_labels_in_another_order_are_doubted(model: Path, data, call: Call) -> None:
