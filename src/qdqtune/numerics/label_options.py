@@ -25,7 +25,8 @@ class LabelOptions(Options):
         Anything(Reads(path_type=str)),
         None,
         "What is right for each sample of `calibration_data`, in the same order: class numbers from 0, pixels of "
-        f"classes, ids or vectors, in {FORMS}. An .npz may hold samples of its own beside its array 'labels'.",
+        f"classes, ids or vectors, in {FORMS}. An .npz may hold samples of its own beside its array 'labels': those "
+        "that calibration does not see are the fairest.",
         "Data",
         short="right answers, one for each sample",
         metavar="FILE",
