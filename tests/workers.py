@@ -95,7 +95,7 @@ class InProcess:
     ) -> tuple[bool, Any]:
         """`Worker.request`; the limit does not hold."""
         try:
-            if self._session is None:
+            if name == "open":
                 (spec,) = arguments
                 self._session = Session(spec, lambda spec: Watched(self._workers, spec))
                 return True, None

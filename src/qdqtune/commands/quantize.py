@@ -30,6 +30,7 @@ from qdqtune.engines.acceptance import checked_output
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import checked_weight_format, numeric_format, usual_precision, weight_formats_like
+from qdqtune.engines.reused_workers import reused_workers
 from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.explanation.formatting import decibels, placed
@@ -141,8 +142,12 @@ def quantize(options: QuantizeOptions, observer: Observer | None = None) -> Quan
         OutputError: the output cannot be written.
     """
     observer = observer or Silent()
-    with temporary_folder() as folder, one_constant_file(folder) as constants:
-        return _quantized(options, observer, replace(execution_of(options), constants=constants))
+    with (
+        temporary_folder() as folder,
+        one_constant_file(folder) as constants,
+        reused_workers(execution_of(options)) as execution,
+    ):
+        return _quantized(options, observer, replace(execution, constants=constants))
 
 
 def _rewrites_of(options: QuantizeOptions) -> Rewrites:
@@ -328,7 +333,8 @@ def _judged(
     samples = prepared.judging
     is_fused = options.engine == "onnxruntime" and len(model.nodes) <= MOST_OPTIMIZED
     spec = EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": is_fused})
-    with Runner(spec, log_dir=folder, execution=prepared.execution) as runner:
+    execution = prepared.execution
+    with Runner(spec, log_dir=folder, execution=execution, start=execution.start) as runner:
         before, after = (insist(runner.load(file), REFUSED) for file in (plain, written))
         expected, returned = (insist(runner.outputs(handle, samples), REFUSED) for handle in (before, after))
         measured = None

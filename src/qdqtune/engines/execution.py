@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.system.writing import temporary_folder
@@ -41,13 +42,15 @@ class Execution:
 
     A request to an engine may take `seconds`, as may a pass over samples, which also has to finish before the time
     `ends` of `time.monotonic`. `check` can cancel all waits. The stages of the command write constants of their models
-    to `constants`, so that weights are written once.
+    to `constants`, so that weights are written once. `start`, a `process.StartWorker`, starts the workers in which
+    models are looked at and not timed (see `reused_workers`); without it they start as those of any `Runner`.
     """
 
     seconds: float = TIME_LIMIT
     ends: float | None = None
     check: Check | None = None
     constants: ConstantFile | None = None
+    start: Callable[..., Any] | None = None
 
     @contextmanager
     def constant_file(self) -> Iterator[ConstantFile]:

@@ -35,6 +35,9 @@ from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat
 SLACK = 5.0
 """Multiple of the expected time that rounds may take beyond their limit: a shared machine rarely slows down so much."""
 
+AHEAD = 4
+"""Samples for each thread in a request that runs several at once. Chosen, not measured."""
+
 T = TypeVar("T")
 
 start_worker: StartWorker = WorkerProcess
@@ -226,22 +229,25 @@ class Runner:
 
     # Inferences
 
-    def outputs(self, handle: Handle, samples: Iterable[Tensors]) -> list[dict[str, Array]] | Failure:
-        """The graph outputs for each sample. They may hold NaN."""
-        results = []
-        for sample in samples:
-            result = self._ask_of([handle], "run", handle.build, sample, what=f"running {handle.path.name}")
-            if isinstance(result, Failure):
-                return result
-            results.append(result)
+    def outputs(self, handle: Handle, samples: Iterable[Tensors], at_once: int = 1) -> list[dict[str, Array]] | Failure:
+        """The graph outputs for each sample. They may hold NaN. `at_once` samples run at the same time, for engines
+        whose models do that (ONNX Runtime's)."""
+        results: list[dict[str, Array]] = []
+        waiting, what = iter(samples), f"running {handle.path.name}"
+        while part := list(itertools.islice(waiting, 1 if at_once == 1 else AHEAD * at_once)):
+            asked = ("run", handle.build, part[0]) if at_once == 1 else ("run_all", handle.build, part, at_once)
+            found = self._ask_of([handle], *asked, what=what, extra=(len(part) - 1) * self._connection.limit)
+            if isinstance(found, Failure):
+                return found
+            results += [found] if at_once == 1 else found
         return results
 
-    def outputs_of(self, path: Path, samples: Iterable[Tensors]) -> list[dict[str, Array]] | Failure:
+    def outputs_of(self, path: Path, samples: Iterable[Tensors], at_once: int = 1) -> list[dict[str, Array]] | Failure:
         """`outputs` of a file. Its build is freed afterwards."""
         handle = self.load(path)
         if isinstance(handle, Failure):
             return handle
-        outputs = self.outputs(handle, samples)
+        outputs = self.outputs(handle, samples, at_once)
         self.unload(handle)
         return outputs
 

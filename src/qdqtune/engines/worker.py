@@ -1,9 +1,9 @@
 """The worker process, which holds an engine: `python -m qdqtune.engines.worker FD`, started by `WorkerProcess`.
 
 It reads requests `(name of a Session method, arguments)` from socket FD, and answers each with `(True, result)` or
-`(False, QdqtuneError)`. Any other exception is a defect: it ends the process, with a traceback in its log. Engines may
-print to standard output. The process ends when the other end of the socket closes, however its parent died. This needs
-POSIX.
+`(False, QdqtuneError)`. The request "open" opens an engine, in place of an earlier one. Any other exception is a
+defect: it ends the process, with a traceback in its log. Engines may print to standard output. The process ends when
+the other end of the socket closes, however its parent died. This needs POSIX.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
@@ -117,10 +119,21 @@ class Session:
             built.close()
         return_free_memory()
 
+    def close(self) -> None:
+        """Free all models."""
+        for number in list(self._models):
+            self.unload(number)
+
     def run(self, number: int, inputs: Tensors) -> dict[str, Array]:
         """`Built.run`. The output of a ZipMap becomes an array [entries, classes]."""
         outputs: dict[str, Any] = self._built(number).run(inputs)
         return {name: _as_array(value) for name, value in outputs.items()}
+
+    def run_all(self, number: int, samples: Sequence[Tensors], at_once: int) -> list[dict[str, Array]]:
+        """`run` on each sample, in `at_once` threads."""
+        self._built(number)  # or else each thread would build it
+        with ThreadPoolExecutor(at_once) as threads:
+            return list(threads.map(partial(self.run, number), samples))
 
     def layers(self, number: int, runs: int) -> tuple[Layer, ...]:
         """`Built.layers` with the times of the average call."""
@@ -267,8 +280,10 @@ def main() -> None:
     while True:
         name, arguments = requests.get()
         try:
-            if session is None:
-                session, result = Session(*arguments), None  # the first request opens the engine
+            if name == "open":  # the first request, and again where a worker serves several engines in turn
+                if session is not None:
+                    session.close()
+                session, result = Session(*arguments), None
             else:
                 with _no_collection() if name == "rounds" else nullcontext():
                     result = getattr(session, name)(*arguments)

@@ -13,6 +13,7 @@ from qdqtune.calibration.calibrate import calibrate_by_every_method
 from qdqtune.calibration.equalization import Factor, scaled, sites
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import AUTO, Calibration, Range, Ranges
+from qdqtune.engines.reused_workers import reused_workers
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
 from qdqtune.numerics.adjustable import BETTER_DB, AdjustablePlacement, NotRunnableError, adjustable_placement
@@ -58,12 +59,14 @@ def fitted(
         BadModel: ONNX Runtime cannot run the model.
     """
     factors, listener = tuple[Factor, ...](), listener or Deaf()
-    if how.equalization and sites(prepared.shaped):
-        listener.stage("trying to make channels alike")
-        most = _Budget(prepared.shaped, 1, how.bias_correction).halves
-        factors = paying_factors(prepared, numbers, placed, most, is_late, listener)
-        prepared = replace(prepared, shaped=scaled(prepared.shaped, factors))
-    return replace(_fitted(prepared, how, numbers, placed, is_late, listener), factors=factors)
+    with reused_workers(prepared.execution) as execution:
+        prepared = replace(prepared, execution=execution)
+        if how.equalization and sites(prepared.shaped):
+            listener.stage("trying to make channels alike")
+            most = _Budget(prepared.shaped, 1, how.bias_correction).halves
+            factors = paying_factors(prepared, numbers, placed, most, is_late, listener)
+            prepared = replace(prepared, shaped=scaled(prepared.shaped, factors))
+        return replace(_fitted(prepared, how, numbers, placed, is_late, listener), factors=factors)
 
 
 def _fitted(
