@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -47,13 +47,23 @@ class OutputNoise:
     noise: Array
     parts: tuple[int, ...]
 
-    def db(self, samples: slice = slice(None)) -> float:
-        """SQNR in dB over some of the samples: for each output the mean over its values, then the least of all outputs;
+    def of(self, rows: Sequence[int]) -> OutputNoise:
+        """The noise on some of the samples."""
+        return replace(self, signal=self.signal[list(rows)], noise=self.noise[list(rows)])
+
+    def db(self) -> float:
+        """SQNR in dB over all samples: for each output the mean over its values, then the least of all outputs;
         infinite where nothing is lost."""
-        signal, noise = (a[samples].sum(axis=0) for a in (self.signal, self.noise))
+        signal, noise = (a.sum(axis=0) for a in (self.signal, self.noise))
         with np.errstate(divide="ignore", invalid="ignore"):
             single = 10 * np.log10(np.maximum(signal, np.finfo(np.float64).tiny) / noise)
         return min(float(np.mean(part)) for part in np.split(single, np.cumsum(self.parts)[:-1]))
+
+
+def together(found: Sequence[OutputNoise]) -> OutputNoise:
+    """The noise on the samples of all of `found`, in their order."""
+    signal, noise = (np.concatenate([getattr(o, name) for o in found]) for name in ("signal", "noise"))
+    return OutputNoise(signal, noise, found[0].parts)
 
 
 class NotRunnableError(Exception):
@@ -64,8 +74,8 @@ class AdjustablePlacement:
     """A placement of one model, run on some samples with any ranges and biases.
 
     `ranges` only decide how constants are rounded. Offsets of biases are arrays [samples, channels]: a row for each
-    sample, and in it the channels of all `layers` that can have a bias, one after the other. `ran` is told the number
-    of inferences after each run.
+    sample, and in it the channels of all `layers` that can have a bias, one after the other. `ran` is told
+    the number of inferences after each run, and of those that are not needed.
 
     Raises:
         NotRunnableError: from all methods that run the model.
@@ -78,6 +88,7 @@ class AdjustablePlacement:
         self.layers = biased_layers(model, placement)
         self._session, self._ran = session, ran
         self._model, self._placement, self._samples = model, placement, samples
+        self._all = range(len(samples))
         groups = compared_values(model)
         self._shown, self._parts = tuple(chain.from_iterable(groups)), tuple(map(len, groups))
         self._quantizer = Quantizer(model, ranges, numbers)
@@ -91,14 +102,24 @@ class AdjustablePlacement:
         """Whether an output is float: else there is nothing to compare."""
         return bool(self._shown)
 
-    def noise(self, ranges: Ranges, offsets: Array | None = None, at_most: int | None = None) -> OutputNoise:
-        """The noise that `ranges` bring to the outputs, on at most `at_most` samples. With `offsets` [samples,
-        channels], the biases for each sample are corrected by the offsets of all other samples."""
-        step = 1 if at_most is None else -(-len(self._samples) // at_most)
+    @property
+    def count(self) -> int:
+        """How many samples there are."""
+        return len(self._samples)
+
+    def leave_out(self, inferences: int) -> None:
+        """Tell that so many of the expected inferences are not needed."""
+        self._ran(inferences)
+
+    def noise(self, ranges: Ranges, offsets: Array | None = None, chosen: Sequence[int] | None = None) -> OutputNoise:
+        """The noise that `ranges` bring to the outputs, on the samples with the `chosen` numbers, or on all. With
+        `offsets` of these samples, the biases for each are corrected by the offsets of all others."""
+        numbers = self._all if chosen is None else chosen
         given = self._scales(ranges)
-        found = self._run("shifted", [given | {CHANNELS: shift} for shift in self._shifts_by_others(offsets)], step)
+        shifts = self._shifts_by_others(offsets, len(numbers))
+        found = self._run("shifted", [given | {CHANNELS: shift} for shift in shifts], numbers)
         rows = []
-        for exact, actual in zip(self._exact[::step], found, strict=True):
+        for exact, actual in zip((self._exact[number] for number in numbers), found, strict=True):
             pairs = [(exact[n].astype(np.float64), actual[n].astype(np.float64)) for n in exact]
             with np.errstate(all="ignore"):
                 rows.append([(np.square(e).sum(), np.square(e - a).sum()) for e, a in pairs])
@@ -108,9 +129,10 @@ class AdjustablePlacement:
     def offsets(self, ranges: Ranges) -> Array:
         """By how much the means of channels are off with `ranges`, [samples, channels]."""
         if not self.layers:
-            return np.zeros((len(self._samples), 0), np.float32)
+            return np.zeros((self.count, 0), np.float32)
         given = self._scales(ranges)
-        return np.stack([o[MOVES] for o in self._run("centred", [given | {CHANNELS: m} for m in self._means])])
+        means = [given | {CHANNELS: mean} for mean in self._means]
+        return np.stack([outputs[MOVES] for outputs in self._run("centred", means, range(self.count))])
 
     def shifts(self, offsets: Array) -> Mapping[str, tuple[float, ...]]:
         """The corrections that the offsets of all samples give, as `Ranges` hold them."""
@@ -119,8 +141,7 @@ class AdjustablePlacement:
         parts = zip(self.layers, np.split(shift, ends[:-1]), strict=True) if self.layers else ()
         return {layer.node: tuple(part.tolist()) for layer, part in parts if np.isfinite(part).all()}
 
-    def _shifts_by_others(self, offsets: Array | None) -> list[Array]:
-        count = len(self._samples)
+    def _shifts_by_others(self, offsets: Array | None, count: int) -> list[Array]:
         if offsets is None:
             return [np.zeros(sum(layer.channels for layer in self.layers), np.float32)] * count
         exact = offsets.astype(np.float64)
@@ -131,13 +152,13 @@ class AdjustablePlacement:
         activations, _ = self._quantizer.with_ranges(ranges).scales(self._placement)
         return feeds({tensor: activations[tensor] for tensor in self._activations})
 
-    def _run(self, mode: Mode, added: Sequence[Mapping[str, Array]], step: int = 1) -> Outputs:
+    def _run(self, mode: Mode, added: Sequence[Mapping[str, Array]], numbers: Sequence[int]) -> Outputs:
         if mode not in self._loaded:
             loaded = self._session.load(self._written(mode), mode)
             if isinstance(loaded, Failure):
                 raise NotRunnableError(loaded.reason)
             self._loaded[mode] = loaded
-        given = [{**sample, **more} for sample, more in zip(self._samples[::step], added[::step], strict=True)]
+        given = [{**self._samples[number], **more} for number, more in zip(numbers, added, strict=True)]
         return self._checked(self._loaded[mode](given))
 
     def _checked(self, found: Outputs | Failure) -> Outputs:

@@ -34,7 +34,7 @@ from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.graph.model import Model
-from qdqtune.numerics.adjustable import BETTER_DB, NotRunnableError, OutputNoise, adjustable_placement
+from qdqtune.numerics.adjustable import BETTER_DB, NotRunnableError, OutputNoise, adjustable_placement, together
 from qdqtune.numerics.sessions import InferenceCount
 from qdqtune.system.listener import Listener
 from qdqtune.types import Array, NumericFormat, Placement, Sample
@@ -121,7 +121,7 @@ class _CrossValidation:
             after.append(self._noise(changed, self._calibrated(changed, given), judging))
             if after[-1].db() <= before[-1].db():
                 return False
-        return _together(after).db() > _together(before).db() + BETTER_DB
+        return together(after).db() > together(before).db() + BETTER_DB
 
     def _calibrated(self, model: Model, samples: Sequence[Sample]) -> Ranges:
         found = calibrate(model, samples, numbers=self._numbers, execution=self._execution)
@@ -132,11 +132,6 @@ class _CrossValidation:
         how = self._numbers, ranges, samples, self._ran, self._execution
         with adjustable_placement(model, self._placed(ranges), *how) as adjustable:
             return adjustable.noise(ranges)
-
-
-def _together(found: Sequence[OutputNoise]) -> OutputNoise:
-    signal, noise = (np.concatenate([getattr(o, name) for o in found]) for name in ("signal", "noise"))
-    return OutputNoise(signal, noise, found[0].parts)
 
 
 def factors_on_samples(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from functools import cached_property
+from itertools import pairwise, takewhile
 
 from qdqtune.calibration.calibrate import calibrate_by_every_method
 from qdqtune.calibration.equalization import Factor, scaled, sites
@@ -16,7 +17,14 @@ from qdqtune.calibration.scales import AUTO, Calibration, Range, Ranges
 from qdqtune.engines.reused_workers import reused_workers
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
-from qdqtune.numerics.adjustable import BETTER_DB, AdjustablePlacement, NotRunnableError, adjustable_placement
+from qdqtune.numerics.adjustable import (
+    BETTER_DB,
+    AdjustablePlacement,
+    NotRunnableError,
+    OutputNoise,
+    adjustable_placement,
+    together,
+)
 from qdqtune.numerics.equalizing import EQUALIZING_RUNS, EQUALIZING_SAMPLES, paying_factors
 from qdqtune.numerics.sessions import InferenceCount
 from qdqtune.system.listener import Deaf, Listener
@@ -29,6 +37,9 @@ LEAST_SAMPLES = 4
 
 MIXING_SAMPLES = 16
 """How many of the judging samples decide about each step towards a mixture of methods: there are many steps."""
+
+FIRST_SAMPLES = 4
+"""How many of these are run first: most steps gain nothing. Chosen, not measured."""
 
 MOST_BLOCKS = 24
 """The most blocks of tensors that get ranges of different methods: each costs a run for each other method."""
@@ -90,8 +101,7 @@ def _fitted(
     samples = prepared.calibration.spread(budget.samples)
     listener.stage("comparing ways to calibrate")
     blocks = _blocks(model, placement, budget.blocks(len(samples)))
-    mixing = len(blocks) * (len(candidates) - 1) * min(len(samples), MIXING_SAMPLES)
-    ran = InferenceCount(listener, len(samples) * budget.runs + mixing).add
+    ran = InferenceCount(listener, budget.comparing(len(samples), len(blocks))).add
     try:
         run = samples, ran, prepared.execution
         with adjustable_placement(model, placement, numbers, candidates[0], *run) as adjustable:
@@ -108,9 +118,7 @@ def inferences(model: Model, how: Calibration, samples: int) -> int:
     halves = EQUALIZING_RUNS * min(samples, budget.halves) if how.equalization and sites(model) else 0
     if methods == 1 and not how.bias_correction:
         return halves
-    samples = max(1, min(samples, budget.samples))
-    mixing = budget.blocks(samples) * (methods - 1) * min(samples, MIXING_SAMPLES)
-    return halves + samples * budget.runs + mixing
+    return halves + budget.comparing(max(1, min(samples, budget.samples)))
 
 
 @dataclass(frozen=True)
@@ -136,6 +144,11 @@ class _Budget:
         """How many samples judge the methods."""
         return min(max(int(self._inferences / (2 * self.runs)), LEAST_SAMPLES), JUDGING_SAMPLES)
 
+    def comparing(self, samples: int, blocks: int | None = None) -> int:
+        """Inferences that compare ways to calibrate on so many samples, at most, in so many blocks."""
+        count = self.blocks(samples) if blocks is None else blocks
+        return samples * self.runs + count * (self.methods - 1) * min(samples, MIXING_SAMPLES)
+
     @property
     def halves(self) -> int:
         """How many samples judge the factors of channels."""
@@ -149,10 +162,15 @@ class _Budget:
 
 @dataclass(frozen=True)
 class _Fit:
-    """Ranges, and the SQNR that they reach."""
+    """Ranges, and the noise that they bring to the outputs on some samples."""
 
-    db: float
     ranges: Ranges
+    noise: OutputNoise
+
+    @cached_property
+    def db(self) -> float:
+        """The SQNR of the worst output."""
+        return self.noise.db()
 
 
 def _best(
@@ -166,11 +184,11 @@ def _best(
     if not adjustable.has_outputs:
         return candidates[0]
     in_time = takewhile(lambda ranges: ranges is candidates[0] or not is_late(), candidates)
-    tried = [_Fit(adjustable.noise(ranges).db(), ranges) for ranges in in_time]
+    tried = [_Fit(ranges, adjustable.noise(ranges)) for ranges in in_time]
     best = max(tried, key=lambda fit: fit.db)
-    mixed = _mixed(adjustable, best.ranges, candidates, [] if is_late() else blocks, is_late)
+    mixed = _mixed(adjustable, best, candidates, [] if is_late() else blocks, is_late)
     if mixed is not best.ranges:
-        tried.append(_Fit(adjustable.noise(mixed).db(), mixed))
+        tried.append(_Fit(mixed, adjustable.noise(mixed)))
         best = tried[-1] if tried[-1].db > best.db + BETTER_DB else best
     if bias_correction and adjustable.layers and not is_late():
         corrected = max((_corrected(adjustable, fit.ranges) for fit in tried), key=lambda fit: fit.db)
@@ -179,36 +197,50 @@ def _best(
 
 
 def _corrected(adjustable: AdjustablePlacement, ranges: Ranges) -> _Fit:
-    """`ranges` with biases corrected by all samples; its SQNR is of biases that each sample gets from the others."""
+    """`ranges` with biases corrected by all samples; the noise is that of biases that each sample gets from the
+    others."""
     offsets = adjustable.offsets(ranges)
-    return _Fit(adjustable.noise(ranges, offsets).db(), replace(ranges, shifts=adjustable.shifts(offsets)))
+    return _Fit(replace(ranges, shifts=adjustable.shifts(offsets)), adjustable.noise(ranges, offsets))
 
 
 def _mixed(
     adjustable: AdjustablePlacement,
-    start: Ranges,
+    start: _Fit,
     candidates: Sequence[Ranges],
     blocks: Sequence[Sequence[str]],
     is_late: Callable[[], bool],
 ) -> Ranges:
     """`start` with the ranges of another candidate for each block of neighbouring tensors that gains by them.
 
-    Blocks are tried in graph order, with the ranges chosen for earlier ones. A gain has to show on both halves of the
-    samples: on one it may be chance.
+    Blocks are tried in graph order, with the ranges chosen for earlier ones.
     """
-    best = start
-    reached = adjustable.noise(best, at_most=MIXING_SAMPLES) if blocks else None
+    spread = range(0, adjustable.count, -(-adjustable.count // MIXING_SAMPLES))
+    samples = (*spread[::4], *spread[2::4], *spread[1::2])  # a half of neighbours behind the other
+    best = _Fit(start.ranges, start.noise.of(samples))
     for block in blocks:
         for other in candidates:
             changed = {t: other.activations[t] for t in block if t in other.activations}
-            if reached is None or is_late() or all(best.activations[t] == r for t, r in changed.items()):
+            if is_late() or all(best.ranges.activations[t] == r for t, r in changed.items()):
+                adjustable.leave_out(len(samples))
                 continue
-            tried = replace(best, activations={**best.activations, **changed}, method="auto")
-            found = adjustable.noise(tried, at_most=MIXING_SAMPLES)
-            halves = [slice(i, None, 2) for i in range(2 if len(found.noise) > 1 else 1)]
-            if found.db() > reached.db() + BETTER_DB and all(found.db(half) > reached.db(half) for half in halves):
-                best, reached = tried, found
-    return best
+            tried = replace(best.ranges, activations={**best.ranges.activations, **changed}, method="auto")
+            best = _if_better(adjustable, tried, best, samples) or best
+    return best.ranges
+
+
+def _if_better(adjustable: AdjustablePlacement, ranges: Ranges, best: _Fit, samples: Sequence[int]) -> _Fit | None:
+    """`ranges`, if the outputs gain by them. The gain has to show on both halves of the samples: on one it may be
+    chance. Where the first samples show none, the others are not run."""
+    half, found = -(-len(samples) // 2), list[OutputNoise]()
+    for start, end in pairwise(sorted({0, min(FIRST_SAMPLES, half), half, len(samples)})):
+        found.append(adjustable.noise(ranges, chosen=samples[start:end]))
+        if together(found).db() <= best.noise.of(range(end)).db():
+            adjustable.leave_out(len(samples) - end)
+            return None
+    fit, second = _Fit(ranges, together(found)), range(half, len(samples))
+    if second and fit.noise.of(second).db() <= best.noise.of(second).db():
+        return None
+    return fit if fit.db > best.db + BETTER_DB else None
 
 
 def _blocks(model: Model, placement: Placement, most: int) -> list[list[str]]:
