@@ -6,7 +6,7 @@ Minimum and maximum are reduced inside the graph. The other methods count each t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -19,7 +19,7 @@ from qdqtune.calibration.observe import observe, outputs_on, with_outputs
 from qdqtune.calibration.scales import AUTO, Calibration, Method, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.graph.model import Model
-from qdqtune.types import NumericFormat, QType, Sample
+from qdqtune.types import NumericFormat, Placement, QType, Sample
 
 ASYMMETRIC = NumericFormat(QType.UINT8, QType.INT8, symmetric=False)
 """The default format to which entropy and mse fit ranges."""
@@ -37,15 +37,24 @@ def candidate_tensors(model: Model) -> tuple[str, ...]:
     return tuple(filter(can_have_a_range, made))
 
 
+def tensors_with_pairs(model: Model, placed: Callable[[Ranges], Placement]) -> tuple[str, ...]:
+    """The candidate tensors that get pairs if all have ranges, in graph order. `placed` gives the placement for
+    ranges, of which only those tensors count that have one."""
+    known = Ranges(dict.fromkeys(candidate_tensors(model), Range(-1.0, 1.0)))
+    read = {edge.tensor for edge in placed(known)}
+    return tuple(tensor for tensor in known.activations if tensor in read)
+
+
 def calibrate(
     model: Model,
     samples: Iterable[Sample],
     how: Calibration | None = None,
     *,
     numbers: NumericFormat = ASYMMETRIC,
+    tensors: Sequence[str] | None = None,
     execution: Execution = EXECUTION,
 ) -> Ranges:
-    """Ranges of all candidate tensors over all samples, by running the float model on ONNX Runtime.
+    """Ranges of candidate tensors (all, or `tensors`) over all samples, by running the float model on ONNX Runtime.
 
     A tensor with a NaN or an infinite value (an attention mask, say) gets no range, and so no pair. The methods entropy
     and mse fit ranges to `numbers`.
@@ -56,7 +65,7 @@ def calibrate(
     """
     how = how or Calibration()
     methods: tuple[Method, ...] = ("mse",) if how.method == "auto" else (how.method,)
-    return _calibrated(model, samples, how, methods, numbers, execution)[0]
+    return _calibrated(model, samples, how, methods, numbers, tensors, execution)[0]
 
 
 def calibrate_by_every_method(
@@ -65,11 +74,12 @@ def calibrate_by_every_method(
     how: Calibration,
     *,
     numbers: NumericFormat = ASYMMETRIC,
+    tensors: Sequence[str] | None = None,
     execution: Execution = EXECUTION,
 ) -> list[Ranges]:
     """The ranges by each method that `how` allows, in one pass; see `calibrate`."""
     methods = AUTO if how.method == "auto" else (how.method,)
-    return _calibrated(model, samples, how, methods, numbers, execution)
+    return _calibrated(model, samples, how, methods, numbers, tensors, execution)
 
 
 def _calibrated(
@@ -78,9 +88,10 @@ def _calibrated(
     how: Calibration,
     methods: Sequence[Method],
     numbers: NumericFormat,
+    wanted: Sequence[str] | None,
     execution: Execution,
 ) -> list[Ranges]:
-    tensors = candidate_tensors(model)
+    tensors = candidate_tensors(model) if wanted is None else wanted
     if not tensors:
         return [Ranges({})]
     if methods == ("minmax",):

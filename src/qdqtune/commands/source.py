@@ -52,10 +52,13 @@ class PreparedModel:
         placed: Callable[[Ranges], Placement],
         listener: Listener,
     ) -> Ranges:
-        """The ranges of the cache, or else calibrated ones. `placed` maps ranges to the placement."""
+        """The ranges of the cache, or else calibrated ones of tensors with pairs. `placed` maps ranges to the
+        placement."""
         if self.matched is not None:
             return self.matched.ranges
-        return Ranges({}) if self.prepared is None else fitted(self.prepared, how, numbers, placed, listener=listener)
+        if self.prepared is None:
+            return Ranges({})
+        return fitted(self.prepared, how, numbers, placed, listener=listener, only_placed=True)
 
 
 def _beside(given: Given) -> Path | None:

@@ -95,6 +95,7 @@ class AdjustablePlacement:
         self._activations, self._constants = self._quantizer.scales(placement)
         self._loaded: dict[Mode, Loaded] = {}
         self._exact = self._checked(session.outputs(self._written("means"), "means", samples))
+        self._signals = [{n: _power(e) for n, e in outputs.items() if n != MOVES} for outputs in self._exact]
         self._means = [outputs.pop(MOVES) for outputs in self._exact] if self.layers else []
 
     @property
@@ -119,10 +120,10 @@ class AdjustablePlacement:
         shifts = self._shifts_by_others(offsets, len(numbers))
         found = self._run("shifted", [given | {CHANNELS: shift} for shift in shifts], numbers)
         rows = []
-        for exact, actual in zip((self._exact[number] for number in numbers), found, strict=True):
-            pairs = [(exact[n].astype(np.float64), actual[n].astype(np.float64)) for n in exact]
+        for number, actual in zip(numbers, found, strict=True):
+            exact = self._exact[number]
             with np.errstate(all="ignore"):
-                rows.append([(np.square(e).sum(), np.square(e - a).sum()) for e, a in pairs])
+                rows.append([(self._signals[number][n], _power(exact[n], actual[n])) for n in exact])
         signal, noise = np.moveaxis(np.array(rows), 2, 0)
         return OutputNoise(signal, np.where(np.isfinite(noise), noise, np.inf), self._parts)
 
@@ -195,6 +196,17 @@ def adjustable_placement(
     options = {"fuse": written <= MOST_OPTIMIZED, "fuse_pairs": False}
     with onnxruntime_session(execution, memory=memory, **options) as session:
         yield AdjustablePlacement(session, model, placement, numbers, ranges, samples, ran)
+
+
+def _power(values: Array, others: Array | None = None) -> float:
+    """The sum of squares, or of squared differences, in float64 without copies in that type of both."""
+    if others is None:
+        flat = values.astype(np.float64).reshape(-1)
+    elif values.dtype == np.float32:
+        flat = np.subtract(values, others, dtype=np.float64).reshape(-1)
+    else:
+        flat = (values.astype(np.float64) - others.astype(np.float64)).reshape(-1)
+    return float(flat @ flat)
 
 
 def shrunk_mean(offsets: Array) -> Array:

@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from qdqtune.calibration.calibrate import calibrate
+from qdqtune.calibration.calibrate import calibrate, tensors_with_pairs
 from qdqtune.calibration.equalization import (
     NORMALIZED_BY_CHANNEL,
     Factor,
@@ -94,7 +94,7 @@ class _CrossValidation:
         ran: Callable[[int], None], execution: Execution,
     ) -> None:  # fmt: skip
         self._model, self._numbers, self._placed, self._ran = model, numbers, placed, ran
-        self._execution = execution
+        self._execution, self._tensors = execution, tensors_with_pairs(model, placed)
         halves = samples[::2], samples[1::2]
         self._folds = (halves, halves[::-1])
         self._ranges: dict[int, Ranges] = {}
@@ -124,7 +124,8 @@ class _CrossValidation:
         return together(after).db() > together(before).db() + BETTER_DB
 
     def _calibrated(self, model: Model, samples: Sequence[Sample]) -> Ranges:
-        found = calibrate(model, samples, numbers=self._numbers, execution=self._execution)
+        numbers, tensors = self._numbers, self._tensors
+        found = calibrate(model, samples, numbers=numbers, tensors=tensors, execution=self._execution)
         self._ran(len(samples))
         return found
 

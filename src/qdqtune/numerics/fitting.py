@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise, takewhile
 
-from qdqtune.calibration.calibrate import calibrate_by_every_method
+from qdqtune.calibration.calibrate import calibrate_by_every_method, tensors_with_pairs
 from qdqtune.calibration.equalization import Factor, scaled, sites
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import AUTO, Calibration, Range, Ranges
@@ -38,7 +38,7 @@ LEAST_SAMPLES = 4
 MIXING_SAMPLES = 16
 """How many of the judging samples decide about each step towards a mixture of methods: there are many steps."""
 
-FIRST_SAMPLES = 4
+FIRST_SAMPLES = 2
 """How many of these are run first: most steps gain nothing. Chosen, not measured."""
 
 MOST_BLOCKS = 24
@@ -58,12 +58,15 @@ def fitted(
     placed: Callable[[Ranges], Placement],
     is_late: Callable[[], bool] = lambda: False,
     listener: Listener | None = None,
+    *,
+    only_placed: bool = False,
 ) -> Ranges:
     """Ranges by `how`, with factors of channels and corrected biases where these bring the outputs closer to the float
     model's.
 
-    `placed` gives the placement for ranges; a placement of fewer pairs uses the same ranges. Nothing further is tried
-    once it `is_late`. The `listener` is told stages and progress.
+    `placed` gives the placement for ranges; a placement of fewer pairs uses the same ranges. With `only_placed` no
+    other tensors need have ranges, which saves time. Nothing further is tried once it `is_late`. The `listener` is told
+    stages and progress.
 
     Raises:
         BadData: no sample.
@@ -77,7 +80,8 @@ def fitted(
             most = _Budget(prepared.shaped, 1, how.bias_correction).halves
             factors = paying_factors(prepared, numbers, placed, most, is_late, listener)
             prepared = replace(prepared, shaped=scaled(prepared.shaped, factors))
-        return replace(_fitted(prepared, how, numbers, placed, is_late, listener), factors=factors)
+        tensors = tensors_with_pairs(prepared.shaped, placed) if only_placed else None
+        return replace(_fitted(prepared, how, numbers, placed, tensors, is_late, listener), factors=factors)
 
 
 def _fitted(
@@ -85,13 +89,19 @@ def _fitted(
     how: Calibration,
     numbers: NumericFormat,
     placed: Callable[[Ranges], Placement],
+    tensors: Sequence[str] | None,
     is_late: Callable[[], bool],
     listener: Listener,
 ) -> Ranges:
-    """`fitted` without factors."""
+    """`fitted` without factors, with ranges of these `tensors` (None: of all)."""
     model = prepared.shaped
     listener.stage(f"calibrating on {prepared.samples.origin}")
-    found = calibrate_by_every_method(model, prepared.calibration, how, numbers=numbers, execution=prepared.execution)
+    by_method = partial(calibrate_by_every_method, model, prepared.calibration, how, numbers=numbers)
+    found = by_method(tensors=tensors, execution=prepared.execution)
+    if tensors and not all(
+        tensor in found[0].activations for tensor in tensors
+    ):  # rules may place others in their stead
+        found = by_method(execution=prepared.execution)
     seen = next((ranges for ranges in found if ranges.method == "minmax"), None)
     candidates = [with_known_ranges(model, ranges, numbers, seen or ranges) for ranges in found]
     placement = placed(candidates[0])
