@@ -6,7 +6,7 @@ Minimum and maximum are reduced inside the graph. The other methods count each t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -37,12 +37,15 @@ def candidate_tensors(model: Model) -> tuple[str, ...]:
     return tuple(filter(can_have_a_range, made))
 
 
-def tensors_with_pairs(model: Model, placed: Callable[[Ranges], Placement]) -> tuple[str, ...]:
-    """The candidate tensors that get pairs if all have ranges, in graph order. `placed` gives the placement for
-    ranges, of which only those tensors count that have one."""
-    known = Ranges(dict.fromkeys(candidate_tensors(model), Range(-1.0, 1.0)))
-    read = {edge.tensor for edge in placed(known)}
-    return tuple(tensor for tensor in known.activations if tensor in read)
+def unknown_ranges(model: Model) -> Ranges:
+    """Ranges of all candidate tensors in graph order, which say only that there will be some."""
+    return Ranges(dict.fromkeys(candidate_tensors(model), Range(-1.0, 1.0)))
+
+
+def tensors_with_pairs(model: Model, placement: Placement) -> tuple[str, ...]:
+    """The candidate tensors that a placement puts pairs on, in graph order."""
+    read = {edge.tensor for edge in placement}
+    return tuple(tensor for tensor in candidate_tensors(model) if tensor in read)
 
 
 def calibrate(

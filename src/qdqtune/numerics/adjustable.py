@@ -75,7 +75,7 @@ class AdjustablePlacement:
 
     `ranges` only decide how constants are rounded. Offsets of biases are arrays [samples, channels]: a row for each
     sample, and in it the channels of all `layers` that can have a bias, one after the other. `ran` is told
-    the number of inferences after each run, and of those that are not needed.
+    the number of inferences after each run on all samples.
 
     Raises:
         NotRunnableError: from all methods that run the model.
@@ -94,7 +94,8 @@ class AdjustablePlacement:
         self._quantizer = Quantizer(model, ranges, numbers)
         self._activations, self._constants = self._quantizer.scales(placement)
         self._loaded: dict[Mode, Loaded] = {}
-        self._exact = self._checked(session.outputs(self._written("means"), "means", samples))
+        self._exact = _checked(session.outputs(self._written("means"), "means", samples))
+        self.tell(len(self._exact))
         self._signals = [{n: _power(e) for n, e in outputs.items() if n != MOVES} for outputs in self._exact]
         self._means = [outputs.pop(MOVES) for outputs in self._exact] if self.layers else []
 
@@ -108,8 +109,8 @@ class AdjustablePlacement:
         """How many samples there are."""
         return len(self._samples)
 
-    def leave_out(self, inferences: int) -> None:
-        """Tell that so many of the expected inferences are not needed."""
+    def tell(self, inferences: int) -> None:
+        """Tell `ran` of inferences on chosen samples, of which it is not told otherwise."""
         self._ran(inferences)
 
     def noise(self, ranges: Ranges, offsets: Array | None = None, chosen: Sequence[int] | None = None) -> OutputNoise:
@@ -119,6 +120,8 @@ class AdjustablePlacement:
         given = self._scales(ranges)
         shifts = self._shifts_by_others(offsets, len(numbers))
         found = self._run("shifted", [given | {CHANNELS: shift} for shift in shifts], numbers)
+        if chosen is None:
+            self.tell(len(found))
         rows = []
         for number, actual in zip(numbers, found, strict=True):
             exact = self._exact[number]
@@ -133,7 +136,9 @@ class AdjustablePlacement:
             return np.zeros((self.count, 0), np.float32)
         given = self._scales(ranges)
         means = [given | {CHANNELS: mean} for mean in self._means]
-        return np.stack([outputs[MOVES] for outputs in self._run("centred", means, range(self.count))])
+        found = self._run("centred", means, self._all)
+        self.tell(len(found))
+        return np.stack([outputs[MOVES] for outputs in found])
 
     def shifts(self, offsets: Array) -> Mapping[str, tuple[float, ...]]:
         """The corrections that the offsets of all samples give, as `Ranges` hold them."""
@@ -160,13 +165,7 @@ class AdjustablePlacement:
                 raise NotRunnableError(loaded.reason)
             self._loaded[mode] = loaded
         given = [{**self._samples[number], **more} for number, more in zip(numbers, added, strict=True)]
-        return self._checked(self._loaded[mode](given))
-
-    def _checked(self, found: Outputs | Failure) -> Outputs:
-        if isinstance(found, Failure):
-            raise NotRunnableError(found.reason)
-        self._ran(len(found))
-        return found
+        return _checked(self._loaded[mode](given))
 
     def _written(self, mode: Mode) -> Model:
         shown = () if mode == "centred" else self._shown
@@ -196,6 +195,12 @@ def adjustable_placement(
     options = {"fuse": written <= MOST_OPTIMIZED, "fuse_pairs": False}
     with onnxruntime_session(execution, memory=memory, **options) as session:
         yield AdjustablePlacement(session, model, placement, numbers, ranges, samples, ran)
+
+
+def _checked(found: Outputs | Failure) -> Outputs:
+    if isinstance(found, Failure):
+        raise NotRunnableError(found.reason)
+    return found
 
 
 def _power(values: Array, others: Array | None = None) -> float:

@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from qdqtune.calibration.calibrate import calibrate, tensors_with_pairs
+from qdqtune.calibration.calibrate import calibrate, tensors_with_pairs, unknown_ranges
 from qdqtune.calibration.equalization import (
     NORMALIZED_BY_CHANNEL,
     Factor,
@@ -73,14 +73,19 @@ def paying_factors(
     samples = prepared.calibration.spread(min(most, EQUALIZING_SAMPLES)) if found else []
     if len(samples) < 2 or is_late():
         return ()
-    ran = InferenceCount(listener, EQUALIZING_RUNS * len(samples)).add
-    validation = _CrossValidation(model, numbers, placed, samples, ran, prepared.execution)
-    placement = placed(validation.ranges(0))
+    placement = placed(unknown_ranges(model))
     used = [site for site in found if any(model.nodes[r].into[0] in placement for r in site.readers)]
     normalized = [site for site in used if model.nodes[site.producer].op in NORMALIZED_BY_CHANNEL]
-    kinds = normalized, [site for site in used if site not in normalized]
+    kinds = [kind for kind in (normalized, [site for site in used if site not in normalized]) if kind]
+    count = InferenceCount(listener, 3 * (1 + len(kinds)) * len(samples))  # see `_CrossValidation.improves`
+    tensors = tensors_with_pairs(model, placement)
+    validation = _CrossValidation(model, numbers, placed, tensors, samples, count.add, prepared.execution)
+    paying: list[Site] = []
     try:
-        paying = [site for kind in kinds if kind and not is_late() and validation.improves(kind) for site in kind]
+        for number, kind in enumerate(kinds, 1):
+            if not is_late() and validation.improves(kind):
+                paying += kind
+            count.reach(count.most * number // len(kinds))
     except NotRunnableError:
         return ()
     return factors_on_samples(model, paying, prepared.calibration, prepared.execution) if paying else ()
@@ -90,11 +95,11 @@ class _CrossValidation:
     """Finds ranges and factors on each half of some samples, and judges them on the other half."""
 
     def __init__(
-        self, model: Model, numbers: NumericFormat, placed: Callable[[Ranges], Placement], samples: Sequence[Sample],
-        ran: Callable[[int], None], execution: Execution,
+        self, model: Model, numbers: NumericFormat, placed: Callable[[Ranges], Placement], tensors: Sequence[str],
+        samples: Sequence[Sample], ran: Callable[[int], None], execution: Execution,
     ) -> None:  # fmt: skip
         self._model, self._numbers, self._placed, self._ran = model, numbers, placed, ran
-        self._execution, self._tensors = execution, tensors_with_pairs(model, placed)
+        self._execution, self._tensors = execution, tensors
         halves = samples[::2], samples[1::2]
         self._folds = (halves, halves[::-1])
         self._ranges: dict[int, Ranges] = {}
@@ -108,7 +113,7 @@ class _CrossValidation:
 
     def improves(self, found: Sequence[Site]) -> bool:
         """Whether making channels alike at some sites brings the outputs closer on both halves: on one it may be
-        chance."""
+        chance. Each half takes three inferences for each of its samples, and as many once for the unscaled model."""
         before, after = [], []
         for fold, (given, judging) in enumerate(self._folds):
             factors = factors_on_samples(self._model, found, given, self._execution)

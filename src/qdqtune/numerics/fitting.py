@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise, takewhile
 
-from qdqtune.calibration.calibrate import calibrate_by_every_method, tensors_with_pairs
+from qdqtune.calibration.calibrate import calibrate_by_every_method, tensors_with_pairs, unknown_ranges
 from qdqtune.calibration.equalization import Factor, scaled, sites
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import AUTO, Calibration, Range, Ranges
@@ -80,7 +80,8 @@ def fitted(
             most = _Budget(prepared.shaped, 1, how.bias_correction).halves
             factors = paying_factors(prepared, numbers, placed, most, is_late, listener)
             prepared = replace(prepared, shaped=scaled(prepared.shaped, factors))
-        tensors = tensors_with_pairs(prepared.shaped, placed) if only_placed else None
+        model = prepared.shaped
+        tensors = tensors_with_pairs(model, placed(unknown_ranges(model))) if only_placed else None
         return replace(_fitted(prepared, how, numbers, placed, tensors, is_late, listener), factors=factors)
 
 
@@ -121,7 +122,7 @@ def _fitted(
 
 
 def inferences(model: Model, how: Calibration, samples: int) -> int:
-    """How many inferences of the model with its pairs `fitted` takes at most, beside calibration on that many
+    """About how many inferences of the model with its pairs `fitted` takes, beside calibration on that many
     samples."""
     methods = len(AUTO) if how.method == "auto" else 1
     budget = _Budget(model, methods, how.bias_correction)
@@ -155,9 +156,11 @@ class _Budget:
         return min(max(int(self._inferences / (2 * self.runs)), LEAST_SAMPLES), JUDGING_SAMPLES)
 
     def comparing(self, samples: int, blocks: int | None = None) -> int:
-        """Inferences that compare ways to calibrate on so many samples, at most, in so many blocks."""
+        """About how many inferences compare ways to calibrate on so many samples, in so many blocks."""
         count = self.blocks(samples) if blocks is None else blocks
-        return samples * self.runs + count * (self.methods - 1) * min(samples, MIXING_SAMPLES)
+        methods = self.methods + (1 if count else 0)
+        single = 1 + methods + 2 * methods * self.bias_correction
+        return samples * single + (count * self.methods * _step(min(samples, MIXING_SAMPLES)) if count else 0)
 
     @property
     def halves(self) -> int:
@@ -229,13 +232,19 @@ def _mixed(
     best = _Fit(start.ranges, start.noise.of(samples))
     for block in blocks:
         for other in candidates:
+            adjustable.tell(_step(len(samples)))
             changed = {t: other.activations[t] for t in block if t in other.activations}
             if is_late() or all(best.ranges.activations[t] == r for t, r in changed.items()):
-                adjustable.leave_out(len(samples))
                 continue
             tried = replace(best.ranges, activations={**best.ranges.activations, **changed}, method="auto")
             best = _if_better(adjustable, tried, best, samples) or best
     return best.ranges
+
+
+def _step(samples: int) -> int:
+    """The inferences of a step towards a mixture, judged by so many samples, as they are told: steps that are not taken
+    need fewer, the others more."""
+    return min(samples, 2 * FIRST_SAMPLES)
 
 
 def _if_better(adjustable: AdjustablePlacement, ranges: Ranges, best: _Fit, samples: Sequence[int]) -> _Fit | None:
@@ -245,7 +254,6 @@ def _if_better(adjustable: AdjustablePlacement, ranges: Ranges, best: _Fit, samp
     for start, end in pairwise(sorted({0, min(FIRST_SAMPLES, half), half, len(samples)})):
         found.append(adjustable.noise(ranges, chosen=samples[start:end]))
         if together(found).db() <= best.noise.of(range(end)).db():
-            adjustable.leave_out(len(samples) - end)
             return None
     fit, second = _Fit(ranges, together(found)), range(half, len(samples))
     if second and fit.noise.of(second).db() <= best.noise.of(second).db():

@@ -43,6 +43,10 @@ class InferenceCount:
         self.done = min(self.done + count, self.most)
         self.listener.progress(self.done, self.most)
 
+    def reach(self, count: int) -> None:
+        """Count so many in all, as those that are left out of them will not be made."""
+        self.add(max(0, count - self.done))
+
 
 class Session:
     """Builds models and runs them on samples, one after the other."""
