@@ -12,6 +12,7 @@ import onnx
 import pytest
 
 import qdqtune
+from fitted_nets import Heard
 from models import attention, build, conv_net, embedding, feeds, normal, run
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.commands.apply import Applied, ApplyOptions, apply
@@ -414,3 +415,17 @@ def test_weights_that_were_rounded_by_data_are_rounded_so_again(tmp_path: Path) 
     path = written(build(text, {"w": normal(32, 32)}), tmp_path)
     (note,) = applied("gptq", None).notes
     assert "`calibration_data` would tell" in note
+
+
+def test_quick_compares_no_ways_to_calibrate_unless_it_is_told_to(tmp_path: Path) -> None:
+    net = conv_net()
+    path = written(net, tmp_path, 40)
+    heard = Heard()
+    quantize(request(path, quick=True), heard)
+    assert "trying to make channels alike" not in [text for text, _ in heard.stages]
+    usual, quick = request(path).calibration, request(path, quick=True).calibration
+    assert (quick.method, quick.equalization, quick.bias_correction) == ("mse", False, True)
+    assert request(path, quick=True, calibration_method="entropy", equalize=True).calibration == replace(
+        usual, method="entropy"
+    )
+    assert request(path, quick=True, bias_correction=False).calibration == replace(quick, bias_correction=False)

@@ -45,6 +45,13 @@ class PreparedModel:
     matched: Matched | None
     notes: tuple[str, ...]
 
+    def on_at_most(self, count: int) -> PreparedModel:
+        """The same, with at most `count` samples to calibrate on, at even distances."""
+        if self.prepared is None or self.matched is not None:
+            return self
+        fewer = self.prepared.calibration.at_most(count)
+        return replace(self, prepared=replace(self.prepared, calibration=fewer))
+
     def ranges(
         self,
         how: Calibration,
