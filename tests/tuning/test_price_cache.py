@@ -43,7 +43,7 @@ def test_a_second_model_of_the_kind_begins_with_the_cut(batch: int, model: Path,
     few = tune(asked(path, "c", builds=2))
     assert few.summary["final_ms"] == usual.summary["final_ms"] == second.summary["final_ms"]
     assert cost(path.parent / "b" / "optimized_final.onnx") == cost(path.parent / "usual" / "optimized_final.onnx")
-    assert [note for note in second.notes if "began with their optimum; `price_cache` none" in note]
+    assert [note for note in second.notes if "began with what they say is fastest; `price_cache` none" in note]
     assert not [note for note in (*first.notes, *usual.notes) if "`price_cache`" in note]
 
 

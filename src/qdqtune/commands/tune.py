@@ -166,7 +166,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             "config": Config(schemes_per_region=effort.schemes_per_region if schemes is None else schemes),
             "plan": (plan := search_plan(effort.looks, self.timing_runs, self.warmup_runs, has_few=has_few)),
             "proof": effort.proof,
-            "precision_seconds": effort.precision_seconds,
+            "precision_seconds": 0.0 if spec.name in LAUNCHED else effort.precision_seconds,  # a start for each turn
             "builds": builds if self.builds is None else self.builds,
             "deploy_threads": self._thread_counts(spec),
             "time_limit": self.time_limit,
