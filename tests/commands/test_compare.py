@@ -3,10 +3,14 @@
 import json
 import re
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from conftest import Call
+from models import build
 from qdqtune.engines import EngineSpec, runner
 from runs import mixed, write
 
@@ -79,3 +83,21 @@ def test_compare_goes_on_behind_a_file_that_the_engine_refuses(call, tuned):
     assert re.search(r" failed ", out)
     assert re.search(r" equal files ", out)
     assert err.splitlines()[-1].startswith(f"error: {final} cannot be compared: fake engine: ")
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("{ l = Log(n) \n y = Add(x, l) }", "the outputs hold NaN or infinite values"),
+        ("{ z = Relu(x) }", "they have other names"),
+    ],
+)
+def test_outputs_that_cannot_be_compared_are_told(body: str, why: str, call: Call, tmp_path: Path) -> None:
+    name = "z" if "z =" in body else "y"
+    first = write(build("net (float[1,4] x) => (float[1,4] y) { y = Relu(x) }", {}), tmp_path)
+    other = write(
+        build(f"net (float[1,4] x) => (float[1,4] {name}) {body}", {"n": np.float32([-1])}), tmp_path, "other"
+    )
+    code, out, err = call("compare", first, other, "--engine", "fake", "--calibration-data", first.with_suffix(".npz"))
+    assert code == 0
+    assert f"outputs were not compared: {why}" in " ".join((out + err).split())

@@ -24,7 +24,7 @@ from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.explanation.formatting import samples
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.numerics.accuracy import accuracy, concern
+from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, concern, is_finite
 from qdqtune.numerics.scores import equal_share
 from qdqtune.options import Assignments, Option, ValuesByInput, option
 from qdqtune.system.checks import content_digest
@@ -154,6 +154,7 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
     )
     notes = told_of_inputs(options, prepared)
     warned = {row.file: warning for row in rows if row.accuracy and (warning := concern(row.accuracy))}
+    warned |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
     notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
     notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
     judged = len(prepared.judging) if prepared.has_real_samples else 0
@@ -182,9 +183,9 @@ class Part:
 class Row:
     """One file against the first: median latencies in ms, ratio b/a, and output SQNR against the first in dB.
 
-    `reason` says why there is no ratio; `rounds` holds a measurement for each pair of builds. `is_same`: both files
-    hold the same bytes. `threads` is set if several numbers of threads were asked for; `workloads` has a part for each
-    of several.
+    `reason` says why there is no ratio, `unlike` why outputs cannot be compared; `rounds` holds a measurement for each
+    pair of builds. `is_same`: both files hold the same bytes. `threads` is set if several numbers of threads were asked
+    for; `workloads` has a part for each of several.
     """
 
     file: str
@@ -195,6 +196,7 @@ class Row:
     reason: str = ""
     rounds: tuple[Measurement, ...] = ()
     accuracy: Accuracy | None = None
+    unlike: str = ""
     is_same: bool = False
     threads: int | None = None
     workloads: tuple[Part, ...] = ()
@@ -279,7 +281,8 @@ def compare_files(
         if isinstance(compared, Failure):
             rows.append(Row(str(file), reason=compared.reason))
             continue
-        exact = _accuracy(file, runner, judging, reference.values) if has_real_samples else None
+        judged = _accuracy(file, runner, judging, reference.values) if has_real_samples else None
+        exact = judged if isinstance(judged, Accuracy) else None
         parts = tuple(
             Part(workload.name, workload.share, *_median_ms(part), part.ratio)
             for workload, part in zip(timed, compared.by_workload, strict=False)
@@ -292,6 +295,7 @@ def compare_files(
                 None if exact is None else exact.sqnr_db,
                 rounds=compared.measured,
                 accuracy=exact,
+                unlike=judged.reason if isinstance(judged, Failure) else "",
                 is_same=content_digest([first]) == content_digest([file]),
                 workloads=parts,
             )
@@ -363,12 +367,16 @@ def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> _Ran | Fa
 
 def _accuracy(
     file: Path, runner: Runner, samples: Sequence[Sample], reference: list[dict[str, Array]]
-) -> Accuracy | None:
-    """The accuracy of a file's outputs against those of the first file, or None if names or shapes differ."""
+) -> Accuracy | Failure:
+    """The accuracy of a file's outputs against those of the first file; a failure if they cannot be compared."""
     seen = _outputs(file, runner, samples)
-    if isinstance(seen, Failure) or seen.values[0].keys() != reference[0].keys():
-        return None
+    if isinstance(seen, Failure):
+        return seen
     outputs = seen.values
+    if outputs[0].keys() != reference[0].keys():
+        return Failure("output", "they have other names")
     if any(o[k].shape != r[k].shape for o, r in zip(outputs, reference, strict=True) for k in r):
-        return None
+        return Failure("output", "they have other shapes")
+    if not is_finite([*reference, *outputs]):
+        return NOT_FINITE
     return accuracy(reference, outputs)
