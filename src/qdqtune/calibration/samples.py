@@ -32,7 +32,6 @@ from qdqtune.types import Array, Sample
 HELD_OUT = 5
 """One sample of so many is held out of calibration. Chosen, not measured."""
 
-
 LABELS = "labels"
 """An array of this name beside the inputs holds what is right for each sample (see `calibration.labels`)."""
 

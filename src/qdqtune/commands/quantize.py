@@ -64,7 +64,7 @@ class Quantized(Shown):
     """What `quantize` has written, and its accuracy.
 
     `sqnr_db` and `cosine` are those of the worst output against the float model on `judged` samples; None where outputs
-    are equal, or not finite. `agreement` is the share of integers or first choices that are as in float, if any.
+    are equal, or not finite. `agreement` is the share of integers or best classes that are as in float, if any.
     `scores` are the user's metric before and after. `damages` is the report, the worst tensor first.
     """
 

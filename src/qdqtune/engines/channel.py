@@ -62,7 +62,7 @@ class Channel:
         parts = [buffer.raw() for buffer in buffers]
         freed = tuple(self._freed.popleft() for _ in range(len(self._freed)))
         if sum(part.nbytes for part in parts) < SHARED:
-            self._connection.send(_Message(pickle.dumps(message, protocol=5), freed))
+            self._connection.send(_Message(pickle.dumps(message, protocol=5) if parts else data, freed))
             return
         if is_new := not self._free:
             self._own.append(_shared_file())

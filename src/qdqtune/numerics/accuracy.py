@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qdqtune.numerics.scores import agrees, best_classes, scores_of
+from qdqtune.numerics.scores import agrees, scores_of
 from qdqtune.types import Accuracy, Array, Failure
 
 FLOOR_DB = 20.0
@@ -104,7 +104,8 @@ def _aligned(outputs: Outputs, others: Outputs) -> list[dict[str, Array]]:
 
 def sqnr_db(reference: Outputs, outputs: Outputs) -> float | None:
     """The SQNR in dB of the worst output (see `accuracy`); None if no float output differs."""
-    return accuracy(reference, outputs).sqnr_db
+    worst = _worst(_aligned(reference, outputs), _aligned(outputs, reference))
+    return None if worst is None else worst.db
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +149,7 @@ def _choices(reference: Outputs, outputs: Outputs) -> tuple[float | None, int]:
     for name, axis in scores_of(reference).items():
         expected, given = [sample[name] for sample in reference], [sample[name] for sample in outputs]
         equal = [
-            (best_classes(a, axis) == best_classes(b, axis)).ravel()
+            (a.argmax(axis) == b.argmax(axis)).ravel()
             for a, b in zip(expected, given, strict=True)
             if a.shape == b.shape
         ]

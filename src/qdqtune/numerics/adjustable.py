@@ -205,12 +205,8 @@ def _checked(found: Outputs | Failure) -> Outputs:
 
 def _power(values: Array, others: Array | None = None) -> float:
     """The sum of squares, or of squared differences, in float64 without copies in that type of both."""
-    if others is None:
-        flat = values.astype(np.float64).reshape(-1)
-    elif values.dtype == np.float32:
-        flat = np.subtract(values, others, dtype=np.float64).reshape(-1)
-    else:
-        flat = (values.astype(np.float64) - others.astype(np.float64)).reshape(-1)
+    exact = values.astype(np.float64) if others is None else np.subtract(values, others, dtype=np.float64)
+    flat = exact.reshape(-1)
     return float(flat @ flat)
 
 

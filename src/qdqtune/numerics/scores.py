@@ -56,11 +56,6 @@ def scores_of(outputs: Sequence[Mapping[str, Array]]) -> dict[str, int]:
     return {name: axis for name, axis in axes.items() if axis is not None}
 
 
-def best_classes(output: Array, axis: int) -> Array:
-    """The best class at each position, as integers of any shape."""
-    return np.asarray(output.argmax(axis))
-
-
 def equal_share(accuracy: Accuracy | None) -> float | None:
     """The share of integers, or else of first choices, that are as in the float model."""
     return None if accuracy is None else accuracy.top1 if accuracy.agreement is None else accuracy.agreement

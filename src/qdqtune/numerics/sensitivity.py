@@ -26,14 +26,14 @@ from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import Constant, Model
-from qdqtune.numerics.accuracy import accuracy, is_finite, noisiest
+from qdqtune.numerics.accuracy import is_finite, noisiest, sqnr_db
 from qdqtune.numerics.sessions import InferenceCount, Outputs
 from qdqtune.placement.insertion import quantized
 from qdqtune.placement.possible import weight_at, weight_role
 from qdqtune.placement.switches import SWITCH, Rounding, is_switched_at_reader, with_roundings
 from qdqtune.placement.weight_only import BLOCK_OPSET, WeightOnlyWriter
 from qdqtune.system.listener import Deaf, Listener
-from qdqtune.types import Edge, Failure, NumericFormat, Sample, WeightFormat
+from qdqtune.types import Accuracy, Edge, Failure, NumericFormat, Sample, WeightFormat
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +189,7 @@ def _noise(pool: WorkerPool[ModelRun], plan: _Plan, measured: InferenceCount, bl
     for number, rounded in pool.results(jobs):
         measured.add(1)
         if not isinstance(rounded, Failure) and is_finite(rounded):
-            found[number] = min(accuracy(plan.reference, rounded).noise, UNBOUNDED_NOISE)
+            found[number] = min(Accuracy(sqnr_db(plan.reference, rounded)).noise, UNBOUNDED_NOISE)
     return found
 
 

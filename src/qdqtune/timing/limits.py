@@ -45,15 +45,8 @@ class Limits:
 
     def missed(self, accuracy: Accuracy) -> str | None:
         """The first limit on outputs that is missed, in words; None if all hold."""
-        floors = (
-            ("all samples", accuracy.sqnr_db, self.min_sqnr),
-            (
-                "the worst sample",
-                accuracy.lowest_db,
-                self.min_sqnr_worst,
-            ),
-        )
-        for whose, db, floor in floors:
+        of_all, of_worst = (accuracy.sqnr_db, self.min_sqnr), (accuracy.lowest_db, self.min_sqnr_worst)
+        for whose, (db, floor) in (("all samples", of_all), ("the worst sample", of_worst)):
             if db is not None and floor is not None and db < floor:
                 return f"the output SQNR of {whose} is {db:.1f} dB, and {floor:g} dB are asked for"
         if self.min_agreement is None or agrees(accuracy, self.min_agreement):
