@@ -23,7 +23,8 @@ from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import Settings
-from qdqtune.types import Sample
+from qdqtune.tuning.trial_worker import BRIEF_ROUNDS
+from qdqtune.types import Measurement, Sample, Trial
 from runs import cost, mixed, settings, write
 from workers import Workers
 
@@ -116,6 +117,18 @@ def test_a_front_that_time_ended_asks_for_no_builds(model: Path, workers: Worker
     assert told.endswith("`time_budget` has no room for others: give more")
 
 
+def test_a_proof_is_worth_the_last_of_the_time(model: Path, clock: Clock, workers: Workers) -> None:
+    result, _ = slow_run(model, workers, 0.2, 30.0)
+    (trial,) = result.history
+    assert len(result_rounds(trial)) == BRIEF_ROUNDS
+    assert (result.shipped, clock.now - 1000.0 <= 30.0) == ("tuned", True)
+
+
+def result_rounds(trial: Trial) -> tuple[float, ...]:
+    assert isinstance(trial.result, Measurement)
+    return trial.result.a
+
+
 @pytest.mark.usefixtures("clock")
 def test_nothing_is_proven_if_nothing_was_tried(model: Path, workers: Workers) -> None:
     result, notes = slow_run(model, workers, 3.8, 120.0)
@@ -168,7 +181,9 @@ def test_a_search_that_ran_out_of_time_notes_it(model: Path, workers: Workers) -
 def budget(seconds: float | None, latency: float, build: float = 1.0) -> Budget:
     first = build + 4 * max(latency, 0.02) * 12
     bench = SimpleNamespace(
-        floats=SimpleNamespace(turn_seconds=latency, build_seconds=build, start_seconds=0.0), trial_seconds=first
+        floats=SimpleNamespace(turn_seconds=latency, build_seconds=build, start_seconds=0.0),
+        trial_seconds=first,
+        brief_trial_seconds=first,
     )
     settings = Settings(Path("m"), time_budget=seconds, deploy_threads=(1,))
     return Budget.of(settings, cast(Bench, bench), None if seconds is None else time.monotonic() + seconds)

@@ -82,6 +82,11 @@ def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample], exec
     return sum(1 for _ in _batches(model, tensors, samples, BATCH_BYTES, execution))
 
 
+def bytes_of(model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution = EXECUTION) -> int:
+    """The bytes of the tensors' values on one sample."""
+    return sum(_sizes(model, tensors, samples, execution).values())
+
+
 def values_on(
     model: Model,
     tensors: Sequence[str],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from qdqtune.engines import builds_for
@@ -15,6 +15,7 @@ from qdqtune.errors import BaselineFailed
 from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.numerics.labelled import measure
 from qdqtune.numerics.losses import Score
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.candidates import Loaded
 from qdqtune.tuning.records import (
     LayersRecord,
@@ -26,7 +27,15 @@ from qdqtune.tuning.records import (
     job_of,
 )
 from qdqtune.tuning.store import Store
-from qdqtune.tuning.trial_worker import Batch, Conditions, TrialJob, TrialWorker, profiled_runs, trial_seconds
+from qdqtune.tuning.trial_worker import (
+    BRIEF_ROUNDS,
+    Batch,
+    Conditions,
+    TrialJob,
+    TrialWorker,
+    profiled_runs,
+    trial_seconds,
+)
 from qdqtune.types import Accuracy, Array, Failure, Layer, Placement, Proposal, Trial
 
 FLOAT = Placement()
@@ -68,9 +77,17 @@ class Bench:
         Raises:
             BaselineFailed: the engine cannot build or run the float model.
         """
+        return self._trial_seconds(self._conditions.plan)
+
+    @property
+    def brief_trial_seconds(self) -> float:
+        """The same for a candidate that is timed in few rounds. Raises as `trial_seconds` does."""
+        return self._trial_seconds(replace(self._conditions.plan, looks=(BRIEF_ROUNDS,)))
+
+    def _trial_seconds(self, plan: Plan) -> float:
         floats, judged = self.floats, len(self._conditions.samples) * (2 if self._conditions.limits.are_set else 1)
         parts = floats.build_seconds, floats.seconds, floats.turn_seconds, judged, floats.start_seconds
-        return trial_seconds(self._conditions.plan, *parts)
+        return trial_seconds(plan, *parts)
 
     def measured(
         self, number: int, proposals: Sequence[Proposal], against: Placement, foresee: Callable[[], None] = lambda: None

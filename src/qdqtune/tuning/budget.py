@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from qdqtune.calibration.calibrate import candidate_tensors
-from qdqtune.calibration.observe import outputs_on, passes
+from qdqtune.calibration.observe import bytes_of, outputs_on, passes
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Calibration
 from qdqtune.calibration.user_code import TooSlow
+from qdqtune.engines.devices import usable_cores
+from qdqtune.graph.operators import work
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.front import MAX_POINTS
 from qdqtune.timing.ratios import BUILD_LOOKS, PAIRS, Plan, judge
@@ -35,9 +38,19 @@ FITTING_SHARE = 0.25
 COMPARING_INFERENCES = 16 * 48
 """Inferences that comparing calibration methods takes: samples times what is tried on each."""
 
-SHOWN = 2.0
-"""The time of an inference that outputs a batch of inner tensors, counting their values included, in plain inferences.
-Estimated, not measured."""
+REDUCED_BYTES, COUNTED_BYTES = 1e9, 4e8
+"""Bytes of values a second whose ends ONNX Runtime finds, and that are counted in histograms. On two cores, seven
+networks: 0.7 to 2 GB/s, and 0.2 to 0.9."""
+
+LEAST_COUNTED = 8
+"""On fewer samples the ends of all values are the ranges: histograms cost more than other samples give. Chosen, not
+measured."""
+
+FASTEST = 6e10
+"""Multiplications a second that no core exceeds on a whole model. Chosen as too high for all."""
+
+HURRIED_SECONDS = 5.0
+"""Where calibration may take less, even timing an inference costs a good part of it. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +58,8 @@ class Budget:
     """What a search may spend: `builds`, of which one candidate may take `each`; and time.
 
     `deadline` is when the search has to end, by `time.monotonic`, so that one more candidate and the proof are done
-    when the run `ends`; both None without a time budget. `proof` are the numbers of rounds at which the proof looks,
+    when the run `ends`; both None without a time budget. A first candidate may begin until `first_deadline`, and is
+    then timed in a few rounds: the proof decides. `proof` are the numbers of rounds at which the proof looks,
     `points` is the most points of a front, `proof_seconds` the time of a proof that its first look decides.
     """
 
@@ -54,6 +68,7 @@ class Budget:
     deadline: float | None
     proof: tuple[int, ...]
     ends: float | None = None
+    first_deadline: float | None = None
     points: int = MAX_POINTS
     proof_seconds: float = 0.0
 
@@ -86,6 +101,7 @@ class Budget:
             deadline=ends - bench.trial_seconds - proving,
             proof=proof,
             ends=ends,
+            first_deadline=ends - bench.brief_trial_seconds - proving,
             points=files,
             proof_seconds=proving,
         )
@@ -103,9 +119,9 @@ class Budget:
     @property
     def excuse(self) -> str | None:
         """What to tell the user if there was no time for a candidate."""
-        if not self.is_late or self.ends is None or self.deadline is None:
+        if not self.is_late or self.ends is None or self.first_deadline is None:
             return None
-        needed = f"{self.ends - self.deadline:.0f} s beside reading the model and calibration"
+        needed = f"{self.ends - self.first_deadline:.0f} s beside reading the model and calibration"
         return f"`time_budget` had no room for a candidate: one and its proof take some {needed}; give more"
 
     def shortfall(self, trials: Sequence[Trial]) -> str | None:
@@ -121,7 +137,9 @@ class Budget:
 
     def is_spent(self, trials: Sequence[Trial]) -> bool:
         """Whether no further candidate may be tried."""
-        return builds_of(trials) + self.each > self.builds or self.is_late
+        deadline = self.deadline if trials else self.first_deadline
+        is_late = deadline is not None and time.monotonic() >= deadline
+        return builds_of(trials) + self.each > self.builds or is_late
 
     def room(self, trials: Sequence[Trial]) -> int:
         """How many candidates may follow, if each takes one build."""
@@ -211,13 +229,18 @@ def affordable_calibration(prepared: Prepared, how: Calibration, ends: float | N
     several, and on fewer samples."""
     if ends is None:
         return Calibrating(prepared, how, lambda: False)
-    (_, seconds), begun = pace(prepared), time.monotonic()
+    begun = time.monotonic()
     left = max(0.0, FITTING_SHARE * (ends - begun))
-    share = 0.5
-    if how.method == "auto" and COMPARING_INFERENCES * seconds > left:
-        observer.note("`time_budget` has no room to compare ways to calibrate: ranges by mse, without bias correction")
-        how, share = Calibration("mse", how.percentile), 1.0
-    most = max(1, int(share * left / max(seconds * inferences_per_sample(prepared, how), 1e-9)))
+    model, share, is_auto = prepared.shaped, 0.5, how.method == "auto"
+    least = COMPARING_INFERENCES * sum(work(model, node) for node in model.nodes) / (FASTEST * usable_cores())
+    seconds = None if is_auto and left < min(least, HURRIED_SECONDS) else pace(prepared)[1]
+    if is_auto and (seconds is None or COMPARING_INFERENCES * seconds > left):
+        mse, minmax, share = Calibration("mse", how.percentile), Calibration("minmax"), 1.0
+        is_enough = seconds is not None and LEAST_COUNTED * sample_seconds(prepared, mse, seconds) <= left
+        how = mse if is_enough else minmax
+        no_room = "`time_budget` has no room to compare ways to calibrate"
+        observer.note(f"{no_room}: ranges by {how.method}, without bias correction")
+    most = sys.maxsize if seconds is None else max(1, int(share * left / sample_seconds(prepared, how, seconds)))
     each_pass = share * left / (1 if how.method == "minmax" else _passes(prepared))
     produce = _SamplesInTime(prepared.calibration, most, each_pass, observer.note)
     limited = replace(prepared.calibration, produce=produce)
@@ -249,10 +272,14 @@ def pace(prepared: Prepared) -> tuple[float, float]:
     return took[0], took[-1]
 
 
-def inferences_per_sample(prepared: Prepared, how: Calibration) -> float:
-    """The time of calibrating on one sample, in inferences: each pass runs what its tensors need, half of the model on
-    average."""
-    return SHOWN if how.method == "minmax" else SHOWN * (1 + _passes(prepared)) / 2
+def sample_seconds(prepared: Prepared, how: Calibration, seconds: float) -> float:
+    """The time of calibrating on one sample, if an inference takes so many `seconds`: each pass runs what its tensors
+    need, half of the model on average; and their values are read."""
+    tensors = candidate_tensors(prepared.shaped)
+    values = bytes_of(prepared.shaped, tensors, prepared.calibration, prepared.execution)
+    if how.method == "minmax":
+        return seconds + values / REDUCED_BYTES
+    return seconds * (1 + _passes(prepared)) / 2 + values / COUNTED_BYTES
 
 
 def _passes(prepared: Prepared) -> int:

@@ -15,7 +15,7 @@ from qdqtune.errors import BaselineFailed
 from qdqtune.numerics.fitting import inferences
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.bench import REPEATED
-from qdqtune.tuning.budget import inferences_per_sample, pace
+from qdqtune.tuning.budget import pace, sample_seconds
 from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
@@ -115,4 +115,4 @@ def calibration_seconds(prepared: Prepared, how: Calibration, start: float, each
     count = sum(1 for _ in prepared.calibration)
     steps = inferences(prepared.shaped, how, count)
     fitting = steps * PAIRED * each + (FITTED_BUILDS * start if steps else 0.0)
-    return 2 * start + count * inferences_per_sample(prepared, how) * each + fitting
+    return 2 * start + count * sample_seconds(prepared, how, each) + fitting

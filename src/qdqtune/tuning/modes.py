@@ -72,7 +72,7 @@ def cut(run: Run) -> Mode:
     suggestions = subject.suggestions()
     if noise is not None and not noise.is_harmless:
         suggestions[WITHIN_LIMITS] = placement_within(subject.shaped, subject.possible, noise)(noise.levels(())[0])
-    seeds = {**run.earlier.found, **suggestions, **weights_by_family(run.format_shares)}
+    seeds = {**run.earlier.found, **subject.foremost(), **suggestions, **weights_by_family(run.format_shares)}
     strategy = LatencySearch(subject.shaped, subject.possible, seeds, run.width)
     return Mode(strategy, partial(_record_placement, run))
 

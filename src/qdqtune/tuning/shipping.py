@@ -198,7 +198,7 @@ def finalists(
 ) -> Finalists:
     """The placements that the search accepted, the last one first (only that one if the run's time `is_bounded`); then
     those that hold the limits and were clearly faster than float, the fastest first, without those that were `slower`
-    in a context."""
+    in a context. If none was accepted, the rounds may have been too few: the fastest is tried."""
     if is_bounded and not history:
         return Finalists(tries_float=False)
     first = [t.placement for t in reversed(history) if t.accepted][: 1 if is_bounded else FINALISTS]
@@ -206,7 +206,8 @@ def finalists(
     held = {t.placement: ratios[t.placement] for t in history if t.placement in ratios and t.holds is not False}
     held = {p: ratio for p, ratio in held.items() if p not in slower}
     others = [p for p in sorted(held, key=held.__getitem__) if p and held[p] < CLEARLY_FASTER]
-    return Finalists(tuple(dict.fromkeys([*first, *others]))[:MOST_FINALISTS], len(first), tries_float)
+    tried_first = len(first) or len(others[:1])
+    return Finalists(tuple(dict.fromkeys([*first, *others]))[:MOST_FINALISTS], tried_first, tries_float)
 
 
 def next_finalist(finalists: Finalists, attempts: Sequence[Attempt], *, lacks_time: bool) -> Placement | None:

@@ -29,6 +29,10 @@ from qdqtune.types import Array, Failure, Measurement, Placement, Proposal, Samp
 FUTILE = 0.997
 """A candidate whose median ratio is no better than this at a look is not worth more rounds. Chosen, not measured."""
 
+BRIEF_ROUNDS = 2
+"""Rounds of a candidate for which time is short from the start: they say whether a proof is worth its time. Chosen, not
+measured."""
+
 PROFILED = (4, 12, 400)
 """Inferences behind a layer report: the least, the usual number, and the most. Chosen, not measured."""
 
@@ -144,7 +148,9 @@ class TrialWorker:
             opponent, candidate, conditions.seed, elsewhere, batch, is_built=is_built, samples=samples
         )
         begun = time.monotonic()
-        result = compare(rounds, conditions.plan, decided=lambda r: settled(r) or _is_late(begun, batch.deadline))
+        is_brief = batch.deadline is not None and begun > batch.deadline
+        plan = replace(conditions.plan, looks=(BRIEF_ROUNDS,)) if is_brief else conditions.plan
+        result = compare(rounds, plan, decided=lambda r: settled(r) or _is_late(begun, batch.deadline))
         if isinstance(result, Failure):
             return Trial(*asked, result)
         if not outputs:
