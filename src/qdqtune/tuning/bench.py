@@ -77,17 +77,17 @@ class Bench:
         Raises:
             BaselineFailed: the engine cannot build or run the float model.
         """
-        return self._trial_seconds(self._conditions.plan)
+        return self._trial_seconds(self._conditions.plan, profiled_runs(self.floats.seconds))
 
     @property
     def brief_trial_seconds(self) -> float:
-        """The same for a candidate that is timed in few rounds. Raises as `trial_seconds` does."""
-        return self._trial_seconds(replace(self._conditions.plan, looks=(BRIEF_ROUNDS,)))
+        """The same for a candidate that is timed in few rounds, without a layer report. Raises as `trial_seconds`."""
+        return self._trial_seconds(replace(self._conditions.plan, looks=(BRIEF_ROUNDS,)), 0)
 
-    def _trial_seconds(self, plan: Plan) -> float:
+    def _trial_seconds(self, plan: Plan, profiled: int) -> float:
         floats, judged = self.floats, len(self._conditions.samples) * (2 if self._conditions.limits.are_set else 1)
         parts = floats.build_seconds, floats.seconds, floats.turn_seconds, judged, floats.start_seconds
-        return trial_seconds(plan, *parts)
+        return trial_seconds(plan, *parts, profiled)
 
     def measured(
         self, number: int, proposals: Sequence[Proposal], against: Placement, foresee: Callable[[], None] = lambda: None

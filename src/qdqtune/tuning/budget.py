@@ -17,7 +17,7 @@ from qdqtune.engines.devices import usable_cores
 from qdqtune.graph.operators import work
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.front import MAX_POINTS
-from qdqtune.timing.ratios import BUILD_LOOKS, PAIRS, Plan, judge
+from qdqtune.timing.ratios import BUILD_LOOKS, PAIRS, Plan, judge, least_rounds
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.observer import Observer, State
 from qdqtune.tuning.settings import Settings
@@ -29,8 +29,12 @@ PROOF_SHARE = 0.3
 FRONT_SHARE = 0.5
 """The share of a time budget that the proof of a front may take. Chosen, not measured."""
 
-LEAST_ROUNDS = 12
-"""Rounds that a comparison needs to decide anything: its first look, see `settings.EFFORTS`."""
+LEAST_ROUNDS = least_rounds(Plan.error, 1)
+"""Rounds that a comparison needs to decide anything, if it has one look."""
+
+HOPED_RATIO = 0.6
+"""Where time is short, a first candidate is tried if its proof fits in case that it takes this share of float's time.
+Chosen, not measured."""
 
 FITTING_SHARE = 0.25
 """Calibration may take this share of the time that is left when it begins. Chosen, not measured."""
@@ -60,7 +64,8 @@ class Budget:
     `deadline` is when the search has to end, by `time.monotonic`, so that one more candidate and the proof are done
     when the run `ends`; both None without a time budget. A first candidate may begin until `first_deadline`, and is
     then timed in a few rounds: the proof decides. `proof` are the numbers of rounds at which the proof looks,
-    `points` is the most points of a front, `proof_seconds` the time of a proof that its first look decides.
+    `points` is the most points of a front, `proof_seconds` the time of a proof that its first look decides, of a file
+    that is as slow as float, and `proof_parts` the seconds that builds and rounds of its first two pairs take.
     """
 
     builds: int
@@ -71,12 +76,13 @@ class Budget:
     first_deadline: float | None = None
     points: int = MAX_POINTS
     proof_seconds: float = 0.0
+    proof_parts: tuple[float, float] = (0.0, 0.0)
 
     @staticmethod
     def of(settings: Settings, bench: Bench, ends: float | None) -> Budget:
         """The budget of a run whose search begins now, and which has to end at `ends`."""
-        parts = bench.floats.turn_seconds, bench.floats.start_seconds
-        each_round = settings.plan.round_seconds(*parts)
+        each = bench.floats.turn_seconds, bench.floats.start_seconds
+        each_round = settings.plan.round_seconds(*each)
         opponents = 1 + bool(settings.from_qdq or settings.fix_inputs)  # the float model, and then the user's file
         # A round, and a build, is one at all numbers of threads, and so is a comparison of a front.
         share_of_counts = 1.0 if settings.front else len(settings.proof_counts) / len(settings.thread_counts)
@@ -90,20 +96,22 @@ class Budget:
             share, files = FRONT_SHARE, max(2, min(MAX_POINTS, int(FRONT_SHARE * settings.time_budget / least)))
         most = int(share * settings.time_budget / (2 * counts * files * each_round))
         proof = tuple(n for n in settings.proof if n <= most) or (max(LEAST_ROUNDS, min(most, settings.proof[0])),)
-        rounds = each_round * proof[0] + settings.plan.warmup_seconds(*parts)
+        rounds = each_round * proof[0] + settings.plan.warmup_seconds(*each)
         comparison = (1 + files) * bench.floats.build_seconds + files * rounds
         # Two pairs of builds decide gains of some 15 %; four, where they are cheap, decide smaller ones.
         pairs = next((n for n in BUILD_LOOKS[1::-1] if n * counts * comparison <= share * settings.time_budget), PAIRS)
         proving = (PAIRS if settings.front else pairs) * counts * comparison
+        parts = PAIRS * counts * (comparison - files * rounds), PAIRS * counts * files * rounds
         return Budget(
             builds=settings.search_builds,
             each=settings.trial_builds,
             deadline=ends - bench.trial_seconds - proving,
             proof=proof,
             ends=ends,
-            first_deadline=ends - bench.brief_trial_seconds - proving,
+            first_deadline=ends - bench.brief_trial_seconds - _least_proof(parts, HOPED_RATIO),
             points=files,
             proof_seconds=proving,
+            proof_parts=parts,
         )
 
     @property
@@ -135,6 +143,14 @@ class Budget:
         """Whether work of so many seconds would end after the time at which the run has to end."""
         return self.ends is not None and time.monotonic() + seconds > self.ends
 
+    def lacks_proof(self, trials: Sequence[Trial], plan: Plan) -> bool:
+        """Whether even two pairs of builds of a first candidate, for which time was short, would take too long: after a
+        few rounds its time is known."""
+        if not self.is_late or len(trials) != 1:
+            return False
+        ratio = ratios_to_float(trials, plan).get(trials[0].placement, 1.0)
+        return self.lacks(_least_proof(self.proof_parts, min(ratio, 1.0)))
+
     def is_spent(self, trials: Sequence[Trial]) -> bool:
         """Whether no further candidate may be tried."""
         deadline = self.deadline if trials else self.first_deadline
@@ -164,6 +180,13 @@ class Budget:
             ratio=ratio,
             against_ratio=against,
         )
+
+
+def _least_proof(parts: tuple[float, float], ratio: float) -> float:
+    """The seconds of a proof on two pairs of builds. `parts` are what builds take, and rounds of a file that is as slow
+    as float; it takes the share `ratio` of float's time."""
+    builds, rounds = parts
+    return builds + (1 + ratio) / 2 * rounds
 
 
 def builds_of(trials: Sequence[Trial]) -> int:
@@ -235,8 +258,8 @@ def affordable_calibration(prepared: Prepared, how: Calibration, ends: float | N
     least = COMPARING_INFERENCES * sum(work(model, node) for node in model.nodes) / (FASTEST * usable_cores())
     seconds = None if is_auto and left < min(least, HURRIED_SECONDS) else pace(prepared)[1]
     if is_auto and (seconds is None or COMPARING_INFERENCES * seconds > left):
-        mse, minmax, share = Calibration("mse", how.percentile), Calibration("minmax"), 1.0
-        is_enough = seconds is not None and LEAST_COUNTED * sample_seconds(prepared, mse, seconds) <= left
+        mse, minmax = Calibration("mse", how.percentile), Calibration("minmax")
+        is_enough = seconds is not None and LEAST_COUNTED * sample_seconds(prepared, mse, seconds) <= share * left
         how = mse if is_enough else minmax
         no_room = "`time_budget` has no room to compare ways to calibrate"
         observer.note(f"{no_room}: ranges by {how.method}, without bias correction")

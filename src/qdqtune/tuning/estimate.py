@@ -83,7 +83,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     if settings.calibration_cache is None:
         calibrating = calibration_seconds(subject.prepared, settings.calibration, start, each)
     plan, each_round = settings.plan, settings.plan.round_seconds(latency, launch)
-    per_trial = trial_seconds(plan, build, latency, latency, judged, launch)
+    per_trial = trial_seconds(plan, build, latency, latency, judged, launch, profiled_runs(latency))
     counts = len(settings.thread_counts)
     proof = counts * 2 * (2 * build + each_round * settings.proof[0]) if trials else 0.0
     float_model = start + build + latency * (2 * judged + profiled_runs(latency))

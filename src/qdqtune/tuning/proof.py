@@ -81,6 +81,8 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     is_bounded = settings.time_budget is not None
     slower, tries_float = run.slower(history), not _is_folded(run)
     queue = shipping.finalists(history, settings.plan, is_bounded=is_bounded, tries_float=tries_float, slower=slower)
+    if run.budget.lacks_proof(history, settings.plan):
+        queue = shipping.Finalists(tries_float=False)
     attempts: list[Attempt] = []
     with open_contexts(settings.proof_counts, run.runner, run.subject.mix) as contexts:
         while True:

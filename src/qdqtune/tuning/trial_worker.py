@@ -234,13 +234,16 @@ class TrialWorker:
         return shared_rounds(own, elsewhere, batch.pool, seconds, plan, check=check, is_built=is_built)
 
 
-def trial_seconds(plan: Plan, build: float, seconds: float, turn: float, judged: int, start: float = 0.0) -> float:
+def trial_seconds(
+    plan: Plan, build: float, seconds: float, turn: float, judged: int, start: float, profiled: int
+) -> float:
     """The least seconds that a candidate takes which is as fast as the float model: its build, its outputs on `judged`
-    samples, the first look of its comparison and its layers. A build of the float model takes `build` seconds, an
-    inference `seconds`, and its part in a round `turn`. With `start` (see `Plan.round_seconds`), rounds give outputs.
+    samples, the first look of its comparison and its layers in so many `profiled` inferences. A build of the float
+    model takes `build` seconds, an inference `seconds`, and its part in a round `turn`. With `start` (see
+    `Plan.round_seconds`), rounds give outputs.
     """
     comparison = plan.warmup_seconds(turn, start) + plan.round_seconds(turn, start) * plan.looks[0]
-    return build + judged * seconds + profiled_runs(seconds) * turn + start + comparison
+    return build + judged * seconds + profiled * turn + start + comparison
 
 
 def trial_starts(plan: Plan) -> int:
