@@ -17,6 +17,7 @@ from qdqtune.search import best_of
 from qdqtune.search.costs.cheapest_decision import Formulation, cut, formulate
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs, Price
+from qdqtune.search.costs.unit_decisions import decision_of
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CutSearch
 from qdqtune.timing.ratios import Plan, judge
@@ -264,6 +265,10 @@ def test_a_hurried_search_builds_what_may_ship_and_then_cuts() -> None:
     first = search.propose([])
     assert [p.origin for p in first] == ["static"]
     history = [bench.measured(1, first[0], Placement())]
+    costs = search.costs(history)
+    certain, hopeful, *_ = (decision_of(costs, p.placement) for p in search._later_proposals(costs, history))
+    assert costs.raised.total(certain) == pytest.approx(costs.total(certain))  # no guess decides the first cut
+    assert costs.total(hopeful) < costs.total(certain)
     assert search.propose(history)[0].origin == "cut"
     every = [p.origin for p in search._later_proposals(search.costs(history), history)]
     assert "compute" in every  # later

@@ -238,8 +238,10 @@ class CutSearch:
     def _later_proposals(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
         """After the first batch: the optimum of the prices (built already if they are at a fixed point), placements
         near the best one, and the fallbacks."""
-        optima = []
-        for decision in self._optima(costs, history):
+        optima, decisions = [], self._optima(costs, history)
+        if self.is_hurried:  # a cut that builds on guesses is often slow: it comes second
+            decisions = chain(self._optima(costs.raised, history, raised=True), decisions)
+        for decision in decisions:
             optima.append(self._proposal(costs, decision))
             yield optima[-1]
         rest = sorted(self._first_batch, key=lambda p: p.origin in ONLY_PRICES)
@@ -256,16 +258,17 @@ class CutSearch:
         """Whether a decision is predicted to save more than builds of one file differ by."""
         return costs.total(decision) < (1 - CLOSE_SHARE) * costs.total(decision_of(costs, best))
 
-    def _optima(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Decision]:
+    def _optima(self, costs: Costs, history: Sequence[Trial], *, raised: bool = False) -> Iterator[Decision]:
         """The optima of the prices. With several contexts also those of each; first come those that are predicted to be
-        slower than float in none."""
+        slower than float in none. `raised`: with prices that no build has measured raised in each context, too."""
         if not self.contexts:
             yield from self._optima_of(costs, history)
             return
         apart = []
         for shares, search in zip(self.contexts, self._in_contexts, strict=True):
             known = [_trial_at(shares, trial) for trial in history]
-            apart.append((search, known, search.costs(known)))
+            own = search.costs(known)
+            apart.append((search, known, own.raised if raised else own))
         found = dict.fromkeys(costs.partition.placement(decision) for decision in self._optima_of(costs, history))
         for search, known, own in apart:
             found |= dict.fromkeys(own.partition.placement(decision) for decision in search._optima_of(own, known))
