@@ -26,7 +26,7 @@ from quantizers import write_nncf, write_static
 
 from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.commands.compare import Row, compare_files
-from qdqtune.engines import EngineSpec
+from qdqtune.engines import EngineSpec, threads_of
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError
@@ -93,7 +93,7 @@ def tuned(entry: zoo.Entry, task: Task, mode: Mode, folder: Path) -> Facts:
     settings = Settings(
         entry.path, output_dir=folder, engine=task.engine, mode=mode, builds=EFFORTS["default"].builds[mode],
         time_budget=task.limit, fix_inputs=entry.fixed, calibration_data=entry.data, calibration_samples=task.samples,
-        cut_seed=False, deploy_threads=(1,),
+        cut_seed=False, deploy_threads=(threads_of(task.engine),),
     )  # fmt: skip
     summary = folder / "summary.json"
     facts = json.loads(summary.read_text()) if summary.exists() else tune(settings).summary
@@ -161,14 +161,15 @@ def main() -> None:
     arguments.add_argument("--keep", type=Path, required=True, help="folder of the runs")
     arguments.add_argument("--modes", nargs="+", default=["cut", "region"], help="modes of tune, the first in question")
     arguments.add_argument("--peers", nargs="*", default=["static"], choices=sorted(PEERS), help="quantizers")
-    arguments.add_argument("--engine", default="onnxruntime", help="engine, with one thread (%(default)s)")
+    arguments.add_argument("--engine", default="onnxruntime", help="engine (%(default)s)")
+    arguments.add_argument("--threads", type=int, default=1, help="its threads (%(default)s)")
     arguments.add_argument("--time-budget", type=float, help="seconds of search per model and mode")
     arguments.add_argument("--samples", type=int, default=8, help="calibration samples (%(default)s)")
     arguments.add_argument("--rounds", type=int, default=24, help="rounds of each pair of builds (%(default)s)")
     arguments.add_argument("--jobs", type=int, default=1, help="models at a time, on cores of their own (%(default)s)")
     arguments.add_argument("--json", type=Path, help="write all figures to this file")
     given = arguments.parse_args()
-    task = Task(given.keep.absolute(), EngineSpec(given.engine, {"threads": 1}), tuple(given.modes),
+    task = Task(given.keep.absolute(), EngineSpec(given.engine, {"threads": given.threads}), tuple(given.modes),
                 tuple(given.peers), given.time_budget, given.samples, given.rounds)  # fmt: skip
     zoo.print_machine()
     results = sorted(finished(given, task), key=lambda facts: str(facts["name"]))
