@@ -26,7 +26,7 @@ from quantizers import write_nncf, write_static
 
 from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.commands.compare import Row, compare_files
-from qdqtune.engines import EngineSpec, threads_of
+from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError
@@ -93,7 +93,7 @@ def tuned(entry: zoo.Entry, task: Task, mode: Mode, folder: Path) -> Facts:
     settings = Settings(
         entry.path, output_dir=folder, engine=task.engine, mode=mode, builds=EFFORTS["default"].builds[mode],
         time_budget=task.limit, fix_inputs=entry.fixed, calibration_data=entry.data, calibration_samples=task.samples,
-        cut_seed=False, deploy_threads=(threads_of(task.engine),),
+        cut_seed=False, deploy_threads=task.engine.options["threads"],
     )  # fmt: skip
     summary = folder / "summary.json"
     facts = json.loads(summary.read_text()) if summary.exists() else tune(settings).summary
