@@ -135,7 +135,8 @@ def test_what_the_engine_merges_by_itself_comes_first_and_may_fail(monkeypatch: 
     assert allowed("off", ("gelu",)) == allowed("off")
     assert allowed("fold", ("gelu",)) == Rewrites(True)
     model = named(GELU)
-    merged = allowed("auto", ("gelu",)).of(model)
+    merged, made = allowed("auto", ("gelu", "layernorm")).made(model)
+    assert made == Rewrites(True, merged=("gelu",))  # there is nothing else to merge
     assert [n.op for n in merged.nodes] == ["Gelu", "Relu"]
     same_outputs(model, merged)
 

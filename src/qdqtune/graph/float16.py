@@ -59,11 +59,23 @@ def load_for(
         BadModel: the file cannot be used.
         BadOption: `fix_inputs` names no input, or a value does not fit.
     """
+    return rewritten_for(path, precision, fix_inputs, min_opset, rewrites)[0]
+
+
+def rewritten_for(
+    path: Path, precision: Precision, fix_inputs: Mapping[str, float | int | str], min_opset: int, rewrites: Rewrites
+) -> tuple[Model, Rewrites]:
+    """As `load_for`, with the rewrites that were made.
+
+    Raises:
+        BadModel: the file cannot be used.
+        BadOption: `fix_inputs` names no input, or a value does not fit.
+    """
     model = load(path, fix_inputs=fix_inputs, min_opset=min_opset)
     is_half = precision != "fp32" or any(info.dtype in HALF for info in model.tensors.values())
     if model.opset < OPSET and is_half:
         model = load(path, fix_inputs=fix_inputs, min_opset=OPSET)
-    return rewrites.of(model)
+    return rewrites.made(model)
 
 
 def is_float32(model: Model) -> bool:

@@ -88,13 +88,22 @@ class Rewrites:
         Raises:
             BadModel: the opset cannot be raised.
         """
-        model = folded(model) if self.folded else model
+        return self.made(model)[0]
+
+    def made(self, model: Model) -> tuple[Model, Rewrites]:
+        """The rewritten model, and these rewrites with those of `merged` alone that found something to do.
+
+        Raises:
+            BadModel: the opset cannot be raised.
+        """
+        model, merged = folded(model) if self.folded else model, list[str]()
         for name in self.merged:
             with suppress(BadModel):
-                model = REWRITES[name].apply(model)
+                before, model = model, REWRITES[name].apply(model)
+                merged += [name] if model is not before else []
         for name in self.names:
             model = REWRITES[name].apply(model)
-        return model
+        return model, replace(self, merged=tuple(merged))
 
 
 def between(before: Collection[str], after: Collection[str]) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from qdqtune.engines.formats import usual_precision
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineUnavailable
-from qdqtune.graph.float16 import OPSET, Precision, converted, load_for
+from qdqtune.graph.float16 import OPSET, Precision, converted, rewritten_for
 from qdqtune.graph.inference import with_float_type
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -141,7 +141,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     notes: list[str] = []
     usual = _usual_precision(settings, runner)
     wanted: Precision = settings.precision or usual
-    model, imported = _loaded(settings, numbers, wanted, rewrites)
+    model, imported, made = _loaded(settings, numbers, wanted, rewrites)
     check_inputs(settings.engine, model)
     source = settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed
     data = Data(*source, settings.workloads)
@@ -183,7 +183,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
         patterns=chosen,
         imported=imported,
         notes=tuple(notes),
-        rewrites=rewrites,
+        rewrites=made,
     )
 
 
@@ -266,24 +266,22 @@ def _first_rewrites(settings: Settings) -> Rewrites:
 
 def _loaded(
     settings: Settings, numbers: NumericFormat, precision: Precision, rewrites: Rewrites
-) -> tuple[Model, Reading | None]:
-    """The float model, and with `from_qdq` the pairs that were stripped from it (else None)."""
-    fixed = settings.fix_inputs
+) -> tuple[Model, Reading | None, Rewrites]:
+    """The float model, with `from_qdq` the pairs that were stripped from it (else None), and the rewrites made."""
+    model, made = rewritten_for(settings.model, precision, settings.fix_inputs, numbers.opset, rewrites)
     if settings.from_qdq:
-        model = _typed(
-            settings, converted(load_for(settings.model, precision, fixed, numbers.opset, rewrites=rewrites), precision)
-        )
+        model = _typed(settings, converted(model, precision))
         if not is_quantized(model):
             raise BadOption(f"{settings.model} has no Q/DQ pairs: leave `from_qdq` out")
         stripped = strip_pairs(model)
-        return stripped, read_placement(stripped, model)
-    model = _typed(settings, load_for(settings.model, precision, fixed, numbers.opset, rewrites=rewrites))
+        return stripped, read_placement(stripped, model), made
+    model = _typed(settings, model)
     if is_quantized(model):
         raise BadModel(
             f"{settings.model} already has Q/DQ pairs: give `from_qdq` to strip them and search from there, "
             "or the float model with `qdq_baseline`"
         )
-    return model, None
+    return model, None, made
 
 
 def _baseline(settings: Settings, model: Model, precision: Precision, kept: Collection[str]) -> Reading | None:
