@@ -21,7 +21,9 @@ def told(outcome: str, ratio: Ratio | None, *, best: Placement, best_ratio: floa
     result = Failure("build", "no kernel") if ratio is None else TIMED
     opponent = Placement() if against == 1.0 else OTHER
     trial = Trial(3, Proposal("static", PAIR), opponent, result, accuracy=Accuracy(15.14))
-    state = State(3, 11, best_ratio, best, 1.0, None, replayed=False, ratio=ratio, against_ratio=against)
+    state = State(
+        3, 11, best_ratio, best, 1.0, None, replayed=False, ratio=ratio, against_ratio=against, missed="20 dB"
+    )
     line = progress.line(trial, outcome, state)
     head = f"   3   3/11 builds  best {1 / best_ratio:.2f}x  static: "
     assert line.startswith(head)
@@ -73,14 +75,14 @@ def test_a_note_above_the_picture_breaks_between_words() -> None:
             "2.00x [1.60x, 2.50x], as fast as the best's 1.92x within noise, and more exact: the best so far",
         ),
         ("slower", BEST, OTHER, 0.5, 0.5, "1.25x [1.25x, 1.25x], slower than the best's 2.00x"),
-        ("inaccurate", FASTER, Placement(), 1.0, 1.0, "2.00x [1.60x, 2.50x], not taken: too inaccurate: 15.1 dB"),
+        ("inaccurate", FASTER, Placement(), 1.0, 1.0, "2.00x [1.60x, 2.50x], not taken: 20 dB"),
         (
             "inaccurate",
             BEST,
             OTHER,
             0.5,
             0.5,
-            "1.25x [1.25x, 1.25x], not taken: not any faster than the best's 2.00x, and too inaccurate: 15.1 dB",
+            "1.25x [1.25x, 1.25x], not taken: not any faster than the best's 2.00x, and 20 dB",
         ),
         ("failed", None, Placement(), 1.0, 1.0, "failed: no kernel"),
     ],

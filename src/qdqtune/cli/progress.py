@@ -217,10 +217,9 @@ def _verdict(trial: Trial, outcome: str, state: State) -> str:
         case "slower":
             return f"slower than {rival}"
         case "inaccurate":
-            exact = f": {trial.accuracy}" if trial.metric is None and trial.accuracy is not None else ""
             assert state.ratio is not None
             slow = "" if state.ratio.median < state.against_ratio else f"not any faster than {rival}, and "
-            return f"not taken: {slow}too inaccurate{exact}"
+            return f"not taken: {slow}{state.missed or 'too inaccurate'}"
         case "undecided" if state.best == trial.placement:
             return f"as fast as {rival} within noise, and more exact: the best so far"
         case "undecided":

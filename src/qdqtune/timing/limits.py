@@ -54,6 +54,17 @@ class Limits:
         asked = f"{self.min_agreement:.4g} is asked for"
         return f"{equal_share(accuracy):.1%} of the best classes, or integers, are as in float, and a share of {asked}"
 
+    def why_refused(self, trial: Trial) -> str | None:
+        """The limit that a judged trial misses, in words; None if it misses none."""
+        if trial.holds is not False:
+            return None
+        if trial.accuracy is not None and (missed := self.missed(trial.accuracy)) is not None:
+            return missed
+        if trial.metric is None or self.before is None or self.max_drop is None:
+            return "the metric cannot be computed"
+        by = " with the interval of its loss" if can_tell(self.before, self.max_drop) else ""
+        return f"the metric is {trial.metric:g}, float has {self.before.value:g}, and may lose {self.max_drop:.2g}{by}"
+
     def is_good_enough(self, metric: Score) -> bool:
         """Whether the user's metric holds its limit."""
         if self.max_drop is None or self.before is None:

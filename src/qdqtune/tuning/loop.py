@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -100,6 +101,7 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> list[Trial]:
                 trials.append(run.limits.judged(trial, trials, plan, run.bench.metric))
                 known = [*history, *accepted(trials, plan, best, run.slower([*history, *trials]))]
                 state = budget.state(known, plan, time.monotonic() - started, replayed=replayed)
+                state = replace(state, missed=run.limits.why_refused(trials[-1]))
                 observer.trial(trials[-1], outcome(trials[-1], plan), state)
                 if budget.is_spent([*history, *trials]):
                     break
