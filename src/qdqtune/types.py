@@ -277,11 +277,10 @@ def sqnr_of(noise: float) -> float | None:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far a model's outputs are from the float model's, on `samples` samples.
-
-    `sqnr_db` is the SQNR of the worst float output over all samples, `lowest_db` and `highest_db` are its extremes on
-    single samples; None if outputs are equal, or no output is float. `agreement` is the share of equal elements of the
-    worst integer output, `top1` that of equal first choices, of so many `choices` (see `numerics.scores`), or None.
+    """How far a model's outputs are from the float model's, on `samples` samples. `sqnr_db` is the SQNR of the worst
+    float output, `lowest_db` and `highest_db` are its extremes on single samples; None where outputs are equal, or none
+    is float. `agreement` is the share of equal elements of the worst integer output, `top1` of equal first choices of
+    `choices` (see `numerics.scores`), which tell as much as so many `independent` ones.
     """
 
     sqnr_db: float | None = None
@@ -291,6 +290,7 @@ class Accuracy:
     top1: float | None = None
     samples: int = 0
     choices: int = 0
+    independent: float | None = None
 
     @property
     def noise(self) -> float:
@@ -307,8 +307,8 @@ class Accuracy:
         parts = [f"{share:.1%} of the {what} equal" for share, what in shares if share is not None]
         if self.sqnr_db is None:
             return ", ".join(parts) or "equal outputs"
-        has_spread = self.lowest_db is not None and self.samples > 1
-        spread = f" ({self.lowest_db:.1f} to {self.highest_db:.1f} over {self.samples} samples)" if has_spread else ""
+        most = "equal" if self.highest_db is None else f"{self.highest_db:.1f}"
+        spread = f" ({self.lowest_db:.1f} to {most} over {self.samples} samples)" if self.samples > 1 else ""
         return ", ".join([f"{self.sqnr_db:.1f} dB{spread}", *parts])
 
 

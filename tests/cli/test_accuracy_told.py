@@ -1,6 +1,7 @@
 """No command tells accuracy on inputs that are made up; beside a run they are that run's."""
 
 import json
+import re
 import shutil
 from itertools import product
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from conftest import Call
+from models import build, normal
 from qdqtune.cli import main
+from qdqtune.graph.loading import load
 from runs import mixed, write
 from workers import in_process
 
@@ -106,3 +109,41 @@ def test_inputs_that_are_not_what_the_run_was_fed_are_none(ran: Ran, tmp_path: P
         _, out, err = call("compare", folder / "baseline.onnx", folder / "optimized_final.onnx", *FAKE)
         assert "inputs are random" in err
         assert "dB" not in out
+
+
+def test_of_integers_alone_the_agreement_is_told_and_no_ratio(tmp_path: Path, call: Call) -> None:
+    net = build("net (float[256,256] x) => (int64[256,1] y) { h = MatMul(x, w) y = ArgMax <axis=1> (h) }",
+                {"w": normal(256, 256)})  # fmt: skip
+    model, made, out = write(net, tmp_path), tmp_path / "q.onnx", tmp_path / "out"
+    data = ("--calibration-data", model.with_suffix(".npz"))
+    _, quantized, _ = call("quantize", model, *data, "-o", made)
+    assert re.search(r"^\d+\.\d% of the integers in outputs are as in float, on 3 samples", quantized, re.MULTILINE)
+    _, compared, _ = call("compare", model, made, *data, *FAKE)
+    _, tuned, _ = call("tune", model, *FAKE, *data, "--builds", 6, "--min-agreement", 0, "-o", out, "--no-report")
+    assert "integers as in float" in tuned
+    for told in (quantized, compared, tuned):
+        assert "dB" not in told.replace("SQNR, dB", "")
+        assert "no output is taken for scores of classes: y holds no floats" in told
+
+
+def test_outputs_that_are_named_as_scores_are_judged_by_their_best_class(tmp_path: Path, call: Call) -> None:
+    model, made = write(mixed(), tmp_path), tmp_path / "q.onnx"
+    data = ("--calibration-data", model.with_suffix(".npz"))
+    (output,) = load(model).outputs
+    _, plain, _ = call("quantize", model, *data, "-o", made)
+    _, text, _ = call("quantize", model, *data, "-o", made, "--scores", output)
+    assert "agreement" not in plain
+    assert f"taken for scores of classes: {output} (" in text
+    assert ", agreement " in text
+    _, text, _ = call("quantize", model, *data, "-o", made, "--scores", f"{output}:-1", "--json")
+    assert json.loads(text)["scores"][0]["output"] == output
+    _, text, _ = call("compare", model, made, *data, *FAKE, "--scores", output, "--json")
+    assert json.loads(text)["scores"][0]["output"] == output
+    assert json.loads(text)["others"][0]["accuracy"]["top1"] is not None
+    tune = ("tune", model, *TUNE, *data, "-o", tmp_path / "out", "--json")
+    assert json.loads(call(*tune, "--scores", output)[1])["scores"][0]["output"] == output
+    assert call(*tune, "--scores", "none")[0] == 2  # another run: what candidates were judged by has changed
+    for command in (("quantize", model, "-o", made), ("compare", model, model, *FAKE), ("tune", model, *TUNE)):
+        code, _, err = call(*command, *data, "--scores", "other")
+        assert code == 2
+        assert "--scores other names no output: there are " in err

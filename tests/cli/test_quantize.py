@@ -28,12 +28,13 @@ def model(tmp_path: Path) -> Path:
 def test_one_command_writes_a_file_and_says_what_it_cost(call: Call, model: Path) -> None:
     code, out, err = call("quantize", model, *RUN, model.with_suffix(".npz"))
     target = model.with_suffix(".qdq.onnx")
-    first, second = out.splitlines()
+    first, second, third = out.splitlines()
     pairs = count_pairs(read_placement(load(model), load(target)).placement)
     assert code == 0
     assert first == f"{target}: {pairs} tensors with a Q/DQ pair (INT8 as openvino wants it)"
     assert second.startswith("output SQNR ")
     assert second.endswith(", on 3 samples")
+    assert third.startswith("no output is taken for scores of classes: ")
     assert "calibrating on" in err
     assert "note: fewer than 40 samples" in err
 

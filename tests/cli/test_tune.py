@@ -89,6 +89,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--min-sqnr": (["20.5"], lambda s: s.min_sqnr, 20.5),
     "--min-sqnr-worst": (["12"], lambda s: s.min_sqnr_worst, 12.0),
     "--min-agreement": (["none"], lambda s: s.min_agreement, None),
+    "--scores": (["y:1,z"], lambda s: s.scores, ("y:1", "z")),
     "--front": ([], lambda s: (s.front, s.builds), (True, 25)),
     "--labels": (["l.npy"], lambda s: s.labels, "l.npy"),
     "--metric": (["f1"], lambda s: s.metric, "f1"),

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from qdqtune.errors import BadOption
 from qdqtune.numerics.accuracy import accuracy
-from qdqtune.numerics.scores import agrees, class_axis, scores_of, smallest_seen
+from qdqtune.numerics.scores import agrees, class_axis, independent, scores_of, smallest_seen
 from qdqtune.types import Array
 
 SAMPLES = 6
@@ -75,7 +76,7 @@ def test_the_worst_output_of_scores_counts_with_all_its_positions() -> None:
     changed = [
         {"p": p, "c": np.roll(c, 1, 1) if n < 3 else c} for n, (p, c) in enumerate(zip(pixels, classes, strict=True))
     ]
-    assert scores_of(reference) == {"p": 1, "c": 1}
+    assert scores_of(reference).axis == {"p": 1, "c": 1}
     assert accuracy(reference, reference).top1 == 1.0
     found = accuracy(reference, changed)
     assert (found.top1, found.choices) == (0.5, SAMPLES)
@@ -98,3 +99,69 @@ def test_few_choices_show_large_losses_only() -> None:
     shares = [smallest_seen(choices, 0.98) for choices in (1, 16, 32, 100, 1000)]
     assert shares == pytest.approx([1.0, 0.125, 3 / 32, 0.06, 0.029])
     assert smallest_seen(10, 1.0) == 0.1
+
+
+def test_what_is_found_is_told_and_why_nothing_is() -> None:
+    found = scores_of([{"c": c, "v": v} for c, v in zip(clear((1, 10), 1), normal(1, 1000), strict=True)])
+    assert found.told == "taken for scores of classes: c (10 along axis 1)"
+    assert found.as_json() == [{"output": "c", "axis": 1, "classes": 10}]
+    outputs = [{"map": m, "n": np.array([1]), "v": v} for m, v in zip(normal(1, 19, 8, 8), normal(1, 64), strict=True)]
+    assert scores_of(outputs).told == (
+        "no output is taken for scores of classes: map may hold scores of pixels, which `scores` names; n holds no "
+        "floats; v prefers no class clearly"
+    )
+    assert not scores_of([{"c": c} for c in clear((1, 10), 1)], ["none"]).axis
+
+
+@pytest.mark.parametrize(
+    ("asked", "axis"),
+    [
+        (["map"], {"map": 1}),
+        (["map:-1"], {"map": 3}),
+        (["tokens"], {"tokens": 2}),
+        (["tokens:1", "a:0"], {"tokens": 1, "a:0": 1}),
+    ],
+)
+def test_the_user_names_outputs_and_axes(asked: list[str], axis: dict[str, int]) -> None:
+    outputs = [{"map": normal(1, 3, 8, 8)[0], "tokens": normal(1, 5, 7)[0], "a:0": normal(2, 4)[0]}]
+    assert scores_of(outputs, asked).axis == axis
+
+
+@pytest.mark.parametrize("asked", ["other", "map:x", "map:4", "map:0", "ids"])
+def test_names_that_fit_nothing_are_refused(asked: str) -> None:
+    outputs = [{"map": normal(1, 3, 8, 8)[0], "ids": np.zeros((1, 4), np.int64)}]
+    with pytest.raises(BadOption, match=f"`scores` {asked.split(':')[0]}"):
+        scores_of(outputs, [asked])
+
+
+def test_pixels_of_a_picture_do_not_count_as_independent() -> None:
+    """3 % of all pixels differ: beyond doubt where each picture has some, not where one picture has them all."""
+    reference = [{"map": x} for x in [softmax(4 * x, 1) for x in normal(1, 4, 32, 32)] * 3]
+    everywhere = [{"map": sample["map"].copy()} for sample in reference]
+    for sample in everywhere:
+        sample["map"][..., :1, :31] = np.roll(sample["map"][..., :1, :31], 1, 1)
+    one = [{"map": sample["map"].copy()} for sample in reference]
+    one[0]["map"][..., :17, :] = np.roll(one[0]["map"][..., :17, :], 1, 1)
+    spread, together = accuracy(reference, everywhere), accuracy(reference, one)
+    assert (spread.choices, together.choices) == (18432, 18432)
+    assert spread.top1 == pytest.approx(together.top1, abs=1e-3)
+    assert not agrees(spread, 0.98)
+    assert together.independent is not None
+    assert together.independent < 30
+    assert agrees(together, 0.98)
+
+
+def test_independent_choices_are_those_of_independent_positions() -> None:
+    ones, rng = np.ones(50), np.random.default_rng(0)
+    assert independent(np.float64([1] * 49 + [0]), ones) == 50
+    assert independent(np.full(8, 100.0), np.full(8, 100.0)) == 8  # all equal: nothing tells how pixels go together
+    equal, sizes = rng.binomial(100, 0.9, 200).astype(float), np.full(200, 100.0)
+    assert 0.7 < independent(equal, sizes) / 20000 <= 1
+    assert independent(100.0 * (rng.random(200) < 0.9), sizes) == pytest.approx(200, rel=0.05)
+
+
+def test_rows_of_classes_are_independent_and_tokens_are_not() -> None:
+    rows, tokens = clear((20, 10), 1), clear((1, 5, 1200), 2)
+    for outputs, expected in (rows, None), (tokens, SAMPLES):
+        reference = [{"y": y} for y in outputs]
+        assert accuracy(reference, reference).independent == expected

@@ -85,8 +85,8 @@ class RangeOptions(Options):
         "information; mse: with the least squared error; auto: whichever of these keeps the outputs of the calibration "
         "samples closest to the float model's.",
         "Accuracy",
-        short="how ranges are found",
         default_in_words=DEFAULT_CALIBRATION.method,
+        is_rare=True,
     )
     bias_correction: Option[bool | None, bool | None] = option(
         SWITCH,

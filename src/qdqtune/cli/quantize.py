@@ -122,8 +122,14 @@ def _lines(options: QuantizeOptions, done: Quantized) -> Iterator[str]:
     else:
         angle = "" if done.cosine is None else f", cosine {done.cosine:.6f}"
         angle += "" if done.agreement is None else f", agreement {done.agreement:.1%}"
-        ratio = decibels(done.sqnr_db) if done.is_finite else "unknown"
-        yield f"output SQNR {ratio}{angle}, on {samples(done.judged, done.is_held_out)}"
+        ratio = f"SQNR {decibels(done.sqnr_db) if done.is_finite else 'unknown'}{angle}"
+        is_of_integers = done.sqnr_db is None and done.agreement is not None and not done.score_outputs.axis
+        told = (
+            f"{done.agreement:.1%} of the integers in outputs are as in float" if is_of_integers else f"output {ratio}"
+        )
+        yield f"{told}, on {samples(done.judged, done.is_held_out)}"
+        if done.is_finite:
+            yield done.score_outputs.told
     if done.loudest:
         yield f"to keep in float what makes a tenth of the error or more: {to_exclude(done.loudest)}"
     elif done.damages and done.sqnr_db is not None:

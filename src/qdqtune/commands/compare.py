@@ -25,7 +25,8 @@ from qdqtune.explanation.formatting import samples
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, concern, is_finite
-from qdqtune.numerics.scores import equal_share
+from qdqtune.numerics.score_options import ScoreOption
+from qdqtune.numerics.scores import Scores, equal_share, is_of_integers, named, scores_of
 from qdqtune.options import Assignments, Option, ValuesByInput, option
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict
@@ -43,7 +44,7 @@ DEFAULT_ROUNDS = 24
 
 
 @dataclass(kw_only=True)
-class CompareOptions(EngineOptions, DataOptions):
+class CompareOptions(EngineOptions, ScoreOption, DataOptions):
     """The options of `compare`, besides its files."""
 
     calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
@@ -89,6 +90,11 @@ class Comparison(Shown):
     is_held_out: bool = False
 
     @property
+    def scores(self) -> Scores | None:
+        """The scores of classes among the outputs of the first file; None if inputs are random."""
+        return next((row.scores for row in self.rows if row.scores is not None), None)
+
+    @property
     def ratio(self) -> Ratio | None:
         """Time of the second file to that of the first; None where it failed."""
         return self.rows[0].ratio
@@ -113,8 +119,8 @@ class Comparison(Shown):
             if row.ratio is None or row.ms is None or row.first_ms is None:
                 cells.append((row.name, "", "", "", "failed", "", ""))
                 continue
-            sqnr = "" if row.sqnr_db is None else f"{row.sqnr_db:.1f}"
-            share = equal_share(row.accuracy)
+            share, is_exact = equal_share(row.accuracy), row.accuracy is not None and not is_of_integers(row.accuracy)
+            sqnr = f"{row.sqnr_db:.1f}" if row.sqnr_db is not None else "exact" if is_exact else ""
             equal = "" if share is None else f"{share:.1%}"
             cells.append((row.name, f"{row.first_ms:.3f}", f"{row.ms:.3f}", row.ratio.speedup, row.words, sqnr, equal))
             for part in row.workloads:
@@ -124,11 +130,14 @@ class Comparison(Shown):
         has_shares = any(equal_share(row.accuracy) is not None for row in self.rows)
         told = len(columns) if self.judged and has_shares else -1 if self.judged else -2
         caption = f"output SQNR over {samples(self.judged, self.is_held_out)}" if self.judged else ""
+        caption += "" if self.scores is None else f"\n{self.scores.told}"
         return Table(columns[:told], [row[:told] for row in cells], caption, f"first: {self.first}")
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        return {"first": self.first, "others": [row.as_json() for row in self.rows], "notes": list(self.notes)}
+        scores = None if self.scores is None else self.scores.as_json()
+        others, notes = [row.as_json() for row in self.rows], list(self.notes)
+        return {"first": self.first, "others": others, "scores": scores, "notes": notes}
 
 
 def compare(files: Sequence[Path], options: CompareOptions, observer: Observer | None = None) -> Comparison:
@@ -142,7 +151,9 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
     spec = built_for(options.spec(options.input_shapes), workloads)
     execution = execution_of(options)
     data = data_of(options, execution, *files)
-    prepared = prepared_for(comparable(files)[0], spec, data, execution, fixed=options.fix_inputs)
+    models = comparable(files)
+    named(options.scores, models[0].outputs)  # refuses other names before the work begins
+    prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
     rows = compare_at(
         files,
         spec,
@@ -151,6 +162,7 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         options.plan,
         seed=options.seed,
         observer=observer,
+        asked=options.scores,
     )
     notes = told_of_inputs(options, prepared)
     warned = {row.file: warning for row in rows if row.accuracy and (warning := concern(row.accuracy))}
@@ -164,7 +176,7 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
 LONG_COMPARISON = 20.0
 """Seconds from which on the expected time of a comparison is shown. Chosen, not measured."""
 
-HIDDEN = frozenset({"rounds", "is_same"})
+HIDDEN = frozenset({"rounds", "is_same", "scores"})
 """Fields of a row that JSON leaves out."""
 
 
@@ -185,7 +197,7 @@ class Row:
 
     `reason` says why there is no ratio, `unlike` why outputs cannot be compared; `rounds` holds a measurement for each
     pair of builds. `is_same`: both files hold the same bytes. `threads` is set if several numbers of threads were asked
-    for; `workloads` has a part for each of several.
+    for; `workloads` has a part for each of several. `scores` are those in the outputs, None if inputs are random.
     """
 
     file: str
@@ -200,6 +212,7 @@ class Row:
     is_same: bool = False
     threads: int | None = None
     workloads: tuple[Part, ...] = ()
+    scores: Scores | None = None
 
     @property
     def name(self) -> str:
@@ -222,7 +235,7 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """The row as JSON values."""
-        fields = asdict(self) | {"verdict": self.verdict}
+        fields = asdict(replace(self, scores=None)) | {"verdict": self.verdict}
         hidden = HIDDEN if self.workloads else HIDDEN | {"workloads"}
         return {name: value for name, value in fields.items() if name not in hidden}
 
@@ -255,12 +268,14 @@ def compare_files(
     builds: int | None = None,
     seed: int = 0,
     observer: Observer | None = None,
+    asked: Sequence[str] = (),
 ) -> list[Row]:
     """Compare each other file with the first, on `builds` fresh builds of both (None: as many as a verdict needs). They
     are timed on `mix`, by default on the first sample of `judging`. Outputs are compared on `judging` if
-    `has_real_samples`.
+    `has_real_samples`, and best classes in those that are `asked` for, see `scores_of`.
 
     Raises:
+        BadOption: an output that is asked for holds no scores.
         EngineFailure: the engine cannot build or run the first file.
     """
     observer, first = observer or Silent(), files[0]
@@ -270,6 +285,7 @@ def compare_files(
     reference = _outputs(first, runner, judging)
     if isinstance(reference, Failure):
         raise EngineFailure(f"{first} does not run, so there is nothing to compare with: {reference.reason}")
+    scores = scores_of(reference.values, asked) if has_real_samples else None
     seconds = PAIRS * plan.looks[0] * plan.round_seconds(reference.seconds / len(judging)) * len(timed)
     told = f": {seconds:.0f} s, more where that does not decide" if seconds >= LONG_COMPARISON else ""
     pair = 2 * reference.build_seconds + seconds / PAIRS
@@ -281,7 +297,7 @@ def compare_files(
         if isinstance(compared, Failure):
             rows.append(Row(str(file), reason=compared.reason))
             continue
-        judged = _accuracy(file, runner, judging, reference.values) if has_real_samples else None
+        judged = None if scores is None else _accuracy(file, runner, judging, reference.values, scores)
         exact = judged if isinstance(judged, Accuracy) else None
         parts = tuple(
             Part(workload.name, workload.share, *_median_ms(part), part.ratio)
@@ -298,6 +314,7 @@ def compare_files(
                 unlike=judged.reason if isinstance(judged, Failure) else "",
                 is_same=content_digest([first]) == content_digest([file]),
                 workloads=parts,
+                scores=scores,
             )
         )
     return rows
@@ -317,6 +334,7 @@ def compare_at(
     *,
     seed: int = 0,
     observer: Observer | None = None,
+    asked: Sequence[str] = (),
 ) -> list[Row]:
     """The rows of `compare_files` on an engine, for each number of threads in `counts`; None leaves the engine's own.
 
@@ -326,6 +344,7 @@ def compare_at(
     """
     rows: list[Row] = []
     told: dict[str, Any] = {"seed": seed, "observer": observer, "has_real_samples": prepared.has_real_samples}
+    told["asked"] = asked
     judging = prepared.judging
     with temporary_runner(spec, prepared.execution) as runner:
         for count in (None,) if counts is None else counts_of(spec, counts):
@@ -366,7 +385,7 @@ def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> _Ran | Fa
 
 
 def _accuracy(
-    file: Path, runner: Runner, samples: Sequence[Sample], reference: list[dict[str, Array]]
+    file: Path, runner: Runner, samples: Sequence[Sample], reference: list[dict[str, Array]], scores: Scores
 ) -> Accuracy | Failure:
     """The accuracy of a file's outputs against those of the first file; a failure if they cannot be compared."""
     seen = _outputs(file, runner, samples)
@@ -379,4 +398,4 @@ def _accuracy(
         return Failure("output", "they have other shapes")
     if not is_finite([*reference, *outputs]):
         return NOT_FINITE
-    return accuracy(reference, outputs)
+    return accuracy(reference, outputs, scores)

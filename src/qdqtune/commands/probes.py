@@ -18,6 +18,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.saving import ConstantFile
 from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.numerics.bisection import Parts
+from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.placement.file_pairs import FilePair, with_file_pairs
 from qdqtune.placement.switches import SWITCH
 from qdqtune.tuning.subgraphs.groups import Resolved, borders, extract
@@ -49,7 +50,7 @@ def noise(reference: Outputs, found: Outputs | Failure) -> float:
     shapes = ((r[name].shape, f[name].shape) for r, f in zip(reference, found, strict=True) for name in r)
     if any(a != b for a, b in shapes):
         return UNKNOWN_NOISE
-    judged = accuracy(reference, found)
+    judged = accuracy(reference, found, NO_SCORES)
     wrong = min(judged.noise, LOUDEST)
     return wrong if judged.agreement is None else max(wrong, 1 - judged.agreement)
 

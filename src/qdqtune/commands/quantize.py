@@ -33,7 +33,7 @@ from qdqtune.engines.formats import checked_weight_format, numeric_format, usual
 from qdqtune.engines.reused_workers import reused_workers
 from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.explanation.formatting import decibels, placed
+from qdqtune.explanation.formatting import closeness, decibels, placed
 from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -46,7 +46,7 @@ from qdqtune.numerics.label_options import check_metric
 from qdqtune.numerics.labelled import Metric, measure, open_labelled, option_of
 from qdqtune.numerics.losses import Score, doubt, loss_high
 from qdqtune.numerics.metric import load_evaluation
-from qdqtune.numerics.scores import equal_share
+from qdqtune.numerics.scores import NO_SCORES, Scores, equal_share, named, scores_of
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules
 from qdqtune.placement.insertion import Inserter
@@ -64,7 +64,8 @@ class Quantized(Shown):
     """What `quantize` has written, and its accuracy.
 
     `sqnr_db` and `cosine` are those of the worst output against the float model on `judged` samples; None where outputs
-    are equal, or not finite. `agreement` is the share of integers or best classes that are as in float, if any.
+    are equal, or not finite. `agreement` is the share of integers or best classes that are as in float, if any;
+    `score_outputs` are the outputs whose best classes these are.
     `scores` are the user's metric before and after. `damages` is the report, the worst tensor first.
     """
 
@@ -80,6 +81,7 @@ class Quantized(Shown):
     """Nodes that the report proposes to keep in float (see `to_exclude`)."""
     notes: tuple[str, ...] = ()
     agreement: float | None = None
+    score_outputs: Scores = NO_SCORES
     is_finite: bool = True
     """Whether all outputs of both models are finite."""
     matched: Matched | None = None
@@ -92,7 +94,8 @@ class Quantized(Shown):
 
     def in_words(self) -> str:
         """The file, how many tensors have a pair, and how close its outputs are."""
-        near = "not compared" if not self.judged else decibels(self.sqnr_db) if self.is_finite else "not finite"
+        near = closeness(self.sqnr_db, self.agreement) if self.is_finite else "not finite"
+        near = near if self.judged else "not compared"
         return f"{self.output}, {placed(self.placed.placement)}, outputs {near}"
 
     def table(self) -> Table:
@@ -115,6 +118,7 @@ class Quantized(Shown):
             "output_sqnr_db": self.sqnr_db,
             "output_cosine": self.cosine,
             "agreement": self.agreement,
+            "scores": self.score_outputs.as_json(),
             "finite": self.is_finite,
             "samples": self.judged,
             "held_out": self.is_held_out,
@@ -166,6 +170,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
     graph = load_for(path, precision, options.fix_inputs, numbers.opset, rewrites=made)
     if present := _quantized_parts(graph):
         raise BadModel(f"{path} already has {present}: give the float model")
+    named(options.scores, graph.outputs)
     options.allowed(graph, frozenset())  # refuses names that fit nothing, before the work begins
     if options.is_run:
         observer.stage("looking at the values")
@@ -350,10 +355,15 @@ def _judged(
         if not is_finite(outputs):
             note = f"outputs of the {whose} model are NaN or infinite: the two cannot be compared"
             return replace(done, is_finite=False, notes=(*doubts, note))
-    lost = accuracy(expected, returned)
-    notes = (*doubts, *filter(None, [concern(lost)]))
+    scores = scores_of(expected, options.scores)
+    lost = accuracy(expected, returned, scores)
     return replace(
-        done, notes=notes, sqnr_db=lost.sqnr_db, agreement=equal_share(lost), cosine=cosine(expected, returned)
+        done,
+        notes=(*doubts, *filter(None, [concern(lost)])),
+        sqnr_db=lost.sqnr_db,
+        agreement=equal_share(lost),
+        score_outputs=scores,
+        cosine=cosine(expected, returned),
     )
 
 

@@ -16,6 +16,7 @@ from qdqtune.engines.options import time_limit_option
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.numerics.label_options import LabelOptions
+from qdqtune.numerics.score_options import ScoreOption
 from qdqtune.options import (
     SWITCH,
     TEXT,
@@ -44,7 +45,7 @@ def _wildcards(help: str, metavar: str = "WILDCARD", **how: Any) -> Any:
 
 
 @dataclass(kw_only=True)
-class QuantizeOptions(LabelOptions, FixOption, SourceOptions):
+class QuantizeOptions(LabelOptions, ScoreOption, FixOption, SourceOptions):
     """The options of `quantize`."""
 
     quant_type: Option[QuantType, QuantType] = quant_type_option("Numbers of the pairs.")

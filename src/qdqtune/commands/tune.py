@@ -21,8 +21,9 @@ from qdqtune.engines.execution import Check
 from qdqtune.engines.memory import LARGE_MODEL
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.tensorrt.options import usual_shapes
-from qdqtune.explanation.formatting import decibels
+from qdqtune.explanation.formatting import closeness
 from qdqtune.graph.loading import bytes_of_files
+from qdqtune.numerics.scores import equal_share
 from qdqtune.options import SWITCH, Anything, Flag, MaybeFile, MaybeInt, OfRun, Option, choice, option
 from qdqtune.search.region import Config
 from qdqtune.timing.ratios import Plan, least_rounds
@@ -34,6 +35,7 @@ from qdqtune.tuning.options import SearchOptions
 from qdqtune.tuning.price_cache import usual_path
 from qdqtune.tuning.settings import EFFORTS, FRONT_BUILDS, Settings, builds_for, looks_until, usual_builds
 from qdqtune.tuning.subject import tuned_patterns
+from qdqtune.types import Accuracy
 
 Preset = Literal["quick", "default", "extensive"]
 
@@ -232,8 +234,9 @@ class Result(Shown, result.Result):
         if self.ratio is None:
             held = " that holds the limits on accuracy" if self.unmet else ""
             return f"no improvement: nothing faster{held} among {len(self.history)} candidates"
-        exact = self.summary["output_sqnr_db"]
-        near = "exact outputs" if exact is None else decibels(exact)
+        accuracy = Accuracy(**(self.summary["output_accuracy"] or {}))
+        exact = closeness(accuracy.sqnr_db, equal_share(accuracy))
+        near = "exact outputs" if exact == "exact" else exact
         return f"{self.ratio.speedup}, {near if is_judged(self.summary) else 'accuracy unknown'}, {self.file}"
 
     def table(self) -> Table:

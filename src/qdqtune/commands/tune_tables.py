@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.commands.shown import Table
-from qdqtune.explanation.formatting import built, decibels, duration, rewrite_ratios, samples, title
-from qdqtune.numerics.scores import smallest_seen
+from qdqtune.explanation.formatting import built, closeness, decibels, duration, rewrite_ratios, samples, title
+from qdqtune.numerics.scores import independent_of, is_of_integers, smallest_seen
 from qdqtune.search.costs.unit_decisions import UnitPrice
 from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import Ratio, speed
@@ -36,6 +36,7 @@ def result_table(found: Result) -> Table:
         is_held_out = summary["accuracy_held_out"]
         seen = "" if is_held_out else ", which calibration saw: of forty or more, every fifth is kept apart"
         caption += f"\noutputs compared on {samples(judged, is_held_out)}{seen}"
+        caption += f"\n{summary['scores_told']}" if "scores_told" in summary else ""
     return Table(("", "baseline", "final"), _result_rows(found), caption)
 
 
@@ -49,19 +50,21 @@ def _result_rows(found: Result) -> list[tuple[str, str, str]]:
     if weights := summary.get("weights"):
         rows.append(("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in weights.items())))
     if _tells_accuracy(found):
-        rows.append(("output SQNR against float", "", _accuracy_text(summary)))
         judged = Accuracy(**(summary["output_accuracy"] or {}))
+        if not is_of_integers(judged):
+            rows.append(("output SQNR against float", "", _accuracy_text(summary)))
         if judged.agreement is not None:
             rows.append(("integers as in float", "", f"{judged.agreement:.1%}"))
         if judged.top1 is not None:
             least = summary["min_agreement"]
-            unseen = 0.0 if least is None else smallest_seen(judged.choices, least)
-            few = (
-                f" (a loss below {unseen:.0%} would not show)" if least is not None and unseen > 2 * (1 - least) else ""
-            )
-            rows.append(("best class as in float", "", f"{judged.top1:.1%} of {judged.choices}{few}"))
+            counted = independent_of(judged)
+            besides = [] if counted == judged.choices else [f"as good as {counted:.0f} independent ones"]
+            if least is not None and (unseen := smallest_seen(counted, least)) > 2 * (1 - least):
+                besides.append(f"a loss below {unseen:.0%} would not show")
+            few = f" ({'; '.join(besides)})" if besides else ""
+            rows.append(("best class as in float", "", f"{judged.top1:.1%} of {judged.choices:,}{few}"))
     if (without := summary["fastest_without_limits"]) is not None:
-        ratio = f" at {decibels(without['sqnr_db'])}" if is_judged(summary) else ""
+        ratio = f" at {closeness(without['sqnr_db'], without.get('agreement'))}" if is_judged(summary) else ""
         rows.append(("fastest without limits", "", f"{speed(without['ratio'])}{ratio}"))
     if summary["metric_before"] is not None:
         after = summary["metric_after"]
@@ -175,8 +178,10 @@ def _carry(row: Mapping[str, Any]) -> str:
 
 
 def _db(row: Mapping[str, Any], has_accuracy: bool) -> str:
+    """The SQNR; none of integers, whose share of equal ones tells."""
     sqnr_db = row["sqnr_db"]
-    return "" if not has_accuracy else "exact" if sqnr_db is None else f"{sqnr_db:.1f}"
+    is_exact = sqnr_db is None and row["agreement"] in (None, 1)
+    return "" if not has_accuracy else "exact" if is_exact else "" if sqnr_db is None else f"{sqnr_db:.1f}"
 
 
 def mode_table(found: Result, *, verbose: bool) -> Table | None:

@@ -11,7 +11,7 @@ from qdqtune.explanation.charts import longest
 from qdqtune.explanation.circumstances import circumstances, commands
 from qdqtune.explanation.explanations import origin_in_words
 from qdqtune.explanation.facts import Facts, facts_of
-from qdqtune.explanation.formatting import built, decibels, duration, rewrite_ratios, title
+from qdqtune.explanation.formatting import built, closeness, duration, rewrite_ratios, title
 from qdqtune.explanation.model_map import Ran, alike, draw, everywhere
 from qdqtune.explanation.reasons_by_measurement import tallied
 from qdqtune.explanation.report_values import Bar, Candidate, Fact, Headline, Map, MapGroup, Point, Report, Speed, Strip
@@ -249,7 +249,8 @@ def _facts(run: FinishedRun) -> Iterator[Fact]:
             yield _accuracy(summary)
         yield Fact("tensors in 8 bits", str(summary["pairs"]), PAIRS)
     if summary["shipped"] != "tuned" and (without := summary["fastest_without_limits"]) is not None:
-        ends = "equal outputs" if without["sqnr_db"] is None else decibels(without["sqnr_db"])
+        near = closeness(without["sqnr_db"], without.get("agreement"))
+        ends = "equal outputs" if near == "exact" else near
         yield Fact("fastest without limits", f"{1 / without['ratio']:.2f}×", f"as fast as float, at {ends}")
     yield Fact("candidates", str(summary["trials"]), f"builds: {built(summary)}, in {duration(summary['seconds'])}")
 
@@ -258,6 +259,10 @@ def _accuracy(summary: Summary) -> Fact:
     exact, equal = summary["output_sqnr_db"], equal_share(summary["output_accuracy"])
     hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
     hint += "" if equal is None else f"; {equal:.1%} of the best classes, or integers, are as in float"
+    if (told := summary.get("scores_told")) is not None:
+        hint += f"; {told}"
+    if exact is None and equal is not None and equal < 1:
+        return Fact("integers as in float", f"{equal:.1%}", "of those in the outputs")
     return Fact("output accuracy", "equal" if exact is None else f"{exact:.1f} dB", hint)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qdqtune.numerics.scores import agrees, scores_of
+from qdqtune.numerics.scores import Scores, agrees, independent, scores_of
 from qdqtune.types import Accuracy, Array, Failure
 
 FLOOR_DB = 20.0
@@ -40,7 +40,7 @@ def concern(accuracy: Accuracy) -> str | None:
         of_all = f"one of {accuracy.samples} samples has an output SQNR of {lowest:.1f} dB, where all together have "
         return f"{of_all}{lost:.1f} dB: look whether it matters there"
     if not agrees(accuracy, MOST_EQUAL):
-        return f"only {accuracy.top1:.1%} of the {accuracy.choices} best classes are those of the float model"
+        return f"only {accuracy.top1:.1%} of the {accuracy.choices:,} best classes are those of the float model"
     return None
 
 
@@ -49,13 +49,15 @@ def is_finite(outputs: Outputs) -> bool:
     return all(np.isfinite(a).all() for sample in outputs for a in sample.values() if a.dtype.kind == "f")
 
 
-def accuracy(reference: Outputs, outputs: Outputs) -> Accuracy:
-    """The accuracy of outputs, compared with those of the float model; both have an entry for each sample.
+def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None) -> Accuracy:
+    """The accuracy of outputs, compared with those of the float model; both have an entry for each sample. `scores` are
+    those among the outputs of the float model; None looks for them.
 
     The SQNR of an output is 10 log10(sum(reference^2) / sum((reference - output)^2)) over all samples; the worst output
     counts, with the least and largest SQNR of a single sample. Where shapes depend on values, as those of boxes do, and
     differ, missing values count as zeros.
     """
+    scores, given = scores or scores_of(reference), outputs
     reference, outputs = _aligned(reference, outputs), _aligned(outputs, reference)
     agreements = []
     for name in (name for name, first in reference[0].items() if first.dtype.kind != "f"):
@@ -64,15 +66,16 @@ def accuracy(reference: Outputs, outputs: Outputs) -> Accuracy:
         agreements.append(equal / total if total else 1.0)
     worst = _worst(reference, outputs)
     single = [] if worst is None else worst.single
-    top1, choices = _choices(reference, outputs)
+    top1, choices, independent = _choices(given, scores)
     return Accuracy(
         None if worst is None else worst.db,
         min(single, default=None),
-        max(single, default=None),
+        max(single) if single and len(single) == len(reference) else None,
         min(agreements, default=None),
         top1,
         len(reference),
         choices,
+        independent,
     )
 
 
@@ -142,20 +145,21 @@ def _db(signal: float, noise: float) -> float:
     return float(10 * np.log10(max(signal / noise, least)))
 
 
-def _choices(reference: Outputs, outputs: Outputs) -> tuple[float | None, int]:
-    """The share of positions with the same best class, and how many positions were compared, of the output that holds
-    scores of classes and falls short of `MOST_EQUAL` most surely: a share counts by the root of its positions."""
-    shares = list[tuple[float, int]]()
-    for name, axis in scores_of(reference).items():
-        expected, given = [sample[name] for sample in reference], [sample[name] for sample in outputs]
-        equal = [
-            (a.argmax(axis) == b.argmax(axis)).ravel()
-            for a, b in zip(expected, given, strict=True)
-            if a.shape == b.shape
-        ]
+def _choices(outputs: Outputs, scores: Scores) -> tuple[float | None, int, float | None]:
+    """The share of positions with the same best class, how many positions were compared, and as many independent ones
+    tell as much where these are others, of the output that holds scores and falls short of `MOST_EQUAL` most surely: a
+    share counts by the root of its positions. Samples whose shape differs do not count."""
+    shares = list[tuple[float, int, float]]()
+    for name, axis in scores.axis.items():
+        told = [sample[name].argmax(axis) for sample in outputs]
+        equal = [(a == b).ravel() for a, b in zip(scores.best[name], told, strict=True) if a.shape == b.shape]
         same = np.concatenate(equal) if equal else np.ones(0, bool)
-        shares += [(float(same.mean()), same.size)] if same.size else []
-    return min(shares, key=lambda one: (one[0] - MOST_EQUAL) * one[1] ** 0.5, default=(None, 0))
+        if same.size:
+            each = np.split(same, same.size) if name in scores.rows else equal
+            counted = independent(np.array([e.sum() for e in each]), np.array([e.size for e in each]))
+            shares.append((float(same.mean()), same.size, counted))
+    found = min(shares, key=lambda one: (one[0] - MOST_EQUAL) * one[2] ** 0.5, default=None)
+    return (None, 0, None) if found is None else (*found[:2], None if found[1] == found[2] else found[2])
 
 
 def cosine(reference: Outputs, outputs: Outputs) -> float | None:

@@ -6,15 +6,20 @@ What an output holds is found from the values that the float model gives:
 - logits: an output of shape [rows, classes], or [rows, positions, classes] with as many classes as a vocabulary has.
 
 In both the float model itself has to prefer one class clearly. Embeddings, coordinates, weights of mixtures and models
-without training do not, and which of their values is the largest means nothing.
+without training do not, and which of their values is the largest means nothing. Logits of pixels look like any features
+of pixels: these, and whatever the values do not show, the user names.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from qdqtune.errors import BadOption
 from qdqtune.types import Accuracy, Array
 
 SUM_ERROR = 1e-2
@@ -23,9 +28,10 @@ SUM_ERROR = 1e-2
 LEAST_CLASSES, LEAST_TOKENS = 8, 1000
 """The fewest classes of logits, and the fewest of them that count as a vocabulary. Chosen, not measured."""
 
-CLEAR = 1.0
+CLEAR = 0.75
 """A preference is clear where the best logit is above the second by this many standard deviations of the row. The best
-two of 8 to 1,000 normal numbers differ by 0.6 to 0.3. Chosen, not measured."""
+two of 8 to 1,000 normal numbers differ by 0.5 to 0.2, those of an embedding of 96 by 0.4, and of ten classes of small
+pictures by 1.4, with a quarter of the pictures below 0.65. Chosen between them."""
 
 DOUBT = 0.05
 """A share of first choices is below its limit if a model that just holds it had so many others with less chance."""
@@ -37,23 +43,119 @@ ROWS = 4096
 """Rows that are looked at to tell what an output holds. Chosen, not measured."""
 
 
+NONE = "none"
+"""Asks for no scores at all."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """The outputs that hold scores of classes: by name, the `axis` of the classes, how many `classes` there are, and
+    the `best` class at each position of each sample of the float model, an integer array without that axis. `rows` are
+    the outputs of shape [rows, classes], whose rows are independent of each other. Without any, `why_not` tells why.
+    """
+
+    axis: Mapping[str, int]
+    classes: Mapping[str, int]
+    best: Mapping[str, Sequence[Array]]
+    rows: frozenset[str] = frozenset()
+    why_not: str = ""
+
+    @property
+    def told(self) -> str:
+        """One line for users: which outputs are taken for scores of how many classes, or why none is."""
+        if not self.axis:
+            return f"no output is taken for scores of classes{self.why_not and f': {self.why_not}'}"
+        listed = (f"{name} ({self.classes[name]} along axis {axis})" for name, axis in self.axis.items())
+        return f"taken for scores of classes: {', '.join(listed)}"
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """A row for each output: its name, the axis of the classes and their number."""
+        return [{"output": name, "axis": axis, "classes": self.classes[name]} for name, axis in self.axis.items()]
+
+    def first(self, count: int) -> Scores:
+        """The same for the first `count` samples."""
+        return replace(self, best={name: best[:count] for name, best in self.best.items()})
+
+
+NO_SCORES = Scores({}, {}, {})
+"""For outputs of which best classes are not asked."""
+
+
+def scores_of(outputs: Sequence[Mapping[str, Array]], asked: Sequence[str] = ()) -> Scores:
+    """The scores among the outputs of the float model, of which there is one set for each sample. `asked` are outputs
+    that the user names, each as NAME or NAME:AXIS, or `NONE`; where none is named, they are found by their values.
+
+    Raises:
+        BadOption: an output that is named does not exist, or has no such axis.
+    """
+    first, found, why = outputs[0], dict[str, int](), list[str]()
+    if not asked:
+        for name in first:
+            axis = _axis_or_why_not([sample[name] for sample in outputs])
+            if isinstance(axis, str):
+                why.append(f"{name} {axis}")
+            else:
+                found[name] = axis
+    elif list(asked) != [NONE]:
+        found = {name: _axis_of(name, axis, outputs) for name, axis in named(asked, list(first)).items()}
+    best = {name: [sample[name].argmax(axis).astype(np.int32) for sample in outputs] for name, axis in found.items()}
+    classes = {name: first[name].shape[axis] for name, axis in found.items()}
+    rows = frozenset(n for n, axis in found.items() if axis == 1 and first[n].size == len(first[n]) * classes[n])
+    return Scores(found, classes, best, rows, "" if found else "; ".join(why) or "so it is asked for")
+
+
+def named(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, int | None]:
+    """By name, the outputs that a user names as NAME or NAME:AXIS, with the axis; None where no axis is told.
+
+    Raises:
+        BadOption: one of them is none of `outputs`.
+    """
+    found = dict[str, int | None]()
+    for text in () if list(asked) == [NONE] else asked:
+        name, _, axis = (text, "", "") if text in outputs else text.rpartition(":")
+        if name not in outputs or not re.fullmatch(r"(-?\d{1,2})?", axis):
+            raise BadOption(f"`scores` {text} names no output: there are {', '.join(outputs)}")
+        found[name] = int(axis) if axis else None
+    return found
+
+
+def _axis_of(name: str, axis: int | None, outputs: Sequence[Mapping[str, Array]]) -> int:
+    """The axis of the classes in an output that a user names: where none is told, the one that the values show, or else
+    the one behind the rows; the last one of three axes, as tokens have them."""
+    first = outputs[0][name]
+    if axis is None and (axis := class_axis([sample[name] for sample in outputs])) is None:
+        axis = first.ndim - 1 if first.ndim == 3 else 1
+    from_front = axis + first.ndim * (axis < 0)
+    if first.dtype.kind != "f" or not 0 <= from_front < first.ndim or first.shape[from_front] < 2 or not first.size:
+        raise BadOption(f"`scores` {name}: {first.dtype}{list(first.shape)} has no scores of classes along axis {axis}")
+    return from_front
+
+
 def class_axis(outputs: Sequence[Array]) -> int | None:
     """The axis of an output's classes, from its values for each sample; None if it holds no scores of classes."""
+    axis = _axis_or_why_not(outputs)
+    return None if isinstance(axis, str) else axis
+
+
+def _axis_or_why_not(outputs: Sequence[Array]) -> int | str:
+    """As `class_axis`, or why the output does not look like scores, in words that follow its name."""
     first = outputs[0]
-    if first.dtype.kind != "f" or first.ndim < 2 or not first.size:
-        return None
+    if first.dtype.kind != "f":
+        return "holds no floats"
+    if first.ndim < 2 or not first.size:
+        return f"has the shape {list(first.shape)}"
     axes = [axis for axis in dict.fromkeys((1, first.ndim - 1)) if first.shape[axis] > 1]
     for axis in axes:
         shares = [rows for array in outputs if (rows := _probabilities(_rows(array, axis))) is not None]
         if len(shares) == len(outputs):
-            return axis if np.median(np.concatenate([_gaps(rows) for rows in shares])) >= CLEAR_SHARE else None
-    return next((axis for axis in axes if _may_be_logits(first, axis) and _is_clear(outputs, axis)), None)
-
-
-def scores_of(outputs: Sequence[Mapping[str, Array]]) -> dict[str, int]:
-    """The axis of the classes, by the name of each output that holds scores; `outputs` are those of each sample."""
-    axes = {name: class_axis([sample[name] for sample in outputs]) for name in outputs[0]}
-    return {name: axis for name, axis in axes.items() if axis is not None}
+            is_clear = np.median(np.concatenate([_gaps(rows) for rows in shares])) >= CLEAR_SHARE
+            return axis if is_clear else "sums to 1 and prefers no class clearly"
+    shaped = [axis for axis in axes if _may_be_logits(first, axis)]
+    if shaped:
+        return next((axis for axis in shaped if _is_clear(outputs, axis)), "prefers no class clearly")
+    if first.ndim == 4 and min(first.shape[1:]) > 1:
+        return "may hold scores of pixels, which `scores` names"
+    return "has neither the sums of probabilities nor the shape of logits"
 
 
 def equal_share(accuracy: Accuracy | None) -> float | None:
@@ -61,27 +163,57 @@ def equal_share(accuracy: Accuracy | None) -> float | None:
     return None if accuracy is None else accuracy.top1 if accuracy.agreement is None else accuracy.agreement
 
 
+def is_of_integers(accuracy: Accuracy) -> bool:
+    """Whether integers in outputs are all that may differ, so that no ratio in dB tells of it."""
+    return accuracy.sqnr_db is None and accuracy.agreement is not None
+
+
 def agrees(accuracy: Accuracy, least: float) -> bool:
     """Whether outputs agree with the float model's in at least this share: of integers, each of which counts; and of
     first choices, unless these are fewer beyond doubt."""
     if accuracy.agreement is not None and accuracy.agreement < least:
         return False
-    if accuracy.top1 is None or not accuracy.choices:
-        return True
-    return not are_too_many(round((1 - accuracy.top1) * accuracy.choices), accuracy.choices, least)
+    count = independent_of(accuracy)
+    return accuracy.top1 is None or not count or not are_too_many((1 - accuracy.top1) * count, count, least)
 
 
-def are_too_many(others: int, choices: int, least: float) -> bool:
+def independent_of(accuracy: Accuracy) -> float:
+    """As many independent first choices tell as much as those that were compared."""
+    return accuracy.choices if accuracy.independent is None else accuracy.independent
+
+
+def are_too_many(others: float, choices: float, least: float) -> bool:
     """Whether so many other choices show beyond doubt that less than the share `least` is equal: exact binomial test,
-    one-sided, P(Binomial(choices, 1 - least) >= others) < `DOUBT`."""
-    from scipy.special import bdtrc  # slow to import
+    one-sided, P(Binomial(choices, 1 - least) >= others) < `DOUBT`, between whole numbers by the beta function."""
+    from scipy.special import betainc  # slow to import
 
-    return others > 0 and (least >= 1 or bool(bdtrc(others - 1, choices, 1 - least) < DOUBT))
+    return others > 1e-9 and (least >= 1 or bool(betainc(others, choices - others + 1, 1 - least) < DOUBT))
 
 
-def smallest_seen(choices: int, least: float) -> float:
+def smallest_seen(choices: float, least: float) -> float:
     """The smallest share of other choices that so many can show to be too many; 1 - `least` for endless ones."""
-    return next((k / choices for k in range(1, choices + 1) if are_too_many(k, choices, least)), 1.0)
+    return next((k / choices for k in range(1, int(choices) + 1) if are_too_many(k, choices, least)), 1.0)
+
+
+def independent(equal: Array, sizes: Array) -> float:
+    """How many independent choices tell as much about the share of equal ones as those of samples with several, such as
+    pixels or tokens, which change together; `equal` of `sizes` are equal in each sample.
+
+    Korn and Graubard, Survey Methodology 24 (1998) 193-201: the variance of the share between samples takes the place
+    of the binomial one, and Student's t that of the normal distribution. Where nothing differs, or there is one sample,
+    the variance is unknown, and samples count.
+    """
+    total, count = float(sizes.sum()), len(sizes)
+    if (sizes == 1).all() or not total:
+        return total
+    share = float(equal.sum()) / total
+    if share in (0.0, 1.0) or count == 1:
+        return count
+    from scipy.special import stdtrit  # slow to import
+
+    variance = count / (count - 1) * float(np.square(equal - share * sizes).sum()) / total**2
+    as_good_as = min(total, share * (1 - share) / variance) if variance else total
+    return float(as_good_as * (stdtrit(total - 1, 1 - DOUBT) / stdtrit(count - 1, 1 - DOUBT)) ** 2)
 
 
 def _rows(array: Array, axis: int) -> Array:

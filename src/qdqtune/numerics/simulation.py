@@ -22,6 +22,7 @@ from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.graph.model import Model, rebuild
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
+from qdqtune.numerics.scores import Scores, scores_of
 from qdqtune.numerics.sessions import Outputs, Session, onnxruntime_session
 from qdqtune.placement.insertion import Inserter
 from qdqtune.types import Accuracy, Failure, Placement, Sample
@@ -31,7 +32,8 @@ MICROSOFT = "com.microsoft"
 
 class Simulation:
     """Accuracies of placements of one model on some samples, as on `engine`. A context manager; ONNX Runtime starts
-    when the first accuracy is asked for, within the `memory` budget of the run."""
+    when the first accuracy is asked for, within the `memory` budget of the run. `scores` are the outputs that the user
+    names as scores of classes."""
 
     def __init__(
         self,
@@ -40,8 +42,9 @@ class Simulation:
         engine: str = "",
         memory: MemoryBudget | None = None,
         execution: Execution = EXECUTION,
+        scores: Sequence[str] = (),
     ) -> None:
-        self._execution = execution
+        self._execution, self._asked = execution, scores
         self._inserter, self._samples, self._memory = inserter, samples, memory
         self._is_onnxruntime = engine == "onnxruntime"
         self._stack = ExitStack()
@@ -59,7 +62,11 @@ class Simulation:
         if isinstance(reference, Failure):
             return reference
         outputs = self._outputs((inserter or self._inserter).insert(placement), placement.digest)
-        return outputs if isinstance(outputs, Failure) else accuracy(reference, outputs)
+        return outputs if isinstance(outputs, Failure) else accuracy(reference, outputs, self._scores)
+
+    @cached_property
+    def _scores(self) -> Scores | None:
+        return None if isinstance(self._reference, Failure) else scores_of(self._reference, self._asked)
 
     @cached_property
     def _reference(self) -> Outputs | Failure:

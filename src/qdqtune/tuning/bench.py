@@ -15,6 +15,7 @@ from qdqtune.errors import BaselineFailed
 from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.numerics.labelled import measure
 from qdqtune.numerics.losses import Score
+from qdqtune.numerics.scores import Scores, scores_of
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.candidates import Loaded
 from qdqtune.tuning.records import (
@@ -128,7 +129,7 @@ class Bench:
         if self._runner.build_queue.builders:
             self.begin((job.proposal.placement for job in jobs[1:]), Urgency.NOW)  # the first is built here
             foresee()
-        batch = Batch(reference, self.deadline, self._pool if len(self._pool) > 1 else None)
+        batch = Batch(reference, self.scores, self.deadline, self._pool if len(self._pool) > 1 else None)
         ask = [partial(TrialWorker.trial, job=job, batch=batch) for job in jobs]
         with closing(self._pool.results(ask)) as results:
             for _, trial in results:
@@ -228,7 +229,8 @@ class Bench:
             again = handle if isinstance(handle, Failure) else self._runner.outputs(handle, samples)
             if isinstance(again, Failure):
                 raise BaselineFailed(f"the engine cannot run the float model again: {again.reason}")
-            record = self._store.put(RepeatabilityRecord(accuracy=accuracy(self.floats.outputs[: len(samples)], again)))
+            reference, scores = self.floats.outputs[: len(samples)], self.scores.first(len(samples))
+            record = self._store.put(RepeatabilityRecord(accuracy=accuracy(reference, again, scores)))
         return record.accuracy
 
     @property
@@ -243,6 +245,16 @@ class Bench:
     @property
     def _loaded(self) -> Loaded:
         return self._worker.loaded
+
+    @cached_property
+    def scores(self) -> Scores:
+        """The scores of classes among the float model's outputs.
+
+        Raises:
+            BadOption: an output that the user names holds none.
+            BaselineFailed: the engine cannot build or run the float model.
+        """
+        return scores_of(self.floats.outputs, self._conditions.scores)
 
     @cached_property
     def floats(self) -> FloatRun:

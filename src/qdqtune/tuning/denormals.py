@@ -21,6 +21,7 @@ from qdqtune.engines.runner import Handle, Runner, temporary_runner
 from qdqtune.engines.worker import coins_of
 from qdqtune.graph.saving import ConstantFile
 from qdqtune.numerics.accuracy import accuracy
+from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.timing.pairing import rounds_of
 from qdqtune.timing.ratios import Plan, Ratio, Rounds, compare, least_rounds, ratio
 from qdqtune.tuning.records import DenormalsRecord
@@ -117,7 +118,7 @@ def _measured(ready: Ready, as_zero: EngineSpec, constants: ConstantFile) -> Den
         outputs = [runner.outputs(build, samples) for runner, build in builds]
     if isinstance(measured, Failure) or isinstance(outputs[0], Failure) or isinstance(outputs[1], Failure):
         return DenormalsRecord()
-    return decided(measured, accuracy(outputs[0], outputs[1]), settings.engine.name)
+    return decided(measured, accuracy(outputs[0], outputs[1], NO_SCORES), settings.engine.name)
 
 
 def _rounds(builds: Sequence[tuple[Runner, Handle]], seed: int) -> Rounds:

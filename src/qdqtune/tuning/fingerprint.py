@@ -52,6 +52,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     calibration_method: str
     calibration_data: CalibrationData
     calibration_cache: str | None
+    scores: tuple[str, ...] | None = None
 
 
 def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, str]) -> Fingerprint:
@@ -85,6 +86,7 @@ def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, st
             data, settings.calibration_samples, len(subject.accuracy) if subject.held_out else 0
         ),
         calibration_cache=_digest("`calibration_cache`", settings.calibration_cache),
+        scores=settings.scores or None,
     )
 
 

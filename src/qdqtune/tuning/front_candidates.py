@@ -286,7 +286,7 @@ class _Comparing:
             return PointRecord(of=of, failure=NOT_FINITE)
         layers = runner.layers(handle, profiled_runs(bench.floats.seconds))
         told = () if isinstance(layers, Failure) else layers
-        return PointRecord(of=of, accuracy=accuracy(bench.floats.outputs, outputs), layers=told)
+        return PointRecord(of=of, accuracy=accuracy(bench.floats.outputs, outputs, bench.scores), layers=told)
 
 
 def _with_scaled_a(measured: Measurement, by: float) -> Measurement:

@@ -17,6 +17,7 @@ from qdqtune.graph.float16 import Precision
 from qdqtune.graph.loading import files_of
 from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL
 from qdqtune.numerics.label_options import LabelOptions
+from qdqtune.numerics.score_options import ScoreOption
 from qdqtune.options import (
     FILE,
     NAMES,
@@ -138,7 +139,7 @@ class Wildcards(Several):
 
 
 @dataclass(kw_only=True)
-class SearchOptions(LabelOptions, DataOptions, CacheOption, RewriteOption, FixOption, WorkerOptions):
+class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, RewriteOption, FixOption, WorkerOptions):
     """The options of a search that `Settings` takes as the user gives them.
 
     Options from which settings are derived (engine, builds, rounds) are in `commands.tune.TuneOptions`.

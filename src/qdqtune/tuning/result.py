@@ -209,6 +209,8 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "met": list(_met(history, proof, settings.plan)),
         "accuracy_samples": len(subject.accuracy) if subject.prepared.has_real_samples else 0,
         "accuracy_held_out": subject.held_out,
+        "scores": run.bench.scores.as_json(),
+        "scores_told": run.bench.scores.told,
         "seed": settings.seed,
         "versions": {
             "qdqtune": __version__,
@@ -272,9 +274,10 @@ def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[st
 def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, float | None] | None:
     """What the limits cost: the fastest candidate that misses them, if it is faster than the one that ships."""
     ratios = ratios_to_float(history, run.settings.plan)
-    missing = [(ratios[t.placement], t.sqnr_db) for t in history if t.holds is False and t.placement in ratios]
+    missing = [(ratios[t.placement], t) for t in history if t.holds is False and t.placement in ratios]
     fastest = min(missing, key=lambda pair: pair[0], default=None)
     ships = None if proof.trial is None else ratios.get(proof.trial.placement)
     if fastest is None or fastest[0] >= (ships or proof.time_to_float or 1.0):
         return None
-    return {"ratio": fastest[0], "sqnr_db": fastest[1]}
+    ratio, trial = fastest
+    return {"ratio": ratio, "sqnr_db": trial.sqnr_db, "agreement": equal_share(trial.accuracy)}

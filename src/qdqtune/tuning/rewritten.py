@@ -23,6 +23,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import REWRITES
 from qdqtune.graph.saving import ConstantFile
 from qdqtune.numerics.accuracy import accuracy
+from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
@@ -213,7 +214,7 @@ def _difference(kept: _FloatModel, rewritten: _FloatModel, builder: _Builder) ->
         return after
     if isinstance(before, Failure):
         return before
-    lost = accuracy(before, after)
+    lost = accuracy(before, after, NO_SCORES)
     if lost.sqnr_db is not None and lost.sqnr_db < SAME_DB:
         return Failure("output", f"the engine computes other outputs with it ({lost.sqnr_db:.1f} dB)")
     return None

@@ -25,7 +25,7 @@ from qdqtune.graph.saving import ConstantFile, one_constant_file
 from qdqtune.numerics.labelled import Metric, open_labelled, option_of
 from qdqtune.numerics.losses import can_tell, doubt, samples_to_tell
 from qdqtune.numerics.metric import load_evaluation
-from qdqtune.numerics.scores import scores_of
+from qdqtune.numerics.scores import named
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.priors import NO_PRIOR, Prior
@@ -168,6 +168,7 @@ def prepared(settings: Settings, observer: Observer, check: Check | None = None)
             observer.note(note)
         given = Stamps.of([*files_of(settings.model), *(files_of(b) if (b := settings.qdq_baseline) else [])])
         subject = open_subject(settings, runner, execution)
+        named(settings.scores, subject.shaped.outputs)  # refuses other names before the work begins
         if settings.is_labelled:
             where = settings.calibration_data, subject.shaped, execution
             how: Any = {"limit": settings.calibration_samples, "fixed": settings.fix_inputs}
@@ -257,12 +258,13 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
             limits=settings.limits,
             evaluation=ready.evaluation,
             check_wins=settings.checks_wins,
+            scores=settings.scores,
         )
         workers = [TrialWorker(r, candidates, conditions, n) for n, r in enumerate((runner, *ready.others))]
         pool = WorkerPool(workers, observer.note, check=execution.check, checking=TrialWorker.checking)
         bench = Bench(stack.enter_context(pool), store, conditions)
         simulated_as = settings.engine.name, runner.memory, execution
-        simulation = stack.enter_context(Simulation(inserter, subject.accuracy, *simulated_as))
+        simulation = stack.enter_context(Simulation(inserter, subject.accuracy, *simulated_as, settings.scores))
         observer.stage("measuring the float model")
         settings, budget = affordable_proof(settings, bench, ready.ends, observer.note)
         bench.deadline = budget.deadline
@@ -336,7 +338,7 @@ def _about(bench: Bench, limits: Limits) -> Limits:
     """Those of the limits that are about outputs which the model has: floats, scores of classes, integers."""
     kinds = [array.dtype.kind for array in bench.floats.outputs[0].values()]
     limits = limits if "f" in kinds else replace(limits, min_sqnr=None, min_sqnr_worst=None)
-    if all(kind == "f" for kind in kinds) and not scores_of(bench.floats.outputs):
+    if all(kind == "f" for kind in kinds) and not bench.scores.axis:
         limits = replace(limits, min_agreement=None)
     return limits
 

@@ -100,6 +100,14 @@ class TriedRewrite(TypedDict):
     kept: bool
 
 
+class ScoredOutput(TypedDict):
+    """An output that is taken for scores of so many classes along an axis."""
+
+    output: str
+    axis: Count
+    classes: Count
+
+
 class Rewritten(TypedDict):
     """The rewrites of the float model; `gave` is the ratio due to them, `placement_gave` that due to the placement."""
 
@@ -117,6 +125,7 @@ class WithoutLimits(TypedDict):
 
     ratio: Positive
     sqnr_db: float | None
+    agreement: NotRequired[float | None]
 
 
 class Summary(TypedDict):
@@ -158,6 +167,8 @@ class Summary(TypedDict):
     met: list[Met]
     accuracy_samples: Count
     accuracy_held_out: bool
+    scores: NotRequired[list[ScoredOutput]]
+    scores_told: NotRequired[str]
     seed: int
     versions: dict[str, str]
     min_sqnr_db: float | None

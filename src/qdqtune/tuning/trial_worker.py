@@ -20,6 +20,7 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import EngineFailure
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
 from qdqtune.numerics.labelled import Metric
+from qdqtune.numerics.scores import Scores
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.pairing import RoundsElsewhere, fresh_builds, rounds_of, shared_rounds
 from qdqtune.timing.ratios import Plan, Ratio, Rounds, compare, judge
@@ -48,7 +49,7 @@ Ran = tuple[Handle | Failure, list[dict[str, Array]] | Failure]
 class Conditions:
     """How candidates are measured: by which plan, on which samples, and by which metric of the user's.
 
-    With `check_wins` a win that holds the `limits` is repeated.
+    With `check_wins` a win that holds the `limits` is repeated. `scores` are the outputs that the user names as such.
     """
 
     plan: Plan
@@ -57,6 +58,7 @@ class Conditions:
     limits: Limits = field(default_factory=Limits)
     evaluation: Metric | None = None
     check_wins: bool = True
+    scores: Sequence[str] = ()
 
     def won(self, trial: Trial) -> bool:
         """Whether a trial is faster and holds the limits, as far as it was measured."""
@@ -90,10 +92,12 @@ class TrialJob:
 
 @dataclass(frozen=True)
 class Batch:
-    """What the trials of a batch share: the outputs of the float model as `reference`, the time of `time.monotonic` at
-    which comparisons end with the rounds that they have, and the pool whose idle workers take rounds."""
+    """What the trials of a batch share: the outputs of the float model as `reference`, the `scores` of classes in them,
+    the time of `time.monotonic` at which comparisons end with the rounds that they have, and the pool whose idle
+    workers take rounds."""
 
     reference: Sequence[dict[str, Array]]
+    scores: Scores
     deadline: float | None = None
     pool: WorkerPool[TrialWorker] | None = None
 
@@ -162,7 +166,7 @@ class TrialWorker:
         if isinstance(layers, Failure) and layers.is_transient:
             return Trial(*asked, layers)
         report = () if isinstance(layers, Failure) else layers
-        return Trial(*asked, result, accuracy=accuracy(batch.reference, outputs), layers=report)
+        return Trial(*asked, result, accuracy=accuracy(batch.reference, outputs, batch.scores), layers=report)
 
     def _checked(self, trial: Trial, batch: Batch) -> Measurement | Failure:
         with self._fresh(trial, "trial") as pair:
