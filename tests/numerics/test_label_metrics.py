@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from qdqtune.errors import BadOption
-from qdqtune.numerics.label_metrics import Name, Tally, answer, check_classes, chosen, edits, fits
+from qdqtune.numerics.label_metrics import Name, Tally, answer, check_classes, chosen, edits, fits, parsed
 from qdqtune.numerics.losses import Score
 
 RANDOM = np.random.default_rng(0)
@@ -89,9 +89,32 @@ def test_sequences_of_ids() -> None:
     assert scored("tokens", ids, np.array([[1, 2, 9], [4, -100, 6]])).value == pytest.approx(4 / 5)
 
 
+def test_errors_of_numbers_are_higher_where_they_are_better() -> None:
+    told, right = RANDOM.normal(size=(2, 7, 3, 4)).astype(np.float32)
+    lost = (told - right).astype(float).reshape(7, -1)
+    assert scored("mse", told, right).by_sample == pytest.approx(-(lost**2).mean(1), rel=1e-5)
+    assert scored("mae", told, right).value == pytest.approx(-abs(lost).mean(), rel=1e-5)
+    psnr = 10 * np.log10(abs(right).max() ** 2 / (lost**2).mean(1))
+    assert scored("psnr", told, right).by_sample == pytest.approx(psnr, rel=1e-4)
+    assert scored("psnr", right, right).value == 100
+    assert scored("mse", told[:, 0, 0], right[:, 0, 0].astype(int)).value < 0  # a number a row, labels without a point
+
+
+def test_the_user_names_the_output_behind_the_metric() -> None:
+    assert [parsed(text) for text in ("auto", "miou:seg", "auto:a:0")] == [
+        ("auto", None),
+        ("miou", "seg"),
+        ("auto", "a:0"),
+    ]
+    outputs = {"first": np.zeros((1, 10), np.float32), "second": np.zeros((1, 10), np.float32)}
+    assert chosen("auto", outputs, np.zeros(1, np.int64)) == ("top1", "first")
+    assert chosen("auto", outputs, np.zeros(1, np.int64), "second") == ("top1", "second")
+
+
 @pytest.mark.parametrize(
     ("shape", "label", "expected"),
     [
+        ((1, 1), np.zeros(1), "mse"),
         ((1, 10), np.zeros(1, np.int64), "top1"),
         ((1, 10, 1, 1), np.zeros(1, np.int64), "top1"),
         ((1, 3, 8, 8), np.zeros((1, 8, 8), np.int64), "miou"),

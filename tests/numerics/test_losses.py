@@ -1,12 +1,13 @@
 """How far a metric may have fallen: intervals for paired samples, against brute force and by simulation."""
 
+from dataclasses import replace
 from math import log, sqrt
 
 import numpy as np
 import pytest
 from scipy.optimize import minimize_scalar
 
-from qdqtune.numerics.losses import LEAST_CHANGED, Z2, Score, can_tell, loss_high, samples_to_tell
+from qdqtune.numerics.losses import LEAST_CHANGED, Z2, Score, can_tell, few_changed, loss_high, samples_to_tell
 
 
 def hits(*, lost: int, won: int, count: int, name: str = "top1") -> tuple[Score, Score]:
@@ -81,3 +82,10 @@ def test_too_few_changes_tell_nothing_of_other_scores() -> None:
     assert samples_to_tell(Score(0.5, (0.5,) * 3, "wer"), 0.01) == LEAST_CHANGED
     assert samples_to_tell(Score(0.5, (0.5,) * 30, "wer"), 0.01) is None
     assert samples_to_tell(Score(0.5, (0.5,) * 30, "f1"), 0.01) == 268
+
+
+def test_an_answer_that_stays_does_not_count_though_its_pseudo_value_moves() -> None:
+    before, after = (Score(v, tuple(v + 0.01 * i for i in range(30)), "f1", (0,) * 30) for v in (0.5, 0.4))
+    assert loss_high(before, after) is None
+    assert few_changed(before, after) == "0 of 30 samples changed, and an interval of f1 takes 8"
+    assert loss_high(before, replace(after, answers=(1,) * 9 + (0,) * 21)) == pytest.approx(0.1)

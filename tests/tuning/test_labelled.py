@@ -1,6 +1,7 @@
 """Runs whose metric comes from labels: what is taken, what is told, and what cannot be."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +189,8 @@ class TestWhatCannotBe:
             ({"labels": "labels.npy", "metric": "miou"}, BadOption, "`metric` miou reads scores"),
             ({"labels": "from_one.npy"}, BadOption, "label 8 is no class of output y, which has 8: count classes from"),
             ({"metric": "cosine", "calibration_data": None}, BadOption, "`metric` cosine needs samples"),
+            ({"labels": "labels.npy", "metric": "top1:z"}, BadOption, "`metric` top1:z names no output: there are y"),
+            ({"metric": "psnr"}, BadOption, "`metric` psnr needs `labels`: against the float model `min_sqnr` limits"),
         ],
     )
     def test_one_line_says_what_to_do(self, model: Path, data, changes, error, message) -> None:
@@ -224,6 +227,18 @@ class TestTheCommands:
         code, _, err = call(*asked, "--evaluate", "metric:score")
         assert code == 2
         assert "--evaluate is a metric of its own: leave --labels and --metric out" in err
+
+    def test_few_changes_leave_the_interval_unknown_and_that_is_told(self, model: Path, data, call: Call) -> None:
+        np.savez(both := model.parent / "few.npz", x=data[0][:12], labels=data[1][:12])
+        asked = ("--calibration-data", both, "--labels", both, "--metric", "f1:y", "-o")
+        code, out, _ = call("quantize", model, *asked, model.parent / "q.onnx")
+        assert code == 0
+        assert re.search(
+            r"f1 on 12 samples: .*; \d of 12 samples changed, and an interval of f1 takes 8$", out, re.MULTILINE
+        )
+        tune = ("tune", model, "--engine", "fake", "--builds", 10, "--max-drop", "none", "--no-report")
+        _, out, _ = call(*tune, *asked, model.parent / "few")
+        assert re.search(r"loss at most \(95 %\) +unknown: \d of", out), out
 
     def test_labels_may_be_arrays_of_python(self, model: Path, data) -> None:
         done = qdqtune.quantize(model, model.parent / "q.onnx", calibration_data={"x": data[0]}, labels=data[1])

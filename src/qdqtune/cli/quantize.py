@@ -20,7 +20,7 @@ from qdqtune.errors import BadModel, BadOption
 from qdqtune.explanation.formatting import decibels, placed, samples
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import data_of
-from qdqtune.numerics.losses import loss_high
+from qdqtune.numerics.losses import few_changed, loss_high
 from qdqtune.options import TEXT, MaybeText, Option, Options, choice, given_in, option
 from qdqtune.placement import engine_rules
 from qdqtune.placement.stripping import strip_pairs
@@ -138,7 +138,9 @@ def _lines(options: QuantizeOptions, done: Quantized) -> Iterator[str]:
         before, after = done.scores
         name = f"{before.name} on {len(before.by_sample)} samples" if before.name else str(options.evaluate)
         high = loss_high(before, after)
+        few = few_changed(before, after)
         most = "" if high is None else f"; loss at most {max(high, 0):.2g} (95 %)"
+        most += "" if few is None else f"; {few}"
         yield f"{name}: {before.value:g} before, {after.value:g} after{most}"
 
 

@@ -74,6 +74,8 @@ def _result_rows(found: Result) -> list[tuple[str, str, str]]:
         rows.append((name, f"{summary['metric_before']:g}", unknown if after is None else f"{after:g}"))
         if found.improved and (high := summary.get("metric_loss_high")) is not None:
             rows.append(("  loss at most (95 %)", "", f"{max(high, 0):.2g}"))
+        if found.improved and (why := summary.get("metric_loss_unknown")) is not None:
+            rows.append(("  loss at most (95 %)", "", f"unknown: {why}"))
     return rows
 
 

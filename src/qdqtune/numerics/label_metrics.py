@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
+from zlib import crc32
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from qdqtune.errors import BadOption
 from qdqtune.numerics.losses import Score
 from qdqtune.types import Array
 
-Name = Literal["top1", "top5", "f1", "miou", "tokens", "wer", "cosine"]
+Name = Literal["top1", "top5", "f1", "miou", "tokens", "wer", "cosine", "mse", "mae", "psnr"]
 Asked = Literal["auto"] | Name
 NAMES: tuple[Name, ...] = get_args(Name)
 
@@ -28,11 +29,23 @@ WANTED: Mapping[Name, str] = {
     "tokens": "scores [rows, length, ids] or ids [rows, length]",
     "wer": "scores [rows, length, ids] or ids [rows, length]",
     "cosine": "vectors [rows, size]",
+    "mse": "numbers [rows, ...]",
+    "mae": "numbers [rows, ...]",
+    "psnr": "pictures or signals [rows, ...]",
 }
 """The outputs that a metric reads."""
 
+BY_NAME_ONLY = frozenset({"top5", "f1", "mae", "psnr"})
+"""Metrics that fit where another one does, which is the usual one."""
+
 TOP = 5
 """The classes among which top5 looks for the right one."""
+
+ON_NUMBERS = frozenset({"mse", "mae", "psnr"})
+"""Metrics of numbers, which compare nothing where the float model itself is right: it has no error."""
+
+MOST_PSNR = 100.0
+"""The PSNR in dB of a row without any error. Chosen, not measured."""
 
 NO_CLASS = 255
 """Pixels with this label do not count, as in the usual data sets."""
@@ -42,7 +55,7 @@ def answer(metric: Name, output: Array) -> Array | None:
     """What an output says in the terms of a metric, a row for each of its rows; None if it has another form.
 
     Class numbers of shape (rows,); for top5 the best five, (rows, 5); for miou (rows, H, W); ids of shape
-    (rows, length) for tokens and wer; for cosine vectors, (rows, size).
+    (rows, length) for tokens and wer; for cosine vectors, (rows, size), and for mse, mae and psnr numbers like them.
     """
     is_score, shape = output.dtype.kind == "f", output.shape
     if metric in ("top1", "top5", "f1"):
@@ -55,7 +68,9 @@ def answer(metric: Name, output: Array) -> Array | None:
         ranked = np.argsort(-output, axis=1, kind="stable")
         return ranked[:, :TOP] if metric == "top5" else ranked[:, 0]
     if metric == "cosine":
-        return output.reshape(shape[0], -1) if is_score and output.ndim >= 2 else None
+        return output.reshape(shape[0], -1) if is_score and output.ndim >= 2 and output.size > shape[0] else None
+    if metric in ON_NUMBERS:
+        return output.reshape(shape[0], -1) if output.dtype.kind in "iuf" and output.ndim else None
     ids_ndim = 3 if metric == "miou" else 2
     if metric == "miou" and not is_score and output.ndim == 4 and shape[1] == 1:
         output = output[:, 0]
@@ -73,17 +88,29 @@ def fits(metric: Name, told: Array, right: Array) -> bool:
         return right.ndim == 2 and right.shape[0] == told.shape[0] and right.dtype.kind in "iu"
     if metric == "cosine":
         return right.ndim >= 2 and right.reshape(right.shape[0], -1).shape == told.shape
+    if metric in ON_NUMBERS:
+        return right.ndim > 0 and right.reshape(right.shape[0], -1).shape == told.shape
     return right.shape == told.shape and right.dtype.kind in "iu"
 
 
-def chosen(asked: Asked, outputs: Mapping[str, Array], right: Array | None) -> tuple[Name, str]:
-    """The metric and the output that it reads: the first one that fits. `right` are the labels of the same sample; None
-    where the float model's own outputs are right.
+def parsed(text: str) -> tuple[Asked, str | None]:
+    """The metric and the output that a user names as METRIC or METRIC:OUTPUT; no output where none is named."""
+    name, _, output = text.partition(":")
+    return next((known for known in NAMES if known == name), "auto"), output or None
+
+
+def chosen(
+    asked: Asked, outputs: Mapping[str, Array], right: Array | None, only: str | None = None
+) -> tuple[Name, str]:
+    """The metric and the output that it reads: the first one that fits, or `only` that one. `right` are the labels of
+    the same sample; None where the float model's own outputs are right.
 
     Raises:
         BadOption: no output fits, or auto finds no metric.
     """
-    for name in (n for n in NAMES if n == asked or (asked == "auto" and n not in ("top5", "f1"))):
+    outputs = outputs if only is None else {only: outputs[only]}
+    left_out = BY_NAME_ONLY if right is not None else BY_NAME_ONLY | ON_NUMBERS
+    for name in (n for n in NAMES if n == asked or (asked == "auto" and n not in left_out)):
         for output, array in outputs.items():
             told = answer(name, array)
             if told is not None and (right is None or fits(name, told, right)):
@@ -112,21 +139,26 @@ def check_classes(metric: Name, output: str, array: Array, right: Array) -> None
 
 @dataclass
 class Tally:
-    """Counts the rows of one metric, in order: `parts` and `wholes` of a ratio, or `pairs` of classes with counts."""
+    """Counts the rows of one metric, in order: `parts` and `wholes` of a ratio, or `pairs` of classes with counts; and
+    a number for each of the `answers`. `peak` is the largest label of all, for psnr."""
 
     metric: Name
     parts: list[float] = field(default_factory=list)
     wholes: list[float] = field(default_factory=list)
     pairs: list[Array] = field(default_factory=list)
+    answers: list[int] = field(default_factory=list)
+    peak: float = 0.0
 
     def add(self, told: Array, right: Array) -> None:
         """Count the rows of a sample: what the model says, and what is right."""
         for one, wanted in zip(told, right, strict=True):
+            self.answers.append(crc32(np.asarray(one).tobytes()))
             if self.metric in ("f1", "miou"):
                 self.pairs.append(_pairs(one, wanted))
                 continue
             part, whole = _ratio(self.metric, one, wanted)
             self.parts.append(part)
+            self.peak = max(self.peak, float(np.abs(wanted).max(initial=0))) if self.metric == "psnr" else 0.0
             self.wholes.append(whole)
 
     @property
@@ -135,6 +167,9 @@ class Tally:
         if self.metric in ("f1", "miou"):
             return _by_classes(self.pairs, 0.5 if self.metric == "f1" else 1.0, is_f1=self.metric == "f1")
         parts, wholes = np.array(self.parts), np.array(self.wholes)
+        if self.metric == "psnr":  # of each row in dB, below the largest label of all
+            with np.errstate(divide="ignore"):
+                parts = np.minimum(10 * np.log10(max(self.peak, 1e-30) ** 2 / parts), MOST_PSNR)
         total = float(wholes.sum())
         value = float(parts.sum()) / total if total else 1.0
         if (wholes == 1).all():
@@ -153,6 +188,10 @@ def _ratio(metric: Name, told: Array, right: Array) -> tuple[float, float]:
         a, b = told.astype(np.float64).reshape(-1), right.astype(np.float64).reshape(-1)
         lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
         return (float(a @ b) / lengths if lengths else float(np.array_equal(a, b))), 1.0
+    if metric in ON_NUMBERS:
+        lost = told.astype(np.float64).reshape(-1) - right.astype(np.float64).reshape(-1)
+        mean = float(np.abs(lost).mean() if metric == "mae" else np.square(lost).mean())
+        return (mean if metric == "psnr" else -mean), 1.0
     if metric == "tokens":
         counted = right >= 0
         return float((told == right)[counted].sum()), float(counted.sum())

@@ -5,16 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import click
 import numpy.typing as npt
 
 from qdqtune.calibration.labels import FORMS
 from qdqtune.errors import BadOption
-from qdqtune.numerics.label_metrics import NAMES, Asked
-from qdqtune.options import Anything, Option, Options, PathLike, Reads, choice, option
+from qdqtune.numerics.label_metrics import NAMES
+from qdqtune.options import Anything, Option, Options, PathLike, Reads, Text, option
 
 LabelsLike = PathLike | npt.ArrayLike | Sequence[npt.ArrayLike]
 """Labels: a file, or an array or a list with one for each sample."""
+
+
+class MetricName(click.Choice[str]):
+    """The name of a metric, and behind a colon that of the output which it reads."""
+
+    def __init__(self) -> None:
+        super().__init__(("auto", *NAMES))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check the name of the metric."""
+        name, colon, output = str(value).partition(":")
+        return super().convert(name, param, ctx) + colon + output
 
 
 @dataclass(kw_only=True)
@@ -31,16 +45,18 @@ class LabelOptions(Options):
         short="right answers, one for each sample",
         metavar="FILE",
     )
-    metric: Option[Asked, Asked] = option(
-        choice("auto", *NAMES),
+    metric: Text = option(
+        MetricName(),
         "auto",
-        "How outputs are compared with `labels`; without labels, with what the float model says. Higher is better. "
+        "How outputs are compared with `labels`; without labels, with what the float model says: METRIC, or "
+        "METRIC:OUTPUT for an output that is not the first that fits. Higher is better. "
         "top1, top5: the right class has the best score, or one of the best five. f1: mean over classes (of two "
         "classes, that of class 1). miou: of pixels, without label 255. tokens: share of equal ids. wer: 1 - word "
-        "error rate, the edits per id of the label. cosine: of vectors. auto: the first that fits the shapes, of "
-        "top1, miou, tokens, wer and cosine.",
+        "error rate, the edits per id of the label. cosine: of vectors. mse, mae: squared or absolute error with a "
+        "minus. psnr: in dB below the largest label. auto: the first that fits the shapes, of top1, miou, tokens, wer, "
+        "cosine and mse.",
         "Data",
-        metavar="NAME",
+        metavar="METRIC[:OUTPUT]",
         is_rare=True,
     )
 

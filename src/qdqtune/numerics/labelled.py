@@ -15,7 +15,7 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import NOT_FINITE, is_finite
-from qdqtune.numerics.label_metrics import Asked, Tally, answer, check_classes, chosen, fits
+from qdqtune.numerics.label_metrics import ON_NUMBERS, Asked, Tally, answer, check_classes, chosen, fits, parsed
 from qdqtune.numerics.losses import Score
 from qdqtune.numerics.metric import Evaluation, evaluate
 from qdqtune.types import Array, Failure, Sample
@@ -24,13 +24,15 @@ from qdqtune.types import Array, Failure, Sample
 @dataclass(frozen=True)
 class Labelled:
     """A metric over labelled samples. `labels` has those of each sample, its rows along the first axis; None where the
-    float model's own outputs are right. `source` names it in messages, `digest` is 16 hex digits of all its content."""
+    float model's own outputs are right. `output` is the one that is compared, None for the first that fits. `source`
+    names the metric in messages, `digest` is 16 hex digits of all its content."""
 
     source: str
     digest: str
     metric: Asked
     samples: Samples
     labels: tuple[Array, ...] | None
+    output: str | None = None
 
 
 Metric = Evaluation | Labelled
@@ -44,7 +46,7 @@ def option_of(metric: Metric) -> str:
 
 def open_labelled(
     labels: Path | None,
-    metric: Asked,
+    metric: str,
     data: str | None,
     model: Model,
     execution: Execution,
@@ -52,20 +54,25 @@ def open_labelled(
     limit: int | None = None,
     fixed: Collection[str] = (),
 ) -> Labelled:
-    """The metric of a file of labels, over the samples of `data`, or over those in the file itself if it is an .npz
-    with the inputs of the `model`. Without labels it is over at most `limit` samples.
+    """The `metric` (METRIC or METRIC:OUTPUT) of a file of labels, over the samples of `data`, or over those in the file
+    itself if it is an .npz with the inputs of the `model`. Without labels it is over at most `limit` samples.
 
     Raises:
         BadData: labels or samples cannot be read, or are not equally many.
-        BadOption: there are no samples.
+        BadOption: there are no samples, no such output, or no labels for a metric that needs them.
     """
+    asked, output = parsed(metric)
     name = "metric" if metric == "auto" else metric
+    if output is not None and output not in model.outputs:
+        raise BadOption(f"`metric` {metric} names no output: there are {', '.join(model.outputs)}")
     if labels is None:
+        if asked in ON_NUMBERS:
+            raise BadOption(f"`metric` {asked} needs `labels`: against the float model `min_sqnr` limits the error")
         if data is None:
             raise BadOption(f"`metric` {metric} needs samples: give `calibration_data`")
         samples = open_samples(data, model, execution, limit=limit, fixed=fixed)
         digest = _digest(name, samples.digest, str(limit))
-        return Labelled(f"{name} against the float model", digest, metric, samples, None)
+        return Labelled(f"{name} against the float model", digest, asked, samples, None, output)
     found = read_labels(labels)
     own = str(labels) if holds_inputs(labels, input_specs(model)) else None
     if data is None and own is None:
@@ -78,7 +85,7 @@ def open_labelled(
     count = sum(1 for _ in samples)
     rows = paired(found, count, first, samples.origin)
     content = (part for label in found for part in (str(label.shape), str(label.dtype), label.tobytes().hex()))
-    return Labelled(f"{name} on {labels}", _digest(name, samples.digest, *content), metric, samples, rows)
+    return Labelled(f"{name} on {labels}", _digest(name, samples.digest, *content), asked, samples, rows, output)
 
 
 def _digest(*parts: str) -> str:
@@ -107,7 +114,7 @@ def _measured(metric: Labelled, runner: Runner, handle: Handle, floats: Handle |
         if isinstance(outputs, Failure):
             return outputs
         if tally is None:
-            name, of = chosen(metric.metric, outputs, right)
+            name, of = chosen(metric.metric, outputs, right, metric.output)
             tally = Tally(name)
         told = answer(tally.metric, outputs[of])
         if right is None:
@@ -121,7 +128,7 @@ def _measured(metric: Labelled, runner: Runner, handle: Handle, floats: Handle |
             raise BadOption(f"{metric.source}: output {of} of one sample has another form than that of the first")
         tally.add(told, right)
     assert tally is not None  # a source without samples is refused when it is opened
-    return replace(tally.score, name=tally.metric)
+    return replace(tally.score, name=tally.metric, answers=tuple(tally.answers))
 
 
 def _ran(runner: Runner, handle: Handle, sample: Sample) -> Mapping[str, Array] | Failure:

@@ -35,12 +35,14 @@ class Score:
     number. For a mean it is the sample's own score, 1 or 0 where an answer is right or wrong. For a metric of all
     samples together, such as F1, it is the pseudo-value of the jackknife, n*all - (n-1)*(all without the sample)
     (Tukey, Annals of Mathematical Statistics 29, 1958), with which such a metric is treated as a mean. `name` is that
-    of the metric over labels.
+    of the metric over labels. `answers` has a number for what the model says of each sample, equal for equal answers: a
+    pseudo-value changes with the answers of other samples, too.
     """
 
     value: float
     by_sample: tuple[float, ...] = ()
     name: str = ""
+    answers: tuple[int, ...] = ()
 
     @property
     def is_of_hits(self) -> bool:
@@ -71,12 +73,28 @@ def loss_high(before: Score, after: Score) -> float | None:
     lost = first - second
     if before.is_of_hits:
         return _score_high(int((lost > 0).sum()), int((lost < 0).sum()), lost.size)
-    if int((lost != 0).sum()) < LEAST_CHANGED:
+    if _changed(before, after) < LEAST_CHANGED:
         return None
     from scipy.special import stdtrit  # slow to import
 
     spread = float(lost.std(ddof=1)) / sqrt(lost.size)
     return float(lost.mean()) + float(stdtrit(lost.size - 1, 1 - ERROR)) * spread
+
+
+def _changed(before: Score, after: Score) -> int:
+    """How many samples are answered otherwise; where answers are not known, how many have another score."""
+    pairs = (before.answers, after.answers) if before.answers and after.answers else (before.by_sample, after.by_sample)
+    return sum(a != b for a, b in zip(*pairs, strict=True))
+
+
+def few_changed(before: Score, after: Score) -> str | None:
+    """Why the interval of the loss is not known, in words; None where it is, or there are no labels."""
+    if not before.by_sample or not after.by_sample or loss_high(before, after) is not None:
+        return None
+    changed = _changed(before, after)
+    return (
+        f"{changed} of {len(before.by_sample)} samples changed, and an interval of {before.name} takes {LEAST_CHANGED}"
+    )
 
 
 def samples_to_tell(score: Score, max_drop: float) -> int | None:

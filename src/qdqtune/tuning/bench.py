@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 
 from qdqtune.engines import builds_for
@@ -188,7 +188,7 @@ class Bench:
             record = self._store.put(
                 MetricRecord(of=of, failure=found)
                 if isinstance(found, Failure)
-                else MetricRecord(of=of, value=found.value, by_sample=found.by_sample, name=found.name)
+                else MetricRecord(of=of, **asdict(found))
             )
         return record.result
 

@@ -180,6 +180,7 @@ class Summary(TypedDict):
     metric: NotRequired[str]
     metric_samples: NotRequired[Count]
     metric_loss_high: NotRequired[float | None]
+    metric_loss_unknown: NotRequired[str | None]
     constraint_met: bool | None
     front: NotRequired[list[FrontPoint]]
     group_kinds: NotRequired[Count]
