@@ -142,6 +142,9 @@ def test_outputs_that_are_named_as_scores_are_judged_by_their_best_class(tmp_pat
     assert json.loads(text)["others"][0]["accuracy"]["top1"] is not None
     tune = ("tune", model, *TUNE, *data, "-o", tmp_path / "out", "--json")
     assert json.loads(call(*tune, "--scores", output)[1])["scores"][0]["output"] == output
+    again = ("apply", model, "--placement", tmp_path / "out" / "placement.yaml", "-o", made, *data)
+    assert json.loads(call(*again, "--scores", output, "--json")[1])["accuracy"]["top1"] is not None
+    assert f"taken for scores of classes: {output} (" in call(*again, "--scores", output)[1]
     assert call(*tune, "--scores", "none")[0] == 2  # another run: what candidates were judged by has changed
     for command in (("quantize", model, "-o", made), ("compare", model, model, *FAKE), ("tune", model, *TUNE)):
         code, _, err = call(*command, *data, "--scores", "other")

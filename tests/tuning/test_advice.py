@@ -48,3 +48,11 @@ def test_the_best_candidate_of_none_that_is_faster_is_named() -> None:
     assert said.startswith("the best candidate, no 1, was 1.25x [0.83x, 1.25x] the speed of float; ")
     assert advice.undecided([slower], PLAN) is None
     assert advice.undecided([trial(1, [0.5] * 12, accepted=True), slower], PLAN) is None
+
+
+def test_weight_formats_that_gain_nowhere_are_told() -> None:
+    told = advice.no_format(("w8", "w4"), has_pairs=False)
+    assert told is not None
+    assert told.startswith("`formats` w8,w4: no weight of a product gains by them here; ")
+    assert advice.no_format(None, has_pairs=True) is None
+    assert advice.no_format(("int8",), has_pairs=True) is None

@@ -160,8 +160,11 @@ def apply_command(options: ApplyOptions, as_machine: bool) -> None:
     if as_machine:
         print_json(done.to_dict())
     else:
-        known = "" if done.accuracy is None else f", output SQNR against float: {done.accuracy}"
+        what = "outputs" if done.accuracy is None or done.accuracy.sqnr_db is None else "output SQNR"
+        known = "" if done.accuracy is None else f", {what} against float: {done.accuracy}"
         print(f"{done.output}: {placed(done.placement)}{known}")
+        if done.scores is not None:
+            print(done.scores.told)
 
 
 @command("build", BuildOptions, AS_JSON)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from qdqtune.graph.float16 import load_for
 from qdqtune.graph.rewrites import allowed
 from qdqtune.graph.saving import save
 from qdqtune.numerics.half_precision import finished
+from qdqtune.numerics.score_options import ScoreOption
+from qdqtune.numerics.scores import Scores, named
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.options import FILE, REQUIRED, TEXT, Duration, File, MaybeText, option
 from qdqtune.placement.files import PlacementFile, every_edge, existing, read_placement_file
@@ -40,7 +43,7 @@ class PlacementOption(ModelOption):
 
 
 @dataclass(kw_only=True)
-class ApplyOptions(SourceOptions, PlacementOption):
+class ApplyOptions(ScoreOption, SourceOptions, PlacementOption):
     """The options of `apply`."""
 
     engine: MaybeText = option(
@@ -67,6 +70,8 @@ class Applied(Shown):
     matched: Matched | None = None
     """The ranges of the calibration cache that the model has tensors for; None without a cache."""
     notes: tuple[str, ...] = ()
+    scores: Scores | None = None
+    """The scores of classes among the outputs; None where these were not compared."""
 
     def in_words(self) -> str:
         """The file, how many tensors have a pair, and how close its outputs are."""
@@ -80,9 +85,17 @@ class Applied(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
         accuracy = None if self.accuracy is None else asdict(self.accuracy)
+        scores = None if self.scores is None else self.scores.as_json()
         cache = {} if self.matched is None else {"cache": self.matched.as_json()}
         lost = [str(edge) for edge in self.lost]
-        return {"output": str(self.output), "edges": len(self.placement), "lost": lost, "accuracy": accuracy, **cache}
+        return {
+            "output": str(self.output),
+            "edges": len(self.placement),
+            "lost": lost,
+            "accuracy": accuracy,
+            "scores": scores,
+            **cache,
+        }
 
 
 def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
@@ -108,6 +121,7 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     graph = load_for(path, precision, recorded.fix_inputs, numbers.opset, rewrites=made)
     if is_quantized(graph):
         raise BadModel(f"{path} already has Q/DQ pairs: apply a placement to the float model")
+    named(options.scores, graph.outputs)
     execution, is_run = execution_of(options), bool(options.calibration_data)
     ready = options.prepared(graph, recorded.fix_inputs, usual, execution, is_run=is_run)
 
@@ -126,9 +140,9 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     inserter = Inserter(ready.graph, ranges, numbers, met)
     with checked_output(options.target, engine, execution) as fresh:
         save(finished(inserter.insert(placed), precision), fresh)
-    return Applied(
-        options.target, placed, lost, *_judged(ready, inserter, placed, engine), ready.matched, (*ready.notes, *notes)
-    )
+    is_random = ready.prepared is not None and not ready.prepared.has_real_samples
+    judged, scores = _judged(ready, inserter, placed, engine, options.scores)
+    return Applied(options.target, placed, lost, is_random, judged, ready.matched, (*ready.notes, *notes), scores)
 
 
 def _moments(recorded: PlacementFile, ready: PreparedModel, placement: Placement) -> tuple[Moments, tuple[str, ...]]:
@@ -143,11 +157,13 @@ def _moments(recorded: PlacementFile, ready: PreparedModel, placement: Placement
     return lambda model: moments(model, tensors, prepared.calibration, prepared.execution), ()
 
 
-def _judged(ready: PreparedModel, inserter: Inserter, placed: Placement, engine: str) -> tuple[bool, Accuracy | None]:
-    """Whether the samples were random; if not, the accuracy of the outputs with this placement."""
+def _judged(
+    ready: PreparedModel, inserter: Inserter, placed: Placement, engine: str, asked: Sequence[str]
+) -> tuple[Accuracy | None, Scores | None]:
+    """The accuracy of the outputs with this placement, and the scores among them; None where samples are random."""
     if ready.prepared is None or not ready.prepared.has_real_samples:
-        return ready.prepared is not None, None
+        return None, None
     samples, execution = ready.prepared.judging, ready.prepared.execution
-    with Simulation(inserter, samples, engine, execution=execution) as simulation:
+    with Simulation(inserter, samples, engine, execution=execution, scores=asked) as simulation:
         accuracy = simulation.accuracy(placed)
-    return False, accuracy if isinstance(accuracy, Accuracy) else None
+        return (accuracy, simulation.scores) if isinstance(accuracy, Accuracy) else (None, None)

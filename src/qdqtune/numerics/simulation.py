@@ -62,10 +62,11 @@ class Simulation:
         if isinstance(reference, Failure):
             return reference
         outputs = self._outputs((inserter or self._inserter).insert(placement), placement.digest)
-        return outputs if isinstance(outputs, Failure) else accuracy(reference, outputs, self._scores)
+        return outputs if isinstance(outputs, Failure) else accuracy(reference, outputs, self.scores)
 
     @cached_property
-    def _scores(self) -> Scores | None:
+    def scores(self) -> Scores | None:
+        """The scores of classes among the float model's outputs; None if ONNX Runtime does not run it."""
         return None if isinstance(self._reference, Failure) else scores_of(self._reference, self._asked)
 
     @cached_property

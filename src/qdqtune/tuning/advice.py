@@ -63,3 +63,13 @@ def undecided(history: Sequence[Trial], plan: Plan) -> str | None:
     if trial is None or ratio is None or ratio.median >= 1 or any(t.accepted for t in history):
         return None
     return f"the best candidate, {trial.proposal.origin}, was {ratio.speedup} the speed of float; {TO_DECIDE}"
+
+
+def no_format(formats: Sequence[str] | None, *, has_pairs: bool) -> str | None:
+    """Why nothing was tried where weight formats alone were asked for; None where pairs may be placed, too."""
+    if formats is None or has_pairs:
+        return None
+    return (
+        f"`formats` {','.join(formats)}: no weight of a product gains by them here; they take too small a part of "
+        "the time, fit in a cache in float, or are not faster so on this engine"
+    )

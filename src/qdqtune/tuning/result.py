@@ -131,7 +131,8 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
     yield from slower_workloads(standings, run.subject.mix)
     doubts = [None if shipped is None else concern(shipped), shortfall]
     if proof.ratio is None:
-        doubts += [advice.undecided(history, settings.plan), None if history else run.budget.excuse]
+        untried = run.budget.excuse or advice.no_format(settings.formats, has_pairs=settings.has_pairs)
+        doubts += [advice.undecided(history, settings.plan), None if history else untried]
     else:
         doubts.append(advice.wide(proof.ratio))
     yield from filter(None, doubts)
