@@ -140,6 +140,8 @@ def test_outputs_that_are_named_as_scores_are_judged_by_their_best_class(tmp_pat
     _, text, _ = call("compare", model, made, *data, *FAKE, "--scores", output, "--json")
     assert json.loads(text)["scores"][0]["output"] == output
     assert json.loads(text)["others"][0]["accuracy"]["top1"] is not None
+    _, text, _ = call("compare", model, made, *data, *FAKE, "--json")
+    assert json.loads(text)["scores_told"].startswith(f"no output is taken for scores of classes: {output} ")
     tune = ("tune", model, *TUNE, *data, "-o", tmp_path / "out", "--json")
     assert json.loads(call(*tune, "--scores", output)[1])["scores"][0]["output"] == output
     again = ("apply", model, "--placement", tmp_path / "out" / "placement.yaml", "-o", made, *data)

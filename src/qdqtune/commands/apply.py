@@ -24,7 +24,7 @@ from qdqtune.graph.rewrites import allowed
 from qdqtune.graph.saving import save
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.score_options import ScoreOption
-from qdqtune.numerics.scores import Scores, named
+from qdqtune.numerics.scores import NO_SCORES, Scores, named
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.options import FILE, REQUIRED, TEXT, Duration, File, MaybeText, option
 from qdqtune.placement.files import PlacementFile, every_edge, existing, read_placement_file
@@ -85,7 +85,7 @@ class Applied(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
         accuracy = None if self.accuracy is None else asdict(self.accuracy)
-        scores = None if self.scores is None else self.scores.as_json()
+        found = self.scores or NO_SCORES
         cache = {} if self.matched is None else {"cache": self.matched.as_json()}
         lost = [str(edge) for edge in self.lost]
         return {
@@ -93,7 +93,8 @@ class Applied(Shown):
             "edges": len(self.placement),
             "lost": lost,
             "accuracy": accuracy,
-            "scores": scores,
+            "scores": found.as_json(),
+            "scores_told": found.told,
             **cache,
         }
 

@@ -26,7 +26,7 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, concern, is_finite
 from qdqtune.numerics.score_options import ScoreOption
-from qdqtune.numerics.scores import Scores, equal_share, is_of_integers, named, scores_of
+from qdqtune.numerics.scores import NO_SCORES, Scores, equal_share, is_of_integers, named, scores_of
 from qdqtune.options import Assignments, Option, ValuesByInput, option
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict
@@ -135,9 +135,10 @@ class Comparison(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        scores = None if self.scores is None else self.scores.as_json()
+        found = self.scores or NO_SCORES
         others, notes = [row.as_json() for row in self.rows], list(self.notes)
-        return {"first": self.first, "others": others, "scores": scores, "notes": notes}
+        told = {"scores": found.as_json(), "scores_told": found.told}
+        return {"first": self.first, "others": others, **told, "notes": notes}
 
 
 def compare(files: Sequence[Path], options: CompareOptions, observer: Observer | None = None) -> Comparison:

@@ -119,6 +119,7 @@ class Quantized(Shown):
             "output_cosine": self.cosine,
             "agreement": self.agreement,
             "scores": self.score_outputs.as_json(),
+            "scores_told": self.score_outputs.told,
             "finite": self.is_finite,
             "samples": self.judged,
             "held_out": self.is_held_out,

@@ -348,7 +348,8 @@ class _Explainer:
             return replace(verdict, why="failed", reason=f"{name} failed: {trial.result.reason}")
         said, ratio = outcome(trial, facts.plan), judge(trial, facts.plan)
         if said == "inaccurate":
-            return replace(verdict, why="inaccurate", reason=f"{name} missed the limits on accuracy: {trial.accuracy}")
+            missed = facts.limits.why_refused(trial) or "it misses the limits on accuracy"
+            return replace(verdict, why="inaccurate", reason=f"{name} was refused: {missed}")
         took = "" if ratio is None else f" was {speed(ratio.median)} as fast as its opponent"
         if into_8_bits and said == "faster":
             return replace(verdict, why="unproven", reason=f"{name}{took} and won, but did not ship")

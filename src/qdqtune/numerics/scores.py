@@ -77,7 +77,7 @@ class Scores:
         return replace(self, best={name: best[:count] for name, best in self.best.items()})
 
 
-NO_SCORES = Scores({}, {}, {})
+NO_SCORES = Scores({}, {}, {}, why_not="none was looked for")
 """For outputs of which best classes are not asked."""
 
 

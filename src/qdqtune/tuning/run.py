@@ -309,8 +309,7 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
             raise BadOption(f"`{name}` is about float outputs, and the model has none: {other}")
     limits = _about(bench, settings.limits)
     if isinstance(settings.min_agreement, float) and limits.min_agreement is None:
-        seen = "no output holds integers, or values that look like scores of classes"
-        observer.note(f"{seen}: `min_agreement` has no effect")
+        observer.note(f"no output holds integers, and {bench.scores.told}. `min_agreement` has no effect")
     if not budget.is_late:
         _check_repeatability(limits, bench)
     if evaluation is None or budget.is_late:
