@@ -165,3 +165,12 @@ def test_rows_of_classes_are_independent_and_tokens_are_not() -> None:
     for outputs, expected in (rows, None), (tokens, SAMPLES):
         reference = [{"y": y} for y in outputs]
         assert accuracy(reference, reference).independent == expected
+
+
+def test_many_outputs_take_one_short_line_and_a_sample_may_have_no_rows() -> None:
+    caches = [{f"cache{n}": x for n in range(9)} for x in normal(1, 2, 6, 4)]
+    told = scores_of(caches).told
+    assert told.endswith("cache3 may hold scores of pixels, which `scores` names; and 5 more")
+    rows = [{"y": y} for y in [*clear((5, 10), 1), np.zeros((0, 10), np.float32)]]
+    found = accuracy(rows, rows)
+    assert (found.top1, found.choices, found.independent) == (1.0, 5 * SAMPLES, None)

@@ -155,9 +155,8 @@ def _choices(outputs: Outputs, scores: Scores) -> tuple[float | None, int, float
         equal = [(a == b).ravel() for a, b in zip(scores.best[name], told, strict=True) if a.shape == b.shape]
         same = np.concatenate(equal) if equal else np.ones(0, bool)
         if same.size:
-            each = np.split(same, same.size) if name in scores.rows else equal
-            counted = independent(np.array([e.sum() for e in each]), np.array([e.size for e in each]))
-            shares.append((float(same.mean()), same.size, counted))
+            alike = independent(np.array([e.sum() for e in equal]), np.array([e.size for e in equal]))
+            shares.append((float(same.mean()), same.size, same.size if name in scores.rows else alike))
     found = min(shares, key=lambda one: (one[0] - MOST_EQUAL) * one[2] ** 0.5, default=None)
     return (None, 0, None) if found is None else (*found[:2], None if found[1] == found[2] else found[2])
 

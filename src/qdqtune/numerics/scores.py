@@ -43,6 +43,9 @@ ROWS = 4096
 """Rows that are looked at to tell what an output holds. Chosen, not measured."""
 
 
+LISTED = 4
+"""The most outputs that one line names."""
+
 NONE = "none"
 """Asks for no scores at all."""
 
@@ -65,8 +68,9 @@ class Scores:
         """One line for users: which outputs are taken for scores of how many classes, or why none is."""
         if not self.axis:
             return f"no output is taken for scores of classes{self.why_not and f': {self.why_not}'}"
-        listed = (f"{name} ({self.classes[name]} along axis {axis})" for name, axis in self.axis.items())
-        return f"taken for scores of classes: {', '.join(listed)}"
+        listed = [f"{name} ({self.classes[name]} along axis {axis})" for name, axis in self.axis.items()]
+        more = [f"and {len(listed) - LISTED} more"] if len(listed) > LISTED else []
+        return f"taken for scores of classes: {', '.join([*listed[:LISTED], *more])}"
 
     def as_json(self) -> list[dict[str, Any]]:
         """A row for each output: its name, the axis of the classes and their number."""
@@ -101,7 +105,10 @@ def scores_of(outputs: Sequence[Mapping[str, Array]], asked: Sequence[str] = ())
     best = {name: [sample[name].argmax(axis).astype(np.int32) for sample in outputs] for name, axis in found.items()}
     classes = {name: first[name].shape[axis] for name, axis in found.items()}
     rows = frozenset(n for n, axis in found.items() if axis == 1 and first[n].size == len(first[n]) * classes[n])
-    return Scores(found, classes, best, rows, "" if found else "; ".join(why) or "so it is asked for")
+    more = [f"and {len(why) - LISTED} more"] if len(why) > LISTED else []
+    return Scores(
+        found, classes, best, rows, "" if found else "; ".join([*why[:LISTED], *more]) or "so it is asked for"
+    )
 
 
 def named(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, int | None]:
@@ -219,7 +226,7 @@ def independent(equal: Array, sizes: Array) -> float:
 def _rows(array: Array, axis: int) -> Array:
     """The scores as [rows, classes] in float64, at most `ROWS` rows spread over all."""
     rows = np.moveaxis(array, axis, -1).reshape(-1, array.shape[axis])
-    return rows[:: -(-len(rows) // ROWS)].astype(np.float64)
+    return rows[:: max(1, -(-len(rows) // ROWS))].astype(np.float64)
 
 
 def _probabilities(rows: Array) -> Array | None:
