@@ -25,8 +25,16 @@ def test_samples_that_are_all_alike_give_one_note(tmp_path: Path, rows: Array, w
     assert words or not prepared.doubts
 
 
+def test_a_small_model_compares_outputs_on_many_samples(tmp_path: Path) -> None:
+    prepared = prepare(model(), Data(saved(tmp_path, x=normal(2000, 3))))
+    assert (len(prepared.judging), prepared.is_held_out, prepared.doubts) == (256, True, ())
+    usual = prepare(model(), Data(saved(tmp_path, x=normal(2000, 3))), most=32)
+    assert len(usual.judging) == 32
+
+
 def test_a_large_model_compares_outputs_on_fewer_samples_with_a_note(tmp_path, monkeypatch):
-    monkeypatch.setattr("qdqtune.calibration.prepare.JUDGED_WORK", 9.0)  # work counts an element as one at the least
+    for name in ("JUDGED_WORK", "MORE_WORK"):
+        monkeypatch.setattr(f"qdqtune.calibration.prepare.{name}", 9.0)  # work counts an element as one at the least
     prepared = prepare(model(), Data(saved(tmp_path, x=normal(20, 3))))
     assert 8 <= len(prepared.judging) < 20
     assert prepared.doubts == (f"outputs are compared on {len(prepared.judging)} samples: more would take too long",)

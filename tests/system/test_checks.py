@@ -10,7 +10,7 @@ import pytest
 
 from command_lines import is_refused
 from conftest import Call
-from qdqtune.system.checks import LIST
+from qdqtune.system.checks import LIST, below
 from qdqtune.tuning.loop import tune
 from runs import mixed, settings, write
 
@@ -200,3 +200,11 @@ def test_pipes_in_the_folder_of_a_run_are_refused(call: Call, external: Path, na
 def test_the_option_that_names_a_state_file_is_told(call: Call, external: Path) -> None:
     arguments = ("tune", external, *QUICK, "-o", external.parent / "out", "--state-file", external)
     is_refused(call, external.parent, "would be overwritten: choose another --state-file", *arguments)
+
+
+def test_what_lies_below_a_folder_is_listed_without_following_links(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "file").touch()
+    (tmp_path / "a" / "up").symlink_to(tmp_path)
+    assert sorted(below(tmp_path)) == sorted(tmp_path.rglob("*"))
+    assert below(tmp_path / "gone") == []  # as a folder that vanishes meanwhile

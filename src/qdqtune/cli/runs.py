@@ -13,7 +13,7 @@ from qdqtune.explanation.explanations import IN_WORDS, Explanation
 from qdqtune.explanation.page import write_report
 from qdqtune.explanation.report import report_of_run
 from qdqtune.options import REQUIRED, File, Given, MaybeFile, Options, Reads, Writes, option
-from qdqtune.system.checks import PAGE_KIND, Output, is_marked, is_of_a_run
+from qdqtune.system.checks import PAGE_KIND, Output, below, is_marked, is_of_a_run
 from qdqtune.tuning.folder import REPORT
 
 
@@ -54,7 +54,7 @@ def by_node(rows: Sequence[Explanation]) -> Iterator[str]:
 def _record(text: str) -> list[Path]:
     """The files of a run, except its report."""
     folder = Path(text)
-    return [path for path in folder.rglob("*") if path != folder / REPORT]
+    return [path for path in below(folder) if path != folder / REPORT]
 
 
 def _report(path: Path, name: str, given: Given) -> list[Output]:

@@ -102,6 +102,12 @@ def _identities(path: Path) -> Iterator[Path | tuple[int, int]]:
         yield found.st_dev, found.st_ino
 
 
+def below(folder: Path) -> list[Path]:
+    """All files and folders in a folder, and in the folders there. Those that vanish meanwhile, such as temporary ones
+    of a run that was just killed, are passed over."""
+    return [Path(at, name) for at, folders, files in os.walk(folder) for name in (*folders, *files)]
+
+
 def real(path: Path) -> Path:
     """The path with all links resolved.
 

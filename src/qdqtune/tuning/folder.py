@@ -24,6 +24,7 @@ from qdqtune.system.checks import (
     RECORD_KIND,
     Inputs,
     Output,
+    below,
     check_inside,
     check_outputs,
     check_single,
@@ -142,14 +143,14 @@ def check_run(settings: Settings, written: Inputs | None = None) -> None:
     folder, names, read = settings.output_dir, _names(settings), {**_inputs(settings), **(written or {})}
     if (folder / LIST).is_file() and (folder / LIST).stat().st_size and not is_list(folder / LIST):
         raise BadOption(f"{folder / LIST} is not of qdqtune's making: move it, or choose another `output_dir`")
-    below = [path for name in WRITTEN for path in (folder / name).glob("**/*")]
+    present = [path for name in WRITTEN for path in below(folder / name)]
     of_state, beside = _state_option(settings), [settings.state, pattern_cache_of(settings.state)]
-    for option, outputs in (("`output_dir`", [*(folder / name for name in names), *below]), (of_state, beside)):
+    for option, outputs in (("`output_dir`", [*(folder / name for name in names), *present]), (of_state, beside)):
         if (found := overwritten(outputs, read)) is not None:
             file, what = found
             hint = "" if what == "model" else f", the {what},"
             raise BadOption(f"{file}{hint} would be overwritten: choose another {option}")
-    for path in (folder / LIST, *(folder / name for name in WRITTEN), *below):
+    for path in (folder / LIST, *(folder / name for name in WRITTEN), *present):
         check_inside(path, folder)
         if path.is_relative_to(folder / LOGS) or path.name == LIST:
             check_single(path)

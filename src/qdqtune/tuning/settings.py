@@ -8,6 +8,7 @@ from math import ceil
 from pathlib import Path
 from types import MappingProxyType
 
+from qdqtune.calibration.prepare import MOST_JUDGED
 from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
@@ -105,7 +106,7 @@ class Settings(SearchOptions):
     model: Path = field(kw_only=False)
     engine: EngineSpec = field(default_factory=lambda: EngineSpec("onnxruntime"))
     calibration_data: str | None = None
-    accuracy_samples: int = 32
+    accuracy_samples: int = MOST_JUDGED
     calibration: Calibration = DEFAULT_CALIBRATION
     config: Config = field(default_factory=Config)
     plan: Plan = field(default_factory=Plan)
