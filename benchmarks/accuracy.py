@@ -1,11 +1,14 @@
 """How close quantized outputs stay to the float model's: the usual quantizers beside `quantize`, method by method.
 
-All calibrate on the same four fifths of the samples. A cell is the output SQNR in dB on all samples / on the held-out
-ones, of the worst float output on ONNX Runtime, and the seconds of quantizing. Rules place the pairs of `quantize`, so
-that its columns differ in numbers only.
+All calibrate on the same samples of calib.npz, without every fifth where there are 40 or more. A cell is the output
+SQNR in dB on all samples of calib.npz / on those of unseen.npz beside it (or else on every fifth), of the worst float
+output on ONNX Runtime, and the seconds of quantizing. Rules place the pairs of `quantize`, so that its columns differ
+in numbers only.
 
 'latency' is the ratio of `quantize` with its defaults to minmax without corrected biases, in interleaved rounds of two
-builds each: numbers move no pair. Quantizers that are not installed are left out, with a note.
+builds each: numbers move no pair (`--no-latency` leaves it out). Quantizers that are not installed are left out, with a
+note. `--peer NAME=COMMAND` adds a column: `COMMAND float.onnx calib.npz target.onnx` is run, in an environment of its
+own, since quantizers want different versions of the same packages.
 
 `--pictures NAME=FOLDER` adds top 1 of a classifier: labels.json names pictures and their classes, of which every fourth
 calibrates (in the middle 224 x 224, BGR, less the mean of ImageNet; needs pillow); the others are judged in ten views
@@ -18,11 +21,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import DEVNULL, CalledProcessError, run
 from typing import Any
 
 import numpy as np
@@ -69,20 +74,27 @@ def row(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Namespac
     """SQNR and seconds of one model by every quantizer, then top 1 if there are labels."""
     model, plain = load(entry.path, fix_inputs=entry.fixed), folder / "float.onnx"
     save(model, plain)
+    apart = None if entry.data is None else Path(entry.data).with_name("unseen.npz")
     prepared = prepare(model, Data(entry.data), fixed=entry.fixed)
     samples = list(prepared.samples)
     unseen = samples[HELD_OUT - 1 :: HELD_OUT] or samples
+    if apart is not None and apart.exists():
+        unseen = list(prepare(model, Data(str(apart)), fixed=entry.fixed).samples)
     exact, exact_unseen = outputs(plain, runner, samples), outputs(plain, runner, unseen)
     cells = [entry.name]
     for name in given.columns:
         target, start = folder / "quantized.onnx", time.monotonic()
         try:
-            if name in PEERS:
+            if name in given.peers:
+                data = folder / "calib.npz"
+                np.savez(data, allow_pickle=False, **stacked(list(prepared.calibration)))
+                run([*shlex.split(given.peers[name]), plain, data, target], check=True, stdout=DEVNULL, stderr=DEVNULL)
+            elif name in PEERS:
                 PEERS[name](model, prepared.calibration, runner.numeric_format("int8"), target)
             else:
                 how = said(OURS[name]) | {"calibration_data": entry.data, "fix_inputs": entry.fixed}
                 quantize(QuantizeOptions(entry.path, output=target, **how))
-        except (*FAILURES, ImportError, RuntimeError, ValueError) as error:  # that a peer fails is a result
+        except (*FAILURES, CalledProcessError, ImportError, RuntimeError, ValueError) as error:  # a result, too
             cells.append(type(error).__name__)
             continue
         seconds = time.monotonic() - start
@@ -91,7 +103,13 @@ def row(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Namespac
             sqnr_db(exact_unseen, outputs(target, runner, unseen)),
         ]
         cells.append(" / ".join("exact" if db is None else f"{db:.1f}" for db in found) + f" ({seconds:.0f} s)")
-    return [*cells, latency(entry, runner, folder, samples[:1]), top_one(entry, runner, folder, given)]
+    ratio = "" if given.no_latency else latency(entry, runner, folder, samples[:1])
+    return [*cells, ratio, top_one(entry, runner, folder, given)]
+
+
+def stacked(samples: Sequence[Sample]) -> dict[str, Array]:
+    """All samples of each input along a new first axis."""
+    return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 def said(how: Calibration) -> dict[str, Any]:
@@ -165,6 +183,11 @@ def outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> list[dict[
     return found
 
 
+def named_command(text: str) -> tuple[str, str]:
+    name, _, command = text.partition("=")
+    return name, command
+
+
 def named_path(text: str) -> tuple[str, Path]:
     name, _, path = text.partition("=")
     return name, Path(path)
@@ -172,12 +195,16 @@ def named_path(text: str) -> tuple[str, Path]:
 
 def main() -> None:
     arguments = zoo.parser(__doc__, ())
-    every = [*PEERS, *OURS]
-    arguments.add_argument("--columns", nargs="+", choices=every, default=every, metavar="COLUMN",
-                           help="quantizers and methods (default: all)")  # fmt: skip
+    arguments.add_argument("--columns", nargs="+", metavar="COLUMN", help="quantizers and methods (default: all)")
+    arguments.add_argument("--peer", type=named_command, action="append", default=[], metavar="NAME=COMMAND")
+    arguments.add_argument("--no-latency", action="store_true")
     arguments.add_argument("--pictures", type=named_path, action="append", default=[], metavar="NAME=FOLDER")
     arguments.add_argument("--arrays", type=named_path, action="append", default=[], metavar="NAME=FILE")
     given = arguments.parse_args()
+    given.peers, every = dict(given.peer), [*PEERS, *dict(given.peer), *OURS]
+    given.columns = given.columns or every
+    if unknown := [name for name in given.columns if name not in every]:
+        arguments.error(f"no columns: {', '.join(unknown)}; there are {', '.join(every)}")
     logging.disable(logging.WARNING)  # advice of quantize_static and NNCF
     if find_spec("nncf") is None:
         print("nncf is not installed (pip install qdqtune[benchmarks]): its columns are left out")
