@@ -281,16 +281,6 @@ def test_what_a_concat_alone_reads_has_its_range_if_near(other: str, low: float,
     assert set(by_scale.values()) == {"".join(sorted(group)) for group in alike}
 
 
-@pytest.mark.parametrize(("width", "groups"), [(4.1, {"abcs"}), (3.9, {"acs", "b"})], ids=["half", "less than half"])
-def test_a_range_is_near_that_of_the_concat_down_to_half_of_it(width: float, groups: set[str]) -> None:
-    model = build(JOINED.replace("OTHER", "x"))
-    own = Ranges({"a": Range(0, 8), "b": Range(0, width), "s": Range(0, 8), "c": Range(0, 8)})
-    fmt = replace(PLAIN, shared_scale_ops=frozenset({"MaxPool"}))
-    scales, _ = Quantizer(model, own, fmt).scales(on(model, *"absc"))
-    alike = {frozenset(t for t in scales if scales[t].scale == found.scale) for found in scales.values()}
-    assert {"".join(sorted(group)) for group in alike} == groups
-
-
 def test_what_a_convolution_reads_from_a_concat_has_the_same_steps_around_128() -> None:
     text = """net (float[1,4,6,6] x, float[1,4,6,6] z) => (float[1,2,6,6] y, float[1,8,6,6] v, float[1,2,6,6] u) {
         [join] c = Concat <axis=1> (x, z)
