@@ -278,4 +278,5 @@ class EngineContract:
             gc.collect()
             pages.append(int(statm.read_text().split()[1]))
         gc.unfreeze()
-        assert (pages[-1] - pages[1]) * 4096 < 3 * weight.nbytes
+        grown = np.median(np.diff(pages)) * 4096  # each build leaks, or none: an allocator that grows once is no leak
+        assert grown < weight.nbytes / 2

@@ -27,6 +27,7 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.tuning.rounding_noise import each_value
 from qdqtune.types import Edge, Failure, NumericFormat, Placement, WeightFormat
+from weight_only_nets import needs_exact_products
 
 NETS = {"conv": conv_net, "attention": attention}
 
@@ -120,6 +121,7 @@ def test_weights_that_are_stored_in_fewer_bits_do_what_they_do_in_a_file() -> No
     assert found["w"] == pytest.approx(known, rel=0.1)
 
 
+@needs_exact_products
 def test_dynamic_quantization_rounds_the_weight_and_the_activation() -> None:
     model = build("net (float[2,32] x) => (float[2,8] y) { [product] y = MatMul(x, w) }", {"w": normal(32, 8)})
     edge, dynamic = Edge("w", "product", 1), WeightFormat(8, dynamic=True)

@@ -17,7 +17,6 @@ from qdqtune.calibration.rounding import no_moments
 from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.devices import products_saturate
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.engines.formats import numeric_format, weight_formats
 from qdqtune.engines.runner import Runner, as_workloads
@@ -35,6 +34,7 @@ from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject
 from qdqtune.types import Edge, Failure, Layer, Mix, Placement, WeightFormat, Workload
 from runs import write
+from weight_only_nets import needs_exact_products
 
 SIZE = 512
 
@@ -134,7 +134,7 @@ def test_the_time_of_a_product_is_the_sum_over_its_layers_and_its_part_of_shared
     assert found[Edge("w0", "m0", 1)][WeightFormat(8, None)] == pytest.approx(0.6)
 
 
-@pytest.mark.skipif(products_saturate(), reason="dynamic quantization is not tried on this processor")
+@needs_exact_products
 def test_dynamic_quantization_takes_the_time_of_its_nodes_and_of_what_they_read(tmp_path: Path) -> None:
     class Split(Telling):
         def report(self, path: Path, *_: Any) -> tuple[Layer, ...] | Failure:
