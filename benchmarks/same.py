@@ -126,7 +126,7 @@ def row(entry: zoo.Entry, setting: Setting, seen: Sequence[Seen]) -> list[str]:
 
 def main() -> None:
     arguments = zoo.parser(__doc__, ())
-    arguments.add_argument("--engines", nargs="+", default=["onnxruntime"], choices=["onnxruntime", "openvino"])
+    arguments.add_argument("--engines", nargs="+", default=["onnxruntime"])
     arguments.add_argument("--threads", type=int, nargs="+", default=[1, 8], help="threads of the engines")
     arguments.add_argument("--jobs", type=int, nargs="+", help="how many side by side (default: one; and all that fit)")
     arguments.add_argument("--count", type=int, default=200, help="comparisons of each setting (%(default)s)")

@@ -120,8 +120,9 @@ DOORS: dict[str, tuple[type[Options], Callable[..., object]]] = {
     "compare": (api.CompareCall, api.compare), "apply": (api.ApplyCall, api.apply),
     "check": (api.CheckCall, api.check), "build": (api.BuildCall, api.build),
     "layers": (api.LayersCall, api.layers), "inspect": (api.InspectCall, api.inspect),
+    "verify": (api.VerifyCall, api.verify),
 }  # fmt: skip
-ONLY_TYPED = {"as_machine", "dry_run", "pick", "html", "is_seed", "tune_args", "files"}
+ONLY_TYPED = {"junit", "markdown", "as_machine", "dry_run", "pick", "html", "is_seed", "tune_args", "files"}
 """Parameters of the command line alone."""
 
 
@@ -179,7 +180,7 @@ def test_another_thread_ends_a_call_and_what_was_measured_is_kept(model: Path) -
             cancel.set()
 
     given: dict[str, Any] = {"calibration_data": feeds(mixed(), 3), "output_dir": model.parent / "out", **SHORT}
-    with pytest.raises(qdqtune.Cancelled, match="the same call goes on from there"):
+    with pytest.raises(qdqtune.Cancelled, match="the same call goes on from what was measured"):
         qdqtune.tune(model, Impatient(), cancel=cancel, **given)
     with pytest.raises(qdqtune.Cancelled):
         qdqtune.tune(model, cancel=cancel, **given)

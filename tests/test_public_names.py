@@ -11,7 +11,7 @@ from runs import environment
 NAMES = [
     "Cancelled", "Edge", "EngineSpec", "Explanation", "Observer", "Placement", "QdqtuneError", "Result", "Settings",
     "State", "Trial", "__version__", "apply", "build", "check", "compare", "explain", "inspect", "layers", "quantize",
-    "tune",
+    "tune", "verify",
 ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from qdqtune.api import layers as layers
     from qdqtune.api import quantize as quantize
     from qdqtune.api import tune as tune
+    from qdqtune.api import verify as verify
     from qdqtune.commands.tune import Result as Result
     from qdqtune.engines import EngineSpec as EngineSpec
     from qdqtune.errors import Cancelled as Cancelled
@@ -41,7 +42,7 @@ _HOMES = {
     "Settings": "tuning.settings",
     "State": "tuning.observer",
     "Trial": "types",
-    **dict.fromkeys(("apply", "build", "check", "compare", "explain", "inspect", "layers", "tune"), "api"),
+    **dict.fromkeys(("apply", "build", "check", "compare", "explain", "inspect", "layers", "tune", "verify"), "api"),
     "quantize": "autotune.quantization:either",
 }
 """Public names by module: each is imported when somebody asks for it, since numpy and onnx take their time."""

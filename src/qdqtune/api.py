@@ -38,6 +38,8 @@ from qdqtune.commands.paths import check_options
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.tune import Result, TuneOptions
 from qdqtune.commands.tune import tune as tune_settings
+from qdqtune.commands.verify import Verified, VerifyOptions
+from qdqtune.commands.verify import verify as verify_run
 from qdqtune.engines.options import with_timing_cache
 from qdqtune.errors import BadOption
 from qdqtune.explanation.page import write_report
@@ -148,6 +150,11 @@ class InspectCall(CallOptions, inspect_command.InspectOptions):
     """Keywords of `inspect`."""
 
 
+@dataclass(kw_only=True)
+class VerifyCall(CallOptions, VerifyOptions):
+    """Keywords of `verify`."""
+
+
 def _tune(options: TuneCall, observer: Observer) -> Result:
     """Find the fastest Q/DQ placement for a model, prove it, and write it to `output_dir`.
 
@@ -223,9 +230,19 @@ def _inspect(options: InspectCall, observer: Observer) -> inspect_command.Inspec
     return inspect_command.inspect(options)
 
 
+def _verify(options: VerifyCall, observer: Observer) -> Verified:
+    """Whether what a run has proven holds on this machine: `folder` is its output folder.
+
+    Raises:
+        QdqtuneError: see `commands.verify.verify`.
+    """
+    return verify_run(options, observer)
+
+
 tune, quantize, apply = function(TuneCall, _tune), function(QuantizeCall, _quantize), function(ApplyCall, _apply)
 check, layers = function(CheckCall, _check), function(LayersCall, _layers)
 build, inspect = function(BuildCall, _build), function(InspectCall, _inspect)
+verify = function(VerifyCall, _verify)
 
 
 def compare(first: ModelLike, *others: ModelLike, **given: Any) -> Comparison:

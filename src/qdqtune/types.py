@@ -220,16 +220,17 @@ class NumericFormat:
         return 19 if self.activation is QType.FP8 else 13
 
 
+LOW_PRECISIONS = ("INT8", "FP8", "INT4", "FP4", "UINT8")
+"""Values of `Layer.precision` of layers that compute on values of 8 bits or fewer."""
+
 LayerKind = Literal["compute", "reformat", "copy", "quantize", "folded", "unknown"]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that an engine ran: its ONNX nodes and its time.
-
-    With several workloads, `time_ms` is that of the average call, and `parts` has the ms on each workload; it is empty
-    where the engine runs other layers on one of them.
-    """
+    """A layer that an engine ran: its ONNX nodes and its time. With several workloads, `time_ms` is that of the average
+    call; `parts` has the ms on each if all run the same layers. `elsewhere` says where a layer runs that an execution
+    provider leaves to another, and why."""
 
     name: str
     nodes: tuple[str, ...]
@@ -237,6 +238,7 @@ class Layer:
     time_ms: float | None
     kind: LayerKind
     parts: tuple[float, ...] = ()
+    elsewhere: str = ""
 
 
 TRANSIENT = frozenset({"timeout", "crash", "resources"})
@@ -300,16 +302,6 @@ class Accuracy:
     def __post_init__(self) -> None:
         if any(share is not None and not 0 <= share <= 1 for share in (self.agreement, self.top1)):
             raise ValueError("shares lie in [0, 1]")
-
-    def __str__(self) -> str:
-        """For example: 24.1 dB (18.3 to 31.0 over 16 samples), 99.0 % of the first choices equal."""
-        shares = (self.agreement, "integers"), (self.top1, "best classes")
-        parts = [f"{share:.1%} of the {what} equal" for share, what in shares if share is not None]
-        if self.sqnr_db is None:
-            return ", ".join(parts) or "equal outputs"
-        most = "equal" if self.highest_db is None else f"{self.highest_db:.1f}"
-        spread = f" ({self.lowest_db:.1f} to {most} over {self.samples} samples)" if self.samples > 1 else ""
-        return ", ".join([f"{self.sqnr_db:.1f} dB{spread}", *parts])
 
 
 LONG = 0.04
@@ -426,7 +418,6 @@ class Trial:
 
 
 Array = npt.NDArray[Any]
-
 Tensors = Mapping[str, Array]
 """Arrays by the name of a graph input or output."""
 
@@ -446,5 +437,4 @@ Mix = tuple[Workload, ...]
 """The workloads of a model, each at every number of threads. The time of a call is the mean over them by shares."""
 
 QuantType = Literal["int8", "fp8"]
-
 Sample = dict[str, Array]

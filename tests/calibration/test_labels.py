@@ -57,6 +57,7 @@ def test_sequences_and_vectors(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("l.txt", "cat\ndog\n", "label 'cat' is no number: give class numbers, counted from 0, not names"),
+        ("l.txt", "0.5 0.25\n1.5 nan\n", "l.txt: a label holds NaN or infinite values"),
         ("l.txt", "", "holds no label"),
         ("l.csv", "label,x\n1,2\n\n", ""),
         ("l.csv", "x,label\n1,2\n3\n", "the row '3' has no label"),

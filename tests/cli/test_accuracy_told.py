@@ -117,7 +117,7 @@ def test_of_integers_alone_the_agreement_is_told_and_no_ratio(tmp_path: Path, ca
     model, made, out = write(net, tmp_path), tmp_path / "q.onnx", tmp_path / "out"
     data = ("--calibration-data", model.with_suffix(".npz"))
     _, quantized, _ = call("quantize", model, *data, "-o", made)
-    assert re.search(r"^\d+\.\d% of the integers in outputs are as in float, on 3 samples", quantized, re.MULTILINE)
+    assert re.search(r"^outputs: \d+\.\d% of the integers equal, on 3 samples", quantized, re.MULTILINE)
     _, compared, _ = call("compare", model, made, *data, *FAKE)
     _, tuned, _ = call("tune", model, *FAKE, *data, "--builds", 6, "--min-agreement", 0, "-o", out, "--no-report")
     assert "integers as in float" in tuned
@@ -147,6 +147,11 @@ def test_outputs_that_are_named_as_scores_are_judged_by_their_best_class(tmp_pat
     again = ("apply", model, "--placement", tmp_path / "out" / "placement.yaml", "-o", made, *data)
     assert json.loads(call(*again, "--scores", output, "--json")[1])["accuracy"]["top1"] is not None
     assert f"taken for scores of classes: {output} (" in call(*again, "--scores", output)[1]
+    none = call("quantize", model, *data, "-o", made, "--scores", "none")[1]
+    assert "no output is taken for scores of classes: --scores is none" in none
+    before = made.read_bytes()
+    assert call(*again, "--scores", f"{output}:7")[0] == 2
+    assert made.read_bytes() == before
     assert call(*tune, "--scores", "none")[0] == 2  # another run: what candidates were judged by has changed
     for command in (("quantize", model, "-o", made), ("compare", model, model, *FAKE), ("tune", model, *TUNE)):
         code, _, err = call(*command, *data, "--scores", "other")

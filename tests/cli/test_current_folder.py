@@ -33,6 +33,7 @@ COMMANDS = {
     "tune, side by side": f"tune a.onnx -o out {QUICK} --workers 2",
     "tune, on a cluster": f"tune a.onnx -o out {QUICK} --ray local --workers 1",
     "tune": f"tune a.onnx -o out {QUICK} --calibration-data user:samples --evaluate user:score",
+    "verify": "verify ran --calibration-data user:samples",
 }
 """Every command that starts processes; those that take functions of the user, with functions."""
 START_NONE = {"completion", "explain", "inspect", "report", "rules"}
@@ -64,6 +65,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(mixed(), here, "a")
     write(hopeless(), here, "b")
     ours(f"quantize a.onnx --calibration-data a.npz -o q8.onnx {RANGES}", here).check_returncode()
+    ran = f"tune a.onnx -o ran --engine fake --builds 4 --no-report --price-cache none {RANGES}"
+    ours(f"{ran} --calibration-data a.npz", here).check_returncode()
     (here / "placement.yaml").write_text("{version: 1, engine: fake, quant_type: int8, edges: []}")
     quick = {"engine": "fake", "builds": 2, "report": False, "price-cache": "none"}
     quick |= {"calibration-method": "minmax", "bias-correction": False}

@@ -290,7 +290,7 @@ def test_ctrl_c_is_code_130_and_the_same_command_goes_on(model, tmp_path, call):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, out) == (main.INTERRUPTED, b"")
-    said = "interrupted: what was measured is kept; the same command goes on from there"
+    said = "interrupted: the same command goes on from what was measured"
     assert err.decode().splitlines()[-1] == said
     assert b"Traceback" not in err
     code, _, again = call(*command)

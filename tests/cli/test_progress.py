@@ -82,7 +82,7 @@ def test_a_note_above_the_picture_breaks_between_words() -> None:
             OTHER,
             0.5,
             0.5,
-            "1.25x [1.25x, 1.25x], not taken: not any faster than the best's 2.00x, and 20 dB",
+            "1.25x [1.25x, 1.25x], not taken: not any faster than the best's 2.00x; 20 dB",
         ),
         ("failed", None, Placement(), 1.0, 1.0, "failed: no kernel"),
     ],

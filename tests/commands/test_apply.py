@@ -78,6 +78,23 @@ def test_apply_in_float16(call, tuned, tmp_path):
     assert set(scales) == {onnx.TensorProto.FLOAT16}
 
 
+def test_apply_says_why_outputs_are_not_compared(call, tuned, tmp_path):
+    changed = onnx.load(tuned)
+    output = changed.graph.output[0].name
+    last = next(node for node in changed.graph.node if output in node.output)
+    last.output[0] = "before"
+    changed.graph.node.append(onnx.helper.make_node("Abs", ["before"], ["size"]))
+    changed.graph.node.append(onnx.helper.make_node("Neg", ["size"], ["below"]))
+    changed.graph.node.append(onnx.helper.make_node("Log", ["below"], [output]))
+    onnx.save(changed, tmp_path / "changed.onnx")
+    data, placement = tuned.with_suffix(".npz"), tuned.parent / "out" / "placement.yaml"
+    code, out, err = call(
+        "apply", tmp_path / "changed.onnx", "--placement", placement, "--calibration-data", data, "--json"
+    )
+    assert (code, json.loads(out)["accuracy"]) == (0, None)
+    assert "note: outputs were not compared: the outputs hold NaN or infinite values" in err
+
+
 def test_apply_says_what_is_not_there(call, tuned, tmp_path):
     code, error = errors(
         call("apply", write(conv_net(), tmp_path), "--placement", tuned.parent / "out" / "placement.yaml")

@@ -14,6 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from engine_contract import IMAGE, conv_model
 from qdqtune.commands import build as building
 from qdqtune.engines import MODULES, open_engine
+from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.errors import EngineFailure
 
 
@@ -64,6 +65,7 @@ def test_a_suffix_that_says_something_else_is_told(engine, suffix):
     told = building.Artifact(engine, (Path(f"d{suffix}"),), 0, 0.0).in_words()
     assert told.startswith(f"d{suffix}: {building.FORMATS[engine]}")
     usual = {"onnxruntime": [".onnx"], "openvino": [".xml"]}.get(engine, [".plan", ".engine", ".trt"])
+    usual = [".onnx"] if engine in PROVIDERS else usual
     assert (f"in spite of the suffix {suffix}," in told) is (suffix in set(building.SUFFIXES) - set(usual))
 
 
@@ -144,12 +146,13 @@ def test_an_output_that_cannot_be_written(target, code, words, call, float_file,
 
 def test_an_engine_without_a_format_names_those_that_have_one(call, float_file, tmp_path):
     code, _, err = call("build", float_file, "-o", tmp_path / "m", "--engine", "fake")
-    able = "onnxruntime, openvino, tensorrt, tensorrt-rtx, trtexec"
+    able = "onnxruntime, openvino, tensorrt, tensorrt-rtx, trtexec, cuda, directml, webgpu, xnnpack"
     assert (code, err) == (5, f"error: engine 'fake' has no format of its own to save; these have: {able}\n")
 
 
-def test_every_engine_but_the_fake_has_a_format():
-    assert building.FORMATS.keys() >= MODULES.keys() - {"fake"}
+def test_every_engine_but_the_fake_and_providers_that_compile_has_a_format():
+    compiling = {name for name, table in PROVIDERS.items() if table.compiles}
+    assert building.FORMATS.keys() == MODULES.keys() - {"fake"} - compiling
 
 
 @pytest.mark.skipif(shutil.which("trtexec") is not None, reason="trtexec is installed")

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -12,6 +13,7 @@ import pytest
 from conftest import Call
 from engine_contract import quantized_conv_model
 from models import UINT8, build, normal
+from qdqtune.commands import layers
 from runs import write
 
 DATA = Path(__file__).parents[1] / "data" / "tensorrt"
@@ -106,3 +108,30 @@ def test_an_fp8_report(call, tmp_path):
     code, out, _ = call("check", model, "--graph-json", exported(tmp_path, model.stem), "--json")
     assert code == 0
     assert {tuple(f["nodes"]) for f in json.loads(out)["findings"]} >= {("qd_Q",), ("vd_Q",)}
+
+
+def test_of_a_provider_without_a_table_nobody_looks(call, model, monkeypatch, tmp_path):
+    code, _, err = call("check", model, "--provider", "ROCMExecutionProvider")
+    assert code == 0
+    assert "note: ROCMExecutionProvider has no table in qdqtune: nobody looks at what it leaves to the CPU" in err
+
+
+def test_what_a_provider_leaves_is_told_of_float_models_too(call, model, monkeypatch, tmp_path):
+    """A table is put over the fake engine, whose first layer is said to run elsewhere."""
+
+    def profiled(*given, **named):
+        first, *rest = layers.profiled(*given, **named)
+        return (replace(first, elsewhere="on the CPU: no kernel"), *rest)
+
+    monkeypatch.setattr("qdqtune.commands.check.PROVIDERS", {"fake": None})
+    assert "all " in call("check", model, "--engine", "fake")[1].splitlines()[-1]
+    monkeypatch.setattr("qdqtune.commands.check.profiled", profiled)
+    page = tmp_path / "page.html"
+    code, out, _ = call("check", model, "--engine", "fake", "--html", page)
+    assert code == 0
+    assert re.search(r"^\d+ of \d+ nodes run elsewhere, \d+ borders?.*on the CPU: no kernel", out, re.MULTILINE)
+    assert re.search(r"    elsewhere ", out)
+    assert "nodes that run elsewhere" in page.read_text()
+    told = json.loads(call("check", model, "--engine", "fake", "--json")[1])
+    assert {left["reason"] for left in told["fallback"]["left"]} == {"on the CPU: no kernel"}
+    assert told["passes"]

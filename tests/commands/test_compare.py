@@ -101,3 +101,20 @@ def test_outputs_that_cannot_be_compared_are_told(body: str, why: str, call: Cal
     code, out, err = call("compare", first, other, "--engine", "fake", "--calibration-data", first.with_suffix(".npz"))
     assert code == 0
     assert f"outputs were not compared: {why}" in " ".join((out + err).split())
+    assert "SQNR" not in out
+    assert "scores of classes" not in out
+
+
+def test_a_simulator_is_not_timed(call, tuned, monkeypatch, tmp_path):
+    monkeypatch.setattr("qdqtune.commands.compare.is_simulated", lambda name: True)
+    final = tuned.parent / "out" / "optimized_final.onnx"
+    code, out, err = call("compare", tuned, final, "--engine", "fake")
+    assert code == 0
+    assert re.search(rf"^ {final} +not timed +[\d.]+ *$", out, re.MULTILINE)
+    assert f"fake is a simulator on this machine, whose times mean nothing: outputs are against {tuned} on ONNX" in err
+    page = tmp_path / "page.html"
+    told = call("compare", tuned, final, "--engine", "fake", "--json", "--html", page)[1]
+    (row,) = json.loads(told)["others"]
+    assert "Nothing was timed." in page.read_text()
+    assert (row["ratio"], row["ms"], row["reason"]) == (None, None, "")
+    assert row["sqnr_db"] > 10

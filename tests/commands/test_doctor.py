@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +23,10 @@ from qdqtune.commands.doctor import (
     examine,
     find_gpus,
     processor,
+    provider_state,
 )
 from qdqtune.engines import MODULES, EngineSpec, devices
+from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.errors import EngineUnavailable
 from runs import environment
 
@@ -168,7 +171,34 @@ def test_building_ahead_of_time_needs_no_cuda(tmp_path, monkeypatch, workers):
 
 def test_every_engine_is_examined(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "engine_state", lambda name, _: EngineState(name, "missing"))
-    assert [e.name for e in examine(tmp_path).engines] == list(MODULES)
+    monkeypatch.setattr(doctor, "provider_state", lambda table, _: EngineState(table.name, "missing"))
+    found = examine(tmp_path)
+    assert [e.name for e in (*found.engines, *found.providers)] == list(MODULES)
+
+
+DIRECTML = "opset 20 at most; no memory patterns, one inference at a time"
+
+
+def test_a_provider_is_examined_where_it_can_exist(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.platform", "linux")
+    assert provider_state(PROVIDERS["directml"], tmp_path) == EngineState(
+        "directml", "missing", reason="exists on win32 only", remedy=PROVIDERS["directml"].install, takes=DIRECTML
+    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert provider_state(PROVIDERS["qnn"], tmp_path).reason == "not installed"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    told = {"version": "1.31", "plugin": "2.7", "device": "an NPU"}
+    monkeypatch.setattr(doctor, "_described", lambda spec, folder: told)
+    monkeypatch.setattr(doctor, "is_simulated", lambda name: True)
+    assert provider_state(PROVIDERS["qnn"], tmp_path) == EngineState(
+        "qnn", "simulated", "2.7", "an NPU", takes=PROVIDERS["qnn"].notes
+    )
+
+    def refused(spec, folder):
+        raise EngineUnavailable(f"no device: {PROVIDERS['cuda'].install}")
+
+    monkeypatch.setattr(doctor, "_described", refused)
+    assert provider_state(PROVIDERS["cuda"], tmp_path).reason == "no device"
 
 
 # The command
@@ -201,6 +231,12 @@ def test_the_table(monkeypatch, capsys):
     ]
 
 
+def test_the_table_of_providers_tells_what_they_take(monkeypatch, capsys):
+    providers = (EngineState("directml", "missing", takes=DIRECTML),)
+    _, printed = run(monkeypatch, capsys, EnginesState((), CPU, (), "", providers))
+    assert re.search(rf"^ directml +missing +{DIRECTML} *$", printed, re.MULTILINE)
+
+
 @pytest.mark.parametrize(("status", "code"), [("usable", 0), ("builds only", 0), ("missing", 5)])
 def test_the_exit_code_tells_whether_any_engine_is_usable(status, code, monkeypatch, capsys):
     engines = (EngineState("fake", "usable", "1", "cost model"), EngineState("onnxruntime", status, reason="why"))
@@ -220,7 +256,7 @@ import pkgutil, sys
 import qdqtune
 own = {"qdqtune.__main__", "qdqtune.engines.onnxruntime.engine", "qdqtune.engines.openvino.engine"}
 for module in pkgutil.walk_packages(qdqtune.__path__, "qdqtune."):
-    if module.name not in own:
+    if module.name not in own and not module.name.startswith("qdqtune.engines.deployed."):  # scripts
         __import__(module.name)
 vendors = {"onnxruntime", "openvino", "tensorrt", "tensorrt_bindings", "tensorrt_rtx", "tensorrt_rtx_bindings", "cuda"}
 print(*sorted(vendors & set(sys.modules)), "qdqtune.cli.main" in sys.modules)

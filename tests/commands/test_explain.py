@@ -1,12 +1,20 @@
 """`explain`: what is no finished run is refused; decisions are told one by one and together."""
 
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from conftest import QUICK, Call
 from qdqtune.commands.explain import explain_run
 from qdqtune.errors import BadOption, BadState
+from qdqtune.explanation.report import report_of_run
+from qdqtune.tuning.bench import FLOAT, Bench
+from qdqtune.tuning.summary import read_summary
+from qdqtune.types import Layer, Placement
+from runs import mixed, write
 
 
 def test_what_is_no_finished_run_is_refused(tuned: Path, tmp_path: Path) -> None:
@@ -25,3 +33,28 @@ def test_units_decided_otherwise_together_need_no_conversions_between_them(tuned
     (together,) = (tally for tally in explained.tallies if tally.quantized)
     assert together.margin_ms is not None
     assert 0 < together.margin_ms < sum(row.margin_ms or 0.0 for row in in_8_bits)
+
+
+def test_what_a_provider_leaves_is_told_by_tune_explain_and_the_report(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table is put over the fake engine, and its report says of two layers that they run elsewhere."""
+    monkeypatch.setattr("qdqtune.tuning.result.PROVIDERS", {"fake": None})
+    usual, where = Bench.layers, "on the CPU: no kernel"
+
+    def layers(self: Bench, placement: Placement = FLOAT) -> tuple[Layer, ...]:
+        found = usual(self, placement)
+        return tuple(replace(x, elsewhere=where) if n < 2 else x for n, x in enumerate(found))
+
+    model = write(mixed(), tmp_path)
+    monkeypatch.setattr(Bench, "layers", layers)
+    out = tmp_path / "out"
+    code, _, err = call("tune", model, *QUICK, "--calibration-data", model.with_suffix(".npz"), "-o", out)
+    assert code == 0
+    assert re.search(r"note: \d of \d+ nodes run elsewhere, \d borders? .*on the CPU: no kernel", err)
+    left = read_summary(out)["fallback"]
+    assert {x.reason for x in left.left} == {where}
+    assert left.borders
+    explained = explain_run(out)
+    assert explained.headline.endswith(left.in_words())
+    assert any(fact.name == "nodes that run elsewhere" for fact in report_of_run(out).facts)

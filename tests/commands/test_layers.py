@@ -10,7 +10,8 @@ import pytest
 
 from engine_contract import conv_model, quantized_conv_model, static
 from qdqtune.cli import main
-from qdqtune.types import NumericFormat, QType
+from qdqtune.commands.layers import Layers
+from qdqtune.types import Layer, NumericFormat, QType
 from trtexec_stand_in import stand_in
 
 DATA = Path(__file__).parents[1] / "data" / "tensorrt"
@@ -38,9 +39,9 @@ def test_files_as_json(exports: list[str | Path], capsys: pytest.CaptureFixture[
     assert list(found) == ["engine", "layers"]
     assert found["engine"] == "tensorrt"
     assert len(found["layers"]) == 37
-    assert all(list(x) == ["name", "nodes", "precision", "time_ms", "kind"] for x in found["layers"])
+    assert all(list(x) == ["name", "nodes", "precision", "time_ms", "kind", "elsewhere"] for x in found["layers"])
     assert found["layers"][0] == {"name": "QuantizeLinear_2", "nodes": ["QuantizeLinear_2"], "precision": "INT8",
-                                  "time_ms": 0.06144, "kind": "quantize"}  # fmt: skip
+                                  "time_ms": 0.06144, "kind": "quantize", "elsewhere": ""}  # fmt: skip
 
 
 def test_files_as_a_table(exports: list[str | Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,6 +49,15 @@ def test_files_as_a_table(exports: list[str | Path], capsys: pytest.CaptureFixtu
     lines = capsys.readouterr().out.splitlines()
     assert any("quantize" in line and "0.0614" in line and "5.6" in line for line in lines)
     assert any("37 layers" in line and "1.0957" in line for line in lines)
+
+
+def test_the_table_tells_what_runs_elsewhere() -> None:
+    here = Layer("a", ("a",), "INT8", 1.0, "compute")
+    there = Layer("b", ("b",), "FP32", 2.0, "compute", elsewhere="on the CPU: no such kernel")
+    assert "runs elsewhere" not in Layers("qnn", (here,)).table().columns
+    told = Layers("qnn", (here, there)).table()
+    at = list(told.columns).index("runs elsewhere")
+    assert [row[at] for row in told.rows] == ["on the CPU: no such kernel", ""]
 
 
 def test_an_engine_runs_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from qdqtune.commands.doctor import DoctorOptions
 from qdqtune.commands.qualification import checks, engine_at_hand, qualify
 from qdqtune.commands.qualification.checks import CHECKS, DEEPER, FAULTS, ITSELF
 from qdqtune.engines import Built, Engine, EngineSpec
+from qdqtune.errors import EngineUnavailable
 from qdqtune.tuning.observer import Silent
 from qdqtune.types import Layer, Tensors
 from trtexec_stand_in import stand_in
@@ -53,6 +54,12 @@ def qualified(spec: EngineSpec) -> dict[tuple[str, str], tuple[str, str]]:
     done = qualify.qualify(DoctorOptions(engine=spec), Silent())
     assert done.holds == all(seen.state != "not held" for result in done.results for seen in result.seen)
     return {(r.name, s.subject): (s.state, s.told) for r in done.results for s in r.seen}
+
+
+def test_a_simulator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qualify, "is_simulated", lambda name: name == "fake")
+    with pytest.raises(EngineUnavailable, match="fake is a simulator on this machine, whose times mean nothing, and"):
+        qualified(FAKE)
 
 
 def the_one(spec: EngineSpec) -> tuple[str, str]:

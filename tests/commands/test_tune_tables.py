@@ -5,13 +5,16 @@ import re
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from qdqtune.calibration.inputs import input_specs
 from qdqtune.cli.progress import Live, Plain
 from qdqtune.commands.tune_tables import result_table
 from qdqtune.explanation.formatting import built
 from qdqtune.explanation.report import report_of_run
+from qdqtune.graph.loading import load
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Observers
 from runs import mixed, settings, write
@@ -36,3 +39,21 @@ def test_a_run_has_one_count_of_builds_and_candidates_without_holes(mode: str, c
     page = report_of_run(tmp_path / "out")
     assert any(built(result.summary) in fact.hint for fact in page.facts)
     assert [one.number for one in page.candidates] == list(range(1, len(result.history) + 1))
+
+
+def test_what_the_fastest_candidate_missed_is_told_with_what_was_compared(tmp_path: Path) -> None:
+    source = write(mixed(), tmp_path)
+    samples = np.random.default_rng(0).normal(size=(40, *input_specs(load(source))[0].shape[1:])).astype(np.float32)
+    np.savez(tmp_path / "samples.npz", x=samples)
+    asked = settings(
+        source, calibration_data=str(tmp_path / "samples.npz"), output_dir=tmp_path / "out", min_sqnr=190.0
+    )
+    result = tune(asked)
+    assert not result.improved
+    without = result.summary["fastest_without_limits"]
+    assert re.fullmatch(r"the output SQNR of all samples is [\d.]+ dB, and 190 dB are asked for", without["missed"])
+    _, missed, compared, told = (result_table(result).caption or "").splitlines()
+    assert missed == f"the fastest without limits was not taken: {without['missed']}"
+    assert compared.startswith("outputs compared on ")
+    assert told == result.summary["scores_told"]
+    assert any(without["missed"] in fact.hint for fact in report_of_run(tmp_path / "out").facts)

@@ -25,7 +25,7 @@ def test_importing_the_package_imports_no_engine() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (EngineSpec("nosuch"), "unknown engine 'nosuch'; there are fake, onnxruntime"),
+        (EngineSpec("nosuch"), "unknown engine 'nosuch'; there are coreml, cuda, directml, fake"),
         (EngineSpec("onnxruntime", {"speed": 1}), "no option 'speed'; it has threads, provider"),
         (EngineSpec("onnxruntime", {"threads": 0}), "`threads`"),
         (

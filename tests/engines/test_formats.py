@@ -5,6 +5,7 @@ import pytest
 from loaded_modules import absent
 from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format, usual_precision
+from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.errors import BadOption
 from qdqtune.types import QType
 
@@ -13,7 +14,7 @@ from qdqtune.types import QType
 @pytest.mark.parametrize("quant_type", ["int8", "fp8"])
 def test_every_engine_names_its_numbers_without_its_library(engine, quant_type, monkeypatch):
     absent(monkeypatch, "tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings", "openvino")
-    if quant_type == "fp8" and engine in ("onnxruntime", "openvino"):
+    if quant_type == "fp8" and engine in ("onnxruntime", "openvino", *PROVIDERS):
         with pytest.raises(BadOption, match="no FP8"):
             numeric_format(engine, quant_type)
     else:
@@ -22,7 +23,7 @@ def test_every_engine_names_its_numbers_without_its_library(engine, quant_type, 
 
 
 def test_an_engine_that_nobody_knows() -> None:
-    with pytest.raises(BadOption, match="unknown engine 'gpu'; there are fake, onnxruntime"):
+    with pytest.raises(BadOption, match="unknown engine 'gpu'; there are coreml, cuda, directml, fake"):
         numeric_format("gpu", "int8")
 
 

@@ -1,5 +1,6 @@
 """What `check` finds in a Q/DQ model and an engine's layers, and the reasons that it gives."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -192,3 +193,15 @@ def test_a_q_that_no_kernel_of_the_operator_takes_in_has_that_as_its_reason() ->
         (("rq",), "this engine seems to have no Conv that writes 8 bits", "conv")
     }
     assert [f.reason.endswith(UNKNOWN) for f in failing(model, *given, "rd + last + fq: INT8", "fd: FP32")] == [True]
+
+
+def test_nodes_that_a_provider_leaves_to_another_fail_if_they_carry_pairs(tmp_path):
+    model = net(FIRST, WEIGHT, CONV, "[relu] d = Relu(c)", LAST)
+    whole = fake_layers(model, tmp_path)
+    away = [replace(x, elsewhere="on the CPU: no kernel") for x in whole]
+    found = check(model, away)
+    assert {(f.kind, f.fails) for f in found} == {("boundary", False), ("elsewhere", True)}
+    assert {f.reason for f in found} == {"runs on the CPU: no kernel"}
+    plain = net("[conv] y = Conv <pads=[1,1,1,1]>(x, wf)")
+    (alone,) = check(plain, [replace(x, elsewhere="on the CPU: x") for x in fake_layers(plain, tmp_path)])
+    assert (alone.kind, alone.nodes, alone.fails) == ("elsewhere", ("conv",), False)

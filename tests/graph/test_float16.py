@@ -5,12 +5,13 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
+from onnxruntime.transformers.float16 import convert_np_to_float16
 
 from models import INT8, attention, build, conv_net, feeds, normal, ranges, run, sqnr, valid
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel
-from qdqtune.graph.float16 import to_float16
+from qdqtune.graph.float16 import rounded_to_float16, to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model
 from qdqtune.placement import start_placements
@@ -226,3 +227,13 @@ def test_tuning_in_float16_ships_a_float16_model(tmp_path: Path) -> None:
     assert subject.model.inputs == ("image",)
     assert subject.model.tensors["c1"].dtype == TensorProto.FLOAT16
     assert subject.model.tensors["image"].dtype == TensorProto.FLOAT
+
+
+def test_rounding_to_float16_keeps_what_the_converter_keeps() -> None:
+    wide = normal(400) * 10.0 ** np.linspace(-12, 9, 400)
+    ends = [0, -0.0, np.inf, -np.inf, np.nan, 65504, 65519, -65520, 1e30, 5.96e-8, -2.9e-8, 3e-8, -1e-40]
+    values = np.concatenate([wide, ends]).astype(np.float32)
+    expected = convert_np_to_float16(values)
+    np.testing.assert_array_equal(rounded_to_float16(values), expected)
+    np.testing.assert_array_equal(np.signbit(rounded_to_float16(values)), np.signbit(expected))
+    assert rounded_to_float16(np.float32(-1e-12)) == np.float16(-(2.0**-24))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from qdqtune.numerics.accuracy import accuracy, cosine, is_finite, noisiest, sqnr_db
+from qdqtune.numerics.closeness import closeness_of
 
 
 def test_noise_is_summed_over_samples_before_the_ratio_is_taken() -> None:
@@ -80,9 +81,9 @@ def test_the_spread_is_that_of_single_samples_of_the_worst_output() -> None:
     assert found.sqnr_db == pytest.approx(10 * np.log10(300 / 1.01), abs=1e-4)
     assert (found.lowest_db, found.highest_db) == (pytest.approx(20, abs=1e-3), None)
     assert found.samples == 3
-    assert str(found) == "24.7 dB (20.0 to equal over 3 samples)"
+    assert closeness_of(found) == "24.7 dB (20.0 to equal over 3 samples)"
     found = accuracy(reference[:2], outputs[:2])
-    assert str(found) == "23.0 dB (20.0 to 40.0 over 2 samples)"
+    assert closeness_of(found) == "23.0 dB (20.0 to 40.0 over 2 samples)"
 
 
 def test_integers_count_by_how_many_are_equal_in_the_worst_output() -> None:
@@ -91,7 +92,7 @@ def test_integers_count_by_how_many_are_equal_in_the_worst_output() -> None:
     found = accuracy(reference, outputs)
     assert found.agreement == 7 / 8
     assert found.sqnr_db is None
-    assert str(found) == "87.5% of the integers equal"
+    assert closeness_of(found) == "87.5% of the integers equal"
     assert accuracy([{"y": np.ones(3)}], [{"y": np.ones(3)}]).agreement is None
 
 

@@ -134,5 +134,9 @@ def test_what_does_not_fit_is_told_with_the_shapes() -> None:
         chosen("auto", outputs, np.zeros((1, 5), np.int64))
     with pytest.raises(BadOption, match=r"`metric` miou reads scores \[N, classes, H, W\] or class numbers .* pixels"):
         chosen("miou", outputs, np.zeros(1, np.int64))
+    with pytest.raises(
+        BadOption, match=r"`metric` mae reads numbers \[rows, \.\.\.\], and labels of the same shape: the"
+    ):
+        chosen("mae", outputs, np.zeros((1, 9)))
     with pytest.raises(BadOption, match="label 10 is no class of output out, which has 10: count classes from 0"):
         check_classes("top1", "out", outputs["out"], np.array([10]))

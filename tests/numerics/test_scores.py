@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from models import build
 from qdqtune.errors import BadOption
 from qdqtune.numerics.accuracy import accuracy
-from qdqtune.numerics.scores import agrees, class_axis, independent, scores_of, smallest_seen
+from qdqtune.numerics.closeness import closeness_of
+from qdqtune.numerics.scores import agrees, check_named, class_axis, independent, scores_of, smallest_seen
 from qdqtune.types import Array
 
 SAMPLES = 6
@@ -80,7 +82,7 @@ def test_the_worst_output_of_scores_counts_with_all_its_positions() -> None:
     assert accuracy(reference, reference).top1 == 1.0
     found = accuracy(reference, changed)
     assert (found.top1, found.choices) == (0.5, SAMPLES)
-    assert "50.0% of the best classes equal" in str(found)
+    assert "50.0% of the best classes equal" in closeness_of(found)
 
 
 def test_a_small_output_that_changed_by_chance_does_not_hide_a_large_one_that_did_not() -> None:
@@ -132,6 +134,27 @@ def test_names_that_fit_nothing_are_refused(asked: str) -> None:
     outputs = [{"map": normal(1, 3, 8, 8)[0], "ids": np.zeros((1, 4), np.int64)}]
     with pytest.raises(BadOption, match=f"`scores` {asked.split(':')[0]}"):
         scores_of(outputs, [asked])
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ("other", "names no output: there are map, ids, open"),
+        ("map:", "names no output: there are map, ids, open"),
+        ("map:4", r"float32\[1, 3, 8, 8\] has no scores of classes along axis 4"),
+        ("map:0", "along axis 0"),
+        ("ids", r"int64\[1, 4\] has no scores"),
+        ("open:2", r"float32\[\?, 5\] has no scores of classes along axis 2"),
+    ],
+)
+def test_what_shapes_rule_out_is_refused_before_the_work(asked: str, why: str) -> None:
+    outputs = "float[1,3,8,8] map, int64[1,4] ids, float[N,5] open"
+    model = build(f"net (float[1,3,8,8] x, int64[1,4] i, float[N,5] o) => ({outputs}) "
+                  "{ map = Relu(x) ids = Identity(i) open = Relu(o) }", {})  # fmt: skip
+    check_named(["map:-1", "open", "open:0"], model)
+    check_named(["none"], model)
+    with pytest.raises(BadOption, match=f"`scores` {asked.split(':')[0]}.*{why}"):
+        check_named([asked], model)
 
 
 def test_pixels_of_a_picture_do_not_count_as_independent() -> None:

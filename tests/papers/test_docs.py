@@ -168,6 +168,9 @@ def test_the_notebook_runs_and_shows_what_it_gives(tmp_path: Path, monkeypatch: 
     for value, html in zip(given, stored, strict=True):
         shown: str = value._repr_html_()  # type: ignore[attr-defined]
         assert re.findall("<th>(.*?)</th>", shown) == re.findall("<th>(.*?)</th>", html)
+    names, captions = ([re.findall(what, text) for text in (given[0]._repr_html_(), stored[0])]  # type: ignore[attr-defined]
+                       for what in ("<tr><td>(.*?)</td>", "<p>([a-z ]*[a-z])"))  # fmt: skip
+    assert (names[0], captions[0]) == (names[1], captions[1])
 
 
 @pytest.mark.parametrize("title", ["what `check` says", "message"])

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from models import FORMATS, attention, branching, conv_net, embedding, known, tapped
 from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
+from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.placement.engine_rules import RULES, KeepFloat, as_json, rules_of
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import consistent, possible_edges
@@ -17,8 +18,9 @@ from region_models import networks
 from rule_placements import placed
 
 CASES = {"conv_net": conv_net, "attention": attention, "tapped": tapped, "embedding": embedding, "branching": branching}
+WITHOUT_FP8 = {"onnxruntime", "openvino", *PROVIDERS}
 TYPES: tuple[tuple[str, QuantType], ...] = tuple((e, q) for e in sorted(MODULES) for q in ("int8", "fp8")
-                                                 if q == "int8" or e not in ("onnxruntime", "openvino"))  # fmt: skip
+                                                 if q == "int8" or e not in WITHOUT_FP8)  # fmt: skip
 
 
 @pytest.mark.parametrize(("engine", "quant_type"), TYPES)

@@ -7,17 +7,26 @@ from pathlib import Path
 
 import pytest
 
+from models import build, normal
 from qdqtune.engines import EngineSpec
-from qdqtune.search import TwoStage, as_predicted, best_of, upcoming_placements
+from qdqtune.graph.model import Model
+from qdqtune.search import TwoStage, as_predicted, best_of, products_left_in_float, upcoming_placements
 from qdqtune.search.region import Config
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
-from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
+from qdqtune.types import Edge, Layer, Measurement, Placement, Proposal, Trial
 from runs import cost, mixed, settings, write
 from workers import Workers
 
 STATE = "autotuner_state.yaml"
+
+TWO = """net (float[8,64] x) => (float[8,128] y) {
+    [first] a = MatMul(x, w0)
+    [relu] b = Relu(a)
+    [second] c = MatMul(b, w1)
+    [skip] y = Add(c, b)
+}"""
 
 OF_THE_CUT = {"fused units", "single nodes", "cut", "polish"}
 
@@ -37,6 +46,43 @@ class Numbered:
         name = str(self.first + len(own))
         proposal = Proposal(name, Placement.of([Edge(name)]), wants_layers=self.wants_layers)
         return (proposal,) if len(own) < self.count else ()
+
+
+class TestProductsLeftInFloat:
+    PLAN = Plan()
+    SLOWER, SAME_TIME = (Measurement((1.0,) * 12, (ratio,) * 12) for ratio in (1.3, 1.0))
+    AROUND = Placement.of([Edge("x", "first"), Edge("b", "second"), Edge("c", "skip")])
+
+    def left(self, placement: Placement, result: Measurement, precision: str, model: Model) -> int:
+        layers = tuple(Layer(n.name, (n.name,), precision, 1.0, "compute") for n in model.nodes)
+        return products_left_in_float(
+            Trial(1, Proposal("static", placement), Placement(), result, layers=layers), model, self.PLAN
+        )
+
+    @pytest.fixture
+    def model(self) -> Model:
+        return build(TWO, {"w0": normal(64, 128), "w1": normal(128, 128)})
+
+    def test_all_of_them_show_that_there_are_no_kernels(self, model: Model) -> None:
+        assert self.left(self.AROUND, self.SLOWER, "FP32", model) == 2
+
+    def test_one_kernel_is_enough_for_pairs_to_go_on(self, model: Model) -> None:
+        assert self.left(self.AROUND, self.SLOWER, "INT8", model) == 0
+
+    def test_a_candidate_that_is_not_slower_shows_nothing(self, model: Model) -> None:
+        assert self.left(self.AROUND, self.SAME_TIME, "FP32", model) == 0
+
+    def test_products_without_a_pair_behind_show_nothing(self, model: Model) -> None:
+        only_in_front = Placement.of([Edge("x", "first"), Edge("b", "second")])
+        assert self.left(only_in_front, self.SLOWER, "FP32", model) == 0
+
+    @pytest.mark.usefixtures("workers")
+    @pytest.mark.parametrize("mode", ["cut", "region"])
+    def test_a_run_ends_after_the_candidate_that_shows_it(self, model: Model, tmp_path: Path, mode: str) -> None:
+        engine = EngineSpec("fake", {"float_only": True})
+        result = tune(settings(write(model, tmp_path), mode=mode, engine=engine, cut_seed=True))
+        assert [(t.placement.edges != frozenset()) for t in result.history].count(True) == 1
+        assert any("no 8-bit kernels" in note for note in result.notes)
 
 
 def origins(search: TwoStage, *, builds_each: int = 1) -> list[str]:

@@ -20,6 +20,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
 from qdqtune.numerics.losses import Score
+from qdqtune.numerics.scores import equal_share
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.start_placements import everything
@@ -103,6 +104,12 @@ class TestOneTrial:
         assert not is_unmet([trial(1.2, holds=False)], PLAN)
         assert not is_unmet([trial(0.5, holds=False), trial(0.8)], PLAN)
         assert not is_unmet([], PLAN)
+
+    def test_noise_does_not_decide_whether_the_only_candidate_missed_a_limit(self) -> None:
+        assert is_unmet([trial(1.0, holds=False), trial(1.2)], PLAN)
+        assert is_unmet([trial(0.5, holds=False), trial(1.0)], PLAN)
+        assert not is_unmet([trial(1.0, holds=False), trial(1.0)], PLAN)
+        assert not is_unmet([trial(1.0, holds=False), trial(1.0, holds=None)], PLAN)
 
 
 @dataclass
@@ -343,6 +350,19 @@ def test_first_choices_are_refused_only_where_too_many_differ_beyond_doubt(choic
 def test_integers_count_one_by_one() -> None:
     assert Limits(min_agreement=0.98).is_exact_enough(Accuracy(agreement=0.98))
     assert not Limits(min_agreement=0.98).is_exact_enough(Accuracy(agreement=0.979))
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "told"),
+    [
+        (Accuracy(agreement=0.9, top1=1.0, choices=1000), "90.0% of the integers in outputs are as in float"),
+        (Accuracy(agreement=1.0, top1=0.9, choices=1000), "90.0% of the best classes are as in float"),
+        (Accuracy(30.0, top1=0.9, choices=1000), "90.0% of the best classes are as in float"),
+    ],
+)
+def test_what_is_told_of_a_missed_share_is_the_share_that_missed(accuracy: Accuracy, told: str) -> None:
+    assert Limits(min_agreement=0.98).missed(accuracy) == f"{told}, and 98% are asked for"
+    assert equal_share(accuracy) == 0.9
 
 
 def test_first_choices_decide_where_a_common_offset_hides_the_error_in_decibels(tmp_path: Path) -> None:

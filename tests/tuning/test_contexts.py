@@ -13,6 +13,7 @@ from qdqtune.engines.fake import latency
 from qdqtune.errors import BadOption, BadState
 from qdqtune.tuning import front
 from qdqtune.tuning.contexts import counts_of
+from qdqtune.tuning.deploy import read_settings
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
@@ -183,6 +184,9 @@ def test_where_no_file_serves_every_number_the_best_for_each_is_ready(model: Pat
     assert run(model).summary == result.summary  # finished already
     pick(out, "1_thread")
     assert (out / "optimized_final.onnx").read_bytes() == (out / row["file"]).read_bytes()
+    kit = read_settings(out)
+    assert (kit.proven.threads, kit.spec.options["threads"], kit.library["intra_op_num_threads"]) == ((1,), 1, 1)
+    assert " as fast as the float model at 1 thread, on fake" in kit.told
 
 
 def test_where_the_optimum_of_all_is_slower_at_a_number_one_that_is_slower_at_none_is_found(

@@ -190,6 +190,7 @@ class TestWhatCannotBe:
             ({"labels": "from_one.npy"}, BadOption, "label 8 is no class of output y, which has 8: count classes from"),
             ({"metric": "cosine", "calibration_data": None}, BadOption, "`metric` cosine needs samples"),
             ({"labels": "labels.npy", "metric": "top1:z"}, BadOption, "`metric` top1:z names no output: there are y"),
+            ({"labels": "labels.npy", "metric": "top1:"}, BadOption, "`metric` top1: names no output: there are y"),
             ({"metric": "psnr"}, BadOption, "`metric` psnr needs `labels`: against the float model `min_sqnr` limits"),
         ],
     )
@@ -201,6 +202,15 @@ class TestWhatCannotBe:
         with pytest.raises(error, match=message) as told:
             tune(settings(model, builds=10, **changes))
         assert "\n" not in str(told.value)
+
+    def test_labels_that_fit_no_output_are_refused_before_the_model_is_measured(self, model: Path, monkeypatch) -> None:
+        monkeypatch.setattr("qdqtune.numerics.labelled._measured", None)
+        stages = list[str]()
+        log = Notes()
+        log.stage = stages.append
+        with pytest.raises(BadOption, match="`metric` miou reads scores"):
+            tune(settings(model, labels=model.parent / "labels.npy", metric="miou", builds=10), log)
+        assert stages == [f"reading {model.name}"]
 
 
 class TestTheCommands:

@@ -69,7 +69,7 @@ class TestAnImprovement:
         names = {p.name for p in (model.parent / "out").iterdir()}
         assert names == {"baseline.onnx", "optimized_final.onnx", "placement.yaml", "autotuner_state.yaml",
                          "autotuner_state_pattern_cache.yaml", "summary.json", "run.json", "logs",
-                         "region_models", ".qdqtune"}  # fmt: skip
+                         "region_models", ".qdqtune", "deploy"}  # fmt: skip
         for name in ("baseline.onnx", "optimized_final.onnx"):
             onnx.checker.check_model(out(model, name), full_check=True)
         assert list((out(model, "logs")).glob("trial_*.log"))
@@ -569,3 +569,20 @@ def test_on_onnx_runtime_the_result_runs_and_is_near_the_float_model(tmp_path: P
     assert all(isinstance(t.result, Measurement) for t in result.history)
     onnx.checker.check_model(out(model, "optimized_final.onnx"), full_check=True)
     assert result.improved == (result.summary["ratio"] < 1)
+
+
+@pytest.mark.usefixtures("workers")
+def test_half_precision_that_is_slower_ships_for_nobody(tmp_path: Path) -> None:
+    model = write(hopeless(), tmp_path)
+    result = tune(settings(model, precision="fp16"))
+    assert cost(out(model, "baseline.onnx")) > cost(model)  # its casts cost time here
+    assert result.shipped == "given"
+    assert out(model, "optimized_final.onnx").read_bytes() == model.read_bytes()
+
+
+@pytest.mark.usefixtures("workers")
+def test_half_precision_that_nobody_timed_ships_for_nobody(tmp_path: Path) -> None:
+    model = write(hopeless(), tmp_path)
+    result = tune(settings(model, precision="fp16", time_budget=0.01))
+    assert (result.shipped, len(result.history)) == ("given", 0)
+    assert out(model, "optimized_final.onnx").read_bytes() == model.read_bytes()

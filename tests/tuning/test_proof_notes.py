@@ -30,14 +30,14 @@ IT = "a candidate of 1 edges"
 )
 def test_why_a_file_did_not_ship(verdict: AttemptVerdict, note: str | None) -> None:
     contexts = InContext(FAST), InContext(SLOW)
-    notes = list(notes_of(Attempt(Placement.of([Edge("t", "n", 0)]), contexts, verdict, SLOW), "m.onnx"))
+    notes = list(notes_of(Attempt(Placement.of([Edge("t", "n", 0)]), contexts, verdict, SLOW), "m.onnx", ""))
     assert len(notes) == (note is not None)
     assert note is None or notes[0].startswith(note)
 
 
 def test_a_users_file_that_the_engine_does_not_run_is_told() -> None:
     attempt = Attempt(Placement(), (InContext(Failure("build", "no kernel"), FAST),), "ships")
-    (note,) = notes_of(attempt, "m.onnx")
+    (note,) = notes_of(attempt, "m.onnx", "")
     assert note == "the engine does not run m.onnx as it is, so it was not compared: no kernel"
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from qdqtune.errors import BadState, OutputError
+from qdqtune.errors import BadOption, BadState, BaselineFailed, Cancelled, OutputError
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.records import (
     ComparisonRecord,
@@ -145,6 +145,36 @@ def test_a_fingerprint_that_has_lost_an_entry_is_refused(path: Path) -> None:
     fill(path)
     with pytest.raises(BadState, match="made with mode region, now it is unset"):
         Store(path, {k: v for k, v in RUN.items() if k != "mode"})
+
+
+def ended_by(error: BaseException, path: Path, records: tuple[Record, ...]) -> None:
+    with Store(path, RUN) as store:
+        for record in records:
+            store.put(record)
+        raise error
+
+
+@pytest.mark.parametrize("error", [BadOption("wrong"), BaselineFailed("wrong")])
+def test_a_run_that_its_input_ends_before_the_first_candidate_leaves_the_file_to_the_corrected_command(
+    path: Path, error: Exception
+) -> None:
+    with pytest.raises(type(error)):
+        ended_by(error, path, RECORDS[:1])
+    with Store(path, RUN | {"model": "ffff"}) as store:
+        assert len(store) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "records"), [(Cancelled("stopped"), ()), (KeyboardInterrupt(), ()), (BadOption("wrong"), RECORDS)]
+)
+def test_an_interrupted_run_and_one_with_candidates_keep_their_file(
+    path: Path, error: BaseException, records: tuple[Record, ...]
+) -> None:
+    with pytest.raises(type(error)):
+        ended_by(error, path, records)
+    assert found(path) == records
+    with pytest.raises(BadState, match="with another model"):
+        Store(path, RUN | {"model": "ffff"})
 
 
 def test_restart_forgets_other_runs_and_damage(path: Path) -> None:

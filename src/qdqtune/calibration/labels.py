@@ -145,7 +145,9 @@ def _label(label: Any, path: Path) -> Array:
             array = array.astype(np.float64)
     except ValueError:
         array = np.asarray(None)
-    if array.dtype.kind not in "biuf" or not np.isfinite(array).all():
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise BadData(f"{path}: a label holds NaN or infinite values")
+    if array.dtype.kind not in "biuf":
         raise BadData(f"{path}: label {str(label)[:40]!r} is no number: give class numbers, counted from 0, not names")
     if array.dtype.kind == "f" and (array == array.astype(np.int64)).all() and not isinstance(label, np.ndarray):
         array = array.astype(np.int64)

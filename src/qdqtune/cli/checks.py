@@ -6,8 +6,9 @@ import glob
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.table import Table as RichTable
@@ -20,7 +21,7 @@ from qdqtune.commands.check import CheckOptions, check_file
 from qdqtune.commands.debug import DebugOptions, debug
 from qdqtune.commands.diagnosis import Diagnosis, Suspect
 from qdqtune.commands.doctor import ClusterState, DoctorOptions, EnginesState, examine, examine_cluster
-from qdqtune.commands.inputs import execution_of
+from qdqtune.commands.inputs import MODEL, execution_of
 from qdqtune.commands.probes import UNKNOWN_NOISE, WrongPart
 from qdqtune.commands.shown import Table
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable, escaped
@@ -28,21 +29,29 @@ from qdqtune.explanation.findings import Finding
 from qdqtune.explanation.formatting import counted, placed, samples, title
 from qdqtune.explanation.reasons_by_graph import is_low
 from qdqtune.graph.model import Model
-from qdqtune.placement.reading import is_quantized, placement_in
+from qdqtune.options import REQUIRED, Files, given_in, option
+from qdqtune.placement.reading import placement_in
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.system.checks import RECORD_KIND, mark
 from qdqtune.system.writing import temporary_folder, write_json
 from qdqtune.types import Layer, sqnr_of
 
-ORDER = ("float compute", "standalone pair", "reformat", "boundary")
+ORDER = ("float compute", "standalone pair", "reformat", "elsewhere", "boundary")
 """The order in which findings with one cause are listed, by kind: the cause itself, then its consequences."""
 
 OF_WEIGHTS = re.compile(r"[wW][48]")
 """Matches the precision of a layer that reads weights of 4 or 8 bits."""
 
 
-@command("check", CheckOptions, HTML, AS_JSON)
-def check_command(options: CheckOptions, html: Path | None, as_machine: bool) -> int:
+@dataclass(kw_only=True)
+class CheckArguments(CheckOptions):
+    """The options of `check`, with one model or several."""
+
+    model: Any = option(Files(MODEL), REQUIRED, "ONNX files.", is_positional=True, is_repeated=True, metavar="MODEL...")
+
+
+@command("check", CheckArguments, HTML, AS_JSON)
+def check_command(options: CheckArguments, html: Path | None, as_machine: bool) -> int:
     """Check that the engine fuses the Q/DQ pairs of MODEL, and say what it does not fuse and why.
 
     Found are pairs that run as kernels of their own, operators that stay in float although their inputs carry pairs,
@@ -54,22 +63,28 @@ def check_command(options: CheckOptions, html: Path | None, as_machine: bool) ->
     qdqtune check optimized_final.onnx
     qdqtune check model.qdq.onnx --graph-json layers.json --profile-json profile.json
     """
-    model = Path(str(options.model))
-    done = check_file(options)
-    say_notes(done.notes)
-    write_page(html, lambda pages: pages.of_check(title(model), done, command_line()))
+    models: tuple[Path, ...] = options.model
+    if len(models) > 1 and (html is not None or options.graph_json is not None):
+        raise BadOption("`html` and `graph_json` are about one model: name that alone")
+    checked = []
+    for model in models:
+        done = check_file(CheckOptions(**given_in(options, CheckOptions) | {"model": model}))
+        checked.append(done)
+        say_notes(done.notes)
+        if not as_machine:
+            lines = _lines(model, done.engine, done.graph, done.layers, done.findings)
+            left = () if done.fallback is None else (done.fallback.in_words(),)
+            print_lines((*lines, *left, *_advice(done.findings, done.measured)))
+    write_page(html, lambda pages: pages.of_check(title(models[0]), checked[0], command_line()))
     if as_machine:
-        print_json(done.to_dict())
-    else:
-        lines = _lines(model, done.engine, done.graph, done.layers, done.findings)
-        print_lines((*lines, *_advice(done.findings, done.measured)))
-    return 0 if done.passes else ConstraintUnmet.exit_code
+        print_json(checked[0].to_dict() if len(models) == 1 else [done.to_dict() for done in checked])
+    return 0 if all(done.passes for done in checked) else ConstraintUnmet.exit_code
 
 
 def _lines(
     model: Path, engine: str, graph: Model, layers: Sequence[Layer], findings: Sequence[Finding]
 ) -> Iterator[str]:
-    if not is_quantized(graph):
+    if not layers:
         yield f"{model}: no pairs, nothing to check"
         return
     for group in _groups(findings):
@@ -249,8 +264,10 @@ def doctor_command(options: DoctorOptions, html: Path | None, as_machine: bool) 
     if as_machine:
         print_json(asdict(found))
     else:
-        columns = ("engine", "status", "version", "device")
-        show(Table(columns, [(e.name, e.status, e.version, e.device) for e in found.engines], left=columns))
+        for kind, states in (("engine", found.engines), ("provider", found.providers)):
+            columns = (kind, "status", "version", "device", "takes")
+            rows = [(e.name, e.status, e.version, e.device, e.takes) for e in states]
+            show(Table(columns, rows, left=columns, least_widths={"takes": 30}).filled)
         print_lines(_remarks(found))
     return 0 if found.is_usable else EngineUnavailable.exit_code
 
@@ -303,6 +320,6 @@ def _remarks(found: EnginesState) -> Iterator[str]:
         yield f"GPU: {gpu.name}, {gpu.memory}, compute capability {gpu.compute_capability}, driver {gpu.driver}"
     if found.gpu_note:
         yield f"GPU: none ({found.gpu_note})"
-    for engine in found.engines:
+    for engine in (*found.engines, *found.providers):
         if engine.reason:
             yield f"{engine.name}: " + ": ".join(filter(None, (engine.reason, engine.remedy)))

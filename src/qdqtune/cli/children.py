@@ -93,7 +93,7 @@ def run_on_ray() -> int:
     with suppress(ProcessLookupError):
         os.killpg(run.pid, signal.SIGKILL)
     ended = f"{signal.Signals(-run.returncode).name} has ended the run" if run.returncode < 0 else NODE_LOST
-    raise EngineUnavailable(f"{ended}: what was measured is kept, and the same command goes on from there")
+    raise EngineUnavailable(f"{ended}: the same command goes on from what was measured")
 
 
 @dataclass

@@ -115,6 +115,7 @@ def app() -> None:
     qdqtune compare a.onnx b.onnx                             time your own files against each other
     qdqtune explain qdqtune_output '/layer1/*'                why nodes run in 8 bits or in float
     qdqtune report qdqtune_output                             what a search found, as one HTML file
+    qdqtune verify qdqtune_output                             whether what was proven holds on this machine
     qdqtune apply model.onnx --placement placement.yaml       the same pairs on retrained weights
     qdqtune inspect model.onnx                                regions and patterns of a model
     qdqtune layers model.onnx                                 what the engine made of it, layer by layer
@@ -152,6 +153,7 @@ SUMMARIES = {
         "explain": "Explain a finished run: why each node runs in 8 bits or in float, and what the other way would "
         "cost.",
         "report": "Write the report of a finished run: one HTML file that works offline and makes no request.",
+        "verify": "Say whether what a run has proven holds on this machine.",
     },
     "job_files": {"run": "Tune the models that a YAML file names, and say at the end what became of each."},
     "completion": {"completion": "Print what makes a shell complete the commands and options of qdqtune."},

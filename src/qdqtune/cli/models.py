@@ -12,6 +12,7 @@ from rich.text import Text
 
 from qdqtune.cli import progress
 from qdqtune.cli.command import AS_JSON, HTML, JSON_FOR_TABLE, command, command_line, is_verbose, write_page
+from qdqtune.cli.gate import JUNIT, MARKDOWN, failing_gate, write_gate
 from qdqtune.cli.output import (
     print_json,
     print_lines,
@@ -24,14 +25,16 @@ from qdqtune.cli.output import (
 from qdqtune.commands.apply import ApplyOptions, apply
 from qdqtune.commands.build import BuildOptions, build
 from qdqtune.commands.compare import CompareOptions, compare
+from qdqtune.commands.gate import RUNS
 from qdqtune.commands.inputs import MODEL, execution_of
 from qdqtune.commands.inspect import InspectOptions, inspect
 from qdqtune.commands.layers import LayersOptions, layers
 from qdqtune.engines.options import with_timing_cache
-from qdqtune.errors import EngineFailure, escaped
+from qdqtune.errors import ConstraintUnmet, EngineFailure, escaped
 from qdqtune.explanation.formatting import placed, shortened, title
 from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import concern
+from qdqtune.numerics.closeness import closeness_of
 from qdqtune.options import REQUIRED, Files, Option, PathLike, option
 from qdqtune.tuning import advice
 from qdqtune.types import Layer
@@ -112,30 +115,35 @@ class CompareArguments(CompareOptions):
     )
 
 
-@command("compare", CompareArguments, HTML, JSON_FOR_TABLE)
-def compare_command(options: CompareArguments, html: Path | None, as_machine: bool) -> int:
+@command("compare", CompareArguments, HTML, JUNIT, MARKDOWN, JSON_FOR_TABLE)
+def compare_command(
+    options: CompareArguments, html: Path | None, junit: Path | None, markdown: Path | None, as_machine: bool
+) -> int:
     """Time every other of FILES against the first, in interleaved rounds on two fresh builds of both.
 
     A speedup of 2x means half of the time that the first file takes. The true one lies outside its interval at most
-    twice in a thousand comparisons. Exit code 5: the engine refuses one of the files.
+    twice in a thousand comparisons. Exit code 5: the engine refuses one of the files; 4: a limit is missed.
 
     \b
     qdqtune compare model.onnx qdqtune_output/optimized_final.onnx
+    qdqtune compare model.onnx model.qdq.onnx --fail-below 1.2 --junit gate.xml --markdown gate.md
     """
     files = options.files
     if (busy := advice.busy(options.spec(options.input_shapes))) is not None:
         say_notes([busy])
-    with progress.shown() as observer:
+    with progress.shown() as observer, failing_gate(str(files[0]), junit, markdown):
         done = with_flags_in_notes(compare(files, options, observer))
+    write_gate(junit, markdown, done.in_words(), done.table(), done.gated, done.notes)
     if as_machine:
         print_json(done.to_dict())
     else:
         show(done.table())
+        print_lines(one.in_words for one in done.gated if one.limit != RUNS)
     say_notes(done.notes)
     write_page(html, lambda pages: pages.of_compare(done, options.plan, command_line()))
     for refusal in done.refusals:
         say_error(refusal)
-    return EngineFailure.exit_code if done.refusals else 0
+    return EngineFailure.exit_code if done.refusals else 0 if done.passes else ConstraintUnmet.exit_code
 
 
 @command("apply", ApplyOptions, AS_JSON)
@@ -161,7 +169,7 @@ def apply_command(options: ApplyOptions, as_machine: bool) -> None:
         print_json(done.to_dict())
     else:
         what = "outputs" if done.accuracy is None or done.accuracy.sqnr_db is None else "output SQNR"
-        known = "" if done.accuracy is None else f", {what} against float: {done.accuracy}"
+        known = "" if done.accuracy is None else f", {what} against float: {closeness_of(done.accuracy)}"
         print(f"{done.output}: {placed(done.placement)}{known}")
         if done.scores is not None:
             print(done.scores.told)

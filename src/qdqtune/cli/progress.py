@@ -208,7 +208,7 @@ def outcome_text(trial: Trial, outcome: str, state: State) -> str:
         return f"failed: {failed.reason}"
     assert state.ratio is not None  # it was measured
     metric = "" if trial.metric is None else f", metric {trial.metric:g}"
-    return f"{state.ratio.speedup}{metric}, {_verdict(trial, outcome, state)}"
+    return f"{state.ratio.speedup_beside(state.against_ratio)}{metric}, {_verdict(trial, outcome, state)}"
 
 
 def _verdict(trial: Trial, outcome: str, state: State) -> str:
@@ -218,7 +218,7 @@ def _verdict(trial: Trial, outcome: str, state: State) -> str:
             return f"slower than {rival}"
         case "inaccurate":
             assert state.ratio is not None
-            slow = "" if state.ratio.median < state.against_ratio else f"not any faster than {rival}, and "
+            slow = "" if state.ratio.median < state.against_ratio else f"not any faster than {rival}; "
             return f"not taken: {slow}{state.missed or 'too inaccurate'}"
         case "undecided" if state.best == trial.placement:
             return f"as fast as {rival} within noise, and more exact: the best so far"

@@ -17,9 +17,10 @@ from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines.formats import FORMATS
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.explanation.formatting import decibels, placed, samples
+from qdqtune.explanation.formatting import placed, samples
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import data_of
+from qdqtune.numerics.closeness import closeness, integers_differ
 from qdqtune.numerics.losses import few_changed, loss_high
 from qdqtune.options import TEXT, MaybeText, Option, Options, choice, given_in, option
 from qdqtune.placement import engine_rules
@@ -122,20 +123,17 @@ def _lines(options: QuantizeOptions, done: Quantized) -> Iterator[str]:
     else:
         angle = "" if done.cosine is None else f", cosine {done.cosine:.6f}"
         angle += "" if done.agreement is None else f", agreement {done.agreement:.1%}"
-        ratio = f"SQNR {decibels(done.sqnr_db) if done.is_finite else 'unknown'}{angle}"
-        is_of_integers = done.sqnr_db is None and done.agreement is not None and not done.score_outputs.axis
-        told = (
-            f"{done.agreement:.1%} of the integers in outputs are as in float" if is_of_integers else f"output {ratio}"
-        )
+        near = closeness(done.sqnr_db, done.agreement) if done.is_finite else "unknown"
+        told = f"outputs: {near}" if integers_differ(done.sqnr_db, done.agreement) else f"output SQNR {near}{angle}"
         yield f"{told}, on {samples(done.judged, done.is_held_out)}"
         if done.is_finite:
-            yield done.score_outputs.told
+            yield done.scores.told
     if done.loudest:
         yield f"to keep in float what makes a tenth of the error or more: {to_exclude(done.loudest)}"
     elif done.damages and done.sqnr_db is not None:
         yield "no node to keep in float: no tensor makes a tenth of the error, or nothing else is quantized"
-    if done.scores is not None:
-        before, after = done.scores
+    if done.measured is not None:
+        before, after = done.measured
         name = f"{before.name} on {len(before.by_sample)} samples" if before.name else str(options.evaluate)
         high = loss_high(before, after)
         few = few_changed(before, after)

@@ -1,4 +1,4 @@
-"""`qdqtune explain` and `report`: what a finished run has found."""
+"""`qdqtune explain`, `report` and `verify`: what a finished run has found, and whether it holds here."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from qdqtune.cli import progress
 from qdqtune.cli.command import AS_JSON, command, switch
-from qdqtune.cli.output import print_json, print_prose, show
+from qdqtune.cli.output import print_json, print_lines, print_prose, say_notes, show, with_flags_in_notes
 from qdqtune.commands.explain import ExplainOptions, explain_run
+from qdqtune.commands.verify import VerifyOptions, verify
+from qdqtune.errors import ConstraintUnmet
 from qdqtune.explanation.explanations import IN_WORDS, Explanation
 from qdqtune.explanation.page import write_report
 from qdqtune.explanation.report import report_of_run
@@ -60,6 +63,34 @@ def _record(text: str) -> list[Path]:
 def _report(path: Path, name: str, given: Given) -> list[Output]:
     own = given["directory"] / REPORT
     return [Output(path, name, lambda file: is_marked(file, PAGE_KIND) and (file == own or not is_of_a_run(file)))]
+
+
+CANNOT_TELL = 3
+"""The exit code of `verify` where a measurement decides nothing."""
+
+
+@command("verify", VerifyOptions, AS_JSON)
+def verify_command(options: VerifyOptions, as_machine: bool) -> int:
+    """Say whether what a run has proven holds on this machine.
+
+    FOLDER holds optimized_final.onnx, baseline.onnx and deploy/settings.json, as tune leaves them. The files have to be
+    the same; what engine and machine say of themselves is compared, and both models are timed as `compare` does. It
+    holds if the tuned model is faster here at one number of threads of the proof and slower at none, and with samples
+    within the limits of the run. Exit code 4: it does not hold; 3: the measurement cannot tell.
+
+    \b
+    qdqtune verify qdqtune_output --calibration-data samples.npz
+    """
+    with progress.shown() as observer:
+        done = with_flags_in_notes(verify(options, observer))
+    if as_machine:
+        print_json(done.to_dict())
+    else:
+        if done.comparison is not None:
+            show(done.table())
+        print_lines([done.in_words()])
+    say_notes(done.notes)
+    return {"holds": 0, "cannot tell": CANNOT_TELL}.get(done.finding, ConstraintUnmet.exit_code)
 
 
 @dataclass(kw_only=True)

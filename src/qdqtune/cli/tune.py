@@ -111,7 +111,7 @@ def run(
             found = estimate(settings, heard) if dry_run else tune(settings, heard)
     except KeyboardInterrupt:
         without = " without --restart" if settings.restart else ""
-        kept = f"what was measured is kept; the same command{without} goes on from there"
+        kept = f"the same command{without} goes on from what was measured"
         say("interrupted" if dry_run else f"interrupted: {kept}")
         return INTERRUPTED
     if isinstance(found, Estimate):
@@ -195,8 +195,7 @@ def _failure_note(result: Result, logs: Path) -> str | None:
 def _result_line(result: Result, final: Path) -> str:
     """A line that names the file to use and says what it is."""
     if result.improved:
-        kind = "tuned" if result.placement else "rewritten float"
-        return f"{final} is the {kind} model"
+        return f"{final} is the {'tuned model' if result.placement else 'float model with the changes told above'}"
     copied = "the baseline" if result.shipped == "baseline" else "a copy of the model that you gave"
     untried = "no improvement found" if result.history else "nothing was tried"
     outcome = "nothing faster holds the limits on accuracy" if result.unmet else untried

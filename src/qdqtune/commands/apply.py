@@ -22,9 +22,10 @@ from qdqtune.explanation.formatting import placed
 from qdqtune.graph.float16 import load_for
 from qdqtune.graph.rewrites import allowed
 from qdqtune.graph.saving import save
+from qdqtune.numerics.closeness import closeness_of
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.score_options import ScoreOption
-from qdqtune.numerics.scores import NO_SCORES, Scores, named
+from qdqtune.numerics.scores import NO_SCORES, Scores, check_named
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.options import FILE, REQUIRED, TEXT, Duration, File, MaybeText, option
 from qdqtune.placement.files import PlacementFile, every_edge, existing, read_placement_file
@@ -32,7 +33,7 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges, product_inputs
 from qdqtune.placement.reading import is_quantized
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.types import Accuracy, Edge, Placement
+from qdqtune.types import Accuracy, Edge, Failure, Placement
 
 
 @dataclass
@@ -75,7 +76,7 @@ class Applied(Shown):
 
     def in_words(self) -> str:
         """The file, how many tensors have a pair, and how close its outputs are."""
-        known = "" if self.accuracy is None else f", outputs {self.accuracy}"
+        known = "" if self.accuracy is None else f", outputs {closeness_of(self.accuracy)}"
         return f"{self.output}, {placed(self.placement)}, {len(self.lost)} edges lost{known}"
 
     def table(self) -> Table:
@@ -122,9 +123,9 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     graph = load_for(path, precision, recorded.fix_inputs, numbers.opset, rewrites=made)
     if is_quantized(graph):
         raise BadModel(f"{path} already has Q/DQ pairs: apply a placement to the float model")
-    named(options.scores, graph.outputs)
     execution, is_run = execution_of(options), bool(options.calibration_data)
     ready = options.prepared(graph, recorded.fix_inputs, usual, execution, is_run=is_run)
+    check_named(options.scores, ready.shaped)
 
     def known(ranges: Ranges) -> tuple[Placement, tuple[Edge, ...]]:
         return existing(ready.shaped, recorded.placement, possible_edges(ready.shaped, ranges))
@@ -141,8 +142,10 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     inserter = Inserter(ready.graph, ranges, numbers, met)
     with checked_output(options.target, engine, execution) as fresh:
         save(finished(inserter.insert(placed), precision), fresh)
+        judged, scores = _judged(ready, inserter, placed, engine, options.scores)  # nothing is written if it refuses
     is_random = ready.prepared is not None and not ready.prepared.has_real_samples
-    judged, scores = _judged(ready, inserter, placed, engine, options.scores)
+    if isinstance(judged, Failure):
+        notes, judged = (*notes, f"outputs were not compared: {judged.reason}"), None
     return Applied(options.target, placed, lost, is_random, judged, ready.matched, (*ready.notes, *notes), scores)
 
 
@@ -160,11 +163,11 @@ def _moments(recorded: PlacementFile, ready: PreparedModel, placement: Placement
 
 def _judged(
     ready: PreparedModel, inserter: Inserter, placed: Placement, engine: str, asked: Sequence[str]
-) -> tuple[Accuracy | None, Scores | None]:
+) -> tuple[Accuracy | Failure | None, Scores | None]:
     """The accuracy of the outputs with this placement, and the scores among them; None where samples are random."""
     if ready.prepared is None or not ready.prepared.has_real_samples:
         return None, None
     samples, execution = ready.prepared.judging, ready.prepared.execution
     with Simulation(inserter, samples, engine, execution=execution, scores=asked) as simulation:
         accuracy = simulation.accuracy(placed)
-        return (accuracy, simulation.scores) if isinstance(accuracy, Accuracy) else (None, None)
+        return accuracy, simulation.scores if isinstance(accuracy, Accuracy) else None

@@ -11,6 +11,7 @@ from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import MODULES, TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import EngineOptions, tensorrt_cache, with_timing_cache
+from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.engines.runner import Handle, Runner, temporary_runner
 from qdqtune.engines.tensorrt.options import check_inputs, is_plan
 from qdqtune.errors import EngineFailure
@@ -28,6 +29,7 @@ FORMATS = {
     "tensorrt": "a TensorRT plan",
     "tensorrt-rtx": "a TensorRT-RTX plan",
     "trtexec": "a TensorRT plan",
+    **{name: "an optimized ONNX file" for name, table in PROVIDERS.items() if not table.compiles},
 }
 """The format that each engine saves. A plan runs on one version and one kind of GPU."""
 
@@ -114,7 +116,7 @@ def artifact(output: Path, option: str, engine: str) -> list[Output]:
 
 def _sign(output: Path, engine: str) -> None:
     """Write the mark of `build` into an artifact whose format allows it."""
-    if engine == "onnxruntime":
+    if FORMATS[engine] == FORMATS["onnxruntime"]:
         sign(output, ARTIFACT)
     if engine == "openvino":
         with output.open("a", encoding="utf-8") as file:

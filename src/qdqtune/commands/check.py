@@ -7,19 +7,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from onnx import TensorProto
 
 from qdqtune.commands.inputs import ModelOption, execution_of
 from qdqtune.commands.layers import ProfileOptions, profiled
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.commands.source import data_of, prepared_for
-from qdqtune.engines import TENSORRT_FAMILY
+from qdqtune.engines import TENSORRT_FAMILY, unwatched
 from qdqtune.engines.execution import Execution
+from qdqtune.engines.fallback import Fallback, fallback
+from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
 from qdqtune.explanation.findings import Finding, allow, check, excuse, is_measured, lost_by_pairs
 from qdqtune.explanation.reasons_by_graph import is_low
+from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import concern
@@ -53,7 +57,8 @@ class CheckOptions(ProfileOptions, ModelOption):
 @dataclass(frozen=True, repr=False)
 class Checked(Shown):
     """What an engine does not fuse in a Q/DQ model. `measured`: a search has proven these pairs on this engine, so no
-    finding fails. `layers` are empty if the model has no pairs."""
+    finding fails. `layers` are empty if the model has no pairs, but for execution providers: `fallback` is what they
+    leave to others."""
 
     model: Path
     graph: Model
@@ -62,6 +67,7 @@ class Checked(Shown):
     findings: tuple[Finding, ...]
     measured: bool = False
     notes: tuple[str, ...] = ()
+    fallback: Fallback | None = None
 
     @property
     def passes(self) -> bool:
@@ -114,6 +120,7 @@ class Checked(Shown):
             "findings": [asdict(finding) for finding in findings],
             "passes": self.passes,
             "measured": self.measured,
+            **({} if self.fallback is None else {"fallback": self.fallback.to_dict()}),
         }
 
 
@@ -128,22 +135,28 @@ def check_file(options: CheckOptions) -> Checked:
         raise BadOption("`profile_json` goes with `graph_json`")
     path = Path(str(options.model))
     graph, engine = load(path), "tensorrt" if options.graph_json else options.engine_name
-    if not is_quantized(graph):
-        return Checked(path, graph, engine, (), ())
+    spec = options.spec(options.input_shapes)
+    told = () if options.graph_json else tuple(filter(None, [unwatched(spec)]))
+    if not is_quantized(graph) and engine not in PROVIDERS:
+        return Checked(path, graph, engine, (), (), notes=told)
     described: Mapping[str, str] | None = None
+    left: Fallback | None = None
     execution = execution_of(options)
     if options.graph_json:
         layers, numbers = read_report(options.graph_json, options.profile_json, read(path)), TENSORRT[_numbers(graph)]
     else:
-        spec = options.spec(options.input_shapes)
         (sample,) = prepared_for(graph, spec, data_of(options, execution, path), execution, 0).samples.first(1)
         with temporary_runner(spec, execution) as runner:
             numbers, described = runner.numeric_format(_numbers(graph)), runner.describe()
             layers = profiled(runner, path, sample, options.runs, refusal=f"{path} cannot be checked")
+        if engine in PROVIDERS:
+            sizes = {name: np.shape(array) for name, array in sample.items() if name in graph.inputs}
+            left = fallback(with_input_shapes(graph, sizes), layers)
     found = check(graph, layers, numbers, fuses_attention=engine in TENSORRT_FAMILY)
     measured = described is not None and is_measured(path, graph, described)
-    notes = () if options.graph_json else _accuracy_notes(options, path, graph, execution)
-    return Checked(path, graph, engine, layers, allow(found, options.allow_boundary), measured, notes)
+    if not options.graph_json and is_quantized(graph):
+        told += _accuracy_notes(options, path, graph, execution)
+    return Checked(path, graph, engine, layers, allow(found, options.allow_boundary), measured, told, left)
 
 
 def _accuracy_notes(options: CheckOptions, path: Path, graph: Model, execution: Execution) -> tuple[str, ...]:

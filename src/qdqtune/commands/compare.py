@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,19 +15,22 @@ from qdqtune.calibration.inputs import InputSpec, input_specs
 from qdqtune.calibration.options import DataOptions, samples_option
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.workloads import WorkloadFile, WorkloadsOption, workloads_option
+from qdqtune.commands.gate import NO_GATE, RUNS, Gate, Gated, GateOptions, passes
 from qdqtune.commands.inputs import SamplesLike, execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for, data_of, prepared_for, told_of_inputs
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.options import EngineOptions
+from qdqtune.engines.provider_table import SIMULATED, is_simulated
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.explanation.formatting import samples
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, concern, is_finite
+from qdqtune.numerics.closeness import closeness_cell
 from qdqtune.numerics.score_options import ScoreOption
-from qdqtune.numerics.scores import NO_SCORES, Scores, equal_share, is_of_integers, named, scores_of
+from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
 from qdqtune.options import Assignments, Option, ValuesByInput, option
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict
@@ -44,8 +48,8 @@ DEFAULT_ROUNDS = 24
 
 
 @dataclass(kw_only=True)
-class CompareOptions(EngineOptions, ScoreOption, DataOptions):
-    """The options of `compare`, besides its files."""
+class MeasureOptions(GateOptions, ScoreOption, DataOptions):
+    """How files are compared, and what they have to hold."""
 
     calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
     deploy_threads: Option[int | str | Sequence[int] | None, tuple[int, ...] | None] = deploy_threads_option()
@@ -78,6 +82,11 @@ class CompareOptions(EngineOptions, ScoreOption, DataOptions):
         return Plan((self.timing_runs,), warmup=self.warmup_runs)
 
 
+@dataclass(kw_only=True)
+class CompareOptions(EngineOptions, MeasureOptions):
+    """The options of `compare`, besides its files."""
+
+
 @dataclass(frozen=True, repr=False)
 class Comparison(Shown):
     """The result of `compare`: a row for each file but the first, in their order, and notes for the user. Outputs were
@@ -88,11 +97,22 @@ class Comparison(Shown):
     notes: tuple[str, ...] = ()
     judged: int = 0
     is_held_out: bool = False
+    gate: Gate = NO_GATE
+
+    @property
+    def gated(self) -> tuple[Gated, ...]:
+        """What became of each limit on each file."""
+        return tuple(one for row in self.rows for one in row.gated(self.gate))
+
+    @property
+    def passes(self) -> bool:
+        """Whether no limit is missed."""
+        return passes(self.gated)
 
     @property
     def scores(self) -> Scores | None:
-        """The scores of classes among the outputs of the first file; None if inputs are random."""
-        return next((row.scores for row in self.rows if row.scores is not None), None)
+        """The scores of classes among the outputs of the first file; None where no outputs were compared."""
+        return next((row.scores for row in self.rows if row.accuracy is not None), None)
 
     @property
     def ratio(self) -> Ratio | None:
@@ -102,34 +122,33 @@ class Comparison(Shown):
     @property
     def refusals(self) -> list[str]:
         """Why files cannot be compared, a sentence each."""
-        return [f"{row.name} cannot be compared: {row.reason}" for row in self.rows if row.ratio is None]
+        return [f"{row.name} cannot be compared: {row.reason}" for row in self.rows if row.reason]
 
     def in_words(self) -> str:
         """Each file with its verdict."""
-        told = [
-            f"{row.name} {f'failed, {row.reason}' if row.ratio is None else f'{row.words}, {row.ratio.speedup}'}"
-            for row in self.rows
-        ]
+        told = [f"{row.name} {f'failed, {row.reason}' if row.reason else row.told}" for row in self.rows]
         return f"{'; '.join(told)} (against {self.first})"
 
     def table(self) -> Table:
         """Every file against the first; the row of a file that failed is empty. Without samples no SQNR is known."""
         cells = []
         for row in self.rows:
-            if row.ratio is None or row.ms is None or row.first_ms is None:
+            if row.reason:
                 cells.append((row.name, "", "", "", "failed", "", ""))
                 continue
-            share, is_exact = equal_share(row.accuracy), row.accuracy is not None and not is_of_integers(row.accuracy)
-            sqnr = f"{row.sqnr_db:.1f}" if row.sqnr_db is not None else "exact" if is_exact else ""
+            share = equal_share(row.accuracy)
+            sqnr = "" if row.accuracy is None else closeness_cell(row.sqnr_db, share)
             equal = "" if share is None else f"{share:.1%}"
-            cells.append((row.name, f"{row.first_ms:.3f}", f"{row.ms:.3f}", row.ratio.speedup, row.words, sqnr, equal))
+            first, other = ("" if ms is None else f"{ms:.3f}" for ms in (row.first_ms, row.ms))
+            cells.append((row.name, first, other, row.ratio.speedup if row.ratio else "", row.words, sqnr, equal))
             for part in row.workloads:
                 times = f"{part.first_ms:.3f}", f"{part.ms:.3f}"
                 cells.append((f"  {part.name}, {part.share:.0%} of the calls", *times, part.ratio.speedup, "", "", ""))
         columns = ("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB", "agreement")
         has_shares = any(equal_share(row.accuracy) is not None for row in self.rows)
-        told = len(columns) if self.judged and has_shares else -1 if self.judged else -2
-        caption = f"output SQNR over {samples(self.judged, self.is_held_out)}" if self.judged else ""
+        judged = self.judged if any(row.accuracy is not None for row in self.rows) else 0
+        told = len(columns) if judged and has_shares else -1 if judged else -2
+        caption = f"output SQNR over {samples(judged, self.is_held_out)}" if judged else ""
         caption += "" if self.scores is None else f"\n{self.scores.told}"
         return Table(columns[:told], [row[:told] for row in cells], caption, f"first: {self.first}")
 
@@ -138,7 +157,8 @@ class Comparison(Shown):
         found = self.scores or NO_SCORES
         others, notes = [row.as_json() for row in self.rows], list(self.notes)
         told = {"scores": found.as_json(), "scores_told": found.told}
-        return {"first": self.first, "others": others, **told, "notes": notes}
+        gate = {"passes": self.passes, "gate": [asdict(one) for one in self.gated]} if self.gated else {}
+        return {"first": self.first, "others": others, **told, **gate, "notes": notes}
 
 
 def compare(files: Sequence[Path], options: CompareOptions, observer: Observer | None = None) -> Comparison:
@@ -152,9 +172,13 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
     spec = built_for(options.spec(options.input_shapes), workloads)
     execution = execution_of(options)
     data = data_of(options, execution, *files)
+    if options.fail_below is not None and is_simulated(spec.name):
+        raise BadOption(f"`fail_below` is about times, and {spec.name} is a simulator on this machine, which has none")
     models = comparable(files)
-    named(options.scores, models[0].outputs)  # refuses other names before the work begins
+    check_named(options.scores, models[0])
     prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
+    if options.gate.needs_samples and not prepared.has_real_samples:
+        raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
     rows = compare_at(
         files,
         spec,
@@ -170,8 +194,11 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
     warned |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
     notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
     notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
+    if is_simulated(spec.name):
+        first = f"{files[0]} on ONNX Runtime's CPU"
+        notes.append(f"{SIMULATED.format(spec.name)}: outputs are against {first}")
     judged = len(prepared.judging) if prepared.has_real_samples else 0
-    return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out)
+    return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out, options.gate)
 
 
 LONG_COMPARISON = 20.0
@@ -224,15 +251,26 @@ class Row:
     def words(self) -> str:
         """The verdict in words; an undecided one with the largest difference that the interval allows."""
         if self.ratio is None or self.ratio.verdict != "undecided":
-            return self.verdict or "failed"
+            return self.verdict or ("failed" if self.reason else "not timed")
         low, high = self.ratio.low, self.ratio.high
         within = "" if low is None or high is None else f" within {100 * max(high - 1, 1 - low):.0f} %"
         return "equal files" if self.is_same else f"no difference seen{within}"
 
     @property
+    def told(self) -> str:
+        """The words, and the speedup if there is one."""
+        return f"{self.words}, {self.ratio.speedup}" if self.ratio else self.words
+
+    @property
     def verdict(self) -> Verdict | None:
         """Faster or slower than the first file, if the interval says so."""
         return self.ratio.verdict if self.ratio else None
+
+    def gated(self, gate: Gate) -> tuple[Gated, ...]:
+        """What became of each limit."""
+        if self.reason:
+            return (Gated(self.name, RUNS, "failed", self.reason),)
+        return (*gate.of_speed(self.name, self.ratio), *gate.of_outputs(self.name, self.accuracy, self.unlike))
 
     def as_json(self) -> dict[str, Any]:
         """The row as JSON values."""
@@ -270,10 +308,12 @@ def compare_files(
     seed: int = 0,
     observer: Observer | None = None,
     asked: Sequence[str] = (),
+    reference_from: Runner | None = None,
 ) -> list[Row]:
     """Compare each other file with the first, on `builds` fresh builds of both (None: as many as a verdict needs). They
     are timed on `mix`, by default on the first sample of `judging`. Outputs are compared on `judging` if
-    `has_real_samples`, and best classes in those that are `asked` for, see `scores_of`.
+    `has_real_samples`, and best classes in those that are `asked` for, see `scores_of`. With `reference_from` the
+    outputs of the first file come from there, and nothing is timed.
 
     Raises:
         BadOption: an output that is asked for holds no scores.
@@ -283,42 +323,44 @@ def compare_files(
     observer.stage(f"running {first.name}")
     timed = mix or (Workload(judging[0]),)
     runner.feed(timed)
-    reference = _outputs(first, runner, judging)
+    is_timed = reference_from is None
+    reference = _outputs(first, reference_from or runner, judging)
     if isinstance(reference, Failure):
         raise EngineFailure(f"{first} does not run, so there is nothing to compare with: {reference.reason}")
     scores = scores_of(reference.values, asked) if has_real_samples else None
     seconds = PAIRS * plan.looks[0] * plan.round_seconds(reference.seconds / len(judging)) * len(timed)
-    told = f": {seconds:.0f} s, more where that does not decide" if seconds >= LONG_COMPARISON else ""
+    told = f": {seconds:.0f} s, more where that does not decide" if is_timed and seconds >= LONG_COMPARISON else ""
     pair = 2 * reference.build_seconds + seconds / PAIRS
     comparer = Comparer(plan, seed, observer, precise_pairs=int(EFFORTS["default"].precision_seconds / pair))
     context, rows = Context(None, runner, timed), list[Row]()
     for file in files[1:]:
-        observer.stage(f"timing {file.name} against {first.name}{told}")
-        compared = comparer.compare(ComparisonRequest("", first, file, context), pairs=builds)
+        observer.stage(f"{'timing' if is_timed else 'running'} {file.name} against {first.name}{told}")
+        request = ComparisonRequest("", first, file, context)
+        compared = comparer.compare(request, pairs=builds) if is_timed else None
         if isinstance(compared, Failure):
             rows.append(Row(str(file), reason=compared.reason))
             continue
         judged = None if scores is None else _accuracy(file, runner, judging, reference.values, scores)
         exact = judged if isinstance(judged, Accuracy) else None
-        parts = tuple(
-            Part(workload.name, workload.share, *_median_ms(part), part.ratio)
-            for workload, part in zip(timed, compared.by_workload, strict=False)
+        row = Row(
+            str(file),
+            sqnr_db=None if exact is None else exact.sqnr_db,
+            accuracy=exact,
+            unlike=judged.reason if isinstance(judged, Failure) else "",
+            is_same=content_digest([first]) == content_digest([file]),
+            scores=scores,
         )
-        rows.append(
-            Row(
-                str(file),
-                *_median_ms(compared),
-                compared.ratio,
-                None if exact is None else exact.sqnr_db,
-                rounds=compared.measured,
-                accuracy=exact,
-                unlike=judged.reason if isinstance(judged, Failure) else "",
-                is_same=content_digest([first]) == content_digest([file]),
-                workloads=parts,
-                scores=scores,
-            )
-        )
+        rows.append(row if compared is None else _with_times(row, compared, timed))
     return rows
+
+
+def _with_times(row: Row, compared: Compared, timed: Mix) -> Row:
+    parts = tuple(
+        Part(workload.name, workload.share, *_median_ms(part), part.ratio)
+        for workload, part in zip(timed, compared.by_workload, strict=False)
+    )
+    first_ms, ms = _median_ms(compared)
+    return replace(row, first_ms=first_ms, ms=ms, ratio=compared.ratio, rounds=compared.measured, workloads=parts)
 
 
 def _median_ms(compared: Compared) -> tuple[float, float]:
@@ -347,7 +389,10 @@ def compare_at(
     told: dict[str, Any] = {"seed": seed, "observer": observer, "has_real_samples": prepared.has_real_samples}
     told["asked"] = asked
     judging = prepared.judging
-    with temporary_runner(spec, prepared.execution) as runner:
+    with temporary_runner(spec, prepared.execution) as runner, ExitStack() as stack:
+        if is_simulated(spec.name):
+            cpu = temporary_runner(EngineSpec("onnxruntime"), prepared.execution)
+            told["reference_from"] = stack.enter_context(cpu)
         for count in (None,) if counts is None else counts_of(spec, counts):
             mix = at_each(prepared.mix or (Workload(judging[0]),), [count])
             found = compare_files(files, runner, judging, plan, mix=mix, **told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import platform
+import sys
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from qdqtune.engines.allocation import allocate_workers, describe_all, first_dif
 from qdqtune.engines.devices import nvidia_smi
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import EngineOptions
+from qdqtune.engines.provider_table import PROVIDERS, is_simulated
+from qdqtune.engines.providers.provider import Provider
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError, one_line
 from qdqtune.options import (
@@ -94,14 +97,16 @@ class DoctorOptions(EngineOptions):
 
 @dataclass(frozen=True)
 class EngineState:
-    """Whether an engine runs models here, only builds them, or neither; the reason, and what would help."""
+    """Whether an engine runs models here, simulates that, only builds them, or neither; why, and what would help."""
 
     name: str
-    status: Literal["usable", "builds only", "missing"]
+    status: Literal["usable", "simulated", "builds only", "missing"]
     version: str = ""
     device: str = ""
     reason: str = ""
     remedy: str = ""
+    takes: str = ""
+    """What numbers an execution provider takes, and what not."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +131,14 @@ class Gpu:
 
 @dataclass(frozen=True)
 class EnginesState:
-    """The engines and the hardware of this machine. `gpu_note` says why there is no GPU."""
+    """The engines, among them execution providers, and the hardware of this machine. `gpu_note` says why there is no
+    GPU."""
 
     engines: tuple[EngineState, ...]
     processor: Processor
     gpus: tuple[Gpu, ...]
     gpu_note: str
+    providers: tuple[EngineState, ...] = ()
 
     @property
     def is_usable(self) -> bool:
@@ -142,7 +149,24 @@ class EnginesState:
 def examine(log_dir: Path) -> EnginesState:
     """Open every engine in a process of its own, and read the hardware. Failures are part of the result."""
     gpus, note = find_gpus()
-    return EnginesState(tuple(engine_state(name, log_dir) for name in MODULES), processor(), gpus, note)
+    engines = tuple(engine_state(name, log_dir) for name in MODULES if name not in PROVIDERS)
+    providers = tuple(provider_state(table, log_dir) for table in PROVIDERS.values())
+    return EnginesState(engines, processor(), gpus, note, providers)
+
+
+def provider_state(table: Provider, log_dir: Path) -> EngineState:
+    """Open an execution provider, if it exists for this system and its package is here."""
+    missing = partial(EngineState, table.name, "missing", remedy=table.install, takes=table.notes)
+    if table.systems and sys.platform not in table.systems:
+        return missing(reason=f"exists on {' and '.join(table.systems)} only")
+    if table.plugin and importlib.util.find_spec(table.plugin) is None:
+        return missing(reason="not installed")
+    try:
+        told = _described(EngineSpec(table.name), log_dir)
+    except QdqtuneError as error:
+        return missing(reason=one_line(error).removesuffix(f": {table.install}"))
+    status: Literal["simulated", "usable"] = "simulated" if is_simulated(table.name) else "usable"
+    return EngineState(table.name, status, told.get("plugin", told["version"]), told["device"], takes=table.notes)
 
 
 def engine_state(name: str, log_dir: Path) -> EngineState:

@@ -102,8 +102,10 @@ def explain_run(folder: Path, state: Path | None = None, pattern: str | None = N
         BadOption: the folder holds no finished run, or no such node.
         BadState: its state file is damaged, or missing.
     """
-    facts = facts_of(read_run(folder, state))
-    whole = Explained(folder, headline(facts), *tallied(facts))
+    run = read_run(folder, state)
+    facts, left = facts_of(run), run.summary.get("fallback")
+    told = "" if left is None else f"; {left.in_words()}"
+    whole = Explained(folder, headline(facts) + told, *tallied(facts))
     return whole if pattern is None else replace(whole, rows=whole.matching(pattern), is_part=True)
 
 

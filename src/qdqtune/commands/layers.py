@@ -78,8 +78,13 @@ class Layers(Shown):
     def table(self) -> Table:
         """The layers, the longest first."""
         ordered = sorted(self.layers, key=lambda layer: -(layer.time_ms or 0.0))
-        rows = [(", ".join(x.nodes), x.kind, x.precision, milliseconds(x.time_ms), x.name) for x in ordered]
-        return Table(("nodes", "kind", "precision", "ms", "layer"), rows)
+        rows = [
+            (", ".join(x.nodes), x.kind, x.precision, milliseconds(x.time_ms), x.elsewhere, x.name) for x in ordered
+        ]
+        has_others = any(layer.elsewhere for layer in self.layers)
+        columns = ("nodes", "kind", "precision", "ms", "runs elsewhere", "layer")
+        keep = [n for n, name in enumerate(columns) if has_others or name != "runs elsewhere"]
+        return Table([columns[n] for n in keep], [[row[n] for n in keep] for row in rows], left=("nodes", columns[4]))
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""

@@ -33,7 +33,7 @@ from qdqtune.engines.formats import checked_weight_format, numeric_format, usual
 from qdqtune.engines.reused_workers import reused_workers
 from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.explanation.formatting import closeness, decibels, placed
+from qdqtune.explanation.formatting import placed
 from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -41,12 +41,13 @@ from qdqtune.graph.operators import elements, integer_operators
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.graph.saving import one_constant_file, save
 from qdqtune.numerics.accuracy import accuracy, concern, cosine, is_finite
+from qdqtune.numerics.closeness import closeness, decibels
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.label_options import check_metric
 from qdqtune.numerics.labelled import Metric, measure, open_labelled, option_of
 from qdqtune.numerics.losses import Score, doubt, loss_high
 from qdqtune.numerics.metric import load_evaluation
-from qdqtune.numerics.scores import NO_SCORES, Scores, equal_share, named, scores_of
+from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules
 from qdqtune.placement.insertion import Inserter
@@ -65,8 +66,8 @@ class Quantized(Shown):
 
     `sqnr_db` and `cosine` are those of the worst output against the float model on `judged` samples; None where outputs
     are equal, or not finite. `agreement` is the share of integers or best classes that are as in float, if any;
-    `score_outputs` are the outputs whose best classes these are.
-    `scores` are the user's metric before and after. `damages` is the report, the worst tensor first.
+    `scores` are the outputs whose best classes these are.
+    `measured` is the user's metric before and after. `damages` is the report, the worst tensor first.
     """
 
     output: Path
@@ -75,13 +76,13 @@ class Quantized(Shown):
     cosine: float | None
     judged: int
     is_held_out: bool
-    scores: tuple[Score, Score] | None = None
+    measured: tuple[Score, Score] | None = None
     damages: tuple[Damage, ...] = ()
     loudest: tuple[str, ...] = ()
     """Nodes that the report proposes to keep in float (see `to_exclude`)."""
     notes: tuple[str, ...] = ()
     agreement: float | None = None
-    score_outputs: Scores = NO_SCORES
+    scores: Scores = NO_SCORES
     is_finite: bool = True
     """Whether all outputs of both models are finite."""
     matched: Matched | None = None
@@ -90,7 +91,7 @@ class Quantized(Shown):
     @property
     def metric(self) -> tuple[float, float] | None:
         """The user's metric before and after."""
-        return None if self.scores is None else (self.scores[0].value, self.scores[1].value)
+        return None if self.measured is None else (self.measured[0].value, self.measured[1].value)
 
     def in_words(self) -> str:
         """The file, how many tensors have a pair, and how close its outputs are."""
@@ -118,12 +119,12 @@ class Quantized(Shown):
             "output_sqnr_db": self.sqnr_db,
             "output_cosine": self.cosine,
             "agreement": self.agreement,
-            "scores": self.score_outputs.as_json(),
-            "scores_told": self.score_outputs.told,
+            "scores": self.scores.as_json(),
+            "scores_told": self.scores.told,
             "finite": self.is_finite,
             "samples": self.judged,
             "held_out": self.is_held_out,
-            "metric": None if self.scores is None else _metric_row(*self.scores),
+            "metric": None if self.measured is None else _metric_row(*self.measured),
             "pairs": [asdict(damage) for damage in self.damages],
             "nodes_to_exclude": self.loudest,
             "notes": list(self.notes),
@@ -171,12 +172,12 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
     graph = load_for(path, precision, options.fix_inputs, numbers.opset, rewrites=made)
     if present := _quantized_parts(graph):
         raise BadModel(f"{path} already has {present}: give the float model")
-    named(options.scores, graph.outputs)
     options.allowed(graph, frozenset())  # refuses names that fit nothing, before the work begins
     if options.is_run:
         observer.stage("looking at the values")
     ready = options.prepared(graph, options.fix_inputs, usual, execution, is_run=options.is_run)
     shaped, prepared = ready.shaped, ready.prepared
+    check_named(options.scores, shaped)
     if options.is_labelled:
         data = None if options.calibration_data is None else str(options.calibration_data)
         how: Any = {"limit": options.calibration_samples, "fixed": options.fix_inputs}
@@ -363,7 +364,7 @@ def _judged(
         notes=(*doubts, *filter(None, [concern(lost)])),
         sqnr_db=lost.sqnr_db,
         agreement=equal_share(lost),
-        score_outputs=scores,
+        scores=scores,
         cosine=cosine(expected, returned),
     )
 

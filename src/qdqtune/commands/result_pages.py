@@ -15,7 +15,7 @@ from qdqtune.commands.shown import Table
 from qdqtune.explanation.formatting import title
 from qdqtune.explanation.model_map import Ran, draw, everywhere
 from qdqtune.explanation.reasons_by_graph import is_low
-from qdqtune.explanation.report import bars, speed, strip
+from qdqtune.explanation.report import bars, left_to_others, speed, strip
 from qdqtune.explanation.report_values import Fact, Headline, Map, Report, ReportTable, Strip
 from qdqtune.graph.model import Model
 from qdqtune.placement.reading import count_pairs
@@ -73,6 +73,7 @@ def of_check(name: str, done: Checked, typed: Sequence[str]) -> Report:
             Fact("layers in 8 bits", f"{low} of {len(done.running)}"),
             Fact("findings", str(len(failing))),
             Fact("notes", str(len(findings) - len(failing)), "worth knowing, nothing to mend"),
+            *(() if done.fallback is None else (left_to_others(done.fallback),)),
         ),
         listings=(_listing("What is not fused", "", done.table(), 2),) if findings else (),
         bars=bars(drawn) if drawn else (),
@@ -88,7 +89,9 @@ def of_compare(done: Comparison, plan: Plan, typed: Sequence[str]) -> Report:
     known = [row for row in done.rows if row.ratio is not None]
     best = min(known, key=lambda row: row.ratio.median if row.ratio else 1.0, default=None)
     name = title(Path(done.first))
-    if best is None or best.ratio is None:
+    if len(done.refusals) < len(done.rows) and not known:
+        verdict = Headline(f"Outputs were compared with those of {name}", "Nothing was timed.", False)
+    elif best is None or best.ratio is None:
         verdict = Headline(f"Nothing could be compared with {name}", "The engine refused every other file.", False)
     else:
         other, found = title(Path(best.file)), speed(best.ratio)

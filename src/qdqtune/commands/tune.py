@@ -21,8 +21,8 @@ from qdqtune.engines.execution import Check
 from qdqtune.engines.memory import LARGE_MODEL
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.tensorrt.options import usual_shapes
-from qdqtune.explanation.formatting import closeness
 from qdqtune.graph.loading import bytes_of_files
+from qdqtune.numerics.closeness import closeness
 from qdqtune.numerics.scores import equal_share
 from qdqtune.options import SWITCH, Anything, Flag, MaybeFile, MaybeInt, OfRun, Option, choice, option
 from qdqtune.search.region import Config

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.commands.shown import Table
-from qdqtune.explanation.formatting import built, closeness, decibels, duration, rewrite_ratios, samples, title
-from qdqtune.numerics.scores import independent_of, is_of_integers, smallest_seen
+from qdqtune.explanation.formatting import built, duration, rewrite_ratios, samples, title
+from qdqtune.numerics.closeness import closeness, closeness_cell, closeness_of, decibels, integers_differ
+from qdqtune.numerics.scores import independent_of, smallest_seen
 from qdqtune.search.costs.unit_decisions import UnitPrice
 from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import Ratio, speed
@@ -32,7 +33,10 @@ def result_table(found: Result) -> Table:
     besides = (f"{number} {what}" for number, what in ((failed, "failed"), (between, "made for the front")) if number)
     candidates = f"candidates: {summary['trials']}" + (f" ({told})" if (told := ", ".join(besides)) else "")
     caption = f"{candidates}, builds: {built(summary)}, time: {duration(summary['seconds'])}"
-    if _tells_accuracy(found) and (judged := summary["accuracy_samples"]):
+    without = summary["fastest_without_limits"]
+    if without is not None and (missed := without.get("missed")):
+        caption += f"\nthe fastest without limits was not taken: {missed}"
+    if (judged := summary["accuracy_samples"]) and (without is not None or _tells_accuracy(found)):
         is_held_out = summary["accuracy_held_out"]
         seen = "" if is_held_out else ", which calibration saw: of forty or more, every fifth is kept apart"
         caption += f"\noutputs compared on {samples(judged, is_held_out)}{seen}"
@@ -51,7 +55,7 @@ def _result_rows(found: Result) -> list[tuple[str, str, str]]:
         rows.append(("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in weights.items())))
     if _tells_accuracy(found):
         judged = Accuracy(**(summary["output_accuracy"] or {}))
-        if not is_of_integers(judged):
+        if not integers_differ(judged.sqnr_db, judged.agreement):
             rows.append(("output SQNR against float", "", _accuracy_text(summary)))
         if judged.agreement is not None:
             rows.append(("integers as in float", "", f"{judged.agreement:.1%}"))
@@ -120,7 +124,7 @@ def _accuracy_text(summary: Mapping[str, Any]) -> str:
     accuracy = summary["output_accuracy"] or {}
     lost = summary["output_sqnr_db"]
     is_told = bool(accuracy) and lost is not None
-    return str(Accuracy(**{**accuracy, "agreement": None, "top1": None})) if is_told else decibels(lost)
+    return closeness_of(Accuracy(**{**accuracy, "agreement": None, "top1": None})) if is_told else decibels(lost)
 
 
 def _tells_accuracy(found: Result) -> bool:
@@ -180,10 +184,7 @@ def _carry(row: Mapping[str, Any]) -> str:
 
 
 def _db(row: Mapping[str, Any], has_accuracy: bool) -> str:
-    """The SQNR; none of integers, whose share of equal ones tells."""
-    sqnr_db = row["sqnr_db"]
-    is_exact = sqnr_db is None and row["agreement"] in (None, 1)
-    return "" if not has_accuracy else "exact" if is_exact else "" if sqnr_db is None else f"{sqnr_db:.1f}"
+    return closeness_cell(row["sqnr_db"], row["agreement"]) if has_accuracy else ""
 
 
 def mode_table(found: Result, *, verbose: bool) -> Table | None:

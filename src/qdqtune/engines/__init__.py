@@ -19,6 +19,7 @@ from typing import Any, Protocol, get_type_hints
 
 import msgspec
 
+from qdqtune.engines.provider_table import OF_EP, PROVIDERS
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.types import Array, Layer, Mix, NumericFormat, QuantType, Tensors
 
@@ -29,6 +30,7 @@ MODULES = {
     "tensorrt": "qdqtune.engines.tensorrt.api",
     "tensorrt-rtx": "qdqtune.engines.tensorrt.rtx",
     "trtexec": "qdqtune.engines.tensorrt.trtexec",
+    **dict.fromkeys(PROVIDERS, "qdqtune.engines.onnxruntime.engine"),
 }
 """Engine name to its module, whose function `create` takes a dataclass of options (its type is the parameter's
 annotation) and returns the engine."""
@@ -130,7 +132,7 @@ class Compiler(Engine, Protocol):
         """Load the plan of a model."""
 
 
-THREADED = frozenset({"onnxruntime", "openvino"})
+THREADED = frozenset({"onnxruntime", "openvino", *(name for name, table in PROVIDERS.items() if table.uses_threads)})
 """Engines that compute on threads of the CPU, unless an execution provider is set that computes elsewhere."""
 
 DENORMALS_SETTINGS: Mapping[str, str] = {
@@ -148,6 +150,31 @@ LAUNCHED = frozenset({"trtexec"})
 """Engines whose models are `Launched`: a process takes longer to start than to time a model."""
 
 CPU_PROVIDER = "CPUExecutionProvider"
+
+
+def normal(spec: EngineSpec) -> EngineSpec:
+    """`spec` by the one name that an engine has in records: ONNX Runtime with an execution provider is the engine of
+    that provider, and its usual one needs no naming.
+
+    Raises:
+        BadOption: the option `provider` names another provider than the engine.
+    """
+    rest = {name: value for name, value in spec.options.items() if name != "provider"}
+    provider = str(spec.options.get("provider") or "")
+    own = PROVIDERS[spec.name].ep if spec.name in PROVIDERS else CPU_PROVIDER
+    if spec.name in PROVIDERS and provider not in ("", own):
+        raise BadOption(f"engine {spec.name!r} is the provider {own}: leave `provider` {provider} out, or the engine")
+    if provider == own and spec.name in ("onnxruntime", *PROVIDERS):
+        return EngineSpec(spec.name, rest)
+    return EngineSpec(OF_EP[provider].name, rest) if spec.name == "onnxruntime" and provider in OF_EP else spec
+
+
+def unwatched(spec: EngineSpec) -> str | None:
+    """A line for users where ONNX Runtime runs a provider without a table; None elsewhere. `spec` is a normal one."""
+    provider = spec.options.get("provider") or CPU_PROVIDER
+    if spec.name != "onnxruntime" or provider == CPU_PROVIDER:
+        return None
+    return f"{provider} has no table in qdqtune: nobody looks at what it leaves to the CPU"
 
 
 def threads_of(spec: EngineSpec) -> int | None:
@@ -170,6 +197,7 @@ def open_engine(spec: EngineSpec) -> Engine:
         BadOption: no engine has that name, or the engine does not take an option or its value.
         EngineUnavailable: the engine's library, driver or device is missing.
     """
+    spec = normal(spec)
     if spec.name not in MODULES:
         raise BadOption(f"unknown engine {spec.name!r}; there are {', '.join(sorted(MODULES))}")
     try:
@@ -186,7 +214,8 @@ def open_engine(spec: EngineSpec) -> Engine:
             msgspec.convert(value, hints[name])
         except msgspec.ValidationError as error:
             raise BadOption(f"option {name!r} of engine {spec.name!r} is {value!r}: {one_line(error)}") from error
-    return create(kind(**spec.options))
+    own = {"provider": PROVIDERS[spec.name].ep} if spec.name in PROVIDERS else {}
+    return create(kind(**own, **spec.options))
 
 
 @contextmanager

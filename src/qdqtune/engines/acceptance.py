@@ -8,13 +8,14 @@ from pathlib import Path
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import EXECUTION, Execution
+from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.engines.runner import insist, temporary_runner
 from qdqtune.errors import BadModel, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import sign
 from qdqtune.system.writing import atomic_write
 
-LOADED_BY = {"fake": "onnxruntime", "onnxruntime": "onnxruntime", "openvino": "openvino"}
+LOADED_BY = dict.fromkeys(("fake", "onnxruntime", *PROVIDERS), "onnxruntime") | {"openvino": "openvino"}
 """For each engine, the engine that loads a written file to check it: one that loads any model in seconds without
 options. TensorRT builds for minutes and may need shapes and plug-ins, so ONNX's checker checks its files."""
 

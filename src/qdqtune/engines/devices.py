@@ -16,6 +16,7 @@ from pathlib import Path
 from subprocess import DEVNULL, TimeoutExpired, run
 
 from qdqtune.engines import CPU_PROVIDER, TENSORRT_FAMILY, EngineSpec
+from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.errors import BadOption, EngineUnavailable, one_line
 
 LEASE_SECONDS = 30.0
@@ -120,6 +121,8 @@ def is_free(part: str) -> bool:
 
 def needs_gpu(spec: EngineSpec) -> bool:
     """Whether an engine runs on a GPU: then each worker needs one of its own."""
+    if spec.name in PROVIDERS:
+        return PROVIDERS[spec.name].is_gpu
     provider = str(spec.options.get("provider") or CPU_PROVIDER)
     return (spec.name in TENSORRT_FAMILY and not spec.options.get("target")) or provider != CPU_PROVIDER
 
@@ -214,6 +217,12 @@ def nvidia_smi(fields: str, *more: str) -> tuple[list[list[str]], str]:
     if done.returncode or not rows:
         return [], f"nvidia-smi finds none: {one_line(done.stderr.strip() or done.stdout)}"
     return rows, ""
+
+
+def gpu(device: str) -> tuple[str, str]:
+    """Name and driver version of a GPU; "unknown" where nvidia-smi does not tell."""
+    rows, _ = nvidia_smi("name,driver_version", f"--id={device}")
+    return (rows[0][0], rows[0][1]) if rows else ("unknown", "unknown")
 
 
 def usable_cores() -> int:

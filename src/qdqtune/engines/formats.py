@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
 from qdqtune.engines import MODULES, TENSORRT_FAMILY, devices
+from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.providers.provider import Provider
 from qdqtune.errors import BadOption
 from qdqtune.types import NumericFormat, QType, QuantType, WeightFormat
 
@@ -38,12 +41,14 @@ def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
 
 
 def usual_precision(engine: str, version: str = "") -> Literal["fp32", "fp16"]:
-    """The default precision of nodes that stay in float: float16 for the TensorRT family, which takes types from the
-    graph.
+    """The default precision of nodes that stay in float: that of a provider's table; float16 for the TensorRT family,
+    which takes types from the graph.
 
     In float32 only quantized nodes would be fast there, and attention would not be fused: most of the gain of 8 bits
     would be that of half precision. TensorRT before 10 chooses types itself. An unknown version counts as a recent one.
     """
+    if engine in PROVIDERS:
+        return PROVIDERS[engine].precision
     major = version.split(".")[0]
     chooses = engine != "tensorrt-rtx" and major.isdecimal() and int(major) < 10
     return "fp16" if engine in TENSORRT_FAMILY and not chooses else "fp32"
@@ -120,8 +125,20 @@ def fake(quant_type: QuantType) -> NumericFormat:
     return replace(tensorrt(quant_type), shared_scale_ops=frozenset())
 
 
+def of_provider(table: Provider, quant_type: QuantType) -> NumericFormat:
+    """An execution provider of ONNX Runtime, by its table.
+
+    Raises:
+        BadOption: for FP8.
+    """
+    if quant_type == "fp8":
+        raise BadOption(f"{table.ep} has no FP8 kernels: use `quant_type` int8, or another engine")
+    return table.numbers or FORMATS[table.like](quant_type)
+
+
 FORMATS: Mapping[str, Callable[[QuantType], NumericFormat]] = MappingProxyType({
     "fake": fake, "onnxruntime": onnxruntime, "openvino": openvino, **dict.fromkeys(TENSORRT_FAMILY, tensorrt),
+    **{name: partial(of_provider, table) for name, table in PROVIDERS.items()},
 })  # fmt: skip
 
 
@@ -178,5 +195,6 @@ WEIGHT_FORMATS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({
     "tensorrt": dict.fromkeys(PRODUCTS, ("w4b64", "w4b128")),
     "tensorrt-rtx": dict.fromkeys(PRODUCTS, ("w4b64", "w4b128", "w4b32", "w8")),
     "trtexec": dict.fromkeys(PRODUCTS, ("w4b64", "w4b128")),
+    **{name: dict.fromkeys(PRODUCTS, table.weights) for name, table in PROVIDERS.items()},
 })  # fmt: skip
 """Names of weight formats by engine and operator."""

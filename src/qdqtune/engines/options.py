@@ -10,8 +10,9 @@ from typing import Any
 
 import click
 
-from qdqtune.engines import MODULES, TENSORRT_FAMILY, THREADED, EngineSpec
+from qdqtune.engines import MODULES, TENSORRT_FAMILY, THREADED, EngineSpec, normal
 from qdqtune.engines.execution import TIME_LIMIT
+from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.engines.tensorrt.options import SHAPE_OPTIONS, timing_cache
 from qdqtune.options import (
     ANYTHING,
@@ -40,7 +41,10 @@ from qdqtune.system.checks import Output
 MOST_THREADS = max(16, os.cpu_count() or 1)
 """The most `threads` allowed. More than cores slow a machine down by orders of magnitude, since idle threads spin."""
 
-ENGINE_NAMES = ", ".join(sorted(set(MODULES) - {"fake"})) + " or fake"
+ENGINE_NAMES = (
+    f"{', '.join(sorted(MODULES.keys() - {'fake', *PROVIDERS}))} or fake; or an execution provider of ONNX Runtime: "
+    f"{', '.join(PROVIDERS)}"
+)
 SHAPE = "NAME:1x3x224x224"
 TRANSLATED = frozenset({"engine", "threads", "engine_options", "time_limit"})
 """Fields of `EngineOptions` that are not passed on to the engine under the same name."""
@@ -88,7 +92,7 @@ class EngineOptions(Options):
         default_in_words="1; a search takes the largest of `deploy_threads`",
     )
     provider: MaybeText = option(
-        TEXT, None, "onnxruntime: execution provider (default: CPUExecutionProvider).", "Engine", is_rare=True
+        TEXT, None, "onnxruntime: an execution provider, by ONNX Runtime's name for it.", "Engine", is_rare=True
     )
     target: MaybeText = tensorrt_option(TEXT, "tensorrt-rtx: GPU to build for, such as sm89; needs none here.")
     min_shapes: ShapesByInput = tensorrt_option(
@@ -134,7 +138,9 @@ class EngineOptions(Options):
     @property
     def engine_name(self) -> str:
         """The name of the engine."""
-        return self.engine if isinstance(self.engine, str) else self.engine.name
+        if isinstance(self.engine, EngineSpec):
+            return normal(self.engine).name
+        return normal(EngineSpec(self.engine, {"provider": self.provider} if self.provider else {})).name
 
     def spec(
         self, input_shapes: Mapping[str, tuple[int, ...]] | None = None, *, threads: int | None = None
@@ -145,19 +151,21 @@ class EngineOptions(Options):
         model is measured with, are the default of `opt_shapes`.
         """
         if isinstance(self.engine, EngineSpec):
-            return self.engine
+            return normal(self.engine)
         names = (name for name in options_of(EngineOptions) if name not in TRANSLATED)
         chosen: dict[str, Any] = {name: value for name in names if (value := getattr(self, name))}
-        if self.engine in TENSORRT_FAMILY and input_shapes and "opt_shapes" not in chosen:
+        spec = normal(EngineSpec(self.engine, chosen | dict(self.engine_options)))
+        chosen = dict(spec.options)
+        if spec.name in TENSORRT_FAMILY and input_shapes and "opt_shapes" not in chosen:
             chosen["opt_shapes"] = input_shapes
         for name in SHAPE_OPTIONS:
             if name in chosen:
                 chosen[name] = {tensor: list(shape) for tensor, shape in chosen[name].items()}
-        if self.engine in THREADED:
-            chosen["threads"] = self.threads or threads or 1
+        if spec.name in THREADED:
+            chosen.setdefault("threads", self.threads or threads or 1)
         if "plugin_libraries" in chosen:
             chosen["plugin_libraries"] = list(chosen["plugin_libraries"])
-        return EngineSpec(self.engine, chosen | dict(self.engine_options))
+        return EngineSpec(spec.name, chosen)
 
 
 def with_timing_cache(spec: EngineSpec, folder: Path) -> EngineSpec:

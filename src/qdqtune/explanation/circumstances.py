@@ -64,7 +64,7 @@ def circumstances(run: FinishedRun) -> Iterator[Fact]:
     """The engine, the machine and the settings of a run."""
     summary, log = run.summary, run.log
     engine = summary["engine"]
-    for name in ("engine", "version", "provider", "device", "driver", "isa", "threads", "denormals_as_zero"):
+    for name in ("engine", "version", "provider", "plugin", "device", "driver", "isa", "threads", "denormals_as_zero"):
         if engine.get(name):
             yield Fact({"isa": "instruction sets"}.get(name, name.replace("_", " ")), engine[name])
     if log is not None:

@@ -12,13 +12,13 @@ from typing import Any, Literal
 from qdqtune.types import WeightFormat
 
 Why = Literal[
-    "faster", "slower", "close", "placement", "inaccurate", "no kernel", "failed", "unproven", "untried", "unsupported",
-    "excluded", "no time",
+    "faster", "slower", "close", "placement", "inaccurate", "no kernel", "elsewhere", "failed", "unproven", "untried",
+    "unsupported", "excluded", "no time",
 ]  # fmt: skip
 """What decided, in this order: prices or measurements ("faster", "slower", or "close" if they hardly differ); the
-measured placement as a whole, against the prices; the accuracy of the outputs; that the engine has no such kernel, or
-refused the candidate; that no candidate was proven faster, or none tried it; that no pair can stand there; the user; or
-that the node takes no time."""
+measured placement as a whole, against the prices; the accuracy of the outputs; that the engine has no such kernel,
+leaves the node to another execution provider, or refused the candidate; that no candidate was proven faster, or none
+tried it; that no pair can stand there; the user; or that the node takes no time."""
 
 IN_WORDS: Mapping[Why, str] = {
     "faster": "faster so",
@@ -27,6 +27,7 @@ IN_WORDS: Mapping[Why, str] = {
     "placement": "part of a placement that was measured as a whole",
     "inaccurate": "8 bits would do too much to the outputs",
     "no kernel": "the engine runs it in float, with pairs as well",
+    "elsewhere": "the engine leaves it to another execution provider",
     "failed": "the engine refused a candidate with it in 8 bits",
     "unproven": "no candidate proved faster",
     "untried": "no candidate tried it",
@@ -128,6 +129,8 @@ class Tally:
         """The precision of the nodes, in words."""
         if self.family:
             return "8 bits, dynamic" if self.family == "d8" else f"{self.family[1:]}-bit weights"
+        if self.why == "elsewhere":
+            return "elsewhere"
         return "8 bits" if self.quantized and self.why != "no kernel" else "float"
 
     def to_dict(self) -> dict[str, Any]:

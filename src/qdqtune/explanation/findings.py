@@ -23,7 +23,7 @@ from qdqtune.placement.stripping import strip_pairs
 from qdqtune.tuning.folder import BASELINE
 from qdqtune.types import Accuracy, Failure, Layer, NumericFormat, Sample
 
-Symptom = Literal["standalone pair", "float compute", "split attention", "reformat", "boundary"]
+Symptom = Literal["standalone pair", "float compute", "split attention", "reformat", "elsewhere", "boundary"]
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,9 @@ class Finding:
     Kinds: "standalone pair", a Q or a DQ that runs as a kernel of its own; "float compute", an operator that runs in
     float although its inputs carry pairs; "split attention", two products and a Softmax in several kernels where the
     engine has one (it fails if any of them carries a pair); "reformat", a layer beside a quantized one that only moves
-    values (it fails if the other side is float); "boundary", a conversion that is needed because the model's inputs and
-    outputs are float, or that the user allows. `nodes` are the ONNX nodes of the layer; `cause` is the node that
+    values (it fails if the other side is float); "elsewhere", nodes that an execution provider leaves to another (it
+    fails if they carry pairs); "boundary", a conversion that is needed because the model's inputs and outputs are
+    float, or that the user allows. `nodes` are the ONNX nodes of the layer; `cause` is the node that
     `reason` is about: findings with one cause belong together.
     """
 
@@ -111,6 +112,8 @@ class _Checker:
         others = [node for node in nodes if not is_conversion(node)]
         if layer.kind in ("folded", "unknown"):
             return None
+        if layer.elsewhere:
+            return self._elsewhere(number, nodes)
         if layer.kind == "quantize" or (pairs and not others and layer.kind != "copy"):
             finding = self._conversion(number, pairs)
             # A compute kernel that names only a Q is the rest of the operator in front of it, and no conversion.
@@ -126,6 +129,15 @@ class _Checker:
         if taken := len(self._formats.keys() - apart):
             reason += f", as it does with {taken} of {len(self._formats)}: `nodes_to_exclude` leaves them in float"
         return Finding("standalone pair", layer.name, _names(alone), layer.time_ms, reason)
+
+    def _elsewhere(self, number: int, nodes: Sequence[Node]) -> Finding:
+        """A finding about nodes that a provider leaves to another. The conversions at the model's float inputs and
+        outputs may run anywhere."""
+        layer, pairs = self._layers[number], [node for node in nodes if is_conversion(node)]
+        is_border = bool(pairs) and len(pairs) == len(nodes) and not self._conversion(number, pairs).fails
+        fails = not is_border and (bool(pairs) or any(self._is_meant_for_8_bits(node) for node in nodes))
+        kind: Symptom = "boundary" if is_border else "elsewhere"
+        return Finding(kind, layer.name, _names(nodes), layer.time_ms, f"runs {layer.elsewhere}", fails=fails)
 
     def _conversion(self, number: int, pairs: Sequence[Node]) -> Finding:
         layer = self._layers[number]

@@ -66,18 +66,6 @@ def rewrite_ratios(summary: Mapping[str, Any]) -> tuple[float, float | None]:
     return summary["rewrites"]["gave"], summary["rewrites"]["placement_gave"]
 
 
-def decibels(sqnr_db: float | None) -> str:
-    """An output SQNR in dB; None means that outputs are equal."""
-    return "exact" if sqnr_db is None else f"{sqnr_db:.1f} dB"
-
-
-def closeness(sqnr_db: float | None, equal: float | None) -> str:
-    """How close outputs are: in dB; or the share of `equal` integers, where these alone differ and have no dB."""
-    if sqnr_db is None and equal is not None and equal < 1:
-        return f"{equal:.1%} of the integers equal"
-    return decibels(sqnr_db)
-
-
 def shortened(name: str, width: int) -> str:
     """The beginning and the end of a long name, at most `width` characters."""
     end = (width - 1) // 2

@@ -123,9 +123,11 @@ class _Explainer:
             precision=self._precision(node, verdict),
             weight_format=verdict.weight_format if has_format else "",
         )
+        layer = self._facts.layers.get(node.name)
+        if layer is not None and layer.elsewhere:
+            return replace(row, why="elsewhere", reason=f"runs {layer.elsewhere}")
         if verdict.quantized and (why := self._facts.in_float.get(node.name)):
             return replace(row, why="no kernel", reason="; ".join([why, *_times_text(verdict, "with the pairs it")]))
-        layer = self._facts.layers.get(node.name)
         if layer is not None and layer.kind == "folded":
             return replace(row, why="no time", reason="the engine computes it in advance")
         return row

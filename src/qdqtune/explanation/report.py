@@ -6,16 +6,18 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from qdqtune.engines.fallback import Fallback
 from qdqtune.errors import BadOption
 from qdqtune.explanation.charts import longest
 from qdqtune.explanation.circumstances import circumstances, commands
 from qdqtune.explanation.explanations import origin_in_words
 from qdqtune.explanation.facts import Facts, facts_of
-from qdqtune.explanation.formatting import built, closeness, duration, rewrite_ratios, title
+from qdqtune.explanation.formatting import built, duration, rewrite_ratios, title
 from qdqtune.explanation.model_map import Ran, alike, draw, everywhere
 from qdqtune.explanation.reasons_by_measurement import tallied
 from qdqtune.explanation.report_values import Bar, Candidate, Fact, Headline, Map, MapGroup, Point, Report, Speed, Strip
 from qdqtune.graph.operators import QDQ
+from qdqtune.numerics.closeness import closeness
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
@@ -251,8 +253,16 @@ def _facts(run: FinishedRun) -> Iterator[Fact]:
     if summary["shipped"] != "tuned" and (without := summary["fastest_without_limits"]) is not None:
         near = closeness(without["sqnr_db"], without.get("agreement"))
         ends = "equal outputs" if near == "exact" else near
-        yield Fact("fastest without limits", f"{1 / without['ratio']:.2f}×", f"as fast as float, at {ends}")
+        why = f"; not taken: {missed}" if (missed := without.get("missed")) else ""
+        yield Fact("fastest without limits", f"{1 / without['ratio']:.2f}×", f"as fast as float, at {ends}{why}")
+    if (left := summary.get("fallback")) is not None:
+        yield left_to_others(left)
     yield Fact("candidates", str(summary["trials"]), f"builds: {built(summary)}, in {duration(summary['seconds'])}")
+
+
+def left_to_others(left: Fallback) -> Fact:
+    """What an execution provider leaves to others."""
+    return Fact("nodes that run elsewhere", f"{len(left.left)} of {left.nodes}", left.in_words())
 
 
 def _accuracy(summary: Summary) -> Fact:

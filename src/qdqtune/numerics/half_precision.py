@@ -40,6 +40,7 @@ from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import ARITHMETIC, COMPUTE, CONTROL_FLOW, COPIES, FUSED_POINTWISE, NORMALIZATIONS, elements
 from qdqtune.numerics.accuracy import FLOOR_DB, accuracy, is_finite
+from qdqtune.numerics.closeness import closeness_of
 from qdqtune.types import Accuracy, Array, Failure, Sample
 
 NAMES: Mapping[HalfPrecision, str] = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})
@@ -91,8 +92,10 @@ class Half:
     def notes(self) -> tuple[str, ...]:
         """Notes for users: the precision, the accuracy it costs, and the nodes that stay in float32."""
         name = NAMES[self.precision]
-        left = f"nothing: {self.accuracy.reason}" if isinstance(self.accuracy, Failure) else str(self.accuracy)
-        lost = "" if self.accuracy is None else f"; alone it leaves an output SQNR of {left}"
+        lost, known = "", self.accuracy
+        if known is not None:
+            left = f"nothing: {known.reason}" if isinstance(known, Failure) else closeness_of(known)
+            lost = f"; alone it leaves an output SQNR of {left}"
         told = f"{name} where no pair stands (`precision` fp32 keeps float32){lost}"
         if not self.kept:
             return (told,)

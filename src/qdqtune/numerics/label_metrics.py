@@ -35,6 +35,9 @@ WANTED: Mapping[Name, str] = {
 }
 """The outputs that a metric reads."""
 
+OF_ONE_SHAPE = frozenset({"cosine", "mse", "mae", "psnr"})
+"""Metrics whose labels have the shape of the output."""
+
 BY_NAME_ONLY = frozenset({"top5", "f1", "mae", "psnr"})
 """Metrics that fit where another one does, which is the usual one."""
 
@@ -94,9 +97,9 @@ def fits(metric: Name, told: Array, right: Array) -> bool:
 
 
 def parsed(text: str) -> tuple[Asked, str | None]:
-    """The metric and the output that a user names as METRIC or METRIC:OUTPUT; no output where none is named."""
-    name, _, output = text.partition(":")
-    return next((known for known in NAMES if known == name), "auto"), output or None
+    """The metric and the output that a user names as METRIC or METRIC:OUTPUT; None without a colon."""
+    name, colon, output = text.partition(":")
+    return next((known for known in NAMES if known == name), "auto"), output if colon else None
 
 
 def chosen(
@@ -119,7 +122,8 @@ def chosen(
     given = "" if right is None else f", and `labels` has {right.dtype}{list(right.shape)} a sample"
     if asked == "auto":
         raise BadOption(f"no metric fits: the model gives {has}{given}. Choose `metric` {', '.join(NAMES)}")
-    raise BadOption(f"`metric` {asked} reads {WANTED[asked]}: the model gives {has}{given}")
+    alike = ", and labels of the same shape" if right is not None and asked in OF_ONE_SHAPE else ""
+    raise BadOption(f"`metric` {asked} reads {WANTED[asked]}{alike}: the model gives {has}{given}")
 
 
 def check_classes(metric: Name, output: str, array: Array, right: Array) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+from onnx.helper import tensor_dtype_to_np_dtype
+
 from qdqtune.calibration.inputs import input_specs
 from qdqtune.calibration.labels import holds_inputs, paired, read_labels
 from qdqtune.calibration.samples import Samples, open_samples
@@ -59,7 +62,7 @@ def open_labelled(
 
     Raises:
         BadData: labels or samples cannot be read, or are not equally many.
-        BadOption: there are no samples, no such output, or no labels for a metric that needs them.
+        BadOption: there are no samples, no such output, no labels for a metric that needs them, or these fit no output.
     """
     asked, output = parsed(metric)
     name = "metric" if metric == "auto" else metric
@@ -84,8 +87,26 @@ def open_labelled(
     first = samples.first(1)[0]
     count = sum(1 for _ in samples)
     rows = paired(found, count, first, samples.origin)
+    _check_shapes(asked, model, rows[0], output)
     content = (part for label in found for part in (str(label.shape), str(label.dtype), label.tobytes().hex()))
     return Labelled(f"{name} on {labels}", _digest(name, samples.digest, *content), asked, samples, rows, output)
+
+
+def _check_shapes(asked: Asked, shaped: Model, right: Array, only: str | None) -> None:
+    """Refuse labels of a sample that fit no output, before the model runs; not where a shape is unknown. An output is
+    taken to have as many rows as the labels: its first size may be that of another batch.
+
+    Raises:
+        BadOption: see `label_metrics.chosen`.
+    """
+    infos = {name: shaped.tensors.get(name) for name in (shaped.outputs if only is None else [only])}
+    outputs = dict[str, Array]()
+    for name, info in infos.items():
+        if info is not None and info.sizes is not None and info.dtype:
+            kind = np.float32 if info.is_float else tensor_dtype_to_np_dtype(info.dtype)
+            outputs[name] = np.zeros((*right.shape[:1], *info.sizes[1:]), kind)
+    if len(outputs) == len(infos):
+        chosen(asked, outputs, right, only)
 
 
 def _digest(*parts: str) -> str:

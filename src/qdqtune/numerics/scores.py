@@ -18,8 +18,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from onnx.helper import tensor_dtype_to_np_dtype
 
 from qdqtune.errors import BadOption
+from qdqtune.graph.model import Model
 from qdqtune.types import Accuracy, Array
 
 SUM_ERROR = 1e-2
@@ -106,9 +108,7 @@ def scores_of(outputs: Sequence[Mapping[str, Array]], asked: Sequence[str] = ())
     classes = {name: first[name].shape[axis] for name, axis in found.items()}
     rows = frozenset(n for n, axis in found.items() if axis == 1 and first[n].size == len(first[n]) * classes[n])
     more = [f"and {len(why) - LISTED} more"] if len(why) > LISTED else []
-    return Scores(
-        found, classes, best, rows, "" if found else "; ".join([*why[:LISTED], *more]) or "so it is asked for"
-    )
+    return Scores(found, classes, best, rows, "" if found else "; ".join([*why[:LISTED], *more]) or "`scores` is none")
 
 
 def named(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, int | None]:
@@ -119,11 +119,37 @@ def named(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, int | None]
     """
     found = dict[str, int | None]()
     for text in () if list(asked) == [NONE] else asked:
-        name, _, axis = (text, "", "") if text in outputs else text.rpartition(":")
-        if name not in outputs or not re.fullmatch(r"(-?\d{1,2})?", axis):
+        name, _, axis = (text, "", None) if text in outputs else text.rpartition(":")
+        if name not in outputs or not (axis is None or re.fullmatch(r"-?\d{1,2}", axis)):
             raise BadOption(f"`scores` {text} names no output: there are {', '.join(outputs)}")
-        found[name] = int(axis) if axis else None
+        found[name] = None if axis is None else int(axis)
     return found
+
+
+def check_named(asked: Sequence[str], model: Model) -> None:
+    """Refuse, before the work begins, what a user names as scores and what cannot be, as far as shapes are known.
+
+    Raises:
+        BadOption: an output that is named does not exist, or has no such axis.
+    """
+    for name, axis in named(asked, model.outputs).items():
+        info = model.tensors.get(name)
+        if info is None or info.shape is None or not info.dtype:
+            continue
+        kind = np.dtype(tensor_dtype_to_np_dtype(info.dtype)).name
+        axes = [axis] if axis is not None else [1, len(info.shape) - 1]
+        if not info.is_float or not any(_has_classes(info.shape, one) for one in axes):
+            raise BadOption(_no_classes(name, kind, info.shape, axes[0]))
+
+
+def _has_classes(shape: Sequence[int | None], axis: int) -> bool:
+    """Whether an output of this shape may hold scores of classes along an axis; None is a size that is not known."""
+    return -len(shape) <= axis < len(shape) and shape[axis] != 1 and 0 not in shape
+
+
+def _no_classes(name: str, kind: str, shape: Sequence[int | None], axis: int) -> str:
+    sizes = ", ".join("?" if size is None else str(size) for size in shape)
+    return f"`scores` {name}: {kind}[{sizes}] has no scores of classes along axis {axis}"
 
 
 def _axis_of(name: str, axis: int | None, outputs: Sequence[Mapping[str, Array]]) -> int:
@@ -132,10 +158,9 @@ def _axis_of(name: str, axis: int | None, outputs: Sequence[Mapping[str, Array]]
     first = outputs[0][name]
     if axis is None and (axis := class_axis([sample[name] for sample in outputs])) is None:
         axis = first.ndim - 1 if first.ndim == 3 else 1
-    from_front = axis + first.ndim * (axis < 0)
-    if first.dtype.kind != "f" or not 0 <= from_front < first.ndim or first.shape[from_front] < 2 or not first.size:
-        raise BadOption(f"`scores` {name}: {first.dtype}{list(first.shape)} has no scores of classes along axis {axis}")
-    return from_front
+    if first.dtype.kind != "f" or not _has_classes(first.shape, axis):
+        raise BadOption(_no_classes(name, str(first.dtype), first.shape, axis))
+    return axis % first.ndim
 
 
 def class_axis(outputs: Sequence[Array]) -> int | None:
@@ -166,13 +191,9 @@ def _axis_or_why_not(outputs: Sequence[Array]) -> int | str:
 
 
 def equal_share(accuracy: Accuracy | None) -> float | None:
-    """The share of integers, or else of first choices, that are as in the float model."""
-    return None if accuracy is None else accuracy.top1 if accuracy.agreement is None else accuracy.agreement
-
-
-def is_of_integers(accuracy: Accuracy) -> bool:
-    """Whether integers in outputs are all that may differ, so that no ratio in dB tells of it."""
-    return accuracy.sqnr_db is None and accuracy.agreement is not None
+    """The share of integers or of first choices that are as in the float model: of both, the smaller one."""
+    shares = () if accuracy is None else (accuracy.agreement, accuracy.top1)
+    return min((share for share in shares if share is not None), default=None)
 
 
 def agrees(accuracy: Accuracy, least: float) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from qdqtune.graph.model import Node
-from qdqtune.graph.operators import AVERAGE_POOLS
+from qdqtune.graph.operators import AVERAGE_POOLS, CLAMPS, COMPUTE
 from qdqtune.placement import start_placements
 from qdqtune.placement.graph_queries import GraphQueries, nodes_into
 from qdqtune.placement.keep_float import attention_results as results_of
@@ -107,6 +107,14 @@ def compute_results(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[
 def integer_operators(queries: GraphQueries, placed: frozenset[Edge]) -> Iterable[Edge]:
     """Inputs and results of operators with an integer kernel whose inputs are all quantized."""
     return start_placements.integer_islands(queries.model, queries.possible, INTEGER)
+
+
+def everywhere(queries: GraphQueries, placed: frozenset[Edge]) -> Iterable[Edge]:
+    """Every edge that can carry a pair, but for those between an operator that computes and the clamp behind it."""
+    for edge in queries.possible:
+        user, maker = queries.model.user(edge), queries.model.maker(edge.tensor)
+        if not (user is not None and user.op in CLAMPS and maker is not None and maker.op in COMPUTE):
+            yield edge
 
 
 def _adds_bias(queries: GraphQueries, edge: Edge) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from qdqtune.engines import TENSORRT_FAMILY
+from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import AVERAGE_POOLS, COMPUTE
 from qdqtune.placement import carry_pairs as pairs
@@ -24,6 +25,8 @@ FUSING = TENSORRT | {"openvino"}
 """Engines that fuse pointwise operators into the kernel in front of them."""
 RTX = frozenset({"tensorrt-rtx"})
 ONNXRUNTIME = frozenset({"onnxruntime"})
+NPU = frozenset({"qnn"})
+"""Processors that compute in 8 bits first of all: floats are converted, or leave the chip."""
 EVERY = FUSING | ONNXRUNTIME
 BOTH: frozenset[QuantType] = frozenset({"int8", "fp8"})
 INT8: frozenset[QuantType] = frozenset({"int8"})
@@ -32,6 +35,7 @@ FP8: frozenset[QuantType] = frozenset({"fp8"})
 LIBRARY_PAGES = "https://docs.nvidia.com/deeplearning/tensorrt/latest/inference-library"
 GUIDE = f"{LIBRARY_PAGES}/work-quantized-types.html"
 OPTIMIZER = "https://github.com/NVIDIA/Model-Optimizer/blob/main/modelopt/onnx/quantization/graph_utils.py"
+QNN = "https://onnxruntime.ai/docs/execution-providers/QNN-ExecutionProvider.html"
 MEASURED = "measured with ONNX Runtime 1.31, see benchmarks/quantize.py"
 OBSERVED = "layer reports of TensorRT-RTX 1.7 for sm89"
 LAYERNORM = "https://github.com/NVIDIA/Model-Optimizer/pull/1117"
@@ -130,6 +134,8 @@ RULES: tuple[PlacementRule, ...] = (
               MEASURED, ONNXRUNTIME, INT8, pairs.compute_results),
     CarryPair("integer-operators", "between quantized neighbours integer kernels save the conversions", MEASURED,
               ONNXRUNTIME, INT8, pairs.integer_operators),
+    CarryPair("everywhere", "what carries no pair runs in float16 there, or on the CPU with a border on either side",
+              QNN, NPU, INT8, pairs.everywhere),
 )  # fmt: skip
 
 
@@ -142,7 +148,8 @@ class PlacedByRules:
 
 
 def rules_of(engine: str | None = None, quant_type: QuantType | None = None) -> tuple[PlacementRule, ...]:
-    """The rules of an engine and a type; of all where None."""
+    """The rules of an engine and a type; of all where None. An execution provider has those of an engine like it."""
+    engine = PROVIDERS[engine].like if engine is not None and engine in PROVIDERS else engine
     return tuple(
         r
         for r in RULES

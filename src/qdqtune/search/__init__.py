@@ -6,8 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from qdqtune.graph.model import GRAPH, Model, Node
+from qdqtune.graph.operators import CLAMPS, COMPUTE
 from qdqtune.timing.ratios import Plan, judge
-from qdqtune.types import Measurement, Placement, Proposal, Trial
+from qdqtune.types import LOW_PRECISIONS, Measurement, Placement, Proposal, Trial
+
+MOST_PRODUCTS = 0.5
+"""Pairs at this share of the products of a model show whether an engine has 8-bit kernels for any. Chosen, not
+measured."""
 
 
 class Strategy(Protocol):
@@ -34,6 +40,30 @@ def ratios_to_float(history: Sequence[Trial], plan: Plan) -> dict[Placement, flo
         if measured is not None and trial.against in ratios:
             ratios[trial.placement] = ratios[trial.against] * measured.median
     return ratios
+
+
+def products_left_in_float(trial: Trial, model: Model, plan: Plan) -> int:
+    """How many convolutions and matrix products with pairs in front and behind an engine ran in float, where that were
+    all of them, and they are most of the model's; 0 otherwise. Such an engine has no 8-bit kernels, and no placement of
+    pairs is fast on it.
+    """
+    if not trial.layers or not trial.placement.edges:
+        return 0
+    if (measured := judge(trial, plan)) is None or measured.verdict != "slower":
+        return 0
+    products = [node for node in model.nodes if node.op in COMPUTE]
+    stored = {edge.tensor for edge in trial.placement.edges}
+    between = {p.name for p in products if p.inputs[0] in stored and not stored.isdisjoint(_results(model, p))}
+    fused = {name for layer in trial.layers if layer.precision in LOW_PRECISIONS for name in layer.nodes}
+    return len(between) if len(between) > MOST_PRODUCTS * len(products) and between.isdisjoint(fused) else 0
+
+
+def _results(model: Model, product: Node) -> Iterator[str]:
+    """What a product writes, and what clamps make of it."""
+    for tensor in product.outputs:
+        yield tensor
+        readers = (model.nodes[use.node] for use in model.uses(tensor) if use.node != GRAPH)
+        yield from (reader.outputs[0] for reader in readers if reader.op in CLAMPS)
 
 
 def as_predicted(history: Sequence[Trial], batch: Sequence[Proposal], plan: Plan) -> list[Trial]:

@@ -39,7 +39,7 @@ from math import inf
 import numpy as np
 
 from qdqtune.graph.model import Model
-from qdqtune.search import best_of, ratios_to_float
+from qdqtune.search import best_of, products_left_in_float, ratios_to_float
 from qdqtune.search.costs.attribution import CONVERSION, BuildTimes, attribute, group_ms, timed_builds, with_float_times
 from qdqtune.search.costs.cheapest_decision import cut, cut_holding, cut_within, everything
 from qdqtune.search.costs.output_noise import RESERVE, Noise
@@ -120,7 +120,10 @@ class CutSearch:
         groups that the engine fuses in float. After the first cut comes everything quantized in single nodes, which
         hardly changes the cut (benchmarks/findings.md): last if it may miss the limits, never if the engine fuses in 8
         bits as in float. Where earlier runs have priced nearly all units, only `shipped_before` precedes the cut; what
-        else may ship follows it, since prices of another day may be wrong."""
+        else may ship follows it, since prices of another day may be wrong. Where a build has shown that the engine has
+        no 8-bit kernels, only weight formats are left."""
+        if self.possible and any(products_left_in_float(trial, self.model, self.plan) for trial in history):
+            return replace(self, possible=frozenset(), seeds={}, shipped_before={}, fallbacks={}).propose(history)
         has_cut = any(t.proposal.predicted is not None for t in history)
         apart = [p for p in self._apart(history) if self._is_free or self._may_hold(p.placement)] if has_cut else []
         known = _named(self.shipped_before) if self.is_covered else (*self._first_batch, *apart)

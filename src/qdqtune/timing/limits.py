@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from qdqtune.numerics.losses import Score, can_tell, few_changed, loss_high
-from qdqtune.numerics.scores import agrees, equal_share
+from qdqtune.numerics.scores import agrees
 from qdqtune.timing.ratios import Plan, Verdict, judge
 from qdqtune.types import Accuracy, Failure, Placement, Trial, noise_of
 
@@ -51,8 +51,10 @@ class Limits:
                 return f"the output SQNR of {whose} is {db:.1f} dB, and {floor:g} dB are asked for"
         if self.min_agreement is None or agrees(accuracy, self.min_agreement):
             return None
-        asked = f"{self.min_agreement:.4g} is asked for"
-        return f"{equal_share(accuracy):.1%} of the best classes, or integers, are as in float, and a share of {asked}"
+        equal, of = accuracy.agreement, "integers in outputs"
+        if equal is None or equal >= self.min_agreement:
+            equal, of = accuracy.top1, "best classes"
+        return f"{equal:.1%} of the {of} are as in float, and {100 * self.min_agreement:.4g}% are asked for"
 
     def why_refused(self, trial: Trial) -> str | None:
         """The limit that a judged trial misses, in words; None if it misses none."""
@@ -138,6 +140,9 @@ def outcome(trial: Trial, plan: Plan) -> Verdict | Literal["failed", "inaccurate
 
 
 def is_unmet(history: Sequence[Trial], plan: Plan) -> bool:
-    """Whether candidates were faster, but none of them holds the limits."""
-    faster = [t for t in history if (ratio := judge(t, plan)) is not None and ratio.verdict == "faster"]
-    return bool(faster) and not any(t.holds for t in faster)
+    """Whether candidates were faster, but none of them holds the limits. Where none was faster, those count that may
+    be, as far as rounds can tell: whether noise makes such a one faster must not change what users are told."""
+    judged = [(ratio.verdict, t) for t in history if (ratio := judge(t, plan)) is not None]
+    able = [[t for told, t in judged if told == verdict] for verdict in ("faster", "undecided")]
+    first = next(filter(None, able), [])
+    return bool(first) and all(t.holds is False for t in first)

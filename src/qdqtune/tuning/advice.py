@@ -8,7 +8,8 @@ from typing import Any
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usable_cores
-from qdqtune.search import ratios_to_float
+from qdqtune.graph.model import Model
+from qdqtune.search import products_left_in_float, ratios_to_float
 from qdqtune.timing.ratios import Plan, Ratio, judge
 from qdqtune.types import Trial
 
@@ -63,6 +64,19 @@ def undecided(history: Sequence[Trial], plan: Plan) -> str | None:
     if trial is None or ratio is None or ratio.median >= 1 or any(t.accepted for t in history):
         return None
     return f"the best candidate, {trial.proposal.origin}, was {ratio.speedup} the speed of float; {TO_DECIDE}"
+
+
+def no_kernels(history: Sequence[Trial], model: Model, plan: Plan) -> str | None:
+    """What shows that an engine has no 8-bit kernels, if a trial does."""
+    for trial in history:
+        if left := products_left_in_float(trial, model, plan):
+            speed = ratios_to_float(history, plan).get(trial.placement)
+            slower = f" ({1 / speed:.2f}x the speed of float)" if speed else ""
+            return (
+                f"the engine ran all {left} products with pairs of the candidate {trial.proposal.origin} in float"
+                f"{slower}: it has no 8-bit kernels for them, so no other pairs were tried"
+            )
+    return None
 
 
 def no_format(formats: Sequence[str] | None, *, has_pairs: bool) -> str | None:

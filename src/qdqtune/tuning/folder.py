@@ -48,12 +48,14 @@ RAW = "optimized_raw.onnx"
 PLACEMENT, SUMMARY = "placement.yaml", "summary.json"
 RUN, REPORT = "run.json", "report.html"
 UNITS, PROGRESS = "units.json", "autotune_cache.json"
-REGION_MODELS, GROUP_MODELS, FRONT = "region_models", "subgraphs", "front"
+REGION_MODELS, GROUP_MODELS, FRONT, DEPLOY = "region_models", "subgraphs", "front", "deploy"
+DEPLOY_SETTINGS, DEPLOY_SCRIPT = f"{DEPLOY}/settings.json", f"{DEPLOY}/run.py"
 
 WRITTEN = {
     LOGS: ("*.log", "*.json"),
     REGION_MODELS: ("region_*.onnx", CONSTANTS),
     GROUP_MODELS: ("group_*.onnx", CONSTANTS),
+    DEPLOY: ("settings.json", "run.py"),
     FRONT: ("exact*.onnx*", "exact*.yaml", "*db*.onnx*", "*db*.yaml"),
 }
 """Subfolders, and the names of files that runs write there."""
@@ -281,7 +283,7 @@ def _names(settings: Settings) -> list[str]:
 def _files(settings: Settings) -> Iterator[str]:
     """The files that a run with these settings may write in its folder."""
     models = [BASELINE, FINAL]
-    yield from (PLACEMENT, SUMMARY, RUN, REPORT)
+    yield from (PLACEMENT, SUMMARY, RUN, REPORT, DEPLOY_SETTINGS, DEPLOY_SCRIPT)
     if settings.mode == "cut":
         yield UNITS
     if settings.mode == "subgraph":

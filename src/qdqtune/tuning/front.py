@@ -24,7 +24,18 @@ from qdqtune.timing.ratios import PAIRS
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest
 from qdqtune.tuning.comparison_results import Compared, judged_together, rows_by_threads, rows_by_workload
 from qdqtune.tuning.contexts import measured_at, open_contexts, ratios_at
-from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, REPORT, SUMMARY, alone, check_names
+from qdqtune.tuning.deploy import renew_kit
+from qdqtune.tuning.folder import (
+    BASELINE,
+    DEPLOY_SETTINGS,
+    FINAL,
+    FRONT,
+    PLACEMENT,
+    REPORT,
+    SUMMARY,
+    alone,
+    check_names,
+)
 from qdqtune.tuning.front_candidates import FrontCandidates, compare_candidates
 from qdqtune.tuning.front_decisions import FrontCandidate, ProvenPoint, front_of, shipped_point
 from qdqtune.tuning.proof import Proof, copy_model, prove
@@ -255,13 +266,14 @@ def _picked(folder: Path, name: str) -> Mapping[str, Any]:
     file = files[name]
     if row["content"] != content_digest(files_of(file)):
         raise BadOption(f"{file} is not the file that was proven: run tune with `front` again, which writes it anew")
-    check_names(folder, (FINAL, data_of(Path(FINAL)).name, PLACEMENT, SUMMARY, REPORT))
+    check_names(folder, (FINAL, data_of(Path(FINAL)).name, PLACEMENT, SUMMARY, REPORT, DEPLOY_SETTINGS))
     check_loads(file, summary["engine"]["engine"])
     copy_model(file, folder / FINAL)
     with atomic_write(folder / PLACEMENT) as fresh:
         shutil.copyfile(folder / FRONT / f"{name}.yaml", fresh)
     picked: dict[str, Any] = plain(_as_shipped(summary, row, rows))
     write_json(folder / SUMMARY, picked)
+    renew_kit(folder, picked)
     return picked
 
 

@@ -142,7 +142,7 @@ class PointFinder:
         waiting = [p for p in (*first, *fastest) if p.placement not in candidates]
         if waiting:
             return waiting[0]
-        if self.run.subject.rewrites.names and Placement() not in candidates:
+        if self.run.subject.changes and Placement() not in candidates:
             return PredictedPoint(Placement(), Tradeoff(1.0, EQUAL_DB), is_simulated=True)
         history = [*self.history, *_new_trials(candidates.values())]
         times = () if self.search is None else self.search.predicted_ratios(history)

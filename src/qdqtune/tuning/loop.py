@@ -11,7 +11,7 @@ from itertools import islice
 
 from qdqtune.engines.build_queue import Urgency
 from qdqtune.engines.execution import Check
-from qdqtune.search import Strategy, as_predicted, best_of, upcoming_placements
+from qdqtune.search import Strategy, as_predicted, best_of, products_left_in_float, upcoming_placements
 from qdqtune.search.front import FrontSearch
 from qdqtune.timing.limits import outcome
 from qdqtune.tuning import advice
@@ -83,15 +83,22 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> tuple[Result, bool]:
 
 def _is_proven(proof: Proof, history: Sequence[Trial], run: Run) -> bool:
     """Whether the best candidate of the search ships, so that more time for the proof would change nothing."""
-    is_decided = proof.ratio is not None or not run.subject.rewrites.names
+    is_decided = proof.ratio is not None or not run.subject.changes
     return bool(history) and is_decided and proof.placement == best_of(history) and not run.settings.front
 
 
 def search(strategy: Strategy, run: Run, observer: Observer) -> list[Trial]:
-    """The trials of a search, which ends when the strategy proposes nothing more or the budget is spent."""
+    """The trials of a search, which ends when the strategy proposes nothing more or the budget is spent. No more pairs
+    are tried once a trial has shown that the engine runs none of them in 8 bits."""
     plan, budget, started = run.settings.plan, run.budget, time.monotonic()
     history: list[Trial] = []
+
+    def is_useless(trial: Trial) -> bool:
+        return products_left_in_float(trial, run.subject.shaped, plan) > 0
+
     while not budget.is_spent(history) and (batch := strategy.propose(history)):
+        if any(map(is_useless, history)) and not (batch := [p for p in batch if not p.placement.edges]):
+            break
         best = next((t for t in reversed(history) if t.accepted), None)
         trials: list[Trial] = []
         batch = batch[: budget.room(history)]
@@ -103,7 +110,7 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> list[Trial]:
                 state = budget.state(known, plan, time.monotonic() - started, replayed=replayed)
                 state = replace(state, missed=run.limits.why_refused(trials[-1]))
                 observer.trial(trials[-1], outcome(trials[-1], plan), state)
-                if budget.is_spent([*history, *trials]):
+                if budget.is_spent([*history, *trials]) or is_useless(trials[-1]):
                     break
         history += accepted(trials, plan, best, run.slower([*history, *trials]))
         run.bench.keep_only(best_of(history))

@@ -54,7 +54,7 @@ def check_cancel(cancel: Cancel) -> None:
         Cancelled: the call is to end.
     """
     if cancel.is_set():
-        raise Cancelled("cancelled: what was measured is kept, and the same call goes on from there")
+        raise Cancelled("cancelled: the same call goes on from what was measured")
 
 
 class Observer(Listener, Protocol):

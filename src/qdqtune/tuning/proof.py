@@ -24,7 +24,7 @@ from qdqtune.tuning.comparison import Comparer, ComparisonRequest
 from qdqtune.tuning.comparison_results import Compared, first_faster
 from qdqtune.tuning.contexts import Context, open_contexts
 from qdqtune.tuning.folder import BASELINE, FINAL
-from qdqtune.tuning.proof_notes import REWRITES_ALONE, notes_of
+from qdqtune.tuning.proof_notes import CHANGES_ALONE, notes_of
 from qdqtune.tuning.records import Shipped
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import Attempt, InContext, Terms, is_slower
@@ -76,7 +76,7 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     settings, folder = run.settings, run.settings.output_dir
     run.candidates.write_whole(Placement(), folder / BASELINE)
     pairs_hold = settings.from_qdq and not any(t.proposal.origin == "imported" and t.holds is False for t in history)
-    is_rewritten = bool(run.subject.rewrites.names)
+    is_rewritten = bool(run.subject.changes)
     terms = Terms(pairs_hold or _is_folded(run), is_rewritten, run.found.ratio)
     is_bounded = settings.time_budget is not None
     slower, tries_float = run.slower(history), not _is_folded(run)
@@ -92,11 +92,12 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
             attempts.append(_attempt(placement, contexts, run, terms))
             if attempts[-1].verdict not in ("ships", "pairs do not pay"):
                 shutil.rmtree(_unproven(placement, run).parent)  # a whole model, which is not needed any more
-    notes = list(dict.fromkeys(note for attempt in attempts for note in notes_of(attempt, settings.model.name)))
+    told = settings.model.name, run.subject.changes
+    notes = list(dict.fromkeys(note for attempt in attempts for note in notes_of(attempt, *told)))
     builds = sum(attempt.builds for attempt in attempts)
     if (won := shipping.shipped(attempts)) is not None:
         _move(_unproven(won.placement, run), folder / FINAL)
-        notes += [] if won.placement else [REWRITES_ALONE]
+        notes += [] if won.placement else [CHANGES_ALONE.format(run.subject.changes)]
         trial = _trial_of(won.placement, history)
         return _proof(won, trial, tuple(notes), builds, has_given=settings.from_qdq or _is_folded(run))
     is_given = shipping.keeps_given(attempts, terms, from_qdq=settings.from_qdq, pairs_hold=pairs_hold)

@@ -11,25 +11,24 @@ from qdqtune.tuning.comparison_results import Compared, first_faster
 from qdqtune.tuning.shipping import Attempt, is_slower
 from qdqtune.types import Failure, Mix
 
-REWRITES_ALONE = "no pair is worth its time here: what ships is the float model with its rewrites"
+CHANGES_ALONE = "no pair is worth its time here: what ships is the float model {}"
 
 
-def notes_of(attempt: Attempt, model: str) -> Iterator[str]:
-    """Why a file did not ship, and whether the user's file, named `model`, could not be compared with it."""
+def notes_of(attempt: Attempt, model: str, changes: str) -> Iterator[str]:
+    """Why a file did not ship, and whether the user's file, named `model`, could not be compared with it. `changes` is
+    what was done to that without pairs, see `Subject.changes`."""
     for one in attempt.contexts:
         if isinstance(one.given, Failure):
             yield f"the engine does not run {model} as it is, so it was not compared: {one.given.reason}"
-    edges = (
-        f"a candidate of {len(attempt.placement)} edges" if attempt.placement else "the float model with its rewrites"
-    )
+    edges = f"a candidate of {len(attempt.placement)} edges" if attempt.placement else f"the float model {changes}"
     first, last = first_faster(attempt.to_float), attempt.to_float[-1]
     match attempt.verdict:
         case "pairs do not pay" if attempt.without_pairs is not None:
             speedup = attempt.without_pairs.ratio.speedup
             yield f"{edges} did not prove more than its rewrites: {speedup} the speed without its pairs"
         case "slower elsewhere":
-            here = f"{first.ratio.speedup} the speed of float{at_threads(first)}"
-            yield f"{edges} is no gain where it may run: {here}, but {last.ratio.speedup}{at_threads(last)}"
+            here = f"{first.ratio.speedup} the speed of float{at_threads(first.threads)}"
+            yield f"{edges} is no gain where it may run: {here}, but {last.ratio.speedup}{at_threads(last.threads)}"
         case "not faster than given":
             slowest = max(attempt.to_given, key=lambda ratio: ratio.median)
             yield f"{edges} did not prove faster than {model}: {advice.unproven(slowest, model)}"
@@ -37,9 +36,9 @@ def notes_of(attempt: Attempt, model: str) -> Iterator[str]:
             yield f"{edges} did not prove faster on fresh builds: {advice.unproven(first.ratio)}"
 
 
-def at_threads(compared: Compared) -> str:
+def at_threads(count: int | None) -> str:
     """The phrase " at N threads"; empty if the engine has no number of threads."""
-    return "" if compared.threads is None else f" at {compared.threads} thread{'s' * (compared.threads != 1)}"
+    return "" if count is None else f" at {count} thread{'s' * (count != 1)}"
 
 
 def slower_workloads(contexts: Sequence[Compared], mix: Mix) -> Iterator[str]:
@@ -48,7 +47,7 @@ def slower_workloads(contexts: Sequence[Compared], mix: Mix) -> Iterator[str]:
         alone = [one.by_workload[number] for one in contexts]
         worst = max(alone, key=lambda one: one.ratio.median)
         if is_slower(worst):
-            at = at_threads(worst) if len(contexts) > 1 else ""
+            at = at_threads(worst.threads) if len(contexts) > 1 else ""
             yield (
                 f"{workload.name} alone ({workload.share:.0%} of the calls) got slower: {worst.ratio.speedup} the "
                 f"speed of float{at}; the others gain more than it loses"

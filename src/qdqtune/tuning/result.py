@@ -10,6 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from qdqtune.engines import unwatched
+from qdqtune.engines.fallback import fallback
+from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import concern
 from qdqtune.numerics.losses import Score
 from qdqtune.numerics.scores import equal_share
@@ -23,7 +27,8 @@ from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning import advice
 from qdqtune.tuning.comparison_results import rows_by_threads, rows_by_workload
-from qdqtune.tuning.folder import PLACEMENT, RUN, SUMMARY, pattern_cache_of
+from qdqtune.tuning.deploy import write_kit
+from qdqtune.tuning.folder import FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.proof_notes import slower_workloads
 from qdqtune.tuning.records import GroupOutcome, Shipped, Tried
@@ -75,7 +80,7 @@ class Result:
 
     @property
     def unmet(self) -> bool:
-        """Whether candidates were faster, but none of these holds the limits on accuracy."""
+        """Whether candidates were faster, or may be, but none of these holds the limits on accuracy."""
         return self.summary["constraint_met"] is False
 
 
@@ -105,14 +110,21 @@ def conclude(
     """
     _write_placements(history, proof, run)
     summary = summary_of(history, proof, run) | ({} if front is None else {"front": front})
-    if history or not run.budget.is_late:
-        run.bench.layers(proof.trial.placement if proof.trial else Placement())  # kept in the state file for the report
+    left = list(filter(None, [unwatched(run.settings.engine)]))
+    is_provider = run.settings.engine.name in PROVIDERS
+    if history or not run.budget.is_late or is_provider:  # kept in the state file for the report
+        layers = run.bench.layers(proof.trial.placement if proof.trial else Placement())
+        if is_provider:
+            found = fallback(load(run.settings.output_dir / FINAL), layers)
+            summary["fallback"] = found.to_dict()
+            left.append(found.in_words())
     summary |= {**recorded.summary, "seconds": round(log.all_seconds, 3)}
-    notes = (*run.notes, *run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes)
+    notes = (*left, *run.notes, *run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes)
     notes = (*notes, *_doubts(history, proof, run, shortfall))
     contents = {SUMMARY: summary, RUN: log.content(history, run, notes), **recorded.files}
     for name, content in contents.items():
         write_json(run.settings.output_dir / name, content)
+    write_kit(run, summary)
     return Result(
         shipped=proof.shipped,
         placement=proof.placement,
@@ -130,6 +142,7 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
     shipped = None if proof.trial is None else proof.trial.accuracy
     yield from slower_workloads(standings, run.subject.mix)
     doubts = [None if shipped is None else concern(shipped), shortfall]
+    doubts.append(advice.no_kernels(history, run.subject.shaped, settings.plan))
     if proof.ratio is None:
         untried = run.budget.excuse or advice.no_format(settings.formats, has_pairs=settings.has_pairs)
         doubts += [advice.undecided(history, settings.plan), None if history else untried]
@@ -272,7 +285,7 @@ def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[st
         }
 
 
-def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, float | None] | None:
+def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any] | None:
     """What the limits cost: the fastest candidate that misses them, if it is faster than the one that ships."""
     ratios = ratios_to_float(history, run.settings.plan)
     missing = [(ratios[t.placement], t) for t in history if t.holds is False and t.placement in ratios]
@@ -281,4 +294,5 @@ def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, floa
     if fastest is None or fastest[0] >= (ships or proof.time_to_float or 1.0):
         return None
     ratio, trial = fastest
-    return {"ratio": ratio, "sqnr_db": trial.sqnr_db, "agreement": equal_share(trial.accuracy)}
+    missed = run.limits.why_refused(trial)
+    return {"ratio": ratio, "sqnr_db": trial.sqnr_db, "agreement": equal_share(trial.accuracy), "missed": missed}

@@ -25,7 +25,7 @@ from qdqtune.graph.saving import ConstantFile, one_constant_file
 from qdqtune.numerics.labelled import Metric, open_labelled, option_of
 from qdqtune.numerics.losses import can_tell, doubt, samples_to_tell
 from qdqtune.numerics.metric import load_evaluation
-from qdqtune.numerics.scores import named
+from qdqtune.numerics.scores import check_named
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.priors import NO_PRIOR, Prior
@@ -168,7 +168,7 @@ def prepared(settings: Settings, observer: Observer, check: Check | None = None)
             observer.note(note)
         given = Stamps.of([*files_of(settings.model), *(files_of(b) if (b := settings.qdq_baseline) else [])])
         subject = open_subject(settings, runner, execution)
-        named(settings.scores, subject.shaped.outputs)  # refuses other names before the work begins
+        check_named(settings.scores, subject.shaped)
         if settings.is_labelled:
             where = settings.calibration_data, subject.shaped, execution
             how: Any = {"limit": settings.calibration_samples, "fixed": settings.fix_inputs}

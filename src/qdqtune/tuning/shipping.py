@@ -106,8 +106,8 @@ class Terms:
     """What a run demands of a file that ships.
 
     `beats_given`: it has to be faster than the user's file, too, because that has pairs or other inputs.
-    `is_rewritten`: the float model is not the user's but rewritten, takes the share `rewrites_ratio` of its time, and
-    may ship without pairs.
+    `is_rewritten`: the float model is not the user's but rewritten, or in another precision; rewrites take the share
+    `rewrites_ratio` of its time. It may ship without pairs.
     """
 
     beats_given: bool = False

@@ -18,9 +18,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
-from qdqtune.errors import BadState, OutputError, reading, writing
+from qdqtune.errors import BadData, BadModel, BadOption, BadState, BaselineFailed, OutputError, reading, writing
 from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside, check_single
-from qdqtune.tuning.records import HeadRecord, R, Record, parsed, plain
+from qdqtune.tuning.records import (
+    DenormalsRecord,
+    HeadRecord,
+    MetricRecord,
+    R,
+    RangesRecord,
+    Record,
+    RepeatabilityRecord,
+    parsed,
+    plain,
+)
 from qdqtune.types import TRANSIENT, Failure
 
 VERSION = 1
@@ -31,6 +41,12 @@ change, so that no run mixes two kinds. A test notices such a change."""
 RECORD_START = b'- {"kind": "'
 BEGINNING = RECORD_START + b'run", '
 """The beginning of every state file."""
+
+WRONG_INPUT = BadOption, BadData, BadModel, BaselineFailed
+"""Errors after which users change what the fingerprint holds: an option, the samples or the model."""
+
+OF_THE_START = DenormalsRecord, RangesRecord, RepeatabilityRecord, MetricRecord
+"""Records from before the first candidate."""
 
 BARE_EXPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|\d+\.\d+|(\d+)e')
 """Matches strings, numbers with a point, and (as group 1) the 1 of 1e-05, which YAML reads only as 1.0e-05."""
@@ -63,7 +79,8 @@ class Store:
     """The state file of one run, locked against other processes. A context manager.
 
     The first record is the run's fingerprint. A file of a run with another model, engine or option is refused, and the
-    difference is named.
+    difference is named. Where a run ends by what the user gave, before its first candidate, the file is emptied: the
+    corrected command, whose fingerprint is another, is not refused.
     """
 
     def __init__(self, path: Path, fingerprint: object, *, restart: bool = False, given: Stamps = NO_STAMPS) -> None:
@@ -96,8 +113,11 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with self._file:
+            if isinstance(error, WRONG_INPUT) and all(isinstance(one, OF_THE_START) for one in self.of(Record)):
+                with suppress(OSError):
+                    self._file.truncate(0)
 
     def __len__(self) -> int:
         return len(self.journal.records)

@@ -20,6 +20,7 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import MERGED, TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import usual_precision
+from qdqtune.engines.provider_table import SIMULATED, is_simulated
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineUnavailable
@@ -29,7 +30,7 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.numerics.fitting import fitted
-from qdqtune.numerics.half_precision import in_half_precision
+from qdqtune.numerics.half_precision import NAMES, in_half_precision
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import Reading, is_quantized, read_placement
@@ -62,7 +63,8 @@ class Subject:
     """The model under tuning. Outputs are compared on the samples of `accuracy`; the workloads of `mix` are timed.
 
     `imported` holds the pairs of a Q/DQ model that the user gave, `possible` the edges that may get pairs. `ranges` and
-    `possible` are empty until the model is `calibrated`, as is `rules_placement`, that by the rules of TensorRT.
+    `possible` are empty until the model is `calibrated`, as is `rules_placement`, that by the rules of TensorRT. The
+    user's float model was converted to `precision`.
     """
 
     prepared: Prepared
@@ -76,6 +78,13 @@ class Subject:
     possible: frozenset[Edge] = frozenset()
     rewrites: Rewrites = field(default_factory=Rewrites)
     rules_placement: Placement = field(default_factory=Placement)
+    precision: Precision = "fp32"
+
+    @property
+    def changes(self) -> str:
+        """What was done to the user's float model, as a phrase; "" if nothing that may change its time."""
+        in_half = f"in {NAMES[self.precision]}" if self.precision != "fp32" else ""
+        return " ".join(filter(None, (in_half, "with its rewrites" if self.rewrites.names else "")))
 
     @property
     def model(self) -> Model:
@@ -184,6 +193,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
         imported=imported,
         notes=tuple(notes),
         rewrites=made,
+        precision="fp32" if settings.from_qdq else wanted,
     )
 
 
@@ -353,8 +363,13 @@ def check_device(spec: EngineSpec, runner: Runner) -> None:
     """Refuse an engine that can time nothing here.
 
     Raises:
-        EngineUnavailable: it cannot be opened, or builds for a device that this machine does not have.
+        EngineUnavailable: it cannot be opened, builds for a device that this machine does not have, or is a simulator.
     """
+    if is_simulated(spec.name):
+        raise EngineUnavailable(
+            f"{SIMULATED.format(spec.name)}, and a search needs times: quantize for it, check shows where each node "
+            "runs, and compare what the outputs lose"
+        )
     try:
         device = runner.describe().get("device")
     except EngineUnavailable as error:

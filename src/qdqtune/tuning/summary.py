@@ -7,6 +7,7 @@ from typing import Annotated, NotRequired, Required, TypedDict, TypeVar
 
 import msgspec
 
+from qdqtune.engines.fallback import Fallback
 from qdqtune.errors import BadOption, check_file, reading
 from qdqtune.timing.ratios import Verdict
 from qdqtune.tuning.folder import SUMMARY
@@ -121,11 +122,12 @@ class Rewritten(TypedDict):
 
 
 class WithoutLimits(TypedDict):
-    """The fastest candidate that misses the limits."""
+    """The fastest candidate that misses the limits, and the limit that it `missed`, in words."""
 
     ratio: Positive
     sqnr_db: float | None
     agreement: NotRequired[float | None]
+    missed: NotRequired[str | None]
 
 
 class Summary(TypedDict):
@@ -182,6 +184,7 @@ class Summary(TypedDict):
     metric_loss_high: NotRequired[float | None]
     metric_loss_unknown: NotRequired[str | None]
     constraint_met: bool | None
+    fallback: NotRequired[Fallback]
     front: NotRequired[list[FrontPoint]]
     group_kinds: NotRequired[Count]
     groups_accepted: NotRequired[Count]

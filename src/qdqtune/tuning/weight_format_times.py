@@ -18,6 +18,7 @@ from onnx import TensorProto, helper
 
 from qdqtune.calibration.rounding import LazyMapping, Moments, moments, no_moments
 from qdqtune.calibration.scales import Ranges
+from qdqtune.engines import unwatched
 from qdqtune.engines.formats import weight_formats, weight_formats_like
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, writing
@@ -141,7 +142,7 @@ def format_shares(
 def wanted_formats(settings: Settings) -> tuple[WeightFormat, ...]:
     """The weight formats of the engine that the user wants."""
     engine = settings.engine.name
-    if settings.engine.options.get("provider", "CPUExecutionProvider") != "CPUExecutionProvider":
+    if unwatched(settings.engine):
         return ()
     if settings.formats is None:
         return weight_formats(engine)

@@ -9,10 +9,13 @@ from onnx import helper
 
 from engine_contract import EngineContract, model_of
 from layer_reports import RESIDUAL, RESIDUAL_INPUT, RESIDUAL_WEIGHTS, text_model
+from models import build, normal
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.devices import products_saturate
 from qdqtune.engines.formats import ONNXRUNTIME_SHARED
+from qdqtune.engines.onnxruntime.engine import Recording
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+from qdqtune.graph.saving import save
 from qdqtune.types import QType
 
 
@@ -92,3 +95,18 @@ def test_onnxruntime_saves_a_model_that_computes_the_same(tmp_path: Path) -> Non
     assert not {node.domain for node in saved.graph.node} & {"com.microsoft.nchwc"}
     again = engine.build(tmp_path / "s.onnx", tmp_path / "log").run(RESIDUAL_INPUT)["y"]
     np.testing.assert_allclose(again, built.run(RESIDUAL_INPUT)["y"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_recorded_inference_takes_new_inputs_in_their_places(tmp_path: Path) -> None:
+    model = build(
+        "net (float[2,4] x) => (float[2,8] y, float[2,8] z) { y = MatMul(x, w)\n z = Relu(y) }", {"w": normal(4, 8)}
+    )
+    save(model, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    first, second = ({"x": normal(2, 4, seed=seed)} for seed in (1, 2))
+    recording = Recording(session, first, ["y", "z"], "cpu", 1)
+    assert recording.time(3) > 0
+    for inputs in (first, second, first):
+        recording.take(inputs)
+        for found, expected in zip(recording.run(), session.run(["y", "z"], inputs), strict=True):
+            np.testing.assert_array_equal(found, expected)

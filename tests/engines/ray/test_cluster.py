@@ -208,8 +208,8 @@ def test_a_lost_node_ends_the_run_with_a_message_and_leaves_no_files(tmp_path: P
     os.kill(raylet, signal.SIGKILL)
     assert run.wait() == EngineUnavailable.exit_code
     assert said.read_text().endswith(
-        "error: the Ray node that the run was connected through is lost, and the run with it: what was measured is "
-        "kept, and the same command goes on from there\n"
+        "error: the Ray node that the run was connected through is lost, and the run with it: the same command goes "
+        "on from what was measured\n"
     )
     until(lambda: not family(tmp_path) and not leftovers(out, tmp_path), 300)
 

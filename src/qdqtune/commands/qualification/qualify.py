@@ -13,7 +13,8 @@ from qdqtune.commands.inputs import execution_of
 from qdqtune.commands.qualification.checks import CHECKS, Check
 from qdqtune.commands.qualification.engine_at_hand import BrokenError, EngineAtHand, NotApplicableError, opened
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.errors import QdqtuneError
+from qdqtune.engines.provider_table import SIMULATED, is_simulated
+from qdqtune.errors import EngineUnavailable, QdqtuneError
 from qdqtune.tuning.observer import Observer
 from qdqtune.version import __version__
 
@@ -102,9 +103,12 @@ def qualify(options: DoctorOptions, observer: Observer) -> Qualification:
     """Check the claims about an engine on this machine.
 
     Raises:
-        EngineUnavailable, BadOption: the engine cannot be opened.
+        EngineUnavailable, BadOption: the engine cannot be opened, or is a simulator.
     """
     begun = monotonic()
+    if is_simulated(options.engine_name):
+        told = SIMULATED.format(options.engine_name)
+        raise EngineUnavailable(f"{told}, and most claims are about times: leave `qualify` out, check and compare work")
     with opened(options.spec(), observer, execution_of(options)) as engine:
         results = tuple(CheckResult(check.name, check.claim, tuple(_seen(engine, check))) for check in CHECKS)
         cpu, gpus = processor(), find_gpus()[0]

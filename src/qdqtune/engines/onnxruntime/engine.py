@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib import import_module, metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 from onnxruntime import InferenceSession as Session
 
 from qdqtune.engines import CPU_PROVIDER, DENORMALS_SETTINGS, devices, formats, output_to, translated
 from qdqtune.engines.coverage import read_model
+from qdqtune.engines.library_settings import provider_options, session_settings
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+from qdqtune.engines.onnxruntime import partitions
+from qdqtune.engines.provider_table import OF_EP, is_simulated
+from qdqtune.engines.providers.provider import SYMMETRIC, Provider
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.loading import data_files
 from qdqtune.graph.saving import ONE_FILE_LIMIT, nbytes
-from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
+from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
-LOG_WARNING, LOG_ERROR = 2, 3
+LOG_VERBOSE, LOG_WARNING, LOG_ERROR = 0, 2, 3
 """Levels of ONNX Runtime's log."""
 
 WARMUP = 1
@@ -59,6 +66,10 @@ session that is timed next."""
 
 CONSTANTS_FILE = "session.optimized_model_external_initializers_file_name"
 NO_PREPACKING = "session.disable_prepacking"
+RECORDING_NUMBER, NOT_RECORDED = "gpu_graph_id", "-1"
+"""The entry of a run's options that tells recordings apart, and its value for an inference that is not recorded."""
+
+RECORD_ASSIGNMENT = "session.record_ep_graph_assignment_info"
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,9 @@ class OnnxRuntimeOptions:
     """Options of ONNX Runtime.
 
     threads: CPU threads of each operator; operators run one after the other.
-    provider: the execution provider.
+    provider: the execution provider, by ONNX Runtime's name.
+    provider_options: options of the provider, beside those of its table.
+    library: file of the plug-in that brings the provider, in place of that of its package.
     fuse: whether operators are fused. If not, each runs exactly as the file has it: that shows what pairs do to the
         values, not to the speed.
     fuse_pairs: whether Q/DQ pairs are fused with operators. If not, Q and DQ run as nodes of their own.
@@ -82,6 +95,8 @@ class OnnxRuntimeOptions:
     fuse_pairs: bool = True
     denormals_as_zero: bool = False
     rewrite: bool = False
+    provider_options: Mapping[str, str] | None = None
+    library: str = ""
 
     def __post_init__(self) -> None:
         if self.threads < 1:
@@ -92,31 +107,80 @@ def create(options: OnnxRuntimeOptions) -> OnnxRuntime:
     """Make the engine.
 
     Raises:
-        EngineUnavailable: this build of ONNX Runtime lacks the provider.
+        EngineUnavailable: the provider is not installed, or has no device here.
     """
+    table = OF_EP.get(options.provider)
+    if options.library or (table is not None and table.plugin):
+        return OnnxRuntime(options, _plugged_in(options))
     available = ort.get_available_providers()
     if options.provider not in available:
+        how = "" if table is None else f": {table.install}"
         raise EngineUnavailable(
-            f"ONNX Runtime here has no provider {options.provider!r}; it has {', '.join(available)}"
+            f"ONNX Runtime here has no provider {options.provider!r}; it has {', '.join(available)}{how}"
         )
     return OnnxRuntime(options)
 
 
-class OnnxRuntime:
-    """Builds models as sessions, all with the same options."""
+def _plugged_in(options: OnnxRuntimeOptions) -> list[ort.OrtEpDevice]:
+    """The devices of a provider that comes as a plug-in, which is registered.
 
-    def __init__(self, options: OnnxRuntimeOptions) -> None:
-        self._options = options
+    Raises:
+        EngineUnavailable: it is not installed, does not load, or has no device here.
+    """
+    table, library = OF_EP.get(options.provider), options.library
+    if not library and table is not None:
+        if importlib.util.find_spec(table.plugin) is None:
+            raise EngineUnavailable(f"provider {table.ep} is not installed: {table.install}")
+        library = import_module(table.plugin).get_library_path()
+    try:
+        _register(options.provider, library)
+    except Exception as error:  # what ONNX Runtime raises has no common class
+        raise EngineUnavailable(f"provider {options.provider} does not load: {one_line(error)}") from error
+    found = [device for device in ort.get_ep_devices() if device.ep_name == options.provider]
+    if not found:
+        raise EngineUnavailable(f"provider {options.provider} loads, and finds no device on this machine")
+    return found[:1]
+
+
+@cache
+def _register(provider: str, library: str) -> None:
+    """Register a plug-in, once in a process."""
+    ort.register_execution_provider_library(provider, library)
+
+
+def _device_of(table: Provider | None) -> tuple[str, str]:
+    """The name of the device that a provider runs on, and of its driver, as far as it is known."""
+    processor = devices.processor_name()
+    if table is not None and is_simulated(table.name):
+        return f"simulator on {processor}", ""
+    gpus = devices.gpus_here() if table is not None and table.is_gpu else ()
+    return devices.gpu(gpus[0]) if gpus else (processor, "")
+
+
+class OnnxRuntime:
+    """Builds models as sessions, all with the same options. `plugged_in` are devices of a plug-in's provider."""
+
+    def __init__(self, options: OnnxRuntimeOptions, plugged_in: Sequence[ort.OrtEpDevice] = ()) -> None:
+        self._options, self._plugged_in = options, plugged_in
+        self.table = OF_EP.get(options.provider)
+        self.memory = "cpu" if self.table is None else self.table.memory
+        recording = "" if self.table is None else self.table.recording
+        self.is_recorded = (options.provider_options or {}).get(recording) == "1"
 
     def describe(self) -> dict[str, str]:
         """Version, CPU, and the instruction sets that decide which integer kernels run."""
         options = self._options
+        table, own = self.table, options.provider_options or {}
+        device, driver = _device_of(table)
         return {
-            "engine": "onnxruntime",
+            "engine": "onnxruntime" if table is None else table.name,
             "version": ort.__version__,
             "provider": options.provider,
+            **({"plugin": metadata.version(table.plugin)} if table is not None and table.plugin else {}),
+            **({"provider_options": " ".join(f"{k}={own[k]}" for k in sorted(own))} if own else {}),
             "threads": str(options.threads),
-            "device": devices.processor_name(),
+            "device": device,
+            **({"driver": driver} if driver else {}),
             "isa": " ".join(devices.instruction_sets()),
             **({} if options.fuse else {"fuse": "after rewrites" if options.rewrite else "no"}),
             **({} if options.fuse_pairs else {"fuse_pairs": "no"}),
@@ -124,14 +188,15 @@ class OnnxRuntime:
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """On the CPU uint8 activations (see `formats`); on other providers symmetric int8, which all of them run.
+        """Those of `formats`; on a provider without a table symmetric int8, which all of them run.
 
         Raises:
             BadOption: for FP8.
         """
+        if self.table is not None:
+            return formats.of_provider(self.table, quant_type)
         numbers = formats.onnxruntime(quant_type)
-        is_cpu = self._options.provider == CPU_PROVIDER
-        return numbers if is_cpu else NumericFormat(QType.INT8, QType.INT8, symmetric=True)
+        return numbers if self._options.provider == CPU_PROVIDER else SYMMETRIC
 
     def build(self, model: Path, log: Path) -> OnnxRuntimeModel:
         """Build a model: load it into a session.
@@ -152,11 +217,10 @@ class OnnxRuntime:
         that this engine sets, `entries` are its config entries."""
         chosen, levels = self._options, ort.GraphOptimizationLevel
         unfused = levels.ORT_ENABLE_BASIC if chosen.rewrite else levels.ORT_DISABLE_ALL
-        attributes = {
-            "intra_op_num_threads": chosen.threads,
-            "inter_op_num_threads": 1,
-            "execution_mode": ort.ExecutionMode.ORT_SEQUENTIAL,
-            "graph_optimization_level": levels.ORT_ENABLE_ALL if chosen.fuse else unfused,
+        usual = session_settings(chosen.threads)
+        attributes = usual | {
+            "execution_mode": getattr(ort.ExecutionMode, usual["execution_mode"]),
+            "graph_optimization_level": getattr(levels, usual["graph_optimization_level"]) if chosen.fuse else unfused,
             "log_severity_level": LOG_WARNING,
             "enable_mem_pattern": chosen.fuse,  # planning memory takes a time quadratic in the nodes of the graph
         }
@@ -167,7 +231,14 @@ class OnnxRuntime:
             setattr(options, name, value)
         for name, value in {**own, **entries}.items():
             options.add_session_config_entry(name, value)
-        return Session(model if isinstance(model, bytes) else str(model), options, providers=[chosen.provider])
+        content, table = model if isinstance(model, bytes) else str(model), self.table
+        given = provider_options(table, chosen.threads, chosen.provider_options)
+        if table is not None and more.get("enable_profiling"):  # a recording shows no single nodes
+            given.pop(table.recording, None)
+        if self._plugged_in:
+            options.add_provider_for_devices(self._plugged_in, given)
+            return Session(content, options)
+        return Session(content, options, providers=[(chosen.provider, given)])
 
 
 class OnnxRuntimeModel:
@@ -180,16 +251,21 @@ class OnnxRuntimeModel:
         self._inputs = frozenset(given.name for given in session.get_inputs())
         self._outputs = [output.name for output in session.get_outputs()]
         self._reuses_outputs = True
+        self._recordings: dict[tuple[tuple[int, ...], ...], Recording] = {}
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
         """Implements `Built.run`."""
         with translated(*ORT_MESSAGES):
+            if self._engine.is_recorded:
+                return dict(zip(self._outputs, self._recording(self._known_inputs(inputs)).run(), strict=True))
             return dict(zip(self._outputs, self._session.run(self._outputs, self._known_inputs(inputs)), strict=True))
 
     def time(self, inputs: Tensors, runs: int) -> float:
         """`Built.time`, with inputs and outputs on the device."""
         with translated(*ORT_MESSAGES):
             given = self._known_inputs(inputs)
+            if self._engine.is_recorded:
+                return self._recording(given).time(runs)
             if any(array.dtype.kind in "OSU" for array in given.values()):  # strings, which cannot be bound
                 start = time.perf_counter()
                 for _ in range(runs):
@@ -207,6 +283,15 @@ class OnnxRuntimeModel:
                 self._reuses_outputs = False
                 return self._seconds(binding, runs)
 
+    def _recording(self, given: Mapping[str, Array]) -> Recording:
+        """The recorded inference for inputs of these shapes, with these values."""
+        shapes = tuple(np.shape(array) for array in given.values())
+        if shapes not in self._recordings:
+            number, memory = 1 + len(self._recordings), self._engine.memory
+            self._recordings[shapes] = Recording(self._session, given, self._outputs, memory, number)
+        self._recordings[shapes].take(given)
+        return self._recordings[shapes]
+
     def _seconds(self, binding: ort.IOBinding, runs: int) -> float:
         """Seconds per inference. The first inference allocates the outputs, and the others write into them.
 
@@ -218,7 +303,7 @@ class OnnxRuntimeModel:
             if run == 0 or not self._reuses_outputs:
                 binding.clear_binding_outputs()
                 for name in self._outputs:
-                    binding.bind_output(name)
+                    binding.bind_output(name, self._engine.memory)
             self._session.run_with_iobinding(binding)
         binding.synchronize_outputs()
         return (time.perf_counter() - start) / runs
@@ -229,6 +314,8 @@ class OnnxRuntimeModel:
         In that session every node has a name, and a fused node is named after the nodes that it was made of.
         """
         model, feed = read_model(self._path), self._known_inputs(inputs)
+        if self._engine.table is not None and self._engine.table.compiles:
+            return self._partitions(model, self._engine.table)
         is_large = saves_memory or nbytes(self._path) >= LOADED_ONCE
         with TemporaryDirectory(prefix="qdqtune-") as name:
             folder = Path(name)
@@ -254,7 +341,21 @@ class OnnxRuntimeModel:
                     for _ in range(block):
                         session.run(self._outputs, feed)
                 profile = Path(session.end_profiling())
-            return onnxruntime_layers.report(model.graph, folder / "optimized.onnx", profile, WARMUP, plain)
+            files = folder / "optimized.onnx", profile
+            return onnxruntime_layers.report(model.graph, *files, WARMUP, plain, self._engine.table)
+
+    def _partitions(self, model: onnx.ModelProto, table: Provider) -> tuple[Layer, ...]:
+        """The layers of a provider that runs many nodes as one, without times: a second session tells which they are,
+        and its log why others run elsewhere."""
+        if not hasattr(Session, "get_provider_graph_assignment_info"):
+            raise EngineFailure(f"ONNX Runtime {ort.__version__} does not say where nodes run: install 1.24 or later")
+        with TemporaryDirectory(prefix="qdqtune-") as name:
+            log, entries = Path(name) / "log", {INPUT_FOLDER: str(self._path.parent), RECORD_ASSIGNMENT: "1"}
+            with output_to(log), translated(*ORT_MESSAGES):
+                session = self._engine.session(model.SerializeToString(), entries, log_severity_level=LOG_VERBOSE)
+                found = session.get_provider_graph_assignment_info()
+            parts = [(part.ep_name, [(node.name, node.op_type) for node in part.get_nodes()]) for part in found]
+            return partitions.layers(model.graph, parts, table, log.read_text(encoding="utf-8", errors="replace"))
 
     def save(self, path: Path) -> None:
         """Write the optimized model as an ONNX file, and load it. If the model has external data or more than 2 GB, its
@@ -281,7 +382,49 @@ class OnnxRuntimeModel:
 
     def close(self) -> None:
         """Drop the session."""
+        self._recordings.clear()
         del self._session
+
+
+def _numbered(recording: str) -> ort.RunOptions:
+    options = ort.RunOptions()
+    options.add_run_config_entry(RECORDING_NUMBER, recording)
+    return options
+
+
+class Recording:
+    """An inference whose kernels are recorded and then started together. Inputs and outputs have fixed places in the
+    memory of the device. Recordings of one session have different numbers."""
+
+    def __init__(
+        self, session: Session, inputs: Mapping[str, Array], outputs: Sequence[str], memory: str, number: int
+    ) -> None:
+        self._session, self._binding, self._options = session, session.io_binding(), _numbered(str(number))
+        self._inputs = {name: ort.OrtValue.ortvalue_from_numpy(array, memory) for name, array in inputs.items()}
+        for name, value in self._inputs.items():
+            self._binding.bind_ortvalue_input(name, value)
+        for name in outputs:
+            self._binding.bind_output(name, memory)
+        session.run_with_iobinding(self._binding, _numbered(NOT_RECORDED))  # allocates the outputs
+        for name, value in zip(outputs, self._binding.get_outputs(), strict=True):
+            self._binding.bind_ortvalue_output(name, value)
+
+    def take(self, inputs: Mapping[str, Array]) -> None:
+        """Copy other values of the inputs to the device."""
+        for name, value in self._inputs.items():
+            value.update_inplace(np.asarray(inputs[name], order="C"))
+
+    def run(self) -> list[Array]:
+        """The outputs."""
+        self._session.run_with_iobinding(self._binding, self._options)
+        return [value.numpy() for value in self._binding.get_outputs()]
+
+    def time(self, runs: int) -> float:
+        """Seconds per inference."""
+        start = time.perf_counter()
+        for _ in range(runs):
+            self._session.run_with_iobinding(self._binding, self._options)
+        return (time.perf_counter() - start) / runs
 
 
 @contextmanager

@@ -18,6 +18,8 @@ import numpy.typing as npt
 import onnx
 
 from qdqtune.engines.coverage import Claim, cover, never_run
+from qdqtune.engines.onnxruntime.partitions import elsewhere
+from qdqtune.engines.providers.provider import Provider
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.operators import QDQ
 from qdqtune.types import Layer, LayerKind
@@ -47,12 +49,18 @@ of a microsecond, the unit of the profile."""
 
 
 def report(
-    graph: onnx.GraphProto, optimized: Path, profile: Path, warmup: int, plain: Sequence[float]
+    graph: onnx.GraphProto,
+    optimized: Path,
+    profile: Path,
+    warmup: int,
+    plain: Sequence[float],
+    table: Provider | None = None,
 ) -> tuple[Layer, ...]:
     """The layers of a session, in the order in which it ran them; see `Built.layers`.
 
     The first `warmup` inferences in the profile do not count. `plain` are seconds of inferences without the profiler,
-    run between the profiled ones: the excess of the layers' times over `plain` is overhead of the profile.
+    run between the profiled ones: the excess of the layers' times over `plain` is overhead of the profile. `table` is
+    that of the execution provider, if it is not the CPU's.
 
     Raises:
         EngineFailure: the profile is not that of the optimized graph.
@@ -65,7 +73,11 @@ def report(
     layers = []
     for i, (node, names, time_ms) in enumerate(zip(nodes, covered, times.tolist(), strict=True)):
         name = node.name or " + ".join(names) or node.output[0]
-        layers.append(Layer(name, names, _precision(node, runs[-1][i]["args"]), time_ms, _kind(node, names)))
+        event, kind = runs[-1][i]["args"], _kind(node, names)
+        ep = event.get("provider", "")
+        is_away = table is not None and ep not in ("", table.ep) and kind != "copy"
+        where = elsewhere(name, node.op_type, ep, table, {}) if table is not None and is_away else ""
+        layers.append(Layer(name, names, _precision(node, event), time_ms, kind, elsewhere=where))
     return (*layers, *never_run(rest))
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from qdqtune.engines import DENORMALS_SETTINGS, devices, formats, output_to, translated
+from qdqtune.engines import devices, formats, output_to, translated
 from qdqtune.engines.coverage import read_model
+from qdqtune.engines.library_settings import openvino_configuration
 from qdqtune.engines.openvino import layers as openvino_layers
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
@@ -97,15 +98,8 @@ class OpenVino:
 
     def configuration(self, **more: Any) -> dict[str, Any]:
         """The properties that models are compiled with; `more` are added, or replace some."""
-        return {
-            "PERFORMANCE_HINT": "LATENCY",
-            "NUM_STREAMS": 1,
-            "INFERENCE_NUM_THREADS": self._options.threads,
-            "INFERENCE_PRECISION_HINT": self._options.precision,
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # activations are quantized at Q/DQ pairs only
-            "ENABLE_CPU_PINNING": False,
-            DENORMALS_SETTINGS["openvino"]: self._options.denormals_as_zero,
-        } | more
+        own = self._options
+        return openvino_configuration(own.threads, own.precision, denormals_as_zero=own.denormals_as_zero) | more
 
 
 class OpenVinoModel:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from qdqtune.engines.devices import nvidia_smi
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.system.writing import append
 
@@ -174,9 +173,3 @@ def _reason(status: int, printed: str) -> str:
     errors = [text for text in ERROR_LINE.findall(printed) if text.strip()]
     lines = errors or [line for line in printed.splitlines() if line and not line.startswith("&&&&")]
     return one_line("; ".join(dict.fromkeys([lines[0], lines[-1]]))) if lines else f"exit status {status}"
-
-
-def gpu(device: str) -> tuple[str, str]:
-    """Name and driver version of a GPU; "unknown" where nvidia-smi does not tell."""
-    rows, _ = nvidia_smi("name,driver_version", f"--id={device}")
-    return (rows[0][0], rows[0][1]) if rows else ("unknown", "unknown")

@@ -20,11 +20,10 @@ from qdqtune.engines.coverage import never_run
 from qdqtune.engines.tensorrt.nodes import COPY_NODE, NodeNames, assign, mentioned
 from qdqtune.errors import BadOption, EngineFailure, InputError, one_line, parsed_json, reading
 from qdqtune.graph.operators import QDQ
-from qdqtune.types import Layer, LayerKind
+from qdqtune.types import LOW_PRECISIONS, Layer, LayerKind
 
 Times = Sequence[tuple[str, float]]
 
-LOW_PRECISIONS = ("INT8", "FP8", "INT4", "FP4", "UINT8")
 PRECISION_NAMES = {
     "int8": "INT8", "uint8": "UINT8", "int4": "INT4", "fp8": "FP8", "fp4": "FP4", "half": "FP16", "fp16": "FP16",
     "float": "FP32", "fp32": "FP32", "bf16": "BF16", "bfloat16": "BF16", "int32": "INT32", "int64": "INT64",

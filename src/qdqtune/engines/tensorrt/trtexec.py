@@ -25,16 +25,16 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from qdqtune.engines import formats
+from qdqtune.engines.devices import gpu
+from qdqtune.engines.library_settings import BETTER_DEFAULTS, QUICK
 from qdqtune.engines.tensorrt.options import CachedOptions
-from qdqtune.engines.tensorrt.program import Launch, Program, find, flag_name, gpu, launch_process
+from qdqtune.engines.tensorrt.program import Launch, Program, find, flag_name, launch_process
 from qdqtune.engines.tensorrt.report import layers_of
 from qdqtune.errors import BadOption, EngineFailure, one_line
 from qdqtune.system.writing import append
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 STRONG_TYPING = (10, 0)
-BETTER_DEFAULTS = (11, 0)
-"""From this version on CUDA graphs, spinning, no transfers and a separate profiling run are defaults of trtexec."""
 
 PRECISION_FLAGS = frozenset({"best", "bf16", "fp16", "fp8", "int4", "int8"})
 CONSTRAINT_FLAGS = frozenset({"layerOutputTypes", "layerPrecisions", "precisionConstraints"})
@@ -151,7 +151,7 @@ class Trtexec:
         return built
 
     def _precision_flags(self, signature: _Signature) -> list[str]:
-        if self.program.version >= BETTER_DEFAULTS or self._sets(PRECISION_FLAGS):
+        if self.program.version >= (BETTER_DEFAULTS, 0) or self._sets(PRECISION_FLAGS):
             return []  # trtexec ignores or refuses the user's precisions beside --stronglyTyped
         if self.program.version >= STRONG_TYPING and not self._sets(CONSTRAINT_FLAGS):
             return ["--stronglyTyped"]
@@ -243,9 +243,8 @@ class TrtexecModel:
 
     def _median_seconds(self, inputs: Tensors, runs: int, *flags: str) -> float:
         target, begun = self._file("times.json"), perf_counter()
-        quick = ["--useCudaGraph", "--useSpinWait", "--noDataTransfers"]
         asked = [*self._duration_flags(runs, TIMED_SECONDS), f"--exportTimes={target}", *flags]
-        printed = self._infer(inputs, asked + (quick if self._program.version < BETTER_DEFAULTS else []))
+        printed = self._infer(inputs, [*asked, *(QUICK if self._program.version < (BETTER_DEFAULTS, 0) else ())])
         seconds = _milliseconds(_read_and_delete(target), printed) / 1e3
         self._program.start_seconds = perf_counter() - begun
         return seconds
@@ -259,7 +258,7 @@ class TrtexecModel:
             f"--exportLayerInfo={graph}",
             f"--exportProfile={profile}",
         ]
-        separate = ["--separateProfileRun"] if self._program.version < BETTER_DEFAULTS else []
+        separate = ["--separateProfileRun"] if self._program.version < (BETTER_DEFAULTS, 0) else []
         self._infer(inputs, flags + separate)
         if not self._program.profiles:
             raise EngineFailure("trtexec: this one knows no profiling flags, so it cannot tell its layers")

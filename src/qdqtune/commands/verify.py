@@ -1,0 +1,201 @@
+"""`qdqtune verify`: whether what a run has proven holds on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from qdqtune.calibration.workloads import WorkloadFile
+from qdqtune.commands.compare import CompareOptions, Comparison, MeasureOptions, compare
+from qdqtune.commands.gate import Gate, Gated
+from qdqtune.commands.inputs import execution_of
+from qdqtune.commands.shown import Shown, Table
+from qdqtune.engines import THREADED, EngineSpec, threads_of
+from qdqtune.engines.devices import usable_cores
+from qdqtune.engines.execution import Execution
+from qdqtune.engines.options import time_limit_option
+from qdqtune.engines.runner import temporary_runner
+from qdqtune.options import REQUIRED, Assignments, Duration, File, OfRun, Option, Options, option, options_of
+from qdqtune.timing.ratios import overlap
+from qdqtune.tuning.deploy import OF_THIS_MACHINE, DeploySettings, changed_files, read_settings
+from qdqtune.tuning.finished import data_beside
+from qdqtune.tuning.observer import Observer
+
+Finding = Literal["holds", "does not hold", "cannot tell"]
+
+
+@dataclass
+class FolderOption(Options):
+    """The folder of a run."""
+
+    folder: File = option(
+        OfRun(), REQUIRED, "The output folder of a finished run.", is_positional=True, metavar="FOLDER"
+    )
+
+
+@dataclass(kw_only=True)
+class VerifyOptions(MeasureOptions, FolderOption):
+    """The options of `verify`."""
+
+    engine_options: Option[Mapping[str, Any] | None, Mapping[str, Any]] = option(
+        Assignments("sets nothing"),
+        None,
+        "An option of the engine as it is here, such as the path of a program or plug-in. Repeatable.",
+        "Engine",
+        flags="--engine-option",
+        metavar="NAME=VALUE",
+        is_rare=True,
+        is_repeated=True,
+    )
+    time_limit: Duration = time_limit_option()
+
+
+@dataclass(frozen=True, repr=False)
+class Verified(Shown):
+    """Whether what was proven holds here, and why. `differences` are what the engine says of itself otherwise than in
+    the proof, by name: there, here. `comparison` is None where nothing had to be measured, or could be."""
+
+    folder: Path
+    finding: Finding
+    why: str
+    differences: Mapping[str, tuple[str, str]]
+    comparison: Comparison | None = None
+    gated: tuple[Gated, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Whether what was proven holds here."""
+        return self.finding == "holds"
+
+    def in_words(self) -> str:
+        """The finding in one line."""
+        return f"{self.finding}: {self.why}"
+
+    def table(self) -> Table:
+        """The comparison of float and tuned model; empty if nothing was measured."""
+        return Table((), ()) if self.comparison is None else self.comparison.table()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            "folder": str(self.folder),
+            "finding": self.finding,
+            "why": self.why,
+            "differences": {name: list(both) for name, both in self.differences.items()},
+            "gate": [asdict(one) for one in self.gated],
+            "comparison": None if self.comparison is None else self.comparison.to_dict(),
+            "notes": list(self.notes),
+        }
+
+
+def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified:
+    """Check files, engine and machine against those of the proof, and compare float and tuned model anew.
+
+    Raises:
+        InputError: the folder holds no such settings, or samples cannot be used.
+        EngineUnavailable: the engine is not here.
+        EngineFailure: it cannot run the float model.
+    """
+    folder, settings, execution = options.folder, read_settings(options.folder), execution_of(options)
+    changed = changed_files(folder, settings)
+    if settings.model in changed:
+        if not (final := folder / settings.model).exists():
+            return Verified(folder, "cannot tell", f"{final} is not there: copy it from the folder of the run", {})
+        return Verified(folder, "does not hold", f"{final} is not the file that was proven", {})
+    spec = _spec(settings, options)
+    with temporary_runner(spec, execution) as runner:
+        described = runner.describe()
+    names = dict.fromkeys((*settings.engine, *described))
+    both = {name: (settings.engine.get(name, "none"), described.get(name, "none")) for name in names}
+    differences = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+    notes = tuple(f"{name}: proven with {there}, here {here}" for name, (there, here) in differences.items())
+
+    def found(finding: Finding, why: str, *more: str, **measured: Any) -> Verified:
+        return Verified(folder, finding, why, differences, notes=(*notes, *more), **measured)
+
+    if settings.shipped != "tuned":
+        return found("holds", settings.told)
+    if changed:
+        missing = f"{folder / changed[0]} is not there, or is not the file of the proof"
+        return found("cannot tell", f"{missing}: copy it from the folder of the run, to compare with")
+    counts = _counts(spec, settings, options)
+    if not counts:
+        there = f"the proof took {min(settings.proven.threads)} threads"
+        return found("cannot tell", f"{there}, and this process may use {usable_cores()}: give `deploy_threads`")
+    files = folder / settings.baseline, folder / settings.model
+    done = compare(files, _as_compare(options, settings, spec, counts, execution), observer)
+    asked, proven = options.gate, settings.proven
+    gate = replace(asked, fail_below=asked.fail_below or 1.0)
+    if done.judged:
+        gate = Gate(gate.fail_below, gate.min_sqnr or proven.min_sqnr_db, gate.min_agreement or proven.min_agreement)
+    gated = tuple(one for row in done.rows for one in row.gated(gate))
+    finding, why = _finding(done, gate, settings)
+    more = (*done.notes, *_doubts(done, settings, counts))
+    return found(finding, why, *more, comparison=done, gated=gated)
+
+
+def _spec(settings: DeploySettings, options: VerifyOptions) -> EngineSpec:
+    """The engine of the proof. Folders may come from elsewhere: programs and libraries that they name are not run."""
+    kept = {name: value for name, value in settings.spec.options.items() if name not in OF_THIS_MACHINE}
+    return EngineSpec(settings.spec.name, kept | dict(options.engine_options))
+
+
+def _counts(spec: EngineSpec, settings: DeploySettings, options: VerifyOptions) -> tuple[int | None, ...]:
+    """The numbers of threads to compare at: those of the proof for which there are cores, or those asked for."""
+    if options.deploy_threads is not None:
+        return options.deploy_threads
+    if threads_of(spec) is None or not settings.proven.threads:
+        return (None,)
+    most = usable_cores() if spec.name in THREADED else max(settings.proven.threads)
+    return tuple(count for count in settings.proven.threads if count <= most)
+
+
+def _as_compare(
+    options: VerifyOptions,
+    settings: DeploySettings,
+    spec: EngineSpec,
+    counts: tuple[int | None, ...],
+    execution: Execution,
+) -> CompareOptions:
+    """The options of the comparison. Without samples, the inputs are those of the run in the folder; if these are gone,
+    they are random, of the shapes of the proof."""
+    given = {name: getattr(options, name) for name in options_of(MeasureOptions)}
+    threads = [count for count in counts if count is not None]
+    if threads:
+        given["deploy_threads"] = threads
+        spec = EngineSpec(spec.name, {**spec.options, "threads": threads[0]})
+    is_fed = options.calibration_data is not None or any(isinstance(w, WorkloadFile) for w in options.workloads)
+    if not is_fed and not options.input_shapes and data_beside(options.folder / settings.model, execution) is None:
+        given["input_shapes"] = {name: shape for name, (_, shape) in settings.inputs.items()}
+    return CompareOptions(engine=spec, time_limit=options.time_limit, **given)
+
+
+def _finding(done: Comparison, gate: Gate, settings: DeploySettings) -> tuple[Finding, str]:
+    """What the comparison says, as the proof would: slower at no number of threads, faster at one, within limits."""
+    gated = (one for row in done.rows for one in row.gated(gate))
+    if bad := next((one for one in gated if one.outcome in ("failed", "missed")), None):
+        return "does not hold", f"{bad.file}, {bad.limit}: {bad.told}"
+    timed = [(row.ratio, row) for row in done.rows if row.ratio is not None]
+    if not timed:
+        return "cannot tell", "nothing is timed on a simulator"
+    own = settings.spec.options.get("threads")  # at which the ratio of the proof was measured
+    ratio, best = min(timed, key=lambda pair: (pair[1].threads != own, pair[0].median))
+    there, exact = settings.proven.speed, "" if best.sqnr_db is None else f", output SQNR {best.sqnr_db:.1f} dB"
+    proven = "" if there is None else f" (proven: {there.speedup})"
+    is_held = any(one.outcome == "holds" for row in done.rows for one in gate.of_speed(row.name, row.ratio))
+    told = f"{best.name} is {ratio.speedup} as fast as float here{proven}{exact}"
+    return ("holds" if is_held else "cannot tell"), told
+
+
+def _doubts(done: Comparison, settings: DeploySettings, counts: tuple[int | None, ...]) -> Iterator[str]:
+    """What the user should know besides."""
+    there, here = settings.proven.speed, [row.ratio for row in done.rows if row.ratio is not None]
+    if there is not None and here and all(r.median > there.median and not overlap(r, there) for r in here):
+        yield f"it is less than was proven, {there.speedup}: the intervals do not overlap"
+    if left := [count for count in settings.proven.threads if count not in counts and counts != (None,)]:
+        yield f"proven at {', '.join(map(str, left))} threads as well, which were not compared here"
+    if not done.judged:
+        yield "outputs were not compared, which takes samples: give `calibration_data`"

@@ -1,0 +1,44 @@
+"""Runs the model of settings.json on ONNX Runtime, and prints the median latency: python run.py [RUNS]."""
+
+import json
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import onnxruntime as ort
+
+here = Path(__file__).resolve().parent
+settings = json.loads((here / "settings.json").read_text(encoding="utf-8"))
+library, model = settings["library"], str(here.parent / settings["model"])
+provider, provider_options = library["provider"], library["provider_options"]
+
+options = ort.SessionOptions()
+options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, library["graph_optimization_level"])
+options.execution_mode = getattr(ort.ExecutionMode, library["execution_mode"])
+options.intra_op_num_threads = library["intra_op_num_threads"]
+for name, value in library["config_entries"].items():
+    options.add_session_config_entry(name, value)
+if plugin := library["plugin"]:
+    file = library["provider_library"] or import_module(plugin).get_library_path()
+    ort.register_execution_provider_library(provider, file)
+    devices = [device for device in ort.get_ep_devices() if device.ep_name == provider]
+    options.add_provider_for_devices(devices[:1], provider_options)
+    session = ort.InferenceSession(model, options)
+else:
+    session = ort.InferenceSession(model, options, providers=[(provider, provider_options)])
+
+rng, inputs, times = np.random.default_rng(0), {}, []
+for name, (dtype, shape) in settings["inputs"].items():  # replace these by your own
+    values = rng.standard_normal(shape) if "float" in dtype else np.ones(shape)
+    inputs[name] = values.astype(str if dtype == "object" else dtype)
+for _ in range(runs := int(sys.argv[1]) if len(sys.argv) > 1 else 100):
+    begun = time.perf_counter()
+    session.run(None, inputs)
+    times.append(time.perf_counter() - begun)
+print(settings["told"])
+print(
+    f"median of {runs} runs: {1e3 * median(times):.3f} ms, ONNX Runtime {ort.__version__}, {session.get_providers()[0]}"
+)

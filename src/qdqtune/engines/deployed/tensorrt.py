@@ -1,0 +1,68 @@
+"""Builds the model of settings.json with TensorRT (8.6 or later, or RTX), runs it on inputs of ones, and prints the
+median latency: python run.py [RUNS]. It needs cuda-python."""
+
+import json
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from cuda.bindings import runtime as cuda
+
+here = Path(__file__).resolve().parent
+settings = json.loads((here / "settings.json").read_text(encoding="utf-8"))
+library, runs = settings["library"], int(sys.argv[1]) if len(sys.argv) > 1 else 100
+trt = import_module(library["module"])
+
+logger = trt.Logger(trt.Logger.WARNING)  # one for the whole process: TensorRT ignores later ones
+builder, flags = trt.Builder(logger), trt.NetworkDefinitionCreationFlag
+is_strong = hasattr(flags, "STRONGLY_TYPED")  # not in 8.6, where the builder chooses among types that flags allow
+network = builder.create_network(1 << int(flags.STRONGLY_TYPED if is_strong else flags.EXPLICIT_BATCH))
+parser = trt.OnnxParser(network, logger)
+if not parser.parse_from_file(str(here.parent / settings["model"])):  # finds external data; parse() does not
+    raise SystemExit("\n".join(parser.get_error(i).desc() for i in range(parser.num_errors)))
+config, profile = builder.create_builder_config(), builder.create_optimization_profile()
+for name in () if is_strong else ("FP16", "INT8"):
+    config.set_flag(getattr(trt.BuilderFlag, name))
+tensors = [network.get_input(i) for i in range(network.num_inputs)]
+for tensor in (dynamic := [tensor for tensor in tensors if -1 in tuple(tensor.shape)]):
+    shape = settings["inputs"][tensor.name][1]
+    profile.set_shape(tensor.name, *(library[which].get(tensor.name, shape) for which in ("min", "opt", "max")))
+if dynamic:
+    config.add_optimization_profile(profile)
+if (plan := builder.build_serialized_network(network, config)) is None:
+    raise SystemExit("TensorRT built no engine: see its messages above")
+
+
+def checked(answer: Any) -> Any:
+    """What a function of CUDA gives, or the end of the program."""
+    if int(answer[0]):
+        raise SystemExit(f"CUDA error {answer[0]}")
+    return answer[1] if len(answer) > 1 else None
+
+
+engine = trt.Runtime(logger).deserialize_cuda_engine(plan)
+context, stream, times = engine.create_execution_context(), checked(cuda.cudaStreamCreate()), []
+names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+for name, (dtype, shape) in settings["inputs"].items():
+    is_short = engine.get_tensor_dtype(name) == trt.DataType.INT32  # 8.6 makes integers of 64 bits narrower
+    array = np.ones(shape, np.int32 if is_short else dtype)
+    context.set_input_shape(name, array.shape)
+    context.set_tensor_address(name, address := checked(cuda.cudaMalloc(array.nbytes)))
+    to_device = cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
+    checked(cuda.cudaMemcpyAsync(address, array.ctypes.data, array.nbytes, to_device, stream))
+    checked(cuda.cudaStreamSynchronize(stream))
+for name in (name for name in names if name not in settings["inputs"]):
+    most = 8 * int(np.prod(context.get_tensor_shape(name)))  # bytes of any type
+    context.set_tensor_address(name, checked(cuda.cudaMalloc(most)))
+for _ in range(runs):
+    begun = time.perf_counter()
+    if not context.execute_async_v3(stream):
+        raise SystemExit("TensorRT did not run the engine")
+    checked(cuda.cudaStreamSynchronize(stream))
+    times.append(time.perf_counter() - begun)
+print(settings["told"])
+print(f"median of {runs} runs: {1e3 * median(times):.3f} ms, TensorRT {trt.__version__}")

@@ -1,0 +1,107 @@
+"""What an execution provider leaves to another: the nodes, the reasons, and the borders that values cross."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from onnx.helper import tensor_dtype_to_np_dtype
+
+from qdqtune.graph.model import Model, TensorInfo
+from qdqtune.types import Layer
+
+FEW = 3
+"""The most nodes that a line names."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """A node that runs elsewhere, and why. One that ONNX Runtime has added has a name that the file does not have."""
+
+    node: str
+    op: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Border:
+    """A tensor that is copied between the provider and where other nodes run; its bytes, None if its size is open."""
+
+    tensor: str
+    nbytes: int | None
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """The nodes that run elsewhere, of `nodes` that run, and their borders. `ms` is the time of these nodes and of the
+    copies; None where no layer has a time."""
+
+    nodes: int
+    left: tuple[Left, ...]
+    borders: tuple[Border, ...]
+    ms: float | None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that cross borders, as far as sizes are known."""
+        return sum(border.nbytes or 0 for border in self.borders)
+
+    def in_words(self) -> str:
+        """A line: how many nodes, at what cost, and the first of them with their reasons."""
+        if not self.nodes:
+            return "where the nodes run is not known: the engine gave no layers"
+        if not self.left:
+            return f"all {self.nodes} nodes run on the provider"
+        share = f"{len(self.left)} of {self.nodes} nodes run elsewhere"
+        reasons = Counter(left.reason for left in self.left)
+        first = {left.reason: left.node for left in reversed(self.left)}
+        told = [f"{first[why]}{f' and {n - 1} more' * (n > 1)} {why}" for why, n in reasons.items()]
+        more = f"; {len(told) - FEW} more reasons" if len(told) > FEW else ""
+        return f"{share}, {self.price()}: {'; '.join(told[:FEW])}{more}"
+
+    def price(self) -> str:
+        """The borders with their bytes, and the time where it is known."""
+        count = len(self.borders)
+        time = "" if self.ms is None else f", {self.ms:.3g} ms there and in copies"
+        unknown = " and more" * any(border.nbytes is None for border in self.borders)
+        size = f" of {self.nbytes / 1024:.3g} KiB{unknown}" if self.nbytes else ""
+        return f"{count} border{'s' * (count != 1)}{size}{time}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fallback as JSON values."""
+        return asdict(self)
+
+
+def fallback(model: Model, layers: Sequence[Layer]) -> Fallback:
+    """What the layers of a provider say about where the nodes of `model` run. A node that no layer names, such as one
+    of constants, is on the side of what it reads."""
+    nodes = {node.name: node for node in model.nodes}
+    ran = [x for x in layers if x.kind not in ("folded", "unknown", "copy") and (x.nodes or x.kind != "reformat")]
+    side = {name: bool(layer.elsewhere) for layer in ran for name in layer.nodes}
+    left = list[Left]()
+    for layer in (layer for layer in ran if layer.elsewhere):
+        for name in layer.nodes or (layer.name,):
+            left.append(Left(name, nodes[name].op if name in nodes else "", layer.elsewhere))
+    crossed = dict[str, Border]()
+    for node in model.nodes:
+        for tensor in node.inputs:
+            maker = model.maker(tensor)
+            if maker is None:
+                continue
+            here, there = side.setdefault(node.name, side.get(maker.name, False)), side.get(maker.name, False)
+            if here != there:
+                crossed[tensor] = Border(tensor, _nbytes(model.tensors.get(tensor)))
+    times = [x.time_ms for x in layers if x.elsewhere or x.kind == "copy"]
+    has_times = any(layer.time_ms is not None for layer in ran)
+    count = sum(len(layer.nodes) or 1 for layer in ran)
+    return Fallback(count, tuple(left), tuple(crossed.values()), sum(t or 0.0 for t in times) if has_times else None)
+
+
+def _nbytes(info: TensorInfo | None) -> int | None:
+    if info is None or info.sizes is None:
+        return None
+    return prod(info.sizes) * int(np.dtype(tensor_dtype_to_np_dtype(info.dtype)).itemsize)

@@ -1,0 +1,106 @@
+"""What engines tell the vendors' libraries, in the words of these: for the engines, and for programs that deploy."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qdqtune.engines import CPU_PROVIDER, DENORMALS_SETTINGS, TENSORRT_FAMILY, EngineSpec, deployed
+from qdqtune.engines.provider_table import OF_EP, PROVIDERS
+from qdqtune.engines.providers.provider import Provider
+
+BETTER_DEFAULTS = 11
+"""From this version on CUDA graphs, spinning, no transfers and a separate profiling run are defaults of trtexec."""
+
+QUICK = ("--useCudaGraph", "--useSpinWait", "--noDataTransfers")
+"""Flags of trtexec before that version, by which it times as a program would run."""
+
+
+def session_settings(threads: int) -> dict[str, Any]:
+    """The attributes of ONNX Runtime's `SessionOptions`; enumerations by name."""
+    return {
+        "graph_optimization_level": "ORT_ENABLE_ALL",
+        "execution_mode": "ORT_SEQUENTIAL",
+        "intra_op_num_threads": threads,
+        "inter_op_num_threads": 1,
+    }
+
+
+def provider_options(table: Provider | None, threads: int, own: Mapping[str, str] | None) -> dict[str, str]:
+    """The options of an execution provider: those of its table, the number of threads, the user's `own`."""
+    given = {} if table is None else dict(table.options)
+    given |= {table.threads_option: str(threads)} if table is not None and table.threads_option else {}
+    return given | dict(own or {})
+
+
+def openvino_configuration(threads: int, precision: str, *, denormals_as_zero: bool) -> dict[str, Any]:
+    """The properties that OpenVINO compiles models with."""
+    return {
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": 1,
+        "INFERENCE_NUM_THREADS": threads,
+        "INFERENCE_PRECISION_HINT": precision,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # activations are quantized at Q/DQ pairs only
+        "ENABLE_CPU_PINNING": False,
+        DENORMALS_SETTINGS["openvino"]: denormals_as_zero,
+    }
+
+
+def library_settings(
+    spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
+    """All that the script of an engine (`script_of`) tells the library, as JSON values. `described` is what the engine
+    says of itself, `sizes` are those of dynamic inputs. The fake engine has no library: its files run on ONNX
+    Runtime."""
+    options, threads = spec.options, int(spec.options.get("threads", 1))
+    as_zero = "denormals_as_zero" in described
+    if spec.name == "openvino":
+        precision = described.get("precision", "f32")
+        return {"configuration": openvino_configuration(threads, precision, denormals_as_zero=as_zero)}
+    if spec.name == "trtexec":
+        return _trtexec(spec, described, sizes)
+    if spec.name in TENSORRT_FAMILY:
+        module = "tensorrt_rtx_bindings" if spec.name == "tensorrt-rtx" else "tensorrt"
+        return {"module": module, **_shapes(spec, sizes)}
+    provider = PROVIDERS[spec.name].ep if spec.name in PROVIDERS else options.get("provider") or CPU_PROVIDER
+    table = OF_EP.get(provider)
+    return {
+        "provider": provider,
+        "provider_options": provider_options(table, threads, options.get("provider_options")),
+        "plugin": "" if table is None else table.plugin,
+        "provider_library": options.get("library") or "",
+        **session_settings(threads),
+        "config_entries": {DENORMALS_SETTINGS["onnxruntime"]: "1"} if as_zero else {},
+    }
+
+
+def _shapes(spec: EngineSpec, sizes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, list[int]]]:
+    """Smallest, usual and largest sizes of each dynamic input: those of the engine's options, or else `sizes`."""
+    usual = {name: [*shape] for name, shape in sizes.items()}
+    return {which: usual | dict(spec.options.get(f"{which}_shapes") or {}) for which in ("min", "opt", "max")}
+
+
+def _trtexec(spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """The program, and its flags for a build and for a measurement."""
+    version, types = int(described["version"].partition(".")[0] or 0), ["--fp16", "--int8"]
+    if described.get("typing") == "strong":
+        types = ["--stronglyTyped"] if version < BETTER_DEFAULTS else []
+    flags = {
+        which: ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in named.items())
+        for which, named in _shapes(spec, sizes).items()
+    }
+    build = [f"--{which}Shapes={text}" for which, text in flags.items() if text]
+    run = [f"--shapes={flags['opt']}"] if flags["opt"] else []
+    return {
+        "program": spec.options.get("trtexec") or "trtexec",
+        "build": [*types, *build, *shlex.split(described.get("arguments", ""))],
+        "run": [*run, *(QUICK if version < BETTER_DEFAULTS else ())],
+    }
+
+
+def script_of(spec: EngineSpec) -> Path:
+    """The script that runs a file on an engine by its `library_settings`."""
+    apart = {"openvino": "openvino", "trtexec": "trtexec"} | dict.fromkeys(TENSORRT_FAMILY - {"trtexec"}, "tensorrt")
+    return Path(deployed.__path__[0], f"{apart.get(spec.name, 'onnxruntime')}.py")

@@ -1,0 +1,37 @@
+"""The execution providers of ONNX Runtime: each file in `engines/providers` with a value `PROVIDER` is one."""
+
+from __future__ import annotations
+
+import pkgutil
+import platform
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+
+import qdqtune.engines.providers as providers
+from qdqtune.engines.providers.provider import Provider
+
+OTHERS = frozenset({"provider"})
+"""Files of the folder that hold no provider."""
+
+
+def _found() -> dict[str, Provider]:
+    names = sorted(module.name for module in pkgutil.iter_modules(providers.__path__) if module.name not in OTHERS)
+    tables: list[Provider] = [import_module(f"{providers.__name__}.{name}").PROVIDER for name in names]
+    return {table.name: table for table in sorted(tables, key=lambda table: table.name)}
+
+
+PROVIDERS: Mapping[str, Provider] = MappingProxyType(_found())
+"""Execution providers by the name that `engine` has for them."""
+
+OF_EP: Mapping[str, Provider] = MappingProxyType({provider.ep: provider for provider in PROVIDERS.values()})
+"""Execution providers by ONNX Runtime's name."""
+
+
+def is_simulated(name: str, machine: str | None = None) -> bool:
+    """Whether the engine of this name is a simulator on a machine (None: this one), whose times mean nothing."""
+    return name in PROVIDERS and (machine or platform.machine()) in PROVIDERS[name].simulated_on
+
+
+SIMULATED = "{} is a simulator on this machine, whose times mean nothing"
+"""What users are told of such an engine; the place is for its name."""

@@ -1,0 +1,28 @@
+"""QNN: the NPU of Qualcomm's processors, and on x86 its simulator.
+
+Observed on the simulator of 2.7.0: with a Relu between a padded convolution and a Q around 128, the values at the edges
+of the picture are wrong; without the Relu (`drop_clamps`), they are right. Of a convolution's results 1 to 5 % are one
+step below those by ONNX's definition, and next to none above: the shift adds up over layers.
+"""
+
+from qdqtune.engines.providers.provider import DOCUMENTS, Provider
+from qdqtune.types import NumericFormat, QType
+
+PROVIDER = Provider(
+    name="qnn",
+    ep="QNNExecutionProvider",
+    install="pip install 'qdqtune[qnn]'",
+    known="tried with onnxruntime-qnn 2.7.0: the simulator, not the chip",
+    source=f"{DOCUMENTS}/QNN-ExecutionProvider.html",
+    like="qnn",
+    numbers=NumericFormat(QType.UINT8, QType.INT8, symmetric=False, bias="int32", drop_clamps=True),
+    notes="also 16-bit activations, which qdqtune does not write; what carries no pair runs in float16; static shapes",
+    plugin="onnxruntime_qnn",
+    options={"backend_type": "htp"},
+    compiles=True,
+    simulated_on=("x86_64", "AMD64"),
+    words=(
+        r"(?P<reason>QNN\.backendValidateOpConfig\(\) failed for node `(?P<nodes>[^`\n]*)`[^\n\x1b]*)",
+        r"Validation FAILED[^\n]*\n(?P<nodes>(?:\s*Operator type:[^\n]*\n)+)\s*REASON : (?P<reason>[^\n]*)",
+    ),
+)

@@ -1,0 +1,184 @@
+"""The folder `deploy` of a run: settings.json says how to run what ships and what it was proven with; run.py does so.
+
+`qdqtune verify` reads the settings on another machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from qdqtune.calibration.inputs import InputSpec, input_specs
+from qdqtune.engines import EngineSpec, threads_of
+from qdqtune.engines.library_settings import library_settings, script_of
+from qdqtune.errors import BadModel, BadOption, reading, writing
+from qdqtune.graph.loading import files_of, load
+from qdqtune.system.writing import atomic_write, write_json
+from qdqtune.timing.ratios import Ratio
+from qdqtune.tuning.folder import BASELINE, DEPLOY_SCRIPT, DEPLOY_SETTINGS, FINAL
+from qdqtune.tuning.proof_notes import at_threads
+from qdqtune.tuning.records import Shipped, plain
+from qdqtune.tuning.run import Run
+from qdqtune.tuning.summary import Count, Positive, read_json
+
+FORMAT = 1
+"""The version of deploy/settings.json."""
+
+OF_THIS_MACHINE = frozenset({"timing_cache", "library", "plugin_libraries", "trtexec", "trtexec_args"})
+"""Options of engines that name files or code of the machine of the run, which no other machine takes from there."""
+
+
+@dataclass(frozen=True)
+class Proven:
+    """What was proven: time over that of the float model with its interval, the numbers of threads at which it is not
+    slower; the output SQNR in dB, None if exact or unknown, and the limits on outputs. `ratio` is None where float
+    ships."""
+
+    ratio: Positive | None
+    low: Positive | None
+    high: Positive | None
+    threads: tuple[Count, ...]
+    sqnr_db: float | None
+    min_sqnr_db: float | None
+    min_agreement: float | None
+
+    @classmethod
+    def of(cls, summary: Mapping[str, Any]) -> Proven:
+        """What the summary of a run tells."""
+        is_tuned, limits = summary["shipped"] == "tuned", (summary["min_sqnr_db"], summary["min_agreement"])
+        ratio, low, high = (summary[n] if is_tuned else None for n in ("ratio", "ratio_low", "ratio_high"))
+        counts = tuple(row["threads"] for row in summary["by_threads"] if row["verdict"] != "slower")
+        return cls(ratio, low, high, counts, summary["output_sqnr_db"], *limits)
+
+    @property
+    def speed(self) -> Ratio | None:
+        """The ratio with its interval; None where float ships."""
+        return None if self.ratio is None else Ratio(self.ratio, self.low, self.high)
+
+
+class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """deploy/settings.json. Files are named from the folder of the run: `model` is what ships, `baseline` the float
+    model, `sha256` has the digests of both and of their external data. `engine` describes the engine and the machine of
+    the proof, `spec` opens the engine, `library` is what run.py tells the vendor's library. `inputs` has the type and
+    shape of each."""
+
+    format: int = FORMAT
+    told: str
+    shipped: Shipped
+    model: str = FINAL
+    baseline: str = BASELINE
+    sha256: dict[str, str]
+    proven: Proven
+    engine: dict[str, str]
+    spec: EngineSpec
+    library: dict[str, Any]
+    inputs: dict[str, tuple[str, tuple[int, ...]]]
+
+
+def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
+    """Write the folder `deploy` of a run that has written its files; `summary` is the content of summary.json.
+
+    Raises:
+        OutputError: a file cannot be written.
+    """
+    folder, spec, fed = run.settings.output_dir, run.settings.engine, run.subject.mix[0].inputs
+    specs = input_specs(load(folder / FINAL))
+    names = [one.name for one in specs if one.name in fed]
+    settings = DeploySettings(
+        told="",
+        shipped="tuned",
+        sha256={},
+        proven=Proven.of(summary),
+        engine=summary["engine"],
+        spec=EngineSpec(spec.name, {n: value for n, value in spec.options.items() if n != "timing_cache"}),
+        library={},
+        inputs={name: (str(fed[name].dtype), tuple(map(int, fed[name].shape))) for name in names},
+    )
+    with writing(folder / DEPLOY_SCRIPT):
+        (folder / DEPLOY_SCRIPT).parent.mkdir(exist_ok=True)
+    with atomic_write(folder / DEPLOY_SCRIPT) as fresh:
+        shutil.copyfile(script_of(spec), fresh)
+    _write(folder, settings, specs, summary)
+
+
+def renew_kit(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Adapt the settings to another file that ships; nothing is done where there are none.
+
+    Raises:
+        BadOption: they are damaged.
+        OutputError: they cannot be written.
+    """
+    if (settings := read_json(folder / DEPLOY_SETTINGS, DeploySettings)) is not None:
+        _write(folder, settings, input_specs(load(folder / FINAL)), summary)
+
+
+def _write(folder: Path, settings: DeploySettings, specs: Sequence[InputSpec], summary: Mapping[str, Any]) -> None:
+    """Write the settings, completed by what ships, which has inputs of these `specs`: at the number of threads of its
+    proof."""
+    proven, shipped, spec = Proven.of(summary), summary["shipped"], settings.spec
+    row = next((row for row in summary["by_threads"] if row["ratio"] == proven.ratio), None)
+    if row is not None and threads_of(spec) is not None:
+        spec = EngineSpec(spec.name, {**spec.options, "threads": row["threads"]})
+    if proven.speed is not None:
+        at = at_threads(None if row is None else row["threads"])
+        told = f"{FINAL}: proven {proven.speed.speedup} as fast as the float model{at}"
+    else:
+        own = "the float model" if shipped == "baseline" else "a copy of the file that was given"
+        told = f"{FINAL} is {own}: nothing faster was proven"
+    open_sizes = {one.name for one in specs if None in one.shape}
+    sizes = {name: shape for name, (_, shape) in settings.inputs.items() if name in open_sizes}
+    found = {
+        "told": f"{told}, on {summary['engine']['engine']} {summary['engine'].get('version', '')}",
+        "shipped": shipped,
+        "proven": proven,
+        "sha256": digests(folder, (FINAL, BASELINE)),
+        "spec": spec,
+        "library": library_settings(spec, settings.engine, sizes),
+    }
+    write_json(folder / DEPLOY_SETTINGS, plain(msgspec.structs.replace(settings, **found)))
+
+
+def digests(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
+    """The SHA-256 of each of these models in a folder, and of the files of their external data, by name from there.
+
+    Raises:
+        BadModel: one cannot be read.
+    """
+    found = {}
+    for file in (file for name in names for file in files_of(folder / name)):
+        with reading(file, BadModel), file.open("rb") as source:
+            found[file.relative_to(folder).as_posix()] = hashlib.file_digest(source, "sha256").hexdigest()
+    return found
+
+
+def changed_files(folder: Path, settings: DeploySettings) -> list[str]:
+    """The models that are missing, or whose file or external data is not that of the proof: what ships first."""
+    changed = []
+    for model in (settings.model, settings.baseline):
+        try:
+            known = digests(folder, (model,))
+        except BadModel:
+            known = {}
+        if not known or any(settings.sha256.get(name) != digest for name, digest in known.items()):
+            changed.append(model)
+    return changed
+
+
+def read_settings(folder: Path) -> DeploySettings:
+    """The settings in the folder of a run.
+
+    Raises:
+        BadOption: there are none, or they are damaged.
+    """
+    settings = read_json(folder / DEPLOY_SETTINGS, DeploySettings)
+    if settings is None:
+        raise BadOption(f"{folder / DEPLOY_SETTINGS} is not there: name the output folder of a finished qdqtune tune")
+    if settings.format != FORMAT:
+        raise BadOption(f"{folder / DEPLOY_SETTINGS} has format {settings.format}, not {FORMAT}: tune again")
+    return settings

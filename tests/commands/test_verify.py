@@ -1,0 +1,151 @@
+"""`verify`: whether what a run has proven holds on another machine, played by a changed folder or engine."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import qdqtune
+from command_lines import QUICK, errors
+from conftest import Call
+from runs import hopeless, mixed, write
+from workers import Build, Workers
+
+
+@pytest.fixture
+def target(tuned: Path, tmp_path: Path) -> Path:
+    """What is copied to another machine: two models, and how to run them."""
+    folder = tmp_path / "target"
+    for name in ("optimized_final.onnx", "baseline.onnx", "deploy/settings.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tuned.parent / "out" / name, folder / name)
+    return folder
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "deploy" / "settings.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_it_holds_on_the_machine_of_the_run_with_its_samples(call: Call, tuned: Path) -> None:
+    code, out, err = call("verify", tuned.parent / "out")
+    assert code == 0
+    last = out.splitlines()[-1]
+    assert last.startswith("holds: ")
+    assert " as fast as float here (proven: " in last
+    assert "output SQNR" in last
+    assert "note: no --calibration-data: the inputs are those of the run beside it" in err
+    assert "proven with" not in err
+
+
+def test_elsewhere_inputs_are_random_and_outputs_are_not_judged(call: Call, target: Path, tuned: Path) -> None:
+    code, out, err = call("verify", target)
+    assert code == 0
+    assert "SQNR" not in out
+    assert "outputs were not compared, which takes samples: give --calibration-data" in err
+    code, out, _ = call("verify", target, "--calibration-data", tuned.with_suffix(".npz"))
+    assert code == 0
+    assert "output SQNR" in out.splitlines()[-1]
+
+
+def test_limits_of_the_run_hold_here_too_where_samples_are_given(call: Call, target: Path, tuned: Path) -> None:
+    changed(target, lambda content: content["proven"].update(min_sqnr_db=200.0))
+    code, out, _ = call("verify", target, "--calibration-data", tuned.with_suffix(".npz"))
+    assert code == 4
+    assert "does not hold: " in out
+    assert "200 dB are asked for" in out
+    assert call("verify", target)[0] == 0
+    assert errors(call("verify", target, "--min-sqnr", 20))[0] == 2
+
+
+def test_another_engine_is_told_and_a_smaller_gain_too(call: Call, target: Path) -> None:
+    changed(target, lambda content: content["engine"].update(version="0", isa="amx"))
+    changed(target, lambda content: content["proven"].update(ratio=0.01, low=0.009, high=0.011))
+    code, _, err = call("verify", target)
+    assert code == 0
+    assert "note: version: proven with 0, here 1\n" in err
+    assert "note: isa: proven with amx, here none\n" in err
+    assert "it is less than was proven, 100.00x [90.91x, 111.11x]" in err
+
+
+def test_what_is_slower_here_does_not_hold(call: Call, target: Path, workers: Workers) -> None:
+    def slower(build: Build) -> float:
+        return 9.0 if "optimized" in build.path.name else 1.0
+
+    workers.slower = slower
+    code, out, _ = call("verify", target)
+    assert code == 4
+    assert out.splitlines()[-1].startswith("does not hold: ")
+
+
+def test_what_cannot_be_told_has_a_code_of_its_own(call: Call, target: Path, workers: Workers) -> None:
+    code, out, _ = call("verify", target, "--engine-option", "noise=2.0", "--timing-runs", 12)
+    assert code == 3
+    assert out.splitlines()[-1].startswith("cannot tell: ")
+    (target / "baseline.onnx").unlink()
+    code, out, _ = call("verify", target)
+    assert code == 3
+    assert "baseline.onnx is not there, or is not the file of the proof: copy it" in out
+
+
+def test_another_file_is_not_what_was_proven(call: Call, target: Path, workers: Workers) -> None:
+    (target / "optimized_final.onnx").write_bytes((target / "baseline.onnx").read_bytes())
+    code, out, _ = call("verify", target)
+    assert (code, workers.started) == (4, 0)
+    assert "optimized_final.onnx is not the file that was proven" in out
+    (target / "optimized_final.onnx").unlink()
+    code, out, _ = call("verify", target)
+    assert (code, workers.started) == (3, 0)
+    assert "optimized_final.onnx is not there: copy it" in out
+
+
+def test_more_threads_than_cores_cannot_be_told(call: Call, target: Path) -> None:
+    changed(target, lambda content: content["proven"].update(threads=[4096]))
+    changed(target, lambda content: content.update(spec={"name": "onnxruntime", "options": {"threads": 1}}))
+    code, out, _ = call("verify", target)
+    assert code == 3
+    assert "the proof took 4096 threads" in out
+
+
+def test_float_that_ships_holds_without_a_measurement(call: Call, tmp_path: Path) -> None:
+    model = write(hopeless(), tmp_path)
+    assert call("tune", model, *QUICK, "--calibration-data", model.with_suffix(".npz"), "-o", tmp_path / "out")[0] == 3
+    code, out, _ = call("verify", tmp_path / "out")
+    assert code == 0
+    assert "nothing faster was proven" in out
+
+
+def test_no_program_or_library_is_taken_from_a_folder(call: Call, target: Path) -> None:
+    options = {"trtexec": "/bin/false", "library": "evil.so", "plugin_libraries": ["evil.so"], "trtexec_args": "--x"}
+    changed(target, lambda content: content.update(spec={"name": "fake", "options": options}))
+    assert call("verify", target)[0] == 0
+
+
+def test_a_folder_without_settings_is_refused(call: Call, tmp_path: Path) -> None:
+    code, told = errors(call("verify", tmp_path))
+    assert code == 2
+    assert "name the output folder of a finished qdqtune tune" in told
+
+
+def test_onnx_runtime_is_verified(call: Call, tmp_path: Path) -> None:
+    model, out = write(mixed(), tmp_path), tmp_path / "out"
+    data = ("--calibration-data", model.with_suffix(".npz"), "--threads", 1)
+    assert call("tune", model, *data, "-o", out, "--builds", 2, "--no-report")[0] in (0, 3)
+    code, told, _ = call("verify", out, "--timing-runs", 12, "--json")
+    found = json.loads(told)
+    assert (code == 0) is (found["finding"] == "holds")
+    assert found["differences"] == {}
+
+
+@pytest.mark.usefixtures("workers")
+def test_python_has_the_same_function(tuned: Path) -> None:
+    done = qdqtune.verify(tuned.parent / "out", calibration_data=str(tuned.with_suffix(".npz")))
+    assert done.holds
+    assert done.comparison is not None
+    assert repr(done).startswith("<Verified: holds: ")
+    assert done.to_dict()["gate"][0]["outcome"] == "holds"

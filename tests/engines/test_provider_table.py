@@ -1,0 +1,104 @@
+"""Execution providers as engines: their tables, and the two ways to name one."""
+
+import importlib
+import re
+
+import pytest
+
+from qdqtune.engines import CPU_PROVIDER, MODULES, EngineSpec, devices, normal, open_engine, threads_of, unwatched
+from qdqtune.engines.formats import numeric_format, weight_formats
+from qdqtune.engines.options import EngineOptions
+from qdqtune.engines.provider_table import OF_EP, PROVIDERS, is_simulated
+from qdqtune.errors import BadOption, EngineUnavailable
+from qdqtune.placement.engine_rules import rules_of
+
+TABLES = list(PROVIDERS.values())
+
+
+def test_each_file_of_the_folder_is_a_provider() -> None:
+    assert set(PROVIDERS) == {"coreml", "cuda", "directml", "ort-openvino", "ort-tensorrt", "qnn", "webgpu", "xnnpack"}
+    assert len(OF_EP) == len(PROVIDERS)
+    assert not PROVIDERS.keys() & {"fake", "onnxruntime", "openvino", "tensorrt", "tensorrt-rtx", "trtexec"}
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_a_table_is_whole(table) -> None:
+    assert table.known.startswith(("tried with ", "from its documents"))
+    assert table.source.startswith("https://")
+    assert table.install
+    assert numeric_format(table.name, "int8") == (table.numbers or numeric_format(table.like, "int8"))
+    with pytest.raises(BadOption, match="no FP8"):
+        numeric_format(table.name, "fp8")
+    assert {f.name for f in weight_formats(table.name)} == set(table.weights)
+    assert rules_of(table.name) == rules_of(table.like) or table.like == table.name
+    assert rules_of(table.name)
+    assert all(set(re.compile(pattern).groupindex) == {"nodes", "reason"} for pattern in table.words)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_a_provider_is_named_in_two_ways_that_make_one_engine(table) -> None:
+    long, short = EngineOptions(provider=table.ep), EngineOptions(engine=table.name)
+    assert long.spec() == short.spec() == EngineOptions(engine=table.name, provider=table.ep).spec()
+    given = EngineSpec("onnxruntime", {**long.spec().options, "provider": table.ep})
+    assert long.spec() == EngineOptions(engine=given).spec()
+    assert long.engine_name == table.name
+    assert threads_of(short.spec()) == (1 if table.uses_threads else None)
+    assert devices.needs_gpu(short.spec()) is table.is_gpu
+
+
+def test_the_usual_provider_needs_no_name() -> None:
+    assert EngineOptions(provider=CPU_PROVIDER).spec() == EngineOptions().spec()
+    unknown = EngineSpec("onnxruntime", {"provider": "OtherExecutionProvider"})
+    assert normal(unknown) == unknown
+    assert str(unwatched(unknown)).startswith(unknown.options["provider"])
+    assert not any(unwatched(normal(EngineSpec("onnxruntime", {"provider": ep}))) for ep in (CPU_PROVIDER, *OF_EP))
+
+
+def test_two_names_that_differ_are_refused() -> None:
+    with pytest.raises(BadOption, match="engine 'qnn' is the provider QNNExecutionProvider: leave `provider` CUDA"):
+        EngineOptions(engine="qnn", provider="CUDAExecutionProvider").spec()
+
+
+def test_the_simulator_is_known_by_the_processor() -> None:
+    assert is_simulated("qnn", "x86_64")
+    assert not is_simulated("qnn", "aarch64")
+    assert not is_simulated("cuda", "x86_64")
+    assert not is_simulated("fake", "x86_64")
+
+
+def test_a_new_provider_is_one_file(tmp_path, monkeypatch) -> None:
+    import qdqtune.engines.providers as folder
+    from qdqtune.engines import provider_table
+
+    (tmp_path / "other.py").write_text(
+        "from qdqtune.engines.providers.provider import Provider\n"
+        "PROVIDER = Provider(name='other', ep='OtherEP', install='none', known='from its documents', source='', "
+        "like='onnxruntime')\n"
+    )
+    monkeypatch.setattr(folder, "__path__", [*folder.__path__, str(tmp_path)])
+    found = importlib.reload(provider_table).PROVIDERS
+    assert found.keys() == PROVIDERS.keys() | {"other"}
+    monkeypatch.undo()
+    importlib.reload(provider_table)
+
+
+@pytest.mark.parametrize("name", [n for n, table in PROVIDERS.items() if table.plugin])
+def test_a_plug_in_that_is_not_installed_says_how(name, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
+    with pytest.raises(EngineUnavailable, match=re.escape(f"is not installed: {PROVIDERS[name].install}")):
+        open_engine(EngineSpec(name))
+
+
+def test_a_library_that_is_no_plug_in_is_refused(tmp_path) -> None:
+    (tmp_path / "lib.so").write_bytes(b"no library")
+    with pytest.raises(EngineUnavailable, match="QNNExecutionProvider does not load"):
+        open_engine(EngineSpec("qnn", {"library": str(tmp_path / "lib.so")}))
+
+
+def test_a_provider_that_this_build_lacks_says_how() -> None:
+    with pytest.raises(EngineUnavailable, match=r"it has .*CPUExecutionProvider.*: a build of ONNX Runtime with"):
+        open_engine(EngineSpec("xnnpack"))
+
+
+def test_every_provider_is_an_engine() -> None:
+    assert PROVIDERS.keys() <= MODULES.keys()

@@ -1,0 +1,194 @@
+"""The folder `deploy`: settings that hold what the engine does, and scripts that run without the package."""
+
+import ast
+import hashlib
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+
+import qdqtune.engines.deployed as deployed
+from command_lines import QUICK
+from conftest import Call
+from loaded_modules import present
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.library_settings import library_settings, script_of
+from qdqtune.errors import BadOption
+from qdqtune.tuning.deploy import DeploySettings, read_settings
+from runs import contents, hopeless, mixed, write
+from tensorrt_fakes import FakeCuda, Logger, Module
+from trtexec_stand_in import stand_in
+
+SCRIPTS = sorted(path for path in Path(deployed.__path__[0]).glob("*.py") if path.name != "__init__.py")
+
+
+def told(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "deploy" / "settings.json").read_text())
+    return found
+
+
+def test_the_settings_hold_what_was_proven(tuned: Path) -> None:
+    folder = tuned.parent / "out"
+    settings, summary = read_settings(folder), json.loads((folder / "summary.json").read_text())
+    assert (settings.shipped, settings.proven.ratio) == ("tuned", summary["ratio"])
+    assert settings.engine == summary["engine"]
+    assert settings.inputs == {"x": ("float32", (8, 8, 64))}
+    for name in ("optimized_final.onnx", "baseline.onnx"):
+        assert settings.sha256[name] == hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    assert settings.told.startswith("optimized_final.onnx: proven ")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_scripts_need_the_vendor_and_numpy_only(script: Path) -> None:
+    tree = ast.parse(script.read_text())
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    own = {"onnxruntime", "openvino", "numpy", "cuda"}
+    assert {name.partition(".")[0] for name in names} <= own | sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+def test_the_script_runs_what_a_real_engine_has_proven(engine: str, call: Call, tmp_path: Path) -> None:
+    pytest.importorskip(engine)
+    model, out = write(mixed(), tmp_path), tmp_path / "out"
+    data = ("--calibration-data", model.with_suffix(".npz"), "-o", out, "--no-report")
+    code, _, err = call("tune", model, "--engine", engine, "--builds", 2, "--threads", 1, "--timing-runs", 12, *data)
+    assert code in (0, 3), err
+    done = subprocess.run(
+        [sys.executable, "-I", str(out / "deploy" / "run.py"), "3"], capture_output=True, text=True, check=True
+    )
+    first, second = done.stdout.splitlines()
+    assert first == told(out)["told"]
+    assert second.startswith("median of 3 runs: ")
+
+
+def test_where_float_ships_the_settings_say_so(call: Call, tmp_path: Path) -> None:
+    model = write(hopeless(), tmp_path)
+    base = ("--calibration-data", model.with_suffix(".npz"), "-o", tmp_path / "out")
+    assert call("tune", model, *QUICK, *base)[0] == 3
+    settings = read_settings(tmp_path / "out")
+    assert (settings.shipped, settings.proven.ratio) == ("baseline", None)
+    assert "is the float model: nothing faster was proven" in settings.told
+
+
+def test_a_repeated_command_leaves_the_folder_and_writes_it_again_if_it_is_gone(
+    call: Call, tuned: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    base = ("tune", tuned, *QUICK, "--calibration-data", tuned.with_suffix(".npz"), "-o", folder, "--no-report")
+    assert call(*base)[0] == 0
+    before = contents(folder / "deploy")
+    code, _, err = call(*base)
+    assert code == 0
+    assert "nothing is measured again" in err
+    assert contents(folder / "deploy") == before
+    shutil.rmtree(folder / "deploy")
+    assert call(*base)[0] == 0
+    assert contents(folder / "deploy").keys() == before.keys()
+
+
+def test_a_file_of_the_user_in_its_place_is_not_overwritten(call: Call, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / "deploy").mkdir(parents=True)
+    (tmp_path / "out" / "deploy" / "run.py").write_text("mine")
+    code, _, err = call("tune", model, *QUICK, "-o", tmp_path / "out")
+    assert code == 2
+    assert "run.py is not of qdqtune's making" in err
+    assert (tmp_path / "out" / "deploy" / "run.py").read_text() == "mine"
+
+
+def test_pick_renews_the_settings(call: Call, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    base = ("tune", model, "--engine", "fake", "--front", "--calibration-data", model.with_suffix(".npz"), "-o", out)
+    assert call(*base, "--no-report")[0] == 0
+    rows = json.loads((out / "summary.json").read_text())["front"]
+    other = next(row for row in rows if not row["shipped"])
+    assert call("tune", model, "-o", out, "--pick", other["name"])[0] == 0
+    settings = read_settings(out)
+    assert settings.proven.ratio == other["ratio"]
+    assert settings.sha256["optimized_final.onnx"] == hashlib.sha256((out / other["file"]).read_bytes()).hexdigest()
+
+
+def test_damaged_and_missing_settings_are_refused(tuned: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="is not there: name the output folder"):
+        read_settings(tmp_path)
+    (tmp_path / "deploy").mkdir()
+    known = told(tuned.parent / "out")
+    for damaged in ({}, known | {"proven": known["proven"] | {"ratio": -1.0}}, known | {"inputs": {"x": 3}}):
+        (tmp_path / "deploy" / "settings.json").write_text(json.dumps(damaged))
+        with pytest.raises(BadOption, match="is not what a run has written"):
+            read_settings(tmp_path)
+    (tmp_path / "deploy" / "settings.json").write_text(json.dumps(told(tuned.parent / "out") | {"format": 9}))
+    with pytest.raises(BadOption, match="has format 9, not 1"):
+        read_settings(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("version", "build", "run"),
+    [
+        ("8.6.1", ["--fp16", "--int8"], ["--useCudaGraph", "--useSpinWait", "--noDataTransfers"]),
+        ("10.16", ["--stronglyTyped"], ["--useCudaGraph", "--useSpinWait", "--noDataTransfers"]),
+        ("11.4", [], []),
+    ],
+)
+def test_trtexec_gets_flags_that_its_version_knows(version: str, build: list[str], run: list[str]) -> None:
+    described = {"version": version, "typing": "weak" if version < "9" and "." in version[:2] else "strong"}
+    found = library_settings(EngineSpec("trtexec"), described, {"x": (1, 3)})
+    shapes = [f"--{which}Shapes=x:1x3" for which in ("min", "opt", "max")]
+    assert (found["build"], found["run"]) == ([*build, *shapes], ["--shapes=x:1x3", *run])
+
+
+def with_kit(folder: Path, tuned: Path, engine: str, described: dict[str, str]) -> Path:
+    """The files of a run with the script and settings of another engine."""
+    shutil.copytree(tuned.parent / "out", folder)
+    spec, settings = EngineSpec(engine), read_settings(folder)
+    renewed = msgspec.structs.replace(settings, library=library_settings(spec, described, {}))
+    assert isinstance(renewed, DeploySettings)
+    (folder / "deploy" / "settings.json").write_bytes(msgspec.json.encode(renewed))
+    shutil.copy(script_of(spec), folder / "deploy" / "run.py")
+    return folder / "deploy" / "run.py"
+
+
+@pytest.mark.parametrize("version", ["8.6.1", "10.16.1", "11.4.0"])
+def test_the_script_of_tensorrt_fits_each_version(
+    version: str, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cuda = FakeCuda()
+    trt = Module(version, cuda)
+
+    class Simple(Logger):
+        _module, _kind = trt, "ILogger"
+
+        def __init__(self, min_severity: int) -> None:
+            assert min_severity == self.WARNING
+
+        def log(self, severity: int, msg: str) -> None:
+            pass
+
+    trt.__dict__["Logger"] = Simple
+    bindings = ModuleType("cuda.bindings")
+    bindings.runtime = cuda  # type: ignore[attr-defined]
+    present(monkeypatch, {"tensorrt": trt, "cuda.bindings": bindings, "cuda.bindings.runtime": cuda})
+    script = with_kit(tmp_path / "out", tuned, "tensorrt", {"version": version})
+    monkeypatch.setattr(sys, "argv", ["run.py", "2"])
+    runpy.run_path(str(script), run_name="__main__")
+    assert f"ms, TensorRT {version}" in capsys.readouterr().out
+
+
+def test_the_script_of_trtexec_calls_it(tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, "10.16")
+    script = with_kit(tmp_path / "out", tuned, "trtexec", {"version": "10.16", "typing": "strong"})
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [sys.executable, str(script), "2"], env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "GPU Compute Time" in done.stdout
+    assert not (script.parent / "model.plan").exists()
