@@ -7,8 +7,9 @@ in numbers only.
 
 'latency' is the ratio of `quantize` with its defaults to minmax without corrected biases, in interleaved rounds of two
 builds each: numbers move no pair (`--no-latency` leaves it out). Quantizers that are not installed are left out, with a
-note. `--peer NAME=COMMAND` adds a column: `COMMAND float.onnx calib.npz target.onnx` is run, in an environment of its
-own, since quantizers want different versions of the same packages.
+note. `--by-definition` runs Q and DQ as ONNX defines them and not in kernels of 8 bits, which saturate on processors
+without dot products. `--peer NAME=COMMAND` adds a column: `COMMAND float.onnx calib.npz target.onnx` is run, in an
+environment of its own, since quantizers want different versions of the same packages.
 
 `--pictures NAME=FOLDER` adds top 1 of a classifier: labels.json names pictures and their classes, of which every fourth
 calibrates (in the middle 224 x 224, BGR, less the mean of ImageNet; needs pillow); the others are judged in ten views
@@ -197,6 +198,7 @@ def main() -> None:
     arguments = zoo.parser(__doc__, ())
     arguments.add_argument("--columns", nargs="+", metavar="COLUMN", help="quantizers and methods (default: all)")
     arguments.add_argument("--peer", type=named_command, action="append", default=[], metavar="NAME=COMMAND")
+    arguments.add_argument("--by-definition", action="store_true")
     arguments.add_argument("--no-latency", action="store_true")
     arguments.add_argument("--pictures", type=named_path, action="append", default=[], metavar="NAME=FOLDER")
     arguments.add_argument("--arrays", type=named_path, action="append", default=[], metavar="NAME=FILE")
@@ -210,7 +212,7 @@ def main() -> None:
         print("nncf is not installed (pip install qdqtune[benchmarks]): its columns are left out")
         given.columns = [name for name in given.columns if not name.startswith("nncf")]
     columns = ("model", *given.columns, "latency", "top 1: float, defaults")
-    zoo.print_rows(given, columns, partial(row, given=given))
+    zoo.print_rows(given, columns, partial(row, given=given), {"fuse": False} if given.by_definition else {})
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 
 import onnx
 import onnxruntime
@@ -64,16 +65,19 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_rows(
-    given: argparse.Namespace, columns: Sequence[str], row: Callable[[Entry, Runner, Path], list[str]]
+    given: argparse.Namespace,
+    columns: Sequence[str],
+    row: Callable[[Entry, Runner, Path], list[str]],
+    options: Mapping[str, bool] = MappingProxyType({}),
 ) -> None:
     """A table of the models that were asked for, each with ONNX Runtime and an empty folder of its own; every row as
-    soon as it is known, too."""
+    soon as it is known, too. `options` are those of the engine."""
     print_machine()
-    rows = []
+    rows, spec = [], EngineSpec("onnxruntime", options)
     for entry in find(given.models, given.names):
         with (
             TemporaryDirectory() as folder,
-            Runner(EngineSpec("onnxruntime"), execution=Execution(120), log_dir=Path(folder) / "logs") as runner,
+            Runner(spec, execution=Execution(120), log_dir=Path(folder) / "logs") as runner,
         ):
             rows.append(row(entry, runner, Path(folder)))
         print("  ".join(rows[-1]), flush=True)
