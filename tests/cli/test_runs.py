@@ -23,7 +23,7 @@ def test_the_command_line_tells_reasons_and_nodes(call: Call, tuned: Path, monke
     code, out, _ = call("explain", folder)
     assert code == 0
     assert "faster so" in out
-    assert "8 bits take longer" in out
+    assert "8 bits alone there take longer" in out
     code, out, _ = call("explain", folder, "s*")
     assert [line.split(" (")[0] for line in out.splitlines() if not line.startswith(" ")] == [
         "second",

@@ -105,7 +105,7 @@ def test_calibration_ends_if_a_pass_takes_longer_than_expected(clock: Clock) -> 
 
     prepared, notes = prepare(mixed(), Data(), most=0), Log()
     prepared = replace(prepared, calibration=Samples("slow", "", False, produce))
-    given = affordable_calibration(prepared, Calibration("minmax"), clock.now + 40.0, notes)
+    given = affordable_calibration(prepared, Calibration("minmax"), clock.now + 40.0, notes.note)
     assert 3 <= sum(1 for _ in given.prepared.calibration) <= 5  # an eighth of the time that is left
     assert notes.notes[0].startswith("`time_budget` has no room for all calibration samples: ")
 
@@ -163,7 +163,7 @@ def test_a_proof_at_the_usual_threads_leaves_time_for_the_search(model, workers,
     monkeypatch.setattr("qdqtune.tuning.settings.counts_of", lambda _, asked, is_here: asked or (1, 4))
     result, notes = slow_run(model, workers, 0.2, budget, engine=THREADS["engine"])
     assert len(result.summary["by_threads"]) == rows
-    told = any("at more than 1 thread: " in n and n.endswith("give `deploy_threads` 1,4") for n in notes.notes)
+    told = any("at 1 thread only, not at 4: " in n and n.endswith("`deploy_threads` 1,4 insists") for n in notes.notes)
     assert told == (rows == 1)
 
 
@@ -202,3 +202,14 @@ def test_a_time_budget_has_room_for_one_more_candidate_and_the_proof() -> None:
     spent = budget(45, 0.5)
     assert spent.is_spent([])
     assert "`time_budget` had no room" in str(spent.excuse)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_run_that_goes_on_says_again_that_calibration_was_cut_short(model: Path, workers: Workers) -> None:
+    slow_run(model, workers, 0.2, 30.0)
+    _, notes = slow_run(model, workers, 0.2, 60.0)
+    told = [note for note in notes.notes if "`restart` with more time calibrates anew" in note]
+    assert [note.split(":")[0] for note in told] == [
+        "`time_budget` has no room to compare ways to calibrate",
+        "`time_budget` has no room for all calibration samples",
+    ]

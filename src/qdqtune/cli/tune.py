@@ -199,7 +199,8 @@ def _result_line(result: Result, final: Path) -> str:
     copied = "the baseline" if result.shipped == "baseline" else "a copy of the model that you gave"
     untried = "no improvement found" if result.history else "nothing was tried"
     outcome = "nothing faster holds the limits on accuracy" if result.unmet else untried
-    return f"{outcome}: {final} is {copied}"
+    cut = "; calibration was cut short, so more time may find one" if "calibration_cut_short" in result.summary else ""
+    return f"{outcome}: {final} is {copied}{cut}"
 
 
 def _estimate_lines(estimate: Estimate) -> str:

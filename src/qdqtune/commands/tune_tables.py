@@ -36,6 +36,7 @@ def result_table(found: Result) -> Table:
     without = summary["fastest_without_limits"]
     if without is not None and (missed := without.get("missed")):
         caption += f"\nthe fastest without limits was not taken: {missed}"
+    caption += "".join(f"\ncalibration was cut short: {why}" for why in summary.get("calibration_cut_short", ()))
     if (judged := summary["accuracy_samples"]) and (without is not None or _tells_accuracy(found)):
         is_held_out = summary["accuracy_held_out"]
         seen = "" if is_held_out else ", which calibration saw: of forty or more, every fifth is kept apart"
@@ -69,7 +70,7 @@ def _result_rows(found: Result) -> list[tuple[str, str, str]]:
             rows.append(("best class as in float", "", f"{judged.top1:.1%} of {judged.choices:,}{few}"))
     if (without := summary["fastest_without_limits"]) is not None:
         ratio = f" at {closeness(without['sqnr_db'], without.get('agreement'))}" if is_judged(summary) else ""
-        rows.append(("fastest without limits", "", f"{speed(without['ratio'])}{ratio}"))
+        rows.append(("fastest without limits, unproven", "", f"{speed(without['ratio'])}{ratio}"))
     if summary["metric_before"] is not None:
         after = summary["metric_after"]
         unknown = "failed" if found.improved else "unknown"
@@ -101,7 +102,7 @@ def _latency_rows(found: Result) -> list[tuple[str, str, str]]:
     times = f"{summary['baseline_ms']:.3f} ms", final
     if found.ratio is None:
         has_speed = (summary["pairs"] or summary.get("weights")) and summary["ratio"] is not None
-        return [(mean, *times), *([("speedup", "1x", speed(summary["ratio"]))] if has_speed else [])]
+        return [(mean, *times), *([("  in the search, unproven", "1x", speed(summary["ratio"]))] if has_speed else [])]
     by_threads = summary.get("by_threads", [])
     rows = [(mean, *times), ("speedup [interval]", "1x", found.ratio.speedup)]
     if len(by_threads) > 1:

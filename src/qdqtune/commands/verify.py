@@ -117,7 +117,7 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
         return Verified(folder, finding, why, differences, notes=(*notes, *more), **measured)
 
     if settings.shipped != "tuned":
-        return found("holds", settings.told)
+        return found("holds", f"{settings.told}; there is no speedup to check")
     if changed:
         missing = f"{folder / changed[0]} is not there, or is not the file of the proof"
         return found("cannot tell", f"{missing}: copy it from the folder of the run, to compare with")

@@ -22,7 +22,7 @@ tried it; that no pair can stand there; the user; or that the node takes no time
 
 IN_WORDS: Mapping[Why, str] = {
     "faster": "faster so",
-    "slower": "8 bits take longer",
+    "slower": "8 bits alone there take longer",
     "close": "both ways take about the same time",
     "placement": "part of a placement that was measured as a whole",
     "inaccurate": "8 bits would do too much to the outputs",

@@ -19,7 +19,7 @@ from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.front import MAX_POINTS
 from qdqtune.timing.ratios import BUILD_LOOKS, PAIRS, Plan, judge, least_rounds
 from qdqtune.tuning.bench import Bench
-from qdqtune.tuning.observer import Observer, State
+from qdqtune.tuning.observer import State
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Sample, Trial
 
@@ -45,6 +45,10 @@ COMPARING_INFERENCES = 16 * 48
 REDUCED_BYTES, COUNTED_BYTES = 1e9, 4e8
 """Bytes of values a second whose ends ONNX Runtime finds, and that are counted in histograms. On two cores, seven
 networks: 0.7 to 2 GB/s, and 0.2 to 0.9."""
+
+LEAST_SAMPLES = 4
+"""Calibration takes so many samples however short the time is: ranges of one alone clip what others hold. Chosen, not
+measured."""
 
 LEAST_COUNTED = 8
 """On fewer samples the ends of all values are the ranges: histograms cost more than other samples give. Chosen, not
@@ -203,9 +207,9 @@ def affordable_proof(
     share = FRONT_SHARE if settings.front else PROOF_SHARE
     is_too_long = settings.time_budget is not None and budget.proof_seconds > share * settings.time_budget
     if own is not None and others and settings.deploy_threads is None and is_too_long:
+        alone, more = f"{own} thread{'s' * (own != 1)}", " and ".join(map(str, others))
         every = ",".join(map(str, settings.thread_counts))
-        to_insist = f"to do so in any case, give `deploy_threads` {every}"
-        note(f"`time_budget` has no room to prove the result at more than {own} thread{'s' * (own != 1)}: {to_insist}")
+        note(f"`time_budget` has room for a proof at {alone} only, not at {more}: `deploy_threads` {every} insists")
         settings = replace(settings, proof_threads=(own,))
         budget = Budget.of(settings, bench, ends)
     return replace(settings, proof=budget.proof), budget
@@ -225,8 +229,8 @@ class Calibrating:
 
 @dataclass
 class _SamplesInTime:
-    """Iterates over at most `most` samples, and over fewer once a pass takes longer than `seconds`; later passes then
-    take as few. `note` tells the user once."""
+    """Iterates over at most `most` samples, and over fewer, but for the `LEAST_SAMPLES`, once a pass takes longer than
+    `seconds`; later passes then take as few. `note` tells the user once."""
 
     samples: Samples
     most: int
@@ -237,7 +241,7 @@ class _SamplesInTime:
     def __call__(self) -> Iterator[Sample]:
         started = time.monotonic()
         for number, sample in enumerate(_until_too_slow(self.samples)):
-            if number and time.monotonic() - started > self.seconds:
+            if number >= LEAST_SAMPLES and time.monotonic() - started > self.seconds:
                 self.most = min(self.most, number)
             if number == self.most:
                 if not self.is_noted:
@@ -247,9 +251,11 @@ class _SamplesInTime:
             yield sample
 
 
-def affordable_calibration(prepared: Prepared, how: Calibration, ends: float | None, observer: Observer) -> Calibrating:
+def affordable_calibration(
+    prepared: Prepared, how: Calibration, ends: float | None, note: Callable[[str], None]
+) -> Calibrating:
     """Calibration as it was asked for; where a time budget has no room for that, by one method in place of comparing
-    several, and on fewer samples."""
+    several, and on fewer samples, as `note` then says."""
     if ends is None:
         return Calibrating(prepared, how, lambda: False)
     begun = time.monotonic()
@@ -262,10 +268,12 @@ def affordable_calibration(prepared: Prepared, how: Calibration, ends: float | N
         is_enough = seconds is not None and LEAST_COUNTED * sample_seconds(prepared, mse, seconds) <= share * left
         how = mse if is_enough else minmax
         no_room = "`time_budget` has no room to compare ways to calibrate"
-        observer.note(f"{no_room}: ranges by {how.method}, without bias correction")
-    most = sys.maxsize if seconds is None else max(1, int(share * left / sample_seconds(prepared, how, seconds)))
+        note(f"{no_room}: ranges by {how.method}, without bias correction")
+    most = sys.maxsize
+    if seconds is not None:
+        most = max(LEAST_SAMPLES, int(share * left / sample_seconds(prepared, how, seconds)))
     each_pass = share * left / (1 if how.method == "minmax" else _passes(prepared))
-    produce = _SamplesInTime(prepared.calibration, most, each_pass, observer.note)
+    produce = _SamplesInTime(prepared.calibration, most, each_pass, note)
     limited = replace(prepared.calibration, produce=produce)
     return Calibrating(replace(prepared, calibration=limited), how, lambda: time.monotonic() > begun + left)
 

@@ -112,9 +112,10 @@ class HeadRecord(Record, frozen=True, tag="run"):
 
 
 class RangesRecord(Record, frozen=True, tag="ranges"):
-    """The ranges that calibration found."""
+    """The ranges that calibration found. `hurried` are notes on what a time budget left out of it."""
 
     ranges: Ranges
+    hurried: tuple[str, ...] = ()
 
 
 def job_of(placement: str, against: str) -> str:

@@ -220,9 +220,10 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "output_sqnr_db": None if accuracy is None else accuracy.sqnr_db,
         "output_accuracy": None if accuracy is None else asdict(accuracy),
         "fastest_without_limits": _fastest(history, proof, run),
-        "met": list(_met(history, proof, settings.plan)),
+        "met": list(_met(history, proof, settings.plan, is_judged=subject.prepared.has_real_samples)),
         "accuracy_samples": len(subject.accuracy) if subject.prepared.has_real_samples else 0,
         "accuracy_held_out": subject.held_out,
+        **({"calibration_cut_short": list(subject.hurried)} if subject.hurried else {}),
         "scores": run.bench.scores.as_json(),
         "scores_told": run.bench.scores.told,
         "seed": settings.seed,
@@ -261,9 +262,10 @@ def _tried(rewrite: Tried) -> dict[str, Any]:
     return {"name": rewrite.name, "form": rewrite.form, "ratio": median, **ends, "kept": rewrite.kept}
 
 
-def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[str, Any]]:
+def _met(history: Sequence[Trial], proof: Proof, plan: Plan, *, is_judged: bool) -> Iterator[dict[str, Any]]:
     """The rows `met` of summary.json: candidates that no other one beat in both latency and accuracy, as the search
-    measured them; and the one that ships, which others may beat by less than noise."""
+    measured them; and the one that ships, which others may beat by less than noise. What random inputs say of accuracy
+    is left out: it is not `is_judged`."""
     unbeaten = undominated(history, plan)
     ratios = ratios_to_float(history, plan)
     ships = None if proof.trial is None else proof.trial.placement
@@ -276,8 +278,8 @@ def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[st
             "number": point.trial.number,
             "origin": point.trial.proposal.origin,
             "ratio": point.ratio,
-            "sqnr_db": point.trial.sqnr_db,
-            "agreement": equal_share(accuracy),
+            "sqnr_db": point.trial.sqnr_db if is_judged else None,
+            "agreement": equal_share(accuracy) if is_judged else None,
             "pairs": count_pairs(point.trial.placement),
             **({"weights": len(point.trial.placement.weight_only)} if point.trial.placement.weight_only else {}),
             "holds_limits": point.trial.holds is not False,
@@ -286,12 +288,14 @@ def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[st
 
 
 def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any] | None:
-    """What the limits cost: the fastest candidate that misses them, if it is faster than the one that ships."""
+    """What the limits cost: the fastest candidate that misses them, if it is faster than the one that ships and than
+    all that hold them."""
     ratios = ratios_to_float(history, run.settings.plan)
     missing = [(ratios[t.placement], t) for t in history if t.holds is False and t.placement in ratios]
+    holding = [ratios[t.placement] for t in history if t.holds is not False and t.placement in ratios]
     fastest = min(missing, key=lambda pair: pair[0], default=None)
     ships = None if proof.trial is None else ratios.get(proof.trial.placement)
-    if fastest is None or fastest[0] >= (ships or proof.time_to_float or 1.0):
+    if fastest is None or fastest[0] >= min([ships or proof.time_to_float or 1.0, *holding]):
         return None
     ratio, trial = fastest
     missed = run.limits.why_refused(trial)

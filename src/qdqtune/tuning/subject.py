@@ -63,8 +63,8 @@ class Subject:
     """The model under tuning. Outputs are compared on the samples of `accuracy`; the workloads of `mix` are timed.
 
     `imported` holds the pairs of a Q/DQ model that the user gave, `possible` the edges that may get pairs. `ranges` and
-    `possible` are empty until the model is `calibrated`, as is `rules_placement`, that by the rules of TensorRT. The
-    user's float model was converted to `precision`.
+    `possible` are empty until the model is `calibrated`, as is `rules_placement`, that by the rules of TensorRT;
+    `hurried` says what a time budget left out of calibration. The user's float model was converted to `precision`.
     """
 
     prepared: Prepared
@@ -75,6 +75,7 @@ class Subject:
     imported: Reading | None = None
     notes: tuple[str, ...] = ()
     ranges: Ranges = field(default_factory=lambda: Ranges({}))
+    hurried: tuple[str, ...] = ()
     possible: frozenset[Edge] = frozenset()
     rewrites: Rewrites = field(default_factory=Rewrites)
     rules_placement: Placement = field(default_factory=Placement)
@@ -214,13 +215,21 @@ def calibrated(
             matched = matched.seen_on(subject.shaped, subject.prepared.judging[:1], subject.prepared.execution)
         subject = replace(subject, notes=(*subject.notes, *matched.notes()))
         record = record or store.put(RangesRecord(ranges=matched.ranges))
+    for note in record.hurried if record is not None else ():
+        observer.note(f"{note}; so it was when this run began: `restart` with more time calibrates anew")
     if record is None:
-        affordable = affordable_calibration(subject.prepared, settings.calibration, ends, observer)
+        hurried: list[str] = []
+
+        def note_hurry(note: str) -> None:
+            hurried.append(note)
+            observer.note(note)
+
+        affordable = affordable_calibration(subject.prepared, settings.calibration, ends, note_hurry)
         samples = _counted(affordable.prepared.calibration, observer)
         prepared = replace(affordable.prepared, calibration=samples)
         placed = partial(_placement_by_rules, subject, settings)
         found = fitted(prepared, affordable.how, subject.numbers, placed, affordable.is_late, observer)
-        record = store.put(RangesRecord(ranges=found))
+        record = store.put(RangesRecord(ranges=found, hurried=tuple(hurried)))
     ranges = record.ranges
     if subject.imported is not None and settings.from_qdq:
         own = subject.imported.ranges
@@ -235,7 +244,7 @@ def calibrated(
     by_rules, engine = Placement(), settings.engine.name
     if engine in TENSORRT_FAMILY:
         by_rules = engine_rules.place(subject.shaped, possible, engine, settings.quant_type).placement
-    return replace(subject, ranges=ranges, possible=possible, rules_placement=by_rules)
+    return replace(subject, ranges=ranges, hurried=record.hurried, possible=possible, rules_placement=by_rules)
 
 
 def _counted(samples: Samples, observer: Observer) -> Samples:

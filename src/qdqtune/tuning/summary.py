@@ -169,6 +169,7 @@ class Summary(TypedDict):
     met: list[Met]
     accuracy_samples: Count
     accuracy_held_out: bool
+    calibration_cut_short: NotRequired[list[str]]
     scores: NotRequired[list[ScoredOutput]]
     scores_told: NotRequired[str]
     seed: int
