@@ -180,7 +180,7 @@ def _finding(done: Comparison, gate: Gate, settings: DeploySettings) -> tuple[Fi
         return "does not hold", f"{bad.file}, {bad.limit}: {bad.told}"
     timed = [(row.ratio, row) for row in done.rows if row.ratio is not None]
     if not timed:
-        return "cannot tell", "nothing is timed on a simulator"
+        return "cannot tell", "nothing is timed here: it is a simulator, or the processor is emulated"
     own = settings.spec.options.get("threads")  # at which the ratio of the proof was measured
     ratio, best = min(timed, key=lambda pair: (pair[1].threads != own, pair[0].median))
     there, exact = settings.proven.speed, "" if best.sqnr_db is None else f", output SQNR {best.sqnr_db:.1f} dB"
