@@ -29,6 +29,7 @@ from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import concern
 from qdqtune.options import WORDS, Names, option
 from qdqtune.placement.reading import is_quantized
+from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.types import Layer, NumericFormat, QType, QuantType
 
 TENSORRT = {
@@ -136,7 +137,7 @@ def check_file(options: CheckOptions) -> Checked:
     path = Path(str(options.model))
     graph, engine = load(path), "tensorrt" if options.graph_json else options.engine_name
     spec = options.spec(options.input_shapes)
-    told = () if options.graph_json else tuple(filter(None, [unwatched(spec)]))
+    told = () if options.graph_json else tuple(filter(None, [unwatched(spec), tuned_elsewhere(path)]))
     if not is_quantized(graph) and engine not in PROVIDERS:
         return Checked(path, graph, engine, (), (), notes=told)
     described: Mapping[str, str] | None = None

@@ -38,6 +38,7 @@ from qdqtune.tuning import advice
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest
 from qdqtune.tuning.comparison_results import Compared
 from qdqtune.tuning.contexts import Context, at_each, counts_of
+from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import deploy_threads_option
 from qdqtune.tuning.settings import EFFORTS
@@ -194,6 +195,7 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
     warned |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
     notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
     notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
+    notes += filter(None, map(tuned_elsewhere, files))
     if is_simulated(spec.name):
         first = f"{files[0]} on ONNX Runtime's CPU"
         notes.append(f"{simulated(spec.name)}: outputs are against {first}")

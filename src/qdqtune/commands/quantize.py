@@ -29,7 +29,13 @@ from qdqtune.engines import MERGED, EngineSpec
 from qdqtune.engines.acceptance import checked_output
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.execution import Execution
-from qdqtune.engines.formats import checked_weight_format, numeric_format, usual_precision, weight_formats_like
+from qdqtune.engines.formats import (
+    checked_weight_format,
+    numeric_format,
+    portable,
+    usual_precision,
+    weight_formats_like,
+)
 from qdqtune.engines.reused_workers import reused_workers
 from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import BadModel, BadOption
@@ -47,7 +53,9 @@ from qdqtune.numerics.label_options import check_metric
 from qdqtune.numerics.labelled import Metric, measure, open_labelled, option_of
 from qdqtune.numerics.losses import Score, doubt, loss_high
 from qdqtune.numerics.metric import load_evaluation
+from qdqtune.numerics.portability import cost_of_portable
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
+from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules
 from qdqtune.placement.insertion import Inserter
@@ -214,6 +222,11 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
             done = _compared(options, fresh, placed, prepared, metric)
         if precision == "bf16":  # which ONNX Runtime cannot run
             save(finished(quantized, precision), fresh)
+    if options.portable and prepared is not None and prepared.has_real_samples:
+        observer.stage("comparing weights of 7 and of 8 bits")
+        inserter = Inserter(ready.graph, ranges, numbers)
+        with Simulation(inserter, prepared.judging, options.engine, None, execution, options.scores) as simulation:
+            notes = (*notes, cost_of_portable(simulation, prepared, ranges, numbers, placed.placement))
     if prepared is not None and options.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
         plain = scaled(ready.graph, ranges.factors)  # equalized like the model with pairs
@@ -235,6 +248,8 @@ def _check_options(options: QuantizeOptions) -> None:
     checked_weight_format(options.engine, options.weight_only)
     if options.weight_rounding == "gptq" and options.calibration_data is None:
         raise BadOption("`weight_rounding` gptq makes up for errors on your data: give `calibration_data`")
+    if options.portable:
+        raise BadOption("`portable` is about the numbers of pairs, of which `weight_only` places none")
     if options.report:
         raise BadOption("`report` is about pairs, of which `weight_only` places none")
     if options.calibration_cache is not None or options.placement_like == "implicit":
@@ -319,6 +334,8 @@ def _float_rules(placed: PlacedByRules) -> str:
 
 def _numeric_format(options: QuantizeOptions) -> NumericFormat:
     numbers = numeric_format(options.engine, options.quant_type)
+    if options.portable:
+        numbers = portable(options.engine, numbers)
     if options.per_channel is None:
         return numbers
     if options.per_channel and options.quant_type == "fp8":

@@ -19,7 +19,7 @@ from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import MERGED, TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
-from qdqtune.engines.formats import usual_precision
+from qdqtune.engines.formats import portable, usual_precision
 from qdqtune.engines.provider_table import is_simulated, simulated
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
@@ -147,6 +147,8 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     are_files_checked = rewrites is not None
     rewrites = rewrites or _first_rewrites(settings)
     numbers = runner.numeric_format(settings.quant_type)
+    if settings.portable:
+        numbers = portable(settings.engine.name, numbers)
     notes: list[str] = []
     usual = _usual_precision(settings, runner)
     wanted: Precision = settings.precision or usual
