@@ -9,7 +9,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 import qdqtune.engines.providers as providers
-from qdqtune.engines.processor import emulated_on, emulation
+from qdqtune.engines.processor import emulation
 from qdqtune.engines.providers.provider import Provider
 
 OTHERS = frozenset({"provider"})
@@ -37,7 +37,7 @@ def is_simulated(name: str, machine: str | None = None) -> bool:
     """Whether times of this engine mean nothing on a machine (None: this one): it is a simulator there, or the
     processor is emulated."""
     is_simulator = name in PROVIDERS and (machine or platform.machine()) in PROVIDERS[name].simulated_on
-    return is_simulator or (machine is None and name != COST_MODEL and bool(emulated_on()))
+    return is_simulator or (machine is None and name != COST_MODEL and bool(emulation()))
 
 
 def simulated(name: str) -> str:
