@@ -224,15 +224,24 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
             save(finished(quantized, precision), fresh)
     if options.portable and prepared is not None and prepared.has_real_samples:
         observer.stage("comparing weights of 7 and of 8 bits")
-        inserter = Inserter(ready.graph, ranges, numbers)
-        with Simulation(inserter, prepared.judging, options.engine, None, execution, options.scores) as simulation:
-            notes = (*notes, cost_of_portable(simulation, prepared, ranges, numbers, placed.placement))
+        notes = (*notes, _cost(options, numbers, ranges, placed.placement, prepared))
     if prepared is not None and options.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
         plain = scaled(ready.graph, ranges.factors)  # equalized like the model with pairs
         report = damages(plain, quantized, placed.placement, prepared.judging, execution)
         done = _with_report(done, report, lambda nodes: bool(placed_by_rules(ranges, nodes).placement))
     return replace(done, output=options.target, notes=(*notes, *done.notes), matched=ready.matched)
+
+
+def _cost(
+    options: QuantizeOptions, numbers: NumericFormat, ranges: Ranges, placement: Placement, prepared: Prepared
+) -> str:
+    """What portable numbers cost, in a sentence."""
+    inserter, execution = Inserter(prepared.model, ranges, numbers), prepared.execution
+    with Simulation(
+        inserter, prepared.judging, options.engine, execution=execution, scores=options.scores
+    ) as simulated:
+        return cost_of_portable(simulated, prepared, ranges, numbers, placement)
 
 
 def _check_options(options: QuantizeOptions) -> None:

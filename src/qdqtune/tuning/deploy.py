@@ -18,7 +18,7 @@ from qdqtune.calibration.inputs import InputSpec, input_specs
 from qdqtune.engines import EngineSpec, threads_of
 from qdqtune.engines.formats import follow_processor
 from qdqtune.engines.library_settings import library_settings, script_of
-from qdqtune.engines.processor import Architecture, architecture
+from qdqtune.engines.processor import Architecture, architecture, products_saturate
 from qdqtune.errors import BadModel, BadOption, reading, writing
 from qdqtune.graph.loading import files_of, load
 from qdqtune.system.writing import atomic_write, write_json
@@ -125,6 +125,8 @@ def of_other_processor(name: str, made_for: str, *, is_portable: bool) -> str:
     if not made_for or made_for == here:
         return ""
     numbers = "its numbers are for both" if is_portable else f"its numbers were chosen for {made_for}"
+    if products_saturate() and not is_portable:
+        numbers += " and overflow here"
     remedy = "tune here" if is_portable else "tune here, or with `portable` for one file on both"
     told = f"{name} was tuned on {made_for}, and this is {here or 'another processor'}"
     return f"{told}: {numbers}, and what its pairs gain was measured there; {remedy}"
