@@ -3,7 +3,7 @@
 import pytest
 
 from models import build, normal, ranges
-from qdqtune.engines.devices import products_saturate
+from qdqtune.engines.processor import products_saturate
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.units import Partition, partition
 from qdqtune.types import Edge, WeightFormat

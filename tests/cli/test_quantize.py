@@ -11,7 +11,7 @@ import pytest
 from conftest import Call
 from models import build, conv_net, normal
 from qdqtune.commands.tune import TuneOptions
-from qdqtune.engines import devices
+from qdqtune.engines import processor
 from qdqtune.graph.loading import load
 from qdqtune.placement.engine_rules import RULES, rules_of
 from qdqtune.placement.reading import count_pairs, read_placement
@@ -54,7 +54,7 @@ def test_the_report_ends_with_options_that_quantize_takes(
 ) -> None:
     """Without what makes a tenth of the error or more, the error is smaller. With weights of 7 bits, every product of
     this model makes as much: one stays."""
-    monkeypatch.setattr(devices, "products_saturate", lambda: reduced)
+    monkeypatch.setattr(processor, "products_saturate", lambda *_: reduced)
     given = ("quantize", model, *RUN, model.with_suffix(".npz"), "--report", "-o", tmp_path / "r.onnx")
     _, out, _ = call(*given)
     (line,) = (line for line in out.splitlines() if line.startswith("to keep in float"))

@@ -13,7 +13,11 @@ import pytest
 from conftest import Call
 from engine_contract import quantized_conv_model
 from models import UINT8, build, normal
+from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.commands import layers
+from qdqtune.graph.saving import save
+from qdqtune.placement.insertion import insert
+from qdqtune.types import Edge, Placement
 from runs import write
 
 DATA = Path(__file__).parents[1] / "data" / "tensorrt"
@@ -135,3 +139,21 @@ def test_what_a_provider_leaves_is_told_of_float_models_too(call, model, monkeyp
     told = json.loads(call("check", model, "--engine", "fake", "--json")[1])
     assert {left["reason"] for left in told["fallback"]["left"]} == {"on the CPU: no kernel"}
     assert told["passes"]
+
+
+@pytest.mark.parametrize(
+    ("saturate", "reduced", "is_told"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+@pytest.mark.usefixtures("workers")
+def test_weights_that_overflow_on_this_processor_are_told(
+    saturate: bool, reduced: bool, is_told: bool, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qdqtune.engines.processor.products_saturate", lambda *_: saturate)
+    text = "net (float[8,64] x) => (float[8,64] y) { [product] y = MatMul(x, w) }"
+    model = build(text, {"w": normal(64, 64)})
+    edges = Placement.of([Edge("x", "product", 0), Edge("w", "product", 1)])
+    known = Ranges({"x": Range(-3.0, 3.0), "y": Range(-30.0, 30.0)})
+    save(insert(model, edges, known, replace(UINT8, reduced_weights=reduced)), tmp_path / "q.onnx")
+    _, out, err = call("check", tmp_path / "q.onnx", "--engine", "onnxruntime", "--allow-boundary", "*")
+    told = "1 weight has 8 bits, so that sums of products overflow on this processor"
+    assert (told in " ".join((out + err).split())) is is_told

@@ -22,8 +22,8 @@ from qdqtune.commands.doctor import (
     engine_state,
     examine,
     find_gpus,
-    processor,
     provider_state,
+    this_processor,
 )
 from qdqtune.engines import MODULES, EngineSpec, devices
 from qdqtune.engines.provider_table import PROVIDERS
@@ -46,7 +46,7 @@ def test_what_follows_from_instruction_sets(isa, machine, words):
 
 
 def test_this_processor():
-    found = processor()
+    found = this_processor()
     assert found.cores >= 1
     assert found.name
     assert found.consequence == consequence(platform.machine(), found.isa)

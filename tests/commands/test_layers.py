@@ -105,3 +105,14 @@ def test_the_model_names_the_nodes_of_a_file(tmp_path: Path, capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)["layers"][0]["nodes"] == ["conv", "relu"]
     assert run(tmp_path / "none.onnx", "--graph-json", tmp_path / "g.json") == 2
     assert "none.onnx" in capsys.readouterr().err
+
+
+def test_layers_have_no_times_where_these_mean_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    onnx.save(conv_model(), tmp_path / "m.onnx")
+    monkeypatch.setattr("qdqtune.commands.layers.is_simulated", lambda name: name == "fake")
+    assert run(tmp_path / "m.onnx", "--engine", "fake", "--json") == 0
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    assert layers
+    assert {layer["time_ms"] for layer in layers} == {None}

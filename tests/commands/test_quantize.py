@@ -1,5 +1,6 @@
 """`quantize`: what is written, exact against a float64 reference, and what is said about it."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -429,3 +430,33 @@ def test_quick_compares_no_ways_to_calibrate_unless_it_is_told_to(tmp_path: Path
         usual, method="entropy"
     )
     assert request(path, quick=True, bias_correction=False).calibration == replace(quick, bias_correction=False)
+
+
+def test_portable_files_have_weights_of_seven_bits_and_say_what_they_cost(tmp_path: Path) -> None:
+    path = written(conv_net(), tmp_path, 40)
+    done = quantize(request(path, engine="onnxruntime", portable=True, **MINMAX))
+    (told,) = (note for note in done.notes if "`portable`" in note)
+    assert re.fullmatch(r"`portable`: weights have 7 bits, outputs [\d.]+ dB; with 8 bits, .*, [\d.]+ dB \(.*\)", told)
+    seven, eight = map(float, re.findall(r"([\d.]+) dB", told))
+    assert seven < eight
+    stored = load(done.output).constants
+    weights = [stored[name].array() for name in stored if name.endswith("_quantized") and stored[name].array().ndim > 1]
+    assert weights
+    assert all(w.dtype == np.int8 and np.abs(w.astype(int)).max() <= 64 for w in weights)
+    with pytest.raises(BadOption, match="tensorrt takes the same numbers with every processor"):
+        quantize(request(path, portable=True))
+    with pytest.raises(BadOption, match="of which `weight_only` places none"):
+        quantize(request(path, engine="onnxruntime", portable=True, weight_only="w4"))
+
+
+def test_a_portable_placement_is_applied_with_portable_numbers(tmp_path: Path) -> None:
+    path = written(conv_net(), tmp_path)
+    placement = quantize(request(path, engine="onnxruntime", **MINMAX)).placed.placement
+    file = tmp_path / "placement.yaml"
+    recorded = PlacementFile(placement, "int8", "onnxruntime", {}, processor="POWER", portable=True)
+    write_placement(file, recorded, "net.onnx")
+    done = apply(ApplyOptions(path, output=tmp_path / "again.onnx", placement=file))
+    (told,) = done.notes
+    assert told.startswith(f"{file} was tuned on POWER, and this is ")
+    weights = [c.array() for n, c in load(done.output).constants.items() if n.endswith("_quantized")]
+    assert max(int(np.abs(w.astype(int)).max()) for w in weights if w.dtype == np.int8) <= 64

@@ -52,25 +52,3 @@ def test_a_device_is_held_until_the_process_that_has_it_is_gone(tmp_path: Path) 
     sleeper.communicate()
     with leased(device, 0.0):
         assert not devices.is_free(device.parts[0])
-
-
-@pytest.mark.parametrize(
-    ("machine", "cpuinfo", "saturate"),
-    [
-        ("x86_64", "model name : Old\nflags\t\t: sse avx2 avx512f\n", True),
-        ("x86_64", "flags\t\t: avx2 avx512_vnni\n", False),
-        ("AMD64", "flags\t\t: avx2 avx_vnni\n", False),
-        ("x86_64", "flags\t\t: avx2 amx_int8\n", False),
-        ("x86_64", "", True),
-        ("aarch64", "Features\t: fp asimd\n", False),
-        ("arm64", "", False),
-    ],
-)
-def test_products_saturate_without_dot_products(machine: str, cpuinfo: str, saturate: bool) -> None:
-    assert devices.products_saturate(machine, cpuinfo) is saturate
-
-
-def test_the_processor_is_described_by_cpuinfo() -> None:
-    cpuinfo = "model name\t: Quick 3000\nflags\t\t: sse avx2 avx_vnni\n"
-    assert devices.processor_name(cpuinfo) == "Quick 3000"
-    assert devices.instruction_sets(cpuinfo) == ("avx2", "avx_vnni")

@@ -4,7 +4,7 @@ import pytest
 
 from loaded_modules import absent
 from qdqtune.engines import MODULES
-from qdqtune.engines.formats import numeric_format, usual_precision
+from qdqtune.engines.formats import numeric_format, onnxruntime, portable, usual_precision, weight_formats
 from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.errors import BadOption
 from qdqtune.types import QType
@@ -34,3 +34,42 @@ def test_an_engine_that_nobody_knows() -> None:
 )  # fmt: skip
 def test_the_usual_precision_is_that_of_the_engine(engine: str, version: str, wanted: str) -> None:
     assert usual_precision(engine, version) == wanted
+
+
+A53 = "Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid\n"
+A76 = "Features\t: fp asimd evtstrm aes atomics asimdhp asimdrdm lrcpc dcpop asimddp\n"
+V1 = "Features\t: fp asimd evtstrm asimddp sve i8mm bf16\n"
+
+
+@pytest.mark.parametrize(
+    ("machine", "cpuinfo", "activation", "reduced"),
+    [
+        ("aarch64", A53, QType.INT8, False),
+        ("aarch64", A76, QType.UINT8, False),
+        ("aarch64", V1, QType.UINT8, False),
+        ("arm64", "", QType.UINT8, False),  # macOS and Windows tell nothing, and all that run them have dot products
+        ("aarch64", "flags\t\t: avx2 fma\n", QType.UINT8, False),  # an emulator that shows the real processor
+        ("x86_64", "flags\t\t: sse avx2 avx_vnni\n", QType.UINT8, False),
+        ("x86_64", "flags\t\t: sse avx2\n", QType.UINT8, True),
+    ],
+)
+def test_numbers_of_onnx_runtime_follow_the_processor(
+    machine: str, cpuinfo: str, activation: QType, reduced: bool
+) -> None:
+    numbers = onnxruntime("int8", machine, cpuinfo)
+    assert (numbers.activation, numbers.reduced_weights) == (activation, reduced)
+    assert not numbers.symmetric  # a pair can replace a Relu
+
+
+@pytest.mark.parametrize("cpuinfo", [A53, A76])
+def test_portable_numbers_are_the_same_on_every_processor(cpuinfo: str) -> None:
+    plain = onnxruntime("int8", "x86_64", "flags\t\t: avx2\n")
+    assert portable("onnxruntime", onnxruntime("int8", "aarch64", cpuinfo)) == plain == portable("onnxruntime", plain)
+    assert portable("ort-openvino", numeric_format("ort-openvino", "int8")).reduced_weights
+    assert not any(found.dynamic for found in weight_formats("onnxruntime", portable=True))
+
+
+@pytest.mark.parametrize("engine", ["tensorrt", "qnn", "fake", "cuda"])
+def test_numbers_of_gpus_and_npus_depend_on_no_processor(engine: str) -> None:
+    with pytest.raises(BadOption, match=f"{engine} takes the same numbers with every processor: leave `portable` out"):
+        portable(engine, numeric_format(engine, "int8"))

@@ -1,6 +1,7 @@
 """Execution providers as engines: their tables, and the two ways to name one."""
 
 import importlib
+import platform
 import re
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from qdqtune.engines import CPU_PROVIDER, MODULES, EngineSpec, devices, normal, open_engine, threads_of, unwatched
 from qdqtune.engines.formats import numeric_format, weight_formats
 from qdqtune.engines.options import EngineOptions
-from qdqtune.engines.provider_table import OF_EP, PROVIDERS, is_simulated
+from qdqtune.engines.processor import architecture, processor_name
+from qdqtune.engines.provider_table import OF_EP, PROVIDERS, is_simulated, simulated
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.placement.engine_rules import rules_of
 
@@ -64,6 +66,16 @@ def test_the_simulator_is_known_by_the_processor() -> None:
     assert not is_simulated("qnn", "aarch64")
     assert not is_simulated("cuda", "x86_64")
     assert not is_simulated("fake", "x86_64")
+
+
+def test_times_on_an_emulated_processor_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_simulated("onnxruntime")
+    monkeypatch.setattr("qdqtune.engines.processor.emulated_on", lambda: "x86")
+    assert is_simulated("onnxruntime")
+    assert not is_simulated("fake")  # its times are those of a cost model
+    told = "processor is emulated on x86, so times mean nothing"
+    assert simulated("onnxruntime") == f"this {architecture()} {told}"
+    assert processor_name() == f"{platform.machine()}, emulated on x86"
 
 
 def test_a_new_provider_is_one_file(tmp_path, monkeypatch) -> None:

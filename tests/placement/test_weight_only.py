@@ -12,8 +12,8 @@ from models import Arrays, build, normal, run, sqnr
 from qdqtune.calibration import rounding
 from qdqtune.calibration.rounding import moments
 from qdqtune.calibration.scales import Ranges
-from qdqtune.engines.devices import products_saturate
 from qdqtune.engines.formats import numeric_format, weight_formats_like
+from qdqtune.engines.processor import products_saturate
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import ConstantFile, save

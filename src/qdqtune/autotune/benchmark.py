@@ -17,6 +17,7 @@ from qdqtune.autotune.errors import AutotunerError
 from qdqtune.calibration.prepare import Data, Prepared, prepare
 from qdqtune.commands.doctor import NEEDS, engine_state
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.provider_table import is_simulated, simulated
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.tensorrt.options import Span, spans, usual_shapes, with_spans
 from qdqtune.errors import BadModel, EngineUnavailable
@@ -146,6 +147,8 @@ class Benchmark:
         return None
 
     def _timed(self, path: Path, log_name: str) -> float | Failure:
+        if is_simulated(self.spec.name):
+            raise EngineUnavailable(simulated(self.spec.name))
         inputs = [v.SerializeToString() for v in read(path).graph.input]
         if self._first is not None and inputs != self._inputs:  # of another network
             self._runner.unload(self._first)

@@ -15,7 +15,7 @@ from qdqtune.commands.inputs import ModelOption, execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import PreparedModel, SourceOptions
 from qdqtune.engines.acceptance import checked_output
-from qdqtune.engines.formats import numeric_format, usual_precision
+from qdqtune.engines.formats import follow_processor, numeric_format, portable, usual_precision
 from qdqtune.engines.options import time_limit_option
 from qdqtune.errors import BadModel
 from qdqtune.explanation.formatting import placed
@@ -32,6 +32,7 @@ from qdqtune.placement.files import PlacementFile, every_edge, existing, read_pl
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges, product_inputs
 from qdqtune.placement.reading import is_quantized
+from qdqtune.tuning.deploy import of_other_processor
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Accuracy, Edge, Failure, Placement
 
@@ -117,6 +118,8 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     recorded = read_placement_file(options.placement)
     engine = options.engine or recorded.engine
     numbers = numeric_format(engine, "fp8" if recorded.quant_type == "fp8" else "int8")
+    if recorded.portable and follow_processor(engine):
+        numbers = portable(engine, numbers)
     made = recorded.rewrites if options.rewrites == "auto" else allowed(options.rewrites)
     usual = usual_precision(engine)
     precision = options.precision or usual
@@ -139,6 +142,8 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     if recorded.placement and not placed:
         raise BadModel(f"on none of the edges of {options.placement} can a pair stand in {path}")
     met, notes = _moments(recorded, ready, placed)
+    foreign = of_other_processor(str(options.placement), recorded.processor, is_portable=recorded.portable)
+    notes = (*filter(None, [foreign if engine == recorded.engine else ""]), *notes)
     inserter = Inserter(ready.graph, ranges, numbers, met)
     with checked_output(options.target, engine, execution) as fresh:
         save(finished(inserter.insert(placed), precision), fresh)

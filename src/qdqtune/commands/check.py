@@ -29,6 +29,7 @@ from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import concern
 from qdqtune.options import WORDS, Names, option
 from qdqtune.placement.reading import is_quantized
+from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.types import Layer, NumericFormat, QType, QuantType
 
 TENSORRT = {
@@ -36,6 +37,12 @@ TENSORRT = {
     "fp8": NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False),
 }
 """Numeric formats of TensorRT, for reports of builds that are not made here."""
+
+
+DQ, PRODUCTS = "DequantizeLinear", frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+
+SEVEN_BITS = 64
+"""The largest weight of 7 bits."""
 
 
 @dataclass(kw_only=True)
@@ -136,7 +143,7 @@ def check_file(options: CheckOptions) -> Checked:
     path = Path(str(options.model))
     graph, engine = load(path), "tensorrt" if options.graph_json else options.engine_name
     spec = options.spec(options.input_shapes)
-    told = () if options.graph_json else tuple(filter(None, [unwatched(spec)]))
+    told = () if options.graph_json else tuple(filter(None, [unwatched(spec), tuned_elsewhere(path)]))
     if not is_quantized(graph) and engine not in PROVIDERS:
         return Checked(path, graph, engine, (), (), notes=told)
     described: Mapping[str, str] | None = None
@@ -153,10 +160,25 @@ def check_file(options: CheckOptions) -> Checked:
             sizes = {name: np.shape(array) for name, array in sample.items() if name in graph.inputs}
             left = fallback(with_input_shapes(graph, sizes), layers)
     found = check(graph, layers, numbers, fuses_attention=engine in TENSORRT_FAMILY)
+    told += _overflows(graph, numbers)
     measured = described is not None and is_measured(path, graph, described)
     if not options.graph_json and is_quantized(graph):
         told += _accuracy_notes(options, path, graph, execution)
     return Checked(path, graph, engine, layers, allow(found, options.allow_boundary), measured, told, left)
+
+
+def _overflows(graph: Model, numbers: NumericFormat) -> tuple[str, ...]:
+    """A note if weights have 8 bits where the engine's `numbers` have 7, since sums of products saturate."""
+    if not numbers.reduced_weights:
+        return ()
+    both = ([graph.maker(tensor) for tensor in node.inputs[:2]] for node in graph.nodes if node.op in PRODUCTS)
+    pairs = [maker.inputs[0] for makers in both for maker in makers if all(m and m.op == DQ for m in makers) and maker]
+    stored = (graph.constants[name].array() for name in dict.fromkeys(pairs) if name in graph.constants)
+    wide = sum(a.dtype == np.int8 and int(np.abs(a.astype(np.int16)).max(initial=0)) > SEVEN_BITS for a in stored)
+    if not wide:
+        return ()
+    count = f"{wide} weight{'s have' if wide > 1 else ' has'} 8 bits"
+    return (f"{count}, so that sums of products overflow on this processor: quantize or tune here, or with `portable`",)
 
 
 def _accuracy_notes(options: CheckOptions, path: Path, graph: Model, execution: Execution) -> tuple[str, ...]:

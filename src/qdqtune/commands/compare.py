@@ -21,7 +21,7 @@ from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for, data_of, prepared_for, told_of_inputs
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.options import EngineOptions
-from qdqtune.engines.provider_table import SIMULATED, is_simulated
+from qdqtune.engines.provider_table import is_simulated, simulated
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.explanation.formatting import samples
@@ -38,6 +38,7 @@ from qdqtune.tuning import advice
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest
 from qdqtune.tuning.comparison_results import Compared
 from qdqtune.tuning.contexts import Context, at_each, counts_of
+from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import deploy_threads_option
 from qdqtune.tuning.settings import EFFORTS
@@ -173,7 +174,7 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
     execution = execution_of(options)
     data = data_of(options, execution, *files)
     if options.fail_below is not None and is_simulated(spec.name):
-        raise BadOption(f"`fail_below` is about times, and {spec.name} is a simulator on this machine, which has none")
+        raise BadOption(f"`fail_below` is about times: {simulated(spec.name)}")
     models = comparable(files)
     check_named(options.scores, models[0])
     prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
@@ -194,9 +195,10 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
     warned |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
     notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
     notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
+    notes += filter(None, map(tuned_elsewhere, files))
     if is_simulated(spec.name):
         first = f"{files[0]} on ONNX Runtime's CPU"
-        notes.append(f"{SIMULATED.format(spec.name)}: outputs are against {first}")
+        notes.append(f"{simulated(spec.name)}: outputs are against {first}")
     judged = len(prepared.judging) if prepared.has_real_samples else 0
     return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out, options.gate)
 

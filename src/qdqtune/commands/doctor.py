@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from qdqtune.engines import MODULES, EngineSpec, devices
+from qdqtune.engines import MODULES, EngineSpec, devices, processor
 from qdqtune.engines.allocation import allocate_workers, describe_all, first_difference
 from qdqtune.engines.devices import nvidia_smi
 from qdqtune.engines.execution import Execution
@@ -151,7 +151,7 @@ def examine(log_dir: Path) -> EnginesState:
     gpus, note = find_gpus()
     engines = tuple(engine_state(name, log_dir) for name in MODULES if name not in PROVIDERS)
     providers = tuple(provider_state(table, log_dir) for table in PROVIDERS.values())
-    return EnginesState(engines, processor(), gpus, note, providers)
+    return EnginesState(engines, this_processor(), gpus, note, providers)
 
 
 def provider_state(table: Provider, log_dir: Path) -> EngineState:
@@ -165,15 +165,16 @@ def provider_state(table: Provider, log_dir: Path) -> EngineState:
         told = _described(EngineSpec(table.name), log_dir)
     except QdqtuneError as error:
         return missing(reason=one_line(error).removesuffix(f": {table.install}"))
-    status: Literal["simulated", "usable"] = "simulated" if is_simulated(table.name) else "usable"
-    return EngineState(table.name, status, told.get("plugin", told["version"]), told["device"], takes=table.notes)
+    return EngineState(
+        table.name, _usable(table.name), told.get("plugin", told["version"]), told["device"], takes=table.notes
+    )
 
 
 def engine_state(name: str, log_dir: Path) -> EngineState:
     """Open one engine without options; if that fails and the engine can, for a device that is not present."""
     try:
         told = _described(EngineSpec(name), log_dir)
-        return EngineState(name, "usable", told["version"], told["device"])
+        return EngineState(name, _usable(name), told["version"], told["device"])
     except QdqtuneError as error:
         reason = one_line(error)
     packages, command = NEEDS.get(name, ((), ""))
@@ -186,25 +187,33 @@ def engine_state(name: str, log_dir: Path) -> EngineState:
     return EngineState(name, "missing", reason=reason)
 
 
+def _usable(name: str) -> Literal["simulated", "usable"]:
+    return "simulated" if is_simulated(name) else "usable"
+
+
 def _described(spec: EngineSpec, log_dir: Path) -> dict[str, str]:
     with Runner(spec, execution=Execution(OPENING_SECONDS), log_dir=log_dir) as runner:
         return runner.describe()
 
 
-def processor() -> Processor:
+def this_processor() -> Processor:
     """The CPU of this machine."""
-    isa = devices.instruction_sets()
-    return Processor(devices.processor_name(), devices.usable_cores(), isa, consequence(platform.machine(), isa))
+    isa = processor.instruction_sets()
+    follows = consequence(platform.machine(), isa, is_slow=processor.lacks_dot_products())
+    told = "; ".join(filter(None, (processor.emulation(), follows)))
+    return Processor(processor.processor_name(), devices.usable_cores(), isa, told)
 
 
-def consequence(machine: str, isa: Collection[str]) -> str:
-    """The consequence of a machine's instruction sets for int8."""
-    is_arm = machine.lower() in ("aarch64", "arm64")
+def consequence(machine: str, isa: Collection[str], *, is_slow: bool = False) -> str:
+    """The consequence of a machine's instruction sets for int8; `is_slow` see `processor.lacks_dot_products`."""
+    is_arm = processor.architecture(machine) == "ARM"
+    if is_slow:
+        return "no ASIMDDP: onnxruntime gets int8 activations, and int8 gains are moderate"
     if not isa:
         return "no instruction set that is known to matter: only a measurement tells what int8 gains"
     if "i8mm" in isa or "amx_int8" in isa:
         return f"{'I8MM' if is_arm else 'AMX'}: int8 matrix products in hardware, int8 gains most here"
-    if is_arm or devices.DOT_PRODUCTS & set(isa):
+    if is_arm or processor.DOT_PRODUCTS & set(isa):
         return f"{'ASIMDDP' if is_arm else 'VNNI'}: int8 dot products in hardware, int8 gains much"
     return "no VNNI: weights take 7 bits, for sums of two 8-bit products saturate, and int8 gains are moderate"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from qdqtune.commands.inputs import MODEL, ModelLike, SamplesLike, execution_of
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.commands.source import data_of, prepared_for
 from qdqtune.engines.options import EngineOptions
+from qdqtune.engines.provider_table import is_simulated
 from qdqtune.engines.runner import Runner, insist, temporary_runner
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
@@ -118,9 +119,12 @@ def layers(options: LayersOptions) -> Layers:
 
 
 def profiled(runner: Runner, model: Path, sample: Sample, runs: int, *, refusal: str) -> tuple[Layer, ...]:
-    """The layers of a model with their times.
+    """The layers of a model with their times, without where these mean nothing.
 
     Raises:
         EngineFailure: the engine fails; the message is `refusal`, and the reason.
     """
-    return insist(runner.report(model, sample, runs, "layers"), refusal)
+    found = insist(runner.report(model, sample, runs, "layers"), refusal)
+    if is_simulated(runner.describe()["engine"]):
+        return tuple(replace(layer, time_ms=None, parts=()) for layer in found)
+    return found

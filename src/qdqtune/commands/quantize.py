@@ -29,7 +29,13 @@ from qdqtune.engines import MERGED, EngineSpec
 from qdqtune.engines.acceptance import checked_output
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.execution import Execution
-from qdqtune.engines.formats import checked_weight_format, numeric_format, usual_precision, weight_formats_like
+from qdqtune.engines.formats import (
+    checked_weight_format,
+    numeric_format,
+    portable,
+    usual_precision,
+    weight_formats_like,
+)
 from qdqtune.engines.reused_workers import reused_workers
 from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import BadModel, BadOption
@@ -47,7 +53,9 @@ from qdqtune.numerics.label_options import check_metric
 from qdqtune.numerics.labelled import Metric, measure, open_labelled, option_of
 from qdqtune.numerics.losses import Score, doubt, loss_high
 from qdqtune.numerics.metric import load_evaluation
+from qdqtune.numerics.portability import cost_of_portable
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
+from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules
 from qdqtune.placement.insertion import Inserter
@@ -214,12 +222,26 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
             done = _compared(options, fresh, placed, prepared, metric)
         if precision == "bf16":  # which ONNX Runtime cannot run
             save(finished(quantized, precision), fresh)
+    if options.portable and prepared is not None and prepared.has_real_samples:
+        observer.stage("comparing weights of 7 and of 8 bits")
+        notes = (*notes, _cost(options, numbers, ranges, placed.placement, prepared))
     if prepared is not None and options.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
         plain = scaled(ready.graph, ranges.factors)  # equalized like the model with pairs
         report = damages(plain, quantized, placed.placement, prepared.judging, execution)
         done = _with_report(done, report, lambda nodes: bool(placed_by_rules(ranges, nodes).placement))
     return replace(done, output=options.target, notes=(*notes, *done.notes), matched=ready.matched)
+
+
+def _cost(
+    options: QuantizeOptions, numbers: NumericFormat, ranges: Ranges, placement: Placement, prepared: Prepared
+) -> str:
+    """What portable numbers cost, in a sentence."""
+    inserter, execution = Inserter(prepared.model, ranges, numbers), prepared.execution
+    with Simulation(
+        inserter, prepared.judging, options.engine, execution=execution, scores=options.scores
+    ) as simulated:
+        return cost_of_portable(simulated, prepared, ranges, numbers, placement)
 
 
 def _check_options(options: QuantizeOptions) -> None:
@@ -235,6 +257,8 @@ def _check_options(options: QuantizeOptions) -> None:
     checked_weight_format(options.engine, options.weight_only)
     if options.weight_rounding == "gptq" and options.calibration_data is None:
         raise BadOption("`weight_rounding` gptq makes up for errors on your data: give `calibration_data`")
+    if options.portable:
+        raise BadOption("`portable` is about the numbers of pairs, of which `weight_only` places none")
     if options.report:
         raise BadOption("`report` is about pairs, of which `weight_only` places none")
     if options.calibration_cache is not None or options.placement_like == "implicit":
@@ -319,6 +343,8 @@ def _float_rules(placed: PlacedByRules) -> str:
 
 def _numeric_format(options: QuantizeOptions) -> NumericFormat:
     numbers = numeric_format(options.engine, options.quant_type)
+    if options.portable:
+        numbers = portable(options.engine, numbers)
     if options.per_channel is None:
         return numbers
     if options.per_channel and options.quant_type == "fp8":

@@ -31,7 +31,7 @@ from qdqtune.options import (
     choice,
     option,
 )
-from qdqtune.tuning.options import Rounding, quant_type_option
+from qdqtune.tuning.options import Rounding, portable_option, quant_type_option
 from qdqtune.types import Edge, QuantType
 
 QUICK_SAMPLES = 32
@@ -65,6 +65,7 @@ class QuantizeOptions(LabelOptions, ScoreOption, FixOption, SourceOptions):
         default_in_words="as the engine wants it",
         is_rare=True,
     )
+    portable: Flag = portable_option()
     weight_only: MaybeText = option(
         TEXT,
         None,

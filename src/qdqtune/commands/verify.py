@@ -19,7 +19,7 @@ from qdqtune.engines.options import time_limit_option
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.options import REQUIRED, Assignments, Duration, File, OfRun, Option, Options, option, options_of
 from qdqtune.timing.ratios import overlap
-from qdqtune.tuning.deploy import OF_THIS_MACHINE, DeploySettings, changed_files, read_settings
+from qdqtune.tuning.deploy import OF_THIS_MACHINE, DeploySettings, changed_files, of_other_processor, read_settings
 from qdqtune.tuning.finished import data_beside
 from qdqtune.tuning.observer import Observer
 
@@ -112,6 +112,8 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     both = {name: (settings.engine.get(name, "none"), described.get(name, "none")) for name in names}
     differences = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
     notes = tuple(f"{name}: proven with {there}, here {here}" for name, (there, here) in differences.items())
+    foreign = of_other_processor(settings.model, settings.processor, is_portable=settings.portable)
+    notes = (*filter(None, [foreign]), *notes)
 
     def found(finding: Finding, why: str, *more: str, **measured: Any) -> Verified:
         return Verified(folder, finding, why, differences, notes=(*notes, *more), **measured)
@@ -180,7 +182,7 @@ def _finding(done: Comparison, gate: Gate, settings: DeploySettings) -> tuple[Fi
         return "does not hold", f"{bad.file}, {bad.limit}: {bad.told}"
     timed = [(row.ratio, row) for row in done.rows if row.ratio is not None]
     if not timed:
-        return "cannot tell", "nothing is timed on a simulator"
+        return "cannot tell", "nothing is timed here: it is a simulator, or the processor is emulated"
     own = settings.spec.options.get("threads")  # at which the ratio of the proof was measured
     ratio, best = min(timed, key=lambda pair: (pair[1].threads != own, pair[0].median))
     there, exact = settings.proven.speed, "" if best.sqnr_db is None else f", output SQNR {best.sqnr_db:.1f} dB"

@@ -1,11 +1,9 @@
-"""The processor and the GPUs of this host: what they can do, and how they are divided among several workers."""
+"""The cores and the GPUs of this host, and how they are divided among several workers."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import platform
-import re
 import shutil
 import socket
 import sys
@@ -25,12 +23,6 @@ measured."""
 
 NVIDIA_SMI_SECONDS = 30.0
 """How long nvidia-smi may take to answer. Chosen, not measured."""
-
-INSTRUCTION_SETS = ("avx2", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
-"""Instruction sets that decide which integer kernels run, as /proc/cpuinfo names them."""
-
-DOT_PRODUCTS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
-"""Instruction sets of x86 that add products of 8-bit values into 32 bits."""
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
@@ -228,29 +220,3 @@ def gpu(device: str) -> tuple[str, str]:
 def usable_cores() -> int:
     """Cores that this process may use; more threads than that would wait for each other."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def processor_name(cpuinfo: str | None = None) -> str:
-    """The name of the processor. `cpuinfo`, here and below, is the text of /proc/cpuinfo; None reads it."""
-    return _cpuinfo_field(cpuinfo, "model name") or platform.processor() or platform.machine()
-
-
-def instruction_sets(cpuinfo: str | None = None) -> tuple[str, ...]:
-    """The members of `INSTRUCTION_SETS` that the processor has."""
-    flags = _cpuinfo_field(cpuinfo, "flags", "Features").split()
-    return tuple(name for name in INSTRUCTION_SETS if name in flags)
-
-
-def products_saturate(machine: str | None = None, cpuinfo: str | None = None) -> bool:
-    """Whether sums of two u8 x s8 products saturate: on x86 without `DOT_PRODUCTS`, and if the processor is unknown."""
-    is_arm = (machine or platform.machine()).lower() in ("aarch64", "arm64")
-    return not is_arm and not DOT_PRODUCTS.intersection(instruction_sets(cpuinfo))
-
-
-def _cpuinfo_field(cpuinfo: str | None, *names: str) -> str:
-    """The value of the first field in /proc/cpuinfo that has one of `names`; "" if there is none, or no such file."""
-    if cpuinfo is None:
-        with contextlib.suppress(OSError):
-            cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    line = re.search(rf"^(?:{'|'.join(names)})\s*:\s*(.*)$", cpuinfo or "", re.MULTILINE)
-    return line[1].strip() if line else ""

@@ -8,7 +8,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
-from qdqtune.engines import MODULES, TENSORRT_FAMILY, devices
+from qdqtune.engines import MODULES, TENSORRT_FAMILY, processor
 from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.engines.providers.provider import Provider
 from qdqtune.errors import BadOption
@@ -54,11 +54,20 @@ def usual_precision(engine: str, version: str = "") -> Literal["fp32", "fp16"]:
     return "fp16" if engine in TENSORRT_FAMILY and not chooses else "fp32"
 
 
-def onnxruntime(quant_type: QuantType) -> NumericFormat:
-    """ONNX Runtime on the CPU: uint8 activations.
+def onnxruntime(quant_type: QuantType, machine: str | None = None, cpuinfo: str | None = None) -> NumericFormat:
+    """ONNX Runtime on the CPU: int8 activations on ARM without dot products, else uint8. `machine` and `cpuinfo` are
+    those of `engines.processor`.
 
-    On x86 int8 activations are several times slower. On ARM convolution kernels take both, but Concat has a kernel for
-    uint8 only, and with zero points a pair can replace a Relu: so uint8 there as well.
+    Weights are symmetric; activations have zero points, which cost no time, and with which a pair can replace a Relu.
+    On x86 int8 activations are several times slower. On ARM it is the kernels that decide (MLAS of ONNX Runtime 1.31:
+    platform.cpp, convsym.cpp, qlinearconv.cc):
+
+    - Without dot products there is one kernel for products, of int8 with int8; uint8 activations are rewritten to int8
+      before each product. Convolutions that are products of matrices (MlasSymmQgemm) read int8 as it lies in memory.
+    - With dot products uint8 has kernels of its own (UDOT), for which weights are rewritten once, on loading. With I8MM
+      it has UMMLA, and int8 convolutions stay with SDOT.
+    - The int8 kernel without dot products adds two products in 16 bits, which -128 as a weight would overflow: `insert`
+      writes none. No other kernel of ARM saturates.
 
     Raises:
         BadOption: for FP8.
@@ -66,10 +75,10 @@ def onnxruntime(quant_type: QuantType) -> NumericFormat:
     if quant_type == "fp8":
         raise BadOption("ONNX Runtime has no FP8 kernels: use `quant_type` int8, or another engine")
     return NumericFormat(
-        QType.UINT8,
+        QType.INT8 if processor.lacks_dot_products(machine, cpuinfo) else QType.UINT8,
         QType.INT8,
         symmetric=False,
-        reduced_weights=devices.products_saturate(),
+        reduced_weights=processor.products_saturate(machine, cpuinfo),
         bias="int32",
         drop_clamps=True,
         shared_scale_ops=ONNXRUNTIME_SHARED,
@@ -102,7 +111,7 @@ def openvino(quant_type: QuantType) -> NumericFormat:
         QType.INT8,
         symmetric=True,
         unsigned=True,
-        reduced_weights=devices.products_saturate(),
+        reduced_weights=processor.products_saturate(),
         shared_scale_ops=MOVED_ACROSS,
     )
 
@@ -136,6 +145,28 @@ def of_provider(table: Provider, quant_type: QuantType) -> NumericFormat:
     return table.numbers or FORMATS[table.like](quant_type)
 
 
+def follow_processor(engine: str) -> bool:
+    """Whether the numbers of an engine depend on the processor."""
+    return engine in ("onnxruntime", "openvino") or (
+        engine in PROVIDERS and PROVIDERS[engine].numbers is None and follow_processor(PROVIDERS[engine].like)
+    )
+
+
+def portable(engine: str, numbers: NumericFormat) -> NumericFormat:
+    """The numbers of an engine with which a file computes the same on every processor: weights of 7 bits, with which no
+    sum of products saturates, and activations that x86 runs fast.
+
+    On ARM without dot products ONNX Runtime rewrites these activations to int8, which takes time but changes no output.
+
+    Raises:
+        BadOption: the numbers of the engine depend on no processor.
+    """
+    if not follow_processor(engine):
+        raise BadOption(f"{engine} takes the same numbers with every processor: leave `portable` out")
+    activation = QType.UINT8 if engine == "onnxruntime" else numbers.activation
+    return replace(numbers, activation=activation, reduced_weights=True)
+
+
 FORMATS: Mapping[str, Callable[[QuantType], NumericFormat]] = MappingProxyType({
     "fake": fake, "onnxruntime": onnxruntime, "openvino": openvino, **dict.fromkeys(TENSORRT_FAMILY, tensorrt),
     **{name: partial(of_provider, table) for name, table in PROVIDERS.items()},
@@ -145,8 +176,9 @@ FORMATS: Mapping[str, Callable[[QuantType], NumericFormat]] = MappingProxyType({
 PRODUCTS = frozenset({"Gemm", "MatMul"})
 
 
-def weight_formats(engine: str, operator: str = "MatMul") -> tuple[WeightFormat, ...]:
-    """The weight formats for which an engine has kernels of an operator, the usual ones first.
+def weight_formats(engine: str, operator: str = "MatMul", *, portable: bool = False) -> tuple[WeightFormat, ...]:
+    """The weight formats for which an engine has kernels of an operator, the usual ones first; if `portable`, those
+    that compute the same on every processor.
 
     Observed, where nothing else is said:
 
@@ -159,29 +191,34 @@ def weight_formats(engine: str, operator: str = "MatMul") -> tuple[WeightFormat,
     - A Gather of integers needs no kernel of the engine: qdqtune writes it as nodes.
     - ONNX Runtime 1.31 fuses the nodes of dynamic quantization (d8) into MatMulIntegerToFloat, and with the
       DynamicQuantizeLinear in front into DynamicQuantizeMatMul. It is left out where products saturate.
+    - On ARM, ONNX Runtime runs blocks of 4 bits whose size is a multiple of 32 by KleidiAI if there are dot products
+      (it rounds their scales to bfloat16), and with SME d8 with weights without zero points as well: both are as above
+      (qnbitgemm_kernel_neon.cpp and qgemm_kleidiai.cpp of MLAS, not measured).
     """
     names = WEIGHT_FORMATS.get(engine, {})
     known = (WeightFormat.named(name) for name in names.get(operator, ()))
-    return tuple(s for s in known if not (s.dynamic and devices.products_saturate()))
+    return tuple(s for s in known if not (s.dynamic and (portable or processor.products_saturate())))
 
 
-def weight_formats_like(engine: str, wanted: str, operator: str = "MatMul") -> tuple[WeightFormat, ...]:
+def weight_formats_like(
+    engine: str, wanted: str, operator: str = "MatMul", *, portable: bool = False
+) -> tuple[WeightFormat, ...]:
     """The formats of `weight_formats` that the name `wanted` stands for, the exact one first: w8 and w4 stand for every
     format of so many bits, other names for one. Gather gets its 8-bit format even where 4 bits are asked for."""
-    known = weight_formats(engine, operator)
+    known = weight_formats(engine, operator, portable=portable)
     exact = [s for s in known if s.name == wanted]
     alike = [s for s in known if wanted == s.family or operator == "Gather"]
     return tuple(dict.fromkeys((*exact, *alike)))
 
 
-def checked_weight_format(engine: str, wanted: str) -> str:
+def checked_weight_format(engine: str, wanted: str, *, portable: bool = False) -> str:
     """The name of a weight format or of a family, if the engine has kernels of products for it.
 
     Raises:
         BadOption: the engine has none.
     """
-    known = weight_formats(engine)
-    if not weight_formats_like(engine, wanted):
+    known = weight_formats(engine, portable=portable)
+    if not weight_formats_like(engine, wanted, portable=portable):
         names = ", ".join(dict.fromkeys((*(s.family for s in known), *(s.name for s in known))))
         raise BadOption(f"{engine} has no kernels for weights stored as {wanted!r}; it has {names or 'none'}")
     return wanted

@@ -9,6 +9,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 import qdqtune.engines.providers as providers
+from qdqtune.engines.processor import emulation
 from qdqtune.engines.providers.provider import Provider
 
 OTHERS = frozenset({"provider"})
@@ -28,10 +29,17 @@ OF_EP: Mapping[str, Provider] = MappingProxyType({provider.ep: provider for prov
 """Execution providers by ONNX Runtime's name."""
 
 
+COST_MODEL = "fake"
+"""The engine whose times come from a cost model, on every processor."""
+
+
 def is_simulated(name: str, machine: str | None = None) -> bool:
-    """Whether the engine of this name is a simulator on a machine (None: this one), whose times mean nothing."""
-    return name in PROVIDERS and (machine or platform.machine()) in PROVIDERS[name].simulated_on
+    """Whether times of this engine mean nothing on a machine (None: this one): it is a simulator there, or the
+    processor is emulated."""
+    is_simulator = name in PROVIDERS and (machine or platform.machine()) in PROVIDERS[name].simulated_on
+    return is_simulator or (machine is None and name != COST_MODEL and bool(emulation()))
 
 
-SIMULATED = "{} is a simulator on this machine, whose times mean nothing"
-"""What users are told of such an engine; the place is for its name."""
+def simulated(name: str) -> str:
+    """What users are told of an engine whose times mean nothing here."""
+    return emulation() or f"{name} is a simulator on this machine, whose times mean nothing"

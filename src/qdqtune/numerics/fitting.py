@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise, takewhile
+from typing import Any
 
 from qdqtune.calibration.calibrate import calibrate_by_every_method, tensors_with_pairs, unknown_ranges
 from qdqtune.calibration.equalization import Factor, scaled, sites
@@ -120,6 +121,21 @@ def _fitted(
             return _best(adjustable, candidates, blocks, how.bias_correction, is_late)
     except NotRunnableError:
         return candidates[0]
+
+
+def corrected_for(prepared: Prepared, numbers: NumericFormat, ranges: Ranges, placement: Placement) -> Ranges:
+    """`ranges` that were fitted with other numbers, with biases corrected for these; the same where no bias was
+    corrected, or ONNX Runtime cannot run the model."""
+    if not ranges.shifts:
+        return ranges
+    model, plain = scaled(prepared.shaped, ranges.factors), replace(ranges, shifts={})
+    samples = prepared.calibration.spread(_Budget(model, 1, True).samples)
+    how: dict[str, Any] = {"samples": samples, "execution": prepared.execution}
+    try:
+        with adjustable_placement(model, placement, numbers, plain, **how) as adjustable:
+            return _corrected(adjustable, plain).ranges
+    except NotRunnableError:
+        return ranges
 
 
 def inferences(model: Model, how: Calibration, samples: int) -> int:

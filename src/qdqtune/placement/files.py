@@ -30,7 +30,8 @@ QUANT_TYPES: tuple[QuantType, ...] = get_args(QuantType)
 
 @dataclass(frozen=True)
 class PlacementFile:
-    """The content of placement.yaml. `weight_rounding`: how weights with a weight format were rounded."""
+    """The content of placement.yaml. `weight_rounding`: how weights with a weight format were rounded. `processor`: the
+    architecture that the numbers were chosen for; "" where they depend on none, and in files of earlier versions."""
 
     placement: Placement
     quant_type: str
@@ -39,6 +40,8 @@ class PlacementFile:
     calibration: Calibration = field(default_factory=Calibration)
     rewrites: Rewrites = field(default_factory=Rewrites)
     weight_rounding: str = "nearest"
+    processor: str = ""
+    portable: bool = False
 
 
 def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
@@ -69,6 +72,8 @@ def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
             },
             "edges": edges,
             **({"weight_rounding": recorded.weight_rounding, "weights": weights} if weights else {}),
+            **({"processor": recorded.processor} if recorded.processor else {}),
+            **({"portable": True} if recorded.portable else {}),
         },
     )
 
@@ -96,6 +101,8 @@ def read_placement_file(path: Path) -> PlacementFile:
             Calibration(**content.get("calibration", {})),
             _rewrites(**content.get("rewrites", {})),
             content.get("weight_rounding", "nearest"),
+            str(content.get("processor", "")),
+            content.get("portable", False) is True,
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise BadOption(f"{path} is no placement file: {error!r} is missing or wrong") from error

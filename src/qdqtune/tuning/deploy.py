@@ -16,12 +16,14 @@ import msgspec
 
 from qdqtune.calibration.inputs import InputSpec, input_specs
 from qdqtune.engines import EngineSpec, threads_of
+from qdqtune.engines.formats import follow_processor
 from qdqtune.engines.library_settings import library_settings, script_of
+from qdqtune.engines.processor import Architecture, architecture, products_saturate
 from qdqtune.errors import BadModel, BadOption, reading, writing
 from qdqtune.graph.loading import files_of, load
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.timing.ratios import Ratio
-from qdqtune.tuning.folder import BASELINE, DEPLOY_SCRIPT, DEPLOY_SETTINGS, FINAL
+from qdqtune.tuning.folder import BASELINE, DEPLOY_SCRIPT, DEPLOY_SETTINGS, FINAL, FRONT
 from qdqtune.tuning.proof_notes import at_threads
 from qdqtune.tuning.records import Shipped, plain
 from qdqtune.tuning.run import Run
@@ -66,7 +68,7 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
     """deploy/settings.json. Files are named from the folder of the run: `model` is what ships, `baseline` the float
     model, `sha256` has the digests of both and of their external data. `engine` describes the engine and the machine of
     the proof, `spec` opens the engine, `library` is what run.py tells the vendor's library. `inputs` has the type and
-    shape of each."""
+    shape of each. `processor` and `portable` are as in placement.yaml (see `PlacementFile`)."""
 
     format: int = FORMAT
     told: str
@@ -79,6 +81,8 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
     spec: EngineSpec
     library: dict[str, Any]
     inputs: dict[str, tuple[str, tuple[int, ...]]]
+    processor: str = ""
+    portable: bool = False
 
 
 def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
@@ -99,12 +103,43 @@ def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
         spec=EngineSpec(spec.name, {n: value for n, value in spec.options.items() if n != "timing_cache"}),
         library={},
         inputs={name: (str(fed[name].dtype), tuple(map(int, fed[name].shape))) for name in names},
+        processor=processor_of(spec.name),
+        portable=run.settings.portable,
     )
     with writing(folder / DEPLOY_SCRIPT):
         (folder / DEPLOY_SCRIPT).parent.mkdir(exist_ok=True)
     with atomic_write(folder / DEPLOY_SCRIPT) as fresh:
         shutil.copyfile(script_of(spec), fresh)
     _write(folder, settings, specs, summary)
+
+
+def processor_of(engine: str) -> Architecture:
+    """The architecture that an engine's numbers are chosen for here; "" if they depend on none."""
+    return architecture() if follow_processor(engine) else ""
+
+
+def of_other_processor(name: str, made_for: str, *, is_portable: bool) -> str:
+    """What to tell users of a file or placement that was tuned on the architecture `made_for`; "" if it is that of this
+    machine, or none is known."""
+    here = architecture()
+    if not made_for or made_for == here:
+        return ""
+    numbers = "its numbers are for both" if is_portable else f"its numbers were chosen for {made_for}"
+    if products_saturate() and not is_portable:
+        numbers += " and overflow here"
+    remedy = "tune here" if is_portable else "tune here, or with `portable` for one file on both"
+    told = f"{name} was tuned on {made_for}, and this is {here or 'another processor'}"
+    return f"{told}: {numbers}, and what its pairs gain was measured there; {remedy}"
+
+
+def tuned_elsewhere(file: Path) -> str:
+    """The same of a model file in the folder of a run, or in one with its deploy/settings.json; "" in other folders."""
+    folder = file.parent.parent if file.parent.name == FRONT else file.parent
+    try:
+        found = read_json(folder / DEPLOY_SETTINGS, DeploySettings)
+    except BadOption:  # the file was altered
+        return ""
+    return "" if found is None else of_other_processor(str(file), found.processor, is_portable=found.portable)
 
 
 def renew_kit(folder: Path, summary: Mapping[str, Any]) -> None:

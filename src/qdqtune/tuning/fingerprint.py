@@ -53,6 +53,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     calibration_data: CalibrationData
     calibration_cache: str | None
     scores: tuple[str, ...] | None = None
+    portable: bool | None = None
 
 
 def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, str]) -> Fingerprint:
@@ -87,6 +88,7 @@ def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, st
         ),
         calibration_cache=_digest("`calibration_cache`", settings.calibration_cache),
         scores=settings.scores or None,
+        portable=settings.portable or None,
     )
 
 

@@ -51,6 +51,19 @@ def quant_type_option(help: str) -> Any:
     return option(choice("int8", "fp8"), "int8", help, "Model", short="numbers of the pairs")
 
 
+def portable_option() -> Any:
+    """The option `portable`: numbers with which a file computes the same on every processor."""
+    return option(
+        SWITCH,
+        False,
+        "Numbers with which no sum of products overflows on any processor, x86 without VNNI and ARM included: weights "
+        "of 7 bits. Says what they cost against 8 bits. For onnxruntime and openvino.",
+        "Model",
+        short="numbers for x86 and ARM alike",
+        is_rare=True,
+    )
+
+
 def precision_option(default: Precision | None = None) -> Any:
     """The option `precision`: the type of values without a pair. A default of None means the engine's usual type."""
     return option(
@@ -207,6 +220,7 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         "Model",
         is_rare=True,
     )
+    portable: Flag = portable_option()
     precision: Option[Precision | None, Precision | None] = precision_option()
     deploy_threads: Option[int | str | Sequence[int] | None, tuple[int, ...] | None] = deploy_threads_option()
     min_sqnr: Option[Switched, Switched] = option(

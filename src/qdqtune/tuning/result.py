@@ -16,6 +16,7 @@ from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import concern
 from qdqtune.numerics.losses import Score
+from qdqtune.numerics.portability import cost_of_portable
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement import files
 from qdqtune.placement.reading import count_pairs
@@ -27,7 +28,7 @@ from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning import advice
 from qdqtune.tuning.comparison_results import rows_by_threads, rows_by_workload
-from qdqtune.tuning.deploy import write_kit
+from qdqtune.tuning.deploy import processor_of, write_kit
 from qdqtune.tuning.folder import FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.proof_notes import slower_workloads
@@ -141,6 +142,9 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
     settings, standings = run.settings, proof.contexts
     shipped = None if proof.trial is None else proof.trial.accuracy
     yield from slower_workloads(standings, run.subject.mix)
+    subject = run.subject
+    if settings.portable and proof.placement.edges and subject.prepared.has_real_samples:
+        yield cost_of_portable(run.simulation, subject.prepared, subject.ranges, subject.numbers, proof.placement)
     doubts = [None if shipped is None else concern(shipped), shortfall]
     doubts.append(advice.no_kernels(history, run.subject.shaped, settings.plan))
     if proof.ratio is None:
@@ -180,7 +184,8 @@ def write_placement_of(placement: Placement, path: Path, run: Run) -> None:
     settings = run.settings
     engine, calibration = settings.engine.name, settings.calibration.chosen(run.subject.ranges)
     how = calibration, run.subject.rewrites, settings.weight_rounding
-    recorded = files.PlacementFile(placement, settings.quant_type, engine, settings.fix_inputs, *how)
+    made_for = processor_of(engine), settings.portable
+    recorded = files.PlacementFile(placement, settings.quant_type, engine, settings.fix_inputs, *how, *made_for)
     files.write_placement(path, recorded, settings.model.name)
 
 

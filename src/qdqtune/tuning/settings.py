@@ -135,6 +135,8 @@ class Settings(SearchOptions):
             raise BadOption("`from_qdq` and `qdq_baseline` exclude each other")
         if self.from_qdq and self.calibration_cache:
             raise BadOption("`from_qdq` and `calibration_cache` exclude each other: both bring scales")
+        if self.portable and self.from_qdq:
+            raise BadOption("`portable` chooses the numbers, and `from_qdq` keeps those of the file: leave one out")
         check_metric(self.evaluate, self)
         if isinstance(self.max_drop, float) and not self.has_metric:
             raise BadOption("`max_drop` is about your metric: name it with `labels`, or `evaluate` module:callable")
@@ -148,7 +150,7 @@ class Settings(SearchOptions):
             for name in self.formats:
                 if name != self.quant_type:
                     try:
-                        checked_weight_format(self.engine.name, name)
+                        checked_weight_format(self.engine.name, name, portable=self.portable)
                     except BadOption as error:
                         raise BadOption(f"`formats`: {error}, and {self.quant_type} for pairs") from error
         if self.weight_rounding == "gptq" and self.calibration_data is None and not self.workloads:

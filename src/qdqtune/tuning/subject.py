@@ -19,8 +19,8 @@ from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import MERGED, TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
-from qdqtune.engines.formats import usual_precision
-from qdqtune.engines.provider_table import SIMULATED, is_simulated
+from qdqtune.engines.formats import portable, usual_precision
+from qdqtune.engines.provider_table import is_simulated, simulated
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineUnavailable
@@ -148,6 +148,8 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     are_files_checked = rewrites is not None
     rewrites = rewrites or _first_rewrites(settings)
     numbers = runner.numeric_format(settings.quant_type)
+    if settings.portable:
+        numbers = portable(settings.engine.name, numbers)
     notes: list[str] = []
     usual = _usual_precision(settings, runner)
     wanted: Precision = settings.precision or usual
@@ -372,11 +374,11 @@ def check_device(spec: EngineSpec, runner: Runner) -> None:
     """Refuse an engine that can time nothing here.
 
     Raises:
-        EngineUnavailable: it cannot be opened, builds for a device that this machine does not have, or is a simulator.
+        EngineUnavailable: it cannot be opened, builds for a device that this machine does not have, or is simulated.
     """
     if is_simulated(spec.name):
         raise EngineUnavailable(
-            f"{SIMULATED.format(spec.name)}, and a search needs times: quantize for it, check shows where each node "
+            f"{simulated(spec.name)}, and a search needs times: quantize for it, check shows where each node "
             "runs, and compare what the outputs lose"
         )
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -145,8 +146,9 @@ def wanted_formats(settings: Settings) -> tuple[WeightFormat, ...]:
     if unwatched(settings.engine):
         return ()
     if settings.formats is None:
-        return weight_formats(engine)
-    return tuple(dict.fromkeys(s for name in settings.formats for s in weight_formats_like(engine, name)))
+        return weight_formats(engine, portable=settings.portable)
+    like = partial(weight_formats_like, engine, portable=settings.portable)
+    return tuple(dict.fromkeys(s for name in settings.formats for s in like(name)))
 
 
 def products_of(settings: Settings, subject: Subject) -> Moments:

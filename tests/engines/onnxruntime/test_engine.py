@@ -11,9 +11,9 @@ from engine_contract import EngineContract, model_of
 from layer_reports import RESIDUAL, RESIDUAL_INPUT, RESIDUAL_WEIGHTS, text_model
 from models import build, normal
 from qdqtune.engines import EngineSpec, open_engine
-from qdqtune.engines.devices import products_saturate
 from qdqtune.engines.formats import ONNXRUNTIME_SHARED
 from qdqtune.engines.onnxruntime.engine import Recording
+from qdqtune.engines.processor import products_saturate
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.saving import save
 from qdqtune.types import QType

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any, Literal, get_args
 
-from qdqtune.commands.doctor import DoctorOptions, find_gpus, processor
+from qdqtune.commands.doctor import DoctorOptions, find_gpus, this_processor
 from qdqtune.commands.inputs import execution_of
 from qdqtune.commands.qualification.checks import CHECKS, Check
 from qdqtune.commands.qualification.engine_at_hand import BrokenError, EngineAtHand, NotApplicableError, opened
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.engines.provider_table import SIMULATED, is_simulated
+from qdqtune.engines.provider_table import is_simulated, simulated
 from qdqtune.errors import EngineUnavailable, QdqtuneError
 from qdqtune.tuning.observer import Observer
 from qdqtune.version import __version__
@@ -103,15 +103,15 @@ def qualify(options: DoctorOptions, observer: Observer) -> Qualification:
     """Check the claims about an engine on this machine.
 
     Raises:
-        EngineUnavailable, BadOption: the engine cannot be opened, or is a simulator.
+        EngineUnavailable, BadOption: the engine cannot be opened, or is simulated.
     """
     begun = monotonic()
     if is_simulated(options.engine_name):
-        told = SIMULATED.format(options.engine_name)
+        told = simulated(options.engine_name)
         raise EngineUnavailable(f"{told}, and most claims are about times: leave `qualify` out, check and compare work")
     with opened(options.spec(), observer, execution_of(options)) as engine:
         results = tuple(CheckResult(check.name, check.claim, tuple(_seen(engine, check))) for check in CHECKS)
-        cpu, gpus = processor(), find_gpus()[0]
+        cpu, gpus = this_processor(), find_gpus()[0]
         machine = {"cpu": f"{cpu.name}, {cpu.cores} cores, {' '.join(cpu.isa)}"}
         machine["gpu"] = "; ".join(f"{gpu.name}, {gpu.memory}, driver {gpu.driver}" for gpu in gpus)
         return Qualification(engine.described, machine, results, monotonic() - begun)

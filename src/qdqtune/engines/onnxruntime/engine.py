@@ -20,7 +20,7 @@ import onnx
 import onnxruntime as ort
 from onnxruntime import InferenceSession as Session
 
-from qdqtune.engines import CPU_PROVIDER, DENORMALS_SETTINGS, devices, formats, output_to, translated
+from qdqtune.engines import CPU_PROVIDER, DENORMALS_SETTINGS, devices, formats, output_to, processor, translated
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.library_settings import provider_options, session_settings
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
@@ -150,11 +150,11 @@ def _register(provider: str, library: str) -> None:
 
 def _device_of(table: Provider | None) -> tuple[str, str]:
     """The name of the device that a provider runs on, and of its driver, as far as it is known."""
-    processor = devices.processor_name()
+    name = processor.processor_name()
     if table is not None and is_simulated(table.name):
-        return f"simulator on {processor}", ""
+        return f"simulator on {name}", ""
     gpus = devices.gpus_here() if table is not None and table.is_gpu else ()
-    return devices.gpu(gpus[0]) if gpus else (processor, "")
+    return devices.gpu(gpus[0]) if gpus else (name, "")
 
 
 class OnnxRuntime:
@@ -181,7 +181,7 @@ class OnnxRuntime:
             "threads": str(options.threads),
             "device": device,
             **({"driver": driver} if driver else {}),
-            "isa": " ".join(devices.instruction_sets()),
+            "isa": " ".join(processor.instruction_sets()),
             **({} if options.fuse else {"fuse": "after rewrites" if options.rewrite else "no"}),
             **({} if options.fuse_pairs else {"fuse_pairs": "no"}),
             **({"denormals_as_zero": "yes"} if options.denormals_as_zero else {}),

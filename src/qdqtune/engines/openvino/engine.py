@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from qdqtune.engines import devices, formats, output_to, translated
+from qdqtune.engines import formats, output_to, processor, translated
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.library_settings import openvino_configuration
 from qdqtune.engines.openvino import layers as openvino_layers
@@ -76,8 +76,8 @@ class OpenVino:
             "version": ov.get_version(),
             "threads": str(self._options.threads),
             "precision": self._options.precision,
-            "device": devices.processor_name(),
-            "isa": " ".join(devices.instruction_sets()),
+            "device": processor.processor_name(),
+            "isa": " ".join(processor.instruction_sets()),
             **({"denormals_as_zero": "yes"} if self._options.denormals_as_zero else {}),
         }
 
