@@ -46,10 +46,11 @@ R = TypeVar("R", bound=Record)
 
 
 class StoredPlacement(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
-    """A placement as JSON: the edges with a pair, and the weights with their weight formats."""
+    """A placement as JSON: the edges with a pair, the weights with their weight formats, and the edges in 16 bits."""
 
     pairs: tuple[Edge, ...] = ()
     weights: tuple[tuple[Edge, str], ...] = ()
+    wide: tuple[Edge, ...] = ()
 
     def __post_init__(self) -> None:
         _ = self.placement  # raises if it is invalid
@@ -60,6 +61,7 @@ class StoredPlacement(msgspec.Struct, frozen=True, omit_defaults=True, dict=True
         return cls(
             tuple(placement),
             tuple((edge, weight_format.name) for edge, weight_format in placement.weight_formats.items()),
+            tuple(sorted(placement.wide)),
         )
 
     @cached_property
@@ -67,9 +69,10 @@ class StoredPlacement(msgspec.Struct, frozen=True, omit_defaults=True, dict=True
         """The placement.
 
         Raises:
-            ValueError: a weight has two formats, or one that does not exist.
+            ValueError: a weight has two formats, or one that does not exist, or 16 bits are where no pair is.
         """
-        return Placement.of(self.pairs, ((edge, WeightFormat.named(name)) for edge, name in self.weights))
+        formats = ((edge, WeightFormat.named(name)) for edge, name in self.weights)
+        return Placement.of(self.pairs, formats, self.wide)
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):

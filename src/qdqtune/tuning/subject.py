@@ -121,7 +121,7 @@ class Subject:
         given = {}
         if self.imported is not None:
             own = self.imported.placement
-            given["imported"] = Placement(own.edges & self.possible, own.weight_only)
+            given["imported"] = own.paired(own.edges & self.possible)
         if self.rules_placement and self.rules_placement not in given.values():
             given["rules"] = self.rules_placement
         simple = start_placements.placements(self.shaped, self.possible)
