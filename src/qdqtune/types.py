@@ -384,6 +384,19 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class CostsByRule:
+    """What two placements cost by rule (`search.costs.rule_costs`), in place of a `Measurement` where an engine's times
+    mean nothing: `b` that of a candidate, `a` that of the placement that it is compared with."""
+
+    a: float
+    b: float
+
+    def __post_init__(self) -> None:
+        if not (np.isfinite([self.a, self.b]).all() and min(self.a, self.b) > 0):
+            raise ValueError("costs are finite and above zero")
+
+
+@dataclass(frozen=True)
 class Proposal:
     """A placement that a strategy wants to be measured; `origin` says how it was found.
 
@@ -402,7 +415,8 @@ class Proposal:
 class Trial:
     """A candidate: the proposal, the placement that it was compared with, and the results.
 
-    `result` compares the candidate (side b) with the best placement at that time (side a, `against`). If the candidate
+    `result` compares the candidate (side b) with the best placement at that time (side a, `against`): in rounds, or by
+    rule. If the candidate
     is faster, `check` repeats that with second builds of both. `accuracy` is None if the trial failed. `metric` is the
     user's own, measured only for candidates that would be accepted.
     """
@@ -410,7 +424,7 @@ class Trial:
     number: int
     proposal: Proposal
     against: Placement
-    result: Measurement | Failure
+    result: Measurement | CostsByRule | Failure
     check: Measurement | Failure | None = None
     accuracy: Accuracy | None = None
     layers: tuple[Layer, ...] | None = None

@@ -24,6 +24,7 @@ from qdqtune.search.costs.unit_decisions import UnitPrice
 from qdqtune.timing.ratios import Ratio
 from qdqtune.types import (
     Accuracy,
+    CostsByRule,
     Edge,
     Failure,
     Layer,
@@ -97,6 +98,31 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
         return found
 
 
+class TrialOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The result of a candidate: its rounds, or its costs by rule, or why there are none."""
+
+    samples: Measurement | None = None
+    failure: Failure | None = None
+    costs: CostsByRule | None = None
+
+    def __post_init__(self) -> None:
+        _check_one(self.samples or self.costs, self.failure)
+
+    @classmethod
+    def of(cls, result: Measurement | CostsByRule | Failure) -> TrialOutcome:
+        """Convert a result to its stored form."""
+        if isinstance(result, CostsByRule):
+            return cls(costs=result)
+        return cls(failure=result) if isinstance(result, Failure) else cls(samples=result)
+
+    @property
+    def result(self) -> Measurement | CostsByRule | Failure:
+        """The rounds, the costs by rule, or the failure."""
+        found = self.samples or self.costs or self.failure
+        assert found is not None  # checked when it was made
+        return found
+
+
 def _check_one(value: object, failure: Failure | None) -> None:
     """Raise if a record holds neither a value nor a failure, or both."""
     if (value is None) == (failure is None):
@@ -132,7 +158,7 @@ class TrialRecord(Record, frozen=True, tag="trial"):
     origin: str
     against: str
     placement: StoredPlacement
-    result: Outcome
+    result: TrialOutcome
     pattern: str = ""
     predicted: float | None = None
     accuracy: Accuracy = Accuracy()

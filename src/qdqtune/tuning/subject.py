@@ -12,15 +12,16 @@ from typing import Any
 
 import onnx
 
+from qdqtune.calibration.calibrate import calibrate
+from qdqtune.calibration.equalization import scaled
 from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.calibration.matching import from_file
 from qdqtune.calibration.prepare import Data, Prepared, prepare
 from qdqtune.calibration.samples import Samples
-from qdqtune.calibration.scales import Ranges
+from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.engines import MERGED, TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import usual_precision
-from qdqtune.engines.provider_table import SIMULATED, is_simulated
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineUnavailable
@@ -220,7 +221,7 @@ def calibrated(
         prepared = replace(affordable.prepared, calibration=samples)
         placed = partial(_placement_by_rules, subject, settings)
         found = fitted(prepared, affordable.how, subject.numbers, placed, affordable.is_late, observer)
-        record = store.put(RangesRecord(ranges=found))
+        record = store.put(RangesRecord(ranges=_with_wide(prepared, found, subject.numbers)))
     ranges = record.ranges
     if subject.imported is not None and settings.from_qdq:
         own = subject.imported.ranges
@@ -236,6 +237,15 @@ def calibrated(
     if engine in TENSORRT_FAMILY:
         by_rules = engine_rules.place(subject.shaped, possible, engine, settings.quant_type).placement
     return replace(subject, ranges=ranges, possible=possible, rules_placement=by_rules)
+
+
+def _with_wide(prepared: Prepared, found: Ranges, numbers: NumericFormat) -> Ranges:
+    """The ranges with those of activations in 16 bits, where an engine has them: all values that samples show."""
+    if numbers.wide is None:
+        return found
+    model = scaled(prepared.shaped, found.factors)
+    whole = calibrate(model, prepared.calibration, Calibration("minmax"), execution=prepared.execution)
+    return replace(found, wide=whole.activations)
 
 
 def _counted(samples: Samples, observer: Observer) -> Samples:
@@ -363,13 +373,8 @@ def check_device(spec: EngineSpec, runner: Runner) -> None:
     """Refuse an engine that can time nothing here.
 
     Raises:
-        EngineUnavailable: it cannot be opened, builds for a device that this machine does not have, or is a simulator.
+        EngineUnavailable: it cannot be opened, or builds for a device that this machine does not have.
     """
-    if is_simulated(spec.name):
-        raise EngineUnavailable(
-            f"{SIMULATED.format(spec.name)}, and a search needs times: quantize for it, check shows where each node "
-            "runs, and compare what the outputs lose"
-        )
     try:
         device = runner.describe().get("device")
     except EngineUnavailable as error:
