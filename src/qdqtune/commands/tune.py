@@ -243,7 +243,12 @@ class Result(Shown, result.Result):
         return explain_run(self.folder, None, pattern)
 
     def in_words(self) -> str:
-        """How many times as fast the tuned model is, or that nothing faster was found."""
+        """How many times as fast the tuned model is, or that nothing faster was found; without times, how exact it
+        is."""
+        if "by_rule" in self.summary and self.improved:
+            accuracy = Accuracy(**(self.summary["output_accuracy"] or {}))
+            exact = closeness(accuracy.sqnr_db, equal_share(accuracy))
+            return f"not timed, {exact if is_judged(self.summary) else 'accuracy unknown'}, {self.file}"
         if self.ratio is None:
             held = " that holds the limits on accuracy" if self.unmet else ""
             return f"no improvement: nothing faster{held} among {len(self.history)} candidates"

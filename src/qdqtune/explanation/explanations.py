@@ -53,6 +53,10 @@ ORIGINS: Mapping[str, str] = {
     "mutated": "region search",
     "cached": "the pattern cache",
     "merged winners": "the winners of region search together",
+    "8 bits": "everything in 8 bits",
+    "16 bits": "everything in 16 bits",
+    "cut by rule": "the cheapest by rule at a price on noise",
+    "narrowed": "the best before it with a part in fewer bits",
 }
 """Origins of candidates, in words."""
 

@@ -26,7 +26,7 @@ from qdqtune.search.costs.units import Decision, Partition, Unit, partition, usu
 from qdqtune.search.cut import CLOSE_SHARE
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import judge, speed
-from qdqtune.types import Failure, Layer, Placement, Trial, WeightFormat
+from qdqtune.types import CostsByRule, Failure, Layer, Placement, Trial, WeightFormat
 
 PREDICTED = frozenset({"cut", "front", "polish"})
 """Origins of candidates that prices have proposed, with a predicted ratio."""
@@ -41,6 +41,9 @@ def headline(facts: Facts) -> str:
             return "the float model ships: nothing was tried"
         return f"the float model ships: of {len(facts.history)} candidates none was proven faster within the limits"
     trial, ratios = facts.trial, ratios_to_float(facts.history, facts.plan)
+    if trial and isinstance(trial.result, CostsByRule):
+        wide = len({edge.tensor for edge in trial.placement.wide})
+        return f"what ships is {facts.origin}, the cheapest by rule that holds the limits, {wide} tensors in 16 bits"
     share = f", {speed(ratios[facts.placement])} as fast as float in the search" if trial else ""
     text = f"what ships is {facts.origin}{share}"
     if trial and trial.proposal.origin not in PREDICTED:

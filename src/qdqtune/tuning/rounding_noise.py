@@ -125,8 +125,11 @@ def noise_of_bits(run: Run) -> NoiseOfBits:
     subject, limits = run.subject, run.limits
     floor = NEGLIGIBLE_SHARE * limits.max_noise if limits.max_noise is not None else 0.0
     tensors = sorted({e.tensor for e in subject.possible})
-    narrow = _tensor_noise(run, tensors, floor, TIME_SHARE)
-    return NoiseOfBits(narrow, {} if subject.numbers.wide is None else _wide_noise(run, narrow, floor))
+    none = dict.fromkeys(tensors, 0.0)
+    narrow = LazyMapping(tensors, lambda: none | dict(_tensor_noise(run, tensors, floor, TIME_SHARE)))
+    if subject.numbers.wide is None:
+        return NoiseOfBits(narrow, {})
+    return NoiseOfBits(narrow, LazyMapping(tensors, lambda: none | dict(_wide_noise(run, narrow, floor))))
 
 
 def _wide_noise(run: Run, narrow: Mapping[str, float], floor: float) -> Mapping[str, float]:
