@@ -220,7 +220,7 @@ def _by_rule_text(trial: Trial, outcome: str, state: State) -> str:
     """The result of a candidate that was not timed: nodes elsewhere, tensors in 16 bits, accuracy, and whether it is
     taken."""
     wide, left = len({edge.tensor for edge in trial.placement.wide}), len(left_nodes(trial.layers or ()))
-    facts = f"{counted(left, 'node')} elsewhere, {counted(wide, 'tensor')} in 16 bits, {decibels(trial.sqnr_db)}"
+    facts = f"{counted(left, 'node')} elsewhere, {counted(wide, 'tensor')} read in 16 bits, {decibels(trial.sqnr_db)}"
     if outcome == "inaccurate":
         return f"{facts}, not taken: {state.missed or 'too inaccurate'}"
     is_best = state.best == trial.placement

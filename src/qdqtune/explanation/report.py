@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from qdqtune.engines.fallback import Fallback
 from qdqtune.errors import BadOption
@@ -347,7 +348,7 @@ def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
     seconds = list(rows.values()) if len(rows) == len(run.history) else [None] * len(run.history)
     for trial, when in zip(run.history, seconds, strict=True):
         is_timed = not isinstance(trial.result, CostsByRule)
-        came = "accepted" if trial.accepted else outcome(trial, run.plan)
+        came = _outcome(trial, run)
         measured = judge(trial, run.plan)
         shown = None
         if isinstance(trial.result, Measurement) and measured is not None:
@@ -366,6 +367,17 @@ def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
             when,
             trial is shipped,
         )
+
+
+def _outcome(
+    trial: Trial, run: FinishedRun
+) -> Literal["accepted", "faster", "undecided", "slower", "inaccurate", "failed", "costlier"]:
+    """What became of a candidate, in one word."""
+    if trial.accepted:
+        return "accepted"
+    if isinstance(trial.result, CostsByRule):
+        return "inaccurate" if trial.holds is False else "costlier"
+    return outcome(trial, run.plan)
 
 
 def _shipped_text(trial: Trial, run: FinishedRun) -> str:

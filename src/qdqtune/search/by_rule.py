@@ -97,7 +97,7 @@ class RuleSearch:
         noisiest = min((noise for noise, t in judged if t.holds is False and t.layers), default=np.inf)
         best = best_of(history)
         most = costs.total(costs.labels(best)) if best else np.inf
-        tried = {t.placement for t in history}
+        tried = {t.placement for t in history} | {Placement()}
         able = [
             labels
             for labels in self._path(costs, float_too=float_too)
@@ -120,7 +120,7 @@ class RuleSearch:
         top = np.log10(costs.total(costs.everywhere(SIXTEEN)) / whole) + DECADES / 2
         prices = (0.0, *np.logspace(top - DECADES, top, PRICES))
         found = (costs.cheapest(self.noise, float(price), float_too=float_too) for price in prices)
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(costs.labels(costs.placement(labels)) for labels in found))
 
     def _aim(self, judged: Sequence[tuple[float, Trial]]) -> float | None:
         """The sum of noise at which the limit should just hold: between those of 8 and of 16 bits, as both were

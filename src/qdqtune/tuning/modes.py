@@ -83,7 +83,7 @@ def cut(run: Run) -> Mode:
 
 def by_rule(run: Run) -> Mode:
     """Minimize costs by rule, where nothing is timed."""
-    costs = rule_costs(run.settings, run.subject)
+    costs = rule_costs(run.settings, run.subject).learned([(Placement(), run.bench.layers())])
     search = RuleSearch(costs, noise_of_bits(run), run.limits.max_noise)
 
     def record(history: Sequence[Trial], proof: Proof) -> ModeResult:

@@ -22,6 +22,7 @@ from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.engines import MERGED, TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import usual_precision
+from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineUnavailable
@@ -162,7 +163,10 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
         prepared, half, half_notes = in_half_precision(prepared, settings.precision, usual, floor)
         kept, wanted = (half.kept.keys(), half.precision) if half is not None else ((), "fp32")
         notes += half_notes
-    shaped = prepared.shaped
+    table, shaped = PROVIDERS.get(settings.engine.name), prepared.shaped
+    if table is not None and table.has_fixed_sizes and _open_inputs(prepared.model):
+        prepared = replace(prepared, model=shaped)
+        notes.append(f"{table.ep} takes fixed sizes only: what ships has those of the samples")
     imported = imported or _baseline(settings, prepared.model, wanted, kept)
     if imported is not None and imported.unmatched:
         notes.append(
@@ -196,6 +200,11 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
         rewrites=made,
         precision="fp32" if settings.from_qdq else wanted,
     )
+
+
+def _open_inputs(model: Model) -> bool:
+    """Whether a model leaves sizes of inputs open."""
+    return any(None in (model.tensors[name].shape or (None,)) for name in model.inputs)
 
 
 def calibrated(

@@ -27,6 +27,7 @@ PROVIDER = Provider(
     notes="8 or 16 bits by tensor; what carries no pair runs in float16; static shapes",
     plugin="onnxruntime_qnn",
     options={"backend_type": "htp"},
+    has_fixed_sizes=True,
     compiles=True,
     simulated_on=("x86_64", "AMD64"),
     words=(

@@ -96,12 +96,10 @@ def _expanded(problem: LabelProblem, labels: list[int]) -> list[int]:
 def expansion(problem: LabelProblem, labels: Sequence[int], alpha: int) -> list[int]:
     """The best assignment in which each decision keeps its label or takes `alpha`: one minimum cut."""
     cut = Problem()
-    moves = [
-        cut.decision(own[label], 0.0 if label == alpha else own[alpha])
-        if label != alpha
-        else cut.decision(inf, own[alpha])  # it has the label already
-        for own, label in zip(problem.costs, labels, strict=True)
-    ]
+    moves = []
+    for own, label in zip(problem.costs, labels, strict=True):
+        least = min(own[label], own[alpha])  # is paid either way: leaving it out keeps more digits of what differs
+        moves.append(cut.decision(inf if label == alpha else own[label] - least, own[alpha] - least))
     for conversion in problem.conversions:
         for label, price in enumerate(conversion.prices):
             if price > 0:

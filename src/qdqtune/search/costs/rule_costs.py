@@ -23,7 +23,6 @@ from qdqtune.graph.operators import elements, is_float
 from qdqtune.placement.possible import weight_role
 from qdqtune.search.costs.labels import Conversion, LabelProblem, cheapest
 from qdqtune.search.costs.output_noise import Noise
-from qdqtune.search.costs.units import kind_of
 from qdqtune.types import Edge, Layer, Placement
 
 EIGHT, SIXTEEN, FLOAT = range(3)
@@ -42,20 +41,20 @@ FLOAT_FACTOR = 2.0
 @dataclass(frozen=True)
 class Part:
     """Nodes that compute in the same bits, by index: the edges of activations and of constants that may carry a pair,
-    the tensors that leave it, and a text that is equal for parts with equal operators and shapes."""
+    and the tensors that leave it."""
 
     nodes: tuple[int, ...]
     reads: tuple[Edge, ...]
     constants: tuple[Edge, ...]
     writes: tuple[str, ...]
-    kind: str
 
 
 Labels = tuple[int, ...]
 """What each part computes in."""
 
-Off = Mapping[tuple[str, int], int]
-"""By kind of a part and what it computes in, how many of its nodes the engine leaves to another processor."""
+Off = Mapping[tuple[int, int], int]
+"""By number of a part and what it computes in, how many of its nodes the engine leaves to another processor. What no
+build has shown counts as none, so that it is tried."""
 
 
 @dataclass(frozen=True)
@@ -146,12 +145,14 @@ class RuleCosts:
         return Placement.of(edges, (), wide)
 
     def labels(self, placement: Placement) -> Labels:
-        """What parts compute in with a placement: in floats unless they read all their activations through pairs."""
+        """What parts compute in with a placement: in floats unless all that they read and write has pairs. An operator
+        without weights between parts in 8 bits computes in 8 bits as well: its file is the same either way."""
         return tuple(self._label(part, placement) for part in self.parts)
 
     def _label(self, part: Part, placement: Placement) -> int:
-        own = (*part.reads, *part.constants)
-        if not part.reads or not placement.edges.issuperset(own):
+        own, given = (*part.reads, *part.constants), {edge.tensor for edge in placement.edges}
+        written = (tensor for tensor in part.writes if tensor in self.readers or tensor in self._shown)
+        if not part.reads or not placement.edges.issuperset(own) or not given.issuperset(written):
             return FLOAT
         return SIXTEEN if any(edge in placement.wide for edge in part.reads) else EIGHT
 
@@ -162,8 +163,9 @@ class RuleCosts:
         off = dict(self.off)
         for placement, layers in reports:
             left = left_nodes(layers)
-            for part, label in zip(self.parts, self.labels(placement), strict=True):
-                off[part.kind, label] = sum(self.model.nodes[node].name in left for node in part.nodes)
+            for number, label in enumerate(self.labels(placement)):
+                nodes = self.parts[number].nodes
+                off[number, label] = sum(self.model.nodes[node].name in left for node in nodes)
         return replace(self, off=off)
 
     def cost(self, placement: Placement, layers: Sequence[Layer] = ()) -> float:
@@ -179,8 +181,8 @@ class RuleCosts:
         """The costs, with `price` bytes for noise as large as the signal. `float_too`: parts that can compute in 8 bits
         may also compute in floats."""
         found = LabelProblem()
-        for part in self.parts:
-            own = (self._of_part(part, label) + price * self._noise_of(part, label, noise) for label in range(3))
+        for number, part in enumerate(self.parts):
+            own = (self._of_part(number, label) + price * self._noise_of(part, label, noise) for label in range(3))
             able = (self.allows(part, label) or (label == FLOAT and float_too) for label in range(3))
             found.decision([cost if is_able else inf for cost, is_able in zip(own, able, strict=True)])
         outside = found.decision([inf, inf, 0.0])  # inputs of the graph come as floats
@@ -229,9 +231,10 @@ class RuleCosts:
         converted = sum(CONVERTED_BYTES * elements(self.model, tensor) + EACH for tensor in self.readers)
         return 1.0 + FLOAT_FACTOR * written + 3 * converted
 
-    def _of_part(self, part: Part, label: int) -> float:
+    def _of_part(self, number: int, label: int) -> float:
+        part = self.parts[number]
         weights = sum(elements(self.model, edge.tensor) for edge in part.constants) / self._weights
-        left = self._elsewhere * self.off.get((part.kind, label), 0)
+        left = self._elsewhere * self.off.get((number, label), 0)
         if label == EIGHT:
             return left + weights
         written = _written(self.model, part)
@@ -256,7 +259,6 @@ class RuleCosts:
             tuple(e for e in edges if e.tensor not in model.constants),
             tuple(e for e in edges if e.tensor in model.constants),
             tuple(writes),
-            kind_of(model, nodes),
         )
 
 
