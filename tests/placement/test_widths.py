@@ -110,7 +110,11 @@ def test_pairs_of_16_bits_are_stripped() -> None:
 def test_16_bits_are_nearer_to_float_than_8() -> None:
     model = conv_net()
     found = {}
-    for name, placement in {"8": everywhere(model), "mixed": widened(model, "head", "average"), "16": widened(model)}.items():
+    for name, placement in {
+        "8": everywhere(model),
+        "mixed": widened(model, "head", "average"),
+        "16": widened(model),
+    }.items():
         written = insert(model, placement, ranges(model), replace(WIDE, bias="int32"))
         found[name] = sqnr(run(model, feeds(model)), run(written, feeds(model)))
     assert found["8"] <= found["mixed"] < found["16"]

@@ -203,9 +203,7 @@ class _Explainer:
         noise = self._facts.noise
         alone = 0.0 if noise is None else sum(noise.of_value(noise.value(tensor)) for tensor in unit.outputs)
         told = f": rounding its results alone to 8 bits leaves {_db(alone)}" if alone else ""
-        return replace(
-            verdict, why="wide", reason=f"with 8 bits here too, the cheapest found would miss {limit}{told}"
-        )
+        return replace(verdict, why="wide", reason=f"with 8 bits here too, the cheapest found would miss {limit}{told}")
 
     def _weight_only(self, unit: Unit, weight_format: WeightFormat, verdict: Explanation) -> Explanation:
         """Explain a unit in float whose weights have a weight format."""

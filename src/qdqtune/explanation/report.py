@@ -118,7 +118,9 @@ def _verdict_by_rule(run: FinishedRun, name: str) -> Headline:
     summary, rows = run.summary, run.summary["by_rule"]["candidates"] if "by_rule" in run.summary else []
     why = f"{summary['engine']['engine']} is a simulator here: nothing was timed, and no speed is claimed."
     if (row := next((row for row in rows if row["shipped"]), None)) is None:
-        return Headline(f"Nothing in 8 or 16 bits is exact enough for {name}", f"{FINAL} is the float model. {why}", False)
+        return Headline(
+            f"Nothing in 8 or 16 bits is exact enough for {name}", f"{FINAL} is the float model. {why}", False
+        )
     left = f"{counted(row['elsewhere'] or 0, 'node')} of the float model elsewhere"
     bits = f"{row['tensors_16']} of {row['tensors']} activations have 16 bits, the others 8"
     meaning = f"The processor leaves {left}; {bits}. The cheapest by rule that holds the limits on accuracy. {why}"

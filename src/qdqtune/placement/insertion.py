@@ -152,7 +152,9 @@ class Inserter:
             self._dequantized(builder, decision, edge, raw)
         result = rebuild(model, builder.nodes, builder.constants)
         if placement:
-            oldest = 10 if model.opset >= 21 and (placement.weight_only or placement.wide) else 9 if model.opset >= 19 else 7
+            oldest = (
+                10 if model.opset >= 21 and (placement.weight_only or placement.wide) else 9 if model.opset >= 19 else 7
+            )
             result.proto.ir_version = max(result.proto.ir_version, oldest)
         return result
 

@@ -51,8 +51,8 @@ class ShiftedBias:
 @dataclass(frozen=True)
 class Decision:
     """How one placement is quantized: activations by name, constants by edge, int32 biases and `shifted` float biases
-    by node index, and the indices of the Relu and Clip nodes that are `dropped`. `converted` has the second quantization
-    of activations that some edges, those of `conversions`, read in other bits than they are stored in."""
+    by node index, and the indices of the Relu and Clip nodes that are `dropped`. `converted` has the second
+    quantization of activations that some edges, those of `conversions`, read in other bits than they are stored in."""
 
     activations: Mapping[str, Quantization]
     constants: Mapping[Edge, Quantization]

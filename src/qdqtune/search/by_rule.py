@@ -152,4 +152,3 @@ class RuleSearch:
                     ranked.append((-saved / more, number, labels))
         for _, _, labels in sorted(ranked):
             yield self._proposal(costs, NARROWED, labels)
-

@@ -13,8 +13,8 @@ from qdqtune.errors import writing
 from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search import Strategy, TwoStage, best_of
-from qdqtune.search.by_rule import RuleSearch
 from qdqtune.search.by_latency import LatencySearch, placement_within
+from qdqtune.search.by_rule import RuleSearch
 from qdqtune.search.costs import unit_decisions
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.priors import NO_PRIOR

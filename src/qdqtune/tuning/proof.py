@@ -40,7 +40,8 @@ class Proof:
 
     `ratio` is the final file's to the float model, `to_given` that to the user's file where this has pairs already, or
     inputs that were fixed; both None where nothing is proven. Seconds per inference are medians, those of the final
-    file None if nobody has timed it; both None where nothing is timed. `contexts` has the comparison with the float model in each context.
+    file None if nobody has timed it; both None where nothing is timed. `contexts` has the comparison with the float
+    model in each context.
     """
 
     shipped: Shipped

@@ -33,7 +33,8 @@ def test_an_expansion_is_the_best_of_all_sets_that_change() -> None:
     problem = label_problem(3, 7, 3)
     start = [0, 1, 2, 1, 0, 2, 1]
     sets = (
-        problem.cost([1 if mask >> n & 1 else label for n, label in enumerate(start)]) for mask in range(2 ** len(start))
+        problem.cost([1 if mask >> n & 1 else label for n, label in enumerate(start)])
+        for mask in range(2 ** len(start))
     )
     assert problem.cost(expansion(problem, start, 1)) == pytest.approx(min(sets), rel=1e-6)
 

@@ -120,9 +120,7 @@ class RuleCosts:
 
     def everywhere(self, label: int) -> Labels:
         """All parts with one label, as far as they can have it; others in 8 bits, or else in floats."""
-        return tuple(
-            next(found for found in (label, EIGHT, FLOAT) if self.allows(part, found)) for part in self.parts
-        )
+        return tuple(next(found for found in (label, EIGHT, FLOAT) if self.allows(part, found)) for part in self.parts)
 
     def placement(self, labels: Labels) -> Placement:
         """The placement in which each part computes as its label says."""
@@ -298,5 +296,3 @@ def _joined(model: Model, fullest: Placement) -> list[tuple[int, ...]]:
     for node in model.nodes:
         sets.setdefault(root(node.index), []).append(node.index)
     return sorted(tuple(nodes) for nodes in sets.values())
-
-
