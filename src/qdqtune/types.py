@@ -103,13 +103,17 @@ class Placement:
     """The edges with a Q/DQ pair; a constant bias has none, since its scale follows from other inputs.
 
     `weight_only` holds the uses of weights that are quantized without their activation, with their weight formats. An
-    edge has a pair or a weight format, not both.
+    edge has a pair or a weight format, not both. `wide` are those of `edges` that are read in 16 bits, not in 8. A node
+    writes as many bits as it reads (`placement.widths`).
     """
 
     edges: frozenset[Edge] = frozenset()
     weight_only: frozenset[tuple[Edge, WeightFormat]] = frozenset()
+    wide: frozenset[Edge] = frozenset()
 
     def __post_init__(self) -> None:
+        if not self.wide <= self.edges:
+            raise ValueError("only an edge with a pair is read in 16 bits")
         if self.weight_only:
             uses = [edge for edge, _ in self.weight_only]
             if len(set(uses)) < len(uses) or not self.edges.isdisjoint(uses):
@@ -134,20 +138,23 @@ class Placement:
     def __or__(self, other: Placement) -> Placement:
         edges = self.edges | other.edges
         kept = {e: s for e, s in (*other.weight_only, *self.weight_only) if e not in edges}
-        return Placement(edges, frozenset(kept.items()))
+        return Placement(edges, frozenset(kept.items()), self.wide | other.wide)
 
     def __sub__(self, other: Placement) -> Placement:
-        return Placement(self.edges - other.edges, self.weight_only - other.weight_only)
+        return Placement(self.edges - other.edges, self.weight_only - other.weight_only, self.wide - other.edges)
 
     def paired(self, edges: Iterable[Edge]) -> Placement:
         """The placement with pairs on exactly these edges, and without weight formats for them."""
         fresh = frozenset(edges)
-        return Placement(fresh, frozenset(pair for pair in self.weight_only if pair[0] not in fresh))
+        kept = frozenset(pair for pair in self.weight_only if pair[0] not in fresh)
+        return Placement(fresh, kept, self.wide & fresh)
 
     @staticmethod
-    def of(edges: Iterable[Edge], weight_only: Iterable[tuple[Edge, WeightFormat]] = ()) -> Placement:
-        """A placement of pairs on `edges`, and of weight formats."""
-        return Placement(frozenset(edges), frozenset(weight_only))
+    def of(
+        edges: Iterable[Edge], weight_only: Iterable[tuple[Edge, WeightFormat]] = (), wide: Iterable[Edge] = ()
+    ) -> Placement:
+        """A placement of pairs on `edges`, of weight formats, and of the edges that are read in 16 bits."""
+        return Placement(frozenset(edges), frozenset(weight_only), frozenset(wide))
 
     @cached_property
     def weight_formats(self) -> dict[Edge, WeightFormat]:
@@ -159,6 +166,7 @@ class Placement:
         """16 hex digits that identify the placement."""
         lines = [f"{e.tensor}\t{e.node}\t{e.index}" for e in self]
         lines += [f"{e.tensor}\t{e.node}\t{e.index}\t{s.name}" for e, s in self.weight_formats.items()]
+        lines += [f"{e.tensor}\t{e.node}\t{e.index}\t16 bits" for e in sorted(self.wide)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
@@ -167,17 +175,27 @@ class QType(Enum):
 
     UINT8 = "uint8"
     INT8 = "int8"
+    UINT16 = "uint16"
     FP8 = "float8e4m3fn"
 
     @property
     def low(self) -> int:
         """Smallest value."""
-        return {"uint8": 0, "int8": -128, "float8e4m3fn": -448}[self.value]
+        return {"uint8": 0, "int8": -128, "uint16": 0, "float8e4m3fn": -448}[self.value]
 
     @property
     def high(self) -> int:
         """Largest value."""
-        return {"uint8": 255, "int8": 127, "float8e4m3fn": 448}[self.value]
+        return {"uint8": 255, "int8": 127, "uint16": 65535, "float8e4m3fn": 448}[self.value]
+
+
+@dataclass(frozen=True)
+class FixedScale:
+    """The scale and zero point that an engine asks for behind an operator in 16 bits."""
+
+    op: str
+    scale: float
+    zero_point: int
 
 
 @dataclass(frozen=True)
@@ -188,7 +206,8 @@ class NumericFormat:
     convolution that comes from a Concat has zero point 128. `shared_scale_ops`: operators that need one scale for input
     and output to run in integers. `reduced_weights`: weights have 7 bits, because u8 x s8 products saturate on x86
     without VNNI. `float_weights`: constants stay float in front of a Q and a DQ, for engines that accept no integers
-    there (nor float16 scales).
+    there (nor float16 scales). `wide`: the type of activations in 16 bits, for engines that have it; `wide_scales` are
+    the operators whose output in 16 bits has one scale only.
     """
 
     activation: QType
@@ -201,15 +220,19 @@ class NumericFormat:
     drop_clamps: bool = False
     shared_scale_ops: frozenset[str] = frozenset()
     float_weights: bool = False
+    wide: QType | None = None
+    wide_scales: tuple[FixedScale, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.wide is not None and (self.symmetric or self.wide is not QType.UINT16):
+            raise ValueError("16-bit activations are uint16, beside asymmetric ones of 8 bits")
         if (self.activation is QType.FP8) != (self.weight is QType.FP8):
             raise ValueError("FP8 activations go with FP8 weights only")
         if self.symmetric and self.activation is QType.UINT8:
             raise ValueError("symmetric activations have zero point 0: use int8, not uint8")
         if self.unsigned and not (self.symmetric and self.activation is QType.INT8):
             raise ValueError("unsigned goes with symmetric int8 activations")
-        if self.weight is QType.UINT8:
+        if self.weight not in (QType.INT8, QType.FP8):
             raise ValueError("weights are int8 or FP8")
         if self.weight is QType.FP8 and (self.per_channel or self.reduced_weights or self.bias == "int32"):
             raise ValueError("FP8 weights are per tensor, full range, with a float bias")
@@ -361,6 +384,19 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class CostsByRule:
+    """What two placements cost by rule (`search.costs.rule_costs`), in place of a `Measurement` where an engine's times
+    mean nothing: `b` that of a candidate, `a` that of the placement that it is compared with."""
+
+    a: float
+    b: float
+
+    def __post_init__(self) -> None:
+        if not (np.isfinite([self.a, self.b]).all() and min(self.a, self.b) > 0):
+            raise ValueError("costs are finite and above zero")
+
+
+@dataclass(frozen=True)
 class Proposal:
     """A placement that a strategy wants to be measured; `origin` says how it was found.
 
@@ -379,7 +415,8 @@ class Proposal:
 class Trial:
     """A candidate: the proposal, the placement that it was compared with, and the results.
 
-    `result` compares the candidate (side b) with the best placement at that time (side a, `against`). If the candidate
+    `result` compares the candidate (side b) with the best placement at that time (side a, `against`): in rounds, or by
+    rule. If the candidate
     is faster, `check` repeats that with second builds of both. `accuracy` is None if the trial failed. `metric` is the
     user's own, measured only for candidates that would be accepted.
     """
@@ -387,7 +424,7 @@ class Trial:
     number: int
     proposal: Proposal
     against: Placement
-    result: Measurement | Failure
+    result: Measurement | CostsByRule | Failure
     check: Measurement | Failure | None = None
     accuracy: Accuracy | None = None
     layers: tuple[Layer, ...] | None = None

@@ -101,10 +101,3 @@ def test_engines_with_a_device_are_accepted() -> None:
     for error in (EngineUnavailable("no plug-in"), BadOption("no such option")):
         with pytest.raises(type(error), match=rf"^{error}$"):
             check_device(EngineSpec("openvino"), Described(error))  # type: ignore[arg-type]
-
-
-def test_a_simulator_is_never_tuned_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.tuning.subject.is_simulated", lambda name: name == "qnn")
-    with pytest.raises(EngineUnavailable, match=r"whose times mean nothing.*: quantize for it, check shows where"):
-        check_device(EngineSpec("qnn"), Described("NPU"))  # type: ignore[arg-type]
-    check_device(EngineSpec("cuda"), Described("GPU"))  # type: ignore[arg-type]

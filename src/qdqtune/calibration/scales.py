@@ -18,7 +18,7 @@ from qdqtune.calibration.equalization import Factor
 from qdqtune.types import Array, NumericFormat, QType
 
 NUMPY_TYPE: Mapping[QType, Any] = MappingProxyType(
-    {QType.UINT8: np.uint8, QType.INT8: np.int8, QType.FP8: ml_dtypes.float8_e4m3fn}
+    {QType.UINT8: np.uint8, QType.INT8: np.int8, QType.UINT16: np.uint16, QType.FP8: ml_dtypes.float8_e4m3fn}
 )
 
 
@@ -50,7 +50,8 @@ class Ranges:
     weights. `shifts`, by output channel, are added to the bias of a node whose input and weight carry pairs. `method`
     is the method that was used or chosen, auto where it differs by tensor, empty if unknown. `is_given`: the ranges are
     the user's, and no tensor gets a wider one to share its scale with others. `factors` equalize channels; ranges are
-    those of the model that is scaled by them.
+    those of the model that is scaled by them. `wide` has the ranges of activations in 16 bits, which hold every value:
+    clipping gains nothing there. A tensor without one takes that of `activations`.
     """
 
     activations: Mapping[str, Range]
@@ -59,6 +60,7 @@ class Ranges:
     method: str = ""
     is_given: bool = False
     factors: tuple[Factor, ...] = ()
+    wide: Mapping[str, Range] = field(default_factory=dict)
 
 
 Method = Literal["minmax", "percentile", "entropy", "mse", "auto"]
@@ -123,15 +125,16 @@ class Quantization:
         return lowest >= low - 1e-6 * slack and highest <= high + slack
 
 
-def of_range(values: Range, fmt: NumericFormat, dtype: Any = np.float32) -> Quantization:
-    """The scale and zero point of an activation of this range, in the engine's format.
+def of_range(values: Range, fmt: NumericFormat, dtype: Any = np.float32, *, wide: bool = False) -> Quantization:
+    """The scale and zero point of an activation of this range, in the engine's format, in 8 bits or if `wide` in 16.
 
     Symmetric: scale = max|x| / 127 (int8), / 255 (uint8) or / 448 (E4M3, whose largest finite value is 448).
     Asymmetric: the range is widened to hold zero, which must be exact for padding and Relu, then
-    scale = (high - low) / 255 and zero point = round(-low / scale). An all-zero range has scale 1. The scale is a
-    normal number of `dtype`, the tensor's own: engines may take subnormal ones for zero.
+    scale = (high - low) / 255 (or / 65535) and zero point = round(-low / scale). An all-zero range has scale 1. The
+    scale is a normal number of `dtype`, the tensor's own: engines may take subnormal ones for zero.
     """
     qtype = QType.UINT8 if fmt.unsigned and values.low >= 0 else fmt.activation
+    qtype = fmt.wide if wide and fmt.wide is not None else qtype
     if fmt.symmetric or qtype is QType.FP8:
         return Quantization(qtype, _positive(np.float64(values.magnitude) / qtype.high, dtype))
     low, high = min(values.low, 0.0), max(values.high, 0.0)

@@ -18,12 +18,14 @@ from rich.text import Text
 
 from qdqtune.cli.command import is_quiet, is_verbose
 from qdqtune.cli.output import EVENTS, Event, console, emit, with_flags
-from qdqtune.explanation.formatting import duration
+from qdqtune.explanation.formatting import counted, duration
+from qdqtune.numerics.closeness import decibels
+from qdqtune.search.costs.rule_costs import left_nodes
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import speed
 from qdqtune.tuning.observer import State
-from qdqtune.types import Trial
+from qdqtune.types import CostsByRule, Trial
 
 BAR_WIDTH = 24
 """Width of a bar, in characters."""
@@ -80,7 +82,7 @@ class Live:
         self._spinner = Spinner("dots")
         self._state: State | None = None
         self._searching = False
-        self._last = self._best = ""
+        self._last = self._best = self._speed = ""
         self._display = Display(
             get_renderable=self._picture, console=console, refresh_per_second=8, transient=True, redirect_stdout=False
         )
@@ -112,6 +114,7 @@ class Live:
         """Print a line about the candidate, and show it as the last one."""
         self._updated = time.monotonic()
         self._state, self._searching = state, True
+        self._speed = _best_text(trial, state)
         self._last = f"{name(trial)}: {outcome_text(trial, outcome, state)}"
         if state.best and state.best == trial.placement:
             self._best = f" ({name(trial)})"
@@ -125,8 +128,8 @@ class Live:
         cells: list[RenderableType] = [self._spinner, Text(self._stage, no_wrap=True, overflow="ellipsis")]
         below: list[str] = []
         state, left = self._state, self._steps.left
-        if state is not None:
-            below.append(f"  best so far: {speed(state.best_ratio)} the speed of float{self._best}")
+        if state is not None and self._speed:
+            below.append(f"  best so far: {self._speed} the speed of float{self._best}")
         if state is not None and self._searching:
             below.append(f"  last: {self._last}")
             cells += [ProgressBar(state.limit, state.builds, BAR_WIDTH), f"{state.builds} of {state.limit} builds"]
@@ -180,7 +183,7 @@ class Plain:
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """Print a line about the candidate."""
         builds, short = f"{state.builds}/{state.limit}", f"{name(trial)}: {outcome_text(trial, outcome, state)}"
-        self._emit(Event("line", line(trial, outcome, state), short, builds, speed(state.best_ratio)))
+        self._emit(Event("line", line(trial, outcome, state), short, builds, _best_text(trial, state)))
 
     def _say(self, text: str, kind: Literal["line", "note"] = "line") -> None:
         self._emit(Event(kind, text))
@@ -206,9 +209,27 @@ def outcome_text(trial: Trial, outcome: str, state: State) -> str:
     """The result of a candidate: its speed against the float model with the interval, and whether it is taken."""
     if failed := failure(trial):
         return f"failed: {failed.reason}"
+    if isinstance(trial.result, CostsByRule):
+        return _by_rule_text(trial, outcome, state)
     assert state.ratio is not None  # it was measured
     metric = "" if trial.metric is None else f", metric {trial.metric:g}"
     return f"{state.ratio.speedup_beside(state.against_ratio)}{metric}, {_verdict(trial, outcome, state)}"
+
+
+def _by_rule_text(trial: Trial, outcome: str, state: State) -> str:
+    """The result of a candidate that was not timed: nodes elsewhere, tensors in 16 bits, accuracy, and whether it is
+    taken."""
+    wide, left = len({edge.tensor for edge in trial.placement.wide}), len(left_nodes(trial.layers or ()))
+    facts = f"{counted(left, 'node')} elsewhere, {counted(wide, 'tensor')} read in 16 bits, {decibels(trial.sqnr_db)}"
+    if outcome == "inaccurate":
+        return f"{facts}, not taken: {state.missed or 'too inaccurate'}"
+    is_best = state.best == trial.placement
+    return f"{facts}, {'the cheapest by rule so far' if is_best else 'not taken: not cheaper by rule than the best'}"
+
+
+def _best_text(trial: Trial, state: State) -> str:
+    """The speed of the best candidate so far; empty where nothing is timed, or nothing was."""
+    return "" if isinstance(trial.result, CostsByRule) else speed(state.best_ratio)
 
 
 def _verdict(trial: Trial, outcome: str, state: State) -> str:
@@ -237,4 +258,5 @@ def line(trial: Trial, outcome: str, state: State) -> str:
     """The line that is printed about a candidate."""
     source = ", from the state file" if state.replayed else ""
     counts = f"{trial.number:4}  {state.builds:>{len(str(state.limit))}}/{state.limit} builds"
-    return f"{counts}  best {speed(state.best_ratio)}  {name(trial)}: {outcome_text(trial, outcome, state)}{source}"
+    best = f"  best {told}" if (told := _best_text(trial, state)) else ""
+    return f"{counts}{best}  {name(trial)}: {outcome_text(trial, outcome, state)}{source}"

@@ -18,7 +18,7 @@ from qdqtune.cli.command import Parameter, command, command_line, is_quiet, is_v
 from qdqtune.cli.output import print_json, say, say_notes, show
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.commands.tune import Result, TuneOptions, tune
-from qdqtune.commands.tune_tables import front_table, met_table, mode_table
+from qdqtune.commands.tune_tables import front_table, met_table, mode_table, rule_table
 from qdqtune.errors import BadOption, ConstraintUnmet, QdqtuneError
 from qdqtune.explanation.formatting import builds, duration
 from qdqtune.options import REQUIRED, TEXT, Option, option
@@ -74,8 +74,9 @@ def tune_command(options: TuneArguments, pick: str | None, dry_run: bool, as_mac
     """Find the fastest Q/DQ placement for MODEL.
 
     Builds candidates on the engine, times them against the float model in interleaved rounds, and writes
-    optimized_final.onnx: proven faster on fresh builds, or else equal to baseline.onnx. Ctrl-C stops it, the same
-    command goes on. Exit code 3: nothing faster was found; 4: only what misses a limit.
+    optimized_final.onnx: proven faster on fresh builds, or else equal to baseline.onnx. On a simulator nothing is
+    timed: it minimizes nodes elsewhere, then bytes. Ctrl-C stops it, the same command goes on. Exit code 3: nothing
+    faster was found; 4: only what misses a limit.
 
     \b
     qdqtune tune model.onnx --calibration-data samples.npz -o out
@@ -172,6 +173,8 @@ def _print(result: Result, final: Path, *, verbose: bool) -> None:
         show(table)
     if result.summary.get("front"):
         show(front_table(result.summary))
+    elif result.summary.get("by_rule"):
+        show(rule_table(result.summary))
     elif len(result.summary["met"]) > 1:
         show(met_table(result.summary))
     show(result.table())
@@ -194,11 +197,15 @@ def _failure_note(result: Result, logs: Path) -> str | None:
 
 def _result_line(result: Result, final: Path) -> str:
     """A line that names the file to use and says what it is."""
+    is_timed = "by_rule" not in result.summary
+    if result.improved and not is_timed:
+        return f"{final} is the cheapest by rule that holds the limits on accuracy; it was not timed"
     if result.improved:
         return f"{final} is the {'tuned model' if result.placement else 'float model with the changes told above'}"
     copied = "the baseline" if result.shipped == "baseline" else "a copy of the model that you gave"
     untried = "no improvement found" if result.history else "nothing was tried"
-    outcome = "nothing faster holds the limits on accuracy" if result.unmet else untried
+    better = "nothing faster" if is_timed else "nothing in 8 or 16 bits"
+    outcome = f"{better} holds the limits on accuracy" if result.unmet else untried
     cut = "; calibration was cut short, so more time may find one" if "calibration_cut_short" in result.summary else ""
     return f"{outcome}: {final} is {copied}{cut}"
 

@@ -20,6 +20,7 @@ from qdqtune.engines import LAUNCHED, EngineSpec, threads_of
 from qdqtune.engines.execution import Check
 from qdqtune.engines.memory import LARGE_MODEL
 from qdqtune.engines.options import EngineOptions, with_timing_cache
+from qdqtune.engines.provider_table import is_simulated
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.graph.loading import bytes_of_files
 from qdqtune.numerics.closeness import closeness
@@ -33,7 +34,16 @@ from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import SearchOptions
 from qdqtune.tuning.price_cache import usual_path
-from qdqtune.tuning.settings import EFFORTS, FRONT_BUILDS, Settings, builds_for, looks_until, usual_builds
+from qdqtune.tuning.settings import (
+    BY_RULE_BUILDS,
+    BY_RULE_SAMPLES,
+    EFFORTS,
+    FRONT_BUILDS,
+    Settings,
+    builds_for,
+    looks_until,
+    usual_builds,
+)
 from qdqtune.tuning.subject import tuned_patterns
 from qdqtune.types import Accuracy
 
@@ -147,6 +157,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         check_cache(self, self)
         effort = EFFORTS[self.effort]
         builds, schemes = FRONT_BUILDS if self.front else effort.builds[self.mode], self.schemes_per_region
+        builds = BY_RULE_BUILDS[self.effort] if is_simulated(self.engine_name) else builds
         if schemes is not None and self.builds is None and self.mode == "region":
             path, engine = Path(str(self.model)), self.engine_name
             tuned = tuned_patterns(path, self.regions, self.fix_inputs, self.rewrites, engine)
@@ -179,6 +190,8 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         }
         if spec.name in LAUNCHED:
             told["accuracy_samples"] = plan.looks[0]  # more would start more processes than a comparison needs
+        if is_simulated(spec.name):
+            told["accuracy_samples"] = BY_RULE_SAMPLES
         return Settings(**(told | more))
 
     def _thread_counts(self, spec: EngineSpec) -> tuple[int, ...] | None:
@@ -230,7 +243,12 @@ class Result(Shown, result.Result):
         return explain_run(self.folder, None, pattern)
 
     def in_words(self) -> str:
-        """How many times as fast the tuned model is, or that nothing faster was found."""
+        """How many times as fast the tuned model is, or that nothing faster was found; without times, how exact it
+        is."""
+        if "by_rule" in self.summary and self.improved:
+            accuracy = Accuracy(**(self.summary["output_accuracy"] or {}))
+            exact = closeness(accuracy.sqnr_db, equal_share(accuracy))
+            return f"not timed, {exact if is_judged(self.summary) else 'accuracy unknown'}, {self.file}"
         if self.ratio is None:
             held = " that holds the limits on accuracy" if self.unmet else ""
             return f"no improvement: nothing faster{held} among {len(self.history)} candidates"

@@ -47,11 +47,14 @@ def result_table(found: Result) -> Table:
 
 def _result_rows(found: Result) -> list[tuple[str, str, str]]:
     summary = found.summary
-    rows = _latency_rows(found)
+    rows = _latency_rows(found) if "by_rule" not in summary else [("latency", "not timed", "not timed")]
     if found.ratio is not None and summary["ratio_to_given"] is not None:
         rows.append((f"speedup over {title(Path(summary['model']))}", "", speed(summary["ratio_to_given"])))
     rows += _rewrite_rows(summary)
     rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
+    if (chosen := next((row for row in _by_rule(summary) if row["shipped"]), None)) is not None:
+        rows.append(("  of these activations in 16 bits", "", f"{chosen['tensors_16']} of {chosen['tensors']}"))
+        rows.append(("nodes that run elsewhere", "", str(chosen["elsewhere"])))
     if weights := summary.get("weights"):
         rows.append(("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in weights.items())))
     if _tells_accuracy(found):
@@ -171,6 +174,31 @@ def met_table(summary: Mapping[str, Any]) -> Table:
     proven = "none proved to be a point of the front" if "front" in summary else "`front` proves such points"
     caption = f"what no other candidate beat in both, as the search measured it; {proven}"
     return Table(("candidate", "from", "speedup", "SQNR, dB", "agreement", "tensors", ""), cells, caption).filled
+
+
+def rule_table(summary: Mapping[str, Any]) -> Table:
+    """A table of the candidates of a search by rule, which times nothing."""
+    cells = [
+        (
+            str(row["number"]),
+            row["origin"],
+            "failed" if row["elsewhere"] is None else str(row["elsewhere"]),
+            f"{row['tensors_16']} of {row['tensors']}",
+            str(row["conversions"]),
+            _db(row, is_judged(summary)) if row["elsewhere"] is not None else "",
+            _share(row["agreement"]),
+            "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits",
+        )
+        for row in _by_rule(summary)
+    ]
+    caption = "not timed: nodes elsewhere count first, then bytes in 16 bits and of conversions, then those of weights"
+    columns = ("candidate", "from", "nodes elsewhere", "in 16 bits", "conversions", "SQNR, dB", "agreement", "")
+    return Table(columns, cells, caption).filled
+
+
+def _by_rule(summary: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    candidates: Sequence[Mapping[str, Any]] = summary.get("by_rule", {}).get("candidates", ())
+    return candidates
 
 
 def _share(equal: float | None) -> str:

@@ -130,7 +130,7 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     files = folder / settings.baseline, folder / settings.model
     done = compare(files, _as_compare(options, settings, spec, counts, execution), observer)
     asked, proven = options.gate, settings.proven
-    gate = replace(asked, fail_below=asked.fail_below or 1.0)
+    gate = replace(asked, fail_below=asked.fail_below or (1.0 if proven.timed else None))
     if done.judged:
         gate = Gate(gate.fail_below, gate.min_sqnr or proven.min_sqnr_db, gate.min_agreement or proven.min_agreement)
     gated = tuple(one for row in done.rows for one in row.gated(gate))
@@ -181,6 +181,10 @@ def _finding(done: Comparison, gate: Gate, settings: DeploySettings) -> tuple[Fi
     if bad := next((one for one in gated if one.outcome in ("failed", "missed")), None):
         return "does not hold", f"{bad.file}, {bad.limit}: {bad.told}"
     timed = [(row.ratio, row) for row in done.rows if row.ratio is not None]
+    if not settings.proven.timed:  # nothing was said about speed: the outputs decide
+        exact = [f"output SQNR {row.sqnr_db:.1f} dB" for row in done.rows if row.sqnr_db is not None]
+        told = f"nothing was timed; {', '.join(exact) or 'outputs are equal'} on the simulator or device here"
+        return ("holds", told) if done.judged else ("cannot tell", "nothing was timed, and outputs were not compared")
     if not timed:
         return "cannot tell", "nothing is timed here: it is a simulator, or the processor is emulated"
     own = settings.spec.options.get("threads")  # at which the ratio of the proof was measured

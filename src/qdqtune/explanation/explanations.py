@@ -13,12 +13,13 @@ from qdqtune.types import WeightFormat
 
 Why = Literal[
     "faster", "slower", "close", "placement", "inaccurate", "no kernel", "elsewhere", "failed", "unproven", "untried",
-    "unsupported", "excluded", "no time",
+    "unsupported", "excluded", "no time", "rule", "wide",
 ]  # fmt: skip
 """What decided, in this order: prices or measurements ("faster", "slower", or "close" if they hardly differ); the
 measured placement as a whole, against the prices; the accuracy of the outputs; that the engine has no such kernel,
 leaves the node to another execution provider, or refused the candidate; that no candidate was proven faster, or none
-tried it; that no pair can stand there; the user; or that the node takes no time."""
+tried it; that no pair can stand there; the user; or that the node takes no time. Where nothing was timed: costs by rule
+("rule"), or accuracy that takes 16 bits ("wide")."""
 
 IN_WORDS: Mapping[Why, str] = {
     "faster": "faster so",
@@ -34,6 +35,8 @@ IN_WORDS: Mapping[Why, str] = {
     "unsupported": "no pair can stand there",
     "excluded": "excluded by the user",
     "no time": "takes no time of its own",
+    "rule": "the cheapest by rule; nothing was timed",
+    "wide": "8 bits would do too much to the outputs",
 }
 
 
@@ -53,6 +56,10 @@ ORIGINS: Mapping[str, str] = {
     "mutated": "region search",
     "cached": "the pattern cache",
     "merged winners": "the winners of region search together",
+    "8 bits": "everything in 8 bits",
+    "16 bits": "everything in 16 bits",
+    "cut by rule": "the cheapest by rule at a price on noise",
+    "narrowed": "the best before it with a part in fewer bits",
 }
 """Origins of candidates, in words."""
 
@@ -131,6 +138,8 @@ class Tally:
             return "8 bits, dynamic" if self.family == "d8" else f"{self.family[1:]}-bit weights"
         if self.why == "elsewhere":
             return "elsewhere"
+        if self.why == "wide":
+            return "16 bits"
         return "8 bits" if self.quantized and self.why != "no kernel" else "float"
 
     def to_dict(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from qdqtune.tuning.finished import FinishedRun
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT
 from qdqtune.tuning.records import GroupOutcome, PricesRecord, RangesRecord
 from qdqtune.tuning.subject import edges_within, filtered
-from qdqtune.types import Edge, Layer, Placement, Trial
+from qdqtune.types import CostsByRule, Edge, Layer, Placement, Trial
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,11 @@ class Facts:
     def trial(self) -> Trial | None:
         """The trial of the shipped placement, the last one if there are several."""
         return next((t for t in reversed(self.history) if t.placement == self.placement), None)
+
+    @property
+    def is_by_rule(self) -> bool:
+        """Whether nothing was timed, and costs by rule decided."""
+        return any(isinstance(trial.result, CostsByRule) for trial in self.history)
 
     @cached_property
     def layers(self) -> Mapping[str, Layer]:

@@ -16,6 +16,7 @@ from onnx import TensorProto
 
 from qdqtune.explanation.explanations import NOT_SHIPPED, Explanation, Tally, tally
 from qdqtune.explanation.facts import Facts
+from qdqtune.explanation.formatting import counted
 from qdqtune.explanation.reasons_by_graph import is_float, is_low
 from qdqtune.graph.model import Node
 from qdqtune.placement.possible import refusal
@@ -26,7 +27,7 @@ from qdqtune.search.costs.units import Decision, Partition, Unit, partition, usu
 from qdqtune.search.cut import CLOSE_SHARE
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import judge, speed
-from qdqtune.types import Failure, Layer, Placement, Trial, WeightFormat
+from qdqtune.types import CostsByRule, Failure, Layer, Placement, Trial, WeightFormat
 
 PREDICTED = frozenset({"cut", "front", "polish"})
 """Origins of candidates that prices have proposed, with a predicted ratio."""
@@ -41,6 +42,10 @@ def headline(facts: Facts) -> str:
             return "the float model ships: nothing was tried"
         return f"the float model ships: of {len(facts.history)} candidates none was proven faster within the limits"
     trial, ratios = facts.trial, ratios_to_float(facts.history, facts.plan)
+    if trial and isinstance(trial.result, CostsByRule):
+        wide = len({edge.tensor for edge in trial.placement.wide})
+        told = f"the cheapest by rule that holds the limits, with {counted(wide, 'tensor')} read in 16 bits"
+        return f"what ships is {facts.origin}: {told}; nothing was timed"
     share = f", {speed(ratios[facts.placement])} as fast as float in the search" if trial else ""
     text = f"what ships is {facts.origin}{share}"
     if trial and trial.proposal.origin not in PREDICTED:
@@ -123,6 +128,8 @@ class _Explainer:
             precision=self._precision(node, verdict),
             weight_format=verdict.weight_format if has_format else "",
         )
+        if verdict.why == "wide":
+            row = replace(row, precision="uint16")
         layer = self._facts.layers.get(node.name)
         if layer is not None and layer.elsewhere:
             return replace(row, why="elsewhere", reason=f"runs {layer.elsewhere}")
@@ -170,6 +177,8 @@ class _Explainer:
             return self._weight_only(unit, weight_format, verdict)
         if not unit.inputs:
             return self._without_pairs(unit, verdict)
+        if self._facts.is_by_rule:
+            return self._by_rule(unit, verdict)
         if costs is None:
             return self._by_trials(unit, replace(verdict, why="untried"))
         more, is_shown = margin(costs, self._decision, unit), is_shown_by(costs, self._decision, unit)
@@ -181,6 +190,20 @@ class _Explainer:
         if any(is_low(layer.precision) for layer in self._layers(unit)):
             return self._in_part(verdict)
         return self._in_float(unit, verdict)
+
+    def _by_rule(self, unit: Unit, verdict: Explanation) -> Explanation:
+        """Explain a unit of a run that timed nothing: what it computes in was the cheapest by rule."""
+        least = self._facts.limits.min_sqnr
+        limit = "the limits on accuracy" if least is None else f"{least:g} dB"
+        if not verdict.quantized:
+            told = f"nothing that was tried has it in 8 or 16 bits and holds {limit}"
+            return replace(verdict, why="inaccurate", reason=told)
+        if self._facts.placement.wide.isdisjoint(unit.inputs):
+            return replace(verdict, why="rule", reason=f"8 bits cost the least, and the outputs hold {limit}")
+        noise = self._facts.noise
+        alone = 0.0 if noise is None else sum(noise.of_value(noise.value(tensor)) for tensor in unit.outputs)
+        told = f": rounding its results alone to 8 bits leaves {_db(alone)}" if alone else ""
+        return replace(verdict, why="wide", reason=f"with 8 bits here too, the cheapest found would miss {limit}{told}")
 
     def _weight_only(self, unit: Unit, weight_format: WeightFormat, verdict: Explanation) -> Explanation:
         """Explain a unit in float whose weights have a weight format."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from qdqtune.engines.fallback import Fallback
 from qdqtune.errors import BadOption
@@ -12,7 +13,7 @@ from qdqtune.explanation.charts import longest
 from qdqtune.explanation.circumstances import circumstances, commands
 from qdqtune.explanation.explanations import origin_in_words
 from qdqtune.explanation.facts import Facts, facts_of
-from qdqtune.explanation.formatting import built, duration, rewrite_ratios, title
+from qdqtune.explanation.formatting import built, counted, duration, rewrite_ratios, title
 from qdqtune.explanation.model_map import Ran, alike, draw, everywhere
 from qdqtune.explanation.reasons_by_measurement import tallied
 from qdqtune.explanation.report_values import Bar, Candidate, Fact, Headline, Map, MapGroup, Point, Report, Speed, Strip
@@ -29,7 +30,7 @@ from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
 from qdqtune.tuning.subgraphs.groups import by_rules, from_layers
 from qdqtune.tuning.summary import Summary
-from qdqtune.types import EQUAL_DB, Failure, Measurement, Placement, Trial
+from qdqtune.types import EQUAL_DB, CostsByRule, Failure, Measurement, Placement, Trial
 
 BARS = 24
 """Most bars in the chart of times; one more is for all other groups."""
@@ -89,6 +90,8 @@ def verdict(run: FinishedRun) -> Headline:
     """The result in a sentence, and what it means."""
     summary = run.summary
     name = title(Path(summary["model"]))
+    if not summary.get("timed", True):
+        return _verdict_by_rule(run, name)
     if summary["shipped"] == "tuned" and (ratio_to_float := summary["ratio"]) is not None:
         found = speed(Ratio(ratio_to_float, summary["ratio_low"], summary["ratio_high"]))
         saved = 1 - ratio_to_float
@@ -108,6 +111,20 @@ def verdict(run: FinishedRun) -> Headline:
     rival = "your own Q/DQ file" if run.keeps_own_pairs else "the float model"
     meaning = f"No candidate proved faster than {rival} beyond the noise of measuring. {FINAL} is {kept}."
     return Headline(f"Nothing faster was found for {name}", meaning, False)
+
+
+def _verdict_by_rule(run: FinishedRun, name: str) -> Headline:
+    """The result where nothing was timed."""
+    summary, rows = run.summary, run.summary["by_rule"]["candidates"] if "by_rule" in run.summary else []
+    why = f"{summary['engine']['engine']} is a simulator here: nothing was timed, and no speed is claimed."
+    if (row := next((row for row in rows if row["shipped"]), None)) is None:
+        return Headline(
+            f"Nothing in 8 or 16 bits is exact enough for {name}", f"{FINAL} is the float model. {why}", False
+        )
+    left = f"{counted(row['elsewhere'] or 0, 'node')} of the float model elsewhere"
+    bits = f"{row['tensors_16']} of {row['tensors']} activations have 16 bits, the others 8"
+    meaning = f"The processor leaves {left}; {bits}. The cheapest by rule that holds the limits on accuracy. {why}"
+    return Headline(f"{name} is placed for {summary['engine']['engine']}", meaning, True)
 
 
 def _own_times(summary: Summary) -> str:
@@ -191,6 +208,8 @@ def tail(name: str) -> str:
 
 def _bars_lead(drawn: Map, run: FinishedRun) -> str:
     spent = sum(g.conversion_ms for g in drawn.groups)
+    if run.float_ms is None:
+        return ""
     told = f"{drawn.before.capitalize()} {run.float_ms:.4g} ms"
     if (run.final or run.keeps_own_pairs) and run.here["final_ms"] is not None:
         told += f", {OWN if run.keeps_own_pairs else 'tuned'} {run.here['final_ms']:.4g} ms"
@@ -210,6 +229,9 @@ def _facts(run: FinishedRun) -> Iterator[Fact]:
     here = [row["threads"] for row in by_threads if row["baseline_ms"] == summary["baseline_ms"]]
     at = f", {_threads(here[0])}" if here else ""
     pairs = " without its pairs" if run.fingerprint.from_qdq else ""
+    if not summary.get("timed", True):
+        yield from _facts_by_rule(summary)
+        return
     yield Fact("float", f"{summary['baseline_ms']:.4g} ms", f"median time of one inference of your file{pairs}{at}")
     if _has_measured_rewrites(run):
         told = "what rewrites made of your file, without any pair"
@@ -260,6 +282,20 @@ def _facts(run: FinishedRun) -> Iterator[Fact]:
     yield Fact("candidates", str(summary["trials"]), f"builds: {built(summary)}, in {duration(summary['seconds'])}")
 
 
+def _facts_by_rule(summary: Summary) -> Iterator[Fact]:
+    """The facts of a run that timed nothing."""
+    yield Fact("latency", "not timed", "a simulator computes what the processor does, and takes its own time")
+    if summary["shipped"] == "tuned":
+        yield _accuracy(summary)
+        yield Fact("tensors with a Q/DQ pair", str(summary["pairs"]), PAIRS)
+        if "by_rule" in summary:
+            share = summary["by_rule"]["wide_share"]
+            yield Fact("activations in 16 bits", f"{share:.0%}", "where 8 bits would do too much to the outputs")
+    if (left := summary.get("fallback")) is not None:
+        yield left_to_others(left)
+    yield Fact("candidates", str(summary["trials"]), f"builds: {built(summary)}, in {duration(summary['seconds'])}")
+
+
 def left_to_others(left: Fallback) -> Fact:
     """What an execution provider leaves to others."""
     return Fact("nodes that run elsewhere", f"{len(left.left)} of {left.nodes}", left.in_words())
@@ -286,6 +322,8 @@ def _points(run: FinishedRun, ships: Placement) -> Iterator[Point]:
     for row in proven:
         ends = speed(Ratio(row["ratio"], row["low"], row["high"]))
         yield Point(f"{FRONT}/{row['name']}", ends, row["sqnr_db"], row["shipped"], True, row["holds_limits"])
+    if not run.summary.get("timed", True):
+        return
     ratios = ratios_to_float(run.history, run.plan)
     best = {point.trial.placement for point in undominated(run.history, run.plan)}
     last = {t.placement: t for t in run.history if t.placement in ratios and t.accuracy is not None}
@@ -311,7 +349,8 @@ def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
     rows = {} if run.log is None else {row.of: row.seconds for row in run.log.trials}
     seconds = list(rows.values()) if len(rows) == len(run.history) else [None] * len(run.history)
     for trial, when in zip(run.history, seconds, strict=True):
-        came = "accepted" if trial.accepted else outcome(trial, run.plan)
+        is_timed = not isinstance(trial.result, CostsByRule)
+        came = _outcome(trial, run)
         measured = judge(trial, run.plan)
         shown = None
         if isinstance(trial.result, Measurement) and measured is not None:
@@ -323,7 +362,7 @@ def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
             came,
             _shipped_text(trial, run) if trial is shipped else outcome_text(trial, run),
             shown,
-            None if found is None or measured is None else 1 / found,
+            None if found is None or measured is None or not is_timed else 1 / found,
             trial.sqnr_db,
             count_pairs(trial.placement),
             trial.builds,
@@ -332,9 +371,22 @@ def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
         )
 
 
+def _outcome(
+    trial: Trial, run: FinishedRun
+) -> Literal["accepted", "faster", "undecided", "slower", "inaccurate", "failed", "costlier"]:
+    """What became of a candidate, in one word."""
+    if trial.accepted:
+        return "accepted"
+    if isinstance(trial.result, CostsByRule):
+        return "inaccurate" if trial.holds is False else "costlier"
+    return outcome(trial, run.plan)
+
+
 def _shipped_text(trial: Trial, run: FinishedRun) -> str:
     if run.keeps_own_pairs:
         return f"the pairs of your own file, which ships as it is ({FINAL}): nothing proved faster"
+    if isinstance(trial.result, CostsByRule):
+        return f"this is {FINAL}: the cheapest by rule that holds the limits; nothing was timed"
     how = "the best when it was tried" if trial.accepted else "whatever it was against the best of its time"
     return f"this is {FINAL}: {how}, and proven on fresh builds against the float model"
 
@@ -346,6 +398,8 @@ def outcome_text(trial: Trial, run: FinishedRun) -> str:
         failures = [part for part in (trial.result, trial.check) if isinstance(part, Failure)]
         return f"the engine refused it: {failures[0].reason}" if failures[0].stage == "build" else failures[0].reason
     other = "the best before it" if trial.against else "the float model"
+    if isinstance(trial.result, CostsByRule) and trial.holds is not False:
+        return "cheaper by rule than all before it" if trial.accepted else f"not cheaper by rule than {other}"
     if trial.accepted:
         return f"faster than {other} beyond noise, and exact enough: the new best"
     if trial.holds is False:

@@ -103,11 +103,11 @@ class Strip:
 @dataclass(frozen=True)
 class Candidate:
     """A candidate of the search. `strip` compares it with the best candidate before it, `speed` is against the float
-    model. `ships`: its placement is that of optimized_final.onnx."""
+    model. "costlier": by rule, where nothing is timed. `ships`: its placement is that of optimized_final.onnx."""
 
     number: int
     origin: str
-    outcome: Literal["accepted", "faster", "undecided", "slower", "inaccurate", "failed"]
+    outcome: Literal["accepted", "faster", "undecided", "slower", "inaccurate", "failed", "costlier"]
     told: str
     strip: Strip | None
     speed: float | None

@@ -33,7 +33,7 @@ from qdqtune.placement.possible import weight_at, weight_role
 from qdqtune.placement.switches import SWITCH, Rounding, is_switched_at_reader, with_roundings
 from qdqtune.placement.weight_only import BLOCK_OPSET, WeightOnlyWriter
 from qdqtune.system.listener import Deaf, Listener
-from qdqtune.types import Accuracy, Edge, Failure, NumericFormat, Sample, WeightFormat
+from qdqtune.types import Accuracy, Edge, Failure, NumericFormat, QType, Sample, WeightFormat
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ def sensitivities(
     """
     if not pairs:
         return {}
-    if any(isinstance(how, QuantizedWeight) for how in pairs.values()):
+    if any(isinstance(how, QuantizedWeight) or (how and how.qtype is QType.UINT16) for how in pairs.values()):
         model = with_opset(model, BLOCK_OPSET)
     roundings = _roundings(model, pairs)
     switched = with_roundings(model, roundings, switched=True)
@@ -250,9 +250,14 @@ def _halves(block: tuple[float, int, int]) -> set[Block]:
 # ---- roundings
 
 
-def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edge) -> Quantization:
-    """The quantization of an edge by its own range; in `placement.quantizations` some tensors share a scale."""
+def quantization(
+    model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edge, *, wide: bool = False
+) -> Quantization:
+    """The quantization of an edge by its own range, if `wide` in 16 bits; in `placement.quantizations` some tensors
+    share a scale."""
     constant = model.constants.get(edge.tensor)
+    if constant is None and wide:
+        return scales.of_range(ranges.wide.get(edge.tensor, ranges.activations[edge.tensor]), numbers, wide=True)
     if constant is None:
         return scales.of_range(ranges.activations[edge.tensor], numbers)
     role = weight_role(model, edge)

@@ -58,7 +58,7 @@ class Simulation:
     def accuracy(self, placement: Placement, inserter: Inserter | None = None) -> Accuracy | Failure:
         """How far the outputs of a placement are from the float model's; a failure if ONNX Runtime does not run it, or
         outputs are not finite. `inserter` has other ranges for the same model."""
-        reference = self._reference
+        reference = self.reference
         if isinstance(reference, Failure):
             return reference
         outputs = self._outputs((inserter or self._inserter).insert(placement), placement.digest)
@@ -67,10 +67,11 @@ class Simulation:
     @cached_property
     def scores(self) -> Scores | None:
         """The scores of classes among the float model's outputs; None if ONNX Runtime does not run it."""
-        return None if isinstance(self._reference, Failure) else scores_of(self._reference, self._asked)
+        return None if isinstance(self.reference, Failure) else scores_of(self.reference, self._asked)
 
     @cached_property
-    def _reference(self) -> Outputs | Failure:
+    def reference(self) -> Outputs | Failure:
+        """The outputs of the float model; a failure if ONNX Runtime does not run it, or they are not finite."""
         return self._outputs(self._float_model, Placement().digest)
 
     def _outputs(self, model: Model, digest: str) -> Outputs | Failure:

@@ -22,6 +22,9 @@ from qdqtune.types import Edge, Placement, QuantType, WeightFormat
 
 VERSION = 1
 
+WIDE_BITS = 16
+"""The bits of an edge that is read in 16 bits; others, which have 8, do not name them."""
+
 OF_MODELOPT = frozenset({"pattern_schemes", "baseline_latency_ms"})
 """Keys of pattern caches and state files of ModelOpt's autotuner, which files of qdqtune lack."""
 
@@ -51,7 +54,9 @@ def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
         OutputError: the file cannot be written.
     """
     edges = [
-        {"tensor": e.tensor} | ({"output": e.index} if e.is_graph_output else {"node": e.node, "input": e.index})
+        {"tensor": e.tensor}
+        | ({"output": e.index} if e.is_graph_output else {"node": e.node, "input": e.index})
+        | ({"bits": WIDE_BITS} if e in recorded.placement.wide else {})
         for e in recorded.placement
     ]
     weights = [
@@ -89,12 +94,13 @@ def read_placement_file(path: Path) -> PlacementFile:
         edges = [
             Edge(e["tensor"], e.get("node", ""), e["output"] if "output" in e else e["input"]) for e in content["edges"]
         ]
+        wide = [edge for edge, e in zip(edges, content["edges"], strict=True) if _is_wide(**e)]
         formats = [
             (Edge(e["tensor"], e["node"], e["input"]), WeightFormat.named(e["storage"]))
             for e in content.get("weights", [])
         ]
         recorded = PlacementFile(
-            Placement.of(filter(_is_valid, edges), (pair for pair in formats if _is_valid(pair[0]))),
+            Placement.of(filter(_is_valid, edges), (p for p in formats if _is_valid(p[0])), filter(_is_valid, wide)),
             content["quant_type"],
             content["engine"],
             dict(content.get("fix_inputs") or {}),
@@ -121,6 +127,12 @@ def _rewrites(folded: bool = False, names: Sequence[str] = (), merged: Sequence[
     return Rewrites(folded, tuple(names), tuple(merged))
 
 
+def _is_wide(bits: object = 8, **_: object) -> bool:
+    if bits not in (8, WIDE_BITS):
+        raise ValueError(bits)
+    return bits == WIDE_BITS
+
+
 def _is_valid(edge: Edge) -> bool:
     """Whether an edge from a file has strings as names, and an index that is a number from 0."""
     is_number = isinstance(edge.index, int) and not isinstance(edge.index, bool) and edge.index >= 0
@@ -141,7 +153,8 @@ def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> t
         if (weight := weight_at(model, same[edge])) is not None and format_refusal(weight, weight_format) is None
     }
     lost = (e for e in same if e not in known and same[e] not in formats)
-    return Placement.of(known.values(), formats.items()), tuple(lost)
+    wide = (fits for edge, fits in known.items() if edge in placement.wide)
+    return Placement.of(known.values(), formats.items(), wide), tuple(lost)
 
 
 def every_edge(model: Model) -> frozenset[Edge]:

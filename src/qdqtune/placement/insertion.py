@@ -32,11 +32,15 @@ from qdqtune.types import Edge, NumericFormat, Placement, QType
 ONNX_TYPE: Mapping[QType, int] = {
     QType.UINT8: TensorProto.UINT8,
     QType.INT8: TensorProto.INT8,
+    QType.UINT16: TensorProto.UINT16,
     QType.FP8: TensorProto.FLOAT8E4M3FN,
 }
 
 HALF_ROUNDING = 2**-8
 """Relative differences of scales that rounding explains: bfloat16 keeps 8 bits of a number, float16 11."""
+
+WIDE_OPSET = BLOCK_OPSET
+"""The lowest opset that has pairs of 16 bits."""
 
 RAW_OUTPUT = "_QuantizeLinear_Input"
 """Suffix of the float tensor in front of the pair of a graph output (as in ONNX Runtime's quantize_static)."""
@@ -77,14 +81,14 @@ class Inserter:
         """The model with the pairs and weight formats of `placement`; raises what the function `insert` does."""
         if self._ranges.factors and not placement.edges:
             return self._unequalized.insert(placement)
-        if self._model.opset < self._weight_writer.opset(placement):
+        if self._model.opset < max(self._weight_writer.opset(placement), WIDE_OPSET if placement.wide else 0):
             return self._raised.insert(placement)
         self._check(placement)
         return self._write(self._quantizer.decide(placement), placement)
 
     @cached_property
     def _raised(self) -> Inserter:
-        """An inserter of the same model in BLOCK_OPSET, which scales of blocks need."""
+        """An inserter of the same model in BLOCK_OPSET, which scales of blocks need, and pairs of 16 bits."""
         raised, ranges = with_opset(self._model, BLOCK_OPSET), replace(self._ranges, factors=())
         return Inserter(raised, ranges, self._format, lambda _: self._tensor_moments)
 
@@ -95,6 +99,8 @@ class Inserter:
 
     def _check(self, placement: Placement) -> None:
         """Raise ValueError unless each edge exists, and can carry its pair or have its weight format."""
+        if placement.wide and self._format.wide is None:
+            raise ValueError("the engine's number format has no activations in 16 bits")
         if new := placement.edges - self._checked:
             for edge in sorted(new):
                 if edge_problem := self._problem(edge):
@@ -146,7 +152,9 @@ class Inserter:
             self._dequantized(builder, decision, edge, raw)
         result = rebuild(model, builder.nodes, builder.constants)
         if placement:
-            oldest = 10 if model.opset >= 21 and placement.weight_only else 9 if model.opset >= 19 else 7
+            oldest = (
+                10 if model.opset >= 21 and (placement.weight_only or placement.wide) else 9 if model.opset >= 19 else 7
+            )
             result.proto.ir_version = max(result.proto.ir_version, oldest)
         return result
 
@@ -156,7 +164,9 @@ class Inserter:
         """The input names of a node in the new graph; writes the pairs and the bias that it reads."""
         made = builder.made
         inputs = [
-            made.get(e[0]) or self._dequantized(builder, decision, e, raw) if e in paired else raw.get(e[0], e[0])
+            ("" if e in decision.conversions else made.get(e[0])) or self._dequantized(builder, decision, e, raw)
+            if e in paired
+            else raw.get(e[0], e[0])
             for e in self._into[node.index]
         ]
         if node.index in decision.biases or node.index in decision.shifted:
@@ -198,7 +208,23 @@ class Inserter:
             shared = self._shared(builder, decision, tensor, raw)
             write = partial(self._pair, builder, tensor, quantization, raw, shared)
             builder.made[tensor] = builder.once(self._fragments, tensor, (quantization, raw.get(tensor), shared), write)
-        return builder.made[tensor]
+        if edge not in decision.conversions:
+            return builder.made[tensor]
+        key = (tensor, "converted")
+        if key not in builder.made:
+            source, second = builder.made[tensor], decision.converted[tensor]
+            write = partial(self._converted, builder, tensor, second, source)
+            builder.made[key] = builder.once(self._fragments, key, (second, source), write)
+        return builder.made[key]
+
+    def _converted(self, builder: GraphBuilder, tensor: str, quantization: Quantization, source: str) -> str:
+        """Writes the pair of other bits behind that of a tensor, whose DQ gives `source`."""
+        parameters = self._parameters(builder, tensor, quantization)
+        integers = builder.unique(f"{tensor}_QuantizeLinear_Output")
+        output = builder.unique(f"{tensor}_DequantizeLinear_Output")
+        builder.add_converter("QuantizeLinear", tensor, source, parameters, integers)
+        builder.add_converter("DequantizeLinear", tensor, integers, parameters, output)
+        return output
 
     def _pair(
         self, builder: GraphBuilder, tensor: str, quantization: Quantization, raw: Mapping[str, str], shared: str | None

@@ -210,7 +210,7 @@ def consistent(model: Model, placement: Placement) -> Placement:
     computing = (node for node in model.nodes if node.op in COMPUTE and not node.domain)
     present = ([e for e in node.into[:2] if e in placement] for node in computing)
     lonely = {edges[0] for edges in present if len(edges) == 1}
-    return Placement(placement.edges - lonely, placement.weight_only) if lonely else placement
+    return placement.paired(placement.edges - lonely) if lonely else placement
 
 
 def clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from onnx import helper
@@ -19,6 +19,7 @@ from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import CLAMPS, COMPUTE
 from qdqtune.placement.possible import biased_layer_at, clamp_bounds, weight_role
+from qdqtune.placement.widths import conversions, wide_tensors
 from qdqtune.types import Array, Edge, NumericFormat, Placement
 
 TAKES_BIAS = COMPUTE - {"MatMul"}  # MatMul has no bias input
@@ -50,13 +51,16 @@ class ShiftedBias:
 @dataclass(frozen=True)
 class Decision:
     """How one placement is quantized: activations by name, constants by edge, int32 biases and `shifted` float biases
-    by node index, and the indices of the Relu and Clip nodes that are `dropped`."""
+    by node index, and the indices of the Relu and Clip nodes that are `dropped`. `converted` has the second
+    quantization of activations that some edges, those of `conversions`, read in other bits than they are stored in."""
 
     activations: Mapping[str, Quantization]
     constants: Mapping[Edge, Quantization]
     biases: Mapping[int, IntegerBias]
     shifted: Mapping[int, ShiftedBias]
     dropped: frozenset[int]
+    converted: Mapping[str, Quantization] = field(default_factory=dict)
+    conversions: frozenset[Edge] = frozenset()
 
 
 class Quantizer:
@@ -66,7 +70,8 @@ class Quantizer:
         self._model, self._ranges, self._format = model, ranges, fmt
         self._constants: dict[str, Range] = {}
         self._weights: dict[tuple[str, int | None], Quantization] = {}
-        self._activations: dict[tuple[Range, int, bool], Quantization] = {}
+        self._activations: dict[tuple[Range, int, bool, bool], Quantization] = {}
+        self._fixed = {fixed.op: fixed for fixed in fmt.wide_scales}
         self._clamps: dict[str, tuple[Node, tuple[float, float], frozenset[Edge]] | None] = {}
 
     def with_ranges(self, ranges: Ranges) -> Quantizer:
@@ -90,10 +95,19 @@ class Quantizer:
     def decide(self, placement: Placement) -> Decision:
         """The scales, biases and dropped clamps with which `insertion` writes a placement."""
         activations, weights = self.scales(placement)
+        converted, other = self._converted(placement)
         dropped = frozenset(self._superfluous(placement, activations)) if self._format.drop_clamps else frozenset()
         shifted = self._shifted(placement)
-        biases = dict(self._biases(placement, activations, weights, shifted)) if self._format.bias == "int32" else {}
-        return Decision(activations, weights, biases, shifted, dropped)
+        read = {e: converted.get(e.tensor) if e in other else activations.get(e.tensor) for e in placement}
+        biases = dict(self._biases(placement, read, weights, shifted)) if self._format.bias == "int32" else {}
+        return Decision(activations, weights, biases, shifted, dropped, converted, other)
+
+    def _converted(self, placement: Placement) -> tuple[dict[str, Quantization], frozenset[Edge]]:
+        """The second quantization of activations that edges read in other bits than they are stored in; these edges."""
+        stored = wide_tensors(self._model, placement)
+        edges = conversions(self._model, placement, stored)
+        tensors = sorted({e.tensor for e in edges})
+        return {t: self._own_scale(t, self._ranges.activations[t], wide=t not in stored) for t in tensors}, edges
 
     def _shifted(self, placement: Placement) -> dict[int, ShiftedBias]:
         """Float biases after bias correction by index of the node that adds them, for layers with pairs."""
@@ -113,12 +127,22 @@ class Quantizer:
         common = common_ranges(self._model, members, placement, shared)
         tensors = {m: m.tensor if isinstance(m, Edge) else m for m in members}
         joined = joined_for_convolutions(self._model, placement) if self._format.unsigned else frozenset[str]()
-        return {m: self._activation_scale(r, self._dtype(tensors[m]), m in joined) for m, r in common.items()}
+        wide: Set[Member] = {*placement.wide, *wide_tensors(self._model, placement)}
+        return {m: self._own_scale(tensors[m], r, m in joined, wide=m in wide) for m, r in common.items()}
 
-    def _activation_scale(self, values: Range, dtype: int, is_joined: bool) -> Quantization:
-        key = (values, dtype, is_joined)
+    def _own_scale(self, tensor: str, values: Range, is_joined: bool = False, *, wide: bool) -> Quantization:
+        """The quantization of an activation, or of a constant that is quantized like one, with a range in 8 bits."""
+        maker = self._model.maker(tensor)
+        if wide and maker is not None and maker.op in self._fixed and self._format.wide is not None:
+            fixed = self._fixed[maker.op]
+            return Quantization(self._format.wide, np.asarray(fixed.scale, np.float32), fixed.zero_point)
+        values = self._ranges.wide.get(tensor, values) if wide else values
+        return self._activation_scale(values, self._dtype(tensor), is_joined, wide=wide)
+
+    def _activation_scale(self, values: Range, dtype: int, is_joined: bool, *, wide: bool = False) -> Quantization:
+        key = (values, dtype, is_joined, wide)
         if key not in self._activations:
-            found = scales.of_range(values, self._format, numpy_type(dtype))
+            found = scales.of_range(values, self._format, numpy_type(dtype), wide=wide)
             self._activations[key] = scales.without_sign(found) if is_joined else found
         return self._activations[key]
 
@@ -166,10 +190,11 @@ class Quantizer:
         return (node, bounds, frozenset(model.edges(tensor))) if bounds is not None and is_inside else None
 
     def _biases(
-        self, placement: Placement, activations: Mapping[str, Quantization], weights: dict[Edge, Quantization],
+        self, placement: Placement, read: Mapping[Edge, Quantization | None], weights: dict[Edge, Quantization],
         shifted: Mapping[int, ShiftedBias],
     ) -> Iterator[tuple[int, IntegerBias]]:  # fmt: skip
         """Int32 biases by node index, with scale input scale * weight scale, where input and weight both carry pairs.
+        `read` has the quantization that each edge of an activation reads.
 
         If that scale is too small for the bias to fit in 31 bits, the weight's scale is raised (in `weights`).
         """
@@ -180,13 +205,14 @@ class Quantizer:
             x, w = node.into[:2]
             own = None if node.index in shifted else model.constants.get(node.inputs[2])
             values = own.array() if own is not None else shifted[node.index].values if node.index in shifted else None
-            if x.tensor not in activations or x not in placement or w not in weights or values is None:
+            activation = read.get(x)
+            if activation is None or x not in placement or w not in weights or values is None:
                 continue
             is_plain = all(node.attributes.get(a, 1.0) == 1.0 for a in ("alpha", "beta"))
             # In float16 the product of two scales is mostly subnormal, or zero.
             if not is_plain or values.dtype != np.float32 or values.ndim != 1:
                 continue
-            sx = activations[x.tensor].scale
+            sx = activation.scale
             scale = np.asarray(sx * weights[w].scale)
             needed = np.abs(values.astype(np.float64)) / (2.0**30)
             if (needed > scale).any():

@@ -50,6 +50,11 @@ class Pair:
         """The interval that the pair represents. Symmetric int8 leaves out -128, so that its scale is max / 127."""
         return Range(self.end("min"), self.end("max"))
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether it has 16 bits."""
+        return self.zero_point.dtype.itemsize == 2 and self.zero_point.dtype.kind in "iu"
+
     def end(self, which: Literal["min", "max"]) -> float:
         """One end of the range; NaN if the scale is NaN."""
         scale, zero = float(np.max(self.scale)), float(np.max(self.zero_point.astype(np.float32)))
@@ -81,21 +86,29 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
     """
     found, unmatched, formats = _matched(float_model, qdq_model)
     activations: dict[str, Range] = {}
+    wide: dict[str, Range] = {}
     weights: dict[str, tuple[float, ...]] = {}
     for edge, pair in found.items():
         if not (np.isfinite(pair.scale) & (pair.scale >= 0)).all():
             raise BadModel(f"the pair on {edge.tensor} has a scale that no tensor has: see qdqtune debug")
         if edge.tensor in float_model.constants and weight_role(float_model, edge) is not None:
             weights[edge.tensor] = tuple(float(s) for s in pair.scale.reshape(-1))
+        elif pair.is_wide:
+            wide[edge.tensor] = pair.range
         else:
             activations[edge.tensor] = pair.range
-    return Reading(Placement.of(found, formats.items()), Ranges(activations, weights), tuple(unmatched))
+    ranges = Ranges({**wide, **activations}, weights, wide=wide)
+    return Reading(_placement(found, formats), ranges, tuple(unmatched))
 
 
 def placement_in(float_model: Model, qdq_model: Model) -> Placement:
     """The placement that `read_placement` finds, without a check of the scales."""
     found, _, formats = _matched(float_model, qdq_model)
-    return Placement.of(found, formats.items())
+    return _placement(found, formats)
+
+
+def _placement(found: Mapping[Edge, Pair], formats: Mapping[Edge, WeightFormat]) -> Placement:
+    return Placement.of(found, formats.items(), (edge for edge, pair in found.items() if pair.is_wide))
 
 
 def _matched(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], list[str], dict[Edge, WeightFormat]]:
@@ -108,6 +121,8 @@ def _matched(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], li
         if pair.is_bias:
             continue
         for use in qdq_model.uses(pair.dq.outputs[0]):
+            if use.node != GRAPH and qdq_model.nodes[use.node].op == "QuantizeLinear":
+                continue  # a conversion to other bits, which has a pair of its own
             edge = counterpart(float_model, qdq_model, pair, use.node, use.slot, twins)
             if edge is None:
                 unmatched.append(pair.dq.name)

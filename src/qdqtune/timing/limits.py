@@ -9,7 +9,7 @@ from typing import Any, Literal
 from qdqtune.numerics.losses import Score, can_tell, few_changed, loss_high
 from qdqtune.numerics.scores import agrees
 from qdqtune.timing.ratios import Plan, Verdict, judge
-from qdqtune.types import Accuracy, Failure, Placement, Trial, noise_of
+from qdqtune.types import Accuracy, CostsByRule, Failure, Placement, Trial, noise_of
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ def outcome(trial: Trial, plan: Plan) -> Verdict | Literal["failed", "inaccurate
     ratio = judge(trial, plan)
     if ratio is None:
         return "failed"
-    return "inaccurate" if trial.holds is False and ratio.verdict != "slower" else ratio.verdict
+    is_timed = not isinstance(trial.result, CostsByRule)
+    return "inaccurate" if trial.holds is False and (ratio.verdict != "slower" or not is_timed) else ratio.verdict
 
 
 def is_unmet(history: Sequence[Trial], plan: Plan) -> bool:

@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from qdqtune.system.listener import Deaf, Listener
-from qdqtune.types import Failure, Measurement, Trial, Turn
+from qdqtune.types import CostsByRule, Failure, Measurement, Trial, Turn
 
 Verdict = Literal["faster", "slower", "undecided"]
 
@@ -279,9 +279,11 @@ def overlap(a: Ratio, b: Ratio) -> bool:
 
 
 def judge(trial: Trial, plan: Plan) -> Ratio | None:
-    """The ratio of a candidate to what it was compared with; None if it failed."""
+    """The ratio of a candidate to what it was compared with, of times or else of costs by rule; None if it failed."""
     if isinstance(trial.result, Failure) or isinstance(trial.check, Failure):
         return None
+    if isinstance(trial.result, CostsByRule):
+        return Ratio(*(trial.result.b / trial.result.a,) * 3)
     first = ratio(trial.result, plan)
     return first if trial.check is None else envelope([first, ratio(trial.check, plan)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +25,7 @@ from qdqtune.tuning.records import (
     Outcome,
     RepeatabilityRecord,
     StoredPlacement,
+    TrialOutcome,
     TrialRecord,
     job_of,
 )
@@ -145,7 +147,7 @@ class Bench:
     def _known(self, number: int, proposal: Proposal, against: Placement) -> Trial | None:
         """The trial of a candidate that an earlier run has measured."""
         record = self._store.get(TrialRecord, job_of(proposal.placement.digest, against.digest))
-        if record is None or (proposal.wants_layers and record.layers is None and record.result.samples is not None):
+        if record is None or (proposal.wants_layers and record.layers is None and record.result.failure is None):
             return None  # or it was measured by a search that did not ask for layers
         rounds = record.result.samples
         if record.check is None and rounds is not None and len(rounds.a) < self._conditions.plan.looks[0]:
@@ -263,6 +265,8 @@ class Bench:
         Raises:
             BaselineFailed: the engine cannot build or run it.
         """
+        if self._conditions.by_rule is not None:
+            return self._floats_on_cpu()
         refused = "the engine cannot run the float model", BaselineFailed
         handle = insist(self._loaded.load(Placement(), "baseline"), *refused)
         outputs = insist(self._runner.outputs(handle, self._conditions.samples), *refused)
@@ -275,6 +279,23 @@ class Bench:
         start = self._runner.start_seconds(handle)
         return FloatRun(outputs, timed.a[0], turn, handle.build_seconds, start)
 
+    def _floats_on_cpu(self) -> FloatRun:
+        """The float model, run exactly on the CPU: where times mean nothing, it need not run on the engine.
+
+        Raises:
+            BaselineFailed: ONNX Runtime cannot run it.
+        """
+        by_rule, samples = self._conditions.by_rule, self._conditions.samples
+        assert by_rule is not None  # it is asked for without times only
+        begun = time.monotonic()
+        outputs = by_rule.reference()
+        if isinstance(outputs, Failure):
+            raise BaselineFailed(f"ONNX Runtime cannot run the float model: {outputs.reason}")
+        if not is_finite(outputs):
+            raise BaselineFailed("the float model's outputs hold NaN or infinite values on the calibration data")
+        seconds = (time.monotonic() - begun) / len(samples)
+        return FloatRun(outputs, seconds, seconds, seconds)
+
 
 def _record(trial: Trial) -> TrialRecord:
     """The record of a trial."""
@@ -286,7 +307,7 @@ def _record(trial: Trial) -> TrialRecord:
         against=trial.against.digest,
         placement=StoredPlacement.of(trial.placement),
         accuracy=trial.accuracy or Accuracy(),
-        result=Outcome.of(trial.result),
+        result=TrialOutcome.of(trial.result),
         check=None if trial.check is None else Outcome.of(trial.check),
         layers=trial.layers,
     )

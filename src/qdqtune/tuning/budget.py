@@ -85,6 +85,9 @@ class Budget:
     @staticmethod
     def of(settings: Settings, bench: Bench, ends: float | None) -> Budget:
         """The budget of a run whose search begins now, and which has to end at `ends`."""
+        if not settings.is_timed:
+            left = None if ends is None else ends - bench.trial_seconds
+            return Budget(settings.search_builds, settings.trial_builds, left, settings.proof, ends, left)
         each = bench.floats.turn_seconds, bench.floats.start_seconds
         each_round = settings.plan.round_seconds(*each)
         opponents = 1 + bool(settings.from_qdq or settings.fix_inputs)  # the float model, and then the user's file

@@ -40,7 +40,7 @@ OF_THIS_MACHINE = frozenset({"timing_cache", "library", "plugin_libraries", "trt
 class Proven:
     """What was proven: time over that of the float model with its interval, the numbers of threads at which it is not
     slower; the output SQNR in dB, None if exact or unknown, and the limits on outputs. `ratio` is None where float
-    ships."""
+    ships, or nothing was timed (`timed`)."""
 
     ratio: Positive | None
     low: Positive | None
@@ -49,6 +49,7 @@ class Proven:
     sqnr_db: float | None
     min_sqnr_db: float | None
     min_agreement: float | None
+    timed: bool = True
 
     @classmethod
     def of(cls, summary: Mapping[str, Any]) -> Proven:
@@ -56,7 +57,7 @@ class Proven:
         is_tuned, limits = summary["shipped"] == "tuned", (summary["min_sqnr_db"], summary["min_agreement"])
         ratio, low, high = (summary[n] if is_tuned else None for n in ("ratio", "ratio_low", "ratio_high"))
         counts = tuple(row["threads"] for row in summary["by_threads"] if row["verdict"] != "slower")
-        return cls(ratio, low, high, counts, summary["output_sqnr_db"], *limits)
+        return cls(ratio, low, high, counts, summary["output_sqnr_db"], *limits, summary.get("timed", True))
 
     @property
     def speed(self) -> Ratio | None:
@@ -163,6 +164,8 @@ def _write(folder: Path, settings: DeploySettings, specs: Sequence[InputSpec], s
     if proven.speed is not None:
         at = at_threads(None if row is None else row["threads"])
         told = f"{FINAL}: proven {proven.speed.speedup} as fast as the float model{at}"
+    elif not proven.timed and shipped == "tuned":
+        told = f"{FINAL}: not timed, the cheapest by rule that holds the limits on accuracy"
     else:
         own = "the float model" if shipped == "baseline" else "a copy of the file that was given"
         told = f"{FINAL} is {own}: nothing faster was proven"

@@ -124,14 +124,14 @@ class FinishedRun:
         return next((row for row in rows if str(row["threads"]) == threads), self.summary)
 
     @property
-    def float_ms(self) -> float:
+    def float_ms(self) -> float | None:
         """Time per inference in ms, measured in rounds, of the float model in which pairs were placed: the user's file,
-        or the rewritten float."""
+        or the rewritten float; None on a simulator."""
         gave = self.summary["rewrites"].get("gave")
         if gave is None:
             return self.here["baseline_ms"]
         if self.summary["edges"] or self.summary.get("weights"):
-            return gave * self.here["baseline_ms"]
+            return gave * (self.here["baseline_ms"] or 0.0)
         return self.here["final_ms"] or self.here["baseline_ms"]
 
     @cached_property
@@ -140,7 +140,7 @@ class FinishedRun:
         up to `float_ms`."""
         layers = self._layers("")
         total = sum(layer.time_ms or 0.0 for layer in layers)
-        if not total:
+        if not total or self.float_ms is None:
             return layers
         scale = self.float_ms / total
         return tuple(replace(x, time_ms=None if x.time_ms is None else scale * x.time_ms) for x in layers)

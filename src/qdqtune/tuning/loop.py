@@ -20,7 +20,7 @@ from qdqtune.tuning.finished import recalled, remember
 from qdqtune.tuning.front import prove_apart, prove_front
 from qdqtune.tuning.modes import MODES
 from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent
-from qdqtune.tuning.proof import Proof, begin_proof, prove
+from qdqtune.tuning.proof import Proof, begin_proof, chosen_by_rule, prove
 from qdqtune.tuning.result import Result, conclude
 from qdqtune.tuning.rewritten import with_rewrites
 from qdqtune.tuning.run import Run, open_run, prepared, written_once
@@ -45,10 +45,12 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
     with prepared(settings, observer, check) as ready:
         if (before := recalled(ready)) is not None:
             return before
-        if (note := advice.busy(settings.engine)) is not None:
+        if settings.is_timed and (note := advice.busy(settings.engine)) is not None:
             observer.note(note)
         with written_once(ready) as constants:
-            chosen = with_rewrites(with_denormals_as_zero(ready, constants), constants)
+            chosen = ready
+            if settings.is_timed:
+                chosen = with_rewrites(with_denormals_as_zero(ready, constants), constants)
             with open_run(chosen, constants) as run:
                 result, is_done = _searched_and_proven(run, log)
         if is_done:
@@ -66,12 +68,12 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> tuple[Result, bool]:
     history = search(mode.strategy, run, Observers((*mode.observers, run.observer)))
     shortfall = budget.shortfall(history)
     run.bench.stand_alone()
-    if history or settings.time_budget is None:
+    if settings.is_timed and (history or settings.time_budget is None):
         run.observer.stage("proving the result on fresh builds")
     by_points = mode.strategy if isinstance(mode.strategy, FrontSearch) and history else None
     front = prove_front(history, run, by_points) if settings.front else None
-    proof = front.proof if front else prove(history, run)
-    if front is None and (front := prove_apart(history, proof, run)) is not None:
+    proof = front.proof if front else prove(history, run) if settings.is_timed else chosen_by_rule(history, run)
+    if front is None and settings.is_timed and (front := prove_apart(history, proof, run)) is not None:
         proof = front.proof
     run.runner.build_queue.close()
     history = [*history, *front.trials] if front else history
@@ -83,7 +85,7 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> tuple[Result, bool]:
 
 def _is_proven(proof: Proof, history: Sequence[Trial], run: Run) -> bool:
     """Whether the best candidate of the search ships, so that more time for the proof would change nothing."""
-    is_decided = proof.ratio is not None or not run.subject.changes
+    is_decided = proof.ratio is not None or not run.subject.changes or not run.settings.is_timed
     return bool(history) and is_decided and proof.placement == best_of(history) and not run.settings.front
 
 

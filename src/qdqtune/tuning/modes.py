@@ -14,6 +14,7 @@ from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search import Strategy, TwoStage, best_of
 from qdqtune.search.by_latency import LatencySearch, placement_within
+from qdqtune.search.by_rule import RuleSearch
 from qdqtune.search.costs import unit_decisions
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.priors import NO_PRIOR
@@ -29,8 +30,9 @@ from qdqtune.tuning.folder import RAW, REGION_MODELS, UNITS
 from qdqtune.tuning.observer import Observer, Silent, State
 from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.result import ModeResult
-from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of
-from qdqtune.tuning.run import Run
+from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_bits
+from qdqtune.tuning.rule_results import summary_by_rule
+from qdqtune.tuning.run import Run, rule_costs
 from qdqtune.tuning.subgraphs.prepare import Profiled, outcomes, profile
 from qdqtune.tuning.weight_format_times import products_of
 from qdqtune.types import Placement, Trial
@@ -62,6 +64,8 @@ class Mode:
 
 def cut(run: Run) -> Mode:
     """Price fusion groups by the layer times of builds; without layer times, by the latency of whole builds."""
+    if not run.settings.is_timed:
+        return by_rule(run)
     subject, noise = run.subject, noise_of(run)
     if (by_layers := cut_search(run, noise)) is not None:
         record = partial(_record_units, run, by_layers)
@@ -75,6 +79,17 @@ def cut(run: Run) -> Mode:
     seeds = {**run.earlier.found, **subject.foremost(), **suggestions, **weights_by_family(run.format_shares)}
     strategy = LatencySearch(subject.shaped, subject.possible, seeds, run.width)
     return Mode(strategy, partial(_record_placement, run))
+
+
+def by_rule(run: Run) -> Mode:
+    """Minimize costs by rule, where nothing is timed."""
+    costs = rule_costs(run.settings, run.subject).learned([(Placement(), run.bench.layers())])
+    search = RuleSearch(costs, noise_of_bits(run), run.limits.max_noise)
+
+    def record(history: Sequence[Trial], proof: Proof) -> ModeResult:
+        return ModeResult(summary={"by_rule": summary_by_rule(search.learned(history), history, proof.placement)})
+
+    return Mode(search, record)
 
 
 def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:

@@ -15,7 +15,7 @@ from qdqtune.engines.build_queue import Urgency
 from qdqtune.errors import BaselineFailed, writing
 from qdqtune.graph.loading import data_files, load
 from qdqtune.graph.saving import data_of
-from qdqtune.search import ratios_to_float
+from qdqtune.search import best_of, ratios_to_float
 from qdqtune.system.writing import atomic_write, rename_all
 from qdqtune.timing.pairing import FRESH, begin_pairs
 from qdqtune.timing.ratios import Ratio
@@ -40,14 +40,15 @@ class Proof:
 
     `ratio` is the final file's to the float model, `to_given` that to the user's file where this has pairs already, or
     inputs that were fixed; both None where nothing is proven. Seconds per inference are medians, those of the final
-    file None if nobody has timed it. `contexts` has the comparison with the float model in each context.
+    file None if nobody has timed it; both None where nothing is timed. `contexts` has the comparison with the float
+    model in each context.
     """
 
     shipped: Shipped
     placement: Placement
     ratio: Ratio | None
     to_given: Ratio | None
-    float_seconds: float
+    float_seconds: float | None
     final_seconds: float | None
     notes: tuple[str, ...]
     builds: int
@@ -60,7 +61,24 @@ class Proof:
         """The time of what ships over that of the float model, proven or not; None if nobody has timed it."""
         if self.ratio is not None:
             return self.ratio.median
-        return None if self.final_seconds is None else self.final_seconds / self.float_seconds
+        if self.final_seconds is None or self.float_seconds is None:
+            return None
+        return self.final_seconds / self.float_seconds
+
+
+def chosen_by_rule(history: Sequence[Trial], run: Run) -> Proof:
+    """What ships where nothing is timed: the cheapest placement by rule that holds the limits, or the float model.
+
+    Raises:
+        OutputError: a file cannot be written.
+    """
+    folder, placement = run.settings.output_dir, best_of(history)
+    run.candidates.write_whole(Placement(), folder / BASELINE)
+    run.candidates.write_whole(placement, folder / FINAL)
+    run.given.check()
+    trial = _trial_of(placement, history)
+    shipped: Shipped = "tuned" if placement else "baseline"
+    return Proof(shipped, placement, None, None, None, None, (), 0, in_file=placement, trial=trial)
 
 
 def prove(history: Sequence[Trial], run: Run) -> Proof:

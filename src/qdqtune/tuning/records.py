@@ -24,6 +24,7 @@ from qdqtune.search.costs.unit_decisions import UnitPrice
 from qdqtune.timing.ratios import Ratio
 from qdqtune.types import (
     Accuracy,
+    CostsByRule,
     Edge,
     Failure,
     Layer,
@@ -46,10 +47,11 @@ R = TypeVar("R", bound=Record)
 
 
 class StoredPlacement(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
-    """A placement as JSON: the edges with a pair, and the weights with their weight formats."""
+    """A placement as JSON: the edges with a pair, the weights with their weight formats, and the edges in 16 bits."""
 
     pairs: tuple[Edge, ...] = ()
     weights: tuple[tuple[Edge, str], ...] = ()
+    wide: tuple[Edge, ...] = ()
 
     def __post_init__(self) -> None:
         _ = self.placement  # raises if it is invalid
@@ -60,6 +62,7 @@ class StoredPlacement(msgspec.Struct, frozen=True, omit_defaults=True, dict=True
         return cls(
             tuple(placement),
             tuple((edge, weight_format.name) for edge, weight_format in placement.weight_formats.items()),
+            tuple(sorted(placement.wide)),
         )
 
     @cached_property
@@ -67,9 +70,10 @@ class StoredPlacement(msgspec.Struct, frozen=True, omit_defaults=True, dict=True
         """The placement.
 
         Raises:
-            ValueError: a weight has two formats, or one that does not exist.
+            ValueError: a weight has two formats, or one that does not exist, or 16 bits are where no pair is.
         """
-        return Placement.of(self.pairs, ((edge, WeightFormat.named(name)) for edge, name in self.weights))
+        formats = ((edge, WeightFormat.named(name)) for edge, name in self.weights)
+        return Placement.of(self.pairs, formats, self.wide)
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -90,6 +94,31 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     def result(self) -> Measurement | Failure:
         """The rounds, or the failure."""
         found = self.samples or self.failure
+        assert found is not None  # checked when it was made
+        return found
+
+
+class TrialOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The result of a candidate: its rounds, or its costs by rule, or why there are none."""
+
+    samples: Measurement | None = None
+    failure: Failure | None = None
+    costs: CostsByRule | None = None
+
+    def __post_init__(self) -> None:
+        _check_one(self.samples or self.costs, self.failure)
+
+    @classmethod
+    def of(cls, result: Measurement | CostsByRule | Failure) -> TrialOutcome:
+        """Convert a result to its stored form."""
+        if isinstance(result, CostsByRule):
+            return cls(costs=result)
+        return cls(failure=result) if isinstance(result, Failure) else cls(samples=result)
+
+    @property
+    def result(self) -> Measurement | CostsByRule | Failure:
+        """The rounds, the costs by rule, or the failure."""
+        found = self.samples or self.costs or self.failure
         assert found is not None  # checked when it was made
         return found
 
@@ -130,7 +159,7 @@ class TrialRecord(Record, frozen=True, tag="trial"):
     origin: str
     against: str
     placement: StoredPlacement
-    result: Outcome
+    result: TrialOutcome
     pattern: str = ""
     predicted: float | None = None
     accuracy: Accuracy = Accuracy()

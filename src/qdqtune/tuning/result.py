@@ -12,7 +12,7 @@ from typing import Any
 
 from qdqtune.engines import unwatched
 from qdqtune.engines.fallback import fallback
-from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.provider_table import PROVIDERS, simulated
 from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import concern
 from qdqtune.numerics.losses import Score
@@ -140,6 +140,8 @@ def conclude(
 def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | None) -> Iterator[str]:
     """What the user should know about the result, and do about it."""
     settings, standings = run.settings, proof.contexts
+    if not settings.is_timed:
+        yield f"{simulated(settings.engine.name)}: nothing was timed, and no speed is claimed"
     shipped = None if proof.trial is None else proof.trial.accuracy
     yield from slower_workloads(standings, run.subject.mix)
     subject = run.subject
@@ -147,7 +149,9 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
         yield cost_of_portable(run.simulation, subject.prepared, subject.ranges, subject.numbers, proof.placement)
     doubts = [None if shipped is None else concern(shipped), shortfall]
     doubts.append(advice.no_kernels(history, run.subject.shaped, settings.plan))
-    if proof.ratio is None:
+    if not settings.is_timed:
+        doubts += [] if history else [run.budget.excuse]
+    elif proof.ratio is None:
         untried = run.budget.excuse or advice.no_format(settings.formats, has_pairs=settings.has_pairs)
         doubts += [advice.undecided(history, settings.plan), None if history else untried]
     else:
@@ -194,7 +198,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
     settings, subject, final, tuned = run.settings, run.subject, proof.in_file, proof.ratio
     accuracy = None if proof.trial is None else proof.trial.accuracy
     predicted = None if proof.trial is None else proof.trial.proposal.predicted
-    description = run.runner.describe()
+    description, is_judged = run.runner.describe(), subject.prepared.has_real_samples
     summary = {
         "format": FORMAT,
         "model": str(settings.model),
@@ -203,7 +207,8 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "state_file": None if settings.state_file is None else str(settings.state.absolute()),
         "rewrites": _rewrites(run, proof),
         "shipped": proof.shipped,
-        "baseline_ms": proof.float_seconds * 1e3,
+        **({} if settings.is_timed else {"timed": False}),
+        "baseline_ms": None if proof.float_seconds is None else proof.float_seconds * 1e3,
         "final_ms": None if proof.final_seconds is None else proof.final_seconds * 1e3,
         "ratio": proof.time_to_float,
         "ratio_low": tuned.low if tuned else None,
@@ -214,7 +219,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "builds": 1 + run.found.builds + sum(t.builds for t in history),
         "proof_builds": proof.builds,
         "predicted_ratio": predicted,
-        "predicted_ms": None if predicted is None else predicted * proof.float_seconds * 1e3,
+        "predicted_ms": None if predicted is None or not proof.float_seconds else predicted * proof.float_seconds * 1e3,
         "trials": len(history),
         "engine_seconds": round(run.runner.engine_seconds, 3),
         "patterns": len(subject.tuned),
@@ -224,9 +229,9 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "edges": len(final),
         "output_sqnr_db": None if accuracy is None else accuracy.sqnr_db,
         "output_accuracy": None if accuracy is None else asdict(accuracy),
-        "fastest_without_limits": _fastest(history, proof, run),
-        "met": list(_met(history, proof, settings.plan, is_judged=subject.prepared.has_real_samples)),
-        "accuracy_samples": len(subject.accuracy) if subject.prepared.has_real_samples else 0,
+        "fastest_without_limits": _fastest(history, proof, run) if settings.is_timed else None,
+        "met": list(_met(history, proof, settings.plan, is_judged=is_judged)) if settings.is_timed else [],
+        "accuracy_samples": len(subject.accuracy) if is_judged else 0,
         "accuracy_held_out": subject.held_out,
         **({"calibration_cut_short": list(subject.hurried)} if subject.hurried else {}),
         "scores": run.bench.scores.as_json(),

@@ -20,6 +20,7 @@ from qdqtune.graph.model import Model
 from qdqtune.numerics.sensitivity import How, quantization, quantized_weights, sensitivities
 from qdqtune.placement.possible import weight_at
 from qdqtune.search.costs.output_noise import Noise
+from qdqtune.search.costs.rule_costs import NoiseOfBits
 from qdqtune.tuning.observer import SEARCHING
 from qdqtune.tuning.records import NoiseRecord, PredictionRecord, WeightNoiseRecord
 from qdqtune.tuning.run import Run
@@ -42,6 +43,9 @@ not measured."""
 
 SAMPLED = 64
 """Output channels of a weight on which the error of a weight format is computed."""
+
+STEPS_IN_ONE = 257
+"""Steps of 16 bits in one of 8: 65535 / 255."""
 
 TINY = 1e-12
 """Keeps ratios of powers finite."""
@@ -114,6 +118,32 @@ def noise_of(run: Run) -> Noise | None:
     return Noise(
         subject.shaped, alone, limits.max_noise, simulate=noise_at, weight_noise=of_formats, check_harmless=is_harmless
     )
+
+
+def noise_of_bits(run: Run) -> NoiseOfBits:
+    """The noise of rounding each tensor alone in 8 and in 16 bits; the latter is zero where the engine has none."""
+    subject, limits = run.subject, run.limits
+    floor = NEGLIGIBLE_SHARE * limits.max_noise if limits.max_noise is not None else 0.0
+    tensors = sorted({e.tensor for e in subject.possible})
+    none = dict.fromkeys(tensors, 0.0)
+    narrow = LazyMapping(tensors, lambda: none | dict(_tensor_noise(run, tensors, floor, TIME_SHARE)))
+    if subject.numbers.wide is None:
+        return NoiseOfBits(narrow, {})
+    return NoiseOfBits(narrow, LazyMapping(tensors, lambda: none | dict(_wide_noise(run, narrow, floor))))
+
+
+def _wide_noise(run: Run, narrow: Mapping[str, float], floor: float) -> Mapping[str, float]:
+    """The noise of rounding each activation alone in 16 bits. Where it was not measured, it follows from that in 8
+    bits: noise goes with the square of a step."""
+    subject, of = run.subject, f"wide:{floor:.3g}"
+    record = run.store.get(NoiseRecord, of)
+    if record is None:
+        model = scaled(subject.shaped, subject.ranges.factors)
+        values = each_value(model, subject.ranges, subject.numbers, subject.possible, wide=True)
+        alone, failure = _measured(run, "rounding each tensor to 16 bits", model, values, floor, TIME_SHARE)
+        steps = {tensor: noise / STEPS_IN_ONE**2 for tensor, noise in narrow.items()}
+        record = run.store.put(NoiseRecord(of=of, alone=steps if alone is None else alone, failure=failure))
+    return record.alone
 
 
 def _processes(run: Run) -> int:
@@ -247,8 +277,10 @@ def predicted_accuracy(run: Run, placement: Placement) -> Accuracy | None:
 
 
 def each_value(
-    model: Model, ranges: Ranges, numbers: NumericFormat, possible: frozenset[Edge]
+    model: Model, ranges: Ranges, numbers: NumericFormat, possible: frozenset[Edge], *, wide: bool = False
 ) -> dict[Edge, Quantization]:
-    """A pair on each possible edge, for `sensitivities`: of tensors that hold the same value, only on the first."""
+    """A pair on each possible edge, for `sensitivities`: of tensors that hold the same value, only on the first. With
+    `wide`, one of 16 bits on each activation."""
     aliases = Noise(model, {}).aliases
-    return {e: quantization(model, ranges, numbers, e) for e in possible if e.tensor not in aliases}
+    able = (e for e in possible if e.tensor not in aliases and not (wide and e.tensor in model.constants))
+    return {e: quantization(model, ranges, numbers, e, wide=wide) for e in able}

@@ -27,8 +27,10 @@ from qdqtune.numerics.losses import can_tell, doubt, samples_to_tell
 from qdqtune.numerics.metric import load_evaluation
 from qdqtune.numerics.scores import check_named
 from qdqtune.numerics.simulation import Simulation
+from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.priors import NO_PRIOR, Prior
+from qdqtune.search.costs.rule_costs import RuleCosts
 from qdqtune.search.costs.units import FormatShares
 from qdqtune.system.checks import Stamps
 from qdqtune.system.writing import Scratch, temporary_folder
@@ -47,7 +49,7 @@ from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import SLOWER
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject, calibrated, open_subject
-from qdqtune.tuning.trial_worker import Conditions, TrialWorker
+from qdqtune.tuning.trial_worker import ByRule, Conditions, TrialWorker
 from qdqtune.tuning.weight_format_times import format_shares, products_of
 from qdqtune.types import Failure, Placement, Trial
 
@@ -251,6 +253,8 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
             one.feed(at_each(subject.mix, settings.thread_counts))
         inserter = Inserter(subject.model, subject.ranges, subject.numbers, products_of(settings, subject))
         candidates = Candidates(inserter, constants)
+        simulated_as = settings.engine.name, runner.memory, execution
+        simulation = stack.enter_context(Simulation(inserter, subject.accuracy, *simulated_as, settings.scores))
         conditions = Conditions(
             plan=settings.plan,
             samples=subject.accuracy,
@@ -259,13 +263,12 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
             evaluation=ready.evaluation,
             check_wins=settings.checks_wins,
             scores=settings.scores,
+            by_rule=None if settings.is_timed else ByRule(rule_costs(settings, subject), lambda: simulation.reference),
         )
         workers = [TrialWorker(r, candidates, conditions, n) for n, r in enumerate((runner, *ready.others))]
         pool = WorkerPool(workers, observer.note, check=execution.check, checking=TrialWorker.checking)
         bench = Bench(stack.enter_context(pool), store, conditions)
-        simulated_as = settings.engine.name, runner.memory, execution
-        simulation = stack.enter_context(Simulation(inserter, subject.accuracy, *simulated_as, settings.scores))
-        observer.stage("measuring the float model")
+        observer.stage("measuring the float model" if settings.is_timed else "running the float model on the CPU")
         settings, budget = affordable_proof(settings, bench, ready.ends, observer.note)
         bench.deadline = budget.deadline
         limits = _limits(settings, ready.evaluation, bench, budget, observer)
@@ -280,6 +283,12 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
             width=width,
             learning_width=learning_width,
         )
+
+
+def rule_costs(settings: Settings, subject: Subject) -> RuleCosts:
+    """The costs by rule of a model's placements: at most, pairs stand where the engine's rules place them."""
+    placed = engine_rules.place(subject.shaped, subject.possible, settings.engine.name, settings.quant_type)
+    return RuleCosts(subject.shaped, placed.placement, has_wide=subject.numbers.wide is not None)
 
 
 def _widths(ready: Ready) -> tuple[int, int]:
@@ -310,7 +319,7 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
     limits = _about(bench, settings.limits)
     if isinstance(settings.min_agreement, float) and limits.min_agreement is None:
         observer.note(f"no output holds integers, and {bench.scores.told}. `min_agreement` has no effect")
-    if not budget.is_late:
+    if not budget.is_late and settings.is_timed:  # a simulator computes the same again, and floats slowly
         _check_repeatability(limits, bench)
     if evaluation is None or budget.is_late:
         return limits

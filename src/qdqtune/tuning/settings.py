@@ -14,6 +14,7 @@ from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import TIME_LIMIT
 from qdqtune.engines.formats import checked_weight_format
+from qdqtune.engines.provider_table import is_simulated, simulated
 from qdqtune.errors import BadOption
 from qdqtune.graph.rewrites import allowed
 from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL
@@ -64,6 +65,13 @@ EFFORTS: Mapping[str, Effort] = MappingProxyType(
         ),
     }
 )
+
+
+BY_RULE_BUILDS: Mapping[str, int] = MappingProxyType({"quick": 8, "default": 25, "extensive": 60})
+"""Builds by effort on a simulator, where a candidate is run on a few samples and not timed. Chosen, not measured."""
+
+BY_RULE_SAMPLES = 8
+"""The most samples on which outputs are compared on a simulator, which takes seconds for each. Chosen, not measured."""
 
 
 def usual_builds() -> str:
@@ -159,10 +167,21 @@ class Settings(SearchOptions):
             )
         if self.deploy_threads is not None:
             counts_of(self.engine, self.deploy_threads, is_here=self.ray is None)
+        if not self.is_timed and (self.mode != "cut" or self.front or self.formats is not None or self.from_qdq):
+            raise BadOption(
+                f"{simulated(self.engine.name)}: a search there is by rule, with `mode` cut, for float models, "
+                "without `front` and `formats`"
+            )
         if self.graph_json is not None and self.mode != "subgraph":
             raise BadOption("`graph_json` is for `mode` subgraph")
         if self.pattern_cache is not None and self.mode != "region":
             raise BadOption("`pattern_cache` is for `mode` region")
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether candidates are timed; else the engine is a simulator, and costs by rule stand in the place of
+        times."""
+        return not is_simulated(self.engine.name)
 
     @property
     def has_metric(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -12,15 +13,17 @@ from typing import Any
 
 import onnx
 
+from qdqtune.calibration.calibrate import calibrate
+from qdqtune.calibration.equalization import scaled
 from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.calibration.matching import from_file
 from qdqtune.calibration.prepare import Data, Prepared, prepare
 from qdqtune.calibration.samples import Samples
-from qdqtune.calibration.scales import Ranges
+from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.engines import MERGED, TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import portable, usual_precision
-from qdqtune.engines.provider_table import is_simulated, simulated
+from qdqtune.engines.provider_table import PROVIDERS, is_simulated, simulated
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineUnavailable
@@ -122,7 +125,7 @@ class Subject:
         given = {}
         if self.imported is not None:
             own = self.imported.placement
-            given["imported"] = Placement(own.edges & self.possible, own.weight_only)
+            given["imported"] = own.paired(own.edges & self.possible)
         if self.rules_placement and self.rules_placement not in given.values():
             given["rules"] = self.rules_placement
         simple = start_placements.placements(self.shaped, self.possible)
@@ -164,7 +167,10 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
         prepared, half, half_notes = in_half_precision(prepared, settings.precision, usual, floor)
         kept, wanted = (half.kept.keys(), half.precision) if half is not None else ((), "fp32")
         notes += half_notes
-    shaped = prepared.shaped
+    table, shaped = PROVIDERS.get(settings.engine.name), prepared.shaped
+    if table is not None and table.has_fixed_sizes and _open_inputs(prepared.model):
+        prepared = replace(prepared, model=shaped)
+        notes.append(f"{table.ep} takes fixed sizes only: what ships has those of the samples")
     imported = imported or _baseline(settings, prepared.model, wanted, kept)
     if imported is not None and imported.unmatched:
         notes.append(
@@ -200,6 +206,11 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     )
 
 
+def _open_inputs(model: Model) -> bool:
+    """Whether a model leaves sizes of inputs open."""
+    return any(None in (model.tensors[name].shape or (None,)) for name in model.inputs)
+
+
 def calibrated(
     subject: Subject, settings: Settings, store: Store, observer: Observer, ends: float | None = None
 ) -> Subject:
@@ -231,7 +242,8 @@ def calibrated(
         prepared = replace(affordable.prepared, calibration=samples)
         placed = partial(_placement_by_rules, subject, settings)
         found = fitted(prepared, affordable.how, subject.numbers, placed, affordable.is_late, observer)
-        record = store.put(RangesRecord(ranges=found, hurried=tuple(hurried)))
+        whole = _with_wide(prepared, found, subject.numbers)
+        record = store.put(RangesRecord(ranges=whole, hurried=tuple(hurried)))
     ranges = record.ranges
     if subject.imported is not None and settings.from_qdq:
         own = subject.imported.ranges
@@ -247,6 +259,15 @@ def calibrated(
     if engine in TENSORRT_FAMILY:
         by_rules = engine_rules.place(subject.shaped, possible, engine, settings.quant_type).placement
     return replace(subject, ranges=ranges, hurried=record.hurried, possible=possible, rules_placement=by_rules)
+
+
+def _with_wide(prepared: Prepared, found: Ranges, numbers: NumericFormat) -> Ranges:
+    """The ranges with those of activations in 16 bits, where an engine has them: all values that samples show."""
+    if numbers.wide is None:
+        return found
+    model = scaled(prepared.shaped, found.factors)
+    whole = calibrate(model, prepared.calibration, Calibration("minmax"), execution=prepared.execution)
+    return replace(found, wide=whole.activations)
 
 
 def _counted(samples: Samples, observer: Observer) -> Samples:
@@ -374,9 +395,10 @@ def check_device(spec: EngineSpec, runner: Runner) -> None:
     """Refuse an engine that can time nothing here.
 
     Raises:
-        EngineUnavailable: it cannot be opened, builds for a device that this machine does not have, or is simulated.
+        EngineUnavailable: it cannot be opened, builds for a device that this machine does not have, or runs on an
+            emulated processor, which no rule stands for.
     """
-    if is_simulated(spec.name):
+    if is_simulated(spec.name) and not is_simulated(spec.name, platform.machine()):
         raise EngineUnavailable(
             f"{simulated(spec.name)}, and a search needs times: quantize for it, check shows where each node "
             "runs, and compare what the outputs lose"

@@ -13,6 +13,7 @@ from qdqtune.timing.ratios import Verdict
 from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.options import Mode
 from qdqtune.tuning.records import Form, GroupOutcome, Shipped
+from qdqtune.tuning.rule_results import ByRule
 from qdqtune.types import Accuracy
 
 FORMAT = 1
@@ -134,7 +135,8 @@ class Summary(TypedDict):
     """The content of summary.json.
 
     Times, ratio, pairs and accuracy are those of the file that ships, the user's own included. `final_ms` and `ratio`
-    are None where that is the user's Q/DQ file and nobody has timed it.
+    are None where that is the user's Q/DQ file and nobody has timed it. On a simulator `timed` is False, all times are
+    None, and `by_rule` has what the search went by.
     """
 
     format: int
@@ -144,7 +146,8 @@ class Summary(TypedDict):
     state_file: str | None
     rewrites: Rewritten
     shipped: Shipped
-    baseline_ms: Positive
+    timed: NotRequired[bool]
+    baseline_ms: Positive | None
     final_ms: Positive | None
     ratio: Positive | None
     ratio_low: Positive | None
@@ -186,6 +189,7 @@ class Summary(TypedDict):
     metric_loss_unknown: NotRequired[str | None]
     constraint_met: bool | None
     fallback: NotRequired[Fallback]
+    by_rule: NotRequired[ByRule]
     front: NotRequired[list[FrontPoint]]
     group_kinds: NotRequired[Count]
     groups_accepted: NotRequired[Count]

@@ -6,7 +6,7 @@ A worker that is idle takes rounds of the candidate of another worker, on builds
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,11 +21,12 @@ from qdqtune.errors import EngineFailure
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
 from qdqtune.numerics.labelled import Metric
 from qdqtune.numerics.scores import Scores
+from qdqtune.search.costs.rule_costs import RuleCosts
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.pairing import RoundsElsewhere, fresh_builds, rounds_of, shared_rounds
 from qdqtune.timing.ratios import Plan, Ratio, Rounds, compare, judge
 from qdqtune.tuning.candidates import Candidates, Loaded
-from qdqtune.types import Array, Failure, Measurement, Placement, Proposal, Sample, Trial
+from qdqtune.types import Array, CostsByRule, Failure, Measurement, Placement, Proposal, Sample, Trial
 
 FUTILE = 0.997
 """A candidate whose median ratio is no better than this at a look is not worth more rounds. Chosen, not measured."""
@@ -46,10 +47,20 @@ Ran = tuple[Handle | Failure, list[dict[str, Array]] | Failure]
 
 
 @dataclass(frozen=True)
+class ByRule:
+    """How candidates are judged on an engine whose times mean nothing: by `costs`. `reference` gives the outputs of the
+    float model on the samples, as the CPU computes them."""
+
+    costs: RuleCosts
+    reference: Callable[[], list[dict[str, Array]] | Failure]
+
+
+@dataclass(frozen=True)
 class Conditions:
     """How candidates are measured: by which plan, on which samples, and by which metric of the user's.
 
     With `check_wins` a win that holds the `limits` is repeated. `scores` are the outputs that the user names as such.
+    With `by_rule` nothing is timed.
     """
 
     plan: Plan
@@ -59,6 +70,7 @@ class Conditions:
     evaluation: Metric | None = None
     check_wins: bool = True
     scores: Sequence[str] = ()
+    by_rule: ByRule | None = None
 
     def won(self, trial: Trial) -> bool:
         """Whether a trial is faster and holds the limits, as far as it was measured."""
@@ -113,6 +125,7 @@ class TrialWorker:
         self.loaded = Loaded(runner, candidates)
         self._mark = f"-{number + 1}" if number else ""
         self._candidates, self._conditions = candidates, conditions
+        self._costs: dict[Placement, float] = {}
 
     def checking(self, check: Check) -> AbstractContextManager[None]:
         """See `Runner.checking`."""
@@ -127,7 +140,8 @@ class TrialWorker:
         Raises:
             EngineFailure: the engine refuses the other placement, which it has built before.
         """
-        trial = job.known or self._measured(job, batch)
+        by_rule = self._conditions.by_rule
+        trial = job.known or (self._measured(job, batch) if by_rule is None else self._ruled(job, batch, by_rule))
         if self._conditions.needs_check(trial):
             trial = replace(trial, check=self._checked(trial, batch))
         if not self._conditions.may_be_taken(trial):
@@ -167,6 +181,30 @@ class TrialWorker:
             return Trial(*asked, layers)
         report = () if isinstance(layers, Failure) else layers
         return Trial(*asked, result, accuracy=accuracy(batch.reference, outputs, batch.scores), layers=report)
+
+    def _ruled(self, job: TrialJob, batch: Batch, by_rule: ByRule) -> Trial:
+        """A candidate with its outputs, its layers, and its costs by rule; nothing is timed."""
+        asked = job.number, job.proposal, job.against
+        candidate, outputs = self._ran(job)
+        if isinstance(candidate, Failure):
+            return Trial(*asked, candidate)
+        if isinstance(outputs, Failure) or not is_finite(outputs):
+            return Trial(*asked, outputs if isinstance(outputs, Failure) else NOT_FINITE)
+        layers = self.runner.layers(candidate, 1)
+        if isinstance(layers, Failure):
+            return Trial(*asked, layers)
+        self._costs[job.proposal.placement] = cost = by_rule.costs.cost(job.proposal.placement, layers)
+        result = CostsByRule(self._cost_of(job.against, job, by_rule), cost)
+        return Trial(*asked, result, accuracy=accuracy(batch.reference, outputs, batch.scores), layers=layers)
+
+    def _cost_of(self, placement: Placement, job: TrialJob, by_rule: ByRule) -> float:
+        """The cost of the placement that a candidate is compared with, once its layers are known. Where the engine does
+        not run it, which is possible for the float model only, each of its nodes counts as one that runs elsewhere."""
+        if placement not in self._costs:
+            handle = self._opponent(job)
+            layers = handle if isinstance(handle, Failure) else self.runner.layers(handle, 1)
+            self._costs[placement] = by_rule.costs.cost(placement, () if isinstance(layers, Failure) else layers)
+        return self._costs[placement]
 
     def _checked(self, trial: Trial, batch: Batch) -> Measurement | Failure:
         with self._fresh(trial, "trial") as pair:

@@ -36,6 +36,7 @@ class Provider:
     precision: the usual precision of what stays in float.
     recording: its option that records the kernels of an inference and starts them together; "" if it has none.
     uses_threads: whether it computes on the CPU's threads; `threads_option` is its own option for their number.
+    has_fixed_sizes: whether it takes models only whose sizes are all fixed.
     compiles: whether it runs many nodes as one, so that ONNX Runtime cannot write its graph or time single nodes.
     simulated_on: processors (as `platform.machine` names them) on which it is a simulator: outputs and partitions are
         those of the device, times mean nothing.
@@ -62,6 +63,7 @@ class Provider:
     recording: str = ""
     uses_threads: bool = False
     threads_option: str = ""
+    has_fixed_sizes: bool = False
     compiles: bool = False
     simulated_on: tuple[str, ...] = ()
     refuses: Mapping[str, str] = field(default_factory=dict)

@@ -6,7 +6,7 @@ step below those by ONNX's definition, and next to none above: the shift adds up
 """
 
 from qdqtune.engines.providers.provider import DOCUMENTS, Provider
-from qdqtune.types import NumericFormat, QType
+from qdqtune.types import FixedScale, NumericFormat, QType
 
 PROVIDER = Provider(
     name="qnn",
@@ -15,10 +15,19 @@ PROVIDER = Provider(
     known="tried with onnxruntime-qnn 2.7.0: the simulator, not the chip",
     source=f"{DOCUMENTS}/QNN-ExecutionProvider.html",
     like="qnn",
-    numbers=NumericFormat(QType.UINT8, QType.INT8, symmetric=False, bias="int32", drop_clamps=True),
-    notes="also 16-bit activations, which qdqtune does not write; what carries no pair runs in float16; static shapes",
+    numbers=NumericFormat(
+        QType.UINT8,
+        QType.INT8,
+        symmetric=False,
+        bias="int32",
+        drop_clamps=True,
+        wide=QType.UINT16,
+        wide_scales=(FixedScale("Sigmoid", 2**-16, 0), FixedScale("Tanh", 2**-15, 2**15)),
+    ),
+    notes="8 or 16 bits by tensor; what carries no pair runs in float16; static shapes",
     plugin="onnxruntime_qnn",
     options={"backend_type": "htp"},
+    has_fixed_sizes=True,
     compiles=True,
     simulated_on=("x86_64", "AMD64"),
     words=(

@@ -1,0 +1,154 @@
+"""Search by rule: the cheapest placement by `search.costs.rule_costs` that holds the limits on accuracy.
+
+For engines whose times mean nothing. Builds show which nodes the engine leaves to others, and the outputs as it
+computes them. First everything in 8 bits is built, then everything in 16. If the first holds the limits and leaves no
+node, nothing is cheaper. Else the cheapest placements at rising prices on noise lie between the two, and are tried by
+bisection: the noise that sums predict is right in order, if not in size. At the end single parts of the best placement
+go from 16 bits to 8, those first that save the most for the noise they bring.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from qdqtune.search import best_of
+from qdqtune.search.costs.rule_costs import EIGHT, FLOAT, SIXTEEN, Labels, NoiseOfBits, RuleCosts
+from qdqtune.timing.limits import failure
+from qdqtune.types import Placement, Proposal, Trial
+
+ALL_8, ALL_16, BY_RULE, NARROWED = "8 bits", "16 bits", "cut by rule", "narrowed"
+"""Origins of proposals: everything in 8 bits, and in 16; the cheapest at a price on noise; the best so far with a part
+in fewer bits."""
+
+PRICES = 48
+"""How many prices on noise are tried, from one at which noise does not matter to one at which nothing else does.
+Chosen, not measured."""
+
+DECADES = 12
+"""The prices span so many powers of ten. Chosen, not measured."""
+
+RESERVE = 0.9
+"""The share of the limit on noise that the first placement between 8 and 16 bits aims at. Chosen, not measured."""
+
+REFUSED = re.compile(r"OpType:(\w+)")
+"""How ONNX Runtime names the operator that an execution provider has refused."""
+
+
+@dataclass(frozen=True)
+class RuleSearch:
+    """The search (see the module). `limit` is the most noise that the limit on the SQNR allows, None if there is
+    none."""
+
+    costs: RuleCosts
+    noise: NoiseOfBits
+    limit: float | None = None
+
+    def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
+        """The next candidate, see `Strategy`."""
+        proposal = next(self._untried(history), None)
+        return () if proposal is None else (proposal,)
+
+    def _untried(self, history: Sequence[Trial]) -> Iterator[Proposal]:
+        tried = {t.placement for t in history} | {Placement()}
+        for proposal in self._proposals(history):
+            if proposal.placement not in tried:
+                yield proposal
+
+    def _proposals(self, history: Sequence[Trial]) -> Iterator[Proposal]:
+        costs = self.learned(history)
+        yield self._proposal(costs, ALL_8, costs.everywhere(EIGHT))
+        by_placement = {t.placement: t for t in history}
+        first = by_placement.get(costs.placement(costs.everywhere(EIGHT)))
+        leaves = any(costs.off.values())
+        if first is None:
+            return
+        if first.holds is True and failure(first) is None and not leaves:
+            return
+        wide = costs.everywhere(SIXTEEN)
+        if SIXTEEN in wide:
+            yield self._proposal(costs, ALL_16, wide)
+        widest = by_placement.get(costs.placement(wide))
+        is_short = widest is None or widest.holds is not True or failure(widest) is not None
+        yield from self._between(costs, history, float_too=leaves or is_short)
+        yield from self._narrowed(costs, history)
+
+    def learned(self, history: Sequence[Trial]) -> RuleCosts:
+        """The costs with what builds have shown: nodes that run elsewhere, and operators that are refused in 16
+        bits."""
+        reasons = ((t, found.reason) for t in history if (found := failure(t)) is not None)
+        named = (REFUSED.findall(reason) for trial, reason in reasons if trial.placement.wide)
+        costs = replace(self.costs, no_wide=self.costs.no_wide.union(*named))
+        return costs.learned((t.placement, t.layers) for t in history if t.layers)
+
+    def _proposal(self, costs: RuleCosts, origin: str, labels: Labels) -> Proposal:
+        return Proposal(origin, costs.placement(labels), wants_layers=True)
+
+    # ------------------------------------------------ between 8 and 16 bits
+
+    def _between(self, costs: RuleCosts, history: Sequence[Trial], *, float_too: bool) -> Iterator[Proposal]:
+        """The cheapest placements at several prices on noise that are cheaper than the best so far and are expected to
+        be quieter than all that miss the limits; the one first that is expected to hold them with the least reserve,
+        then the middle one."""
+        judged = [(costs.noise(costs.labels(t.placement), self.noise), t) for t in history if failure(t) is None]
+        noisiest = min((noise for noise, t in judged if t.holds is False and t.layers), default=np.inf)
+        best = best_of(history)
+        most = costs.total(costs.labels(best)) if best else np.inf
+        tried = {t.placement for t in history} | {Placement()}
+        able = [
+            labels
+            for labels in self._path(costs, float_too=float_too)
+            if costs.total(labels) < most
+            and costs.noise(labels, self.noise) < noisiest
+            and costs.placement(labels) not in tried
+        ]
+        if not able:
+            return
+        chosen, aim = len(able) // 2, self._aim(judged)
+        if aim is not None and not any(t.proposal.origin == BY_RULE for t in history):
+            chosen = next((n for n, labels in enumerate(able) if costs.noise(labels, self.noise) <= aim), chosen)
+        yield self._proposal(costs, BY_RULE, able[chosen])
+
+    def _path(self, costs: RuleCosts, *, float_too: bool) -> list[Labels]:
+        """The cheapest labels at rising prices on noise, each once, from the cheapest to the quietest."""
+        whole = costs.noise(costs.everywhere(EIGHT), self.noise)
+        if whole <= 0:
+            return [costs.cheapest(self.noise, 0.0, float_too=float_too)]
+        top = np.log10(costs.total(costs.everywhere(SIXTEEN)) / whole) + DECADES / 2
+        prices = (0.0, *np.logspace(top - DECADES, top, PRICES))
+        found = (costs.cheapest(self.noise, float(price), float_too=float_too) for price in prices)
+        return list(dict.fromkeys(costs.labels(costs.placement(labels)) for labels in found))
+
+    def _aim(self, judged: Sequence[tuple[float, Trial]]) -> float | None:
+        """The sum of noise at which the limit should just hold: between those of 8 and of 16 bits, as both were
+        measured; None if these do not tell."""
+        by_origin = {t.proposal.origin: (noise, t.accuracy.noise) for noise, t in judged if t.accuracy is not None}
+        if self.limit is None or ALL_8 not in by_origin or ALL_16 not in by_origin:
+            return None
+        (narrow, loud), (wide, quiet) = by_origin[ALL_8], by_origin[ALL_16]
+        share = (RESERVE * self.limit - quiet) / (loud - quiet) if loud > quiet else -1.0
+        return wide + share * (narrow - wide) if 0 < share < 1 else None
+
+    # ------------------------------------------------ one part after the other
+
+    def _narrowed(self, costs: RuleCosts, history: Sequence[Trial]) -> Iterator[Proposal]:
+        """The best placement with one part in fewer bits, the most bytes saved for the noise first."""
+        if not (best := best_of(history)):
+            return
+        base = costs.labels(best)
+        before, noisy = costs.total(base), costs.noise(base, self.noise)
+        ranked: list[tuple[float, int, Labels]] = []
+        for number, (part, label) in enumerate(zip(costs.parts, base, strict=True)):
+            for fewer in {SIXTEEN: (EIGHT,), FLOAT: (EIGHT, SIXTEEN)}.get(label, ()):
+                if not costs.allows(part, fewer):
+                    continue
+                labels = (*base[:number], fewer, *base[number + 1 :])
+                saved = before - costs.total(labels)
+                more = max(costs.noise(labels, self.noise) - noisy, 1e-12)
+                if saved > 0:
+                    ranked.append((-saved / more, number, labels))
+        for _, _, labels in sorted(ranked):
+            yield self._proposal(costs, NARROWED, labels)

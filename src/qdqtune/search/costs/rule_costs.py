@@ -1,0 +1,298 @@
+"""What a placement costs by rule, for engines whose times mean nothing: simulators of processors that are not here.
+
+The graph is divided into parts: nodes between which no pair stands in the fullest placement. A part computes in 8 bits,
+in 16 bits or in floats, and writes what it computes in. Costs are in bytes, so that in this order count
+
+1. the nodes that the engine leaves to another processor, as its reports say;
+2. the bytes that are written in 16 bits, or twice as dear in floats, and read and written by conversions between parts;
+3. the bytes of weights.
+
+Each tensor in 16 bits, and each conversion, also costs a fixed number of bytes, since an operator is not free where its
+tensor is small. With a price on noise the cheapest assignment is that of `labels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
+
+from qdqtune.graph.model import Model
+from qdqtune.graph.operators import elements, is_float
+from qdqtune.placement.possible import weight_role
+from qdqtune.search.costs.labels import Conversion, LabelProblem, cheapest
+from qdqtune.search.costs.output_noise import Noise
+from qdqtune.types import Edge, Layer, Placement
+
+EIGHT, SIXTEEN, FLOAT = range(3)
+"""What a part computes in."""
+
+EACH = 4096.0
+"""Bytes that a tensor in 16 bits costs beside its own, and a conversion. Chosen, not measured."""
+
+WIDE_BYTES, CONVERTED_BYTES = 2.0, 3.0
+"""Bytes of an element in 16 bits; and of one that is converted, read in one width and written in the other."""
+
+FLOAT_FACTOR = 2.0
+"""What floats cost beside 16 bits: processors that have them (in 16 bits) are slower in them. Chosen, not measured."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Nodes that compute in the same bits, by index: the edges of activations and of constants that may carry a pair,
+    and the tensors that leave it."""
+
+    nodes: tuple[int, ...]
+    reads: tuple[Edge, ...]
+    constants: tuple[Edge, ...]
+    writes: tuple[str, ...]
+
+
+Labels = tuple[int, ...]
+"""What each part computes in."""
+
+Off = Mapping[tuple[int, int], int]
+"""By number of a part and what it computes in, how many of its nodes the engine leaves to another processor. What no
+build has shown counts as none, so that it is tried."""
+
+
+@dataclass(frozen=True)
+class NoiseOfBits:
+    """The noise that rounding each value or constant alone brings to the outputs, in 8 and in 16 bits."""
+
+    narrow: Mapping[str, float]
+    wide: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RuleCosts:
+    """The costs of placements of one model; `fullest` has all pairs that are ever placed. `has_wide`: the engine has
+    activations in 16 bits."""
+
+    model: Model
+    fullest: Placement
+    has_wide: bool = True
+    no_wide: frozenset[str] = frozenset()
+    """Operators that the engine has refused in 16 bits."""
+    off: Off = field(default_factory=dict)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts, in graph order."""
+        return tuple(self._part(nodes) for nodes in _joined(self.model, self.fullest))
+
+    @cached_property
+    def owner(self) -> Mapping[int, int]:
+        """The number of the part of each node, by its index."""
+        return {node: number for number, part in enumerate(self.parts) for node in part.nodes}
+
+    @cached_property
+    def maker(self) -> Mapping[str, int]:
+        """The number of the part that writes each tensor; absent for inputs of the graph and constants."""
+        return {t: number for number, part in enumerate(self.parts) for t in part.writes}
+
+    @cached_property
+    def readers(self) -> Mapping[str, tuple[int, ...]]:
+        """The parts that read each activation through an edge that may carry a pair."""
+        found: dict[str, list[int]] = {}
+        for number, part in enumerate(self.parts):
+            for tensor in dict.fromkeys(edge.tensor for edge in part.reads):
+                found.setdefault(tensor, []).append(number)
+        return {tensor: tuple(numbers) for tensor, numbers in found.items()}
+
+    @cached_property
+    def _shown(self) -> Mapping[str, tuple[Edge, ...]]:
+        found: dict[str, list[Edge]] = {}
+        for edge in sorted(self.fullest.edges):
+            if edge.is_graph_output:
+                found.setdefault(edge.tensor, []).append(edge)
+        return {tensor: tuple(edges) for tensor, edges in found.items()}
+
+    # ------------------------------------------------ labels and placements
+
+    def allows(self, part: Part, label: int) -> bool:
+        """Whether a part can compute so; in floats only those that no pair stands in front of."""
+        if label == FLOAT or not part.reads:
+            return label == FLOAT and not part.reads
+        operators = (self.model.nodes[node].op for node in part.nodes)
+        return label == EIGHT or (self.has_wide and self.no_wide.isdisjoint(operators))
+
+    def everywhere(self, label: int) -> Labels:
+        """All parts with one label, as far as they can have it; others in 8 bits, or else in floats."""
+        return tuple(next(found for found in (label, EIGHT, FLOAT) if self.allows(part, found)) for part in self.parts)
+
+    def placement(self, labels: Labels) -> Placement:
+        """The placement in which each part computes as its label says."""
+        edges, wide = set[Edge](), set[Edge]()
+        for part, label in zip(self.parts, labels, strict=True):
+            for edge in part.reads:
+                number = self.maker.get(edge.tensor)
+                read = label if label != FLOAT or number is None else labels[number]
+                edges |= {edge} if read != FLOAT else set()
+                wide |= {edge} if read == SIXTEEN else set()
+            if label != FLOAT:
+                edges.update(part.constants)
+                if label == SIXTEEN:
+                    wide.update(e for e in part.constants if weight_role(self.model, e) is None)
+        for tensor, shown in self._shown.items():
+            number = self.maker.get(tensor)
+            written = EIGHT if number is None else labels[number]
+            edges.update(shown if written != FLOAT else ())
+            wide.update(shown if written == SIXTEEN else ())
+        return Placement.of(edges, (), wide)
+
+    def labels(self, placement: Placement) -> Labels:
+        """What parts compute in with a placement: in floats unless all that they read and write has pairs. An operator
+        without weights between parts in 8 bits computes in 8 bits as well: its file is the same either way."""
+        return tuple(self._label(part, placement) for part in self.parts)
+
+    def _label(self, part: Part, placement: Placement) -> int:
+        own, given = (*part.reads, *part.constants), {edge.tensor for edge in placement.edges}
+        written = (tensor for tensor in part.writes if tensor in self.readers or tensor in self._shown)
+        if not part.reads or not placement.edges.issuperset(own) or not given.issuperset(written):
+            return FLOAT
+        return SIXTEEN if any(edge in placement.wide for edge in part.reads) else EIGHT
+
+    # ------------------------------------------------ costs
+
+    def learned(self, reports: Iterable[tuple[Placement, Sequence[Layer]]]) -> RuleCosts:
+        """The same costs with what layer reports say about nodes that run elsewhere; later reports take precedence."""
+        off = dict(self.off)
+        for placement, layers in reports:
+            left = left_nodes(layers)
+            for number, label in enumerate(self.labels(placement)):
+                nodes = self.parts[number].nodes
+                off[number, label] = sum(self.model.nodes[node].name in left for node in nodes)
+        return replace(self, off=off)
+
+    def cost(self, placement: Placement, layers: Sequence[Layer] = ()) -> float:
+        """What a placement costs; nodes run elsewhere as its layer report says."""
+        known = replace(self, off={}).learned([(placement, layers)] if layers else [])
+        return known.total(self.labels(placement))
+
+    def total(self, labels: Labels) -> float:
+        """What labels cost; one more than nothing, so that costs have ratios."""
+        return 1.0 + self.problem(float_too=True).cost(labels)
+
+    def problem(self, noise: NoiseOfBits | None = None, price: float = 0.0, *, float_too: bool) -> LabelProblem:
+        """The costs, with `price` bytes for noise as large as the signal. `float_too`: parts that can compute in 8 bits
+        may also compute in floats."""
+        found = LabelProblem()
+        for number, part in enumerate(self.parts):
+            own = (self._of_part(number, label) + price * self._noise_of(part, label, noise) for label in range(3))
+            able = (self.allows(part, label) or (label == FLOAT and float_too) for label in range(3))
+            found.decision([cost if is_able else inf for cost, is_able in zip(own, able, strict=True)])
+        outside = found.decision([inf, inf, 0.0])  # inputs of the graph come as floats
+        for tensor, readers in self.readers.items():
+            base = CONVERTED_BYTES * elements(self.model, tensor) + EACH
+            narrowed = 0.0 if noise is None else noise.narrow.get(self._value(tensor), 0.0)
+            widened = 0.0 if noise is None or tensor in self.maker else noise.wide.get(tensor, 0.0)
+            prices = (base + price * narrowed, base + price * widened, base)
+            found.conversions.append(Conversion(self.maker.get(tensor, outside), readers, prices))
+        return _WithOutside(found.costs, found.conversions)
+
+    def noise(self, labels: Labels, noise: NoiseOfBits) -> float:
+        """The noise of labels as the sum of that of values and constants."""
+        single = sum(self._noise_of(part, label, noise) for part, label in zip(self.parts, labels, strict=True))
+        for tensor, readers in self.readers.items():
+            number = self.maker.get(tensor)
+            written = FLOAT if number is None else labels[number]
+            if written != EIGHT and any(labels[reader] == EIGHT for reader in readers):
+                single += noise.narrow.get(self._value(tensor), 0.0)
+        return single
+
+    def cheapest(self, noise: NoiseOfBits, price: float, *, float_too: bool) -> Labels:
+        """The cheapest labels where noise has a price."""
+        return tuple(cheapest(self.problem(noise, price, float_too=float_too))[:-1])
+
+    def count(self, labels: Labels, label: int) -> int:
+        """How many tensors parts with a label write."""
+        return sum(len(part.writes) for part, own in zip(self.parts, labels, strict=True) if own == label)
+
+    @cached_property
+    def _values(self) -> Noise:
+        return Noise(self.model, {})
+
+    def _value(self, tensor: str) -> str:
+        return self._values.value(tensor)
+
+    @cached_property
+    def _weights(self) -> float:
+        constants = {edge.tensor for part in self.parts for edge in part.constants}
+        return 1.0 + WIDE_BYTES * sum(elements(self.model, tensor) for tensor in constants)
+
+    @cached_property
+    def _elsewhere(self) -> float:
+        """What a node that runs elsewhere costs: more than everything else together."""
+        written = sum(_written(self.model, part) for part in self.parts)
+        converted = sum(CONVERTED_BYTES * elements(self.model, tensor) + EACH for tensor in self.readers)
+        return 1.0 + FLOAT_FACTOR * written + 3 * converted
+
+    def _of_part(self, number: int, label: int) -> float:
+        part = self.parts[number]
+        weights = sum(elements(self.model, edge.tensor) for edge in part.constants) / self._weights
+        left = self._elsewhere * self.off.get((number, label), 0)
+        if label == EIGHT:
+            return left + weights
+        written = _written(self.model, part)
+        return left + (written + weights if label == SIXTEEN else FLOAT_FACTOR * written + WIDE_BYTES * weights)
+
+    def _noise_of(self, part: Part, label: int, noise: NoiseOfBits | None) -> float:
+        if noise is None or label == FLOAT:
+            return 0.0
+        by_tensor = noise.wide if label == SIXTEEN else noise.narrow
+        weights = (e for e in part.constants if weight_role(self.model, e) is not None)
+        others = (e.tensor for e in part.constants if weight_role(self.model, e) is None)
+        rounded = sum(by_tensor.get(tensor, 0.0) for tensor in (*part.writes, *others))
+        return rounded + sum(noise.narrow.get(edge.tensor, 0.0) for edge in weights)
+
+    def _part(self, nodes: tuple[int, ...]) -> Part:
+        model, inside = self.model, set(nodes)
+        edges = [e for node in nodes for e in model.nodes[node].into if e in self.fullest]
+        made = [t for node in nodes for t in model.nodes[node].outputs if t and is_float(model, t)]
+        writes = (t for t in made if any(use.node not in inside for use in model.uses(t)))
+        return Part(
+            nodes,
+            tuple(e for e in edges if e.tensor not in model.constants),
+            tuple(e for e in edges if e.tensor in model.constants),
+            tuple(writes),
+        )
+
+
+class _WithOutside(LabelProblem):
+    """A problem whose last decision, about what comes from outside, has one label."""
+
+    def cost(self, labels: Sequence[int]) -> float:
+        """The cost of the labels of all parts, with or without that of the outside."""
+        return super().cost(labels if len(labels) == len(self.costs) else (*labels, FLOAT))
+
+
+def left_nodes(layers: Sequence[Layer]) -> frozenset[str]:
+    """The names of the nodes that an engine leaves to another processor, in a layer report."""
+    return frozenset(name for layer in layers if layer.elsewhere for name in layer.nodes)
+
+
+def _written(model: Model, part: Part) -> float:
+    """What the tensors of a part cost in 16 bits."""
+    return sum(WIDE_BYTES * elements(model, tensor) + EACH for tensor in part.writes)
+
+
+def _joined(model: Model, fullest: Placement) -> list[tuple[int, ...]]:
+    """The sets of nodes, by index, that no pair stands between."""
+    group = {node.index: node.index for node in model.nodes}
+
+    def root(number: int) -> int:
+        while group[number] != number:
+            group[number] = number = group[group[number]]
+        return number
+
+    for node in model.nodes:
+        for edge in node.into:
+            maker = model.maker(edge.tensor)
+            if maker is not None and edge not in fullest and is_float(model, edge.tensor):
+                group[root(node.index)] = root(maker.index)
+    sets: dict[int, list[int]] = {}
+    for node in model.nodes:
+        sets.setdefault(root(node.index), []).append(node.index)
+    return sorted(tuple(nodes) for nodes in sets.values())

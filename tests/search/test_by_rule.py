@@ -1,0 +1,157 @@
+"""The search by rule, against outputs and reports that follow from a table."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from models import build, normal, ranges
+from qdqtune.placement import engine_rules
+from qdqtune.placement.possible import possible_edges
+from qdqtune.search.by_rule import ALL_8, ALL_16, RuleSearch
+from qdqtune.search.costs.rule_costs import EIGHT, FLOAT, SIXTEEN, NoiseOfBits, RuleCosts
+from qdqtune.timing.ratios import Plan
+from qdqtune.tuning.shipping import accepted
+from qdqtune.types import Accuracy, CostsByRule, Failure, Layer, Placement, Trial, noise_of, sqnr_of
+
+STEPS = 6
+TEXT = "".join(f"[n{i}] t{i + 1} = Conv <pads=[1,1,1,1]> (t{i}, w{i})\n" for i in range(STEPS))
+NOISE = {f"t{i}": 1e-4 * (1 + 7 * (i % 3)) for i in range(1, STEPS + 1)}
+LIMIT = noise_of(30.0)
+
+
+def costs() -> RuleCosts:
+    model = build(
+        f"n (float[1,4,8,8] t0) => (float[1,4,8,8] t{STEPS}) {{ {TEXT} }}",
+        {f"w{i}": normal(4, 4, 3, 3, seed=i) for i in range(STEPS)},
+    )
+    placed = engine_rules.place(model, possible_edges(model, ranges(model)), "qnn", "int8")
+    return RuleCosts(model, placed.placement)
+
+
+Answer = Callable[[RuleCosts, Placement], tuple[float, tuple[Layer, ...]] | Failure]
+
+
+def simulated(search: RuleSearch, answer: Answer, builds: int = 25) -> list[Trial]:
+    """The trials of a search whose outputs have the noise that `answer` gives, with the layers of its report."""
+    history: list[Trial] = []
+    paid = {Placement(): search.costs.cost(Placement())}
+    while len(history) < builds and (batch := search.propose(history)):
+        (proposal,) = batch
+        against = next((t.placement for t in reversed(history) if t.accepted), Placement())
+        told = answer(search.costs, proposal.placement)
+        if isinstance(told, Failure):
+            history.append(Trial(len(history) + 1, proposal, against, told))
+            continue
+        noise, layers = told
+        paid[proposal.placement] = search.costs.cost(proposal.placement, layers)
+        result = CostsByRule(paid[against], paid[proposal.placement])
+        trial = Trial(
+            len(history) + 1, proposal, against, result, accuracy=Accuracy(sqnr_of(noise)), layers=layers,
+            holds=noise <= LIMIT,
+        )  # fmt: skip
+        history += accepted([trial], Plan(), next((t for t in reversed(history) if t.accepted), None))
+    return history
+
+
+def report(model, *elsewhere: str) -> tuple[Layer, ...]:
+    names = [node.name for node in model.nodes]
+    return tuple(Layer(n, (n,), "", None, "compute", elsewhere="on the CPU" if n in elsewhere else "") for n in names)
+
+
+def by_table(factor: float) -> Answer:
+    """Noise as the table has it, times a factor that the search does not know, and some that it knows nothing of."""
+
+    def answer(found: RuleCosts, placement: Placement):
+        table = NoiseOfBits(NOISE, {})
+        return factor * found.noise(found.labels(placement), table) + 5e-5, report(found.model)
+
+    return answer
+
+
+def best(history: list[Trial]) -> Placement:
+    return next(t.placement for t in reversed(history) if t.accepted)
+
+
+@pytest.mark.parametrize("factor", [0.4, 0.8, 1.5, 3.0])
+def test_the_cheapest_that_holds_is_found(factor: float) -> None:
+    found, answer = costs(), by_table(factor)
+    history = simulated(RuleSearch(found, NoiseOfBits(NOISE, {}), LIMIT), answer)
+    able = (
+        labels
+        for labels in product((EIGHT, SIXTEEN), repeat=STEPS)
+        if answer(found, found.placement(labels))[0] <= LIMIT
+    )
+    assert found.cost(best(history)) <= 1.25 * min(found.total(labels) for labels in able)
+    assert len(history) <= 20
+    assert len({t.placement for t in history}) == len(history)
+
+
+def test_nothing_else_is_tried_where_8_bits_hold() -> None:
+    history = simulated(RuleSearch(costs(), NoiseOfBits(NOISE, {}), LIMIT), by_table(0.01))
+    assert [t.proposal.origin for t in history] == [ALL_8]
+    assert history[0].accepted
+
+
+def test_noise_is_not_asked_for_where_8_bits_hold() -> None:
+    search = RuleSearch(costs(), None, None)  # type: ignore[arg-type]
+    assert [t.proposal.origin for t in simulated(search, by_table(0.01))] == [ALL_8]
+
+
+def test_a_node_that_is_left_in_8_bits_gets_16() -> None:
+    def answer(found: RuleCosts, placement: Placement):
+        labels = found.labels(placement)
+        return 1e-6, report(found.model, *(["n2"] if labels[2] == EIGHT else []))
+
+    found = costs()
+    history = simulated(RuleSearch(found, NoiseOfBits(NOISE, {}), LIMIT), answer)
+    assert [label == SIXTEEN for label in found.labels(best(history))] == [False, False, True, False, False, False]
+
+
+def test_a_node_that_is_left_in_both_becomes_float() -> None:
+    def answer(found: RuleCosts, placement: Placement):
+        labels = found.labels(placement)
+        left = [f"n{i}" for i, label in enumerate(labels) if label != FLOAT]
+        return 1e-6, report(found.model, *left)
+
+    found = costs()
+    history = simulated(RuleSearch(found, NoiseOfBits(NOISE, {}), LIMIT), answer)
+    assert all(t.proposal.placement for t in history)
+    assert not any(t.accepted for t in history)  # the float model leaves none
+
+
+def test_operators_that_are_refused_in_16_bits_are_not_asked_for_again() -> None:
+    def answer(found: RuleCosts, placement: Placement):
+        if placement.wide:
+            return Failure("build", "Node 'n1' OpType:Conv with domain:x was inserted, but was not selected by that EP")
+        return 1e-2, report(found.model)
+
+    history = simulated(RuleSearch(costs(), NoiseOfBits(NOISE, {}), LIMIT), answer)
+    assert [t.proposal.origin for t in history][:2] == [ALL_8, ALL_16]
+    assert sum(bool(t.placement.wide) for t in history) == 1
+
+
+def test_an_engine_without_16_bits_is_not_asked_for_them() -> None:
+    search = RuleSearch(replace(costs(), has_wide=False), NoiseOfBits(NOISE, {}), LIMIT)
+    assert not any(t.placement.wide for t in simulated(search, by_table(3.0)))
+
+
+def test_floats_are_tried_where_16_bits_miss_the_limit() -> None:
+    def answer(found: RuleCosts, placement: Placement):
+        labels = found.labels(placement)
+        return (1e-2 if labels[0] != FLOAT else 1e-5), report(found.model)
+
+    noise = NoiseOfBits({**NOISE, "w0": 1e-2}, {})
+    found = costs()
+    labels = found.labels(best(simulated(RuleSearch(found, noise, LIMIT), answer)))
+    assert labels[0] == FLOAT
+    assert FLOAT not in labels[2:]
+
+
+def test_the_same_history_gives_the_same_proposals() -> None:
+    search = RuleSearch(costs(), NoiseOfBits(NOISE, {}), LIMIT)
+    history = simulated(search, by_table(1.5))
+    for length in range(len(history)):
+        (proposal,) = search.propose(history[:length])
+        assert proposal == history[length].proposal

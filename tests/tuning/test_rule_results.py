@@ -1,0 +1,175 @@
+"""`tune` on a simulator: what is known is told, and nothing about speed. On the real one where it is installed."""
+
+import json
+import platform
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from qdqtune import compare, quantize
+from qdqtune.commands.explain import explain_run
+from qdqtune.commands.tune import TuneOptions, tune
+from qdqtune.commands.verify import VerifyOptions, verify
+from qdqtune.engines.provider_table import is_simulated
+from qdqtune.errors import BadOption
+from qdqtune.explanation.report import report_of_run
+from qdqtune.graph.loading import load
+from qdqtune.placement.files import read_placement_file
+
+SIMULATOR = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="Qualcomm's simulator runs on x86-64 only"
+)
+SPEED = ("faster", "speedup", "times as fast", "0x", " ms ")
+"""What no result of a run says that timed nothing."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small network and samples."""
+    folder = tmp_path_factory.mktemp("npu")
+    draw = np.random.default_rng(0)
+    weights = {f"w{i}": draw.standard_normal((8, 8, 3, 3)).astype(np.float32) / 8 for i in range(3)}
+    weights["w3"] = draw.standard_normal((8, 4)).astype(np.float32)
+    nodes = [
+        helper.make_node("Conv", ["x", "w0"], ["c0"], "first", pads=[1] * 4),
+        helper.make_node("Relu", ["c0"], ["r0"], "relu"),
+        helper.make_node("Conv", ["r0", "w1"], ["c1"], "second", pads=[1] * 4),
+        helper.make_node("Conv", ["c1", "w2"], ["c2"], "third", pads=[1] * 4),
+        helper.make_node("GlobalAveragePool", ["c2"], ["p"], "pool"),
+        helper.make_node("Flatten", ["p"], ["f"], "flatten"),
+        helper.make_node("Gemm", ["f", "w3"], ["y"], "last"),
+    ]
+    shapes = {"x": [1, 8, 12, 12], "y": [1, 4]}
+    inputs, outputs = ([helper.make_tensor_value_info(n, TensorProto.FLOAT, shapes[n])] for n in "xy")
+    constants = [numpy_helper.from_array(w, n) for n, w in weights.items()]
+    graph = helper.make_graph(nodes, "net", inputs, outputs, constants)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), folder / "m.onnx")
+    np.savez(folder / "samples.npz", x=draw.standard_normal((40, 8, 12, 12)).astype(np.float32))
+    return folder
+
+
+def options(folder: Path, name: str, **more) -> TuneOptions:
+    data = {"calibration_data": str(folder / "samples.npz"), "output_dir": folder / name}
+    return TuneOptions(model=folder / "m.onnx", engine="qnn", equalize=False, **{**data, **more})
+
+
+@pytest.fixture(scope="module")
+def limit(folder: Path) -> float:
+    """An SQNR in dB a little above that of all 8 bits, and below that of all 16, as the simulator computes them."""
+    pytest.importorskip("onnxruntime_qnn")
+    probed = tune(options(folder, "probed", min_sqnr=200.0, builds=3).settings())
+    narrow, wide = probed.summary["by_rule"]["candidates"]
+    assert (narrow["origin"], wide["origin"]) == ("8 bits", "16 bits")
+    assert narrow["sqnr_db"] + 2 < wide["sqnr_db"]
+    return narrow["sqnr_db"] + 0.15 * (wide["sqnr_db"] - narrow["sqnr_db"])
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path, limit: float):
+    return tune(options(folder, "out", min_sqnr=limit).settings())
+
+
+@SIMULATOR
+def test_accuracy_that_8_bits_miss_takes_16_where_it_must(done, folder: Path, limit: float) -> None:
+    rows = done.summary["by_rule"]["candidates"]
+    narrow, wide = rows[:2]
+    assert (narrow["origin"], wide["origin"]) == ("8 bits", "16 bits")
+    assert not narrow["holds_limits"]
+    assert wide["holds_limits"]
+    (ships,) = (row for row in rows if row["shipped"])
+    assert ships["sqnr_db"] >= limit
+    assert 0 < ships["tensors_16"] < wide["tensors_16"]
+    assert ships["elsewhere"] == 0
+    placement = read_placement_file(folder / "out" / "placement.yaml").placement
+    assert placement == done.placement
+    assert placement.wide
+    assert load(folder / "out" / "optimized_final.onnx").opset == 21
+
+
+@SIMULATOR
+def test_nothing_is_said_about_speed(done, folder: Path) -> None:
+    summary = json.loads((folder / "out" / "summary.json").read_text())
+    assert summary["timed"] is False
+    for name in ("baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "predicted_ms"):
+        assert summary[name] is None
+    kit = json.loads((folder / "out" / "deploy" / "settings.json").read_text())
+    assert "not timed" in kit["told"]
+    assert kit["proven"]["ratio"] is None
+    report, explained = report_of_run(folder / "out"), explain_run(folder / "out")
+    words = (done.in_words(), kit["told"], report.verdict.headline, report.verdict.meaning, explained.headline,
+             *(f"{f.name} {f.value} {f.hint}" for f in report.facts), *(row.reason for row in explained.rows),
+             *(candidate.told for candidate in report.candidates))  # fmt: skip
+    for word in SPEED:
+        assert not any(word in text for text in words), word
+    assert not report.points
+    assert not report.proof
+    assert all(candidate.speed is None for candidate in report.candidates)
+
+
+@SIMULATOR
+def test_nodes_are_explained(done, folder: Path) -> None:
+    explained = explain_run(folder / "out")
+    assert {tally.runs_in for tally in explained.tallies} >= {"8 bits", "16 bits"}
+    assert all(row.why in ("rule", "wide", "no time") for row in explained.rows)
+
+
+@SIMULATOR
+def test_the_same_command_returns_the_stored_result(done, folder: Path, limit: float) -> None:
+    again = tune(options(folder, "out", min_sqnr=limit).settings())
+    assert [trial.placement for trial in again.history] == [trial.placement for trial in done.history]
+    assert (again.summary["seconds"], again.notes) == (done.summary["seconds"], done.notes)
+
+
+@SIMULATOR
+def test_a_run_with_other_limits_goes_on_from_what_was_built(folder: Path, limit: float) -> None:
+    again = tune(options(folder, "probed", min_sqnr=limit).settings())
+    assert [trial.proposal.origin for trial in again.history][:2] == ["8 bits", "16 bits"]
+    assert again.shipped == "tuned"
+
+
+@SIMULATOR
+def test_what_was_found_is_verified_by_its_outputs(done, folder: Path) -> None:
+    found = verify(VerifyOptions(folder=folder / "out", calibration_data=str(folder / "samples.npz")))
+    assert found.holds
+    assert "nothing was timed" in found.why
+
+
+@SIMULATOR
+def test_outputs_on_the_cpu_and_on_the_simulator_are_compared_with_the_same_model(
+    done, folder: Path, limit: float
+) -> None:
+    files = folder / "m.onnx", done.file
+    data = str(folder / "samples.npz")
+    by_definition = {"fuse": False}  # fused, sums of two products saturate on processors without VNNI
+    on_npu = compare(*files, calibration_data=data, engine="qnn").rows[-1].sqnr_db
+    on_cpu = compare(*files, calibration_data=data, engine_options=by_definition).rows[-1].sqnr_db
+    assert on_npu == pytest.approx(done.summary["output_sqnr_db"], abs=0.1)
+    assert on_cpu > limit - 1  # the simulator rounds after each shift, the CPU once
+
+
+@SIMULATOR
+def test_the_rules_give_the_first_candidate(done, folder: Path) -> None:
+    written = folder / "rules.onnx"
+    made = quantize(
+        folder / "m.onnx", written, calibration_data=str(folder / "samples.npz"), engine="qnn", equalize=False
+    )
+    assert made.placed.placement == done.history[0].placement
+
+
+@SIMULATOR
+def test_limits_that_nothing_holds_ship_the_float_model(folder: Path) -> None:
+    pytest.importorskip("onnxruntime_qnn")
+    found = tune(options(folder, "strict", min_sqnr=200.0, builds=4).settings())
+    assert found.shipped == "baseline"
+    assert found.unmet
+    assert "no improvement" in found.in_words()
+
+
+@pytest.mark.skipif(not is_simulated("qnn"), reason="QNN is a simulator on x86-64 only")
+@pytest.mark.parametrize("more", [{"mode": "region"}, {"front": True}])
+def test_searches_that_need_times_are_refused(folder: Path, more) -> None:
+    with pytest.raises(BadOption, match="qnn is a simulator on this machine, whose times mean nothing: a search there"):
+        options(folder, "refused", **more).settings()
