@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TextIO
 
 from qdqtune.errors import escaped
-from qdqtune.system.operating_system import descriptor_of, flush_c, interrupt_self, on_interrupt
+from qdqtune.system.operating_system import c_library, descriptor_of, interrupt_self, on_interrupt
 
 STDOUT, STDERR = 1, 2
 """File descriptors of the standard streams."""
@@ -174,7 +174,7 @@ def _results(stream: TextIO) -> Iterator[TextIO]:
         for written in (results, stream):
             with suppress(OSError, ValueError):
                 written.flush()
-        flush_c()  # what C has printed, and would write at its end
+        c_library().fflush(None)  # what C has printed, and would write at its end
         os.dup2(own, STDOUT)
         os.close(own)
 

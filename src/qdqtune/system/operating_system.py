@@ -155,9 +155,9 @@ def interrupt_self() -> None:
         os.kill(os.getpid(), signal.SIGINT)  # ends a call of the system as well that the main thread waits in
 
 
-def flush_c() -> None:
-    """Write what C code of this process has printed and still holds back."""
-    ctypes.CDLL("ucrtbase" if sys.platform == "win32" else None).fflush(None)
+def c_library() -> ctypes.CDLL:
+    """The functions of C's library that this process uses."""
+    return ctypes.CDLL("ucrtbase" if sys.platform == "win32" else None)
 
 
 def load() -> float | None:
