@@ -3,6 +3,7 @@
 #   make demo    tune the bundled classifier, in a small environment of its own (build/demo)
 #   make test    lint, type check and run the tests
 #   make setup   prepare .venv for the tests, with every extra but tensorrt, which needs a GPU
+#   make dist    build wheel and source distribution into dist, check them, and run what the wheel installs
 #   make lock    resolve requirements.lock again after a change in pyproject.toml
 #   make clean   remove .venv, build, caches and what the demo wrote
 
@@ -13,9 +14,10 @@ LOCKED := $(VENV)/.locked
 READY := $(VENV)/.ready
 DEMO := build/demo
 LOCKER := build/locker
+PACKER := build/packer
 PIP := -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 
-.PHONY: python setup test demo lock clean
+.PHONY: python setup test demo dist lock clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -43,6 +45,18 @@ $(DEMO)/.ready: requirements.lock pyproject.toml | python
 	$(PYTHON) -m venv --clear $(DEMO)
 	$(DEMO)/bin/python $(PIP) -c requirements.lock -e .
 	@touch $@
+
+# The wheel is made of the source distribution, as an index's users may do.
+dist: | python
+	rm -rf dist
+	$(PYTHON) -m venv --clear $(PACKER)
+	$(PACKER)/bin/python $(PIP) build twine
+	$(PACKER)/bin/python -m build
+	$(PACKER)/bin/twine check --strict dist/*
+	$(PYTHON) -m venv --clear $(PACKER)
+	$(PACKER)/bin/python $(PIP) -c requirements.lock dist/*.whl
+	$(PACKER)/bin/qdqtune --version
+	$(PACKER)/bin/qdqtune doctor
 
 python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \

@@ -36,7 +36,7 @@ COMMANDS = {
     "verify": "verify ran --calibration-data user:samples",
 }
 """Every command that starts processes; those that take functions of the user, with functions."""
-START_NONE = {"completion", "explain", "inspect", "report", "rules"}
+START_NONE = {"completion", "explain", "inspect", "report", "rules", "skill"}
 USER = """
 import numpy as np
 import beside

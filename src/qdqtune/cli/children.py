@@ -34,6 +34,7 @@ from qdqtune.engines.pool import WorkerPool
 from qdqtune.errors import EngineUnavailable
 from qdqtune.explanation.formatting import duration
 from qdqtune.system.interpreter import python
+from qdqtune.system.operating_system import end_group, handle_of, inherited, interrupt, own_group
 
 LOOK_SECONDS = 0.1
 """Seconds between two checks whether a child has ended or the call is cancelled. Chosen, not measured."""
@@ -57,8 +58,8 @@ def started(
     arguments of `subprocess.Popen`."""
     reads, holds = os.pipe()  # the child ends when this process closes its end, or is gone
     try:
-        words = python("-m", "qdqtune", *arguments, **variables, **{PARENT: str(reads)})
-        child = subprocess.Popen(**words, pass_fds=[reads, *fds], process_group=0, **how)
+        words = python("-m", "qdqtune", *arguments, **variables, **{PARENT: str(handle_of(reads))})
+        child = subprocess.Popen(**words, **own_group(), **inherited(handle_of(reads), *fds), **how)
     except BaseException:
         os.close(holds)
         raise
@@ -87,11 +88,10 @@ def run_on_ray() -> int:
             try:
                 run.wait()
             except KeyboardInterrupt:  # a terminal interrupts this process only
-                run.send_signal(signal.SIGINT)
+                interrupt(run)
     if run.returncode != LOST and run.returncode >= 0:
         return run.returncode
-    with suppress(ProcessLookupError):
-        os.killpg(run.pid, signal.SIGKILL)
+    end_group(run.pid)
     ended = f"{signal.Signals(-run.returncode).name} has ended the run" if run.returncode < 0 else NODE_LOST
     raise EngineUnavailable(f"{ended}: the same command goes on from what was measured")
 
@@ -232,10 +232,9 @@ def _wait(child: subprocess.Popen[str], check: Check | None) -> None:
 def _end(child: subprocess.Popen[str]) -> None:
     """Interrupt a child that still runs, and kill it if it does not end."""
     if child.poll() is None:
-        child.send_signal(signal.SIGINT)
+        interrupt(child)
         try:
             child.wait(CLEANUP_SECONDS)
         except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
+            end_group(child.pid)
             child.wait()

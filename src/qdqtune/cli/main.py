@@ -157,6 +157,7 @@ SUMMARIES = {
     },
     "job_files": {"run": "Tune the models that a YAML file names, and say at the end what became of each."},
     "completion": {"completion": "Print what makes a shell complete the commands and options of qdqtune."},
+    "skill": {"skill": "Print how an agent uses qdqtune: which command when, how to read results, what never to do."},
 }
 """Commands by module, each with the first sentence of its help, so that lists of commands need no import."""
 

@@ -10,6 +10,7 @@ import mmap
 import os
 import pickle
 import socket
+import sys
 import tempfile
 import weakref
 from collections import deque
@@ -44,7 +45,7 @@ class Channel:
     """One end of a socket between two processes of this host. It sends and receives any object that pickle takes."""
 
     def __init__(self, fd: int) -> None:
-        """Take over the descriptor of a connected Unix socket."""
+        """Take over the descriptor of a connected socket; on Windows, its handle."""
         self._connection: Connection[Any, Any] = Connection(fd)
         self._own: list[int] = []  # descriptors of the files that this side writes, and of those that it reads
         self._others: dict[int, int] = {}
@@ -61,7 +62,7 @@ class Channel:
         data = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
         parts = [buffer.raw() for buffer in buffers]
         freed = tuple(self._freed.popleft() for _ in range(len(self._freed)))
-        if sum(part.nbytes for part in parts) < SHARED:
+        if sum(part.nbytes for part in parts) < SHARED or sys.platform == "win32":  # which sends no open files
             self._connection.send(_Message(pickle.dumps(message, protocol=5) if parts else data, freed))
             return
         if is_new := not self._free:
@@ -81,7 +82,7 @@ class Channel:
         """
         message: _Message = self._connection.recv()
         self._free += message.freed
-        if message.file is None:
+        if message.file is None or sys.platform == "win32":
             return pickle.loads(message.data)
         if message.is_new:
             with self._socket() as own:
@@ -113,7 +114,7 @@ class Channel:
 
 def _shared_file() -> int:
     """The descriptor of a new file without a name, in memory where the system can."""
-    if hasattr(os, "memfd_create"):
+    if sys.platform == "linux":
         return os.memfd_create("qdqtune")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
@@ -125,8 +126,9 @@ def _write(fd: int, parts: Sequence[memoryview]) -> tuple[tuple[int, int], ...]:
     for part in parts:
         places.append((at, part.nbytes))
         written = 0
+        os.lseek(fd, at, os.SEEK_SET)
         while written < part.nbytes:
-            written += os.pwrite(fd, part[written:], at + written)
+            written += os.write(fd, part[written:])
         at += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
     if os.fstat(fd).st_size < at:
         os.ftruncate(fd, at)

@@ -92,6 +92,8 @@ def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]
 
 def _try_lease(part: str) -> socket.socket | None:
     """A socket that holds a core or a GPU; None if another process holds that."""
+    if sys.platform == "win32":
+        return None
     lease = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         lease.bind(f"\0qdqtune-{part}")

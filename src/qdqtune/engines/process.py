@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ from qdqtune.engines.memory import OUT_OF_RESOURCES
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError
 from qdqtune.system.cleanup import cleaner
 from qdqtune.system.interpreter import python
+from qdqtune.system.operating_system import end_group, inherited, own_group
 from qdqtune.system.writing import WORKERS, Scratch, append
 from qdqtune.types import Failure
 
@@ -102,8 +102,8 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=[theirs.fileno(), *held],
-                process_group=0,
+                **own_group(),
+                **inherited(theirs.fileno(), *held),
             )
         self._channel = Channel(ours.detach())
 
@@ -129,8 +129,7 @@ class WorkerProcess:
         """End the process and all that it has started. Its log is removed if it is empty."""
         self._channel.close()
         if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended by itself
-                os.killpg(self._process.pid, signal.SIGKILL)
+            end_group(self._process.pid)
             self._process.wait()
         with contextlib.suppress(OSError):
             if self._log.stat().st_size == 0:

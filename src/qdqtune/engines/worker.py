@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import os
 import signal
 import sys
 import threading
@@ -30,6 +29,7 @@ from qdqtune.engines import LAUNCHED, Built, Compiler, Engine, EngineSpec, Launc
 from qdqtune.engines.channel import Channel
 from qdqtune.engines.memory import return_free_memory, scarce_memory
 from qdqtune.errors import QdqtuneError
+from qdqtune.system.operating_system import end_own_group, on_interrupt
 from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Turn, Workload
 
 PROBES, PROBE_SECONDS = 3, 0.2
@@ -271,7 +271,7 @@ def _average(layers: Sequence[Layer], shares: Sequence[float]) -> Layer:
 
 def main() -> None:
     """Answer requests until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    on_interrupt(signal.SIG_IGN)  # the parent decides what an interrupt means
     faulthandler.enable()
     channel = Channel(int(sys.argv[1]))
     requests: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
@@ -310,7 +310,7 @@ def _receive(channel: Channel, requests: SimpleQueue[Any]) -> None:
         try:
             requests.put(channel.recv())
         except (EOFError, OSError):
-            os.killpg(0, signal.SIGKILL)  # this process and those that the engine has started
+            end_own_group()
 
 
 def _as_array(value: Any) -> Array:

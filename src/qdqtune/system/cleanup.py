@@ -1,22 +1,23 @@
 """Removes the temporary folders of processes that were killed.
 
-Each temporary folder holds a lock of its process. `Cleaner` starts this module as a small program that only needs the
-standard library. It reads from its standard input where such folders are made. The input ends when the process that
-started it has ended, even by a kill; the program then removes the folders there that nobody has locked.
+Each temporary folder holds a lock of its process. `Cleaner` starts this module as a small program that only needs this
+folder and the standard library. It reads from its standard input where such folders are made. The input ends when the
+process that started it has ended, even by a kill; the program then removes the folders there that nobody has locked.
 """
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
 from functools import cache
+
+from qdqtune.system import operating_system
+from qdqtune.system.interpreter import HOME, python
 
 MARK = "temporary-files-of-qdqtune"
 """The file that each of our temporary folders holds: a folder without it is never removed, whatever its name."""
@@ -34,11 +35,7 @@ def remove_left(parent: str | os.PathLike[str], prefix: str) -> bool:
         if os.path.islink(folder):  # its target lies elsewhere
             continue
         with suppress(OSError):  # locked, or gone already
-            descriptor = locked(folder)
-            try:
-                remove(folder)
-            finally:
-                os.close(descriptor)
+            remove_locked(folder, locked(folder))
     return not left
 
 
@@ -51,19 +48,34 @@ def remove(folder: str | os.PathLike[str]) -> None:
             return
 
 
+def remove_locked(folder: str | os.PathLike[str], descriptor: int) -> None:
+    """Remove a folder that this process has locked by this descriptor, which is closed."""
+    if not operating_system.REMOVES_OPEN_FILES:
+        os.close(descriptor)
+    try:
+        remove(folder)
+    finally:
+        if operating_system.REMOVES_OPEN_FILES:
+            os.close(descriptor)
+
+
 def locked(folder: str | os.PathLike[str]) -> int:
     """Lock a folder. The lock ends when the returned descriptor is closed.
 
     Raises:
         OSError: another process has the lock, or there is no such folder.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = operating_system.open_to_lock(folder, MARK)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        operating_system.lock(descriptor)
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
+
+
+PROGRAM = "import sys; sys.path.append(sys.argv[1]); from qdqtune.system.cleanup import main; main()"
+"""What the program runs: isolated, it does not find this package by itself."""
 
 
 class Cleaner:
@@ -87,12 +99,9 @@ class Cleaner:
         with self._lock:
             if self._pipe is not None:
                 return
-            from qdqtune.system.interpreter import python  # here, because the program itself cannot import qdqtune
-
-            program = python("-I", "-S", os.path.abspath(__file__))
+            program = python("-I", "-S", "-c", PROGRAM, HOME)
             reads, self._pipe = os.pipe()
-            nowhere = subprocess.DEVNULL
-            subprocess.run(**program, stdin=reads, stdout=nowhere, stderr=nowhere, start_new_session=True, check=False)
+            operating_system.in_background(program, reads)
             os.close(reads)  # the process has ended, and its child goes on without a parent
             self._send(b"".join(self._places))
 
@@ -110,8 +119,7 @@ def cleaner() -> Cleaner:
 
 def main() -> None:
     """Read places until the input ends; then remove the folders that are left there."""
-    if os.fork():
-        os._exit(0)
+    operating_system.leave_parent()
     os.chdir("/")
     places = [line.rstrip(b"\n").split(b"\0") for line in sys.stdin.buffer]
     for pause in PAUSES:
@@ -119,7 +127,3 @@ def main() -> None:
         are_clean = [remove_left(os.fsdecode(parent), prefix.decode()) for parent, prefix in places]
         if all(are_clean):
             return
-
-
-if __name__ == "__main__":
-    main()

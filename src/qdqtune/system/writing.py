@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qdqtune.errors import writing
 from qdqtune.system.checks import check_inside, real
-from qdqtune.system.cleanup import MARK, cleaner, locked, remove, remove_left
+from qdqtune.system.cleanup import MARK, cleaner, locked, remove_left, remove_locked
 
 SCRATCH = ".qdqtune-"
 """Prefix of temporary folders beside a result."""
@@ -66,10 +66,10 @@ def _replaceable(path: Path) -> Path:
 
 def _flush(fresh: Path, target: Path) -> None:
     """Flush a file to the disk, so that a full disk shows before anything is renamed, and copy the old permissions."""
+    with fresh.open("r+b") as file:  # Windows flushes no file that is open for reading alone
+        os.fsync(file.fileno())
     if target.exists():
         shutil.copymode(target, fresh)
-    with fresh.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def append(log: Path, text: str) -> None:
@@ -150,6 +150,5 @@ class Scratch:
     def close(self) -> None:
         """Remove the folder, if that has not been done."""
         if self._lock >= 0:
-            remove(self.path)
-            os.close(self._lock)
+            remove_locked(self.path, self._lock)
         self._lock = -1

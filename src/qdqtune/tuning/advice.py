@@ -10,6 +10,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usable_cores
 from qdqtune.graph.model import Model
 from qdqtune.search import products_left_in_float, ratios_to_float
+from qdqtune.system.operating_system import load
 from qdqtune.timing.ratios import Plan, Ratio, judge
 from qdqtune.types import Trial
 
@@ -24,7 +25,7 @@ def busy(engine: EngineSpec) -> str | None:
     """Advice about this machine, see `busy_with`; None for the fake engine, which times nothing."""
     if engine.name == "fake":
         return None
-    return busy_with(engine.options.get("threads", 1), usable_cores(), os.cpu_count() or 1, os.getloadavg()[0])
+    return busy_with(engine.options.get("threads", 1), usable_cores(), os.cpu_count() or 1, load() or 0.0)
 
 
 def busy_with(threads: Any, usable: int, cores: int, load: float) -> str | None:

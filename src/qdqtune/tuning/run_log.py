@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ import msgspec
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usable_cores
+from qdqtune.system.operating_system import load
 from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import LOGS
@@ -105,7 +105,7 @@ class RunLogWriter(Silent):
 
     def __init__(self, settings: Settings) -> None:
         self._begun, self._clock = datetime.now(UTC), time.monotonic()
-        self._load = _load()
+        self._load = load()
         self._stages: list[tuple[str, float]] = []
         self._times: dict[int, tuple[float, bool]] = {}
         self._path, self._written = settings.output_dir / LOGS / SECONDS_FILE, self._clock
@@ -146,7 +146,7 @@ class RunLogWriter(Silent):
             settings=_changed(settings),
             engine=settings.engine,
             calibration=f"{method} on {run.subject.prepared.samples.origin}",
-            machine=Machine(usable_cores(), (self._load, _load()), platform.platform()),
+            machine=Machine(usable_cores(), (self._load, load()), platform.platform()),
             plan=settings.plan,
             proof=settings.proof,
             stages=tuple((text, round(seconds, 2)) for text, seconds in self._stages),
@@ -185,11 +185,3 @@ def _changed(settings: Settings) -> dict[str, Any]:
         changed["workloads"] = [str(file) for file in settings.workloads]
     values: dict[str, Any] = plain(changed)
     return values
-
-
-def _load() -> float | None:
-    """How many processes wanted the cores in the last minute; None where the system does not say."""
-    try:
-        return round(os.getloadavg()[0], 2)
-    except OSError:
-        return None

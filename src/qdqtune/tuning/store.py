@@ -7,7 +7,6 @@ because a search that goes on from wrong numbers ships a wrong model.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from typing import IO, Any, Self, cast
 
 from qdqtune.errors import BadData, BadModel, BadOption, BadState, BaselineFailed, OutputError, reading, writing
 from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside, check_single
+from qdqtune.system.operating_system import lock
 from qdqtune.tuning.records import (
     DenormalsRecord,
     HeadRecord,
@@ -164,7 +164,7 @@ class Store:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._file.fileno())
         except BlockingIOError as error:
             raise BadState(f"{self.path} is in use by another run: choose another `output_dir`") from error
 

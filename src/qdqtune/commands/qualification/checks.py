@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.accuracy import NOT_FINITE, is_finite, sqnr_db
 from qdqtune.numerics.sessions import Outputs
 from qdqtune.numerics.simulation import with_integer_softmax
+from qdqtune.system.operating_system import end_group, stop_group
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest
 from qdqtune.tuning.contexts import Context
@@ -53,13 +53,13 @@ FLOAT_DESPITE_PAIRS = frozenset({"float compute", "split attention"})
 
 PLAIN, ITSELF, DEEPER = "convolutions", "a file and itself", "a file and one of four times its layers"
 
-FAULTS: Mapping[str, tuple[str, signal.Signals, int, str]] = {
-    "killed while it builds": ("build", signal.SIGKILL, 2, "crash"),
-    "killed while it runs": ("run", signal.SIGKILL, 2, "crash"),
-    "stopped until the time limit": ("build", signal.SIGSTOP, 1, "timeout"),
+FAULTS: Mapping[str, tuple[str, Callable[[int], None], int, str]] = {
+    "killed while it builds": ("build", end_group, 2, "crash"),
+    "killed while it runs": ("run", end_group, 2, "crash"),
+    "stopped until the time limit": ("build", stop_group, 1, "timeout"),
 }
-"""What happens to an engine process: the request during which it gets a signal, how often (a request that crashes is
-repeated once), and the stage of the failure."""
+"""What happens to an engine process: the request during which it is ended or stopped, how often (a request that crashes
+is repeated once), and the stage of the failure."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _tells_apart(engine: EngineAtHand, subject: str) -> str:
 
 
 class Disturbed(WorkerProcess):
-    """An engine process that gets a signal during requests of one kind, as often as `left` has items."""
+    """An engine process that `harm` ends or stops during requests of one kind, as often as `left` has items."""
 
     def __init__(
         self,
@@ -187,11 +187,11 @@ class Disturbed(WorkerProcess):
         check: execution.Check | None,
         *,
         what: str,
-        sent: signal.Signals,
+        harm: Callable[[int], None],
         left: list[int],
     ):
         super().__init__(log, device, check)
-        self._what, self._sent, self._left = what, sent, left
+        self._what, self._harm, self._left = what, harm, left
 
     def request(
         self, name: str, arguments: tuple[Any, ...], limit: float, check: execution.Check | None = None
@@ -199,14 +199,16 @@ class Disturbed(WorkerProcess):
         """`Worker.request`."""
         if name == self._what and self._left:
             self._left.pop()
-            os.killpg(self._process.pid, self._sent)
+            self._harm(self._process.pid)
             limit = min(limit, STOPPED_SECONDS)
         return super().request(name, arguments, limit, check)
 
 
 def _survives(engine: EngineAtHand, subject: str) -> str:
-    what, sent, times, stage = FAULTS[subject]
-    files, start = engine.files(PLAIN), partial(Disturbed, what=what, sent=sent, left=[0] * times)
+    what, harm, times, stage = FAULTS[subject]
+    if harm is stop_group and sys.platform == "win32":
+        raise NotApplicableError("Windows stops no process")
+    files, start = engine.files(PLAIN), partial(Disturbed, what=what, harm=harm, left=[0] * times)
     if what == "run":
         engine.insist_on_device()
     with Runner(engine.spec, execution=engine.execution, log_dir=engine.folder / "faults", start=start) as runner:

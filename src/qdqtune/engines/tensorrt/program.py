@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, cast
 
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.system.writing import append
@@ -93,7 +93,7 @@ def _version(program: str, launch: Launch) -> Version:
     """The version in the program's banner: `[TensorRT v8601]`, from 10 on two digits for each part, `v100001`."""
     with tempfile.TemporaryFile() as file:
         try:
-            status = launch([program, "--help"], file)
+            status = launch([program, "--help"], cast(BinaryIO, file))
         except OSError as error:
             raise EngineUnavailable(f"{program} cannot be started: {error.strerror or error}") from error
         file.seek(0)

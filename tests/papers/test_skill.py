@@ -1,0 +1,96 @@
+"""The skill for agents: its commands run, what it names exists, and it is in the wheel."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+
+from command_lines import COMMANDS
+from documents import ROOT, blocks, options_of_commands, prepare, quickly, run_command
+from qdqtune.cli.skill import FOLDER
+from qdqtune.engines import MODULES
+from qdqtune.timing.ratios import Verdict
+from qdqtune.tuning.records import Shipped
+from qdqtune.tuning.summary import AtThreads, Figures
+
+SKILL = FOLDER / "SKILL.md"
+_, FRONT, BODY = SKILL.read_text().split("---\n", 2)
+LINES = [command for block in blocks(BODY) for command in block.commands]
+MADE = ("optimized_final.onnx", "summary.json", "placement.yaml")
+"""Files in the folder of a run."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder in which all commands of the skill have run, in the order of the text."""
+    folder = tmp_path_factory.mktemp("skill")
+    prepare(folder)
+    shutil.rmtree(folder / "qdqtune_output")
+    with pytest.MonkeyPatch.context() as patch:
+        quickly(patch)
+        patch.chdir(folder)
+        yield folder
+
+
+@pytest.mark.usefixtures("workers")
+def test_every_command_runs_and_what_it_says_of_results_is_so(folder: Path) -> None:
+    assert len(LINES) > 10
+    for line in LINES:
+        assert line.startswith("qdqtune ")
+        run_command(line, builds=8)
+    assert {name for name in MADE if name in BODY} <= {path.name for path in (folder / "tuned").iterdir()}
+    summary = json.loads((folder / "tuned" / "summary.json").read_text())
+    table = BODY.split("| `tuned/summary.json` |")[1].split("\n\n")[0]
+    keys = {key for row in table.splitlines()[2:] for key in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert len(keys) > 6
+    assert keys <= summary.keys()
+    assert {"threads", "verdict"} <= AtThreads.__annotations__.keys() | Figures.__annotations__.keys()
+    assert {"engine", "version", "device"} <= summary["engine"].keys()
+
+
+def test_every_name_exists() -> None:
+    """What stands in backquotes is a command, a flag, an engine, a file, a key of summary.json or a value of it."""
+    flags = set(options_of_commands()) | {"--help-all"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", BODY)) <= flags
+    named = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", BODY, flags=re.DOTALL)))
+    table = BODY.split("| `tuned/summary.json` |")[1].split("\n\n")[0]
+    keys = set(re.findall(r"`(\w+)`", table))
+    known = {*COMMANDS, *MODULES, *keys, *get_args(Shipped), *get_args(Verdict), "tuned/", "model.onnx", "samples.npz"}
+    known |= {f"tuned/{name}" for name in MADE}
+    assert not {name for name in named - known if not name.startswith("--")}
+    assert set(get_args(Shipped)) | set(get_args(Verdict)) <= keys
+
+
+def test_exit_codes_are_those_of_the_command_line() -> None:
+    table = r"\| exit code \| \|\n.*?\n((?:\|.*\n)+)"
+    told = re.search(table, BODY)
+    assert told is not None
+    codes = (ROOT / "docs" / "cli.md").read_text().split("\n## Exit codes\n")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| (\d+)", told[1], re.MULTILINE)) <= set(re.findall(r"^\| (\d+)", codes, re.MULTILINE))
+
+
+def test_its_form_is_that_of_agent_skills_and_it_is_short() -> None:
+    front = yaml.safe_load(FRONT)
+    assert front["name"] == "qdqtune"
+    assert len(front["description"]) <= 1024
+    assert front.keys() <= {"name", "description", "license"}
+    assert len(BODY.split()) <= 520
+
+
+def test_the_wheel_holds_it(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    code = "from setuptools import build_meta; print(build_meta.build_wheel('dist'))"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+    (made,) = (tmp_path / "dist").iterdir()
+    with zipfile.ZipFile(made) as wheel:
+        assert wheel.read("qdqtune/skill/SKILL.md") == SKILL.read_bytes()
