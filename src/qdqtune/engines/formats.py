@@ -59,8 +59,9 @@ def onnxruntime(quant_type: QuantType, machine: str | None = None, cpuinfo: str 
     those of `engines.processor`.
 
     Weights are symmetric; activations have zero points, which cost no time, and with which a pair can replace a Relu.
-    On x86 int8 activations are several times slower. On ARM it is the kernels that decide (MLAS of ONNX Runtime 1.31:
-    platform.cpp, convsym.cpp, qlinearconv.cc):
+    On x86 int8 activations are several times slower. On ARM both are fused into the same operators, QLinearConcat
+    included (seen with 1.31.1 under an emulator), so their kernels decide (platform.cpp, convsym.cpp and qlinearconv.cc
+    of ONNX Runtime; no times were taken on ARM):
 
     - Without dot products there is one kernel for products, of int8 with int8; uint8 activations are rewritten to int8
       before each product. Convolutions that are products of matrices (MlasSymmQgemm) read int8 as it lies in memory.
