@@ -1,6 +1,7 @@
 # Needs Python 3.11 and make, nothing else: every target prepares what it needs itself.
 #
 #   make demo    tune the bundled classifier, in a small environment of its own (build/demo)
+#   make docs    write the site of the documents to build/site, and check its links
 #   make test    lint, type check and run the tests
 #   make setup   prepare .venv for the tests, with every extra but tensorrt, which needs a GPU
 #   make lock    resolve requirements.lock again after a change in pyproject.toml
@@ -12,10 +13,11 @@ BIN := $(VENV)/bin
 LOCKED := $(VENV)/.locked
 READY := $(VENV)/.ready
 DEMO := build/demo
+DOCS := build/docs
 LOCKER := build/locker
 PIP := -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 
-.PHONY: python setup test demo lock clean
+.PHONY: python setup test demo docs lock clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -44,6 +46,17 @@ $(DEMO)/.ready: requirements.lock pyproject.toml | python
 	$(DEMO)/bin/python $(PIP) -c requirements.lock -e .
 	@touch $@
 
+# A warning, such as one about a link that leads nowhere, is an error.
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html is the first page"
+
+$(DOCS)/.ready: requirements.lock pyproject.toml | python
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python $(PIP) 'pip>=25.1'
+	$(DOCS)/bin/python $(PIP) -c requirements.lock -e . --group docs
+	@touch $@
+
 python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	  || { echo "qdqtune needs Python 3.11 or newer, which '$(PYTHON)' is not: make PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -52,7 +65,7 @@ python:
 lock:
 	$(PYTHON) -m venv --clear $(LOCKER)
 	$(LOCKER)/bin/python $(PIP) uv
-	$(LOCKER)/bin/uv pip compile pyproject.toml --extra openvino --extra tensorrt-rtx --extra ray --group dev \
+	$(LOCKER)/bin/uv pip compile pyproject.toml --extra openvino --extra tensorrt-rtx --extra ray --group dev --group docs \
 	  --universal --python-version 3.11 \
 	  --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" --quiet -o requirements.lock
 

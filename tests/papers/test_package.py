@@ -10,7 +10,16 @@ from pathlib import Path
 from documents import ROOT
 
 PARTS = ("src", "docs", "examples", "demo", "benchmarks")
-FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")
+FILES = (
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "Makefile",
+    "mkdocs.yml",
+)
 
 
 def test_metadata_are_complete() -> None:
@@ -31,5 +40,14 @@ def test_a_source_distribution_holds_documents_and_examples(tmp_path: Path) -> N
     (made,) = (tmp_path / "dist").iterdir()
     with tarfile.open(made) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {"docs/cli.md", "docs/speedups.svg", "demo/digits.onnx", "demo/samples.npz", "README.md", "CHANGELOG.md"}
+    wanted = {
+        "mkdocs.yml",
+        "docs/index.md",
+        "docs/site/hooks.py",
+        "docs/speedups.svg",
+        "demo/digits.onnx",
+        "demo/samples.npz",
+        "README.md",
+        "CHANGELOG.md",
+    }
     assert wanted | {"examples/qdq_placement/README.md", "src/qdqtune/py.typed"} <= names
