@@ -38,7 +38,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links that leave docs/ lead to the repository, or be plain text where no repository is configured."""
+    """Let links that leave docs/ lead to the repository, or be plain text where no repository is configured. The first
+    page takes the whole width."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]
     folder = Path(page.file.src_uri).parent
 
     def led(link: re.Match[str]) -> str:

@@ -103,7 +103,7 @@ def command_page(name: str, command: click.Command) -> str:
         for group in get_args(options.Group):
             if own := [p for p in found if _group(p) == group]:
                 parts.append(f"## {group}\n")
-                parts.append(table(("option", "what it does", "default"), [_option_row(p) for p in own]))
+                parts.append(table(("option", "what it does"), [_option_row(p) for p in own]))
     return "\n".join(parts)
 
 
@@ -118,15 +118,16 @@ def _group(option: click.Option) -> str:
     return option.own.group if isinstance(option, Parameter) else "Output"
 
 
-def _option_row(option: click.Option) -> tuple[str, str, str]:
-    names = ", ".join(code(name) for name in (*option.opts, *option.secondary_opts))
+def _option_row(option: click.Option) -> tuple[str, str]:
+    names = ", ".join(f"{code(name)}{{ .flag }}" for name in (*option.opts, *option.secondary_opts))
     if not isinstance(option, Parameter):
-        return names, "A page that explains the usual options.", ""
+        return names, "A page that explains the usual options."
     own = option.own
     value = "" if option.is_flag else _value(option)
-    default = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
+    default = "on" if option.default is True else str(option.default).removesuffix(".0")
     usual = own.default_in_words or ("" if option.default in (None, (), False) else default)
-    return f"{names} {value}".strip(), prose(with_flags(own.help)), prose(with_flags(usual)) if usual else ""
+    told = f"{own.help} Default: {usual}." if usual else own.help
+    return f"{names} {value}".strip(), prose(with_flags(told))
 
 
 def _value(option: click.Option) -> str:
@@ -242,12 +243,12 @@ def json_page() -> str:
         also = "`qdqtune tune --json` prints it as well. " if file == "summary.json" else ""
         parts.append(f"## {file}\n\n{also}{_sections(docstring(kind))}")
         inner: dict[str, type] = {}
-        parts.append(_fields(kind, inner))
+        parts.append(fields_of(kind, inner))
         while inner:
             name, part = inner.popitem()
             if f"### {name}\n" not in "".join(parts):
                 parts.append(f"### {name}\n\n{_sections(docstring(part))}")
-                parts.append(_fields(part, inner))
+                parts.append(fields_of(part, inner))
     parts.append(
         "## Results of commands\n\nWhat `--json` prints is the `to_dict()` of the result in Python. These fields are "
         "those of a small model; `[]` stands for each element of an array. `run` and `tune` with several models print "
@@ -259,7 +260,7 @@ def json_page() -> str:
     return "\n".join(parts)
 
 
-def _fields(kind: type, inner: dict[str, type]) -> str:
+def fields_of(kind: type, inner: dict[str, type]) -> str:
     """A row for each field; types of fields that have fields of their own go to `inner`."""
     rows = []
     for name, hint in get_type_hints(kind, include_extras=True).items():
@@ -291,7 +292,7 @@ def type_in_words(hint: Any, inner: dict[str, type] | None = None) -> str:
 def _plain(hint: Any, inner: dict[str, type] | None) -> str:
     if hint is type(None):
         return "null"
-    if has_fields(hint):
+    if hasfields_of(hint):
         if inner is not None:
             inner[hint.__name__] = hint
         return f"[{hint.__name__}](#{hint.__name__.lower()})" if inner is not None else code(hint.__name__)
@@ -299,7 +300,7 @@ def _plain(hint: Any, inner: dict[str, type] | None) -> str:
     return named.get(hint, code(getattr(hint, "__name__", hint)))
 
 
-def has_fields(hint: Any) -> bool:
+def hasfields_of(hint: Any) -> bool:
     """Whether a type is an object of JSON with named fields."""
     is_typed = isinstance(hint, type) and (issubclass(hint, msgspec.Struct) or dataclasses.is_dataclass(hint))
     return is_typed or (isinstance(hint, type) and issubclass(hint, dict) and hasattr(hint, "__total__"))
