@@ -1,6 +1,7 @@
 # Needs Python 3.11 and make, nothing else: every target prepares what it needs itself.
 #
 #   make demo    tune the bundled classifier, in a small environment of its own (build/demo)
+#   make docs    write the site of the documents to build/site, and check its links
 #   make test    lint, type check and run the tests
 #   make setup   prepare .venv for the tests, with every extra but tensorrt, which needs a GPU
 #   make dist    build wheel and source distribution into dist, check them, and run what the wheel installs
@@ -13,11 +14,12 @@ BIN := $(VENV)/bin
 LOCKED := $(VENV)/.locked
 READY := $(VENV)/.ready
 DEMO := build/demo
+DOCS := build/docs
 LOCKER := build/locker
 PACKER := build/packer
 PIP := -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 
-.PHONY: python setup test demo dist lock clean
+.PHONY: python setup test demo docs dist lock clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -58,6 +60,17 @@ dist: | python
 	$(PACKER)/bin/qdqtune --version
 	$(PACKER)/bin/qdqtune doctor
 
+# A warning, such as one about a link that leads nowhere, is an error.
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html is the first page"
+
+$(DOCS)/.ready: requirements.lock pyproject.toml | python
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python $(PIP) 'pip>=25.1'
+	$(DOCS)/bin/python $(PIP) -c requirements.lock -e . --group docs
+	@touch $@
+
 python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	  || { echo "qdqtune needs Python 3.11 or newer, which '$(PYTHON)' is not: make PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -66,7 +79,7 @@ python:
 lock:
 	$(PYTHON) -m venv --clear $(LOCKER)
 	$(LOCKER)/bin/python $(PIP) uv
-	$(LOCKER)/bin/uv pip compile pyproject.toml --extra openvino --extra tensorrt-rtx --extra ray --group dev \
+	$(LOCKER)/bin/uv pip compile pyproject.toml --extra openvino --extra tensorrt-rtx --extra ray --group dev --group docs \
 	  --universal --python-version 3.11 \
 	  --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" --quiet -o requirements.lock
 

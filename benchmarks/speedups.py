@@ -1,4 +1,4 @@
-"""Draws docs/speedups.svg from the first two tables of docs/measured.md.
+"""Draws docs/speedups.svg from the first two tables of docs/explanation/measured.md.
 
 python benchmarks/speedups.py
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 DOCS = Path(__file__).parent.parent / "docs"
-TABLE, PICTURE = DOCS / "measured.md", DOCS / "speedups.svg"
+TABLE, PICTURE = DOCS / "explanation" / "measured.md", DOCS / "speedups.svg"
 
 ROW = re.compile(r"^\| (\w+) \| ([\d.]+)[^|]* \| ([\d.]+)[^|]* \|$", re.MULTILINE)
 """A network, and the ratios of the cut and of quantize_static to float."""

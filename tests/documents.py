@@ -53,6 +53,8 @@ TIMING = ("tune", "compare")
 """Commands that take long on any other engine."""
 OPTIONAL = {"openvino": "openvino", "tensorrt-rtx": "tensorrt_rtx_bindings"}
 """Engines that a test may use, and the package without which it cannot."""
+EXPORTER = "torch"
+"""What code of documents may import besides; without it such code is not run, since `prepare` has made its model."""
 
 
 @dataclass(frozen=True)

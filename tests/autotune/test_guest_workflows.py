@@ -193,7 +193,7 @@ def test_the_package_is_the_program_with_its_flag(
     with pytest.raises(SystemExit) as end:
         package.main()
     assert end.value.code == 2
-    assert "see docs/migration.md" in capfd.readouterr().err
+    assert "see docs/reference/modelopt.md" in capfd.readouterr().err
 
 
 def test_the_program_quantizes_and_says_what_it_cannot(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ def test_the_table_of_names_is_true() -> None:
     """Every public name of ModelOpt's modules exists here, but for those that the table says are not served."""
     tests = Path(__file__).parents[1]
     names = (tests / "data" / "modelopt_names.txt").read_text(encoding="utf-8").split()
-    text = (tests.parent / "docs" / "migration.md").read_text(encoding="utf-8")
+    text = (tests.parent / "docs" / "reference" / "modelopt.md").read_text(encoding="utf-8")
     section = text.partition("## Public names")[2].partition("\n## ")[0]
     different, absent = set[str](), set[str]()
     for line in section.splitlines():

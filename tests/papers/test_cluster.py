@@ -1,4 +1,4 @@
-"""The commands of docs/cluster.md that want more machines than a test has: their options exist, and fit together."""
+"""Commands about clusters in docs/ that want more machines than a test has: their options exist, and fit together."""
 
 import re
 import shlex
@@ -11,7 +11,8 @@ import yaml
 from documents import ROOT, blocks
 from qdqtune.cli.main import app
 
-TEXT = (ROOT / "docs" / "cluster.md").read_text()
+PAGES = ("many-models", "cluster", "schedulers")
+TEXT = "\n".join((ROOT / "docs" / "how-to" / f"{page}.md").read_text() for page in PAGES)
 LINES = [line.partition("  #")[0].strip() for block in blocks(TEXT) for line in block.text.splitlines()]
 LINES += re.findall(r"`((?:qdqtune|ray) [^`]+)`", TEXT)
 

@@ -185,7 +185,7 @@ def _search_options(others: Mapping[str, Any], *, searches: bool) -> dict[str, A
     for name, value in others.items():
         is_told = value is not None and value is not False and value != []
         if is_told and name not in known and value != USUAL.get(name):
-            raise BadOption(f"quantize has no {name} here: {INSTEAD.get(name, 'see docs/migration.md')}")
+            raise BadOption(f"quantize has no {name} here: {INSTEAD.get(name, 'see docs/reference/modelopt.md')}")
     return {OPTIONS[name]: value for name, value in others.items() if name in OPTIONS and value is not None}
 
 

@@ -18,6 +18,17 @@ from qdqtune.version import __version__
 
 DEFECT = 70
 
+EXIT_CODES = {
+    0: "Done.",
+    2: "Wrong usage, bad input, or an output that cannot be written; one line says what to do.",
+    3: "Nothing faster was found, and all files are written; of `verify`: it cannot tell.",
+    4: "A limit that you set is not held; `check`, `debug`, `doctor` or `verify` found something.",
+    5: "The engine is not available, or cannot run the float model or a file to compare.",
+    DEFECT: "A defect of qdqtune.",
+    INTERRUPTED: "Interrupted.",
+}
+"""What the exit codes of all commands mean."""
+
 COMPLETING = "_QDQTUNE_COMPLETE"
 """The environment variable with which a shell asks for completions."""
 
@@ -31,8 +42,7 @@ CONTEXT = {
 def main(
     arguments: Sequence[str] | None = None, command: click.Command | None = None, name: str = "qdqtune"
 ) -> NoReturn:
-    """Run the command line (or another `command`) and exit: 0 done, 2 usage or bad input, 3 no improvement, 4 a
-    constraint unmet, 5 engine unavailable or baseline failed, 70 a defect of qdqtune, 130 interrupted."""
+    """Run the command line (or another `command`) and exit with one of `EXIT_CODES`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if (asked := os.environ.get(COMPLETING)) and command is None:
         sys.exit(shell_complete(app, {}, name, COMPLETING, asked))

@@ -83,7 +83,7 @@ def decided(measured: Measurement, difference: Accuracy, engine: str) -> Denorma
         much = "" if off is None else f" ({off:.1f} dB)"
         return DenormalsRecord(note=f"{note}, but its outputs change{much}: a speedup may be due to them, not to pairs")
     note += f", so all models ran so (`engine_options` {OPTION}=true)"
-    return DenormalsRecord(as_zero=True, note=f"{note}. Set {SETTINGS[engine]} to deploy: see docs/deployment.md")
+    return DenormalsRecord(as_zero=True, note=f"{note}. Set {SETTINGS[engine]} to deploy: see docs/how-to/deploy.md")
 
 
 def _measured(ready: Ready, as_zero: EngineSpec, constants: ConstantFile) -> DenormalsRecord:

@@ -1,0 +1,55 @@
+"""Hooks of MkDocs: pages of the reference are generated, and links to files outside of docs/ lead to the repository."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from posixpath import normpath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import reference
+
+LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<place>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
+
+
+COMMANDS = "Commands"
+"""The section of the navigation that gets the page of every command."""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the pages of commands into the navigation."""
+    sections = [part for entry in config.nav or () for part in entry.get("Reference", ())]
+    (commands,) = [part for part in sections if isinstance(part, dict) and COMMANDS in part]
+    commands[COMMANDS] = reference.command_paths()
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    for path, text in reference.pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links that leave docs/ lead to the repository, or be plain text where no repository is configured. The first
+    page takes the whole width."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]
+    folder = Path(page.file.src_uri).parent
+
+    def led(link: re.Match[str]) -> str:
+        path = normpath(f"docs/{folder.as_posix()}/{link['place']}")
+        if path.startswith("docs/"):
+            return link[0]
+        if config.repo_url:
+            return f"[{link['text']}]({config.repo_url.rstrip('/')}/blob/main/{path}{link['anchor'] or ''})"
+        return link["text"] if path in link["text"] else f"{link['text']} (`{path}`)"
+
+    return LINK.sub(led, markdown)

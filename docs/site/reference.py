@@ -1,0 +1,365 @@
+"""Writes the pages of the reference from the code: commands, functions, files, JSON, exit codes, rules.
+
+`pages` gives them; the site takes them when it is built (see hooks.py), and nobody edits them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import inspect
+import re
+import textwrap
+import types
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired, Required, Union, get_args, get_origin, get_type_hints
+
+import click
+import msgspec
+
+import qdqtune
+from examples import fields, results
+from qdqtune import errors, options
+from qdqtune.api import CallOptions
+from qdqtune.cli import main
+from qdqtune.cli.command import Parameter
+from qdqtune.cli.output import with_flags
+from qdqtune.commands.compare import CompareOptions
+from qdqtune.engines import MODULES
+from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.placement import engine_rules
+from qdqtune.tuning.deploy import DeploySettings
+from qdqtune.tuning.folder import FILES
+from qdqtune.tuning.run_log import RunLog
+from qdqtune.tuning.summary import Summary
+
+OF_RUNS = {"summary.json": Summary, "run.json": RunLog, "deploy/settings.json": DeploySettings}
+"""JSON files of a run, with the types that read them."""
+
+OVERVIEW = "reference/index.md"
+KEYWORDS: dict[str, type[options.Options]] = {"compare": CompareOptions}
+"""Functions that pass keywords on, and the options that these are."""
+
+
+def pages() -> dict[str, str]:
+    """The text of each page, by its path from `docs/`."""
+    commands = {name: later.command for name, later in sorted(main.app.commands.items())}
+    return {
+        OVERVIEW: _overview(commands),
+        **dict(zip(command_paths(), map(command_page, commands, commands.values()), strict=True)),
+        **{path: page() for path, page in OTHERS.items()},
+    }
+
+
+def command_paths() -> list[str]:
+    """The paths of the pages of commands."""
+    return [f"reference/commands/{name}.md" for name in sorted(main.app.commands)]
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown; cells are put as they are, on one line each."""
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "".join(f"| {' | '.join(' '.join(cell.split()) for cell in line)} |\n" for line in lines)
+
+
+def code(text: object) -> str:
+    """Text in the font of code, also within a table."""
+    return f"`{str(text).replace('|', ' or ')}`"
+
+
+def prose(text: str) -> str:
+    """Help of the command line as Markdown: names of files, options and placeholders keep their characters."""
+    pieces = re.split(r"(`[^`]*`)", text.strip())
+    return "".join(p if p.startswith("`") else re.sub(r"([*_<>|\[\]])", r"\\\1", p) for p in pieces)
+
+
+def _overview(commands: dict[str, click.Command]) -> str:
+    rows = [(f"[{code(name)}](commands/{name}.md)", prose(main.app.commands[name].help or "")) for name in commands]
+    return (
+        "# Reference\n\nThese pages are made from the code when the site is built. In a terminal, `--help` explains a "
+        "command on one page and `--help-all` option by option.\n\n## Commands\n\n"
+        + table(("command", "what it does"), rows)
+        + "\nEach takes `-q` (no progress), `-v` (progress line by line) and, where it has a result, "
+        "[`--json`](json.md). Underscores work as well as dashes. Results go to standard output, progress and notes to "
+        "standard error. The end is told by an [exit code](exit-codes.md).\n"
+    )
+
+
+# Commands
+
+
+def command_page(name: str, command: click.Command) -> str:
+    """The page of a command: its help, then its options by group."""
+    context = click.Context(command, info_name=f"qdqtune {name}")
+    with context:
+        told, examples = _help(command.help or "")
+        usage = " ".join(command.collect_usage_pieces(context))
+        parts = [f"# qdqtune {name}\n", told, f"```text\nqdqtune {name} {usage}\n```\n"]
+        if examples:
+            parts.append("Examples:\n\n```text\n" + "\n".join(examples) + "\n```\n")
+        found = [p for p in command.get_params(context) if isinstance(p, click.Option)]
+        for group in get_args(options.Group):
+            if own := [p for p in found if _group(p) == group]:
+                parts.append(f"## {group}\n")
+                parts.append(table(("option", "what it does"), [_option_row(p) for p in own]))
+    return "\n".join(parts)
+
+
+def _help(text: str) -> tuple[str, list[str]]:
+    """The sentences of a command's help, and its example lines, which follow a line with a \\b."""
+    before, _, after = inspect.cleandoc(text).partition("\b")
+    told = "\n\n".join(prose(" ".join(part.split())) for part in before.split("\n\n") if part.strip())
+    return told + "\n", [line for line in after.splitlines() if line.strip()]
+
+
+def _group(option: click.Option) -> str:
+    return option.own.group if isinstance(option, Parameter) else "Output"
+
+
+def _option_row(option: click.Option) -> tuple[str, str]:
+    names = ", ".join(f"{code(name)}{{ .flag }}" for name in (*option.opts, *option.secondary_opts))
+    if not isinstance(option, Parameter):
+        return names, "A page that explains the usual options."
+    own = option.own
+    value = "" if option.is_flag else _value(option)
+    default = "on" if option.default is True else str(option.default).removesuffix(".0")
+    usual = own.default_in_words or ("" if option.default in (None, (), False) else default)
+    told = f"{own.help} Default: {usual}." if usual else own.help
+    return f"{names} {value}".strip(), prose(with_flags(told))
+
+
+def _value(option: click.Option) -> str:
+    kind = option.type
+    if isinstance(kind, click.Choice):
+        return "one of " + ", ".join(code(choice) for choice in kind.choices)
+    if isinstance(kind, click.IntRange | click.FloatRange) and (kind.min is not None or kind.max is not None):
+        return f"a number, {code(kind._describe_range())}"
+    return code(option.metavar or {"integer": "N", "number": "X", "path": "FILE"}.get(kind.name, "TEXT"))
+
+
+# Python
+
+
+def python_page() -> str:
+    """The public functions with their keywords, and the public classes."""
+    parts = [
+        "# Python\n\nKeywords are the options of the command line with underscores. Every function also takes "
+        "`observer`, `progress` and `cancel`: see [from Python](../how-to/python.md). All raise `qdqtune.QdqtuneError` "
+        "with one line that says what to do.\n"
+    ]
+    for name in sorted(qdqtune.__all__):
+        value = getattr(qdqtune, name)
+        if inspect.isclass(value):
+            parts.append(class_part(name, value))
+        elif callable(value):
+            parts.append(function_part(name, value))
+    return "\n".join(parts)
+
+
+def function_part(name: str, function: Callable[..., Any]) -> str:
+    """A function: what it does, and a row for each keyword."""
+    told = docstring(function).partition("\nArgs:")[0]
+    signature = inspect.signature(function)
+    page = f"[{code('qdqtune ' + name)}](commands/{name}.md)" if name in main.app.commands else ""
+    rows = []
+    usual = {field.name for field in dataclasses.fields(CallOptions)}
+    kind = KEYWORDS.get(name)
+    for parameter in signature.parameters.values():
+        if parameter.name in usual or (kind and parameter.kind is parameter.VAR_KEYWORD):
+            continue
+        rows.append((code(_spelled(parameter)), _default(parameter.default)))
+    if kind:
+        rows += [
+            (code(n), _default(own.default)) for n, own in options.options_of(kind).items()
+            if n not in signature.parameters
+        ]  # fmt: skip
+    plain = ", ".join(f"{name} = {usual}" if usual else name for name, usual in rows)
+    return f"## {name}\n\n{_sections(told)}\n" + (f"Keywords are told at {page}: {plain}.\n" if page else f"{plain}\n")
+
+
+def _spelled(parameter: inspect.Parameter) -> str:
+    return {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "") + parameter.name
+
+
+def _default(value: Any) -> str:
+    is_absent = value in (inspect.Parameter.empty, dataclasses.MISSING) or value is options.REQUIRED
+    return "" if is_absent else code(repr(value))
+
+
+def class_part(name: str, kind: type) -> str:
+    """A class: what it is, and its public fields, properties and methods."""
+    rows = []
+    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+        if not field.name.startswith("_"):
+            rows.append((code(field.name), type_in_words(field.type)))
+    for member, value in vars(kind).items():
+        if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+            first = docstring(value).partition("\n\n")[0]
+            rows.append((code(member + ("()" if inspect.isfunction(value) else "")), prose(" ".join(first.split()))))
+    return f"## {name}\n\n{_sections(docstring(kind))}\n" + (table(("member", "what it is"), rows) if rows else "")
+
+
+def docstring(value: object) -> str:
+    """A docstring without indentation; empty if there is none, or only the one that dataclasses make."""
+    text = inspect.getdoc(value) or ""
+    return "" if text.startswith(f"{getattr(value, '__name__', '')}(") else text
+
+
+def _sections(text: str) -> str:
+    """A docstring as Markdown: sections such as `Raises:` become a paragraph with their entries."""
+    parts = []
+    for part in text.split("\n\n"):
+        title = re.match(r"(Raises|Args|Returns):\n", part)
+        lines = textwrap.dedent(part[title.end() :] if title else part).strip()
+        parts.append((f"{title[1]}: " if title else "") + prose(" ".join(lines.split())))
+    return "\n\n".join(parts) + "\n"
+
+
+# Files, JSON, exit codes, engines, rules
+
+
+def files_page() -> str:
+    """The files that `tune` writes."""
+    rows = [(code(name), prose(what)) for name, what in FILES.items()]
+    return (
+        "# Files\n\nYour model file is never changed. No command writes to a file that it reads, or through a link out "
+        "of the output folder. There, only files listed in `.qdqtune` are overwritten or deleted; another file with "
+        "the name of a result is refused before work begins. Results appear whole.\n\n"
+        "A second `-o q.onnx` or `--html page.html` replaces the first, which carries a mark. Another file of that "
+        "name, or an output that you have changed, is refused.\n\n## What tune writes\n\n"
+        "In `qdqtune_output/`, or the folder that `-o` names:\n\n" + table(("file", "content"), rows)
+    )
+
+
+def json_page() -> str:
+    """The fields of the JSON files of a run, and of what commands print with `--json`."""
+    parts = [
+        "# JSON\n\n`--json` prints one JSON value, numbers unrounded; unknown values are `null`. Names of fields carry "
+        "units, and ratios are shares of the float model's time (0.5 is twice as fast).\n"
+    ]
+    for file, kind in OF_RUNS.items():
+        also = "`qdqtune tune --json` prints it as well. " if file == "summary.json" else ""
+        parts.append(f"## {file}\n\n{also}{_sections(docstring(kind))}")
+        inner: dict[str, type] = {}
+        parts.append(fields_of(kind, inner))
+        while inner:
+            name, part = inner.popitem()
+            if f"### {name}\n" not in "".join(parts):
+                parts.append(f"### {name}\n\n{_sections(docstring(part))}")
+                parts.append(fields_of(part, inner))
+    parts.append(
+        "## Results of commands\n\nWhat `--json` prints is the `to_dict()` of the result in Python. These fields are "
+        "those of a small model; `[]` stands for each element of an array. `run` and `tune` with several models print "
+        "an array with a row for each model.\n"
+    )
+    for command, value in results().items():
+        rows = [(code(path), kind) for path, kind in fields(value)]
+        parts.append(f"### qdqtune {command}\n\n" + table(("field", "type"), rows))
+    return "\n".join(parts)
+
+
+def fields_of(kind: type, inner: dict[str, type]) -> str:
+    """A row for each field; types of fields that have fields of their own go to `inner`."""
+    rows = []
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        rows.append((code(name), type_in_words(hint, inner)))
+    return table(("field", "type"), rows)
+
+
+def type_in_words(hint: Any, inner: dict[str, type] | None = None) -> str:
+    """A type of Python as JSON calls it. Types with fields go to `inner`, by name."""
+    origin, given = get_origin(hint), get_args(hint)
+    told = [type_in_words(part, inner) for part in given if part is not Ellipsis]
+    if isinstance(hint, str):
+        return code(hint)
+    if origin is NotRequired:
+        return f"{told[0]}; may be missing"
+    if origin in (Required, Annotated):
+        return type_in_words(given[0], inner)
+    if origin is Literal:
+        return " or ".join(code(f'"{value}"') for value in given)
+    if origin in (Union, types.UnionType):
+        return " or ".join(told)
+    if origin in (list, tuple, Sequence) or hint in (list, tuple):
+        return f"array of {', '.join(dict.fromkeys(told))}" if told else "array"
+    if isinstance(origin, type) and given:
+        return f"object of {told[-1]} by name" if len(told) == 2 else origin.__name__
+    return _plain(hint, inner)
+
+
+def _plain(hint: Any, inner: dict[str, type] | None) -> str:
+    if hint is type(None):
+        return "null"
+    if hasfields_of(hint):
+        if inner is not None:
+            inner[hint.__name__] = hint
+        return f"[{hint.__name__}](#{hint.__name__.lower()})" if inner is not None else code(hint.__name__)
+    named = {float: "number", int: "integer", str: "text", bool: "true or false", Any: "any value"}
+    return named.get(hint, code(getattr(hint, "__name__", hint)))
+
+
+def hasfields_of(hint: Any) -> bool:
+    """Whether a type is an object of JSON with named fields."""
+    is_typed = isinstance(hint, type) and (issubclass(hint, msgspec.Struct) or dataclasses.is_dataclass(hint))
+    return is_typed or (isinstance(hint, type) and issubclass(hint, dict) and hasattr(hint, "__total__"))
+
+
+def exit_page() -> str:
+    """What exit codes mean, and the errors that Python raises."""
+    tree = textwrap.dedent((errors.__doc__ or "").partition("\n\n")[2].rpartition("\n\n")[0])
+    rows = [(code(number), prose(what)) for number, what in main.EXIT_CODES.items()]
+    return (
+        "# Exit codes and errors\n\n" + table(("code", "meaning"), rows) + "\nErrors form one tree, with the exit code "
+        f"of the command line. In Python all are `qdqtune.QdqtuneError`.\n\n```text\n{tree.rstrip()}\n```\n"
+    )
+
+
+def engines_page() -> str:
+    """The names that `--engine` takes."""
+    return (
+        "# Engines\n\nNames that `--engine` takes. `qdqtune doctor` says which work on a machine, and what to install "
+        "for the others.\n\n"
+        + table(
+            ("engine", "what it is"), [(code(name), prose(_first_line(module))) for name, module in MODULES.items()]
+        )
+        + "\n## Execution providers of ONNX Runtime\n\nSee [execution providers](../how-to/providers.md).\n\n"
+        + table(("engine", "provider"), [(code(name), code(one.name)) for name, one in PROVIDERS.items()])
+    )
+
+
+def _first_line(module: str) -> str:
+    """The first line of a module's docstring. The module is not imported, since the vendor's library may be missing."""
+    found = importlib.util.find_spec(module)
+    assert found is not None
+    assert found.origin is not None
+    return (ast.get_docstring(ast.parse(Path(found.origin).read_text())) or "").partition("\n")[0]
+
+
+def rules_page() -> str:
+    """The placement rules of `quantize`."""
+    rows = [
+        (code(rule.name), engine_rules.effect(rule), prose(rule.reason), ", ".join(sorted(rule.engines)))
+        for rule in engine_rules.RULES
+    ]
+    return (
+        "# Placement rules\n\nBy these rules `qdqtune quantize` places pairs without measuring. `qdqtune rules` prints "
+        "them with their sources.\n\n" + table(("rule", "effect", "reason", "engines"), rows)
+    )
+
+
+def words() -> int:
+    """The words of all generated pages."""
+    return sum(len(text.split()) for text in pages().values())
+
+
+OTHERS: dict[str, Callable[[], str]] = {
+    "reference/python.md": python_page,
+    "reference/files.md": files_page,
+    "reference/json.md": json_page,
+    "reference/exit-codes.md": exit_page,
+    "reference/engines.md": engines_page,
+    "reference/rules.md": rules_page,
+}
+"""Pages that are not about a command, with the functions that write them."""
