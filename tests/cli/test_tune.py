@@ -83,6 +83,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--default-dq-dtype": (["float16"], lambda s: s.default_dq_dtype, "float16"),
     "--qdq-baseline": (["q.onnx"], lambda s: s.qdq_baseline, Path("q.onnx")),
     "--from-qdq": ([], lambda s: s.from_qdq, True),
+    "--portable": ([], lambda s: s.portable, True),
     "--pattern-cache": (["c.yaml", "--mode", "region"], lambda s: s.pattern_cache, Path("c.yaml")),
     "--price-cache": (["p.json"], lambda s: s.price_cache, Path("p.json")),
     "--state-file": (["s.yaml"], lambda s: s.state, Path("s.yaml")),

@@ -15,6 +15,7 @@ QUANTIZE: dict[str, tuple[Sequence[str], Callable[[QuantizeOptions], object], ob
     "--engine": (["openvino"], lambda r: r.engine, "openvino"),
     "--precision": (["fp16"], lambda r: r.precision, "fp16"),
     "--no-per-channel": ([], lambda r: r.per_channel, False),
+    "--portable": ([], lambda r: r.portable, True),
     "--nodes-to-quantize": (["a"], lambda r: r.nodes_to_quantize, ("a",)),
     "--op-types-to-quantize": (["Conv"], lambda r: r.op_types_to_quantize, ("Conv",)),
     "--nodes-to-exclude": (["b"], lambda r: r.nodes_to_exclude, ("b",)),

@@ -175,6 +175,7 @@ def test_a_file_that_was_tuned_on_another_architecture_is_told_to_be_of_that_one
         _, out, err = call(*command, "--engine", "fake") if command[0] != "verify" else call(*command)
         told = " ".join((out + err).split())
         assert "optimized_final.onnx was tuned on POWER, and this is " in told
+        assert "baseline.onnx was tuned" not in told
         assert "its numbers were chosen for POWER" in told
         assert "tune here, or with --portable for one file on both" in told
     changed(target, lambda content: content.update(portable=True))

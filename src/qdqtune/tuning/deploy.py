@@ -134,7 +134,10 @@ def of_other_processor(name: str, made_for: str, *, is_portable: bool) -> str:
 
 
 def tuned_elsewhere(file: Path) -> str:
-    """The same of a model file in the folder of a run, or in one with its deploy/settings.json; "" in other folders."""
+    """The same of a model file in the folder of a run, or in one with its deploy/settings.json; "" for other files
+    and for the float model."""
+    if file.name == BASELINE:
+        return ""
     folder = file.parent.parent if file.parent.name == FRONT else file.parent
     try:
         found = read_json(folder / DEPLOY_SETTINGS, DeploySettings)
