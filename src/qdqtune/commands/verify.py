@@ -180,8 +180,8 @@ def _finding(done: Comparison, gate: Gate, settings: DeploySettings) -> tuple[Fi
         return "does not hold", f"{bad.file}, {bad.limit}: {bad.told}"
     timed = [(row.ratio, row) for row in done.rows if row.ratio is not None]
     if not settings.proven.timed:  # nothing was said about speed: the outputs decide
-        exact = [f"output SQNR {row.sqnr_db:.1f} dB" for row in done.rows if row.sqnr_db is not None]
-        told = f"nothing was timed; {', '.join(exact) or 'outputs are equal'} on the simulator or device here"
+        seen = [f"output SQNR {row.sqnr_db:.1f} dB" for row in done.rows if row.sqnr_db is not None]
+        told = f"nothing was timed; {', '.join(seen) or 'outputs are equal'} on the simulator or device here"
         return ("holds", told) if done.judged else ("cannot tell", "nothing was timed, and outputs were not compared")
     if not timed:
         return "cannot tell", "nothing is timed on a simulator"
