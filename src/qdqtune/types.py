@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -327,31 +326,6 @@ class Accuracy:
             raise ValueError("shares lie in [0, 1]")
 
 
-LONG = 0.04
-"""Seconds from which on inferences have one turn in a round, as disturbances average out. Chosen, not measured."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A turn of a model: `runs` back-to-back inferences, each of `seconds` on the slower of both models. In a round
-    each has `per_round`: two, A B B A, so that drift cancels; one if inferences are long or turns start a process."""
-
-    runs: int
-    per_round: int
-    seconds: float
-    start: float = 0.0  # seconds to start the process of a turn; 0 if turns start none
-
-    @classmethod
-    def of(cls, seconds: float, least: float, start: float = 0.0) -> Turn:
-        """The turn that lasts at least `least` seconds, for inferences of `seconds`."""
-        return cls(max(1, math.ceil(least / (seconds or 1))), 1 if start or seconds >= LONG else 2, seconds, start)
-
-    @property
-    def round_seconds(self) -> float:
-        """Seconds of a round, if both models take `seconds`."""
-        return 2 * self.per_round * (self.runs * self.seconds + self.start)
-
-
 @dataclass(frozen=True)
 class Measurement:
     """Times of two models in a paired comparison, in seconds per inference: `a[i]` and `b[i]` are of round i.
@@ -385,8 +359,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class CostsByRule:
-    """What two placements cost by rule (`search.costs.rule_costs`), in place of a `Measurement` where an engine's times
-    mean nothing: `b` that of a candidate, `a` that of the placement that it is compared with."""
+    """What a candidate (`b`) and the placement that it is compared with (`a`) cost by rule (`search.costs.rule_costs`),
+    in place of a `Measurement` where an engine's times mean nothing."""
 
     a: float
     b: float
@@ -415,10 +389,9 @@ class Proposal:
 class Trial:
     """A candidate: the proposal, the placement that it was compared with, and the results.
 
-    `result` compares the candidate (side b) with the best placement at that time (side a, `against`): in rounds, or by
-    rule. If the candidate
-    is faster, `check` repeats that with second builds of both. `accuracy` is None if the trial failed. `metric` is the
-    user's own, measured only for candidates that would be accepted.
+    `result` compares the candidate (side b) with the best placement at that time (side a, `against`), in rounds or by
+    rule. If it is faster, `check` repeats that with second builds of both. `accuracy` is None if the trial failed.
+    `metric` is the user's own, measured only for candidates that would be accepted.
     """
 
     number: int

@@ -9,8 +9,9 @@ import pytest
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import as_workloads
+from qdqtune.engines.turns import Turn
 from qdqtune.engines.worker import Model, Session, average_layers
-from qdqtune.types import Layer, Turn, Workload
+from qdqtune.types import Layer, Workload
 
 
 class _Scripted:

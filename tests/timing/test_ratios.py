@@ -14,6 +14,7 @@ from scipy.stats import binom
 
 from models import build, normal
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.turns import Turn
 from qdqtune.engines.worker import Session
 from qdqtune.timing.ratios import (
     MOST_PAIRS,
@@ -32,7 +33,7 @@ from qdqtune.timing.ratios import (
     ratio,
     spread_of,
 )
-from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial, Turn, Workload
+from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial, Workload
 
 Array = npt.NDArray[Any]
 

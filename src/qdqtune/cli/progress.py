@@ -114,7 +114,7 @@ class Live:
         """Print a line about the candidate, and show it as the last one."""
         self._updated = time.monotonic()
         self._state, self._searching = state, True
-        self._speed = _best_text(trial, state)
+        self._speed = _best_text(state)
         self._last = f"{name(trial)}: {outcome_text(trial, outcome, state)}"
         if state.best and state.best == trial.placement:
             self._best = f" ({name(trial)})"
@@ -183,7 +183,7 @@ class Plain:
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """Print a line about the candidate."""
         builds, short = f"{state.builds}/{state.limit}", f"{name(trial)}: {outcome_text(trial, outcome, state)}"
-        self._emit(Event("line", line(trial, outcome, state), short, builds, _best_text(trial, state)))
+        self._emit(Event("line", line(trial, outcome, state), short, builds, _best_text(state)))
 
     def _say(self, text: str, kind: Literal["line", "note"] = "line") -> None:
         self._emit(Event(kind, text))
@@ -227,9 +227,9 @@ def _by_rule_text(trial: Trial, outcome: str, state: State) -> str:
     return f"{facts}, {'the cheapest by rule so far' if is_best else 'not taken: not cheaper by rule than the best'}"
 
 
-def _best_text(trial: Trial, state: State) -> str:
-    """The speed of the best candidate so far; empty where nothing is timed, or nothing was."""
-    return "" if isinstance(trial.result, CostsByRule) else speed(state.best_ratio)
+def _best_text(state: State) -> str:
+    """The speed of the best candidate so far; empty where nothing is timed."""
+    return speed(state.best_ratio) if state.timed else ""
 
 
 def _verdict(trial: Trial, outcome: str, state: State) -> str:
@@ -258,5 +258,5 @@ def line(trial: Trial, outcome: str, state: State) -> str:
     """The line that is printed about a candidate."""
     source = ", from the state file" if state.replayed else ""
     counts = f"{trial.number:4}  {state.builds:>{len(str(state.limit))}}/{state.limit} builds"
-    best = f"  best {told}" if (told := _best_text(trial, state)) else ""
+    best = f"  best {told}" if (told := _best_text(state)) else ""
     return f"{counts}{best}  {name(trial)}: {outcome_text(trial, outcome, state)}{source}"

@@ -27,10 +27,11 @@ from qdqtune.engines.process import (
     finish_log,
     twice,
 )
+from qdqtune.engines.turns import Turn
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
 from qdqtune.graph.saving import nbytes
 from qdqtune.system.writing import temporary_folder
-from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Turn, Workload
+from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Workload
 
 SLACK = 5.0
 """Multiple of the expected time that rounds may take beyond their limit: a shared machine rarely slows down so much."""

@@ -28,9 +28,10 @@ import numpy as np
 from qdqtune.engines import LAUNCHED, Built, Compiler, Engine, EngineSpec, Launched, builds_for, open_engine, threads_of
 from qdqtune.engines.channel import Channel
 from qdqtune.engines.memory import return_free_memory, scarce_memory
+from qdqtune.engines.turns import Turn
 from qdqtune.errors import QdqtuneError
 from qdqtune.system.operating_system import end_own_group, on_interrupt
-from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Turn, Workload
+from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Workload
 
 PROBES, PROBE_SECONDS = 3, 0.2
 """A model's speed is the best of `PROBES` inferences, fewer after `PROBE_SECONDS`. Chosen, not measured."""

@@ -9,7 +9,7 @@ from typing import Protocol
 from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import CLAMPS, COMPUTE
 from qdqtune.timing.ratios import Plan, judge
-from qdqtune.types import LOW_PRECISIONS, Measurement, Placement, Proposal, Trial
+from qdqtune.types import LOW_PRECISIONS, CostsByRule, Measurement, Placement, Proposal, Trial
 
 MOST_PRODUCTS = 0.5
 """Pairs at this share of the products of a model show whether an engine has 8-bit kernels for any. Chosen, not
@@ -47,7 +47,7 @@ def products_left_in_float(trial: Trial, model: Model, plan: Plan) -> int:
     all of them, and they are most of the model's; 0 otherwise. Such an engine has no 8-bit kernels, and no placement of
     pairs is fast on it.
     """
-    if not trial.layers or not trial.placement.edges:
+    if not trial.layers or not trial.placement.edges or isinstance(trial.result, CostsByRule):
         return 0
     if (measured := judge(trial, plan)) is None or measured.verdict != "slower":
         return 0

@@ -25,8 +25,9 @@ from typing import Literal
 
 import numpy as np
 
+from qdqtune.engines.turns import Turn
 from qdqtune.system.listener import Deaf, Listener
-from qdqtune.types import CostsByRule, Failure, Measurement, Trial, Turn
+from qdqtune.types import CostsByRule, Failure, Measurement, Trial
 
 Verdict = Literal["faster", "slower", "undecided"]
 

@@ -11,7 +11,8 @@ from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import insist, temporary_runner
-from qdqtune.errors import BaselineFailed
+from qdqtune.engines.provider_table import SIMULATED
+from qdqtune.errors import BadOption, BaselineFailed
 from qdqtune.numerics.fitting import inferences
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.bench import REPEATED
@@ -58,6 +59,11 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     Raises:
         QdqtuneError: as `tune` does before its search.
     """
+    if not settings.is_timed:
+        name = settings.engine.name
+        raise BadOption(
+            f"{SIMULATED.format(name)}, so no time can be estimated: `builds` and `time_budget` bound a run"
+        )
     observer = observer or Silent()
     execution = Execution(settings.time_limit)
     with OutputFolder(settings), temporary_runner(settings.engine, execution) as runner:

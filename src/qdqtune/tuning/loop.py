@@ -110,7 +110,7 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> list[Trial]:
                 trials.append(run.limits.judged(trial, trials, plan, run.bench.metric))
                 known = [*history, *accepted(trials, plan, best, run.slower([*history, *trials]))]
                 state = budget.state(known, plan, time.monotonic() - started, replayed=replayed)
-                state = replace(state, missed=run.limits.why_refused(trials[-1]))
+                state = replace(state, missed=run.limits.why_refused(trials[-1]), timed=run.settings.is_timed)
                 observer.trial(trials[-1], outcome(trials[-1], plan), state)
                 if budget.is_spent([*history, *trials]) or is_useless(trials[-1]):
                     break

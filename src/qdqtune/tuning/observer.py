@@ -24,7 +24,7 @@ class State:
     the best placement over the float model's: the product of the accepted ratios. `seconds_left` is an estimate for the
     whole run, proof included. `replayed`: the trial was read from the state file. `ratio` is the trial's ratio to the
     float model, None if it failed; `against_ratio` that of the placement that it was compared with. `missed` names the
-    limit on accuracy that it misses, if any.
+    limit on accuracy that it misses, if any. `timed` is False where costs by rule stand in the place of times.
     """
 
     builds: int
@@ -37,6 +37,7 @@ class State:
     ratio: Ratio | None = None
     against_ratio: float = 1.0
     missed: str | None = None
+    timed: bool = True
 
 
 class Cancel(Protocol):
