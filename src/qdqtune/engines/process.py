@@ -20,6 +20,7 @@ from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError
 from qdqtune.system.cleanup import cleaner
 from qdqtune.system.interpreter import python
 from qdqtune.system.operating_system import end_group, inherited, own_group
+from qdqtune.system.tracing import span
 from qdqtune.system.writing import WORKERS, Scratch, append
 from qdqtune.types import Failure
 
@@ -250,7 +251,8 @@ class WorkerConnection(Checked):
         assert worker is not None
         begun, answered = monotonic(), False
         try:
-            good, result = worker.request(name, arguments, limit, self.check)
+            with span(name, what=what):
+                good, result = worker.request(name, arguments, limit, self.check)
             answered = True
         except TimeoutError:
             reason = f"{what} took longer than {limit:.4g} s"

@@ -143,7 +143,7 @@ class RunLogWriter(Silent):
         log = RunLog(
             begun=self._begun.isoformat(timespec="seconds"),
             command=settings.command,
-            settings=_changed(settings),
+            settings=changed(settings),
             engine=settings.engine,
             calibration=f"{method} on {run.subject.prepared.samples.origin}",
             machine=Machine(usable_cores(), (self._load, load()), platform.platform()),
@@ -176,12 +176,12 @@ class RunLogWriter(Silent):
         return float(seconds) if isinstance(seconds, float | int) and isfinite(seconds) and seconds >= 0 else 0.0
 
 
-def _changed(settings: Settings) -> dict[str, Any]:
+def changed(settings: Settings) -> dict[str, Any]:
     """The settings that differ from the defaults."""
     usual = Settings(settings.model)
     names = (f.name for f in fields(settings) if f.name not in ELSEWHERE)
-    changed = {name: value for name in names if (value := getattr(settings, name)) != getattr(usual, name)}
+    others = {name: value for name in names if (value := getattr(settings, name)) != getattr(usual, name)}
     if settings.workloads:
-        changed["workloads"] = [str(file) for file in settings.workloads]
-    values: dict[str, Any] = plain(changed)
+        others["workloads"] = [str(file) for file in settings.workloads]
+    values: dict[str, Any] = plain(others)
     return values
