@@ -13,6 +13,7 @@ import re
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, Required, Union, get_args, get_origin, get_type_hints
 
@@ -23,6 +24,7 @@ import qdqtune
 from examples import fields, results
 from qdqtune import errors, options
 from qdqtune.api import CallOptions
+from qdqtune.autotune import command as autotune
 from qdqtune.cli import main
 from qdqtune.cli.command import Parameter
 from qdqtune.cli.output import with_flags
@@ -48,7 +50,7 @@ def pages() -> dict[str, str]:
     commands = {name: later.command for name, later in sorted(main.app.commands.items())}
     return {
         OVERVIEW: _overview(commands),
-        **dict(zip(command_paths(), map(command_page, commands, commands.values()), strict=True)),
+        **{path: command_page(f"qdqtune {n}", commands[n]) for path, n in zip(command_paths(), commands, strict=True)},
         **{path: page() for path, page in OTHERS.items()},
     }
 
@@ -91,12 +93,12 @@ def _overview(commands: dict[str, click.Command]) -> str:
 
 
 def command_page(name: str, command: click.Command) -> str:
-    """The page of a command: its help, then its options by group."""
-    context = click.Context(command, info_name=f"qdqtune {name}")
+    """The page of a command: its help, then its options by group. `name` is what is typed."""
+    context = click.Context(command, info_name=name)
     with context:
         told, examples = _help(command.help or "")
         usage = " ".join(command.collect_usage_pieces(context))
-        parts = [f"# qdqtune {name}\n", told, f"```text\nqdqtune {name} {usage}\n```\n"]
+        parts = [f"# {name}\n", told, f"```text\n{name} {usage}\n```\n"]
         if examples:
             parts.append("Examples:\n\n```text\n" + "\n".join(examples) + "\n```\n")
         found = [p for p in command.get_params(context) if isinstance(p, click.Option)]
@@ -121,7 +123,7 @@ def _group(option: click.Option) -> str:
 def _option_row(option: click.Option) -> tuple[str, str]:
     names = ", ".join(f"{code(name)}{{ .flag }}" for name in (*option.opts, *option.secondary_opts))
     if not isinstance(option, Parameter):
-        return names, "A page that explains the usual options."
+        return f"{names} {'' if option.is_flag else _value(option)}".strip(), prose(option.help or "")
     own = option.own
     value = "" if option.is_flag else _value(option)
     default = "on" if option.default is True else str(option.default).removesuffix(".0")
@@ -361,5 +363,6 @@ OTHERS: dict[str, Callable[[], str]] = {
     "reference/exit-codes.md": exit_page,
     "reference/engines.md": engines_page,
     "reference/rules.md": rules_page,
+    "reference/autotune.md": partial(command_page, "python -m qdqtune.autotune", autotune.command),
 }
 """Pages that are not about a command, with the functions that write them."""

@@ -35,7 +35,7 @@ def test_every_page_is_in_the_navigation() -> None:
 @pytest.mark.parametrize("name", main.app.commands)
 def test_the_page_of_a_command_has_all_its_options(name: str) -> None:
     command = main.app.commands[name].command
-    page = reference.command_page(name, command)
+    page = reference.command_page(f"qdqtune {name}", command)
     told = re.findall(r"`(--?[\w-]+)`\{ \.flag \}", page)
     flags = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
     assert {flag for flag in flags if flag.startswith("-")} <= set(told)
