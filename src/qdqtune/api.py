@@ -129,7 +129,7 @@ class QuantizeCall(ModelCallOptions, QuantizeOptions):
 
 
 @dataclass(kw_only=True)
-class CompareCall(ModelCallOptions, CompareOptions):
+class CompareCall(CallOptions, CompareOptions):
     """Keywords of `compare`."""
 
 
@@ -256,7 +256,7 @@ verify = function(VerifyCall, _verify)
 def compare(first: ModelLike, *others: ModelLike, **given: Any) -> Comparison:
     """Time every other model against the first, in interleaved rounds on two fresh builds of both.
 
-    Keywords are the options of `qdqtune compare`.
+    Keywords are the options of `qdqtune compare`, and `example_inputs` of modules of PyTorch.
 
     Raises:
         QdqtuneError: see `commands.compare`.
@@ -264,7 +264,7 @@ def compare(first: ModelLike, *others: ModelLike, **given: Any) -> Comparison:
     models = (first, *others)
     names = [str(m) if isinstance(m, str | Path) else f"model {number}" for number, m in enumerate(models, 1)]
     with temporary_folder() as folder:
-        examples = given.get("example_inputs")
+        examples = given.pop("example_inputs", None)
         paths = [model_file(model, folder, f"model_{number}", examples) for number, model in enumerate(models, 1)]
 
         def compare(options: CompareCall, observer: Observer) -> Comparison:

@@ -179,7 +179,6 @@ def test_what_is_read_is_not_overwritten(call: Call, model: Path) -> None:
 
 def test_a_refused_run_leaves_no_file_behind(call: Call, model: Path, tmp_path: Path) -> None:
     assert call("quantize", model, *RUN, model.with_suffix(".npz"), "--nodes-to-exclude", "nobody")[0] == 2
-    assert call("quantize", tmp_path)[::2] == (2, f"error: {tmp_path} is a folder: name an ONNX file\n")
     assert {file.suffix for file in tmp_path.iterdir()} == {".onnx", ".npz"}
     assert "cannot read the model: No such file" in call("quantize", tmp_path / "no" / "model.onnx")[2]
 

@@ -43,6 +43,9 @@ BILINEAR = 2
 FULL_CROP = 384
 """Pictures with a `crop_pct` are cropped if their side is less than this (as in ConvNeXT)."""
 
+YOLOS_PATCH = 16
+"""Sides of pictures are multiples of this in YOLOS, where a size names the shorter one."""
+
 Sizes = Mapping[str, int | None]
 
 
@@ -63,6 +66,13 @@ class PictureSettings(msgspec.Struct, frozen=True, kw_only=True):
     do_flip_channel_order: bool | None = None
     do_pad: bool | None = None
     pad_size: dict[str, int] | None = None
+    image_processor_type: str = ""
+    feature_extractor_type: str = ""
+
+    @property
+    def processor(self) -> str:
+        """The class of Transformers that wrote the file; empty if it is not from there."""
+        return self.image_processor_type or self.feature_extractor_type
 
     @property
     def is_normalized(self) -> bool:
@@ -105,7 +115,8 @@ def read_settings(path: Path, content: Mapping[str, Any]) -> PictureSettings:
     steps = [name for name, value in content.items() if name.startswith("do_") and value and name not in known]
     if other := [*steps, *(name for name in UNKNOWN_SIZES if content.get(name))]:
         raise BadData(f"{path} asks for {other[0]}, which is not done here: give arrays, as .npz or by a function")
-    if found.do_normalize is not False and (found.image_mean is None or found.image_std is None):
+    lacks_numbers = found.image_mean is None or found.image_std is None
+    if lacks_numbers and (found.do_normalize or (found.do_normalize is None and not found.processor)):
         raise BadData(f'{path} lacks image_mean or image_std: give both, or "do_normalize": false')
     if isinstance(found.size, int) and found.do_resize is not False:
         square, short = f'{{"height": {found.size}, "width": {found.size}}}', f'{{"shortest_edge": {found.size}}}'
@@ -191,10 +202,11 @@ class Pictures:
             short = int(short / self._share)
         if short:
             least, most = min(height, width), max(height, width)
-            if long and most / least * short > long:
-                short = round(long * least / most)
-            other = int(short * most / least)
-            return (short, other) if height <= width else (other, short)
+            exact = long * least / most if long and most / least * short > long else short
+            sides = round(exact), int(exact * most / least)
+            if self.settings.processor.startswith("Yolos"):
+                sides = sides[0] // YOLOS_PATCH * YOLOS_PATCH, sides[1] // YOLOS_PATCH * YOLOS_PATCH
+            return sides if height <= width else sides[::-1]
         if long:
             return tuple(math.floor(one * long / max(height, width) + 0.5) for one in (height, width))  # type: ignore[return-value]
         raise BadData(f"{self.origin}: the size {dict(size)} is none of height and width, shortest_edge, longest_edge")

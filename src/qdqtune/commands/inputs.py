@@ -189,6 +189,8 @@ def on_disk(options: T, execution: Execution = EXECUTION) -> Iterator[T]:
     """
     given = {name: getattr(options, name) for name in IN_MEMORY if hasattr(options, name)}
     examples = getattr(options, "example_inputs", None)
+    if examples is not None and not torch_export.is_module(given.get("model")):
+        raise BadOption("`example_inputs` is for a torch.nn.Module: samples are given as `calibration_data`")
     with temporary_folder() as folder, metric_source(given.get("evaluate")) as metric:
         known: dict[str, Any] = {}
         for name, value in given.items():

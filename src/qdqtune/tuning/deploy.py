@@ -19,6 +19,8 @@ from qdqtune.engines import EngineSpec, threads_of
 from qdqtune.engines.library_settings import library_settings, script_of
 from qdqtune.errors import BadModel, BadOption, reading, writing
 from qdqtune.graph.loading import files_of, load
+from qdqtune.graph.model_folder import companions
+from qdqtune.system.checks import real
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.folder import BASELINE, DEPLOY_SCRIPT, DEPLOY_SETTINGS, FINAL
@@ -105,6 +107,20 @@ def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
     with atomic_write(folder / DEPLOY_SCRIPT) as fresh:
         shutil.copyfile(script_of(spec), fresh)
     _write(folder, settings, specs, summary)
+
+
+def copy_companions(run: Run) -> None:
+    """Copy the settings and tokenizers beside the model (see `model_folder`) to the folder of the run, so that Optimum
+    loads what ships.
+
+    Raises:
+        OutputError: a file cannot be written.
+    """
+    folder = run.settings.output_dir
+    for file in companions(run.settings.model):
+        if real(file.parent) != real(folder):
+            with writing(folder / file.name), atomic_write(folder / file.name) as fresh:
+                shutil.copyfile(file, fresh)
 
 
 def renew_kit(folder: Path, summary: Mapping[str, Any]) -> None:
