@@ -3,6 +3,7 @@
 #   make demo    tune the bundled classifier, in a small environment of its own (build/demo)
 #   make test    lint, type check and run the tests
 #   make setup   prepare .venv for the tests, with every extra but tensorrt, which needs a GPU
+#   make torch   add PyTorch to .venv, for the tests that export modules; they are skipped without it
 #   make lock    resolve requirements.lock again after a change in pyproject.toml
 #   make clean   remove .venv, build, caches and what the demo wrote
 
@@ -15,7 +16,7 @@ DEMO := build/demo
 LOCKER := build/locker
 PIP := -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 
-.PHONY: python setup test demo lock clean
+.PHONY: python setup test torch demo lock clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -34,6 +35,10 @@ test: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/pytest -n auto --dist loadgroup -rs
+
+# Not in the lock: on Linux its usual wheel brings gigabytes for GPUs, of which the tests need none.
+torch: setup
+	$(BIN)/python $(PIP) -c requirements.lock torch==2.13.0 onnxscript==0.7.2
 
 demo: $(DEMO)/.ready
 	$(DEMO)/bin/python demo/run.py

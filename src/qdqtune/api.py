@@ -119,7 +119,7 @@ class TuneCall(ModelCallOptions, TuneOptions):
     """Keywords of `tune`."""
 
     model: Option[ModelLike | Settings, ModelLike | Settings] = option(  # type: ignore[assignment]
-        Anything(), REQUIRED, "The ONNX file, or all settings of the run.", is_positional=True
+        Anything(), REQUIRED, "The ONNX file, a folder that holds one, or all settings of the run.", is_positional=True
     )
 
 

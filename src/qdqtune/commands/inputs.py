@@ -154,7 +154,7 @@ class ModelOption(Options):
     """The model of a command."""
 
     model: Option[ModelLike, ModelLike] = option(
-        Anything(MODEL), REQUIRED, "The ONNX file.", is_positional=True, metavar="MODEL"
+        Anything(MODEL), REQUIRED, "The ONNX file, or a folder that holds one.", is_positional=True, metavar="MODEL"
     )
 
 
