@@ -5,6 +5,7 @@
 #   make test    lint, type check and run the tests
 #   make setup   prepare .venv for the tests, with every extra but tensorrt, which needs a GPU
 #   make dist    build wheel and source distribution into dist, check them, and run what the wheel installs
+#   make torch   add PyTorch to .venv, for the tests that export modules; they are skipped without it
 #   make lock    resolve requirements.lock again after a change in pyproject.toml
 #   make clean   remove .venv, build, caches and what the demo wrote
 
@@ -19,7 +20,7 @@ LOCKER := build/locker
 PACKER := build/packer
 PIP := -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 
-.PHONY: python setup test demo docs dist lock clean
+.PHONY: python setup test torch demo docs dist lock clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -38,6 +39,10 @@ test: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/pytest -n auto --dist loadgroup -rs
+
+# Not in the lock: on Linux its usual wheel brings gigabytes for GPUs, of which the tests need none.
+torch: setup
+	$(BIN)/python $(PIP) -c requirements.lock torch==2.13.0 onnxscript==0.7.2
 
 demo: $(DEMO)/.ready
 	$(DEMO)/bin/python demo/run.py
@@ -79,8 +84,8 @@ python:
 lock:
 	$(PYTHON) -m venv --clear $(LOCKER)
 	$(LOCKER)/bin/python $(PIP) uv
-	$(LOCKER)/bin/uv pip compile pyproject.toml --extra openvino --extra tensorrt-rtx --extra ray --extra mlflow --extra wandb \
-	  --extra otel --group dev --group docs \
+	$(LOCKER)/bin/uv pip compile pyproject.toml --extra openvino --extra tensorrt-rtx --extra ray --extra data --extra mlflow \
+	  --extra wandb --extra otel --group dev --group docs \
 	  --universal --python-version 3.11 \
 	  --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" --quiet -o requirements.lock
 

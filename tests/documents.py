@@ -32,7 +32,7 @@ from qdqtune.types import Tensors
 from workers import in_process
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = ROOT / "examples" / "qdq_placement"
+EXAMPLES = ROOT / "examples"
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 GPU = re.compile(r"<!-- needs a GPU: (.+?) -->\n\*Needs a GPU\.\*\n\n")
@@ -204,7 +204,7 @@ def prepare(folder: Path) -> None:
     `qdqtune_output`, a tuning run; `quantized.onnx`, the model with pairs around its convolutions and nowhere else;
     `calib.cache`, scales of all its activations.
     """
-    for script in EXAMPLES.glob("*.py"):
+    for script in EXAMPLES.glob("*/*.py"):
         shutil.copy(script, folder)
     script = folder / "make_model.py"
     smaller = re.sub(r"32(, ?)32", r"8\g<1>8", script.read_text().replace("64", "16"))

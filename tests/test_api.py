@@ -68,7 +68,11 @@ def test_the_same_call_goes_on_where_it_was_also_from_memory(tuned: qdqtune.Resu
 
     with in_process():
         again = qdqtune.tune(
-            onnx.load(tuned.baseline), Listening(), calibration_data=feeds(mixed(), 3), output_dir=tuned.folder, **SHORT
+            onnx.load(tuned.baseline),
+            observer=Listening(),
+            calibration_data=feeds(mixed(), 3),
+            output_dir=tuned.folder,
+            **SHORT,
         )
     assert heard == [True] * 3
     assert again.placement == tuned.placement
@@ -181,7 +185,7 @@ def test_another_thread_ends_a_call_and_what_was_measured_is_kept(model: Path) -
 
     given: dict[str, Any] = {"calibration_data": feeds(mixed(), 3), "output_dir": model.parent / "out", **SHORT}
     with pytest.raises(qdqtune.Cancelled, match="the same call goes on from what was measured"):
-        qdqtune.tune(model, Impatient(), cancel=cancel, **given)
+        qdqtune.tune(model, observer=Impatient(), cancel=cancel, **given)
     with pytest.raises(qdqtune.Cancelled):
         qdqtune.tune(model, cancel=cancel, **given)
     replayed: list[bool] = []
@@ -191,7 +195,7 @@ def test_another_thread_ends_a_call_and_what_was_measured_is_kept(model: Path) -
             replayed.append(state.replayed)
 
     with in_process():
-        assert qdqtune.tune(model, Listening(), **given).improved
+        assert qdqtune.tune(model, observer=Listening(), **given).improved
     assert replayed == [True, False, False]
 
 
@@ -213,7 +217,7 @@ def test_an_observer_may_lack_what_it_does_not_care_for(tuned: qdqtune.Result) -
     with in_process():
         qdqtune.tune(
             onnx.load(tuned.baseline),
-            Old(),  # type: ignore[arg-type]
+            observer=Old(),  # type: ignore[arg-type]
             calibration_data=feeds(mixed(), 3),
             output_dir=tuned.folder,
             **SHORT,

@@ -18,8 +18,16 @@ PACKAGE = ROOT / "src" / "qdqtune"
 MODULES = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p
            for p in sorted(PACKAGE.rglob("*.py"))}  # fmt: skip
 VENDORS = {
-    "onnxruntime", "openvino", "tensorrt", "tensorrt_rtx", "tensorrt_bindings", "tensorrt_rtx_bindings", "torch", "ray",
+    "onnxruntime", "openvino", "tensorrt", "tensorrt_rtx", "tensorrt_bindings", "tensorrt_rtx_bindings", "ray",
 }  # fmt: skip
+OTHER_EXTRAS = {
+    "torch": "qdqtune.commands.torch_export",
+    "onnxscript": "qdqtune.commands.torch_export",
+    "PIL": "qdqtune.calibration.pictures",
+    "tokenizers": "qdqtune.calibration.texts",
+    "pyarrow": "qdqtune.calibration.dataset_folders",
+}
+"""Libraries of extras that are no engines, and the module that imports each of them."""
 GRAPH_TOOLS = {"onnxruntime.transformers"}
 """Parts of vendor packages that rewrite models and run nothing; to be imported where they are used."""
 FLOORS = ("autotune", "api", "cli", "commands", "explanation", "tuning", "search", "timing", "numerics", "placement",
@@ -116,6 +124,11 @@ def test_vendor_libraries_are_imported_by_their_engine_only() -> None:
         assert not {m for m in vendors if not within(m, GRAPH_TOOLS)}, name
 
 
+def test_each_library_of_an_extra_is_imported_by_one_module() -> None:
+    found = {(m.split(".")[0], name) for name in MODULES for m in imports(MODULES[name])}
+    assert {pair for pair in found if pair[0] in OTHER_EXTRAS} == set(OTHER_EXTRAS.items())
+
+
 def test_an_engine_imports_no_other_engine() -> None:
     vendors = {"onnxruntime", "openvino", "tensorrt"}
     for name in MODULES:
@@ -141,7 +154,7 @@ def test_importing_loads_no_vendor_library() -> None:
     )
     loaded = set(done.stdout.split())
     assert {"qdqtune", "onnx"} <= loaded
-    assert not loaded & VENDORS
+    assert not loaded & {*VENDORS, *OTHER_EXTRAS}
 
 
 def test_nobody_else_starts_a_python() -> None:

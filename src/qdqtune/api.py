@@ -1,7 +1,8 @@
 """The public functions: the commands, with their options as keywords.
 
-Models are paths or `onnx.ModelProto`s, samples are of the types of `SamplesLike`, metrics are functions. Nothing is
-printed: progress goes to the log, to an observer, and with `progress=True` to a notebook or terminal.
+Models are paths, `onnx.ModelProto`s, or `torch.nn.Module`s with `example_inputs`; samples are of the types of
+`SamplesLike`, metrics are functions. Nothing is printed: progress goes to the log, to an observer, and with
+`progress=True` to a notebook or terminal.
 
 The logger is `qdqtune`; it is silent unless the program configures it. Stages and candidates have the level INFO, notes
 about a result the level WARNING.
@@ -20,7 +21,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from onnx import ModelProto
 from rich.console import Console
 
 from qdqtune.cli import progress as lines
@@ -57,9 +57,17 @@ class CallOptions(Options):
     """Keywords of every function: `observer` receives progress in the calling thread, `progress` shows it in a notebook
     or on a terminal, and `cancel` ends the call when another thread sets it."""
 
-    observer: Observer | None = None
+    observer: Observer | None = field(default=None, kw_only=True)
     progress: bool = field(default=False, kw_only=True)
     cancel: Cancel | None = field(default=None, kw_only=True)
+
+
+@dataclass
+class ModelCallOptions(CallOptions):
+    """Keywords of every function of a model: `example_inputs` are what the forward of a `torch.nn.Module` takes, by
+    which it is exported: a tensor, a tuple of arguments, or a dictionary of keywords."""
+
+    example_inputs: Any = None
 
 
 P = ParamSpec("P")
@@ -107,16 +115,16 @@ def _check_keywords(kind: type[Any], name: str, given: Iterable[str]) -> None:
 
 
 @dataclass
-class TuneCall(CallOptions, TuneOptions):
+class TuneCall(ModelCallOptions, TuneOptions):
     """Keywords of `tune`."""
 
     model: Option[ModelLike | Settings, ModelLike | Settings] = option(  # type: ignore[assignment]
-        Anything(), REQUIRED, "The ONNX file, or all settings of the run.", is_positional=True
+        Anything(), REQUIRED, "The ONNX file, a folder that holds one, or all settings of the run.", is_positional=True
     )
 
 
 @dataclass(kw_only=True)
-class QuantizeCall(CallOptions, QuantizeOptions):
+class QuantizeCall(ModelCallOptions, QuantizeOptions):
     """Keywords of `quantize`."""
 
 
@@ -126,27 +134,27 @@ class CompareCall(CallOptions, CompareOptions):
 
 
 @dataclass(kw_only=True)
-class ApplyCall(CallOptions, apply_command.ApplyOptions):
+class ApplyCall(ModelCallOptions, apply_command.ApplyOptions):
     """Keywords of `apply`."""
 
 
 @dataclass(kw_only=True)
-class CheckCall(CallOptions, CheckOptions):
+class CheckCall(ModelCallOptions, CheckOptions):
     """Keywords of `check`."""
 
 
 @dataclass(kw_only=True)
-class LayersCall(CallOptions, layers_command.LayersOptions):
+class LayersCall(ModelCallOptions, layers_command.LayersOptions):
     """Keywords of `layers`."""
 
 
 @dataclass(kw_only=True)
-class BuildCall(CallOptions, build_command.BuildOptions):
+class BuildCall(ModelCallOptions, build_command.BuildOptions):
     """Keywords of `build`."""
 
 
 @dataclass(kw_only=True)
-class InspectCall(CallOptions, inspect_command.InspectOptions):
+class InspectCall(ModelCallOptions, inspect_command.InspectOptions):
     """Keywords of `inspect`."""
 
 
@@ -248,15 +256,16 @@ verify = function(VerifyCall, _verify)
 def compare(first: ModelLike, *others: ModelLike, **given: Any) -> Comparison:
     """Time every other model against the first, in interleaved rounds on two fresh builds of both.
 
-    Keywords are the options of `qdqtune compare`.
+    Keywords are the options of `qdqtune compare`, and `example_inputs` of modules of PyTorch.
 
     Raises:
         QdqtuneError: see `commands.compare`.
     """
     models = (first, *others)
-    names = [f"model {number}" if isinstance(m, ModelProto) else str(m) for number, m in enumerate(models, 1)]
+    names = [str(m) if isinstance(m, str | Path) else f"model {number}" for number, m in enumerate(models, 1)]
     with temporary_folder() as folder:
-        paths = [model_file(model, folder, f"model_{number}") for number, model in enumerate(models, 1)]
+        examples = given.pop("example_inputs", None)
+        paths = [model_file(model, folder, f"model_{number}", examples) for number, model in enumerate(models, 1)]
 
         def compare(options: CompareCall, observer: Observer) -> Comparison:
             found = compare_files(paths, options, observer)

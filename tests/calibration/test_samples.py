@@ -199,7 +199,7 @@ def test_sources_that_do_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_folder_without_arrays(tmp_path: Path) -> None:
-    (tmp_path / "image.png").touch()
+    (tmp_path / "notes.md").touch()
     with pytest.raises(BadData, match=r"no \.npy or \.npz") as error:
         open_samples(str(tmp_path), model())
     one_line(error)

@@ -116,3 +116,24 @@ def test_a_table_ends_it(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyP
     first, second = out.strip().splitlines()[-2:]
     assert first.split() == ["a.onnx", "tuned", "2.000", "1.000", "2.00x", "30.0", "0"]
     assert second.split() == ["gone.onnx", "failed", "2"]
+
+
+def test_a_folder_of_one_model_is_that_model_and_what_ships_is_loadable(call: Call, tmp_path: Path) -> None:
+    home, out, taken = tmp_path / "net", tmp_path / "out", tmp_path / "taken"
+    for folder in (home, taken):
+        folder.mkdir()
+        (folder / "config.json").write_text(f'{{"of": "{folder.name}"}}')
+    write(mixed(), home)
+    write(mixed(), home, "model_quantized")
+    (home / "tokenizer.json").write_text("{}")
+    assert call("tune", home, "-o", out, *QUICK)[0] == 0
+    assert (out / "optimized_final.onnx").is_file()
+    assert [(out / name).read_text() for name in ("config.json", "tokenizer.json")] == ['{"of": "net"}', "{}"]
+    (home / "tokenizer.json").write_text('{"new": 1}')
+    assert call("tune", home, "-o", out, *QUICK, "--restart")[0] == 0
+    assert (out / "tokenizer.json").read_text() == '{"new": 1}'
+    code, _, err = call("tune", home, "-o", taken, *QUICK)
+    assert code == 2
+    assert "config.json is not of qdqtune's making, and would be overwritten" in err
+    assert call("tune", home, "-o", home, *QUICK)[0] == 0
+    assert (home / "config.json").read_text() == '{"of": "net"}'

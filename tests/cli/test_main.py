@@ -91,7 +91,7 @@ def damage_model(kind: str, path: Path) -> None:
 
 BAD_MODELS = {
     "missing": "cannot read the model: No such file or directory",
-    "folder": "is a folder: name an ONNX file",
+    "folder": "holds no .onnx file: name an ONNX file, or a folder that holds some",
     "empty": "not an ONNX file",
     "truncated": "not an ONNX file",
     "text": "not an ONNX file",
@@ -110,7 +110,7 @@ def test_bad_models(kind, command, call, model, tuned, tmp_path):
     code, error = errors(call(command, model, *more[command]))
     assert code == 2
     assert str(model) in error
-    assert ("holds no .onnx file" if (kind, command) == ("folder", "tune") else BAD_MODELS[kind]) in error
+    assert BAD_MODELS[kind] in error
 
 
 def test_compare_refuses_a_bad_file_in_second_place(call, tuned, model):
@@ -155,7 +155,7 @@ def test_bad_calibration_arrays(kind, command, call, model, tuned, tmp_path):
     ("source", "words"),
     [
         ("gone.npz", "gone.npz not found"),
-        ("gone", "gone not found: give an .npz, a folder of .npy/.npz, or module:callable"),
+        ("gone", "gone not found: give an .npz, a folder of .npy/.npz or pictures, a .txt, or module:callable"),
         ("empty", "empty holds no .npy or .npz file"),
         ("text.npz", "text.npz is no .npz or .npy file: write it with numpy.savez or numpy.save"),
         ("nomodule:samples", "cannot import calibration data 'nomodule:samples'"),

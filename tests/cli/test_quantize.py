@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -179,7 +180,6 @@ def test_what_is_read_is_not_overwritten(call: Call, model: Path) -> None:
 
 def test_a_refused_run_leaves_no_file_behind(call: Call, model: Path, tmp_path: Path) -> None:
     assert call("quantize", model, *RUN, model.with_suffix(".npz"), "--nodes-to-exclude", "nobody")[0] == 2
-    assert call("quantize", tmp_path)[::2] == (2, f"error: {tmp_path} is a folder: name an ONNX file\n")
     assert {file.suffix for file in tmp_path.iterdir()} == {".onnx", ".npz"}
     assert "cannot read the model: No such file" in call("quantize", tmp_path / "no" / "model.onnx")[2]
 
@@ -245,3 +245,14 @@ def test_rules_of_one_engine_and_type(call: Call) -> None:
     assert all("tensorrt" in r["engines"] and "fp8" in r["quant_types"] for r in found)
     assert {r["effect"] for r in found} == {"keeps in float", "places pairs"}
     assert set(found[0]) == {"name", "effect", "reason", "engines", "quant_types", "source"}
+
+
+def test_a_folder_of_one_model_gets_the_quantized_one_beside_it(call: Call, model: Path) -> None:
+    data = model.with_suffix(".npz").rename(model.parent.parent / "data.npz")
+    assert call("quantize", model.parent, *RUN, data)[0] == 0
+    assert model.with_suffix(".qdq.onnx").is_file()
+    assert call("quantize", model.parent, *RUN, data)[0] == 0
+    shutil.copy(model, model.with_name("other.onnx"))
+    code, out, err = call("quantize", model.parent, *RUN, data)
+    assert (code, out) == (2, "")
+    assert f"holds 2 models ({model.name}, other.onnx): name one, such as {model}" in err

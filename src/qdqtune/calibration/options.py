@@ -65,10 +65,11 @@ def samples_option(**how: Any) -> Any:
     return option(
         Anything(Reads(files_named, path_type=str)),
         None,
-        "An .npz (arrays named as the inputs), a folder of .npy/.npz, or module:callable. Without it, seeded random "
-        "inputs.",
+        "An .npz (arrays named as the inputs), a folder of .npy/.npz, or module:callable. Also a folder of pictures, a "
+        ".txt with a text a line, or a split of datasets on disk, which preprocessor_config.json or tokenizer.json, "
+        "beside them or the model, turn into arrays. Without it, seeded random inputs.",
         "Data",
-        short=".npz, folder, or module:callable",
+        short=".npz, pictures, .txt, or module:callable",
         metavar="SOURCE",
         **how,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,13 +44,15 @@ JUDGED_BYTES = 2.0**27
 @dataclass(frozen=True)
 class Data:
     """The inputs of a model: a source of samples (None for random inputs) and their largest number, the shapes of
-    dynamic inputs, the seed of everything random, and workloads, which are the samples if there is no other source."""
+    dynamic inputs, the seed of everything random, and workloads, which are the samples if there is no other source.
+    `folders` are those of the model, where the settings for raw data may lie."""
 
     calibration_data: str | None = None
     calibration_samples: int | None = None
     input_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     seed: int = 0
     workloads: Sequence[WorkloadFile] = ()
+    folders: Sequence[Path] = ()
 
 
 @dataclass(frozen=True)
@@ -143,8 +147,8 @@ def prepare(
     if mix and data.calibration_data is None:
         samples = samples_of(mix)
     else:
-        own, limit = data.calibration_data, data.calibration_samples
-        samples = open_samples(own, shaped, execution, seed=data.seed, limit=limit, fixed=fixed)
+        own, how = data.calibration_data, dict[str, Any]({"limit": data.calibration_samples, "folders": data.folders})
+        samples = open_samples(own, shaped, execution, seed=data.seed, fixed=fixed, **how)
     count, usual = _affordable(shaped, most), min(USUAL_JUDGED, most)
     parts = None if samples.is_random or not most else samples.apart(min(LEAST_JUDGED, most), max(count, usual))
     seen, unseen = parts or (samples, samples)

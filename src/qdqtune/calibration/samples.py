@@ -23,6 +23,7 @@ from zipfile import BadZipFile, ZipFile
 import numpy as np
 
 from qdqtune.calibration.inputs import InputSpec, input_specs, listed, random_samples
+from qdqtune.calibration.raw_data import TEXT_ENDING, raw_files, raw_samples, settings_files
 from qdqtune.calibration.user_code import checked_count, import_callable, read_in_thread, user_errors
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.errors import BadData, one_line
@@ -123,8 +124,10 @@ def open_samples(
     seed: int = 0,
     limit: int | None = None,
     fixed: Collection[str] = (),
+    folders: Sequence[Path] = (),
 ) -> Samples:
-    """Calibration samples from `source`: an .npz, a folder of .npy/.npz, or `module:callable`; None for random inputs.
+    """Calibration samples from `source`: an .npz, a folder of .npy/.npz, raw data (see `raw_data`), or
+    `module:callable`; None for random inputs. `folders` are those of the model.
 
     Arrays have the names of inputs. One of the input's rank has a sample per batch (`a[i:i+1]` for batch 1), one of a
     higher rank has a sample per entry (`a[i]`); a single sample is repeated for all. A callable returns an iterable of
@@ -145,41 +148,46 @@ def open_samples(
         def produce() -> Iterator[Sample]:
             return (s for path in files for s in _split(read_arrays(path, specs), specs, fixed, str(path)))
 
+    elif files := raw_files(Path(source)):
+        digest = _digest([*files, *settings_files(Path(source), folders)], execution)
+        raw = raw_samples(Path(source), files, specs, folders, limit)
+
+        def produce() -> Iterator[Sample]:
+            return (_sample(item, specs, fixed, source) for item in raw())
+
     elif ":" in source and os.sep + ":" not in source:
         given, digest = _from_callable(source, specs, fixed)
 
         def produce() -> Iterator[Sample]:
             return given() if limit is not None else checked_count(given(), source)
 
+    elif Path(source).is_dir():
+        raise BadData(f"{source} holds no .npy or .npz file, no pictures, and no dataset of save_to_disk")
     else:
-        raise BadData(f"calibration data {source} not found: give an .npz, a folder of .npy/.npz, or module:callable")
+        kinds = "an .npz, a folder of .npy/.npz or pictures, a .txt, or module:callable"
+        raise BadData(f"calibration data {source} not found: give {kinds}")
     return Samples(source, digest, False, lambda: read_in_thread(lambda: islice(produce(), limit), source, execution))
 
 
 def _files_of(source: str) -> list[Path]:
-    """The files of samples in order; empty if the source is neither a file nor a folder.
-
-    Raises:
-        BadData: the folder has no such file.
-    """
+    """The files of arrays in order; empty if the source is neither such a file nor a folder of some."""
     path = Path(source)
-    if path.suffix == ".npz" or path.is_file():
+    if path.suffix == ".npz" or (path.is_file() and path.suffix != TEXT_ENDING):
         return [path]
     if not path.is_dir():
         return []
-    files = sorted(f for f in path.iterdir() if f.suffix in (".npy", ".npz") and not f.name.startswith("."))
-    if not files:
-        raise BadData(f"{path} holds no .npy or .npz file")
-    return files
+    return sorted(f for f in path.iterdir() if f.suffix in (".npy", ".npz") and not f.name.startswith("."))
 
 
-def digest_of(source: str, execution: Execution) -> str | None:
+def digest_of(source: str, execution: Execution, folders: Sequence[Path] = ()) -> str | None:
     """The digest of samples in files; None for a callable, which would have to be imported.
 
     Raises:
-        BadData: the folder has no files of samples.
+        BadData: a file cannot be read.
     """
     files = _files_of(source)
+    if not files and (raw := raw_files(Path(source))):
+        files = [*raw, *settings_files(Path(source), folders)]
     return _digest(files, execution) if files else None
 
 

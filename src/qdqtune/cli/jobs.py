@@ -16,7 +16,6 @@ from qdqtune.cli.children import run_all
 from qdqtune.cli.command import command_line, is_quiet, is_verbose
 from qdqtune.cli.output import print_json, say, show
 from qdqtune.cli.streams import INTERRUPTED
-from qdqtune.commands.inputs import MODEL
 from qdqtune.commands.shown import Table
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import EngineSpec
@@ -25,9 +24,11 @@ from qdqtune.engines.devices import ANYWHERE, Device, cores_for, needs_gpu
 from qdqtune.engines.options import WorkerOptions
 from qdqtune.errors import BadOption
 from qdqtune.explanation.formatting import builds, duration
+from qdqtune.graph.model_folder import graphs_in, without_graph
 from qdqtune.options import Several, options_of
 from qdqtune.system.interpreter import python
 from qdqtune.timing.ratios import speed
+from qdqtune.tuning.options import MODELS
 
 CODES = (0, 3, 4)
 """Exit codes of runs that came to their end, the best first; every other one is worse than these."""
@@ -42,16 +43,19 @@ SINGLE = ("state_file", "qdq_baseline", "graph_json")
 
 
 class Models(Several):
-    """Model files and folders of them: one file is a path, everything else a tuple of paths."""
+    """Model files and folders of them: one file, or a folder of one, is a path, everything else a tuple of paths."""
 
     name = "path"
-    typed = MODEL
+    typed = MODELS
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | tuple[Path, ...]:
         """Make one path or several of what was given."""
         given = [value] if isinstance(value, str | Path) else [*(value or ())]
         paths = tuple(map(Path, given))
-        return paths[0] if len(paths) == 1 and not paths[0].is_dir() else paths
+        if len(paths) != 1 or not paths[0].is_dir():
+            return paths[0] if len(paths) == 1 else paths
+        graphs = graphs_in(paths[0])
+        return graphs[0] if len(graphs) == 1 else paths
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ def tune_all(given: Sequence[Path], options: TuneOptions, *, dry_run: bool, as_m
 
 
 def _models(given: Sequence[Path]) -> Iterator[Path]:
-    """The given files, and the .onnx files of given folders, sorted by name in each."""
+    """The given files, and the graphs of given folders (see `model_folder`), sorted by name in each."""
     for path in given:
         if not path.exists():
             commas = "; several values of one option are parted by commas, like 8,1" if not path.suffix else ""
@@ -174,9 +178,9 @@ def _models(given: Sequence[Path]) -> Iterator[Path]:
         if not path.is_dir():
             yield path
             continue
-        found = sorted(path.glob("*.onnx"))
+        found = graphs_in(path)
         if not found:
-            raise BadOption(f"{path} holds no .onnx file: name a model, or a folder that holds some")
+            raise BadOption(without_graph(path))
         yield from found
 
 

@@ -16,7 +16,7 @@ from qdqtune.commands.quantize import Quantized, quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines.formats import FORMATS
-from qdqtune.errors import BadModel, BadOption
+from qdqtune.errors import BadOption
 from qdqtune.explanation.formatting import placed, samples
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import data_of
@@ -70,9 +70,6 @@ def quantize_command(
     """
     if tune_args and not is_seed:
         raise BadOption("--tune-args goes with --tune")
-    model = Path(str(options.model))
-    if model.is_dir():
-        raise BadModel(f"{model} is a folder: name an ONNX file")
     search, asked = _search(options, tune_args) if is_seed else (None, {})
     if search is not None:
         written = [options.target, data_of(options.target), *([] if html is None else [html])]

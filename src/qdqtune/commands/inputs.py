@@ -26,8 +26,11 @@ from qdqtune.calibration.options import samples_option
 from qdqtune.calibration.samples import LABELS, files_named
 from qdqtune.calibration.user_code import checked_count, read_in_thread
 from qdqtune.calibration.workloads import WorkloadArrays, WorkloadFile
+from qdqtune.commands import torch_export
+from qdqtune.commands.torch_export import PROTOBUF_LIMIT, Module
 from qdqtune.engines.execution import EXECUTION, TIME_LIMIT, Check, Execution
 from qdqtune.errors import BadData, BadModel, BadOption, one_line
+from qdqtune.graph.model_folder import model_in
 from qdqtune.numerics.metric import Predict
 from qdqtune.options import REQUIRED, Anything, Option, Options, Reads, option
 from qdqtune.system.writing import temporary_folder
@@ -35,11 +38,8 @@ from qdqtune.tuning.observer import Cancel, check_cancel
 from qdqtune.tuning.options import MODEL as MODEL
 from qdqtune.tuning.settings import Settings
 
-PROTOBUF_LIMIT = 2**31 - 2**24
-"""Most bytes of weights in a single ONNX file: the limit of protobuf, with some margin."""
-
-ModelLike = str | Path | onnx.ModelProto
-"""A model: a path or the model itself."""
+ModelLike = str | Path | onnx.ModelProto | Module
+"""A model: a path (of a file, or of a folder that holds one), the model itself, or a module of PyTorch."""
 
 Batch = Mapping[str, npt.ArrayLike] | npt.ArrayLike
 """Arrays by input name, or the array of the only input: one sample, or several along a first axis."""
@@ -59,17 +59,22 @@ IN_MEMORY = ("model", "quantized", "first", "calibration_data", "workloads", "ev
 T = TypeVar("T", bound=Options)
 
 
-def model_file(model: ModelLike, folder: Path, name: str = "model") -> Path:
-    """The path of a model; a model object is written to the folder.
+def model_file(model: ModelLike, folder: Path, name: str = "model", example_inputs: object = None) -> Path:
+    """The path of a model; a model object is written to the folder, a module of PyTorch is exported with
+    `example_inputs` (see `torch_export`).
 
     Raises:
-        BadModel: `model` is no model.
+        BadModel: `model` is no model, or cannot be exported.
+        BadOption: there are no `example_inputs` for a module.
     """
     if isinstance(model, str | Path):
-        return Path(model)
-    if not isinstance(model, onnx.ModelProto):
-        raise BadModel(f"a model is a path or an onnx.ModelProto, not {type(model).__name__}")
+        return model_in(Path(model))
     path = folder / f"{name}.onnx"
+    if torch_export.is_module(model):
+        torch_export.export(model, example_inputs, path)
+        return path
+    if not isinstance(model, onnx.ModelProto):
+        raise BadModel(f"a model is a path, an onnx.ModelProto or a torch.nn.Module, not {type(model).__name__}")
     large = sum(len(tensor.raw_data) for tensor in model.graph.initializer) > PROTOBUF_LIMIT
     copy = deepcopy(model)  # with large weights `save` would move them out of the user's own
     onnx.save(copy, path, save_as_external_data=large, location=f"{path.name}.data" if large else None)
@@ -149,7 +154,7 @@ class ModelOption(Options):
     """The model of a command."""
 
     model: Option[ModelLike, ModelLike] = option(
-        Anything(MODEL), REQUIRED, "The ONNX file.", is_positional=True, metavar="MODEL"
+        Anything(MODEL), REQUIRED, "The ONNX file, or a folder that holds one.", is_positional=True, metavar="MODEL"
     )
 
 
@@ -176,12 +181,16 @@ def check_of(cancel: Cancel | None) -> Check | None:
 @contextmanager
 def on_disk(options: T, execution: Execution = EXECUTION) -> Iterator[T]:
     """Yield the options with files and names in place of Python objects, which are written to a temporary folder.
-    Samples are read within the time limits of `execution`.
+    Samples are read within the time limits of `execution`. The `example_inputs` of a module of PyTorch also say at
+    which sizes it is measured, where nothing else does.
 
     Raises:
         BadModel, BadData, BadOption: an object has a wrong type or value.
     """
     given = {name: getattr(options, name) for name in IN_MEMORY if hasattr(options, name)}
+    examples = getattr(options, "example_inputs", None)
+    if examples is not None and not torch_export.is_module(given.get("model")):
+        raise BadOption("`example_inputs` is for a torch.nn.Module: samples are given as `calibration_data`")
     with temporary_folder() as folder, metric_source(given.get("evaluate")) as metric:
         known: dict[str, Any] = {}
         for name, value in given.items():
@@ -194,7 +203,10 @@ def on_disk(options: T, execution: Execution = EXECUTION) -> Iterator[T]:
             elif name == "workloads":
                 known[name] = workload_files(value, folder)
             elif value is not None and not isinstance(value, Settings):
-                known[name] = model_file(value, folder, name)
+                known[name] = model_file(value, folder, name, examples)
+        is_fed = given.get("calibration_data") is not None or given.get("workloads")
+        if torch_export.is_module(given.get("model")) and not is_fed and getattr(options, "input_shapes", None) == {}:
+            known["input_shapes"] = torch_export.example_shapes(known["model"], given["model"], examples)
         yield replace(options, **known)
 
 

@@ -188,7 +188,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
     check_named(options.scores, shaped)
     if options.is_labelled:
         data = None if options.calibration_data is None else str(options.calibration_data)
-        how: Any = {"limit": options.calibration_samples, "fixed": options.fix_inputs}
+        how: Any = {"limit": options.calibration_samples, "fixed": options.fix_inputs, "folders": (path.parent,)}
         metric = open_labelled(options.label_file, options.metric, data, shaped, execution, **how)
 
     def placed_by_rules(ranges: Ranges, without: Sequence[str] = ()) -> PlacedByRules:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import onnx
-
 from qdqtune.calibration.matching import Matched, from_file
 from qdqtune.calibration.options import CacheOption, DataOptions, RangeOptions, RewriteOption
 from qdqtune.calibration.prepare import MOST_JUDGED, Data, Prepared, prepare
@@ -21,6 +19,7 @@ from qdqtune.errors import BadOption
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import Model
+from qdqtune.graph.model_folder import model_in
 from qdqtune.graph.saving import model_outputs
 from qdqtune.numerics.fitting import fitted
 from qdqtune.numerics.half_precision import by_ranges, in_half_precision
@@ -74,9 +73,9 @@ def _beside(given: Given) -> Path | None:
     Raises:
         BadOption: the float model is an object in memory, so it has no folder.
     """
-    if isinstance(given["model"], onnx.ModelProto):
+    if not isinstance(given["model"], str | Path):
         raise BadOption("the model lies in memory: give `output`, the file to write")
-    path = Path(str(given["model"]))
+    path = model_in(Path(given["model"]))
     return path.with_suffix(".qdq.onnx") if path.name else None
 
 
@@ -120,7 +119,8 @@ class SourceOptions(DataOptions, CacheOption, RewriteOption, RangeOptions, Input
         prepared, cache, path = None, self.calibration_cache, Path(str(self.model))
         if cache is None or is_run:
             source = None if self.calibration_data is None else str(self.calibration_data)
-            data = Data(source, self.calibration_samples, self.input_shapes, self.seed)
+            given = self.calibration_samples, self.input_shapes, self.seed
+            data = Data(source, *given, folders=(path.parent,))
             drawn = prepare(graph, data, execution, fixed=fixed)
             prepared, _, notes = in_half_precision(drawn, self.precision, usual)
             graph, shaped, notes = prepared.model, prepared.shaped, (*notes, *prepared.hints)
@@ -148,6 +148,7 @@ def data_of(options: DataOptions, execution: Execution, *files: Path | None) -> 
         options.input_shapes,
         options.seed,
         tuple(file for file in workloads if isinstance(file, WorkloadFile)),
+        tuple(dict.fromkeys(file.parent for file in files if file is not None)),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,9 +56,11 @@ def open_labelled(
     *,
     limit: int | None = None,
     fixed: Collection[str] = (),
+    folders: Sequence[Path] = (),
 ) -> Labelled:
     """The `metric` (METRIC or METRIC:OUTPUT) of a file of labels, over the samples of `data`, or over those in the file
     itself if it is an .npz with the inputs of the `model`. Without labels it is over at most `limit` samples.
+    `folders` are those of the model (see `open_samples`).
 
     Raises:
         BadData: labels or samples cannot be read, or are not equally many.
@@ -73,7 +75,7 @@ def open_labelled(
             raise BadOption(f"`metric` {asked} needs `labels`: against the float model `min_sqnr` limits the error")
         if data is None:
             raise BadOption(f"`metric` {metric} needs samples: give `calibration_data`")
-        samples = open_samples(data, model, execution, limit=limit, fixed=fixed)
+        samples = open_samples(data, model, execution, limit=limit, fixed=fixed, folders=folders)
         digest = _digest(name, samples.digest, str(limit))
         return Labelled(f"{name} against the float model", digest, asked, samples, None, output)
     found = read_labels(labels)
@@ -83,7 +85,7 @@ def open_labelled(
             "`labels` tells what is right for samples: give `calibration_data`, or an .npz that holds the inputs and "
             "an array 'labels'"
         )
-    samples = open_samples(own or data, model, execution, limit=len(found) + 1, fixed=fixed)
+    samples = open_samples(own or data, model, execution, limit=len(found) + 1, fixed=fixed, folders=folders)
     first = samples.first(1)[0]
     count = sum(1 for _ in samples)
     rows = paired(found, count, first, samples.origin)

@@ -21,6 +21,8 @@ from qdqtune.engines.library_settings import library_settings, script_of
 from qdqtune.engines.processor import Architecture, architecture, products_saturate
 from qdqtune.errors import BadModel, BadOption, reading, writing
 from qdqtune.graph.loading import files_of, load
+from qdqtune.graph.model_folder import companions
+from qdqtune.system.checks import real
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.folder import BASELINE, DEPLOY_SCRIPT, DEPLOY_SETTINGS, FINAL, FRONT
@@ -144,6 +146,20 @@ def tuned_elsewhere(file: Path) -> str:
     except BadOption:  # the file was altered
         return ""
     return "" if found is None else of_other_processor(str(file), found.processor, is_portable=found.portable)
+
+
+def copy_companions(run: Run) -> None:
+    """Copy the settings and tokenizers beside the model (see `model_folder`) to the folder of the run, so that Optimum
+    loads what ships.
+
+    Raises:
+        OutputError: a file cannot be written.
+    """
+    folder = run.settings.output_dir
+    for file in companions(run.settings.model):
+        if real(file.parent) != real(folder):
+            with writing(folder / file.name), atomic_write(folder / file.name) as fresh:
+                shutil.copyfile(file, fresh)
 
 
 def renew_kit(folder: Path, summary: Mapping[str, Any]) -> None:

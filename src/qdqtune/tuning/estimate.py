@@ -10,8 +10,8 @@ from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import Execution
+from qdqtune.engines.provider_table import simulated
 from qdqtune.engines.runner import insist, temporary_runner
-from qdqtune.engines.provider_table import SIMULATED
 from qdqtune.errors import BadOption, BaselineFailed
 from qdqtune.numerics.fitting import inferences
 from qdqtune.placement.possible import possible_edges
@@ -61,9 +61,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     """
     if not settings.is_timed:
         name = settings.engine.name
-        raise BadOption(
-            f"{SIMULATED.format(name)}, so no time can be estimated: `builds` and `time_budget` bound a run"
-        )
+        raise BadOption(f"{simulated(name)}, so no time can be estimated: `builds` and `time_budget` bound a run")
     observer = observer or Silent()
     execution = Execution(settings.time_limit)
     with OutputFolder(settings), temporary_runner(settings.engine, execution) as runner:

@@ -267,13 +267,15 @@ def data_beside(file: Path, execution: Execution) -> Data | None:
         return None
     try:
         run = read_run(folder)
-        source = None if run.log is None else run.log.settings.get("calibration_data")
-        is_same = isinstance(source, str) and digest_of(source, execution) == run.fingerprint.calibration_data.digest
+        settings = {} if run.log is None else run.log.settings
+        source, folders = settings.get("calibration_data"), (Path(run.summary["model"]).parent, folder)
+        digest = run.fingerprint.calibration_data.digest
+        is_same = isinstance(source, str) and digest_of(source, execution, folders) == digest
     except InputError:  # the folder holds no run, or was altered
         return None
     given = run.fingerprint.input_shapes
     shapes = {name: tuple(size for size in sizes if size is not None) for name, sizes in given.items()}
-    return Data(source, input_shapes=shapes) if is_same and shapes == given else None
+    return Data(source, input_shapes=shapes, folders=folders) if is_same and shapes == given else None
 
 
 # ---------------------------------------------------------------- the answer to the same command

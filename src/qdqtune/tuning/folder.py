@@ -16,6 +16,7 @@ from qdqtune.calibration.samples import files_named
 from qdqtune.engines.tensorrt.options import timing_cache
 from qdqtune.errors import BadOption, BadState, parsed_json, writing
 from qdqtune.graph.loading import files_of
+from qdqtune.graph.model_folder import companions
 from qdqtune.graph.saving import CONSTANTS, data_of
 from qdqtune.system.checks import (
     HEAD,
@@ -317,6 +318,8 @@ def _files(settings: Settings) -> Iterator[str]:
         yield model
         yield data_of(Path(model)).name
     given = settings.model.parent
+    if real(given) != real(settings.output_dir):
+        yield from (file.name for file in companions(settings.model))
     if settings.from_qdq and real(given) != real(settings.output_dir):  # the model may be copied as the result
         beside = (
             file for file in files_of(settings.model)[1:] if file.is_relative_to(given) and ".." not in file.parts
@@ -333,7 +336,7 @@ def _inputs(settings: Settings) -> Inputs:
         "`calibration_cache`": settings.calibration_cache,
     }
     return {
-        "model": files_of(settings.model),
+        "model": [*files_of(settings.model), *companions(settings.model)],
         "calibration data": files_named(settings.calibration_data),
         "workload": [workload.path for workload in settings.workloads],
         "metric": files_named(settings.evaluate),

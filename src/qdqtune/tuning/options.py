@@ -15,6 +15,7 @@ from qdqtune.engines.options import WorkerOptions
 from qdqtune.errors import check_file
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.loading import files_of
+from qdqtune.graph.model_folder import graphs_in, model_in
 from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL
 from qdqtune.numerics.label_options import LabelOptions
 from qdqtune.numerics.score_options import ScoreOption
@@ -122,10 +123,25 @@ def deploy_threads_option() -> Any:
 
 def _model_files(text: str) -> list[Path]:
     path = Path(text)
-    return files_of(path) if path.is_file() else [path]
+    files = [path] if path.is_file() else graphs_in(path)
+    return [file for one in files for file in files_of(one)] or [path]
 
 
-MODEL = Reads(_model_files, "model")
+class ModelFile(Reads):
+    """The path of a model, or of a folder that holds one (see `model_folder`)."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Make the path of a folder that of its model.
+
+        Raises:
+            BadModel: the folder holds no model, or several.
+        """
+        return model_in(super().convert(value, param, ctx))
+
+
+MODEL = ModelFile(_model_files, "model")
+MODELS = Reads(_model_files, "model")
+"""The path of a model or of a folder, which may hold several."""
 
 
 class Wildcards(Several):

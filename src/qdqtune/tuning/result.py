@@ -28,7 +28,7 @@ from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning import advice
 from qdqtune.tuning.comparison_results import rows_by_threads, rows_by_workload
-from qdqtune.tuning.deploy import processor_of, write_kit
+from qdqtune.tuning.deploy import copy_companions, processor_of, write_kit
 from qdqtune.tuning.folder import FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.proof_notes import slower_workloads
@@ -126,6 +126,7 @@ def conclude(
     for name, content in contents.items():
         write_json(run.settings.output_dir / name, content)
     write_kit(run, summary)
+    copy_companions(run)
     return Result(
         shipped=proof.shipped,
         placement=proof.placement,

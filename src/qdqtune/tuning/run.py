@@ -174,6 +174,7 @@ def prepared(settings: Settings, observer: Observer, check: Check | None = None)
         if settings.is_labelled:
             where = settings.calibration_data, subject.shaped, execution
             how: Any = {"limit": settings.calibration_samples, "fixed": settings.fix_inputs}
+            how["folders"] = (settings.model.parent,)
             evaluation = open_labelled(settings.label_file, settings.metric, *where, **how)
         fingerprint = fingerprint_of(settings, subject, runner.describe())
         store = stack.enter_context(Store(settings.state, fingerprint, restart=settings.restart, given=given))

@@ -159,7 +159,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     model, imported, made = _loaded(settings, numbers, wanted, rewrites)
     check_inputs(settings.engine, model)
     source = settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed
-    data = Data(*source, settings.workloads)
+    data = Data(*source, settings.workloads, (settings.model.parent,))
     prepared = prepare(model, data, execution, fixed=settings.fix_inputs, most=settings.accuracy_samples)
     kept: Collection[str] = ()
     if not settings.from_qdq:

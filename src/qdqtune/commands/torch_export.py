@@ -1,0 +1,149 @@
+"""Writes a module of PyTorch as an ONNX file, by the exporter that PyTorch builds on torch.export."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TypeGuard
+
+from qdqtune.calibration.user_code import user_errors
+from qdqtune.errors import BadModel, BadOption
+from qdqtune.graph.loading import read
+
+PROTOBUF_LIMIT = 2**31 - 2**24
+"""Most bytes of weights in a single ONNX file: the limit of protobuf, with some margin."""
+
+INSTALL = "pip install 'qdqtune[torch]'"
+
+BATCH = "batch"
+
+
+class Module(Protocol):
+    """A `torch.nn.Module`, for annotations."""
+
+    forward: Callable[..., Any]
+
+
+def is_module(model: object) -> TypeGuard[Module]:
+    """Whether a value is a module of PyTorch, which is not imported for that."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(model, torch.nn.Module)
+
+
+def export(module: Any, example_inputs: Any, path: Path) -> None:
+    """Write a module to an ONNX file, in evaluation mode. The first dimension of every input is dynamic if the module
+    allows it; else the sizes are those of the examples.
+
+    `example_inputs` is what forward takes: a tensor, a sequence of arguments, or a mapping of keywords.
+
+    Raises:
+        BadOption: there are no examples, or the exporter is not installed.
+        BadModel: the examples do not fit, or PyTorch cannot export the module.
+    """
+    if example_inputs is None:
+        raise BadOption("the model is a module of PyTorch: give `example_inputs`, what its forward takes")
+    try:
+        import onnxscript  # noqa: F401  (the exporter needs it)
+        import torch
+    except ImportError as error:
+        raise BadOption(f"PyTorch exports with onnxscript, which is not installed: {INSTALL}") from error
+    given = _by_name(module, example_inputs)
+    sizes = [value.shape[0] for value in _tensors(given) if value.ndim]
+    repeats = 2 if 1 in sizes else 1  # the exporter takes a size of 1 for a constant
+    size = sum(value.nbytes for value in (*module.parameters(), *module.buffers()))
+
+    def write(examples: dict[str, Any], dynamic: Any) -> None:
+        with user_errors(f"PyTorch cannot export {type(module).__name__}", BadModel):
+            how = {"dynamo": True, "verbose": False, "external_data": size > PROTOBUF_LIMIT}
+            try:
+                torch.onnx.export(module, (), path, kwargs=examples, dynamic_shapes=dynamic, **how)
+            except torch.onnx.OnnxExporterError as error:
+                raise (error.__cause__ or error) from error  # the error itself only says how to look for it
+
+    with _evaluating(module), _silent():
+        if sizes:
+            try:
+                examples = _mapped(given, lambda one: one.repeat(repeats, *[1] * (one.ndim - 1)) if one.ndim else one)
+                write(examples, _mapped(given, lambda one: {0: BATCH} if one.ndim else None, otherwise=None))
+                return
+            except BadModel:  # the batch is a constant of the module
+                path.unlink(missing_ok=True)
+        write(given, None)
+
+
+def example_shapes(file: Path, module: Any, example_inputs: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of the examples by the names of the inputs in the `file` of a module.
+
+    Raises:
+        BadModel: the file cannot be read.
+    """
+    names = [value.name for value in read(file).graph.input]
+    tensors = list(_tensors(_by_name(module, example_inputs)))
+    return {name: tuple(one.shape) for name, one in zip(names, tensors, strict=False)}
+
+
+def _by_name(module: Any, example_inputs: Any) -> dict[str, Any]:
+    """The examples by the names of the arguments of forward.
+
+    Raises:
+        BadModel: forward does not take them.
+    """
+    is_mapping, is_several = isinstance(example_inputs, Mapping), isinstance(example_inputs, list | tuple)
+    positional = () if is_mapping else tuple(example_inputs) if is_several else (example_inputs,)
+    try:
+        bound = inspect.signature(module.forward).bind(*positional, **(example_inputs if is_mapping else {}))
+    except TypeError as error:
+        raise BadModel(f"`example_inputs` are not what forward of {type(module).__name__} takes: {error}") from error
+    return bound.arguments
+
+
+def _mapped(value: Any, change: Callable[[Any], Any], otherwise: Any = ...) -> Any:
+    """A structure of tensors with each changed; what is no tensor becomes `otherwise`, or stays where that is not
+    given."""
+    if isinstance(value, Mapping):
+        return {name: _mapped(one, change, otherwise) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_mapped(one, change, otherwise) for one in value])
+    if hasattr(value, "ndim"):
+        return change(value)
+    return value if otherwise is ... else otherwise
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """The tensors of a structure, in order."""
+    if isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(one)
+    elif hasattr(value, "ndim"):
+        yield value
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep back what PyTorch warns of while it exports: libraries that it lacks, and attempts that fail."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _evaluating(module: Any) -> Iterator[None]:
+    """Set a module to evaluation, and each of its parts back at the end."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode

@@ -1,0 +1,92 @@
+"""Folders of a model, as Hugging Face's libraries write them: its graphs, and the settings and tokenizers beside them.
+
+A folder holds its graphs itself, or in a subfolder `onnx`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from qdqtune.errors import BadModel, first_of
+
+CONFIG = "config.json"
+"""The file that makes a folder of graphs loadable by Optimum."""
+
+SUBFOLDER = "onnx"
+
+COMPANIONS = (
+    CONFIG,
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+)
+"""What Transformers reads beside the weights of a model."""
+
+VERSION = re.compile(r"(.+)[._](?:qdq|quantized|optimized|fp16|bf16|u?int8|bnb4|q8|q4|q4f16)")
+"""Matches the name of a graph that was made from another one, as Optimum, transformers.js and qdqtune name them."""
+
+
+def graphs_in(folder: Path) -> list[Path]:
+    """The ONNX files in a folder, or else in its subfolder `onnx`, sorted by name. Left out are other versions of a
+    graph: model_quantized.onnx beside model.onnx."""
+    found = sorted(folder.glob("*.onnx")) or sorted((folder / SUBFOLDER).glob("*.onnx"))
+    stems = {path.stem for path in found}
+    return [path for path in found if not ((made := VERSION.fullmatch(path.stem)) and made[1] in stems)]
+
+
+def model_in(path: Path) -> Path:
+    """The only graph of a folder; a path that is no folder is returned as it is.
+
+    Raises:
+        BadModel: the folder holds none, or several.
+    """
+    if not path.is_dir():
+        return path
+    found = graphs_in(path)
+    if not found:
+        raise BadModel(without_graph(path))
+    if len(found) > 1:
+        names = first_of([one.relative_to(path).as_posix() for one in found])
+        raise BadModel(f"{path} holds {len(found)} models ({names}): name one, such as {found[0]}")
+    return found[0]
+
+
+def without_graph(folder: Path) -> str:
+    """What to do about a folder without an ONNX file, in words."""
+    how = "name an ONNX file, or a folder that holds some"
+    if (folder / CONFIG).is_file():
+        how = f"make one with optimum-cli export onnx --model {folder} NEW_FOLDER, and name that folder"
+    return f"{folder} holds no .onnx file: {how}"
+
+
+def companions(model: Path) -> list[Path]:
+    """The settings and tokenizers beside a model file, for Transformers; empty if it is in no folder of Optimum's."""
+    folders = list(_with_parents([model.parent]))
+    home = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+    return [] if home is None else [file for name in COMPANIONS if (file := home / name).is_file()]
+
+
+def first_beside(names: Iterable[str], folders: Iterable[Path]) -> Path | None:
+    """The first file with one of these names in these folders, or in those above that hold graphs in a subfolder."""
+    places = list(_with_parents(folders))
+    return next((folder / name for folder in places for name in names if (folder / name).is_file()), None)
+
+
+def _with_parents(folders: Iterable[Path]) -> Iterator[Path]:
+    for folder in folders:
+        yield folder
+        if folder.absolute().name == SUBFOLDER:
+            yield folder.absolute().parent
