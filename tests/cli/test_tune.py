@@ -117,7 +117,7 @@ def test_prices_go_beside_the_timing_cache_or_to_the_users_caches(given, expecte
     assert settings_of(*given).price_cache == expected
 
 
-SHOWN = {"--dry-run", "--report", "--pick", "--json"}
+SHOWN = {"--dry-run", "--report", "--pick", "--json", "--track"}
 """Options of `tune` that change what is shown. Other tests see to them."""
 
 
