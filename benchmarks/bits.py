@@ -39,9 +39,9 @@ def network(seed: int) -> Model:
             read = [draw.choice(made[-2:]), f"w{number}"]
             nodes.append(helper.make_node("Conv", read, [result], f"conv{number}", pads=[1] * 4))
         made.append(result)
-    start, end = ([helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, width, size, size])] for n in "xy")
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, width, size, size]) for n in "xy")
     constants = [numpy_helper.from_array(array, name) for name, array in weights.items()]
-    graph = helper.make_graph(nodes, "net", start, end, constants)
+    graph = helper.make_graph(nodes, "net", [x], [y], constants)
     return load_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qdqtune.engines.turns import Turn
+from qdqtune.system.turns import Turn
 from qdqtune.types import Edge, Placement, WeightFormat, noise_of, sqnr_of
 
 X, W = Edge("x", "a", 0), Edge("w", "a", 1)

@@ -9,8 +9,8 @@ import pytest
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import as_workloads
-from qdqtune.engines.turns import Turn
 from qdqtune.engines.worker import Model, Session, average_layers
+from qdqtune.system.turns import Turn
 from qdqtune.types import Layer, Workload
 
 

@@ -14,8 +14,8 @@ from scipy.stats import binom
 
 from models import build, normal
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.turns import Turn
 from qdqtune.engines.worker import Session
+from qdqtune.system.turns import Turn
 from qdqtune.timing.ratios import (
     MOST_PAIRS,
     USUAL,

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqtune import compare, quantize
+from qdqtune import apply, compare, quantize
 from qdqtune.commands.explain import explain_run
 from qdqtune.commands.tune import TuneOptions, tune
 from qdqtune.commands.verify import VerifyOptions, verify
@@ -173,3 +173,14 @@ def test_limits_that_nothing_holds_ship_the_float_model(folder: Path) -> None:
 def test_searches_that_need_times_are_refused(folder: Path, more) -> None:
     with pytest.raises(BadOption, match="qnn is a simulator on this machine, whose times mean nothing: a search there"):
         options(folder, "refused", **more).settings()
+
+
+@SIMULATOR
+def test_the_placement_is_applied_with_its_bits_and_without_them_elsewhere(done, folder: Path) -> None:
+    data, found = str(folder / "samples.npz"), folder / "out" / "placement.yaml"
+    same = apply(folder / "m.onnx", found, folder / "again.onnx", calibration_data=data)
+    assert same.placement == done.placement
+    assert load(folder / "again.onnx").opset == 21
+    other = apply(folder / "m.onnx", found, folder / "cpu.onnx", calibration_data=data, engine="onnxruntime")
+    assert not other.placement.wide
+    assert "onnxruntime has no activations in 16 bits" in " ".join(other.notes)

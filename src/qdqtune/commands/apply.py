@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from qdqtune.graph.float16 import load_for
 from qdqtune.graph.rewrites import allowed
 from qdqtune.graph.saving import save
 from qdqtune.numerics.closeness import closeness_of
+from qdqtune.numerics.fitting import with_wide
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.score_options import ScoreOption
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named
@@ -144,6 +145,11 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     met, notes = _moments(recorded, ready, placed)
     foreign = of_other_processor(str(options.placement), recorded.processor, is_portable=recorded.portable)
     notes = (*filter(None, [foreign if engine == recorded.engine else ""]), *notes)
+    if placed.wide and numbers.wide is None:
+        notes = (*notes, f"{engine} has no activations in 16 bits: those of the placement have 8 here")
+        placed = replace(placed, wide=frozenset())
+    elif placed.wide and ready.prepared is not None:
+        ranges = with_wide(ready.prepared, ranges, numbers)
     inserter = Inserter(ready.graph, ranges, numbers, met)
     with checked_output(options.target, engine, execution) as fresh:
         save(finished(inserter.insert(placed), precision), fresh)

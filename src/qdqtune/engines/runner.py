@@ -27,9 +27,9 @@ from qdqtune.engines.process import (
     finish_log,
     twice,
 )
-from qdqtune.engines.turns import Turn
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
 from qdqtune.graph.saving import nbytes
+from qdqtune.system.turns import Turn
 from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Workload
 

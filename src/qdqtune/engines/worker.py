@@ -28,9 +28,9 @@ import numpy as np
 from qdqtune.engines import LAUNCHED, Built, Compiler, Engine, EngineSpec, Launched, builds_for, open_engine, threads_of
 from qdqtune.engines.channel import Channel
 from qdqtune.engines.memory import return_free_memory, scarce_memory
-from qdqtune.engines.turns import Turn
 from qdqtune.errors import QdqtuneError
 from qdqtune.system.operating_system import end_own_group, on_interrupt
+from qdqtune.system.turns import Turn
 from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Workload
 
 PROBES, PROBE_SECONDS = 3, 0.2

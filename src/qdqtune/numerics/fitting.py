@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from itertools import pairwise, takewhile
 from typing import Any
 
-from qdqtune.calibration.calibrate import calibrate_by_every_method, tensors_with_pairs, unknown_ranges
+from qdqtune.calibration.calibrate import calibrate, calibrate_by_every_method, tensors_with_pairs, unknown_ranges
 from qdqtune.calibration.equalization import Factor, scaled, sites
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import AUTO, Calibration, Range, Ranges
@@ -85,6 +85,15 @@ def fitted(
         model = prepared.shaped
         tensors = tensors_with_pairs(model, placed(unknown_ranges(model))) if only_placed else None
         return replace(_fitted(prepared, how, numbers, placed, tensors, is_late, listener), factors=factors)
+
+
+def with_wide(prepared: Prepared, found: Ranges, numbers: NumericFormat) -> Ranges:
+    """The ranges with those of activations in 16 bits, where an engine has them: all values that samples show."""
+    if numbers.wide is None:
+        return found
+    model = scaled(prepared.shaped, found.factors)
+    whole = calibrate(model, prepared.calibration, Calibration("minmax"), execution=prepared.execution)
+    return replace(found, wide=whole.activations)
 
 
 def _fitted(

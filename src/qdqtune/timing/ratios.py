@@ -25,8 +25,8 @@ from typing import Literal
 
 import numpy as np
 
-from qdqtune.engines.turns import Turn
 from qdqtune.system.listener import Deaf, Listener
+from qdqtune.system.turns import Turn
 from qdqtune.types import CostsByRule, Failure, Measurement, Trial
 
 Verdict = Literal["faster", "slower", "undecided"]

@@ -13,13 +13,11 @@ from typing import Any
 
 import onnx
 
-from qdqtune.calibration.calibrate import calibrate
-from qdqtune.calibration.equalization import scaled
 from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.calibration.matching import from_file
 from qdqtune.calibration.prepare import Data, Prepared, prepare
 from qdqtune.calibration.samples import Samples
-from qdqtune.calibration.scales import Calibration, Ranges
+from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import MERGED, TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import portable, usual_precision
@@ -32,7 +30,7 @@ from qdqtune.graph.inference import with_float_type
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites, allowed
-from qdqtune.numerics.fitting import fitted
+from qdqtune.numerics.fitting import fitted, with_wide
 from qdqtune.numerics.half_precision import NAMES, in_half_precision
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.possible import possible_edges
@@ -242,7 +240,7 @@ def calibrated(
         prepared = replace(affordable.prepared, calibration=samples)
         placed = partial(_placement_by_rules, subject, settings)
         found = fitted(prepared, affordable.how, subject.numbers, placed, affordable.is_late, observer)
-        whole = _with_wide(prepared, found, subject.numbers)
+        whole = with_wide(prepared, found, subject.numbers)
         record = store.put(RangesRecord(ranges=whole, hurried=tuple(hurried)))
     ranges = record.ranges
     if subject.imported is not None and settings.from_qdq:
@@ -259,15 +257,6 @@ def calibrated(
     if engine in TENSORRT_FAMILY:
         by_rules = engine_rules.place(subject.shaped, possible, engine, settings.quant_type).placement
     return replace(subject, ranges=ranges, hurried=record.hurried, possible=possible, rules_placement=by_rules)
-
-
-def _with_wide(prepared: Prepared, found: Ranges, numbers: NumericFormat) -> Ranges:
-    """The ranges with those of activations in 16 bits, where an engine has them: all values that samples show."""
-    if numbers.wide is None:
-        return found
-    model = scaled(prepared.shaped, found.factors)
-    whole = calibrate(model, prepared.calibration, Calibration("minmax"), execution=prepared.execution)
-    return replace(found, wide=whole.activations)
 
 
 def _counted(samples: Samples, observer: Observer) -> Samples:
