@@ -15,11 +15,12 @@ import yaml
 
 from command_lines import COMMANDS
 from documents import ROOT, blocks, options_of_commands, prepare, quickly, run_command
+from qdqtune.cli.main import EXIT_CODES
 from qdqtune.cli.skill import FOLDER
 from qdqtune.engines import MODULES
 from qdqtune.timing.ratios import Verdict
 from qdqtune.tuning.records import Shipped
-from qdqtune.tuning.summary import AtThreads, Figures
+from qdqtune.tuning.summary import AtThreads, Figures, Summary
 
 SKILL = FOLDER / "SKILL.md"
 _, FRONT, BODY = SKILL.read_text().split("---\n", 2)
@@ -51,7 +52,7 @@ def test_every_command_runs_and_what_it_says_of_results_is_so(folder: Path) -> N
     table = BODY.split("| `tuned/summary.json` |")[1].split("\n\n")[0]
     keys = {key for row in table.splitlines()[2:] for key in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert len(keys) > 6
-    assert keys <= summary.keys()
+    assert keys <= Summary.__annotations__.keys()
     assert {"threads", "verdict"} <= AtThreads.__annotations__.keys() | Figures.__annotations__.keys()
     assert {"engine", "version", "device"} <= summary["engine"].keys()
 
@@ -64,7 +65,7 @@ def test_every_name_exists() -> None:
     table = BODY.split("| `tuned/summary.json` |")[1].split("\n\n")[0]
     keys = set(re.findall(r"`(\w+)`", table))
     known = {*COMMANDS, *MODULES, *keys, *get_args(Shipped), *get_args(Verdict), "tuned/", "model.onnx", "samples.npz"}
-    known |= {f"tuned/{name}" for name in MADE}
+    known |= {f"tuned/{name}" for name in MADE} | Summary.__annotations__.keys()
     assert not {name for name in named - known if not name.startswith("--")}
     assert set(get_args(Shipped)) | set(get_args(Verdict)) <= keys
 
@@ -73,8 +74,7 @@ def test_exit_codes_are_those_of_the_command_line() -> None:
     table = r"\| exit code \| \|\n.*?\n((?:\|.*\n)+)"
     told = re.search(table, BODY)
     assert told is not None
-    codes = (ROOT / "docs" / "cli.md").read_text().split("\n## Exit codes\n")[1].split("\n## ")[0]
-    assert set(re.findall(r"^\| (\d+)", told[1], re.MULTILINE)) <= set(re.findall(r"^\| (\d+)", codes, re.MULTILINE))
+    assert set(map(int, re.findall(r"^\| (\d+)", told[1], re.MULTILINE))) <= EXIT_CODES.keys()
 
 
 def test_its_form_is_that_of_agent_skills_and_it_is_short() -> None:
@@ -82,7 +82,7 @@ def test_its_form_is_that_of_agent_skills_and_it_is_short() -> None:
     assert front["name"] == "qdqtune"
     assert len(front["description"]) <= 1024
     assert front.keys() <= {"name", "description", "license"}
-    assert len(BODY.split()) <= 520
+    assert len(BODY.split()) <= 660
 
 
 def test_the_wheel_holds_it(tmp_path: Path) -> None:
