@@ -9,7 +9,7 @@ X, W = Edge("x", "a", 0), Edge("w", "a", 1)
 W4, W8 = WeightFormat(4, 32, symmetric=False), WeightFormat(8)
 
 
-@pytest.mark.parametrize("name", ["w8", "w8b128", "w4b32", "w4b32a", "d8"])
+@pytest.mark.parametrize("name", ["w8", "w8b128", "w4b32", "w4b32a", "d8", "d7"])
 def test_weight_formats_have_one_name(name: str) -> None:
     assert WeightFormat.named(name).name == name
 

@@ -1,16 +1,13 @@
 """A chain of products whose weights may be stored in fewer bits, for tests of searches."""
 
-import pytest
-
 from models import build, normal, ranges
 from qdqtune.engines.processor import products_saturate
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.units import Partition, partition
 from qdqtune.types import Edge, WeightFormat
 
-needs_exact_products = pytest.mark.skipif(
-    products_saturate(), reason="this processor's products of 8 bits saturate: no dynamic quantization"
-)
+DYNAMIC = WeightFormat(7 if products_saturate() else 8, dynamic=True)
+"""What ONNX Runtime computes exactly on this processor."""
 
 NET = """net (float[4,64] x) => (float[4,64] y) {
     [a] p = MatMul(x, w0)

@@ -34,8 +34,8 @@ class Edge(NamedTuple):
         return f"{self.tensor} -> " + (f"{self.node}[{self.index}]" if self.node else f"output {self.index}")
 
 
-WEIGHT_FORMAT = re.compile(r"(?P<kind>[wd])(?P<bits>[48])(b(?P<block>\d+))?(?P<asymmetric>a)?")
-"""How a weight format is written: w8, w8b128, w4b32, w4b32a, d8."""
+WEIGHT_FORMAT = re.compile(r"(?P<kind>[wd])(?P<bits>[478])(b(?P<block>\d+))?(?P<asymmetric>a)?")
+"""How a weight format is written: w8, w8b128, w4b32, w4b32a, d8, d7."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ class WeightFormat:
 
     There is one scale for `block` weights that are summed into one output, or without `block` for each output channel.
     Integers are signed, or if not `symmetric` unsigned with a zero point for each scale. If `dynamic`, the product also
-    reads its activation in 8 bits, with a scale found at run time (dynamic quantization).
+    reads its activation in 8 bits, with a scale found at run time (dynamic quantization). There integers may have 7
+    bits, with which no sum of two products overflows on x86 without VNNI.
     """
 
     bits: int
@@ -53,9 +54,11 @@ class WeightFormat:
     dynamic: bool = False
 
     def __post_init__(self) -> None:
-        if self.dynamic and (self.bits, self.block, self.symmetric) != (8, None, True):
-            raise ValueError("weights of dynamic quantization are signed, in 8 bits, with a scale for each channel")
-        if self.bits not in (4, 8):
+        if self.dynamic and (self.bits not in (7, 8) or self.block is not None or not self.symmetric):
+            raise ValueError(
+                "weights of dynamic quantization are signed, of 7 or 8 bits, with a scale for each channel"
+            )
+        if self.bits not in (4, 8) and not self.dynamic:
             raise ValueError("weights are stored in 4 or 8 bits")
         if self.block is None and self.bits == 4:
             raise ValueError("weights of 4 bits come in blocks")
@@ -64,18 +67,18 @@ class WeightFormat:
 
     @property
     def name(self) -> str:
-        """The name for users: w8, w8b128, w4b32, w4b32a (asymmetric), d8 (dynamic)."""
+        """The name for users: w8, w8b128, w4b32, w4b32a (asymmetric), d8 and d7 (dynamic)."""
         return f"{self.family}{f'b{self.block}' if self.block else ''}{'' if self.symmetric else 'a'}"
 
     @property
     def family(self) -> str:
-        """The name of all formats of this kind with as many bits: w8, w4 or d8."""
+        """The name of all formats of this kind with as many bits: w8, w4, d8 or d7."""
         return f"{'d' if self.dynamic else 'w'}{self.bits}"
 
     @property
     def bytes_per_weight(self) -> float:
         """Bytes of the integers, and of a float32 scale with a zero point for each block, per weight."""
-        own = self.bits / 8
+        own = 0.5 if self.bits == 4 else 1.0
         return own + (0.0 if self.block is None else (4 + (0 if self.symmetric else own)) / self.block)
 
     @property
@@ -92,7 +95,7 @@ class WeightFormat:
         """
         match = WEIGHT_FORMAT.fullmatch(name)
         if match is None:
-            raise ValueError(f"{name!r} is no weight format: write w8, w8b128, w4b32, w4b32a or d8")
+            raise ValueError(f"{name!r} is no weight format: write w8, w8b128, w4b32, w4b32a, d8 or d7")
         block = match["block"] and int(match["block"])
         return WeightFormat(int(match["bits"]), block or None, match["asymmetric"] is None, match["kind"] == "d")
 

@@ -34,7 +34,7 @@ from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject
 from qdqtune.types import Edge, Failure, Layer, Mix, Placement, WeightFormat, Workload
 from runs import write
-from weight_only_nets import needs_exact_products
+from weight_only_nets import DYNAMIC
 
 SIZE = 512
 
@@ -134,19 +134,20 @@ def test_the_time_of_a_product_is_the_sum_over_its_layers_and_its_part_of_shared
     assert found[Edge("w0", "m0", 1)][WeightFormat(8, None)] == pytest.approx(0.6)
 
 
-@needs_exact_products
 def test_dynamic_quantization_takes_the_time_of_its_nodes_and_of_what_they_read(tmp_path: Path) -> None:
     class Split(Telling):
         def report(self, path: Path, *_: Any) -> tuple[Layer, ...] | Failure:
             layers = [Layer("x", ("x_DynamicQuantizeLinear",), "", 0.1, "compute")]
             for copy in range(3):
-                for name, parts in (("float", [""]), ("d8", ["", "_Cast", "_Mul"])):
+                for name, parts in (("float", [""]), (DYNAMIC.name, ["", "_Cast", "_Mul"])):
                     nodes = (f"{name}_product{copy}{part}" for part in parts)
-                    layers += [Layer(node, (node,), "", {"d8": 0.1}.get(name, 1.0), "compute") for node in nodes]
+                    layers += [
+                        Layer(node, (node,), "", {DYNAMIC.name: 0.1}.get(name, 1.0), "compute") for node in nodes
+                    ]
             return tuple(layers)
 
-    found = shares_of(tmp_path, Split({"float": 1.0, "d8": 0.1}), model(), formats=("d8",))
-    assert found[Edge("w0", "m0", 1)] == {WeightFormat(8, dynamic=True): pytest.approx(0.4)}
+    found = shares_of(tmp_path, Split({"float": 1.0, DYNAMIC.name: 0.1}), model(), formats=(DYNAMIC.name,))
+    assert found[Edge("w0", "m0", 1)] == {DYNAMIC: pytest.approx(0.4)}
 
 
 def test_a_product_is_tried_on_the_rows_of_each_workload(tmp_path: Path) -> None:

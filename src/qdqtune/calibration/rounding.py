@@ -34,7 +34,10 @@ PANEL = 128
 CACHED_WEIGHTS = 2**18
 """Weights that are processed at a time, so that they and the work arrays fit into a CPU cache. Chosen, not measured."""
 
-INTEGER_TYPE = {(4, True): ml_dtypes.int4, (4, False): ml_dtypes.uint4, (8, True): np.int8, (8, False): np.uint8}
+INTEGER_TYPE = {
+    (4, True): ml_dtypes.int4, (4, False): ml_dtypes.uint4,
+    (7, True): np.int8, (8, True): np.int8, (8, False): np.uint8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

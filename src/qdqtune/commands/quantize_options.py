@@ -71,7 +71,8 @@ class QuantizeOptions(LabelOptions, ScoreOption, FixOption, SourceOptions):
         None,
         "Quantize weights of products and tables alone, activations stay in float: w4 or w8, or exactly w4b32, w4b128a "
         "(blocks of 128, asymmetric) and the like. Language models gain where they read more weights than they "
-        "multiply. d8 is dynamic quantization: products read activations in 8 bits with a scale found at run time.",
+        "multiply. d8 (d7 on x86 without VNNI) is dynamic quantization: products read activations in 8 bits with a "
+        "scale found at run time.",
         "Model",
         short="activations stay in float: w4, w8, w4b32",
         metavar="FORMAT",

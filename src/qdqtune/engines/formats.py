@@ -191,14 +191,15 @@ def weight_formats(engine: str, operator: str = "MatMul", *, portable: bool = Fa
       with a scale for each channel. Blocks of 8 bits get a kernel of their own; zero points are refused.
     - A Gather of integers needs no kernel of the engine: qdqtune writes it as nodes.
     - ONNX Runtime 1.31 fuses the nodes of dynamic quantization (d8) into MatMulIntegerToFloat, and with the
-      DynamicQuantizeLinear in front into DynamicQuantizeMatMul. It is left out where products saturate.
+      DynamicQuantizeLinear in front into DynamicQuantizeMatMul. Where products saturate, weights have 7 bits (d7).
     - On ARM, ONNX Runtime runs blocks of 4 bits whose size is a multiple of 32 by KleidiAI if there are dot products
       (it rounds their scales to bfloat16), and with SME d8 with weights without zero points as well: both are as above
       (qnbitgemm_kernel_neon.cpp and qgemm_kleidiai.cpp of MLAS, not measured).
     """
     names = WEIGHT_FORMATS.get(engine, {})
     known = (WeightFormat.named(name) for name in names.get(operator, ()))
-    return tuple(s for s in known if not (s.dynamic and (portable or processor.products_saturate())))
+    is_narrow = portable or processor.products_saturate()
+    return tuple(replace(one, bits=7) if one.dynamic and is_narrow else one for one in known)
 
 
 def weight_formats_like(

@@ -135,7 +135,7 @@ class Tally:
     def runs_in(self) -> str:
         """The precision of the nodes, in words."""
         if self.family:
-            return "8 bits, dynamic" if self.family == "d8" else f"{self.family[1:]}-bit weights"
+            return "8 bits, dynamic" if self.family.startswith("d") else f"{self.family[1:]}-bit weights"
         if self.why == "elsewhere":
             return "elsewhere"
         if self.why == "wide":

@@ -139,7 +139,7 @@ def _matched(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], li
     }
     for product in dynamic_products_of(qdq_model):
         if (found := _product_edge(float_model, product)) is not None:
-            formats[found] = WeightFormat(8, dynamic=True)
+            formats[found] = WeightFormat(product.bits, dynamic=True)
         else:
             unmatched.append(product.node.name)
     return edges, unmatched, formats
@@ -289,11 +289,13 @@ def tables_of(model: Model) -> Iterator[IntegerTable]:
 @dataclass(frozen=True, eq=False)
 class DynamicProduct:
     """A product with dynamic quantization (see `weight_only`): its MatMulInteger, the float tensor in front of its
-    DynamicQuantizeLinear, the constant scale of the weight, the nodes behind that make floats, and their result."""
+    DynamicQuantizeLinear, the constant scale of the weight and its bits, the nodes behind that make floats, and their
+    result."""
 
     node: Node
     source: str
     scale: str
+    bits: Literal[7, 8]
     behind: tuple[Node, ...]
     result: str
 
@@ -324,7 +326,9 @@ def dynamic_products_of(model: Model) -> Iterator[DynamicProduct]:
             continue
         scale = next((t for t in scales.inputs if t in model.constants), None)
         if scale is not None:
-            yield DynamicProduct(node, front.inputs[0], scale, (cast, scales, scaling), scaling.outputs[0])
+            integers = weight.array().astype(np.int16)
+            bits: Literal[7, 8] = 7 if max(-integers.min(initial=0), integers.max(initial=0)) < 64 else 8
+            yield DynamicProduct(node, front.inputs[0], scale, bits, (cast, scales, scaling), scaling.outputs[0])
 
 
 def _only_user(model: Model, node: Node, op: str) -> Node | None:

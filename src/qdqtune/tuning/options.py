@@ -222,7 +222,7 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         NAMES,
         None,
         "What may be used, by commas: int8 (or fp8) for pairs, w8 and w4 for weights alone, or exactly w4b32, w8b128; "
-        "d8 for products whose activations get their scale at run time.",
+        "d8 (d7 on x86 without VNNI) for products whose activations get their scale at run time.",
         "Model",
         default_in_words="all that the engine has",
         metavar="NAMES",

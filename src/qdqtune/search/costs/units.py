@@ -30,7 +30,7 @@ NEARLY_FASTEST = 1.1
 """Weight formats that take up to this factor longer than the fastest count as equally fast; the one with the most bits
 per weight is taken. Chosen, not measured."""
 
-IN_WORDS = {"w4": "weights in 4 bits", "w8": "weights in 8 bits", "d8": "dynamic quantization"}
+IN_WORDS = {"w4": "weights in 4 bits", "w8": "weights in 8 bits", **dict.fromkeys(("d8", "d7"), "dynamic quantization")}
 """Names of placements of one family of weight formats."""
 
 Group = tuple[str, ...]
