@@ -44,8 +44,7 @@ class WeightFormat:
 
     There is one scale for `block` weights that are summed into one output, or without `block` for each output channel.
     Integers are signed, or if not `symmetric` unsigned with a zero point for each scale. If `dynamic`, the product also
-    reads its activation in 8 bits, with a scale found at run time (dynamic quantization). There integers may have 7
-    bits, with which no sum of two products overflows on x86 without VNNI.
+    reads its activation in 8 bits, with a scale found at run time; 7 bits overflow nowhere then, as 8 do without VNNI.
     """
 
     bits: int
@@ -58,10 +57,8 @@ class WeightFormat:
             raise ValueError(
                 "weights of dynamic quantization are signed, of 7 or 8 bits, with a scale for each channel"
             )
-        if self.bits not in (4, 8) and not self.dynamic:
-            raise ValueError("weights are stored in 4 or 8 bits")
-        if self.block is None and self.bits == 4:
-            raise ValueError("weights of 4 bits come in blocks")
+        if (self.bits not in (4, 8) and not self.dynamic) or (self.block is None and self.bits == 4):
+            raise ValueError("weights are stored in 8 bits, or in 4 bits in blocks")
         if self.block is not None and (self.block < 16 or self.block & (self.block - 1)):
             raise ValueError("blocks hold 16, 32, 64 or another power of two")
 
