@@ -259,7 +259,7 @@ def row_count(out: Path) -> int:
 
 
 def test_a_defect_is_code_70_with_its_traceback(monkeypatch, call):
-    def broken(*_: object) -> NoReturn:
+    def broken(*_: object, **__: object) -> NoReturn:
         raise ZeroDivisionError("unexpected")
 
     monkeypatch.setattr(tune, "tune", broken)

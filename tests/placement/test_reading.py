@@ -341,7 +341,8 @@ def test_ranges_are_what_a_pair_can_represent(zero: np.generic, expected: tuple[
     model = build("net (float[N,4] x) => (float[N,4] y) { [relu] y = Relu(x) }")
     quantized = build(text, {"s": np.float32(0.5), "z": zero}, opset=21)
     reading = read_placement(model, quantized)
-    assert reading.placement == Placement.of([Edge("x", "relu", 0)])
+    assert reading.placement.edges == {Edge("x", "relu", 0)}
+    assert bool(reading.placement.wide) == (zero.itemsize == 2)
     assert reading.ranges.activations == {"x": Range(expected[0] / 2, expected[1] / 2)}
 
 

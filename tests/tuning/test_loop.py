@@ -353,7 +353,7 @@ class TestAModelThatHasPairs:
         assert any(unit["quantized"] for unit in units)
         shown = {row[0]: row[1:] for row in result_table(result).rows}
         assert shown["latency"] == (f"{1e3 * cost(model):.3f} ms", f"{1e3 * cost(given):.3f} ms")
-        assert shown["speedup"] == ("1x", speed(summary["ratio"]))
+        assert shown["  in the search, unproven"] == ("1x", speed(summary["ratio"]))
         assert shown["output SQNR against float"][1].startswith(f"{trial.sqnr_db:.1f}")
 
     def test_the_time_of_a_file_that_no_proof_compared_is_that_of_its_trial(

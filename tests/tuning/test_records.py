@@ -88,6 +88,7 @@ def test_failures_survive(failure: Failure) -> None:
 
 NO_PRICES = Prices((("k", "MatMul", "float", "", 0.5),), (("a", "b", 8.0, 0.1),), (("k", (1, 2), 0.5),), False)
 MEASURED = Outcome(samples=Measurement((1.0, 2.0), (2.0, 1.0), (Measurement((1.0, 1.0), (1.0, 1.0)),)))
+TIMED = kinds.TrialOutcome(samples=MEASURED.samples)
 LAYERS = (Layer("a", ("n", "m"), "int8", 0.5, "compute"), Layer("b", (), "", None, "unknown"))
 STORED = StoredPlacement((Edge("x", "a", 0), Edge("y")), ((Edge("w", "b", 1), "w4b32a"),))
 EVERY: tuple[Record, ...] = (
@@ -95,7 +96,7 @@ EVERY: tuple[Record, ...] = (
     MORE,
     kinds.TrialRecord(
         of=kinds.job_of(STORED.placement.digest, "0"),
-        origin="cut", against="0", placement=STORED, result=MEASURED, check=MEASURED, layers=LAYERS,
+        origin="cut", against="0", placement=STORED, result=TIMED, check=MEASURED, layers=LAYERS,
         predicted=0.5, accuracy=Accuracy(20.5, 18.0, 23.0, 0.5, 1.0, 3),
     ),
     MetricRecord(failure=Failure("run", "no")),

@@ -74,9 +74,8 @@ def tune_command(options: TuneArguments, pick: str | None, dry_run: bool, as_mac
     """Find the fastest Q/DQ placement for MODEL.
 
     Builds candidates on the engine, times them against the float model in interleaved rounds, and writes
-    optimized_final.onnx: proven faster on fresh builds, or else equal to baseline.onnx. On a simulator nothing is
-    timed: it minimizes nodes elsewhere, then bytes. Ctrl-C stops it, the same command goes on. Exit code 3: nothing
-    faster was found; 4: only what misses a limit.
+    optimized_final.onnx: proven faster on fresh builds, or else equal to baseline.onnx. Ctrl-C stops it, the same
+    command goes on. Exit code 3: nothing faster was found; 4: only what misses a limit.
 
     \b
     qdqtune tune model.onnx --calibration-data samples.npz -o out

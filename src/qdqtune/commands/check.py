@@ -26,6 +26,7 @@ from qdqtune.explanation.reasons_by_graph import is_low
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.accuracy import concern
 from qdqtune.options import WORDS, Names, option
 from qdqtune.placement.reading import is_quantized
@@ -39,7 +40,7 @@ TENSORRT = {
 """Numeric formats of TensorRT, for reports of builds that are not made here."""
 
 
-DQ, PRODUCTS = "DequantizeLinear", frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+DQ = "DequantizeLinear"
 
 SEVEN_BITS = 64
 """The largest weight of 7 bits."""
@@ -171,7 +172,7 @@ def _overflows(graph: Model, numbers: NumericFormat) -> tuple[str, ...]:
     """A note if weights have 8 bits where the engine's `numbers` have 7, since sums of products saturate."""
     if not numbers.reduced_weights:
         return ()
-    both = ([graph.maker(tensor) for tensor in node.inputs[:2]] for node in graph.nodes if node.op in PRODUCTS)
+    both = ([graph.maker(tensor) for tensor in node.inputs[:2]] for node in graph.nodes if node.op in COMPUTE)
     pairs = [maker.inputs[0] for makers in both for maker in makers if all(m and m.op == DQ for m in makers) and maker]
     stored = (graph.constants[name].array() for name in dict.fromkeys(pairs) if name in graph.constants)
     wide = sum(a.dtype == np.int8 and int(np.abs(a.astype(np.int16)).max(initial=0)) > SEVEN_BITS for a in stored)

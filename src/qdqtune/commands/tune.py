@@ -152,7 +152,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         (),
         "Where to keep the run as an experiment: mlflow, wandb, otel (spans of OpenTelemetry); separated by commas. "
         "Their own environment variables say where that is.",
-        "Output",
+        "Search",
         short="keep the run in mlflow, wandb, otel",
         is_repeated=True,
         is_rare=True,

@@ -306,7 +306,7 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         choice("float16", "float32", "bfloat16"),
         None,
         "Type of tensors whose type cannot be inferred (behind custom operators).",
-        "Engine",
+        "Model",
         is_rare=True,
     )
     qdq_baseline: MaybeFile = option(
