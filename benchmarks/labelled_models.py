@@ -137,6 +137,22 @@ def all_words() -> tuple[Tensor, Tensor]:
     return ids[shuffled], torch.tensor([number for _, number in words])[shuffled]
 
 
+def sentences(is_training: bool, count: int, random: torch.Generator) -> Batch:
+    """Four words of one language as ids [N, 48], and its number; one word in two is of any language."""
+    values, labels = all_words()
+    start = len(values) * 3 // 4
+    values, labels = (values[:start], labels[:start]) if is_training else (values[start:], labels[start:])
+    languages = torch.randint(len(LANGUAGES), (count,), generator=random)
+    chosen = torch.randint(len(values), (count, 4), generator=random)
+    for number in range(len(LANGUAGES)):
+        own = torch.nonzero(labels == number)[:, 0]
+        here = languages == number
+        drawn = own[torch.randint(len(own), (int(here.sum()), 4), generator=random)]
+        is_own = torch.rand(drawn.shape, generator=random) < 0.5
+        chosen[here] = torch.where(is_own, drawn, chosen[here])
+    return values[chosen].flatten(1), languages
+
+
 def known(every: Callable[[], Batch], is_training: bool, count: int, random: torch.Generator) -> Batch:
     """From a data set of fixed size: at random to train, the last quarter in its order to test."""
     values, labels = every()
@@ -167,6 +183,11 @@ class Attending(nn.Module):
 def reading() -> nn.Module:
     """A transformer over words."""
     return Attending(nn.Embedding(27, 64), LENGTH, len(LANGUAGES))
+
+
+def encoding() -> nn.Module:
+    """A sentence encoder as wide as the small ones in use."""
+    return Attending(nn.Embedding(27, 256), 4 * LENGTH, len(LANGUAGES), 256, 6)
 
 
 def seeing() -> nn.Module:
@@ -334,6 +355,7 @@ TASKS: Mapping[str, Task] = {
         _timm("convnext_atto", 36, depths=(1, 1, 3, 1), dims=(24, 48, 96, 128), patch_size=2), LETTERS, 1500
     ),
     "efficientnet_digits": Task(partial(mobile, 10, nn.SiLU, True), DIGITS, 700),
+    "encoder_sentences": Task(encoding, sentences, 300, 2000, 5e-4),
     "gru_signals": Task(Gated, SIGNALS, 800),
     "lstm_words": Task(Recurrent, WORDS, 2000),
     "mixer_signals": Task(Mixing, SIGNALS, 800),

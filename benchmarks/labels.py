@@ -1,6 +1,6 @@
 """What decibels and agreement say about the loss of a metric, on models with labels.
 
-python benchmarks/labelled_models.py DIR        # trains thirteen small networks; any others may lie beside them
+python benchmarks/labelled_models.py DIR        # trains fourteen small networks; any others may lie beside them
 python benchmarks/labels.py --models DIR --keep rows.json --draw docs/labels.svg
 
 DIR holds NAME/model.onnx, NAME/calib.npz, and NAME/labelled.npz: samples that calibration does not see, with `labels`.
