@@ -28,8 +28,8 @@ Member = str | Edge
 """A tensor that may share a scale: an activation by name; a constant by edge, as it may be a weight elsewhere."""
 
 NEAR_RANGE = 1.15
-"""Factor up to which the ranges of a Concat's input and output count as equal: the coarser step costs less than a
-second rounding. Chosen, not measured."""
+"""Factor by which the range of a Concat's output may be wider than that of an input that takes it. See "Rewrites and
+number formats" in the findings."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,8 +241,9 @@ def common_ranges(
     Concat reads: the Concat's output has the same values, and its range fits them best.
 
     If Concat is not among `operators`, its inputs may have different scales. An input that only the Concat reads still
-    gets the range of its output, if both are within a factor of NEAR_RANGE: with another scale it would be rounded
-    twice, and the Concat would map each integer by a lookup table instead of copying it.
+    gets the range of its output, unless that is wider by more than NEAR_RANGE: with another scale it would be rounded
+    twice, and the Concat would map each integer by a lookup table instead of copying it. Values beyond a narrower range
+    would be clipped behind the Concat anyway.
     """
     group, joined = {m: m for m in own}, set[Member]()
 
@@ -295,7 +296,7 @@ def _join(
         uses = [e for e in join.into if e in placement]
         for of in {root[e if e in root else e.tensor] for e in uses}:
             read = (e for m in members[of] for e in ([m] if isinstance(m, Edge) else edges[m]))
-            if not 1 / NEAR_RANGE <= _width(given) / (_width(common[of]) or 1.0) <= NEAR_RANGE:
+            if _width(given) > NEAR_RANGE * _width(common[of]):
                 continue
             if _reads_alone(model, join, read, operators, root, of) and _still_clamps(
                 model, members[of], common[of], given
