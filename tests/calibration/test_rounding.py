@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qdqtune.calibration.rounding import compensated, error_propagation, integer_ends, rounded_weight
+from qdqtune.calibration.rounding import LazyMapping, compensated, error_propagation, integer_ends, rounded_weight
 from qdqtune.types import WeightFormat
 
 WEIGHT = np.random.default_rng(0).standard_normal((64, 24)).astype(np.float32)
@@ -80,3 +80,12 @@ def test_inputs_that_are_never_met_do_no_harm() -> None:
     moment = np.zeros((64, 64))
     moment[:8, :8] = np.eye(8)
     assert np.isfinite(compensated(WEIGHT, WeightFormat(4, 32), error_propagation(moment)).values()).all()
+
+
+def test_a_missing_key_of_the_computation_is_no_missing_key_of_the_mapping() -> None:
+    def find() -> dict[str, int]:
+        return {"a": dict[str, int]()["b"]}
+
+    assert LazyMapping("a", find).get("c") is None
+    with pytest.raises(KeyError, match="b"):
+        LazyMapping("a", find).get("a")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -224,6 +224,12 @@ class LazyMapping(Mapping[Key, Found]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of every mapping, but a KeyError of the computation is not taken for a key that is missing."""
+        if key not in self._keys:
+            return default
+        return self[key]
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._keys)
