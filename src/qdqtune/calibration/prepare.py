@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -113,6 +113,17 @@ class Prepared:
     def hints(self) -> tuple[str, ...]:
         """Notes of every command that places pairs: `doubts`, and compute operators that no pair can reach."""
         return (*self.doubts, *filter(None, [hidden_work(self.model, self.samples)]))
+
+    def with_sizes_of_samples(self) -> Self:
+        """The same with all sizes of inputs fixed, also in what ships: to those of the first workload or sample.
+
+        Raises:
+            BadOption: they contradict a size of the model.
+        """
+        inputs = self.mix[0].inputs
+        sizes = {name: array.shape for name, array in inputs.items() if name in self.model.inputs}
+        shaped = with_input_shapes(self.model, sizes)
+        return replace(self, model=shaped, shaped=shaped)
 
     def ranges(self, how: Calibration | None, numbers: NumericFormat) -> Ranges:
         """Calibrate in one pass over the samples (see `calibrate`)."""

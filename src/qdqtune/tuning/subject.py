@@ -165,9 +165,9 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
         prepared, half, half_notes = in_half_precision(prepared, settings.precision, usual, floor)
         kept, wanted = (half.kept.keys(), half.precision) if half is not None else ((), "fp32")
         notes += half_notes
-    table, shaped = PROVIDERS.get(settings.engine.name), prepared.shaped
+    table = PROVIDERS.get(settings.engine.name)
     if table is not None and table.has_fixed_sizes and _open_inputs(prepared.model):
-        prepared = replace(prepared, model=shaped)
+        prepared = prepared.with_sizes_of_samples()
         notes.append(f"{table.ep} takes fixed sizes only: what ships has those of the samples")
     imported = imported or _baseline(settings, prepared.model, wanted, kept)
     if imported is not None and imported.unmatched:
@@ -181,6 +181,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     notes += prepared.hints
     fixed = fixed_inputs(settings.model, settings.fix_inputs)
     mix = tuple(replace(workload, inputs={**workload.inputs, **fixed}) for workload in prepared.mix)
+    shaped = prepared.shaped
     regions = discovery.find(
         shaped,
         settings.regions,
