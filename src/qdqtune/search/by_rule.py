@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import isfinite, sqrt
 
 import numpy as np
 
@@ -110,10 +110,7 @@ class RuleSearch:
         built = [t for t in history if t.proposal.origin == BY_RULE and failure(t) is None]
         if self.limit is None or len(built) >= AIMS:
             return
-        aim = RESERVE * self.limit
-        if built and built[-1].accuracy is not None and (expected := self.simulate(built[-1].placement)):
-            measured = built[-1].accuracy.noise
-            aim *= expected / (measured if built[-1].holds else max(measured, self.limit))
+        aim = self._expected(built, self.limit)
         path = self._path(costs, float_too=float_too)
         low, high = 0, len(path) - 1
         while low < high:
@@ -122,6 +119,19 @@ class RuleSearch:
                 return
             low, high = (low, middle) if noise <= aim else (middle + 1, high)
         yield self._proposal(costs, BY_RULE, self._lowered(costs, path[high], aim))
+
+    def _expected(self, built: Sequence[Trial], limit: float) -> float:
+        """The noise on ONNX Runtime with which the limit should just hold, as these trials show."""
+        known = [(found, t) for t in built if t.accuracy is not None and (found := self.simulate(t.placement))]
+        if not known:
+            return RESERVE * limit
+        quiet = max((found for found, t in known if t.holds), default=0.0)
+        loud = min((found for found, t in known if not t.holds and found > quiet), default=0.0)
+        if quiet and loud:
+            return sqrt(quiet * loud)
+        found, last = known[-1]
+        measured = last.accuracy.noise if last.accuracy is not None else limit
+        return RESERVE * limit * found / (measured if last.holds else max(measured, limit))
 
     def _lowered(self, costs: RuleCosts, labels: Labels, aim: float) -> Labels:
         """The labels with as many parts in fewer bits as the noise on ONNX Runtime allows: large groups of parts first,
