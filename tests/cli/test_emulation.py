@@ -41,5 +41,14 @@ def test_the_whole_path_runs_without_times(tmp_path: Path) -> None:
     code, text = told("verify", tmp_path / "out", *DATA)
     assert code == 0, text
     assert "nothing was timed" in text
-    code, text = told("apply", MODEL, tmp_path / "out" / "placement.yaml", *DATA, "-o", tmp_path / "applied.onnx")
+    code, text = told(
+        "apply",
+        MODEL,
+        "--placement",
+        tmp_path / "out" / "placement.yaml",
+        *DATA,
+        *quick,
+        "-o",
+        tmp_path / "applied.onnx",
+    )
     assert code == 0, text
