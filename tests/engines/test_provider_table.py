@@ -10,7 +10,7 @@ from qdqtune.engines import CPU_PROVIDER, MODULES, EngineSpec, devices, normal, 
 from qdqtune.engines.formats import numeric_format, weight_formats
 from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.processor import architecture, processor_name
-from qdqtune.engines.provider_table import OF_EP, PROVIDERS, is_simulated, simulated
+from qdqtune.engines.provider_table import OF_EP, PROVIDERS, is_simulated, simulated, simulated_chip
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.placement.engine_rules import rules_of
 
@@ -59,6 +59,11 @@ def test_the_usual_provider_needs_no_name() -> None:
 def test_two_names_that_differ_are_refused() -> None:
     with pytest.raises(BadOption, match="engine 'qnn' is the provider QNNExecutionProvider: leave `provider` CUDA"):
         EngineOptions(engine="qnn", provider="CUDAExecutionProvider").spec()
+
+
+def test_a_chip_is_named_to_a_simulator_alone() -> None:
+    assert bool(simulated_chip(PROVIDERS["qnn"])) == is_simulated("qnn")
+    assert simulated_chip(PROVIDERS["cuda"]) == simulated_chip(None) == {}
 
 
 def test_the_simulator_is_known_by_the_processor() -> None:

@@ -9,7 +9,7 @@ import pytest
 from models import build, normal, ranges
 from qdqtune.placement import engine_rules
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.by_rule import ALL_8, ALL_16, RuleSearch
+from qdqtune.search.by_rule import ALL_8, ALL_16, FRUITLESS, RuleSearch
 from qdqtune.search.costs.rule_costs import EIGHT, FLOAT, SIXTEEN, NoiseOfBits, RuleCosts
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.shipping import accepted
@@ -86,6 +86,31 @@ def test_the_cheapest_that_holds_is_found(factor: float) -> None:
     assert found.cost(best(history)) <= 1.25 * min(found.total(labels) for labels in able)
     assert len(history) <= 20
     assert len({t.placement for t in history}) == len(history)
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.0, 1.5])
+def test_few_builds_are_needed_where_onnx_runtime_tells_the_noise(factor: float) -> None:
+    found, answer, asked = costs(), by_table(factor), list[Placement]()
+
+    def simulate(placement: Placement) -> float:
+        asked.append(placement)
+        return by_table(1.0)(found, placement)[0]
+
+    history = simulated(RuleSearch(found, NoiseOfBits(dict.fromkeys(NOISE, 1e-4), {}), LIMIT, simulate), answer)
+    able = (
+        labels
+        for labels in product((EIGHT, SIXTEEN), repeat=STEPS)
+        if answer(found, found.placement(labels))[0] <= LIMIT
+    )
+    assert found.cost(best(history)) <= 1.25 * min(found.total(labels) for labels in able)
+    assert len(history) <= 7
+    assert len(asked) > len(history)
+
+
+def test_a_search_whose_builds_all_fail_ends() -> None:
+    noise = NoiseOfBits({**NOISE, "t3": 1.0, "w3": 1.0}, {})
+    history = simulated(RuleSearch(costs(), noise, LIMIT), lambda *_: Failure("build", "no memory"))
+    assert 2 <= len(history) <= FRUITLESS
 
 
 def test_nothing_else_is_tried_where_8_bits_hold() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.workloads import Sizes, WorkloadFile, common_sizes, open_workloads, samples_of
 from qdqtune.engines.execution import EXECUTION, Execution
+from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.errors import BadOption
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import Model, graphs
@@ -114,6 +115,22 @@ class Prepared:
         """Notes of every command that places pairs: `doubts`, and compute operators that no pair can reach."""
         return (*self.doubts, *filter(None, [hidden_work(self.model, self.samples)]))
 
+    def sized_for(self, engine: str) -> tuple[Self, tuple[str, ...]]:
+        """For an engine that takes fixed sizes only, the same with open sizes of inputs fixed to those of the first
+        workload or sample, also in what ships, and a note; else the same.
+
+        Raises:
+            BadOption: they contradict a size of the model.
+        """
+        table, known = PROVIDERS.get(engine), self.model.tensors
+        is_open = any(None in (known[name].shape or (None,)) for name in self.model.inputs)
+        if table is None or not table.has_fixed_sizes or not is_open:
+            return self, ()
+        sizes = {name: array.shape for name, array in self.mix[0].inputs.items() if name in self.model.inputs}
+        shaped = with_input_shapes(self.model, sizes)
+        note = f"{table.ep} takes fixed sizes only: what ships has those of the samples"
+        return replace(self, model=shaped, shaped=shaped), (note,)
+
     def ranges(self, how: Calibration | None, numbers: NumericFormat) -> Ranges:
         """Calibrate in one pass over the samples (see `calibrate`)."""
         return calibrate(self.shaped, self.calibration, how, numbers=numbers, execution=self.execution)
@@ -126,12 +143,13 @@ def prepare(
     *,
     fixed: Collection[str] = (),
     most: int = MOST_JUDGED,
+    slower: float = 1.0,
 ) -> Prepared:
     """Shape a model and open its samples. Arrays of `fixed` inputs, which were made constants, are ignored.
 
     Every fifth sample is held out of calibration, as many as are compared (`most` at most), unless there would be fewer
     than `LEAST_JUDGED` or samples are random. All commands call this, so that they compare outputs on the same samples.
-    With `most` 0 no samples are held out.
+    With `most` 0 no samples are held out. An engine that is so many times `slower` than a CPU gets fewer.
 
     Raises:
         BadModel: an input or an output is no tensor.
@@ -149,7 +167,7 @@ def prepare(
     else:
         own, how = data.calibration_data, dict[str, Any]({"limit": data.calibration_samples, "folders": data.folders})
         samples = open_samples(own, shaped, execution, seed=data.seed, fixed=fixed, **how)
-    count, usual = _affordable(shaped, most), min(USUAL_JUDGED, most)
+    count, usual = _affordable(shaped, most, slower), min(USUAL_JUDGED, most)
     parts = None if samples.is_random or not most else samples.apart(min(LEAST_JUDGED, most), max(count, usual))
     seen, unseen = parts or (samples, samples)
     judging = tuple(unseen.first(count + 1)) if most else ()
@@ -158,9 +176,9 @@ def prepare(
     return Prepared(model, shaped, samples, seen, judged, is_held_out, is_capped, sizes, mix, execution)
 
 
-def _affordable(model: Model, most: int) -> int:
+def _affordable(model: Model, most: int, slower: float) -> int:
     """The number of samples to compare outputs on: more are more reliable and take longer."""
-    each = max(1.0, sum(work(model, node) for node in model.nodes))
+    each = slower * max(1.0, sum(work(model, node) for node in model.nodes))
     written = 4 * sum(elements(model, output) for output in model.outputs)
     usual = min(USUAL_JUDGED, JUDGED_WORK / each)
     affordable = max(usual, min(MORE_WORK / each, JUDGED_BYTES / max(written, 1.0)))

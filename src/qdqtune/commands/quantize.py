@@ -184,6 +184,9 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
     if options.is_run:
         observer.stage("looking at the values")
     ready = options.prepared(graph, options.fix_inputs, usual, execution, is_run=options.is_run)
+    if ready.prepared is not None:
+        sized, told = ready.prepared.sized_for(options.engine)
+        ready = replace(ready, graph=sized.model, shaped=sized.shaped, prepared=sized, notes=(*ready.notes, *told))
     shaped, prepared = ready.shaped, ready.prepared
     check_named(options.scores, shaped)
     if options.is_labelled:
@@ -385,9 +388,12 @@ def _judged(
             return replace(done, is_finite=False, notes=(*doubts, note))
     scores = scores_of(expected, options.scores)
     lost = accuracy(expected, returned, scores)
+    worry = concern(lost)
+    if worry is not None and options.quant_type == "int8" and numeric_format(options.engine, "int8").wide is not None:
+        worry += f"; tune with `engine` {options.engine} finds the tensors that need 16 bits"
     return replace(
         done,
-        notes=(*doubts, *filter(None, [concern(lost)])),
+        notes=(*doubts, *filter(None, [worry])),
         sqnr_db=lost.sqnr_db,
         agreement=equal_share(lost),
         scores=scores,

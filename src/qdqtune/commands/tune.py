@@ -10,6 +10,7 @@ from typing import Any, Literal
 import click
 
 from qdqtune.calibration.options import RangeOptions, check_cache
+from qdqtune.calibration.prepare import USUAL_JUDGED
 from qdqtune.calibration.workloads import WorkloadFile, WorkloadsOption, workloads_option
 from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.commands.inputs import METRIC, InputOptions, MetricLike
@@ -36,7 +37,6 @@ from qdqtune.tuning.options import SearchOptions
 from qdqtune.tuning.price_cache import usual_path
 from qdqtune.tuning.settings import (
     BY_RULE_BUILDS,
-    BY_RULE_SAMPLES,
     EFFORTS,
     FRONT_BUILDS,
     Settings,
@@ -204,7 +204,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         if spec.name in LAUNCHED:
             told["accuracy_samples"] = plan.looks[0]  # more would start more processes than a comparison needs
         if is_simulated(spec.name):
-            told["accuracy_samples"] = BY_RULE_SAMPLES
+            told["accuracy_samples"] = USUAL_JUDGED
         return Settings(**(told | more))
 
     def _thread_counts(self, spec: EngineSpec) -> tuple[int, ...] | None:

@@ -40,6 +40,11 @@ def is_simulated(name: str, machine: str | None = None) -> bool:
     return is_simulator or (machine is None and name != COST_MODEL and bool(emulation()))
 
 
+def simulated_chip(table: Provider | None) -> dict[str, str]:
+    """The options that say which chip a simulator stands for; none where the provider is no simulator."""
+    return dict(table.simulated_as) if table is not None and is_simulated(table.name) else {}
+
+
 def simulated(name: str) -> str:
     """What users are told of an engine whose times mean nothing here."""
     return emulation() or f"{name} is a simulator on this machine, whose times mean nothing"

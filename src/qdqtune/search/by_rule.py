@@ -2,16 +2,22 @@
 
 For engines whose times mean nothing. Builds show which nodes the engine leaves to others, and the outputs as it
 computes them. First everything in 8 bits is built, then everything in 16. If the first holds the limits and leaves no
-node, nothing is cheaper. Else the cheapest placements at rising prices on noise lie between the two, and are tried by
-bisection: the noise that sums predict is right in order, if not in size. At the end single parts of the best placement
-go from 16 bits to 8, those first that save the most for the noise they bring.
+node, nothing is cheaper. Else the cheapest placements at rising prices on noise lie between the two. The cheapest of
+them whose outputs hold the limit when ONNX Runtime computes them goes from there to fewer bits, in groups of parts and
+then in single ones, as long as it holds; the result is built. Outputs of the engine differ from these by its own
+rounding, so where it misses the limit, or has room left, the limit for ONNX Runtime follows.
+
+Where that says nothing, the cheapest placements are built by bisection: the noise that sums predict is right in order,
+if not in size. At the end single parts of the best placement get fewer bits, those first that save the most for the
+noise they bring.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite, sqrt
 
 import numpy as np
 
@@ -21,8 +27,14 @@ from qdqtune.timing.limits import failure
 from qdqtune.types import Placement, Proposal, Trial
 
 ALL_8, ALL_16, BY_RULE, NARROWED = "8 bits", "16 bits", "cut by rule", "narrowed"
-"""Origins of proposals: everything in 8 bits, and in 16; the cheapest at a price on noise; the best so far with a part
-in fewer bits."""
+"""Origins of proposals: everything in 8 bits, and in 16; the cheapest at a price on noise, or what became of it on ONNX
+Runtime; the best so far with a part in fewer bits."""
+
+AIMS = 6
+"""The most placements from ONNX Runtime that are built. Chosen, not measured."""
+
+FRUITLESS = 4
+"""After so many failures in a row the search ends. Chosen, not measured."""
 
 PRICES = 48
 """How many prices on noise are tried, from one at which noise does not matter to one at which nothing else does.
@@ -41,11 +53,12 @@ REFUSED = re.compile(r"OpType:(\w+)")
 @dataclass(frozen=True)
 class RuleSearch:
     """The search (see the module). `limit` is the most noise that the limit on the SQNR allows, None if there is
-    none."""
+    none. `simulate` gives the noise of a placement on ONNX Runtime, None if it is not known."""
 
     costs: RuleCosts
     noise: NoiseOfBits
     limit: float | None = None
+    simulate: Callable[[Placement], float | None] = lambda placement: None
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """The next candidate, see `Strategy`."""
@@ -73,6 +86,9 @@ class RuleSearch:
             yield self._proposal(costs, ALL_16, wide)
         widest = by_placement.get(costs.placement(wide))
         is_short = widest is None or widest.holds is not True or failure(widest) is not None
+        if all(failure(t) is not None for t in history[-FRUITLESS:]) and len(history) >= FRUITLESS:
+            return
+        yield from self._simulated(costs, history, float_too=leaves or is_short)
         yield from self._between(costs, history, float_too=leaves or is_short)
         yield from self._narrowed(costs, history)
 
@@ -86,6 +102,58 @@ class RuleSearch:
 
     def _proposal(self, costs: RuleCosts, origin: str, labels: Labels) -> Proposal:
         return Proposal(origin, costs.placement(labels), wants_layers=True)
+
+    # ------------------------------------------------ on ONNX Runtime
+
+    def _simulated(self, costs: RuleCosts, history: Sequence[Trial], *, float_too: bool) -> Iterator[Proposal]:
+        """The cheapest placement that is found with as much noise on ONNX Runtime as should hold the limit here."""
+        built = [t for t in history if t.proposal.origin == BY_RULE and failure(t) is None]
+        if self.limit is None or len(built) >= AIMS:
+            return
+        aim = self._expected(built, self.limit)
+        path = self._path(costs, float_too=float_too)
+        low, high = 0, len(path) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if (noise := self.simulate(costs.placement(path[middle]))) is None:
+                return
+            low, high = (low, middle) if noise <= aim else (middle + 1, high)
+        yield self._proposal(costs, BY_RULE, self._lowered(costs, path[high], aim))
+
+    def _expected(self, built: Sequence[Trial], limit: float) -> float:
+        """The noise on ONNX Runtime with which the limit should just hold, as these trials show."""
+        known = [(found, t) for t in built if t.accuracy is not None and (found := self.simulate(t.placement))]
+        if not known:
+            return RESERVE * limit
+        quiet = max((found for found, t in known if t.holds), default=0.0)
+        loud = min((found for found, t in known if not t.holds and found > quiet), default=0.0)
+        if quiet and loud:
+            return sqrt(quiet * loud)
+        found, last = known[-1]
+        measured = last.accuracy.noise if last.accuracy is not None else limit
+        return RESERVE * limit * found / (measured if last.holds else max(measured, limit))
+
+    def _lowered(self, costs: RuleCosts, labels: Labels, aim: float) -> Labels:
+        """The labels with as many parts in fewer bits as the noise on ONNX Runtime allows: large groups of parts first,
+        those with the least noise in front, then neighbours."""
+        for fewer in (EIGHT, SIXTEEN):
+            single = [costs.noise(_with(labels, (n,), fewer), self.noise) for n in range(len(labels))]
+            for order in (single.__getitem__, int):
+                able = [n for n, part in enumerate(costs.parts) if labels[n] > fewer and costs.allows(part, fewer)]
+                able.sort(key=order)
+                size = len(able)
+                while size:
+                    left: list[int] = []
+                    for first in range(0, len(able), size):
+                        group = able[first : first + size]
+                        changed = _with(labels, group, fewer)
+                        is_cheaper = costs.total(changed) < costs.total(labels)
+                        noise = self.simulate(costs.placement(changed)) if is_cheaper else np.inf
+                        if noise is None:
+                            return labels
+                        labels, left = (changed, left) if noise <= aim else (labels, [*left, *group])
+                    able, size = left, size // 2
+        return labels
 
     # ------------------------------------------------ between 8 and 16 bits
 
@@ -135,9 +203,13 @@ class RuleSearch:
     # ------------------------------------------------ one part after the other
 
     def _narrowed(self, costs: RuleCosts, history: Sequence[Trial]) -> Iterator[Proposal]:
-        """The best placement with one part in fewer bits, the most bytes saved for the noise first."""
+        """The best placement with one part in fewer bits, the most bytes saved for the noise first; without those that
+        miss the limit if their noise exceeds that on ONNX Runtime by as much as the best one's does."""
         if not (best := best_of(history)):
             return
+        expected = self.simulate(best) if self.limit is not None else None
+        measured = next(t.accuracy.noise for t in history if t.placement == best and t.accuracy is not None)
+        most = self.limit * expected / measured if self.limit and expected and measured else np.inf
         base = costs.labels(best)
         before, noisy = costs.total(base), costs.noise(base, self.noise)
         ranked: list[tuple[float, int, Labels]] = []
@@ -145,10 +217,18 @@ class RuleSearch:
             for fewer in {SIXTEEN: (EIGHT,), FLOAT: (EIGHT, SIXTEEN)}.get(label, ()):
                 if not costs.allows(part, fewer):
                     continue
-                labels = (*base[:number], fewer, *base[number + 1 :])
+                labels = _with(base, (number,), fewer)
                 saved = before - costs.total(labels)
                 more = max(costs.noise(labels, self.noise) - noisy, 1e-12)
                 if saved > 0:
                     ranked.append((-saved / more, number, labels))
         for _, _, labels in sorted(ranked):
-            yield self._proposal(costs, NARROWED, labels)
+            proposal = self._proposal(costs, NARROWED, labels)
+            noise = self.simulate(proposal.placement) if isfinite(most) else None
+            if noise is None or noise <= most:
+                yield proposal
+
+
+def _with(labels: Labels, numbers: Sequence[int], label: int) -> Labels:
+    """The labels with another one for some parts."""
+    return tuple(label if number in numbers else own for number, own in enumerate(labels))

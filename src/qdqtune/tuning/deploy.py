@@ -121,21 +121,21 @@ def processor_of(engine: str) -> Architecture:
     return architecture() if follow_processor(engine) else ""
 
 
-def of_other_processor(name: str, made_for: str, *, is_portable: bool) -> str:
-    """What to tell users of a file or placement that was tuned on the architecture `made_for`; "" if it is that of this
-    machine, or none is known."""
+def of_other_processor(name: str, made_for: str, remedy: str = "", *, is_portable: bool) -> str:
+    """What to tell users of a file or placement that was tuned on the architecture `made_for`, and what to do about it;
+    "" if it is that of this machine, or none is known."""
     here = architecture()
     if not made_for or made_for == here:
         return ""
     numbers = "its numbers are for both" if is_portable else f"its numbers were chosen for {made_for}"
     if products_saturate() and not is_portable:
         numbers += " and overflow here"
-    remedy = "tune here" if is_portable else "tune here, or with `portable` for one file on both"
+    remedy = remedy or ("tune here" if is_portable else "tune here, or with `portable` for one file on both")
     told = f"{name} was tuned on {made_for}, and this is {here or 'another processor'}"
     return f"{told}: {numbers}, and what its pairs gain was measured there; {remedy}"
 
 
-def tuned_elsewhere(file: Path) -> str:
+def tuned_elsewhere(file: Path, remedy: str = "") -> str:
     """The same of a model file in the folder of a run, or in one with its deploy/settings.json; "" for other files
     and for the float model."""
     if file.name == BASELINE:
@@ -145,7 +145,7 @@ def tuned_elsewhere(file: Path) -> str:
         found = read_json(folder / DEPLOY_SETTINGS, DeploySettings)
     except BadOption:  # the file was altered
         return ""
-    return "" if found is None else of_other_processor(str(file), found.processor, is_portable=found.portable)
+    return "" if found is None else of_other_processor(str(file), found.processor, remedy, is_portable=found.portable)
 
 
 def copy_companions(run: Run) -> None:

@@ -16,6 +16,7 @@ from qdqtune.search.front import FrontSearch
 from qdqtune.timing.limits import outcome
 from qdqtune.tuning import advice
 from qdqtune.tuning.denormals import with_denormals_as_zero
+from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.tuning.finished import recalled, remember
 from qdqtune.tuning.front import prove_apart, prove_front
 from qdqtune.tuning.modes import MODES
@@ -46,6 +47,8 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
         if (before := recalled(ready)) is not None:
             return before
         if settings.is_timed and (note := advice.busy(settings.engine)) is not None:
+            observer.note(note)
+        if note := tuned_elsewhere(settings.model, "tune the float model for numbers of this processor"):
             observer.note(note)
         with written_once(ready) as constants:
             chosen = ready

@@ -30,7 +30,7 @@ from qdqtune.tuning.folder import RAW, REGION_MODELS, UNITS
 from qdqtune.tuning.observer import Observer, Silent, State
 from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.result import ModeResult
-from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_bits
+from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_bits, simulated_noise
 from qdqtune.tuning.rule_results import summary_by_rule
 from qdqtune.tuning.run import Run, rule_costs
 from qdqtune.tuning.subgraphs.prepare import Profiled, outcomes, profile
@@ -84,7 +84,7 @@ def cut(run: Run) -> Mode:
 def by_rule(run: Run) -> Mode:
     """Minimize costs by rule, where nothing is timed."""
     costs = rule_costs(run.settings, run.subject).learned([(Placement(), run.bench.layers())])
-    search = RuleSearch(costs, noise_of_bits(run), run.limits.max_noise)
+    search = RuleSearch(costs, noise_of_bits(run), run.limits.max_noise, simulated_noise(run))
 
     def record(history: Sequence[Trial], proof: Proof) -> ModeResult:
         return ModeResult(summary={"by_rule": summary_by_rule(search.learned(history), history, proof.placement)})

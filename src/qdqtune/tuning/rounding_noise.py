@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -88,10 +88,8 @@ def noise_of(run: Run) -> Noise | None:
     weights = [(e.tensor, weight_format.name) for e, shares in run.format_shares.items() for weight_format in shares]
 
     def noise_at(placement: Placement) -> float | None:
-        accuracy, most = predicted_accuracy(run, placement), limits.max_noise
-        if accuracy is None or most is None or is_front or limits.is_exact_enough(accuracy):
-            return None if accuracy is None else accuracy.noise
-        return max(accuracy.noise, MISSED * most)  # it may be a sample, or first choices, that miss a limit
+        accuracy = predicted_accuracy(run, placement)
+        return accuracy.noise if accuracy is not None and is_front else _counted(run, accuracy)
 
     def is_harmless() -> bool:
         if is_front or limits.max_drop is not None or run.budget.is_late:
@@ -118,6 +116,28 @@ def noise_of(run: Run) -> Noise | None:
     return Noise(
         subject.shaped, alone, limits.max_noise, simulate=noise_at, weight_noise=of_formats, check_harmless=is_harmless
     )
+
+
+def _counted(run: Run, accuracy: Accuracy | None) -> float | None:
+    """The noise that a simulated accuracy counts as: more than the limit where a limit on single samples, or on first
+    choices, is missed."""
+    most = run.limits.max_noise
+    if accuracy is None or most is None or run.limits.is_exact_enough(accuracy):
+        return None if accuracy is None else accuracy.noise
+    return max(accuracy.noise, MISSED * most)
+
+
+def simulated_noise(run: Run) -> Callable[[Placement], float | None]:
+    """A function that gives the noise of a placement on ONNX Runtime; None once that has taken `TIME_SHARE`."""
+    ends: list[float] = []
+
+    def noise_at(placement: Placement) -> float | None:
+        if not ends:
+            ends.append(_deadline(run, TIME_SHARE))
+        is_late = time.monotonic() > ends[0]
+        return None if is_late else _counted(run, predicted_accuracy(run, placement))
+
+    return noise_at
 
 
 def noise_of_bits(run: Run) -> NoiseOfBits:

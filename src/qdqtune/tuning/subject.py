@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -21,7 +20,6 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import MERGED, TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import portable, usual_precision
-from qdqtune.engines.provider_table import PROVIDERS, is_simulated, simulated
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineUnavailable
@@ -42,7 +40,7 @@ from qdqtune.tuning.budget import affordable_calibration
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import Division
 from qdqtune.tuning.records import RangesRecord
-from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.settings import SIMULATOR_SLOWNESS, Settings
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subgraphs import groups
 from qdqtune.types import Edge, Mix, NumericFormat, Placement, Sample
@@ -158,17 +156,17 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     check_inputs(settings.engine, model)
     source = settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed
     data = Data(*source, settings.workloads, (settings.model.parent,))
-    prepared = prepare(model, data, execution, fixed=settings.fix_inputs, most=settings.accuracy_samples)
+    slower = 1.0 if settings.is_timed else SIMULATOR_SLOWNESS
+    most = settings.accuracy_samples
+    prepared = prepare(model, data, execution, fixed=settings.fix_inputs, most=most, slower=slower)
     kept: Collection[str] = ()
     if not settings.from_qdq:
         floor = settings.limits.min_sqnr
         prepared, half, half_notes = in_half_precision(prepared, settings.precision, usual, floor)
         kept, wanted = (half.kept.keys(), half.precision) if half is not None else ((), "fp32")
         notes += half_notes
-    table, shaped = PROVIDERS.get(settings.engine.name), prepared.shaped
-    if table is not None and table.has_fixed_sizes and _open_inputs(prepared.model):
-        prepared = replace(prepared, model=shaped)
-        notes.append(f"{table.ep} takes fixed sizes only: what ships has those of the samples")
+    prepared, sized = prepared.sized_for(settings.engine.name)
+    notes += sized
     imported = imported or _baseline(settings, prepared.model, wanted, kept)
     if imported is not None and imported.unmatched:
         notes.append(
@@ -181,6 +179,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     notes += prepared.hints
     fixed = fixed_inputs(settings.model, settings.fix_inputs)
     mix = tuple(replace(workload, inputs={**workload.inputs, **fixed}) for workload in prepared.mix)
+    shaped = prepared.shaped
     regions = discovery.find(
         shaped,
         settings.regions,
@@ -202,11 +201,6 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
         rewrites=made,
         precision="fp32" if settings.from_qdq else wanted,
     )
-
-
-def _open_inputs(model: Model) -> bool:
-    """Whether a model leaves sizes of inputs open."""
-    return any(None in (model.tensors[name].shape or (None,)) for name in model.inputs)
 
 
 def calibrated(
@@ -381,17 +375,11 @@ def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...
 
 
 def check_device(spec: EngineSpec, runner: Runner) -> None:
-    """Refuse an engine that can time nothing here.
+    """Refuse an engine that can build nothing here, or builds and times nothing.
 
     Raises:
-        EngineUnavailable: it cannot be opened, builds for a device that this machine does not have, or runs on an
-            emulated processor, which no rule stands for.
+        EngineUnavailable: it cannot be opened, or builds for a device that this machine does not have.
     """
-    if is_simulated(spec.name) and not is_simulated(spec.name, platform.machine()):
-        raise EngineUnavailable(
-            f"{simulated(spec.name)}, and a search needs times: quantize for it, check shows where each node "
-            "runs, and compare what the outputs lose"
-        )
     try:
         device = runner.describe().get("device")
     except EngineUnavailable as error:

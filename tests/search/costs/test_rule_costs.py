@@ -93,8 +93,8 @@ def test_noise_is_that_of_the_values_and_of_conversions() -> None:
     noise = NoiseOfBits({"x": 1.0, "b": 10.0, "c": 100.0, "y": 1000.0, "w": 1e4, "v": 1e5}, dict.fromkeys("xbcy", 0.25))
     weights = 1e4 + 1e5
     assert costs.noise((EIGHT,) * 3, noise) == weights + 1111
-    assert costs.noise((SIXTEEN,) * 3, noise) == pytest.approx(weights + 3 * 0.25)
-    assert costs.noise((SIXTEEN, EIGHT, EIGHT), noise) == weights + 0.25 + 10 + 1100  # b is narrowed for both
+    assert costs.noise((SIXTEEN,) * 3, noise) == pytest.approx(weights + 4 * 0.25)
+    assert costs.noise((SIXTEEN, EIGHT, EIGHT), noise) == weights + 0.5 + 10 + 1100  # b is narrowed for both
     assert costs.noise((FLOAT,) * 3, noise) == 0
 
 

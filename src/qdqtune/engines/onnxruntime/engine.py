@@ -27,7 +27,7 @@ from qdqtune.engines.coverage import read_model
 from qdqtune.engines.library_settings import provider_options, session_settings
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.engines.onnxruntime import partitions
-from qdqtune.engines.provider_table import OF_EP, is_simulated
+from qdqtune.engines.provider_table import OF_EP, is_simulated, simulated_chip
 from qdqtune.engines.providers.provider import SYMMETRIC, Provider
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.loading import data_files
@@ -165,6 +165,7 @@ class OnnxRuntime:
     def __init__(self, options: OnnxRuntimeOptions, plugged_in: Sequence[ort.OrtEpDevice] = ()) -> None:
         self._options, self._plugged_in = options, plugged_in
         self.table = OF_EP.get(options.provider)
+        self._own = simulated_chip(self.table) | dict(options.provider_options or {})
         self.memory = "cpu" if self.table is None else self.table.memory
         recording = "" if self.table is None else self.table.recording
         self.is_recorded = (options.provider_options or {}).get(recording) == "1"
@@ -172,7 +173,7 @@ class OnnxRuntime:
     def describe(self) -> dict[str, str]:
         """Version, CPU, and the instruction sets that decide which integer kernels run."""
         options = self._options
-        table, own = self.table, options.provider_options or {}
+        table, own = self.table, self._own
         device, driver = _device_of(table)
         return {
             "engine": "onnxruntime" if table is None else table.name,
@@ -234,7 +235,7 @@ class OnnxRuntime:
         for name, value in {**own, **entries}.items():
             options.add_session_config_entry(name, value)
         content, table = model if isinstance(model, bytes) else str(model), self.table
-        given = provider_options(table, chosen.threads, chosen.provider_options)
+        given = provider_options(table, chosen.threads, self._own)
         if table is not None and more.get("enable_profiling"):  # a recording shows no single nodes
             given.pop(table.recording, None)
         if self._plugged_in:

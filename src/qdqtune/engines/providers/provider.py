@@ -40,6 +40,7 @@ class Provider:
     compiles: whether it runs many nodes as one, so that ONNX Runtime cannot write its graph or time single nodes.
     simulated_on: processors (as `platform.machine` names them) on which it is a simulator: outputs and partitions are
         those of the device, times mean nothing.
+    simulated_as: options that say which chip the simulator stands for.
     refuses: the reason why it leaves an operator to the CPU, by operator.
     words: patterns of its log with a group `nodes`, a text with names of nodes in it, and a group `reason`. For each
         node the first pattern that tells of it counts.
@@ -66,5 +67,6 @@ class Provider:
     has_fixed_sizes: bool = False
     compiles: bool = False
     simulated_on: tuple[str, ...] = ()
+    simulated_as: Mapping[str, str] = field(default_factory=dict)
     refuses: Mapping[str, str] = field(default_factory=dict)
     words: tuple[str, ...] = ()

@@ -187,7 +187,7 @@ class RuleCosts:
         for tensor, readers in self.readers.items():
             base = CONVERTED_BYTES * elements(self.model, tensor) + EACH
             narrowed = 0.0 if noise is None else noise.narrow.get(self._value(tensor), 0.0)
-            widened = 0.0 if noise is None or tensor in self.maker else noise.wide.get(tensor, 0.0)
+            widened = 0.0 if noise is None else noise.wide.get(self._value(tensor), 0.0)
             prices = (base + price * narrowed, base + price * widened, base)
             found.conversions.append(Conversion(self.maker.get(tensor, outside), readers, prices))
         return _WithOutside(found.costs, found.conversions)
@@ -198,8 +198,11 @@ class RuleCosts:
         for tensor, readers in self.readers.items():
             number = self.maker.get(tensor)
             written = FLOAT if number is None else labels[number]
-            if written != EIGHT and any(labels[reader] == EIGHT for reader in readers):
+            read = {labels[reader] for reader in readers}
+            if written != EIGHT and EIGHT in read:
                 single += noise.narrow.get(self._value(tensor), 0.0)
+            if written == FLOAT and SIXTEEN in read:
+                single += noise.wide.get(self._value(tensor), 0.0)
         return single
 
     def cheapest(self, noise: NoiseOfBits, price: float, *, float_too: bool) -> Labels:
