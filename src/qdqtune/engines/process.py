@@ -6,9 +6,9 @@ import contextlib
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 from qdqtune.engines import EngineSpec
@@ -118,9 +118,9 @@ class WorkerProcess:
     ) -> tuple[bool, Any]:
         """Implements `Worker.request`."""
         self._channel.send((name, arguments))
-        deadline = monotonic() + limit
+        deadline = time.monotonic() + limit
         while not self._channel.poll(limit if check is None else CHECK_SECONDS):
-            if check is None or monotonic() >= deadline:
+            if check is None or time.monotonic() >= deadline:
                 raise TimeoutError
             check()
         answer: tuple[bool, Any] = self._channel.recv()
@@ -249,7 +249,7 @@ class WorkerConnection(Checked):
         """
         worker, limit = self.worker, self.limit if limit is None else limit
         assert worker is not None
-        begun, answered = monotonic(), False
+        begun, answered = time.monotonic(), False
         try:
             with span(name, what=what):
                 good, result = worker.request(name, arguments, limit, self.check)
@@ -261,7 +261,7 @@ class WorkerConnection(Checked):
             reason = f"the engine process ended with {worker.exit_reason()} while {what}"
             raise WorkerLostError(Failure("crash", reason, last_lines(log, worker.printed()))) from None
         finally:
-            self.seconds += monotonic() - begun
+            self.seconds += time.monotonic() - begun
             if not answered:  # also after an interrupt: a late answer must not be taken for that of the next request
                 self.close()
         if not good:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import monotonic
 from typing import Any, Self, TypeVar
 
 import numpy as np
+import time
 
 from qdqtune.engines import LAUNCHED, EngineSpec, builds_for
 from qdqtune.engines.build_queue import BuildQueue
@@ -365,9 +365,9 @@ class Runner:
         size = 0 if self.memory is None else builds_for(self._mix) * (nbytes(path) + self._unpacked)
         if self.memory is not None:
             self.memory.make_room(size, frozenset((id(self), build) for build in needed))
-        before, begun = self._connection.seconds, monotonic()
+        before, begun = self._connection.seconds, time.monotonic()
         made = self.build_queue.take(path, log, self)
-        self._connection.seconds = before + monotonic() - begun
+        self._connection.seconds = before + time.monotonic() - begun
         if isinstance(made, Failure):
             return made
         plan, seconds = made or (None, 0.0)

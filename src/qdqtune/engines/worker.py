@@ -20,10 +20,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
+import time
 
 from qdqtune.engines import LAUNCHED, Built, Compiler, Engine, EngineSpec, Launched, builds_for, open_engine, threads_of
 from qdqtune.engines.channel import Channel
@@ -82,13 +82,13 @@ class Session:
 
     def compile(self, path: Path, log: Path, plan: Path) -> float:
         """`Compiler.compile`; the seconds that it took."""
-        start = perf_counter()
+        start = time.perf_counter()
         cast(Compiler, self._engine).compile(path, log, plan)
-        return perf_counter() - start
+        return time.perf_counter() - start
 
     def build(self, number: int, path: Path, log: Path, plan: Path | None = None) -> float:
         """Build a model, or load its plan, and keep it under a number; the seconds that it took."""
-        start, self._models[number] = perf_counter(), Model(path, log)
+        start, self._models[number] = time.perf_counter(), Model(path, log)
         try:
             if plan is None:
                 for workload in self._mix:
@@ -99,7 +99,7 @@ class Session:
         except QdqtuneError:
             self.unload(number)
             raise
-        seconds = perf_counter() - start
+        seconds = time.perf_counter() - start
         return_free_memory()
         return seconds
 
