@@ -5,7 +5,6 @@ test needs no other way to write. What the engines' C libraries write is not see
 """
 
 import builtins
-import errno
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -41,10 +40,11 @@ class File(io.FileIO):
     def write(self, data: Any) -> int:
         how = self.disk.step(needs_room=True)
         if how in ("torn", "short"):
-            super().write(memoryview(data).cast("B")[: len(memoryview(data).cast("B")) // 2])
+            whole = memoryview(data).cast("B")
+            written = super().write(whole[: len(whole) // 2])
             if how == "torn":
                 self.disk.die()
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return written
         return super().write(data)
 
     def truncate(self, size: int | None = None) -> int:

@@ -50,8 +50,9 @@ def content_of(file: Path) -> bytes:
     """
     try:
         data = file.read_bytes()
-        digest = hashlib.sha256(data)
-        for place, offset, length in remembered(("spans", data), lambda: _spans(data)):
+        alone, spans = remembered(("parts", data), lambda: _parts(data))
+        digest = hashlib.sha256(alone)
+        for place, offset, length in spans:
             with (file.parent / place).open("rb") as other:
                 other.seek(offset)
                 digest.update(other.read(length))
@@ -60,13 +61,18 @@ def content_of(file: Path) -> bytes:
     return digest.digest()
 
 
-def _spans(data: bytes) -> list[tuple[str, int, int]]:
+def _parts(data: bytes) -> tuple[bytes, list[tuple[str, int, int]]]:
+    """A model without the places of its constants in other files, and these places."""
     try:
-        tensors = onnx.load_model_from_string(data).graph.initializer
+        model = onnx.load_model_from_string(data)
     except Exception as error:  # protobuf's errors have no common class
         raise EngineFailure(f"no model: {error}") from error
-    told = [{e.key: e.value for e in tensor.external_data} for tensor in tensors]
-    return [(one["location"], int(one["offset"]), int(one["length"])) for one in told if one]
+    spans = []
+    for tensor in model.graph.initializer:
+        if told := {e.key: e.value for e in tensor.external_data}:
+            spans.append((told["location"], int(told["offset"]), int(told["length"])))
+            tensor.ClearField("external_data")
+    return model.SerializeToString(), spans
 
 
 def _digest(inputs: Tensors) -> bytes:

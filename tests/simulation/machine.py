@@ -182,6 +182,7 @@ class Machine:
         self.processes: list[Process] = []
         self.cleaner = Cleaner()
         self.faults: Sequence[Fault] = ()
+        self._was_short = False
         self.events: Counter[str] = Counter()
         self.happened: Counter[str] = Counter()
 
@@ -210,6 +211,9 @@ class Machine:
         self._ends(fault)
         if fault in ("full", "short") and not needs_room:
             return None
+        if fault == "short" and self._was_short:  # half of the first write fits, and nothing more
+            fault = "full"
+        self._was_short = fault in ("full", "short")
         if fault == "full":
             raise OSError(28, os.strerror(28))
         return fault

@@ -4,9 +4,7 @@ A scenario is a sequence of processes that give the same command: some meet faul
 leaves is compared with what a run leaves that meets none at all.
 """
 
-import gc
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -23,15 +21,14 @@ from qdqtune.errors import (
     EngineFailure,
     EngineUnavailable,
     OutputError,
-    QdqtuneError,
 )
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent, State
-from qdqtune.tuning.records import TrialRecord, job_of
+from qdqtune.tuning.records import job_of
 from qdqtune.tuning.settings import STATE
 from qdqtune.tuning.store import is_transient, read_journal
 from qdqtune.types import Failure, Trial
-from runs import contents, mixed, rows, settings, write
+from runs import contents, mixed, settings, write
 from simulation.disk import Died
 from simulation.machine import KINDS, MARK, Ended, Fault, Machine
 
@@ -56,8 +53,8 @@ OF_THE_MACHINE = OutputError, EngineUnavailable, EngineFailure, BaselineFailed
 STRANGERS = {"notes.txt": b"mine", "out/notes.txt": b"mine, too"}
 """Files of the user's that no run has to do with."""
 
-VARYING = ("run.json", "seconds.json", "logs/", ".qdqtune")
-"""Files whose content tells when things happened, or in which order."""
+VARYING = ("run.json", "seconds.json", "logs/", ".qdqtune", "autotune_cache.json", "subgraphs/", "region_models/")
+"""Files in the output folder whose content tells when things happened, or in which order."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,7 @@ def _timeless(name: str, data: bytes) -> bytes:
         summary = json.loads(data)
         return json.dumps({k: v for k, v in summary.items() if not k.endswith("seconds")}).encode()
     short = name.removeprefix("out/")
-    return b"" if short.startswith(VARYING) or name.endswith("autotune_cache.json") else data
+    return b"" if short.startswith(VARYING) else data
 
 
 # ---------------------------------------------------------------- drawing

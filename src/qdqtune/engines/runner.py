@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
-import time
 
 from qdqtune.engines import LAUNCHED, EngineSpec, builds_for
 from qdqtune.engines.build_queue import BuildQueue
