@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import pytest
 
@@ -61,7 +62,7 @@ class Disk:
 
     def __init__(self, root: Path, faults: Faults) -> None:
         self.root, self._faults = root, faults
-        self.files: set[File] = set()
+        self.files: WeakSet[File] = WeakSet()
         self.descriptors: set[int] = set()
         self.is_watching = self.is_dead = False
         self._unsafe: dict[int, int] = {}  # by inode, the bytes that are safe of a file that was written since
@@ -69,17 +70,21 @@ class Disk:
     def begin(self) -> None:
         """A process begins."""
         self.is_watching, self.is_dead = True, False
-        self.files, self.descriptors = set(), set()
+        self.files, self.descriptors = WeakSet(), set()
+
+    @property
+    def left(self) -> int:
+        """How many files are open."""
+        return len(self.files) + len(self.descriptors)
 
     def end(self) -> int:
         """The process has ended. Its files are closed, and how many it had left open is returned."""
-        self.is_watching = False
-        left = len(self.files) + len(self.descriptors)
+        self.is_watching, left = False, self.left
         for file in list(self.files):
             io.FileIO.close(file)
         for descriptor in self.descriptors:
             OS_CLOSE(descriptor)
-        self.files, self.descriptors = set(), set()
+        self.files, self.descriptors = WeakSet(), set()
         return left
 
     def step(self, *, needs_room: bool) -> str | None:

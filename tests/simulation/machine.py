@@ -4,10 +4,12 @@ The code under test is all of `tune`, the parent's half of the worker processes 
 system's part (starting and ending processes, the socket, the clock, the disk) and what the engines compute.
 """
 
+import gc
 import hashlib
 import os
 import subprocess
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -182,6 +184,7 @@ class Machine:
         self.processes: list[Process] = []
         self.cleaner = Cleaner()
         self.faults: Sequence[Fault] = ()
+        self.tells = False  # whether it keeps where errors came from
         self._was_short = False
         self.events: Counter[str] = Counter()
         self.happened: Counter[str] = Counter()
@@ -290,7 +293,10 @@ class Machine:
         try:
             ended.result = do()
         except BaseException as error:  # noqa: BLE001  (a process may end in any way)
-            ended.error = error.with_traceback(None) if isinstance(error, Died) else error
+            ended.error, ended.trace = error, "".join(traceback.format_exception(error)) if self.tells else ""
+            _let_go(error)
+        if self.disk.left:
+            gc.collect()  # what only a circle of objects holds is closed in time
         ended.open_files = self.disk.end()
         ended.workers = sum(one.code is None for one in self.processes)
         for one in self.processes:
@@ -311,6 +317,14 @@ class Ended:
     error: BaseException | None = None
     open_files: int = 0
     workers: int = 0
+    trace: str = ""
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what the frames hold through which an error came: its caller has dealt with it."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 @lru_cache(maxsize=4096)
