@@ -208,8 +208,9 @@ def check_names(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         path = folder / name
         check_inside(path, folder)
-        places = {name, real(path).relative_to(home).as_posix()}
-        if not name.endswith("/") and path.exists() and not places <= ours:
+        if name.endswith("/") or not path.exists():
+            continue
+        if not {name, real(path).relative_to(home).as_posix()} <= ours:
             what = f"{path} is not of qdqtune's making, and would be overwritten"
             raise BadOption(f"{what}: choose another `output_dir`, or move it")
 
