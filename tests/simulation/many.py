@@ -141,4 +141,3 @@ def main() -> None:
     asked = parser.parse_args()
     failed = many(asked.first, asked.seeds, asked.processes) if asked.seed is None else one(asked.seed)
     sys.exit(min(failed, 1))
-

@@ -417,7 +417,9 @@ def insist(result: T | Failure, otherwise: str, error: type[QdqtuneError] = Engi
         `error`, by default EngineFailure: it is one. The message is `otherwise` and the reason.
     """
     if isinstance(result, Failure):
-        raise error(f"{otherwise}: {result.reason}")
+        raised = error(f"{otherwise}: {result.reason}")
+        raised.is_transient = result.is_transient
+        raise raised
     return result
 
 

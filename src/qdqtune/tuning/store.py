@@ -115,7 +115,8 @@ class Store:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._file:
-            if isinstance(error, WRONG_INPUT) and all(isinstance(one, OF_THE_START) for one in self.of(Record)):
+            is_wrong = isinstance(error, WRONG_INPUT) and not error.is_transient
+            if is_wrong and all(isinstance(one, OF_THE_START) for one in self.of(Record)):
                 with suppress(OSError):
                     self._file.truncate(0)
 
