@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 os.environ["XDG_CACHE_HOME"] = os.devnull  # no prices of other runs
 
@@ -59,12 +61,15 @@ def stage(*, tells: bool = False) -> Iterator[Stage]:
         shutil.rmtree(folder)
 
 
-def played(seeds: Sequence[range], answers: "Connection[Tally, None]") -> None:
-    """What a process does: play scenarios, and send what happened in each part."""
+def played(seeds: Sequence[range], minutes: float, answers: "Connection[Tally, None]") -> None:
+    """What a process does: play scenarios for so many minutes, and send what happened in each part."""
+    ends = time.monotonic() + 60 * minutes
     with stage() as ours:
         gc.freeze()
         gc.disable()  # or it walks through all of the libraries again and again
         for part in seeds:
+            if time.monotonic() > ends:
+                break
             tally = Tally()
             for seed in part:
                 scenario = scenario_of(seed, ours.reference)
@@ -79,14 +84,16 @@ def played(seeds: Sequence[range], answers: "Connection[Tally, None]") -> None:
             answers.send(tally)
 
 
-def many(first: int, count: int, processes: int) -> int:
-    """Play the scenarios of so many seeds, and print what happened; how many failed."""
+def many(first: int, count: int, processes: int, minutes: float = inf) -> int:
+    """Play the scenarios of so many seeds, or as many as so many minutes allow, and print what happened; how many
+    failed."""
     context, begun, total, told = multiprocessing.get_context("spawn"), time.monotonic(), Tally(), 0.0
     parts = [range(start, min(start + CHUNK, first + count)) for start in range(first, first + count, CHUNK)]
-    open_pipes = []
+    open_pipes, workers = [], list[Any]()
     for number in range(processes):
         ours, theirs = context.Pipe(duplex=False)
-        context.Process(target=played, args=(parts[number::processes], theirs), daemon=True).start()
+        workers.append(context.Process(target=played, args=(parts[number::processes], minutes, theirs), daemon=True))
+        workers[-1].start()
         theirs.close()
         open_pipes.append(ours)
     while open_pipes:
@@ -103,6 +110,8 @@ def many(first: int, count: int, processes: int) -> int:
         if (spent := time.monotonic() - begun) > told + 60:
             told = spent
             print(f"{total.seeds} of {count} seeds, {len(total.failed)} failed, {spent:.0f} s", flush=True)
+    for worker in workers:
+        worker.join()
     seconds = time.monotonic() - begun
     print(f"\n{total.seeds} seeds from {first}, {total.processes} runs in {seconds:.0f} s on {processes} processes")
     print(f"{60 * total.processes / seconds:.0f} runs a minute\n\nfaults that happened")
@@ -114,9 +123,10 @@ def many(first: int, count: int, processes: int) -> int:
     print(f"\n{len(total.failed)} failed: {sorted(total.failed)[:200]}")
     if total.failed:
         print(f"to play one again: make simulate SEED={min(total.failed)}")
-    if total.seeds < count:
-        print(f"a process has died: {count - total.seeds} seeds were not played")
-    return len(total.failed) + count - total.seeds
+    died = sum(worker.exitcode != 0 for worker in workers)
+    if died:
+        print(f"{died} processes have died")
+    return len(total.failed) + died
 
 
 def one(seed: int) -> int:
@@ -137,7 +147,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=100_000, metavar="N", help="how many scenarios")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")
+    parser.add_argument("--minutes", type=float, default=inf, metavar="N", help="begin no more scenarios after that")
     parser.add_argument("--seed", type=int, metavar="SEED", help="play this one alone, and tell what happens")
     asked = parser.parse_args()
-    failed = many(asked.first, asked.seeds, asked.processes) if asked.seed is None else one(asked.seed)
+    failed = many(asked.first, asked.seeds, asked.processes, asked.minutes) if asked.seed is None else one(asked.seed)
     sys.exit(min(failed, 1))
