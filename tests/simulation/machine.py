@@ -12,7 +12,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,13 +22,14 @@ from typing import Any
 
 import pytest
 
-from qdqtune.engines import EngineSpec, process, worker
+from qdqtune.engines import EngineSpec, allocation, devices, pool, process, worker
 from qdqtune.errors import Cancelled, EngineFailure, QdqtuneError
 from qdqtune.system.cleanup import remove_left
 from qdqtune.types import Measurement
 from simulation.clock import Clock
 from simulation.disk import Died, Disk
 from simulation.engines import Remembering
+from simulation.threads import OneAfterTheOther, Threads
 
 AT_WRITES = ("full", "short", "kill", "torn", "power", "interrupt")
 AT_STARTS = ("no process", "no engine", "kill", "interrupt")
@@ -42,6 +43,8 @@ KINDS = {
 
 MARK = "(simulated)"
 """Stands in whatever an engine says because the simulation let it fail."""
+
+CORES = 4
 
 DELAYS, JUMPS = (0.01, 2.0, 100.0, 7000.0), (60.0, 1e4, 1e7)
 """Seconds by which answers come late, and by which clocks jump."""
@@ -133,8 +136,7 @@ class Channel:
 
     def __init__(self, machine: "Machine", descriptor: int) -> None:
         os.close(descriptor)
-        self._process = machine.processes[-1]
-        self._clock = machine.clock
+        self._process, self._machine = machine.processes[-1], machine
 
     def send(self, message: tuple[str, tuple[Any, ...]]) -> None:
         if self._process.code is not None:
@@ -142,12 +144,10 @@ class Channel:
         self._process.receive(*message)
 
     def poll(self, seconds: float) -> bool:
-        due = self._process.due
-        if due is None or due > self._clock.now + seconds:
-            self._clock.advance(seconds)
-            return False
-        self._clock.advance(due - self._clock.now)
-        return True
+        due, ends = self._process.due, self._machine.clock.now + seconds
+        is_answered = due is not None and due <= ends
+        self._machine.wait_until(due if is_answered and due is not None else ends)
+        return is_answered or self._process.code is not None
 
     def recv(self) -> tuple[bool, Any]:
         if self._process.answer is None:
@@ -182,7 +182,7 @@ class Machine:
         self.temporary = root / "tmp"
         self.temporary.mkdir(exist_ok=True)
         self.processes: list[Process] = []
-        self.cleaner = Cleaner()
+        self.cleaner, self.threads = Cleaner(), Threads(self.clock, self.random)
         self.faults: Sequence[Fault] = ()
         self.tells = False  # whether it keeps where errors came from
         self._was_short = False
@@ -200,8 +200,16 @@ class Machine:
                 return fault.what
         return None
 
+    def wait_until(self, time: float) -> None:
+        """Wait, while other threads of the process run."""
+        self.threads.pause(time)
+        if self.disk.is_dead:
+            raise Died
+
     def _ends(self, fault: str | None) -> None:
-        if fault == "interrupt":
+        if fault == "interrupt" and self.threads.current is not self.threads.main:
+            self.threads.interrupts += 1
+        elif fault == "interrupt":
             raise KeyboardInterrupt
         if fault == "cancel":
             raise Cancelled("cancelled")
@@ -274,6 +282,15 @@ class Machine:
             stack.enter_context(self.disk.installed())
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr(process, "subprocess", system)
+            patch.setattr(process, "leased", lambda _: nullcontext([]))
+            patch.setattr(process, "pinned", lambda _: nullcontext())
+            patch.setattr(devices, "physical_cores", lambda: [[core] for core in range(CORES)])
+            patch.setattr(devices, "is_free", lambda _: True)
+            patch.setattr(allocation, "ThreadPoolExecutor", OneAfterTheOther)
+            threads = SimpleNamespace(
+                Thread=lambda **how: self.threads.thread(**how), Condition=lambda: self.threads.condition()
+            )
+            patch.setattr(pool, "threading", threads)
             patch.setattr(process, "Channel", lambda descriptor: Channel(self, descriptor))
             patch.setattr(process, "end_group", lambda pid: self.processes[pid - 1].end(-9))
             patch.setattr(process, "python", lambda *_, **__: {})
@@ -288,6 +305,7 @@ class Machine:
     def process(self, faults: Sequence[Fault], do: Callable[[], Any]) -> "Ended":
         """Do something in a process of its own, with these faults."""
         self.faults, self.events, self.cleaner, self.processes = faults, Counter(), Cleaner(), []
+        self.threads = Threads(self.clock, self.random)
         self.disk.begin()
         ended = Ended()
         try:
@@ -298,6 +316,7 @@ class Machine:
         if self.disk.left:
             gc.collect()  # what only a circle of objects holds is closed in time
         ended.open_files = self.disk.end()
+        ended.threads = self.threads.others
         ended.workers = sum(one.code is None for one in self.processes)
         for one in self.processes:
             one.end(1)
@@ -317,6 +336,7 @@ class Ended:
     error: BaseException | None = None
     open_files: int = 0
     workers: int = 0
+    threads: int = 0
     trace: str = ""
 
 

@@ -58,8 +58,10 @@ KINDS_OF_WORLDS = (
     ("refusing", "minmax", 0),
     ("refusing", "minmax", 3),
     ("without times", "usual", 0),
+    ("plain", "minmax", 0, 2),
+    ("refusing", "minmax", 1, 3),
 )
-"""Engine, calibration, and noise of latencies; 0 is none."""
+"""Engine, calibration, noise of latencies (0 is none), and workers."""
 
 OF_THE_MACHINE = OutputError, EngineUnavailable, EngineFailure, BaselineFailed
 """What a run may say when something of the machine fails: none blames the user."""
@@ -82,11 +84,17 @@ class World:
     engine: str = "plain"
     calibration: str = "minmax"
     noise: int = 0
+    workers: int = 1
 
     def settings(self, model: Path) -> Any:
         """The command that is given."""
         engine = EngineSpec("fake", dict(ENGINES[self.engine]))
-        how = {"mode": self.mode, "time_limit": 30.0, "calibration": CALIBRATIONS[self.calibration]}
+        how: dict[str, Any] = {
+            "workers": self.workers,
+            "mode": self.mode,
+            "time_limit": 30.0,
+            "calibration": CALIBRATIONS[self.calibration],
+        }
         return settings(model, engine=engine, **how | MODES[self.mode])
 
 
@@ -316,12 +324,16 @@ def _left_behind(ended: Ended, happened: int, stage: Stage) -> list[str]:
     wrong = []
     if ended.workers:
         wrong.append(f"{ended.workers} workers go on")
+    if ended.threads:
+        wrong.append(f"{ended.threads} threads go on")
     if ended.open_files:
         wrong.append(f"{ended.open_files} files stay open")
     names = {str(p.relative_to(stage.root)) for p in stage.root.rglob("*")}
     if isinstance(ended.error, KeyboardInterrupt):
         return wrong  # it may have been removing some: that is up to the cleaner now
-    left = sorted(n for n in names if ".qdqtune-" in n or "worker-" in n or n.startswith("tmp/"))
+    left = sorted(
+        n for n in names if ".qdqtune-" in n or ("worker-" in n and not n.endswith(".log")) or n.startswith("tmp/")
+    )
     if left:
         wrong.append(f"it leaves {left[:3]}")
     return wrong

@@ -1,14 +1,11 @@
 """Threads of which one runs at a time, and which give way only where they wait: in an order that a seed decides."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from math import inf
 from random import Random
 from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from simulation.clock import Clock
 
@@ -30,15 +27,17 @@ class Threads:
     """The threads of a process."""
 
     def __init__(self, clock: Clock, random: Random) -> None:
-        self._clock, self._random = clock, random
+        self.clock, self._random = clock, random
         self.main = self.current = Strand()
-        self._strands = [self.main]
+        self.interrupts = 0
+        self._strands, self._hang = [self.main], False
 
     def pause(self, until: float = inf) -> None:
         """Let others run until somebody wakes this thread, or until a time of the clock.
 
         Raises:
             HangsError: nobody will, as all wait.
+            KeyboardInterrupt: that is for the main thread, as in any process.
         """
         mine = self.current
         mine.until = until
@@ -46,6 +45,16 @@ class Threads:
         mine.turn.acquire()
         self.current = mine
         mine.until = 0.0
+        if self._hang:
+            raise HangsError
+        if self.interrupts and mine is self.main:
+            self.interrupts -= 1
+            raise KeyboardInterrupt
+
+    @property
+    def others(self) -> int:
+        """How many threads there are beside the main one."""
+        return len(self._strands) - 1
 
     def wake(self, strands: Sequence[Strand]) -> None:
         """Let threads go on."""
@@ -59,7 +68,7 @@ class Threads:
         first = min(self._strands, key=lambda strand: strand.until)
         if first.until == inf:
             raise HangsError
-        self._clock.advance(first.until - self._clock.now)
+        self.clock.advance(first.until - self.clock.now)
         return first
 
     def thread(self, target: Callable[..., None], args: Sequence[Any] = (), **_: Any) -> "Thread":
@@ -69,15 +78,6 @@ class Threads:
     def condition(self) -> "Condition":
         """In place of `threading.Condition`."""
         return Condition(self)
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Have pools of workers run in such threads, one after the other where all start at once."""
-        with pytest.MonkeyPatch.context() as patch:
-            system = SimpleNamespace(Thread=self.thread, Condition=self.condition)
-            patch.setattr("qdqtune.engines.pool.threading", system)
-            patch.setattr("qdqtune.engines.allocation.ThreadPoolExecutor", OneAfterTheOther)
-            yield
 
     def begin(self, strand: Strand, run: Callable[[], None]) -> None:
         """Begin a thread, which waits for its turn."""
@@ -91,7 +91,11 @@ class Threads:
                 strand.is_over = True
                 self._strands.remove(strand)
                 self.wake(self._strands)  # somebody may have waited for the end
-                self._next().turn.release()
+                try:
+                    self._next().turn.release()
+                except HangsError:
+                    self._hang = True
+                    self.main.turn.release()
 
         self._strands.append(strand)
         threading.Thread(target=turns, daemon=True).start()
@@ -126,13 +130,13 @@ class Condition:
 
     def wait(self, timeout: float | None = None) -> None:
         self._waiting.append(mine := self._threads.current)
-        self._threads.pause(inf if timeout is None else self._threads._clock.now + timeout)
+        self._threads.pause(inf if timeout is None else self._threads.clock.now + timeout)
         if mine in self._waiting:
             self._waiting.remove(mine)
 
     def wait_for(self, is_over: Callable[[], Any], timeout: float | None = None) -> Any:
-        ends = inf if timeout is None else self._threads._clock.now + timeout
-        while not (found := is_over()) and (now := self._threads._clock.now) < ends:
+        ends = inf if timeout is None else self._threads.clock.now + timeout
+        while not (found := is_over()) and (now := self._threads.clock.now) < ends:
             self.wait(None if ends == inf else ends - now)
         return found
 
