@@ -66,6 +66,9 @@ KINDS_OF_WORLDS = (
 OF_THE_MACHINE = OutputError, EngineUnavailable, EngineFailure, BaselineFailed
 """What a run may say when something of the machine fails: none blames the user."""
 
+TEMPORARY = re.compile(r"^tmp/|\.qdqtune-|worker-\w{8}(/|$)")
+"""Names of what is temporary."""
+
 MOVING = "jump", "delay", "silent"
 """Faults by which time passes."""
 
@@ -331,9 +334,7 @@ def _left_behind(ended: Ended, happened: int, stage: Stage) -> list[str]:
     names = {str(p.relative_to(stage.root)) for p in stage.root.rglob("*")}
     if isinstance(ended.error, KeyboardInterrupt):
         return wrong  # it may have been removing some: that is up to the cleaner now
-    left = sorted(
-        n for n in names if ".qdqtune-" in n or ("worker-" in n and not n.endswith(".log")) or n.startswith("tmp/")
-    )
+    left = sorted(filter(TEMPORARY.search, names))
     if left:
         wrong.append(f"it leaves {left[:3]}")
     return wrong
