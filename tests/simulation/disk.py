@@ -28,8 +28,9 @@ class Died(BaseException):
 class Faults(Protocol):
     """Decides what goes wrong at a write."""
 
-    def at_write(self, *, needs_room: bool) -> str | None:
-        """Raise what this write is to raise; "torn" if the process is to die half way, "short" if half of it fits."""
+    def at_write(self, name: str, *, needs_room: bool) -> str | None:
+        """Raise what this write is to raise; "torn" if the process is to die half way, "short" if half of it fits.
+        `name` is that of the file, if data are written to one."""
 
 
 class File(io.FileIO):
@@ -39,7 +40,7 @@ class File(io.FileIO):
     inode: int
 
     def write(self, data: Any) -> int:
-        how = self.disk.step(needs_room=True)
+        how = self.disk.step(os.fspath(self.name), needs_room=True)  # type: ignore[call-overload]
         if how in ("torn", "short"):
             whole = memoryview(data).cast("B")
             written = super().write(whole[: len(whole) // 2])
@@ -87,13 +88,13 @@ class Disk:
         self.files, self.descriptors = WeakSet(), set()
         return left
 
-    def step(self, *, needs_room: bool) -> str | None:
+    def step(self, name: str = "", *, needs_room: bool) -> str | None:
         """Before each change."""
         if not self.is_watching:
             return None
         if self.is_dead:
             raise Died
-        how = self._faults.at_write(needs_room=needs_room)
+        how = self._faults.at_write(name, needs_room=needs_room)
         if how == "torn" and not needs_room:
             self.die()
         return how

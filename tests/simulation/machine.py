@@ -25,6 +25,7 @@ import pytest
 from qdqtune.engines import EngineSpec, allocation, devices, pool, process, worker
 from qdqtune.errors import Cancelled, EngineFailure, QdqtuneError
 from qdqtune.system.cleanup import remove_left
+from qdqtune.tuning.settings import STATE
 from qdqtune.types import Measurement
 from simulation.clock import Clock
 from simulation.disk import Died, Disk
@@ -37,9 +38,10 @@ AT_MESSAGES = (
     "lost", "silent", "no memory", "no room", "delay", "jump", "wall", "kill", "power", "interrupt", "cancel",
 )  # fmt: skip
 KINDS = {
-    "write": AT_WRITES, "start": AT_STARTS, "message": AT_MESSAGES, "build": AT_MESSAGES, "rounds": AT_MESSAGES,
+    "write": AT_WRITES, "record": AT_WRITES, "start": AT_STARTS,
+    "message": AT_MESSAGES, "build": AT_MESSAGES, "rounds": AT_MESSAGES,
 }  # fmt: skip
-"""Where something can go wrong, and what."""
+"""Where something can go wrong, and what. Records are writes to the state file, builds and rounds are messages."""
 
 MARK = "(simulated)"
 """Stands in whatever an engine says because the simulation let it fail."""
@@ -216,9 +218,9 @@ class Machine:
         if fault in ("kill", "power"):
             self.disk.die()
 
-    def at_write(self, *, needs_room: bool) -> str | None:
+    def at_write(self, name: str, *, needs_room: bool) -> str | None:
         """Implements `disk.Faults`."""
-        fault = self._fault("write")
+        fault = self._fault("write") or (self._fault("record") if name.endswith(STATE) else None)
         self._ends(fault)
         if fault in ("full", "short") and not needs_room:
             return None
@@ -314,6 +316,8 @@ class Machine:
             ended.result = do()
         except BaseException as error:  # noqa: BLE001  (a process may end in any way)
             ended.error, ended.trace = error, "".join(traceback.format_exception(error)) if self.tells else ""
+            if self.disk.is_dead and not isinstance(error, Died):
+                ended.error = Died()  # what code meets on its way out of a dead process is nobody's concern
             _let_go(error)
         if self.disk.left:
             gc.collect()  # what only a circle of objects holds is closed in time

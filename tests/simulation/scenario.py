@@ -18,6 +18,7 @@ from typing import Any
 from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import (
+    BadState,
     BaselineFailed,
     Cancelled,
     EngineFailure,
@@ -233,7 +234,7 @@ def drawn(random: Random, reference: Callable[[World], Whole], world: World | No
 
 
 def _fault(random: Random, events: Mapping[str, int]) -> Fault:
-    where = random.choice(("write", "write", "write", "message", "build", "rounds", "start"))
+    where = random.choice(("write", "write", "record", "message", "build", "rounds", "start"))
     what = random.choice(KINDS[where])
     times = random.choice((1, 1, 2, 3, 10**9)) if what not in ("interrupt", "cancel") else random.choice((1, 1, 1, 2))
     return Fault(where, what, random.randrange(max(1, events[where])), times)
@@ -361,7 +362,10 @@ def _remembered(stage: Stage) -> list[str]:
     """Failures of the machine that are remembered as if they were the model's."""
     text = "\n".join(_lines(stage))
     wrong = [f"the state file says {word}" for word in (MARK, '"timeout"', '"crash"', '"resources"') if word in text]
-    journal = read_journal(stage.out / STATE) if (stage.out / STATE).exists() else None
+    try:
+        journal = read_journal(stage.out / STATE) if (stage.out / STATE).exists() else None
+    except BadState as error:
+        return [str(error)]
     if journal is not None and any(is_transient(record) for record in journal.records.values()):
         wrong.append("the state file holds a transient failure")
     return wrong
