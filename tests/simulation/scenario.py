@@ -198,6 +198,9 @@ class Stage:
         return {name: _timeless(name, data) for name, data in found.items()}
 
 
+KEY = re.compile(r'"of": "(\w+)", "crc": "\w+"}$')
+"""The end of a whole record, with its key."""
+
 AS_PROPOSED = re.compile(r', "(origin|pattern|crc)": "[^"]*"|, "predicted": [^,]*')
 """What the record of a trial tells of how it was proposed when it was measured."""
 
@@ -352,7 +355,7 @@ def _forgotten(before: tuple[str, ...], told: Told, stage: Stage) -> list[str]:
     wrong = []
     if now[: len(before)] != before:
         wrong.append(f"of {len(before)} records {sum(line not in now for line in before)} are lost")
-    kept = {json.loads(line[2:])["of"] for line in now if '"kind": "trial"' in line}
+    kept = {found[1] for line in now if '"kind": "trial"' in line and (found := KEY.search(line))}
     if missing := set(told.trials) - kept:
         wrong.append(f"{len(missing)} trials that were told are not in the state file")
     return wrong
