@@ -39,6 +39,11 @@ OF_THE_MACHINE = OutputError, EngineUnavailable, EngineFailure, BaselineFailed
 TEMPORARY = re.compile(r"^tmp/|\.qdqtune-|worker-\w{8}(/|$)")
 """Names of what is temporary."""
 
+ENDING = "kill", "torn", "power", "interrupt"
+"""Faults that only end a process: what it has written until then is what any run writes."""
+
+SHIPPED = "baseline.onnx", "optimized_final.onnx", "placement.yaml", "summary.json"
+
 MOVING = "jump", "delay", "silent"
 """Faults by which time passes."""
 
@@ -232,6 +237,8 @@ def play(scenario: Scenario, stage: Stage) -> Played:
             wrong += _forgotten(lines, told, stage)
             wrong += _remembered(stage)
             wrong += _changed(stage)
+            if all(what.endswith(ENDING) for what in played.happened):
+                wrong += _half_written(expected, stage)
             lines = _lines(stage)
             if is_last:
                 is_moved = any(word in what for what in played.happened for word in MOVING)
@@ -328,6 +335,19 @@ def _changed(stage: Stage) -> list[str]:
         for name, data in stage.given.items()
         if not (stage.root / name).exists() or (stage.root / name).read_bytes() != data
     ]
+
+
+def _half_written(expected: Whole, stage: Stage) -> list[str]:
+    """Results that are there, but not as a whole run leaves them."""
+    wrong = []
+    for name in (f"out/{name}" for name in SHIPPED):
+        if (stage.root / name).exists():
+            try:
+                is_whole = _timeless(name, (stage.root / name).read_bytes()) == expected.files[name]
+            except ValueError:
+                is_whole = False
+            wrong += [] if is_whole else [f"{name} is half written"]
+    return wrong
 
 
 def _differing(ended: Ended, scenario: Scenario, expected: Whole, stage: Stage, *, is_moved: bool) -> list[str]:
