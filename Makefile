@@ -3,6 +3,7 @@
 #   make demo    tune the bundled classifier, in a small environment of its own (build/demo)
 #   make docs    write the site of the documents to build/site, and check its links
 #   make test    lint, type check and run the tests
+#   make simulate  play 100,000 whole runs with faults on a simulated machine: SEEDS=1000 for fewer, SEED=17 for one
 #   make setup   prepare .venv for the tests, with every extra but tensorrt, which needs a GPU
 #   make dist    build wheel and source distribution into dist, check them, and run what the wheel installs
 #   make torch   add PyTorch to .venv, for the tests that export modules; they are skipped without it
@@ -20,7 +21,7 @@ LOCKER := build/locker
 PACKER := build/packer
 PIP := -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 
-.PHONY: python setup test torch demo docs dist lock clean
+.PHONY: python setup test simulate torch demo docs dist lock clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -39,6 +40,10 @@ test: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/pytest -n auto --dist loadgroup -rs
+
+SEEDS ?= 100000
+simulate: setup
+	PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 # Not in the lock: on Linux its usual wheel brings gigabytes for GPUs, of which the tests need none.
 torch: setup

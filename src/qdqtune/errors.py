@@ -30,9 +30,11 @@ from typing import Any
 
 
 class QdqtuneError(Exception):
-    """Base of all errors below; `exit_code` is what the command line returns for it."""
+    """Base of all errors below; `exit_code` is what the command line returns for it, and `is_transient` tells whether
+    it comes of a `types.Failure` that the machine may not meet again."""
 
     exit_code = 2
+    is_transient = False
 
 
 class InputError(QdqtuneError):

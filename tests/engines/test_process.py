@@ -1,5 +1,6 @@
 """Worker processes as their parent sees them."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -7,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from qdqtune.engines import devices
+from qdqtune.engines import devices, process
 from qdqtune.engines.devices import Device, pinned
 from qdqtune.engines.process import WorkerProcess
+from qdqtune.errors import EngineUnavailable
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="cores are pinned on Linux only")
 
@@ -27,3 +29,15 @@ def test_a_worker_runs_on_its_cores_only(tmp_path: Path) -> None:
     assert not devices.is_free(f"gpu-pinned-{os.getpid()}")
     worker.kill()
     assert devices.is_free(f"gpu-pinned-{os.getpid()}")
+
+
+def test_a_process_that_cannot_be_started_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(process.subprocess, "Popen", refused)
+    open_before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(EngineUnavailable, match="no process for the engine can be started"):
+        WorkerProcess(tmp_path / "worker.log")
+    assert [path.name for path in tmp_path.iterdir()] == ["worker.log"]
+    assert len(os.listdir("/proc/self/fd")) <= open_before + 1  # the program that cleans up has a pipe

@@ -11,7 +11,7 @@ import qdqtune
 from qdqtune.calibration.observe import outputs_on
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import BadModel, Cancelled
+from qdqtune.errors import Cancelled, EngineFailure
 from qdqtune.graph.loading import load_proto
 from runs import mixed, write
 
@@ -36,7 +36,7 @@ def endless() -> onnx.ModelProto:
 def test_calibration_of_an_endless_loop_ends_in_one_line() -> None:
     """With a process of its own: one that hangs is the point."""
     sample = {"x": np.zeros((2, 8), np.float32)}
-    with pytest.raises(BadModel, match="took longer than 1 s: `time_limit` gives it longer"):
+    with pytest.raises(EngineFailure, match="took longer than 1 s: `time_limit` gives it longer"):
         list(outputs_on(load_proto(endless()), [sample], execution=Execution(1.0)))
 
 

@@ -10,6 +10,7 @@ import pytest
 from models import FP8, INT8, PLAIN, UINT8, Arrays, attention, build, conv_net, normal, ranges, run
 from models import feeds as feeds_of
 from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.errors import EngineFailure
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import accuracy
 from qdqtune.numerics.adjustable import NotRunnableError, adjustable_placement, compared_values
@@ -17,6 +18,7 @@ from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Edge, NumericFormat, Placement
+from workers import Build, Workers
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -199,6 +201,19 @@ def test_a_model_that_onnx_runtime_does_not_run_raises() -> None:
     model = build("net (float[2,4] x) => (float[2,4] y) { h = MatMul(x, w) y = custom.Knows(h) }", {"w": normal(4, 4)})
     with (
         pytest.raises(NotRunnableError),
+        adjustable_placement(model, Placement(), INT8, Ranges({}), [{"x": normal(2, 4)}]),
+    ):
+        pass
+
+
+def test_a_failure_of_the_machine_raises_as_one(workers: Workers) -> None:
+    def refused(_: Build) -> str:
+        return "std::bad_alloc"
+
+    workers.refused = refused
+    model = build("net (float[2,4] x) => (float[2,4] y) { h = MatMul(x, w) y = Relu(h) }", {"w": normal(4, 4)})
+    with (
+        pytest.raises(EngineFailure, match="ways to calibrate cannot be compared"),
         adjustable_placement(model, Placement(), INT8, Ranges({}), [{"x": normal(2, 4)}]),
     ):
         pass

@@ -1,6 +1,7 @@
 """What rounding one value does to the outputs: against the inserter's own models, one value at a time."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from models import FORMATS, PLAIN, attention, build, conv_net, feeds, normal, ranges, run
 from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Range
+from qdqtune.errors import EngineFailure
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import sqnr_db
 from qdqtune.numerics.sensitivity import (
@@ -28,6 +30,7 @@ from qdqtune.search.costs.output_noise import Noise
 from qdqtune.tuning.rounding_noise import each_value
 from qdqtune.types import Edge, Failure, NumericFormat, Placement, WeightFormat
 from weight_only_nets import DYNAMIC
+from workers import WatchedModel, Workers
 
 NETS = {"conv": conv_net, "attention": attention}
 
@@ -199,3 +202,21 @@ def test_what_onnx_runtime_does_not_run_is_a_failure() -> None:
     edge = Edge("x", "first", 0)
     found = sensitivities(model, {edge: scales.of_range(Range(-1, 1), PLAIN)}, feeds(model))
     assert isinstance(found, Failure)
+
+
+@pytest.mark.parametrize("first", [2, 5])
+def test_a_failure_of_the_machine_is_no_noise(workers: Workers, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    model, asked, run_of = conv_net(), [0], WatchedModel.run
+
+    def killed(built: WatchedModel, inputs: Any) -> Any:
+        asked[0] += 1
+        if asked[0] >= first:
+            raise EngineFailure("std::bad_alloc")
+        return run_of(built, inputs)
+
+    monkeypatch.setattr(WatchedModel, "run", killed)
+    found = ranges(model)
+    pairs = each_value(model, found, PLAIN, possible_edges(model, found))
+    noise = sensitivities(model, pairs, feeds(model, 2))
+    assert isinstance(noise, Failure)
+    assert noise.is_transient

@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-from qdqtune.system.cleanup import MARK
-from qdqtune.system.writing import Scratch, atomic_write
+from qdqtune.system.cleanup import MARK, remove_left
+from qdqtune.system.writing import SCRATCH, Scratch, atomic_write
 from runs import environment
 
 NEW = b"new" * 1000
@@ -34,3 +35,29 @@ with atomic_write(pathlib.Path({str(target)!r})) as fresh:
     assert not left.exists()
     assert names(tmp_path) == {"r.onnx", ".qdqtune-mine"}
     assert names(tmp_path / ".qdqtune-mine") == {"notes.txt"}
+
+
+def test_a_folder_that_was_killed_before_it_was_marked_is_removed(tmp_path: Path) -> None:
+    unmarked = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=tmp_path))
+    (tmp_path / f"{SCRATCH}mine").mkdir(mode=0o755)
+    with Scratch(tmp_path):
+        assert not unmarked.exists()
+    assert names(tmp_path) == {f"{SCRATCH}mine"}
+
+
+def test_a_folder_that_another_process_takes_for_one_that_was_left_is_made_again(tmp_path, monkeypatch):
+    taken: list[str] = []
+
+    def made(**how: str) -> str:
+        path = tempfile_mkdtemp(**how)
+        if not taken:
+            taken.append(path)
+            assert not remove_left(tmp_path, SCRATCH)
+        return path
+
+    tempfile_mkdtemp = tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", made)
+    with Scratch(tmp_path) as folder:
+        assert taken[0] != str(folder)
+        assert (folder / MARK).exists()
+    assert not names(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 
 from command_lines import is_refused
 from conftest import Call
-from qdqtune.errors import BadState, QdqtuneError
+from qdqtune.errors import BadOption, BadState, QdqtuneError
 from qdqtune.system.checks import LIST
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.loop import tune
@@ -182,3 +182,19 @@ def test_a_run_that_ends_before_it_has_written_anything_leaves_nothing(tmp_path:
     with OutputFolder(settings(model, output_dir=tmp_path / "new")):
         (tmp_path / "new" / "logs" / "worker.log").write_text("what the engine has said")
     assert (tmp_path / "new" / LIST).exists()
+
+
+@pytest.mark.parametrize("end", [10, -3])
+def test_a_list_whose_writer_was_killed_is_gone_on_with(model: Path, end: int) -> None:
+    told = settings(model)
+    with OutputFolder(told) as folder:
+        (folder.path / "baseline.onnx").touch()
+        expected = (folder.path / LIST).read_bytes()
+    (told.output_dir / LIST).write_bytes(expected[:end])
+    if end < 0:
+        with OutputFolder(told):
+            pass
+        assert (told.output_dir / LIST).read_bytes() == expected
+    else:
+        with pytest.raises(BadOption, match=r"baseline\.onnx is not of qdqtune's making"):
+            OutputFolder(told)

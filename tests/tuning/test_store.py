@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
+from qdqtune.engines.runner import insist
 from qdqtune.errors import BadOption, BadState, BaselineFailed, Cancelled, OutputError
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.records import (
@@ -22,7 +23,7 @@ from qdqtune.tuning.records import (
     Record,
 )
 from qdqtune.tuning.store import Store, read_journal
-from qdqtune.types import Measurement
+from qdqtune.types import Failure, Measurement
 from runs import room_for, rows
 from state_records import MORE, RECORDS
 
@@ -274,3 +275,11 @@ def test_the_order_of_a_set_makes_no_other_run(path: Path) -> None:
     journal = read_journal(path)
     assert journal is not None
     assert journal.head.fingerprint["ops"] == sorted(names)
+
+
+def test_what_the_machine_ends_keeps_its_file(path: Path) -> None:
+    with pytest.raises(BaselineFailed) as ended:
+        insist(Failure("crash", "killed"), "it failed", BaselineFailed)
+    with pytest.raises(BaselineFailed):
+        ended_by(ended.value, path, RECORDS[:1])
+    assert found(path) == RECORDS[:1]

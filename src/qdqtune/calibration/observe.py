@@ -21,7 +21,7 @@ from qdqtune.engines.devices import Device, usable_cores
 from qdqtune.engines.execution import EXECUTION, Check, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import BadData, BadModel, first_of
+from qdqtune.errors import BadData, BadModel, EngineFailure, first_of
 from qdqtune.graph.model import Model
 from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array, Failure, Sample
@@ -115,6 +115,7 @@ def outputs_on(
     Raises:
         BadData: no sample.
         BadModel: ONNX Runtime cannot run the model.
+        EngineFailure: it crashed, took too long, or ran out of memory.
     """
     sample = None
     is_fused = len(model.proto.graph.node) <= MOST_OPTIMIZED
@@ -124,7 +125,8 @@ def outputs_on(
             if isinstance(outputs, Failure):
                 hint = ": `time_limit` gives it longer" if outputs.stage == "timeout" else ""
                 sizes = [f"{name} {'x'.join(map(str, array.shape)) or 'scalar'}" for name, array in sample.items()]
-                raise BadModel(f"calibration cannot run the model on {first_of(sizes)}: {outputs.reason}{hint}")
+                error = EngineFailure if outputs.is_transient else BadModel
+                raise error(f"calibration cannot run the model on {first_of(sizes)}: {outputs.reason}{hint}")
             yield outputs[0]
     if sample is None:
         raise BadData("the calibration data hold no sample")

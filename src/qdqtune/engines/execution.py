@@ -57,7 +57,7 @@ class Execution:
         """`constants`, or a new file in a temporary folder.
 
         Raises:
-            OSError, OutputError: the file cannot be made.
+            OutputError: the file cannot be made.
         """
         if self.constants is not None:
             yield self.constants

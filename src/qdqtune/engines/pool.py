@@ -7,12 +7,12 @@ leaves the pool, and its task is queued again.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import ceil, inf
-from time import monotonic
 from typing import Any, Generic, Self, TypeVar
 
 from qdqtune.engines.execution import CHECK_SECONDS, Check
@@ -238,13 +238,13 @@ class WorkerPool(Generic[W]):
         """Begin a task once more that has kept one worker much longer than others took."""
         if self._repeat_after is None or self._longest is None:
             return None
-        latest = monotonic() - max(self._repeat_after, SLOW_FACTOR * self._longest)
+        latest = time.monotonic() - max(self._repeat_after, SLOW_FACTOR * self._longest)
         alone = (t for t in self._running if t.running == 1 and not t.is_part and not t.result.done())
         slow = next((task for task in alone if task.started < latest), None)
         return None if slow is None else self._mark_begun(slow)
 
     def _mark_begun(self, task: Task[W, Any]) -> Task[W, Any]:
-        task.started = min(task.started, monotonic())
+        task.started = min(task.started, time.monotonic())
         task.running += 1
         if task not in self._running:
             self._running.append(task)
@@ -267,7 +267,7 @@ class WorkerPool(Generic[W]):
                 self._remove(worker, task, error)
             elif not task.result.done():
                 if not task.is_part:
-                    self._longest = max(self._longest or 0.0, monotonic() - task.started)
+                    self._longest = max(self._longest or 0.0, time.monotonic() - task.started)
                 task.result.set_exception(error) if error is not None else task.result.set_result(result)
             self._changed.notify_all()
         return is_lost

@@ -6,9 +6,9 @@ import contextlib
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 from qdqtune.engines import EngineSpec
@@ -16,7 +16,7 @@ from qdqtune.engines.channel import Channel
 from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
 from qdqtune.engines.execution import CHECK_SECONDS, Check, Checked, Execution
 from qdqtune.engines.memory import OUT_OF_RESOURCES
-from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError
+from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
 from qdqtune.system.cleanup import cleaner
 from qdqtune.system.interpreter import python
 from qdqtune.system.operating_system import end_group, inherited, own_group
@@ -84,29 +84,38 @@ class WorkerProcess:
         """Start the process. Nothing is waited for, so `check` is not called.
 
         Raises:
-            EngineUnavailable: another process has the device.
+            EngineUnavailable: another process has the device, or the system starts no process.
+            OutputError: the log cannot be written.
         """
         cleaner().start()
         with leased(device) as held, pinned(device.cores):
             self._launch(log, held, device.environment)
 
     def _launch(self, log: Path, held: Sequence[int], environment: Mapping[str, str]) -> None:
-        ours, theirs = socket.socketpair()
         self._log = log
-        self._scratch = Scratch(log.parent, WORKERS)
-        with theirs, log.open("ab") as output:
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as stack:
+            with writing(log):
+                self._scratch = Scratch(log.parent, WORKERS)
+                undo.callback(self._scratch.close)
+                output = stack.enter_context(log.open("ab"))
             self._log_start = output.tell()
-            # A process group of its own: Ctrl-C in a terminal does not reach the worker, and one kill ends it with all
-            # that the engine has started.
-            self._process = subprocess.Popen(
-                **python("-m", self.PROGRAM, str(theirs.fileno()), TMPDIR=str(self._scratch.path), **environment),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                **own_group(),
-                **inherited(theirs.fileno(), *held),
-            )
-        self._channel = Channel(ours.detach())
+            try:
+                ours, theirs = map(undo.enter_context, socket.socketpair())
+                # A process group of its own: Ctrl-C in a terminal does not reach the worker, and one kill ends it with
+                # all that the engine has started.
+                self._process = subprocess.Popen(
+                    **python("-m", self.PROGRAM, str(theirs.fileno()), TMPDIR=str(self._scratch.path), **environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    **own_group(),
+                    **inherited(theirs.fileno(), *held),
+                )
+            except OSError as error:
+                raise EngineUnavailable(f"no process for the engine can be started: {error.strerror}") from error
+            stack.enter_context(theirs)
+            self._channel = Channel(ours.detach())
+            undo.pop_all()
 
     @property
     def alive(self) -> bool:
@@ -118,9 +127,9 @@ class WorkerProcess:
     ) -> tuple[bool, Any]:
         """Implements `Worker.request`."""
         self._channel.send((name, arguments))
-        deadline = monotonic() + limit
+        deadline = time.monotonic() + limit
         while not self._channel.poll(limit if check is None else CHECK_SECONDS):
-            if check is None or monotonic() >= deadline:
+            if check is None or time.monotonic() >= deadline:
                 raise TimeoutError
             check()
         answer: tuple[bool, Any] = self._channel.recv()
@@ -249,7 +258,7 @@ class WorkerConnection(Checked):
         """
         worker, limit = self.worker, self.limit if limit is None else limit
         assert worker is not None
-        begun, answered = monotonic(), False
+        begun, answered = time.monotonic(), False
         try:
             with span(name, what=what):
                 good, result = worker.request(name, arguments, limit, self.check)
@@ -261,7 +270,7 @@ class WorkerConnection(Checked):
             reason = f"the engine process ended with {worker.exit_reason()} while {what}"
             raise WorkerLostError(Failure("crash", reason, last_lines(log, worker.printed()))) from None
         finally:
-            self.seconds += monotonic() - begun
+            self.seconds += time.monotonic() - begun
             if not answered:  # also after an interrupt: a late answer must not be taken for that of the next request
                 self.close()
         if not good:

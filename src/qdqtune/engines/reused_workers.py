@@ -22,7 +22,7 @@ def reused_workers(execution: Execution) -> Iterator[Execution]:
     has such a block already.
 
     Raises:
-        OSError: there is no room for their logs.
+        OutputError: there is no room for their logs.
     """
     if execution.start is not None:
         yield execution

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import monotonic
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -365,9 +365,9 @@ class Runner:
         size = 0 if self.memory is None else builds_for(self._mix) * (nbytes(path) + self._unpacked)
         if self.memory is not None:
             self.memory.make_room(size, frozenset((id(self), build) for build in needed))
-        before, begun = self._connection.seconds, monotonic()
+        before, begun = self._connection.seconds, time.monotonic()
         made = self.build_queue.take(path, log, self)
-        self._connection.seconds = before + monotonic() - begun
+        self._connection.seconds = before + time.monotonic() - begun
         if isinstance(made, Failure):
             return made
         plan, seconds = made or (None, 0.0)
@@ -417,7 +417,9 @@ def insist(result: T | Failure, otherwise: str, error: type[QdqtuneError] = Engi
         `error`, by default EngineFailure: it is one. The message is `otherwise` and the reason.
     """
     if isinstance(result, Failure):
-        raise error(f"{otherwise}: {result.reason}")
+        raised = error(f"{otherwise}: {result.reason}")
+        raised.is_transient = result.is_transient
+        raise raised
     return result
 
 

@@ -13,6 +13,7 @@ import gc
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
@@ -82,13 +82,13 @@ class Session:
 
     def compile(self, path: Path, log: Path, plan: Path) -> float:
         """`Compiler.compile`; the seconds that it took."""
-        start = perf_counter()
+        start = time.perf_counter()
         cast(Compiler, self._engine).compile(path, log, plan)
-        return perf_counter() - start
+        return time.perf_counter() - start
 
     def build(self, number: int, path: Path, log: Path, plan: Path | None = None) -> float:
         """Build a model, or load its plan, and keep it under a number; the seconds that it took."""
-        start, self._models[number] = perf_counter(), Model(path, log)
+        start, self._models[number] = time.perf_counter(), Model(path, log)
         try:
             if plan is None:
                 for workload in self._mix:
@@ -99,7 +99,7 @@ class Session:
         except QdqtuneError:
             self.unload(number)
             raise
-        seconds = perf_counter() - start
+        seconds = time.perf_counter() - start
         return_free_memory()
         return seconds
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from qdqtune.calibration.observe import MOST_OPTIMIZED
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
+from qdqtune.errors import EngineFailure
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COPIES, is_float
 from qdqtune.numerics.adjustable_model import CHANNELS, MOVES, Mode, adjustable_model, feeds
@@ -29,6 +31,8 @@ from qdqtune.numerics.sessions import Loaded, Outputs, Session, onnxruntime_sess
 from qdqtune.placement.possible import biased_layers
 from qdqtune.placement.quantizations import Quantizer
 from qdqtune.types import Array, Edge, Failure, NumericFormat, Placement, Sample
+
+T = TypeVar("T")
 
 SQUASHES = frozenset({"ArgMax", "ArgMin", "HardSigmoid", "Hardmax", "LogSoftmax", "Sigmoid", "Softmax", "TopK"})
 """Operators that turn scores into probabilities or decisions."""
@@ -160,10 +164,7 @@ class AdjustablePlacement:
 
     def _run(self, mode: Mode, added: Sequence[Mapping[str, Array]], numbers: Sequence[int]) -> Outputs:
         if mode not in self._loaded:
-            loaded = self._session.load(self._written(mode), mode)
-            if isinstance(loaded, Failure):
-                raise NotRunnableError(loaded.reason)
-            self._loaded[mode] = loaded
+            self._loaded[mode] = _checked(self._session.load(self._written(mode), mode))
         given = [{**self._samples[number], **more} for number, more in zip(numbers, added, strict=True)]
         return _checked(self._loaded[mode](given))
 
@@ -197,10 +198,21 @@ def adjustable_placement(
         yield AdjustablePlacement(session, model, placement, numbers, ranges, samples, ran)
 
 
-def _checked(found: Outputs | Failure) -> Outputs:
-    if isinstance(found, Failure):
+def _checked(found: T | Failure) -> T:
+    """What was found.
+
+    Raises:
+        NotRunnableError: ONNX Runtime refuses the model.
+        EngineFailure: it crashed, took too long, or ran out of memory: ranges must not depend on that.
+    """
+    if not isinstance(found, Failure):
+        return found
+    if not found.is_transient:
         raise NotRunnableError(found.reason)
-    return found
+    raise EngineFailure(
+        f"ways to calibrate cannot be compared: {found.reason}. Try again; `calibration_method` minmax without "
+        "`bias_correction` and `equalization` compares none"
+    )
 
 
 def _power(values: Array, others: Array | None = None) -> float:

@@ -8,6 +8,7 @@ tensors has each measured alone, if they are not too many.
 from __future__ import annotations
 
 import heapq
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ def sensitivities(
 
     Runs on ONNX Runtime, on at most `effort.samples` samples: those of the first ones whose outputs change most when
     everything is rounded. A failure if ONNX Runtime does not run the model with switches, or the float model's outputs
-    are not finite.
+    are not finite; and a transient one as soon as one occurs.
 
     - `floor`: blocks with less noise are not halved.
     - `only_worst`: only so many tensors matter. Up to `effort.inferences` tensors are then measured one by one, on as
@@ -121,15 +122,26 @@ def sensitivities(
             return plan
         measured = InferenceCount(listener or Deaf(), plan.measurements)
         noise = partial(_noise, pool, plan, measured)
-        if only_worst is not None and len(roundings) <= plan.measurements:
-            shares = noise([(i, i + 1) for i in range(len(roundings))])
-        else:
-            limits = Limits(plan.measurements, floor, only_worst, deadline)
-            shares = halved(len(roundings), noise, limits, workers)
+        try:
+            if only_worst is not None and len(roundings) <= plan.measurements:
+                shares = noise([(i, i + 1) for i in range(len(roundings))])
+            else:
+                limits = Limits(plan.measurements, floor, only_worst, deadline)
+                shares = halved(len(roundings), noise, limits, workers)
+        except _NotMeasured as stopped:
+            return stopped.failure
     return {rounding.tensor: share for rounding, share in zip(roundings, shares, strict=True)}
 
 
 # ---- measuring
+
+
+class _NotMeasured(Exception):
+    """A measurement met a transient failure, which says nothing about noise."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,18 +171,20 @@ def _plan(
         outputs(count, NONE, samples[:1])  # builds the model, so that the next inferences show how long one takes
     begun = time.monotonic()
     reference = outputs(count, NONE, used := samples[:each])
-    seconds = time.monotonic() - begun
+    if isinstance(reference, Failure):
+        return reference
+    seconds = max(time.monotonic() - begun, sys.float_info.epsilon)  # clocks may be coarser
     possible = wanted if deadline is None else len(pool) * int((deadline - time.monotonic()) / seconds)
     if possible < wanted:
         on_fewer(max(1, possible), wanted, seconds)
         wanted = max(1, possible)
     elif len(seen := samples[: int(effort.considered * each * wanted / 2)]) > each:
         exact, changed = outputs(count, NONE, seen), outputs(count, (0, count), seen)
+        if (lost := next((f for f in (exact, changed) if isinstance(f, Failure) and f.is_transient), None)) is not None:
+            return lost
         if not isinstance(exact, Failure) and not isinstance(changed, Failure) and is_finite(changed):
             chosen = noisiest(exact, changed, each)
             reference, used = [exact[i] for i in chosen], [seen[i] for i in chosen]
-    if isinstance(reference, Failure):
-        return reference
     if not is_finite(reference):
         return Failure("output", "outputs of the float model are NaN or infinite")
     return _Plan(count, used, reference, wanted)
@@ -183,11 +197,17 @@ def _outputs(count: int, block: Block, samples: Iterable[Sample], run: ModelRun)
 
 
 def _noise(pool: WorkerPool[ModelRun], plan: _Plan, measured: InferenceCount, blocks: Sequence[Block]) -> list[float]:
-    """The relative noise of each block, measured side by side."""
+    """The relative noise of each block, measured side by side.
+
+    Raises:
+        _NotMeasured: a failure was transient.
+    """
     found = [UNBOUNDED_NOISE] * len(blocks)
     jobs = [partial(_outputs, plan.count, block, plan.samples) for block in blocks]
     for number, rounded in pool.results(jobs):
         measured.add(1)
+        if isinstance(rounded, Failure) and rounded.is_transient:
+            raise _NotMeasured(rounded)
         if not isinstance(rounded, Failure) and is_finite(rounded):
             found[number] = min(Accuracy(sqnr_db(plan.reference, rounded)).noise, UNBOUNDED_NOISE)
     return found

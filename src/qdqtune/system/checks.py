@@ -130,7 +130,8 @@ def check_inside(path: Path, folder: Path) -> None:
         OutputError: the path is refused.
     """
     with writing(path):
-        if not real(path).is_relative_to(real(folder)):
+        is_plain = path.parent == folder and path.name != ".." and not path.is_symlink()  # resolving takes much longer
+        if not is_plain and not real(path).is_relative_to(real(folder)):
             raise OutputError(f"cannot write {path}: a link leads from there to {real(path)}; remove it")
         check_file(path)
 
@@ -146,10 +147,11 @@ def check_single(path: Path) -> None:
 
 
 def is_list(path: Path) -> bool:
-    """Whether a file begins like the list in a run's folder."""
+    """Whether a file begins like the list in a run's folder, or is the beginning of one, whose writer was killed."""
     try:
         check_file(path)
-        return path.read_text(encoding="utf-8", errors="replace").split("\n", 1)[0] == HEAD
+        first, *others = path.read_text(encoding="utf-8", errors="replace").split("\n", 1)
+        return first == HEAD or (not others and HEAD.startswith(first))
     except OSError:
         return False
 
@@ -158,7 +160,7 @@ def listed(folder: Path) -> set[str]:
     """The paths on the list in a run's folder; empty if there is no such list."""
     if not is_list(folder / LIST):
         return set()
-    names = (folder / LIST).read_text(encoding="utf-8", errors="replace").splitlines()[1:]
+    names = (folder / LIST).read_text(encoding="utf-8", errors="replace").split("\n")[1:-1]  # behind them: a torn one
     return {name for name in names if (parts := Path(name).parts) and ".." not in parts and parts[0] != "/"}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+import stat
 import sys
 import threading
 import time
@@ -20,7 +21,11 @@ from qdqtune.system import operating_system
 from qdqtune.system.interpreter import HOME, python
 
 MARK = "temporary-files-of-qdqtune"
-"""The file that each of our temporary folders holds: a folder without it is never removed, whatever its name."""
+"""The file that each of our temporary folders holds: a folder without it is never removed, whatever its name, unless it
+is empty and as `mkdtemp` makes folders: its process was killed before it had put the file there."""
+
+FOR_ITS_OWNER = 0o700
+"""The mode of folders that `mkdtemp` has made. Those that people make have other modes."""
 
 PAUSES = (0.0, 0.05, 0.2, 1.0, 3.0)
 """Seconds to wait before each attempt: a dying process closes its files one by one, and its children may still write.
@@ -30,13 +35,27 @@ Chosen, not measured."""
 def remove_left(parent: str | os.PathLike[str], prefix: str) -> bool:
     """Remove the temporary folders in `parent` whose processes were killed. Returns whether no
     temporary folder was found, not even one in use."""
-    left = glob.glob(f"{glob.escape(os.fspath(parent))}/{prefix}*/{MARK}")
-    for folder in map(os.path.dirname, left):
-        if os.path.islink(folder):  # its target lies elsewhere
-            continue
+    found = [f for f in glob.glob(f"{glob.escape(os.fspath(parent))}/{prefix}*") if not os.path.islink(f)]
+    left = [folder for folder in found if os.path.exists(os.path.join(folder, MARK))]
+    for folder in left:
         with suppress(OSError):  # locked, or gone already
             remove_locked(folder, locked(folder))
-    return not left
+    unmarked = [folder for folder in found if folder not in left and _is_unused(folder)]
+    for folder in unmarked:
+        with suppress(OSError):
+            descriptor = locked(folder)
+            try:
+                os.rmdir(folder)
+            finally:
+                os.close(descriptor)
+    return not left and not unmarked
+
+
+def _is_unused(folder: str) -> bool:
+    """Whether a folder is empty and as `mkdtemp` has made it."""
+    with suppress(OSError):
+        return stat.S_IMODE(os.lstat(folder).st_mode) == FOR_ITS_OWNER and not os.listdir(folder)
+    return False
 
 
 def remove(folder: str | os.PathLike[str]) -> None:

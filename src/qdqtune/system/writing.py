@@ -8,10 +8,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
-from qdqtune.errors import writing
+from qdqtune.errors import OutputError, writing
 from qdqtune.system.checks import check_inside, real
 from qdqtune.system.cleanup import MARK, cleaner, locked, remove_left, remove_locked
 
@@ -72,6 +73,23 @@ def _flush(fresh: Path, target: Path) -> None:
         shutil.copymode(target, fresh)
 
 
+def write_through(file: IO[bytes], data: bytes) -> None:
+    """Append data to a file that is open without a buffer, and flush it to the disk. On an error nothing is added.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    end, left = file.seek(0, os.SEEK_END), memoryview(data)
+    try:
+        while left:
+            left = left[file.write(left) :]
+        os.fsync(file.fileno())
+    except OSError:
+        with suppress(OSError):
+            file.truncate(end)
+        raise
+
+
 def append(log: Path, text: str) -> None:
     """Add text to a log; characters that are not UTF-8, as in names of files, are escaped."""
     with log.open("a", encoding="utf-8", errors="backslashreplace") as file:
@@ -117,9 +135,14 @@ def temporary_folder() -> Scratch:
     """A new folder in the system's folder for temporary files.
 
     Raises:
-        OSError: it cannot be made.
+        OutputError: it cannot be made.
     """
-    return Scratch(Path(tempfile.gettempdir()), TEMPORARY)
+    try:
+        parent = Path(tempfile.gettempdir())
+    except OSError as error:  # no such folder can be written to, as on full disks
+        raise OutputError(f"cannot write temporary files: {error.strerror}") from error
+    with writing(parent):
+        return Scratch(parent, TEMPORARY)
 
 
 class Scratch:
@@ -137,9 +160,24 @@ class Scratch:
         """
         remove_left(parent, prefix)
         cleaner().watch(parent, prefix)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
-        self._lock = locked(self.path)
-        (self.path / MARK).touch()
+        self._lock, self.path = -1, parent
+        while not self._made(Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()):
+            pass
+
+    def _made(self, path: Path) -> bool:
+        """Lock and mark a new folder. False if another process was faster, which takes it for one that was left."""
+        try:
+            self._lock, self.path = locked(path), path
+            (path / MARK).touch()
+        except (BlockingIOError, FileNotFoundError):
+            self.close()
+            return False
+        except BaseException:
+            self.close()
+            with suppress(OSError):
+                path.rmdir()  # it was not locked yet
+            raise
+        return True
 
     def __enter__(self) -> Path:
         return self.path

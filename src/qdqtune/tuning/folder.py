@@ -36,7 +36,7 @@ from qdqtune.system.checks import (
 )
 from qdqtune.system.cleanup import remove_left
 from qdqtune.system.operating_system import lock
-from qdqtune.system.writing import SCRATCH
+from qdqtune.system.writing import SCRATCH, write_through
 from qdqtune.tuning.price_cache import read_cache, usual_path
 from qdqtune.tuning.settings import STATE, Settings
 from qdqtune.tuning.store import BEGINNING, may_continue
@@ -106,7 +106,8 @@ class OutputFolder:
             self._file = _locked(self.path)
             remove_left(self.path, SCRATCH)
         for name in _names(settings):
-            self.claim(self.path / name, is_folder=name.endswith("/"))
+            check_inside(self.path / name, self.path)
+        self._claim(_names(settings))
 
     def __enter__(self) -> Self:
         return self
@@ -135,12 +136,21 @@ class OutputFolder:
             OutputError: it leads out of the folder by a link, or the list cannot be written.
         """
         check_inside(path, self.path)
-        name = path.relative_to(self.path).as_posix() + "/" * is_folder
-        if name not in self._ours:
-            with writing(self._list):
-                self._file.write((f"{name}\n" if self._file.tell() else f"{HEAD}\n{name}\n").encode())
-            self._ours.add(name)
+        self._claim([path.relative_to(self.path).as_posix() + "/" * is_folder])
         return path
+
+    def _claim(self, names: Iterable[str]) -> None:
+        """Add names to the list, on the disk as well: a file that is not on it is never overwritten."""
+        fresh = list(dict.fromkeys(name for name in names if name not in self._ours))
+        if not fresh:
+            return
+        with writing(self._list):
+            content = self._list.read_bytes()
+            if (whole := content.rfind(b"\n") + 1) < len(content):  # a writer was killed
+                self._file.truncate(whole)
+            lines = fresh if whole else [HEAD, *fresh]
+            write_through(self._file, "".join(f"{line}\n" for line in lines).encode())
+        self._ours.update(fresh)
 
     def clear(self, folder: str) -> Path:
         """Delete the listed files of a subfolder, and the subfolder if it holds no others.
@@ -198,8 +208,9 @@ def check_names(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         path = folder / name
         check_inside(path, folder)
-        places = {name, real(path).relative_to(home).as_posix()}
-        if not name.endswith("/") and path.exists() and not places <= ours:
+        if name.endswith("/") or not path.exists():
+            continue
+        if not {name, real(path).relative_to(home).as_posix()} <= ours:
             what = f"{path} is not of qdqtune's making, and would be overwritten"
             raise BadOption(f"{what}: choose another `output_dir`, or move it")
 

@@ -205,7 +205,7 @@ def _weight_noise(
     if record is None:
         is_dynamic = any(s.dynamic for shares in run.format_shares.values() for s in shares)
         part = share / 2 if is_dynamic else share
-        of_activation = _activation_noise(run, floor, part) if is_dynamic else {}
+        of_activation, lost = _activation_noise(run, floor, part) if is_dynamic else ({}, None)
         weights = quantized_weights(model, coarsest)
         alone, failure = _measured(run, "storing each weight in fewer bits", model, weights, floor, part)
         shares = {edge: error_of(model, edge, weight_format) for edge, weight_format in coarsest.items()}
@@ -220,13 +220,13 @@ def _weight_noise(
             for edge, weight_formats in run.format_shares.items()
             for weight_format in weight_formats
         )
-        record = run.store.put(WeightNoiseRecord(of=of, noise=measured, failure=failure))
+        record = run.store.put(WeightNoiseRecord(of=of, noise=measured, failure=failure or lost))
     return {(tensor, name): noise for tensor, name, noise in record.noise}
 
 
-def _activation_noise(run: Run, floor: float, share: float) -> Mapping[Edge, float]:
+def _activation_noise(run: Run, floor: float, share: float) -> tuple[Mapping[Edge, float], Failure | None]:
     """By the edge of a weight that may have dynamic quantization, the noise of rounding the activation of its product:
-    its part, where several products read the activation. Empty if it cannot be measured.
+    its part, where several products read the activation. Empty, with the reason, if it cannot be measured.
 
     It is measured apart from weights, whose noise in 4 bits would hide it where neighbours share what they do together.
     """
@@ -234,9 +234,10 @@ def _activation_noise(run: Run, floor: float, share: float) -> Mapping[Edge, flo
     able = (edge for edge, shares in run.format_shares.items() if any(s.dynamic for s in shares))
     inputs = {edge: model.node(edge.node).into[0] for edge in able}
     what = "rounding activations at run time"
-    alone, _ = _measured(run, what, model, dict.fromkeys(inputs.values()), floor, share)
+    alone, failure = _measured(run, what, model, dict.fromkeys(inputs.values()), floor, share)
     readers = Counter(e.tensor for e in inputs.values())
-    return {} if alone is None else {edge: alone[i.tensor] / readers[i.tensor] for edge, i in inputs.items()}
+    found = {edge: alone[i.tensor] / readers[i.tensor] for edge, i in inputs.items()} if alone else {}
+    return found, failure
 
 
 def _measured(

@@ -8,7 +8,6 @@ because a search that goes on from wrong numbers ships a wrong model.
 from __future__ import annotations
 
 import json
-import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
-from qdqtune.errors import BadData, BadModel, BadOption, BadState, BaselineFailed, OutputError, reading, writing
+from qdqtune.errors import BadData, BadModel, BadOption, BadState, BaselineFailed, reading, writing
 from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside, check_single
 from qdqtune.system.operating_system import lock
+from qdqtune.system.writing import write_through
 from qdqtune.tuning.records import (
     DenormalsRecord,
     HeadRecord,
@@ -115,7 +115,8 @@ class Store:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._file:
-            if isinstance(error, WRONG_INPUT) and all(isinstance(one, OF_THE_START) for one in self.of(Record)):
+            is_wrong = isinstance(error, WRONG_INPUT) and not error.is_transient
+            if is_wrong and all(isinstance(one, OF_THE_START) for one in self.of(Record)):
                 with suppress(OSError):
                     self._file.truncate(0)
 
@@ -169,16 +170,9 @@ class Store:
             raise BadState(f"{self.path} is in use by another run: choose another `output_dir`") from error
 
     def _append(self, record: Record) -> None:
-        end = self._file.seek(0, os.SEEK_END)
-        left = memoryview(line_of(plain(record)))
-        try:
-            while left:
-                left = left[self._file.write(left) :]
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            with suppress(OSError):
-                self._file.truncate(end)
-            raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
+        line = line_of(plain(record))
+        with writing(self.path):
+            write_through(self._file, line)
 
     def _opened(self, fingerprint: dict[str, Any]) -> Journal:
         """The content of the file. If the file is empty, its first record is written, with the fingerprint."""

@@ -109,8 +109,10 @@ class Profiler:
         self._constants = ConstantFile(run.output.claim(self._folder / CONSTANTS))
         spec = with_spans(settings.engine, resolved.spans)
         logs = run.output.path / LOGS / GROUP_MODELS
-        runners, check = list(_runners(run, spec, logs)), run.execution.check
-        self._pool = WorkerPool(runners, run.observer.note, repeat_after=None, check=check, checking=Runner.checking)
+        self._runners, check = list(_runners(run, spec, logs)), run.execution.check
+        self._pool = WorkerPool(
+            self._runners, run.observer.note, repeat_after=None, check=check, checking=Runner.checking
+        )
         self._writing = RLock()
 
     def __enter__(self) -> Self:
@@ -119,8 +121,8 @@ class Profiler:
     def __exit__(self, *_: object) -> None:
         self._pool.close()
         self._constants.__exit__()
-        self.engine_seconds = sum(runner.engine_seconds for runner in self._pool)
-        for runner in self._pool:
+        self.engine_seconds = sum(runner.engine_seconds for runner in self._runners)
+        for runner in self._runners:  # those that the pool has lost as well: a process may still wait there
             runner.close()
 
     def all(

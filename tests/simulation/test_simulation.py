@@ -1,0 +1,94 @@
+"""Whole runs on a simulated machine, with faults anywhere: `make simulate` plays many more.
+
+Hypothesis draws scenarios, and makes one that fails smaller. `play` it to see it again, or add its seed to `KEPT`.
+"""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulation.engines import MEMORY
+from simulation.machine import Fault
+from simulation.many import IN_MEMORY
+from simulation.scenario import Scenario, Stage, World, drawn, play, scenario_of
+
+EXAMPLES = 50
+"""Scenarios of each world in every run of the tests: always the same."""
+
+WORLDS = {
+    "cut": World("cut", "asymmetric", "usual", noise=2),
+    "region": World("region"),
+    "subgraph": World("subgraph", "refusing"),
+    "front": World("front", "without times", noise=1),
+}
+
+KEPT = {
+    "the list of files is half written when the power goes": Scenario(
+        World("cut"), ((Fault("write", "power", 7),),), seed=1
+    ),
+    "the list of files is there, and the power goes later": Scenario(World("cut"), ((Fault("write", "power", 130),),)),
+    "a temporary folder is killed before it is marked": Scenario(World("region"), ((Fault("write", "kill", 24),),)),
+    "no process can be started": Scenario(World("region"), ((Fault("start", "no process", 2, 2),),)),
+    "interrupted while a process starts": Scenario(World("cut", "refusing"), ((Fault("start", "interrupt", 2),),)),
+    "no room for noise that is being measured": Scenario(
+        World("front", "refusing"), ((Fault("message", "no room", 42, 3),),)
+    ),
+    "workers are lost while noise is measured": Scenario(
+        World("subgraph", "asymmetric", noise=2), ((Fault("build", "lost", 17, 10**9),),)
+    ),
+    "no memory while ways to calibrate are compared": Scenario(
+        World("cut", "plain", "usual"), ((Fault("message", "no memory", 10),),)
+    ),
+    "no memory during calibration": Scenario(World("subgraph"), ((Fault("message", "no memory", 17),),)),
+    "no room for temporary folders": Scenario(World("cut", "refusing"), ((Fault("write", "full", 176, 10**9),),)),
+}  # fmt: skip
+"""What the simulation has found, with faults where they have failed."""
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder:
+        yield Stage(Path(folder))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_whatever_fails_a_run_ends_as_if_nothing_had_happened(stage: Stage, world: str) -> None:
+    whole = stage.reference(WORLDS[world])
+
+    @settings(max_examples=EXAMPLES, derandomize=True, database=None)
+    @given(st.randoms(use_true_random=False))
+    def plays(random) -> None:
+        found = play(drawn(random, stage.reference, WORLDS[world]), stage)
+        assert not found.wrong, f"{found.scenario}\n" + "\n".join(found.wrong)
+
+    assert whole.events["write"] > 100
+    plays()
+    gc.collect()
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_what_was_found(stage: Stage, what: str) -> None:
+    found = play(KEPT[what], stage)
+    assert not found.wrong, "\n".join(found.wrong)
+    assert found.happened
+
+
+def test_a_seed_gives_the_same_run_again(stage: Stage) -> None:
+    stage.tells = True
+    first, second = (play(scenario_of(7, stage.reference), stage) for _ in range(2))
+    assert (first.scenario, first.happened, first.ends) == (second.scenario, second.happened, second.ends)
+    assert [text.splitlines()[-1] for text in first.told] == [text.splitlines()[-1] for text in second.told]
+
+
+def test_the_memory_of_engines_only_saves_time(stage: Stage) -> None:
+    world = World("cut")
+    before = stage.reference(world)
+    MEMORY.clear()
+    stage.whole.clear()
+    after = stage.reference(world)
+    assert (before.history, before.files, before.events) == (after.history, after.files, after.events)
