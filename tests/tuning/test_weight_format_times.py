@@ -107,6 +107,19 @@ def test_formats_that_are_refused_not_fused_or_slow_are_not_searched_for(tmp_pat
     assert engine.asked == count  # the store remembers
 
 
+def test_formats_that_the_machine_lost_are_asked_for_again_by_the_next_run(tmp_path: Path) -> None:
+    class Losing(Telling):
+        is_short = True
+
+        def report(self, path: Path, *more: Any) -> tuple[Layer, ...] | Failure:
+            return Failure("resources", "no memory") if self.is_short else super().report(path, *more)
+
+    engine = Losing({"float": 1.0, "w8": 0.4})
+    assert shares_of(tmp_path, engine, model(), formats=("w8",)) == {}
+    engine.is_short = False
+    assert shares_of(tmp_path, engine, model(), formats=("w8",)).keys() == {Edge("w0", "m0", 1), Edge("w1", "m1", 1)}
+
+
 def test_without_time_other_sizes_count_as_the_most_similar_one(tmp_path: Path) -> None:
     shapes = {"w0": (SIZE, SIZE), "w1": (SIZE, SIZE // 2), "w2": (SIZE // 2, SIZE)}
     products = "[m0] a = MatMul(x, w0) [m1] b = MatMul(a, w1) [m2] c = MatMul(b, w2)"

@@ -332,9 +332,11 @@ class SchemeRecord(Record, frozen=True, tag="scheme"):
 
 
 class WeightFormatsRecord(Record, frozen=True, tag="weight formats"):
-    """By size of a matrix product and by weight format, its time over that of the float product."""
+    """By size of a matrix product and by weight format, its time over that of the float product; and a failure for
+    which some are missing, if it may not occur again."""
 
     shares: dict[str, dict[str, float]]
+    failure: Failure | None = None
 
 
 # ---------------------------------------------------------------- the result of a finished run

@@ -9,7 +9,7 @@ small product nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -124,11 +124,12 @@ def format_shares(
     record = store.get(WeightFormatsRecord)
     if record is None:
         before, counts = runner.mix, settings.thread_counts
-        tried: dict[str, dict[str, float]] = {}
+        tried, failure = dict[str, dict[str, float]](), None
         for size in kinds:
             if not tried or not is_late():
-                tried[size.key] = dict(_tried(size, wanted, subject, runner, counts))
-        record = store.put(WeightFormatsRecord(shares=tried))
+                shares_of, lost = _tried(size, wanted, subject, runner, counts)
+                tried[size.key], failure = shares_of, failure or lost
+        record = store.put(WeightFormatsRecord(shares=tried, failure=failure))
         runner.feed(before)
     shares, found = record.shares, {}
     kinds = [size for size in kinds if size.key in shares]
@@ -209,18 +210,20 @@ def _nearest(size: Size, kinds: Sequence[Size]) -> Size:
 
 def _tried(
     size: Size, wanted: Sequence[WeightFormat], subject: Subject, runner: Runner, counts: Sequence[int | None]
-) -> Iterator[tuple[str, float]]:
+) -> tuple[dict[str, float], Failure | None]:
     """The share of the float product's time that each weight format takes at these numbers of threads, without formats
-    that the engine refuses or does not fuse into the product."""
+    that the engine refuses or does not fuse into the product; and a failure that may not occur again."""
     able = [s for s in wanted if s.block is None or size.inputs % s.block == 0]
     able = [s for s in able if not s.dynamic or size.dtype == TensorProto.FLOAT]
-    layers = _layers(size, able, subject, runner, counts)
+    layers, lost = _layers(size, able, subject, runner, counts), None
     if isinstance(layers, Failure):  # if the engine refuses one format, it refuses the model with all
         alone = {s: _layers(size, [s], subject, runner, counts) for s in able} if len(able) > 1 else {}
+        lost = next((f for f in (layers, *alone.values()) if isinstance(f, Failure) and f.is_transient), None)
         able = [s for s, found in alone.items() if not isinstance(found, Failure)]
         layers = _layers(size, able, subject, runner, counts)
         if isinstance(layers, Failure):
-            return
+            return {}, layers if layers.is_transient else lost
+    shares = dict[str, float]()
     floats = _time(layers, "float")
     for weight_format in able:
         weights = (layer for layer in layers if any(n.startswith(f"{weight_format.name}_weight") for n in layer.nodes))
@@ -229,7 +232,8 @@ def _tried(
         if weight_format.dynamic and spent is not None:  # each product of the model may be the only one that reads it
             spent += sum(layer.time_ms or 0.0 for layer in layers if any(map(DYNAMIC_CONVERSION.match, layer.nodes)))
         if not stands_alone:
-            yield weight_format.name, UNTIMED if not floats or spent is None else spent / floats
+            shares[weight_format.name] = UNTIMED if not floats or spent is None else spent / floats
+    return shares, lost
 
 
 def _products_of(layer: Layer, name: str) -> set[str]:
