@@ -35,7 +35,7 @@ CODES = (0, 3, 4)
 
 FACTS = ("shipped", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "output_sqnr_db")
 
-OWN = ("output_dir", "as_machine", "workers", "cores_per_worker", "ray")
+OWN = ("output_dir", "as_machine", "workers", "cores_per_worker", "ray", "on")
 """Options that are not passed to jobs as they were typed."""
 
 SINGLE = ("state_file", "qdq_baseline", "graph_json")
@@ -73,11 +73,17 @@ def run_jobs(jobs: Sequence[Job], options: WorkerOptions, *, as_machine: bool) -
     Raises:
         KeyboardInterrupt: this process was interrupted, or a job.
     """
-    with allocate_workers(_widest(jobs), options.workers, options.cores_per_worker, options.ray) as allocation:
-        devices = allocation.devices
-    if options.ray is not None:  # each job takes one device of the cluster, wherever that is
-        own = ("--ray", options.ray, "--workers", "1")
-        cores = () if options.cores_per_worker is None else ("--cores-per-worker", str(options.cores_per_worker))
+    each = options.cores_per_worker
+    if options.on is not None:
+        devices = (ANYWHERE,) * (options.workers or 1)
+        each = cores_for(_widest(jobs), each) if len(devices) > 1 else each
+    else:
+        with allocate_workers(_widest(jobs), options.workers, each, options.ray) as allocation:
+            devices = allocation.devices
+    where = options.ray or options.on
+    if where is not None:  # each job takes one device there, whichever that is
+        own = ("--on" if options.ray is None else "--ray", where, "--workers", "1")
+        cores = () if each is None else ("--cores-per-worker", str(each))
         jobs = [replace(job, arguments=(*job.arguments, *own, *cores)) for job in jobs]
         devices = (ANYWHERE,) * len(devices)
     done = [_ran(job) for job in jobs] if len(devices) == 1 else _side_by_side(jobs, devices)

@@ -21,7 +21,8 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import MERGED, TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import portable, usual_precision
-from qdqtune.engines.provider_table import PROVIDERS, is_simulated, simulated
+from qdqtune.engines.machine import MachineFacts
+from qdqtune.engines.provider_table import COST_MODEL, PROVIDERS, is_simulated, simulated
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineUnavailable
@@ -145,7 +146,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
         InputError: model, data or options cannot be used, or not together.
         EngineUnavailable: the engine times nothing here.
     """
-    check_device(settings.engine, runner)
+    check_device(settings.engine, runner, settings.machine)
     are_files_checked = rewrites is not None
     rewrites = rewrites or _first_rewrites(settings)
     numbers = runner.numeric_format(settings.quant_type)
@@ -380,14 +381,16 @@ def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...
     return chosen
 
 
-def check_device(spec: EngineSpec, runner: Runner) -> None:
-    """Refuse an engine that can time nothing here.
+def check_device(spec: EngineSpec, runner: Runner, machine: MachineFacts | None = None) -> None:
+    """Refuse an engine that can time nothing here, or on the other `machine` that measures.
 
     Raises:
         EngineUnavailable: it cannot be opened, builds for a device that this machine does not have, or runs on an
             emulated processor, which no rule stands for.
     """
-    if is_simulated(spec.name) and not is_simulated(spec.name, platform.machine()):
+    if machine is not None and machine.emulation and spec.name != COST_MODEL:
+        raise EngineUnavailable(f"{machine.where}: {machine.emulation}, and a search needs times")
+    if machine is None and is_simulated(spec.name) and not is_simulated(spec.name, platform.machine()):
         raise EngineUnavailable(
             f"{simulated(spec.name)}, and a search needs times: quantize for it, check shows where each node "
             "runs, and compare what the outputs lose"
