@@ -4,7 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from qdqtune.system.cleanup import MARK
+import pytest
+
+from qdqtune.system.cleanup import MARK, remove, remove_left
 from qdqtune.system.writing import Scratch, atomic_write
 from runs import environment
 
@@ -34,3 +36,19 @@ with atomic_write(pathlib.Path({str(target)!r})) as fresh:
     assert not left.exists()
     assert names(tmp_path) == {"r.onnx", ".qdqtune-mine"}
     assert names(tmp_path / ".qdqtune-mine") == {"notes.txt"}
+
+
+def test_a_removal_that_is_cut_short_is_finished_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "qdqtune-x"
+    (folder / "inner").mkdir(parents=True)
+    (folder / MARK).touch()
+
+    def killed(*_: object, **__: object) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        with pytest.raises(SystemExit):
+            remove(folder)
+    assert not remove_left(tmp_path, "qdqtune-")
+    assert not folder.exists()

@@ -20,8 +20,7 @@ from qdqtune.commands.inputs import SamplesLike, execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for, data_of, prepared_for, told_of_inputs
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.execution import Execution
-from qdqtune.engines.machine import MachineFacts, name_of
+from qdqtune.engines.machine import name_of
 from qdqtune.engines.options import EngineOptions, on_device, on_option
 from qdqtune.engines.provider_table import is_simulated, simulated
 from qdqtune.engines.runner import Runner, temporary_runner
@@ -173,45 +172,34 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         InputError: files, samples or options cannot be used, or not together.
         EngineFailure: the engine cannot build or run the first file.
     """
-    execution = execution_of(options)
-    with on_device(options.on, execution) as (execution, machine):
-        return _compared(files, options, observer, execution, machine)
-
-
-def _compared(
-    files: Sequence[Path],
-    options: CompareOptions,
-    observer: Observer | None,
-    execution: Execution,
-    machine: MachineFacts | None,
-) -> Comparison:
-    workloads = tuple(file for file in options.workloads if isinstance(file, WorkloadFile))
-    spec = built_for(options.spec(options.input_shapes), workloads)
-    is_timed = not is_simulated(spec.name, name_of(machine))
-    data = data_of(options, execution, *files)
-    if options.fail_below is not None and not is_timed:
-        raise BadOption(f"`fail_below` is about times: {simulated(spec.name)}")
-    models = comparable(files)
-    check_named(options.scores, models[0])
-    prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
-    if options.gate.needs_samples and not prepared.has_real_samples:
-        raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
-    counts = None
-    if options.deploy_threads is not None:
-        counts = counts_of(spec, options.deploy_threads, machine=machine)
-    told: dict[str, Any] = {"seed": options.seed, "observer": observer, "asked": options.scores}
-    rows = compare_at(files, spec, counts, prepared, options.plan, is_timed=is_timed, **told)
-    notes = told_of_inputs(options, prepared)
-    warned = {row.file: warning for row in rows if row.accuracy and (warning := concern(row.accuracy))}
-    warned |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
-    notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
-    notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
-    notes += filter(None, map(tuned_elsewhere, files)) if machine is None else ()
-    if not is_timed:
-        first = f"{files[0]} on ONNX Runtime's CPU"
-        notes.append(f"{simulated(spec.name)}: outputs are against {first}")
-    judged = len(prepared.judging) if prepared.has_real_samples else 0
-    return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out, options.gate)
+    with on_device(options.on, execution_of(options)) as (execution, machine):
+        workloads = tuple(file for file in options.workloads if isinstance(file, WorkloadFile))
+        spec = built_for(options.spec(options.input_shapes), workloads)
+        is_timed = not is_simulated(spec.name, name_of(machine))
+        data = data_of(options, execution, *files)
+        if options.fail_below is not None and not is_timed:
+            raise BadOption(f"`fail_below` is about times: {simulated(spec.name)}")
+        models = comparable(files)
+        check_named(options.scores, models[0])
+        prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
+        if options.gate.needs_samples and not prepared.has_real_samples:
+            raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
+        counts = None
+        if options.deploy_threads is not None:
+            counts = counts_of(spec, options.deploy_threads, machine=machine)
+        told: dict[str, Any] = {"seed": options.seed, "observer": observer, "asked": options.scores}
+        rows = compare_at(files, spec, counts, prepared, options.plan, is_timed=is_timed, **told)
+        notes = told_of_inputs(options, prepared)
+        warned = {row.file: warning for row in rows if row.accuracy and (warning := concern(row.accuracy))}
+        warned |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
+        notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
+        notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
+        notes += filter(None, map(tuned_elsewhere, files)) if machine is None else ()
+        if not is_timed:
+            first = f"{files[0]} on ONNX Runtime's CPU"
+            notes.append(f"{simulated(spec.name)}: outputs are against {first}")
+        judged = len(prepared.judging) if prepared.has_real_samples else 0
+        return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out, options.gate)
 
 
 LONG_COMPARISON = 20.0

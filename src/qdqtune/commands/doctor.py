@@ -168,7 +168,7 @@ def examine_elsewhere(on: str) -> EnginesState:
     """
     destination = Destination.parsed(on)
     with connected(on):  # which says in one line what is missing
-        words = destination.command("-m", "qdqtune", "doctor", "--json")
+        words = destination.command("qdqtune doctor --json")
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     try:
         return msgspec.json.decode(done.stdout[max(0, done.stdout.find("{")) :], type=EnginesState)

@@ -141,6 +141,9 @@ def conclude(
 def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | None) -> Iterator[str]:
     """What the user should know about the result, and do about it."""
     settings, standings = run.settings, proof.contexts
+    if (machine := settings.machine) is not None:
+        chip = run.runner.describe().get("device", "unknown")
+        yield f"built, run and timed on {machine.where} ({chip}, {machine.cores} cores), calibrated here"
     if not settings.is_timed:
         yield f"{simulated(settings.engine.name)}: nothing was timed, and no speed is claimed"
     shipped = None if proof.trial is None else proof.trial.accuracy

@@ -115,7 +115,7 @@ class Served(threading.Thread):
 
 def serve(pipe: Pipe, folder: Path) -> None:
     """Do what comes through the pipe until it ends."""
-    store, workers = Store(folder), dict[int, Served]()
+    store, workers, stopped = Store(folder), dict[int, Served](), list[Served]()
     with suppress(EOFError, OSError):
         while True:
             number, kind, content = pipe.receive()
@@ -123,7 +123,9 @@ def serve(pipe: Pipe, folder: Path) -> None:
                 store.put(*content)
             elif kind == "stop":
                 if number in workers:
-                    workers.pop(number).stop()
+                    stopped.append(workers.pop(number))
+                    stopped[-1].stop()
+                stopped = [worker for worker in stopped if worker.is_alive()]
             elif kind != "ping":
                 if number not in workers:
                     workers[number] = Served(number, store, pipe)
@@ -132,7 +134,7 @@ def serve(pipe: Pipe, folder: Path) -> None:
     for worker in workers.values():
         worker.stop()
     ends = time.monotonic() + CLOSING_SECONDS
-    for worker in workers.values():
+    for worker in (*workers.values(), *stopped):
         worker.join(max(0.0, ends - time.monotonic()))
 
 

@@ -70,14 +70,15 @@ class Destination:
         Raises:
             BadOption: it is neither.
         """
-        found = re.fullmatch(r"(ssh://[^/\s]+)(/\S+)?|([^-:/\s][^:/\s]*)(?::(\S.*))?", text)
+        found = re.fullmatch(r"(ssh://[^/\s]+)(/\S+)?|([^-:/\s][^:/\s]*)(?::(?!//)(\S.*))?", text)
         if found is None:
             raise BadOption(f"`on` {text!r} is no machine: give user@host, or user@host:path/of/python")
         return cls(found[1] or found[3], found[2] or found[4] or USUAL_PYTHON)
 
-    def command(self, *arguments: str) -> list[str]:
-        """The command that runs the Python there with these arguments. A path is relative to the home folder there."""
-        return [*SSH, self.host, f"exec {shlex.join([self.python.removeprefix('~/'), '-P', *arguments])}"]
+    def command(self, module: str) -> list[str]:
+        """The command that runs a module there, which arguments may follow. The path of the Python is relative to the
+        home folder there."""
+        return [*SSH, self.host, f"exec {shlex.quote(self.python.removeprefix('~/'))} -P -m {module}"]
 
 
 class Connection:
@@ -92,7 +93,7 @@ class Connection:
         self.destination = destination
         try:
             self._ssh = subprocess.Popen(
-                destination.command("-m", "qdqtune.engines.remote.agent"),
+                destination.command("qdqtune.engines.remote.agent"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
