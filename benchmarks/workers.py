@@ -105,8 +105,6 @@ def overhead(ray: str | None, on: str | None) -> None:
     places = [("a process here", None, None)]
     places += [("an actor of Ray", ray, None)] * (ray is not None)
     places += [(f"a process on {on}", None, on)] * (on is not None)
-        on is not None
-    )
     for name, address, machine in places:
         try:
             with (
