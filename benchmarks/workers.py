@@ -102,7 +102,7 @@ def fleet(entries: list[Entry], counts: list[int], kept: Path, given: argparse.N
 def overhead(ray: str | None, on: str | None) -> None:
     """Round trips to a worker that has nothing to do."""
     rows = []
-    places = [("a process here", None, None)]
+    places: list[tuple[str, str | None, str | None]] = [("a process here", None, None)]
     places += [("an actor of Ray", ray, None)] * (ray is not None)
     places += [(f"a process on {on}", None, on)] * (on is not None)
     for name, address, machine in places:
@@ -144,8 +144,8 @@ def candidates(entry: Entry, on: str) -> None:
                 built = time.perf_counter()
                 insist(runner.outputs(handle, samples), "no outputs")
                 ran = time.perf_counter()
-                how = {"seed": 0, "first_round": 0, "turn_seconds": 0.0, "warmup": 0}
-                insist(runner.rounds(handle, handle, ROUNDS, **how), "no rounds")
+                timed = runner.rounds(handle, handle, ROUNDS, seed=0, first_round=0, turn_seconds=0.0, warmup=0)
+                insist(timed, "no rounds")
                 took.append([built - begun, ran - built, time.perf_counter() - ran])
                 runner.unload(handle)
         first, *others = took
