@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import click
 
 from qdqtune.cli.children import run_all
 from qdqtune.cli.command import command_line, is_quiet, is_verbose
-from qdqtune.cli.output import print_json, say, show
+from qdqtune.cli.output import print_json, print_lines, say, show
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.commands.shown import Table
 from qdqtune.commands.tune import TuneOptions
@@ -23,7 +25,7 @@ from qdqtune.engines.allocation import allocate_workers
 from qdqtune.engines.devices import ANYWHERE, Device, cores_for, needs_gpu
 from qdqtune.engines.options import WorkerOptions
 from qdqtune.errors import BadOption
-from qdqtune.explanation.formatting import builds, duration
+from qdqtune.explanation.formatting import builds, counted, duration
 from qdqtune.graph.model_folder import graphs_in, without_graph
 from qdqtune.options import Several, options_of
 from qdqtune.system.interpreter import python
@@ -73,7 +75,7 @@ def run_jobs(jobs: Sequence[Job], options: WorkerOptions, *, as_machine: bool) -
     Raises:
         KeyboardInterrupt: this process was interrupted, or a job.
     """
-    each = options.cores_per_worker
+    each, begun = options.cores_per_worker, time.monotonic()
     if options.on is not None:
         devices = (ANYWHERE,) * (options.workers or 1)
         each = cores_for(_widest(jobs), each) if len(devices) > 1 else each
@@ -89,8 +91,11 @@ def run_jobs(jobs: Sequence[Job], options: WorkerOptions, *, as_machine: bool) -
     done = [_ran(job) for job in jobs] if len(devices) == 1 else _side_by_side(jobs, devices)
     if as_machine:
         print_json(done)
+    elif all("patterns" in row for row in done):
+        show(_estimates(done))
     else:
-        show(_estimates(done) if all("patterns" in row for row in done) else _table(done))
+        show(_table(done))
+        print_lines([_summary(done, time.monotonic() - begun)])
     return [row["exit_code"] for row in done]
 
 
@@ -140,6 +145,15 @@ def _estimates(rows: Sequence[Mapping[str, Any]]) -> Table:
         for r, count in zip(rows, spent, strict=True)
     ]
     return Table(("model", "builds", "latency, ms", "about"), cells)
+
+
+def _summary(rows: Sequence[Mapping[str, Any]], seconds: float) -> str:
+    """What became of all models together: the geometric mean of the speedups of those that ship faster."""
+    gains = [row["ratio"] for row in rows if row.get("shipped") == "tuned" and row.get("ratio")]
+    failed = sum(row["exit_code"] not in CODES for row in rows)
+    faster = f"{len(gains)} faster" + (f" ({speed(geometric_mean(gains))} in the mean)" if gains else "")
+    same = len(rows) - len(gains) - failed
+    return f"{counted(len(rows), 'model')} in {duration(seconds)}: {faster}, {same} as before, {failed} failed"
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
