@@ -60,7 +60,7 @@ CANDIDATE_FOLDER = "candidates"
 FIRST, LESSONS = 3, 2
 """Builds of the first batch, which prices every fusion group; and batches that are to follow it in a search that learns
 from each batch, so that many workers do not spend all builds right after the first. Measured by benchmarks/batches.py:
-with two the files are at most 0.4 % slower than by one build at a time, with one up to 1.3 %."""
+with two the files are at most 0.4 % slower than by one build at a time, with one up to 4 %."""
 
 FORMATS_SHARE = 0.1
 """The share of the time left of a time budget in which weight formats are timed. Chosen, not measured."""
