@@ -16,12 +16,19 @@ from pathlib import Path
 import zoo
 from zoo import Entry
 
+from qdqtune.calibration.inputs import input_specs, random_samples
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.allocation import allocate_workers
-from qdqtune.engines.runner import Runner
+from qdqtune.engines.execution import Execution
+from qdqtune.engines.options import on_device
+from qdqtune.engines.runner import Runner, insist, temporary_runner
 from qdqtune.errors import EngineUnavailable
+from qdqtune.graph.loading import load
 
 REQUESTS = 300
+SAMPLES, ROUNDS, REPEATS = 12, 20, 5
+"""Outputs and rounds of a candidate on another machine, and how often it is measured."""
+SPEC = EngineSpec("onnxruntime", {"threads": 1})
 QUICK = ("--calibration-method", "minmax", "--no-bias-correction", "--no-report", "--min-sqnr", "none")
 
 
@@ -92,13 +99,17 @@ def fleet(entries: list[Entry], counts: list[int], kept: Path, given: argparse.N
     zoo.print_table(["at a time", "seconds", "final latency to float"], rows)
 
 
-def overhead(ray: str | None) -> None:
+def overhead(ray: str | None, on: str | None) -> None:
     """Round trips to a worker that has nothing to do."""
     rows = []
-    for name, address in (("a process here", None), *([("an actor of Ray", ray)] if ray else ())):
+    places: list[tuple[str, str | None, str | None]] = [("a process here", None, None)]
+    places += [("an actor of Ray", ray, None)] * (ray is not None)
+    places += [(f"a process on {on}", None, on)] * (on is not None)
+    for name, address, machine in places:
         try:
             with (
-                allocate_workers(EngineSpec("fake"), 1, None, address) as allocation,
+                on_device(machine, Execution()) as (execution, _),
+                allocate_workers(EngineSpec("fake"), 1, None, address, elsewhere=execution.device) as allocation,
                 tempfile.TemporaryDirectory() as logs,
             ):
                 device = allocation.devices[0]
@@ -118,6 +129,32 @@ def overhead(ray: str | None) -> None:
     zoo.print_table(["worker", "start, s", "median, ms", "the slowest but two, ms"], rows)
 
 
+def candidates(entry: Entry, on: str) -> None:
+    """What a candidate costs on another machine beside what it costs here: its file, its outputs, and rounds."""
+    rows = []
+    for name, machine in (("here", None), (on, on)):
+        with on_device(machine, Execution()) as (execution, _), temporary_runner(SPEC, execution) as runner:
+            model = load(entry.path)
+            samples = list(random_samples(model, input_specs(model), 0, SAMPLES)())
+            runner.feed(samples[0])
+            took: list[list[float]] = []
+            for _ in range(1 + REPEATS):
+                begun = time.perf_counter()
+                handle = insist(runner.load(entry.path, fresh=True), "no build")
+                built = time.perf_counter()
+                insist(runner.outputs(handle, samples), "no outputs")
+                ran = time.perf_counter()
+                timed = runner.rounds(handle, handle, ROUNDS, seed=0, first_round=0, turn_seconds=0.0, warmup=0)
+                insist(timed, "no rounds")
+                took.append([built - begun, ran - built, time.perf_counter() - ran])
+                runner.unload(handle)
+        first, *others = took
+        middle = [statistics.median(column) for column in zip(*others, strict=True)]
+        rows.append([name, *(f"{1e3 * seconds:.1f}" for seconds in (first[0], *middle, sum(middle)))])
+    print(f"\n{entry.name}: one candidate, outputs on {SAMPLES} samples, {ROUNDS} rounds; milliseconds\n")
+    zoo.print_table(["where", "first build", "build", "outputs", "rounds", "all"], rows)
+
+
 def main() -> None:
     parser = zoo.parser(__doc__, ())
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
@@ -126,6 +163,7 @@ def main() -> None:
     parser.add_argument("--builds", type=int, default=52)
     parser.add_argument("--fleet", type=int, nargs="*", default=[], help="several models at a time, by number")
     parser.add_argument("--ray", help="address of a cluster, for what a request costs there")
+    parser.add_argument("--on", help="machine to reach by SSH, for what a request costs there, and a candidate")
     parser.add_argument("--keep", type=Path, help="folder for the runs; those that lie there are not repeated")
     parser.add_argument("--tune", nargs="*", default=[], help="more options of tune, each as one word: --seed=1")
     given = parser.parse_args()
@@ -134,7 +172,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         kept = given.keep or Path(temporary)
         kept.mkdir(parents=True, exist_ok=True)
-        overhead(given.ray)
+        overhead(given.ray, given.on)
+        for entry in entries if given.on else ():
+            candidates(entry, given.on)
         for entry in entries if given.workers != [0] else ():
             by_workers(entry, given.workers, kept, given)
         if given.fleet:

@@ -113,9 +113,10 @@ def test_a_table_ends_it(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyP
     ran(monkeypatch, [0, 2])
     code, out, _ = call("run", file)
     assert code == 2
-    first, second = out.strip().splitlines()[-2:]
+    first, second, *_, summary = out.strip().splitlines()[-4:]
     assert first.split() == ["a.onnx", "tuned", "2.000", "1.000", "2.00x", "30.0", "0"]
     assert second.split() == ["gone.onnx", "failed", "2"]
+    assert summary == "2 models in 0 s: 1 faster (2.00x in the mean), 0 as before, 1 failed"
 
 
 def test_a_folder_of_one_model_is_that_model_and_what_ships_is_loadable(call: Call, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def made(monkeypatch):
     found = list[tuple[EngineSpec, float]]()
 
     @contextmanager
-    def recorder(spec, *, execution, log_dir):
+    def recorder(spec, *, execution, log_dir, start=None):
         found.append((spec, execution.seconds))
         yield SimpleNamespace(numeric_format=lambda quant_type: quant_type)
 
@@ -106,7 +106,7 @@ def test_outputs_that_cannot_be_compared_are_told(body: str, why: str, call: Cal
 
 
 def test_a_simulator_is_not_timed(call, tuned, monkeypatch, tmp_path):
-    monkeypatch.setattr("qdqtune.commands.compare.is_simulated", lambda name: True)
+    monkeypatch.setattr("qdqtune.commands.compare.is_simulated", lambda name, machine: True)
     final = tuned.parent / "out" / "optimized_final.onnx"
     code, out, err = call("compare", tuned, final, "--engine", "fake")
     assert code == 0

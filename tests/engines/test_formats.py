@@ -66,7 +66,7 @@ def test_portable_numbers_are_the_same_on_every_processor(cpuinfo: str) -> None:
     plain = onnxruntime("int8", "x86_64", "flags\t\t: avx2\n")
     assert portable("onnxruntime", onnxruntime("int8", "aarch64", cpuinfo)) == plain == portable("onnxruntime", plain)
     assert portable("ort-openvino", numeric_format("ort-openvino", "int8")).reduced_weights
-    assert [found.name for found in weight_formats("onnxruntime", portable=True) if found.dynamic] == ["d7"]
+    assert [found.name for found in weight_formats("onnxruntime", narrow=True) if found.dynamic] == ["d7"]
 
 
 @pytest.mark.parametrize("engine", ["tensorrt", "qnn", "fake", "cuda"])

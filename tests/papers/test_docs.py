@@ -235,4 +235,4 @@ def test_they_stay_short() -> None:
     assert not {path.stem: words[path] for path in SHORT if words[path] > 400}
     assert words[SITE / "explanation" / "architecture.md"] <= 1200
     assert words[SITE / "explanation" / "measured.md"] <= 1200
-    assert sum(words.values()) <= 17_100
+    assert sum(words.values()) <= 17_370

@@ -5,7 +5,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from qdqtune.system.cleanup import MARK, remove_left
+import pytest
+
+from qdqtune.system.cleanup import MARK, remove, remove_left
 from qdqtune.system.writing import SCRATCH, Scratch, atomic_write
 from runs import environment
 
@@ -61,3 +63,19 @@ def test_a_folder_that_another_process_takes_for_one_that_was_left_is_made_again
         assert taken[0] != str(folder)
         assert (folder / MARK).exists()
     assert not names(tmp_path)
+
+
+def test_a_removal_that_is_cut_short_is_finished_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "qdqtune-x"
+    (folder / "inner").mkdir(parents=True)
+    (folder / MARK).touch()
+
+    def killed(*_: object, **__: object) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        with pytest.raises(SystemExit):
+            remove(folder)
+    assert not remove_left(tmp_path, "qdqtune-")
+    assert not folder.exists()

@@ -160,7 +160,7 @@ def test_all_samples_are_seen_where_there_is_time(model: Path, workers: Workers)
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(("budget", "rows"), [(55.0, 1), (600.0, 2)])
 def test_a_proof_at_the_usual_threads_leaves_time_for_the_search(model, workers, monkeypatch, budget, rows):
-    monkeypatch.setattr("qdqtune.tuning.settings.counts_of", lambda _, asked, is_here: asked or (1, 4))
+    monkeypatch.setattr("qdqtune.tuning.settings.counts_of", lambda _, asked, **__: asked or (1, 4))
     result, notes = slow_run(model, workers, 0.2, budget, engine=THREADS["engine"])
     assert len(result.summary["by_threads"]) == rows
     told = any("at 1 thread only, not at 4: " in n and n.endswith("`deploy_threads` 1,4 insists") for n in notes.notes)

@@ -20,7 +20,14 @@ from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_excl
 from qdqtune.commands.check import CheckOptions, check_file
 from qdqtune.commands.debug import DebugOptions, debug
 from qdqtune.commands.diagnosis import Diagnosis, Suspect
-from qdqtune.commands.doctor import ClusterState, DoctorOptions, EnginesState, examine, examine_cluster
+from qdqtune.commands.doctor import (
+    ClusterState,
+    DoctorOptions,
+    EnginesState,
+    examine,
+    examine_cluster,
+    examine_elsewhere,
+)
 from qdqtune.commands.inputs import MODEL, execution_of
 from qdqtune.commands.probes import UNKNOWN_NOISE, WrongPart
 from qdqtune.commands.shown import Table
@@ -244,9 +251,10 @@ def _range(ends: tuple[float, float]) -> str:
 def doctor_command(options: DoctorOptions, html: Path | None, as_machine: bool) -> int:
     """Show which engines work on this machine, on what hardware, and what to install for the others.
 
-    Exit code 5 only if none does. With --ray: on which devices of a cluster an engine works, and whether they are
-    alike, so that a run may use them together; exit code 5 if they are not. With --qualify: what holds of our claims
-    about an engine, checked on small graphs in some minutes; exit code 4 if one does not.
+    Exit code 5 only if none does. With --on: the same of another machine, or what is missing there. With --ray: on
+    which devices of a cluster an engine works, and whether they are alike, so that a run may use them together; exit
+    code 5 if they are not. With --qualify: what holds of our claims about an engine, checked on small graphs in some
+    minutes; exit code 4 if one does not.
 
     \b
     qdqtune doctor --ray auto --engine onnxruntime --cores-per-worker 2
@@ -260,7 +268,7 @@ def doctor_command(options: DoctorOptions, html: Path | None, as_machine: bool) 
         if options.ray is not None:
             where = options.ray, options.cores_per_worker, folder, execution_of(options)
             return _show_cluster(examine_cluster(options.spec(), *where), as_machine)
-        found = examine(folder)
+        found = examine(folder) if options.on is None else examine_elsewhere(options.on)
     if as_machine:
         print_json(asdict(found))
     else:
@@ -276,8 +284,8 @@ def _qualify(options: DoctorOptions, html: Path | None, as_machine: bool) -> int
     """Check the claims about an engine, and write what held to a file. Gives the exit code."""
     from qdqtune.commands.qualification.qualify import qualify  # imports most of the package
 
-    if options.ray is not None:
-        raise BadOption("`qualify` checks an engine on this machine: leave `ray` out")
+    if options.ray is not None or options.on is not None:
+        raise BadOption("`qualify` checks an engine on this machine: leave `on` and `ray` out")
     with progress.shown() as observer:
         done = qualify(options, observer)
     told = done.to_dict()

@@ -99,6 +99,8 @@ def read_jobs(path: Path) -> list[Job]:
 def _options(given: Any, where: str, *, is_job: bool) -> dict[str, list[Any]]:
     """The values of options by their long flags; a job has a model as well."""
     made: dict[str, list[Any]] = {}
+    if isinstance(given, dict) and True in given:  # YAML reads the key `on` so
+        given = {"on" if key is True else key: value for key, value in given.items()}
     for key, value in _converted(given, Given, "options by name", where).items():
         name = key.replace("_", "-")
         known = KNOWN.get(name)

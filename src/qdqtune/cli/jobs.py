@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import click
 
 from qdqtune.cli.children import run_all
 from qdqtune.cli.command import command_line, is_quiet, is_verbose
-from qdqtune.cli.output import print_json, say, show
+from qdqtune.cli.output import print_json, print_lines, say, show
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.commands.shown import Table
 from qdqtune.commands.tune import TuneOptions
@@ -23,7 +25,7 @@ from qdqtune.engines.allocation import allocate_workers
 from qdqtune.engines.devices import ANYWHERE, Device, cores_for, needs_gpu
 from qdqtune.engines.options import WorkerOptions
 from qdqtune.errors import BadOption
-from qdqtune.explanation.formatting import builds, duration
+from qdqtune.explanation.formatting import builds, counted, duration
 from qdqtune.graph.model_folder import graphs_in, without_graph
 from qdqtune.options import Several, options_of
 from qdqtune.system.interpreter import python
@@ -35,7 +37,7 @@ CODES = (0, 3, 4)
 
 FACTS = ("shipped", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "output_sqnr_db")
 
-OWN = ("output_dir", "as_machine", "workers", "cores_per_worker", "ray")
+OWN = ("output_dir", "as_machine", "workers", "cores_per_worker", "ray", "on")
 """Options that are not passed to jobs as they were typed."""
 
 SINGLE = ("state_file", "qdq_baseline", "graph_json")
@@ -73,18 +75,27 @@ def run_jobs(jobs: Sequence[Job], options: WorkerOptions, *, as_machine: bool) -
     Raises:
         KeyboardInterrupt: this process was interrupted, or a job.
     """
-    with allocate_workers(_widest(jobs), options.workers, options.cores_per_worker, options.ray) as allocation:
-        devices = allocation.devices
-    if options.ray is not None:  # each job takes one device of the cluster, wherever that is
-        own = ("--ray", options.ray, "--workers", "1")
-        cores = () if options.cores_per_worker is None else ("--cores-per-worker", str(options.cores_per_worker))
+    each, begun = options.cores_per_worker, time.monotonic()
+    if options.on is not None:
+        devices = (ANYWHERE,) * (options.workers or 1)
+        each = cores_for(_widest(jobs), each) if len(devices) > 1 else each
+    else:
+        with allocate_workers(_widest(jobs), options.workers, each, options.ray) as allocation:
+            devices = allocation.devices
+    where = options.ray or options.on
+    if where is not None:  # each job takes one device there, whichever that is
+        own = ("--on" if options.ray is None else "--ray", where, "--workers", "1")
+        cores = () if each is None else ("--cores-per-worker", str(each))
         jobs = [replace(job, arguments=(*job.arguments, *own, *cores)) for job in jobs]
         devices = (ANYWHERE,) * len(devices)
     done = [_ran(job) for job in jobs] if len(devices) == 1 else _side_by_side(jobs, devices)
     if as_machine:
         print_json(done)
+    elif all("patterns" in row for row in done):
+        show(_estimates(done))
     else:
-        show(_estimates(done) if all("patterns" in row for row in done) else _table(done))
+        show(_table(done))
+        print_lines([_summary(done, time.monotonic() - begun)])
     return [row["exit_code"] for row in done]
 
 
@@ -134,6 +145,15 @@ def _estimates(rows: Sequence[Mapping[str, Any]]) -> Table:
         for r, count in zip(rows, spent, strict=True)
     ]
     return Table(("model", "builds", "latency, ms", "about"), cells)
+
+
+def _summary(rows: Sequence[Mapping[str, Any]], seconds: float) -> str:
+    """What became of all models together: the geometric mean of the speedups of those that ship faster."""
+    gains = [row["ratio"] for row in rows if row.get("shipped") == "tuned" and row.get("ratio")]
+    failed = sum(row["exit_code"] not in CODES for row in rows)
+    faster = f"{len(gains)} faster" + (f" ({speed(geometric_mean(gains))} in the mean)" if gains else "")
+    same = len(rows) - len(gains) - failed
+    return f"{counted(len(rows), 'model')} in {duration(seconds)}: {faster}, {same} as before, {failed} failed"
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -129,7 +129,7 @@ def compare_command(
     qdqtune compare model.onnx model.qdq.onnx --fail-below 1.2 --junit gate.xml --markdown gate.md
     """
     files = options.files
-    if (busy := advice.busy(options.spec(options.input_shapes))) is not None:
+    if options.on is None and (busy := advice.busy(options.spec(options.input_shapes))) is not None:
         say_notes([busy])
     with progress.shown() as observer, failing_gate(str(files[0]), junit, markdown):
         done = with_flags_in_notes(compare(files, options, observer))

@@ -20,7 +20,8 @@ from qdqtune.commands.inputs import SamplesLike, execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for, data_of, prepared_for, told_of_inputs
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.options import EngineOptions
+from qdqtune.engines.machine import name_of
+from qdqtune.engines.options import EngineOptions, on_device, on_option
 from qdqtune.engines.provider_table import is_simulated, simulated
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadOption, EngineFailure
@@ -31,7 +32,7 @@ from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, concern, is_finite
 from qdqtune.numerics.closeness import closeness_cell
 from qdqtune.numerics.score_options import ScoreOption
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
-from qdqtune.options import Assignments, Option, ValuesByInput, option
+from qdqtune.options import Assignments, MaybeText, Option, ValuesByInput, option
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict
 from qdqtune.tuning import advice
@@ -86,6 +87,8 @@ class MeasureOptions(GateOptions, ScoreOption, DataOptions):
 @dataclass(kw_only=True)
 class CompareOptions(EngineOptions, MeasureOptions):
     """The options of `compare`, besides its files."""
+
+    on: MaybeText = on_option()
 
 
 @dataclass(frozen=True, repr=False)
@@ -169,38 +172,34 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         InputError: files, samples or options cannot be used, or not together.
         EngineFailure: the engine cannot build or run the first file.
     """
-    workloads = tuple(file for file in options.workloads if isinstance(file, WorkloadFile))
-    spec = built_for(options.spec(options.input_shapes), workloads)
-    execution = execution_of(options)
-    data = data_of(options, execution, *files)
-    if options.fail_below is not None and is_simulated(spec.name):
-        raise BadOption(f"`fail_below` is about times: {simulated(spec.name)}")
-    models = comparable(files)
-    check_named(options.scores, models[0])
-    prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
-    if options.gate.needs_samples and not prepared.has_real_samples:
-        raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
-    rows = compare_at(
-        files,
-        spec,
-        options.deploy_threads,
-        prepared,
-        options.plan,
-        seed=options.seed,
-        observer=observer,
-        asked=options.scores,
-    )
-    notes = told_of_inputs(options, prepared)
-    warned = {row.file: warning for row in rows if row.accuracy and (warning := concern(row.accuracy))}
-    warned |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
-    notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
-    notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
-    notes += filter(None, map(tuned_elsewhere, files))
-    if is_simulated(spec.name):
-        first = f"{files[0]} on ONNX Runtime's CPU"
-        notes.append(f"{simulated(spec.name)}: outputs are against {first}")
-    judged = len(prepared.judging) if prepared.has_real_samples else 0
-    return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out, options.gate)
+    with on_device(options.on, execution_of(options)) as (execution, machine):
+        workloads = tuple(file for file in options.workloads if isinstance(file, WorkloadFile))
+        spec = built_for(options.spec(options.input_shapes), workloads)
+        is_timed = not is_simulated(spec.name, name_of(machine))
+        data = data_of(options, execution, *files)
+        if options.fail_below is not None and not is_timed:
+            raise BadOption(f"`fail_below` is about times: {simulated(spec.name)}")
+        models = comparable(files)
+        check_named(options.scores, models[0])
+        prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
+        if options.gate.needs_samples and not prepared.has_real_samples:
+            raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
+        counts = None
+        if options.deploy_threads is not None:
+            counts = counts_of(spec, options.deploy_threads, machine=machine)
+        told: dict[str, Any] = {"seed": options.seed, "observer": observer, "asked": options.scores}
+        rows = compare_at(files, spec, counts, prepared, options.plan, is_timed=is_timed, **told)
+        notes = told_of_inputs(options, prepared)
+        warned = {row.file: warning for row in rows if row.accuracy and (warning := concern(row.accuracy))}
+        warned |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
+        notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
+        notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
+        notes += filter(None, map(tuned_elsewhere, files)) if machine is None else ()
+        if not is_timed:
+            first = f"{files[0]} on ONNX Runtime's CPU"
+            notes.append(f"{simulated(spec.name)}: outputs are against {first}")
+        judged = len(prepared.judging) if prepared.has_real_samples else 0
+        return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out, options.gate)
 
 
 LONG_COMPARISON = 20.0
@@ -373,18 +372,19 @@ def _median_ms(compared: Compared) -> tuple[float, float]:
 def compare_at(
     files: Sequence[Path],
     spec: EngineSpec,
-    counts: Sequence[int] | None,
+    counts: Sequence[int | None] | None,
     prepared: Prepared,
     plan: Plan,
     *,
+    is_timed: bool = True,
     seed: int = 0,
     observer: Observer | None = None,
     asked: Sequence[str] = (),
 ) -> list[Row]:
     """The rows of `compare_files` on an engine, for each number of threads in `counts`; None leaves the engine's own.
+    If it `is_timed` not, outputs are compared with those of the CPU.
 
     Raises:
-        BadOption: the engine does not compute on CPU threads, or this process has too few cores.
         EngineFailure: see `compare_files`.
     """
     rows: list[Row] = []
@@ -392,10 +392,10 @@ def compare_at(
     told["asked"] = asked
     judging = prepared.judging
     with temporary_runner(spec, prepared.execution) as runner, ExitStack() as stack:
-        if is_simulated(spec.name):
+        if not is_timed:
             cpu = temporary_runner(EngineSpec("onnxruntime"), prepared.execution)
             told["reference_from"] = stack.enter_context(cpu)
-        for count in (None,) if counts is None else counts_of(spec, counts):
+        for count in counts or (None,):
             mix = at_each(prepared.mix or (Workload(judging[0]),), [count])
             found = compare_files(files, runner, judging, plan, mix=mix, **told)
             rows += [replace(row, threads=count) for row in found]

@@ -1,10 +1,12 @@
-"""`qdqtune doctor`: the engines of this machine, its hardware, and what to install; or the devices of a Ray cluster."""
+"""`qdqtune doctor`: the engines of this machine or another one, its hardware, and what to install; or the devices of a
+Ray cluster."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import platform
+import subprocess
 import sys
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
@@ -13,15 +15,18 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from qdqtune.engines import MODULES, EngineSpec, devices, processor
 from qdqtune.engines.allocation import allocate_workers, describe_all, first_difference
 from qdqtune.engines.devices import nvidia_smi
 from qdqtune.engines.execution import Execution
-from qdqtune.engines.options import EngineOptions
+from qdqtune.engines.options import EngineOptions, on_option
 from qdqtune.engines.provider_table import PROVIDERS, is_simulated
 from qdqtune.engines.providers.provider import Provider
+from qdqtune.engines.remote.ssh import Destination, connected
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import QdqtuneError, one_line
+from qdqtune.errors import EngineUnavailable, QdqtuneError, one_line
 from qdqtune.options import (
     COUNT,
     SWITCH,
@@ -82,6 +87,7 @@ class DoctorOptions(EngineOptions):
         flags="-o --output",
         default_in_words="qualification_ENGINE.json",
     )
+    on: MaybeText = on_option()
     ray: MaybeText = option(
         TEXT,
         None,
@@ -152,6 +158,23 @@ def examine(log_dir: Path) -> EnginesState:
     engines = tuple(engine_state(name, log_dir) for name in MODULES if name not in PROVIDERS)
     providers = tuple(provider_state(table, log_dir) for table in PROVIDERS.values())
     return EnginesState(engines, this_processor(), gpus, note, providers)
+
+
+def examine_elsewhere(on: str) -> EnginesState:
+    """What `examine` finds on the machine that the option `on` names.
+
+    Raises:
+        EngineUnavailable: there is no way to it, no qdqtune of this version, or its answer cannot be read.
+    """
+    destination = Destination.parsed(on)
+    with connected(on):  # which says in one line what is missing
+        words = destination.command("qdqtune doctor --json")
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    try:
+        return msgspec.json.decode(done.stdout[max(0, done.stdout.find("{")) :], type=EnginesState)
+    except msgspec.DecodeError as error:
+        printed = done.stderr.splitlines() or [f"exit code {done.returncode}"]
+        raise EngineUnavailable(f"qdqtune doctor on {destination.host} fails: {one_line(printed[-1])}") from error
 
 
 def provider_state(table: Provider, log_dir: Path) -> EngineState:

@@ -19,9 +19,11 @@ from qdqtune.commands.source import built_for
 from qdqtune.commands.tune_tables import is_judged, result_table
 from qdqtune.engines import LAUNCHED, EngineSpec, threads_of
 from qdqtune.engines.execution import Check
+from qdqtune.engines.machine import name_of
 from qdqtune.engines.memory import LARGE_MODEL
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.provider_table import is_simulated
+from qdqtune.engines.remote.ssh import facts_of
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.graph.loading import bytes_of_files
 from qdqtune.numerics.closeness import closeness
@@ -168,16 +170,20 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             BadData: a workload cannot be read.
         """
         check_cache(self, self)
+        machine = None if self.on is None else facts_of(self.on)
         effort = EFFORTS[self.effort]
         builds, schemes = FRONT_BUILDS if self.front else effort.builds[self.mode], self.schemes_per_region
-        builds = BY_RULE_BUILDS[self.effort] if is_simulated(self.engine_name) else builds
+        builds = BY_RULE_BUILDS[self.effort] if is_simulated(self.engine_name, name_of(machine)) else builds
         if schemes is not None and self.builds is None and self.mode == "region":
             path, engine = Path(str(self.model)), self.engine_name
             tuned = tuned_patterns(path, self.regions, self.fix_inputs, self.rewrites, engine)
             builds = max(builds, builds_for(schemes, len(tuned)))
         files = tuple(file for file in self.workloads if isinstance(file, WorkloadFile))
         data = None if self.calibration_data is None else str(self.calibration_data)
-        usual = max(self.deploy_threads or [1 if self.ray else usual_threads()])
+        own = usual_threads()
+        if machine is not None:
+            own = min(machine.physical_cores, self.cores_per_worker or machine.cores)
+        usual = max(self.deploy_threads or [1 if self.ray else own])
         spec = built_for(self.spec(self.input_shapes, threads=usual), files, self.fix_inputs)
         is_short = self.time_budget is not None and self.time_budget <= SHORT_BUDGET
         # Among the hundreds of candidates of region mode, one in fifty would win by luck.
@@ -185,7 +191,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         told = {f.name: getattr(self, f.name) for f in fields(SearchOptions)}
         told |= {
             "model": Path(str(self.model)),
-            "engine": spec if self.ray else with_timing_cache(spec, self.output_dir),
+            "engine": spec if self.ray or machine else with_timing_cache(spec, self.output_dir),
             "input_shapes": self.input_shapes or ({} if files else usual_shapes(spec, data)),
             "calibration_data": data,
             "calibration": self.calibration,
@@ -200,10 +206,11 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             "evaluate": None if self.evaluate is None else str(self.evaluate),
             "workloads": files,
             "command": command,
+            "machine": machine,
         }
         if spec.name in LAUNCHED:
             told["accuracy_samples"] = plan.looks[0]  # more would start more processes than a comparison needs
-        if is_simulated(spec.name):
+        if is_simulated(spec.name, name_of(machine)):
             told["accuracy_samples"] = USUAL_JUDGED
         return Settings(**(told | more))
 

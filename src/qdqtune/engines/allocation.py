@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import ANYWHERE, Device, allot, cores_for
-from qdqtune.engines.process import StartWorker
+from qdqtune.engines.process import StartWorker, Worker
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineUnavailable
 
@@ -26,11 +27,17 @@ class Allocation:
 
 @contextmanager
 def allocate_workers(
-    spec: EngineSpec, workers: int | None, cores_each: int | None, ray: str | None, most: int = 0
+    spec: EngineSpec,
+    workers: int | None,
+    cores_each: int | None,
+    ray: str | None,
+    most: int = 0,
+    elsewhere: Callable[..., Worker] | None = None,
 ) -> Iterator[Allocation]:
-    """Yield devices for `workers` workers of an engine, on this host or on the Ray cluster at the address `ray`.
+    """Yield devices for `workers` workers of an engine: on this host, on the machine where `elsewhere` starts them
+    (`RemoteMachine.start`), or on the Ray cluster at the address `ray`.
 
-    `workers` None means one on this host, and as many as fit on a cluster. `cores_each` are the cores of each worker.
+    `workers` None means one on a host, and as many as fit on a cluster. `cores_each` are the cores of each worker.
     At least one node of the cluster must have `most` cores.
 
     Raises:
@@ -39,6 +46,11 @@ def allocate_workers(
     """
     if ray is None:
         is_shared = (workers or 1) == 1 and cores_each is None  # a single worker needs no cores of its own
+        if elsewhere is not None:
+            names = [""] if is_shared else [f"worker-{n + 1}" for n in range(workers or 1)]
+            own = spec, cores_for(spec, cores_each)
+            yield Allocation(tuple(map(Device, names)), partial(elsewhere, own=own))
+            return
         yield Allocation((ANYWHERE,) if is_shared else allot(spec, workers or 1, cores_each))
         return
     try:

@@ -43,7 +43,8 @@ class Execution:
     A request to an engine may take `seconds`, as may a pass over samples, which also has to finish before the time
     `ends` of `time.monotonic`. `check` can cancel all waits. The stages of the command write constants of their models
     to `constants`, so that weights are written once. `start`, a `process.StartWorker`, starts the workers in which
-    models are looked at and not timed (see `reused_workers`); without it they start as those of any `Runner`.
+    models are looked at and not timed (see `reused_workers`); without it they start as those of any `Runner`. `device`
+    starts those that run and time models on the user's engine, if that is on another machine.
     """
 
     seconds: float = TIME_LIMIT
@@ -51,6 +52,7 @@ class Execution:
     check: Check | None = None
     constants: ConstantFile | None = None
     start: Callable[..., Any] | None = None
+    device: Callable[..., Any] | None = None
 
     @contextmanager
     def constant_file(self) -> Iterator[ConstantFile]:

@@ -177,9 +177,9 @@ FORMATS: Mapping[str, Callable[[QuantType], NumericFormat]] = MappingProxyType({
 PRODUCTS = frozenset({"Gemm", "MatMul"})
 
 
-def weight_formats(engine: str, operator: str = "MatMul", *, portable: bool = False) -> tuple[WeightFormat, ...]:
-    """The weight formats for which an engine has kernels of an operator, the usual ones first; if `portable`, those
-    that compute the same on every processor.
+def weight_formats(engine: str, operator: str = "MatMul", *, narrow: bool | None = None) -> tuple[WeightFormat, ...]:
+    """The weight formats for which an engine has kernels of an operator, the usual ones first; if `narrow`, those that
+    compute the same on every processor, also where products saturate (None: if they do here).
 
     Observed, where nothing else is said:
 
@@ -198,29 +198,29 @@ def weight_formats(engine: str, operator: str = "MatMul", *, portable: bool = Fa
     """
     names = WEIGHT_FORMATS.get(engine, {})
     known = (WeightFormat.named(name) for name in names.get(operator, ()))
-    is_narrow = portable or processor.products_saturate()
+    is_narrow = processor.products_saturate() if narrow is None else narrow
     return tuple(replace(one, bits=7) if one.dynamic and is_narrow else one for one in known)
 
 
 def weight_formats_like(
-    engine: str, wanted: str, operator: str = "MatMul", *, portable: bool = False
+    engine: str, wanted: str, operator: str = "MatMul", *, narrow: bool | None = None
 ) -> tuple[WeightFormat, ...]:
     """The formats of `weight_formats` that the name `wanted` stands for, the exact one first: w8 and w4 stand for every
     format of so many bits, other names for one. Gather gets its 8-bit format even where 4 bits are asked for."""
-    known = weight_formats(engine, operator, portable=portable)
+    known = weight_formats(engine, operator, narrow=narrow)
     exact = [s for s in known if s.name == wanted]
     alike = [s for s in known if wanted == s.family or operator == "Gather"]
     return tuple(dict.fromkeys((*exact, *alike)))
 
 
-def checked_weight_format(engine: str, wanted: str, *, portable: bool = False) -> str:
+def checked_weight_format(engine: str, wanted: str, *, narrow: bool | None = None) -> str:
     """The name of a weight format or of a family, if the engine has kernels of products for it.
 
     Raises:
         BadOption: the engine has none.
     """
-    known = weight_formats(engine, portable=portable)
-    if not weight_formats_like(engine, wanted, portable=portable):
+    known = weight_formats(engine, narrow=narrow)
+    if not weight_formats_like(engine, wanted, narrow=narrow):
         names = ", ".join(dict.fromkeys((*(s.family for s in known), *(s.name for s in known))))
         raise BadOption(f"{engine} has no kernels for weights stored as {wanted!r}; it has {names or 'none'}")
     return wanted

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from qdqtune.engines import MODULES, TENSORRT_FAMILY, THREADED, EngineSpec, normal
-from qdqtune.engines.execution import TIME_LIMIT
+from qdqtune.engines.execution import TIME_LIMIT, Execution
+from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.remote.ssh import Destination, connected
 from qdqtune.engines.tensorrt.options import SHAPE_OPTIONS, timing_cache
 from qdqtune.options import (
     ANYTHING,
@@ -175,6 +178,48 @@ def with_timing_cache(spec: EngineSpec, folder: Path) -> EngineSpec:
     return EngineSpec(spec.name, {**spec.options, "timing_cache": str(folder.absolute() / "timing.cache")})
 
 
+class RemoteHost(click.ParamType[str]):
+    """Text that names a machine to reach by SSH."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Keep the text.
+
+        Raises:
+            BadOption: it names no machine.
+        """
+        Destination.parsed(str(value))
+        return str(value)
+
+
+def on_option() -> Any:
+    """The option `on`: another machine that measures."""
+    return option(
+        RemoteHost(),
+        None,
+        "Build, run and time on this machine, over SSH; PYTHON, by default python3, is the one there that has qdqtune.",
+        "Engine",
+        short="measure on another machine, over SSH",
+        metavar="USER@HOST[:PYTHON]",
+    )
+
+
+@contextmanager
+def on_device(on: str | None, execution: Execution) -> Iterator[tuple[Execution, MachineFacts | None]]:
+    """`execution` with the machine that the option `on` names as its device, and what is known of that; unchanged and
+    None if it names none.
+
+    Raises:
+        EngineUnavailable: there is no way to it, or no qdqtune of this version.
+    """
+    if on is None:
+        yield execution, None
+        return
+    with connected(on) as machine:
+        yield replace(execution, device=machine.start), machine.facts
+
+
 @dataclass(kw_only=True)
 class WorkerOptions(Options):
     """How many workers measure at a time, and where."""
@@ -196,6 +241,7 @@ class WorkerOptions(Options):
         is_rare=True,
         default_in_words="`threads`",
     )
+    on: MaybeText = on_option()
     ray: MaybeText = option(
         TEXT,
         None,

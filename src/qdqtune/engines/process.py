@@ -135,12 +135,16 @@ class WorkerProcess:
         answer: tuple[bool, Any] = self._channel.recv()
         return answer
 
+    def end(self) -> None:
+        """End the process and all that it has started, also while another thread waits for its answer."""
+        if self._process.poll() is None:
+            end_group(self._process.pid)
+
     def kill(self) -> None:
         """End the process and all that it has started. Its log is removed if it is empty."""
         self._channel.close()
-        if self._process.poll() is None:
-            end_group(self._process.pid)
-            self._process.wait()
+        self.end()
+        self._process.wait()
         with contextlib.suppress(OSError):
             if self._log.stat().st_size == 0:
                 self._log.unlink()

@@ -425,6 +425,9 @@ def insist(result: T | Failure, otherwise: str, error: type[QdqtuneError] = Engi
 
 @contextlib.contextmanager
 def temporary_runner(spec: EngineSpec, execution: Execution) -> Iterator[Runner]:
-    """A runner whose logs are deleted at the end."""
-    with temporary_folder() as folder, Runner(spec, execution=execution, log_dir=folder) as runner:
+    """A runner on the device of `execution`, whose logs are deleted at the end."""
+    with (
+        temporary_folder() as folder,
+        Runner(spec, execution=execution, log_dir=folder, start=execution.device) as runner,
+    ):
         yield runner

@@ -59,12 +59,27 @@ def _is_unused(folder: str) -> bool:
 
 
 def remove(folder: str | os.PathLike[str]) -> None:
-    """Remove a folder. Repeated for a while, since a process that is about to end may still write there."""
+    """Remove a folder. Repeated for a while, since a process that is about to end may still write there. `MARK` goes
+    last: if this process is killed meanwhile, others still know the folder as ours."""
     for pause in PAUSES:
         time.sleep(pause)
-        shutil.rmtree(folder, ignore_errors=True)
+        for path in _others(folder):
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    os.unlink(path)
+        if not _others(folder):
+            shutil.rmtree(folder, ignore_errors=True)
         if not os.path.exists(folder):
             return
+
+
+def _others(folder: str | os.PathLike[str]) -> list[str]:
+    """What a folder holds besides `MARK`; nothing if it is gone."""
+    with suppress(OSError):
+        return [os.path.join(folder, name) for name in os.listdir(folder) if name != MARK]
+    return []
 
 
 def remove_locked(folder: str | os.PathLike[str], descriptor: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usable_cores
+from qdqtune.engines.machine import MachineFacts
 from qdqtune.graph.model import Model
 from qdqtune.search import products_left_in_float, ratios_to_float
 from qdqtune.system.operating_system import load
@@ -21,10 +22,13 @@ WIDE_INTERVAL = 1.5
 TO_DECIDE = "a quieter machine, or more rounds (`effort` extensive, `restart`), would decide"
 
 
-def busy(engine: EngineSpec) -> str | None:
-    """Advice about this machine, see `busy_with`; None for the fake engine, which times nothing."""
+def busy(engine: EngineSpec, machine: MachineFacts | None = None) -> str | None:
+    """Advice about this machine, or another `machine` that measures, see `busy_with`; None for the fake engine, which
+    times nothing."""
     if engine.name == "fake":
         return None
+    if machine is not None:
+        return busy_with(engine.options.get("threads", 1), machine.cores, machine.cores, machine.load or 0.0)
     return busy_with(engine.options.get("threads", 1), usable_cores(), os.cpu_count() or 1, load() or 0.0)
 
 

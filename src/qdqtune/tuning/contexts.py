@@ -10,6 +10,7 @@ import numpy as np
 
 from qdqtune.engines import THREADED, EngineSpec, threads_of
 from qdqtune.engines.devices import physical_cores, usable_cores
+from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.runner import Runner, as_workloads
 from qdqtune.errors import BadOption
 from qdqtune.types import Measurement, Mix, Placement, Trial
@@ -41,10 +42,12 @@ def usual_threads() -> int:
     return len(physical_cores())
 
 
-def counts_of(engine: EngineSpec, asked: Sequence[int] | None, *, is_here: bool = True) -> tuple[int | None, ...]:
+def counts_of(
+    engine: EngineSpec, asked: Sequence[int] | None, *, is_here: bool = True, machine: MachineFacts | None = None
+) -> tuple[int | None, ...]:
     """The numbers of threads at which a result has to hold, that of the engine first: those `asked` for; by default the
-    engine's and, where it runs on this machine (`is_here`), one. Just None for an engine that does not compute on a
-    CPU's threads.
+    engine's and one, which is left out where it runs on any of several machines (not `is_here`). `machine` is the other
+    one that it runs on. Just None for an engine that does not compute on a CPU's threads.
 
     Raises:
         BadOption: the engine has no threads to be told, or this process has no room for so many.
@@ -57,7 +60,10 @@ def counts_of(engine: EngineSpec, asked: Sequence[int] | None, *, is_here: bool 
     is_real = engine.name in THREADED
     if asked is None:
         return tuple(dict.fromkeys((own, 1))) if is_real and is_here else (own,)
-    check_counts(asked, usable_cores() if is_real and is_here else max(asked, default=0))
+    if machine is not None and is_real and max(asked, default=0) > machine.cores:
+        raise BadOption(f"`deploy_threads` {max(asked)}: {machine.where} has {machine.cores} cores for us")
+    is_bound = is_real and is_here and machine is None
+    check_counts(asked, usable_cores() if is_bound else max(asked, default=0))
     return tuple(sorted(set(asked), key=lambda count: (count != own, count)))
 
 

@@ -18,6 +18,7 @@ from qdqtune.calibration.inputs import InputSpec, input_specs
 from qdqtune.engines import EngineSpec, threads_of
 from qdqtune.engines.formats import follow_processor
 from qdqtune.engines.library_settings import library_settings, script_of
+from qdqtune.engines.machine import name_of
 from qdqtune.engines.processor import Architecture, architecture, products_saturate
 from qdqtune.errors import BadModel, BadOption, reading, writing
 from qdqtune.graph.loading import files_of, load
@@ -29,6 +30,7 @@ from qdqtune.tuning.folder import BASELINE, DEPLOY_SCRIPT, DEPLOY_SETTINGS, FINA
 from qdqtune.tuning.proof_notes import at_threads
 from qdqtune.tuning.records import Shipped, plain
 from qdqtune.tuning.run import Run
+from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.summary import Count, Positive, read_json
 
 FORMAT = 1
@@ -106,7 +108,7 @@ def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
         spec=EngineSpec(spec.name, {n: value for n, value in spec.options.items() if n != "timing_cache"}),
         library={},
         inputs={name: (str(fed[name].dtype), tuple(map(int, fed[name].shape))) for name in names},
-        processor=processor_of(spec.name),
+        processor=processor_of(run.settings),
         portable=run.settings.portable,
     )
     with writing(folder / DEPLOY_SCRIPT):
@@ -116,9 +118,9 @@ def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
     _write(folder, settings, specs, summary)
 
 
-def processor_of(engine: str) -> Architecture:
-    """The architecture that an engine's numbers are chosen for here; "" if they depend on none."""
-    return architecture() if follow_processor(engine) else ""
+def processor_of(settings: Settings) -> Architecture:
+    """The architecture that the numbers of a run's engine are chosen for; "" if they depend on none."""
+    return architecture(name_of(settings.machine)) if follow_processor(settings.engine.name) else ""
 
 
 def of_other_processor(name: str, made_for: str, remedy: str = "", *, is_portable: bool) -> str:

@@ -10,6 +10,7 @@ from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import Execution
+from qdqtune.engines.options import on_device
 from qdqtune.engines.provider_table import simulated
 from qdqtune.engines.runner import insist, temporary_runner
 from qdqtune.errors import BadOption, BaselineFailed
@@ -64,7 +65,11 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         raise BadOption(f"{simulated(name)}, so no time can be estimated: `builds` and `time_budget` bound a run")
     observer = observer or Silent()
     execution = Execution(settings.time_limit)
-    with OutputFolder(settings), temporary_runner(settings.engine, execution) as runner:
+    with (
+        OutputFolder(settings),
+        on_device(settings.on, execution) as (execution, _),
+        temporary_runner(settings.engine, execution) as runner,
+    ):
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner, execution)
         if settings.state.exists() and not settings.restart:

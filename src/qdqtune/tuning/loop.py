@@ -46,7 +46,7 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
     with prepared(settings, observer, check) as ready:
         if (before := recalled(ready)) is not None:
             return before
-        if settings.is_timed and (note := advice.busy(settings.engine)) is not None:
+        if settings.is_timed and (note := advice.busy(settings.engine, settings.machine)) is not None:
             observer.note(note)
         if note := tuned_elsewhere(settings.model, "tune the float model for numbers of this processor"):
             observer.note(note)

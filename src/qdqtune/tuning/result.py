@@ -141,6 +141,9 @@ def conclude(
 def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | None) -> Iterator[str]:
     """What the user should know about the result, and do about it."""
     settings, standings = run.settings, proof.contexts
+    if (machine := settings.machine) is not None:
+        chip = run.runner.describe().get("device", "unknown")
+        yield f"built, run and timed on {machine.where} ({chip}, {machine.cores} cores), calibrated here"
     if not settings.is_timed:
         yield f"{simulated(settings.engine.name)}: nothing was timed, and no speed is claimed"
     shipped = None if proof.trial is None else proof.trial.accuracy
@@ -189,7 +192,7 @@ def write_placement_of(placement: Placement, path: Path, run: Run) -> None:
     settings = run.settings
     engine, calibration = settings.engine.name, settings.calibration.chosen(run.subject.ranges)
     how = calibration, run.subject.rewrites, settings.weight_rounding
-    made_for = processor_of(engine), settings.portable
+    made_for = processor_of(settings), settings.portable
     recorded = files.PlacementFile(placement, settings.quant_type, engine, settings.fix_inputs, *how, *made_for)
     files.write_placement(path, recorded, settings.model.name)
 

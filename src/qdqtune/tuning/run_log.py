@@ -32,16 +32,20 @@ SECONDS_FILE = "seconds.json"
 UPDATE_SECONDS = 1.0
 """Seconds between two updates of that file, at the least."""
 
-ELSEWHERE = {"model", "output_dir", "engine", "calibration", "config", "plan", "state_file", "command", "restart"}
+ELSEWHERE = frozenset(
+    {"model", "output_dir", "engine", "calibration", "config", "plan", "state_file", "command", "restart", "machine"}
+)
 """Fields of the settings that stand elsewhere in the log, or make no difference to what was measured."""
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Where a run was measured; `load` is how many processes wanted the cores when it began and when it ended."""
+    """Where a run was measured; `load` is how many processes wanted the cores when it began and when it ended, `where`
+    the name of the machine if it is another one (`on`)."""
 
     cores: int
     load: tuple[float | None, float | None]
     system: str
+    where: str = ""
 
 
 class LoggedTrial(JudgedTrial, frozen=True, kw_only=True):
@@ -146,7 +150,7 @@ class RunLogWriter(Silent):
             settings=changed(settings),
             engine=settings.engine,
             calibration=f"{method} on {run.subject.prepared.samples.origin}",
-            machine=Machine(usable_cores(), (self._load, load()), platform.platform()),
+            machine=_measuring(settings, self._load),
             plan=settings.plan,
             proof=settings.proof,
             stages=tuple((text, round(seconds, 2)) for text, seconds in self._stages),
@@ -174,6 +178,13 @@ class RunLogWriter(Silent):
         except (OSError, ValueError, RecursionError, KeyError, TypeError):
             return 0.0  # damaged, or deleted
         return float(seconds) if isinstance(seconds, float | int) and isfinite(seconds) and seconds >= 0 else 0.0
+
+
+def _measuring(settings: Settings, load_before: float | None) -> Machine:
+    """The machine that measures. What else another one does is known from before the run only."""
+    if (other := settings.machine) is not None:
+        return Machine(other.cores, (other.load, None), other.system, other.where)
+    return Machine(usable_cores(), (load_before, load()), platform.platform())
 
 
 def changed(settings: Settings) -> dict[str, Any]:

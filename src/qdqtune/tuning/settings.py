@@ -14,6 +14,7 @@ from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import TIME_LIMIT
 from qdqtune.engines.formats import checked_weight_format
+from qdqtune.engines.machine import MachineFacts, name_of
 from qdqtune.engines.provider_table import is_simulated, simulated
 from qdqtune.errors import BadOption
 from qdqtune.graph.rewrites import allowed
@@ -106,6 +107,7 @@ class Settings(SearchOptions):
     `calibration_data`.
     `command` is the command line, for the run log only.
     `proof_threads` are the numbers of threads of the proof, where time is too short for all of `thread_counts`.
+    `machine` is the other machine that measures (`on`); None: this one, or a cluster.
 
     Raises:
         BadOption: options exclude each other, or leave nothing to do.
@@ -127,6 +129,7 @@ class Settings(SearchOptions):
     command: tuple[str, ...] = field(default=(), compare=False)
     workloads: tuple[WorkloadFile, ...] = ()
     proof_threads: tuple[int | None, ...] | None = None
+    machine: MachineFacts | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         least = 1 + self.trial_builds
@@ -158,7 +161,7 @@ class Settings(SearchOptions):
             for name in self.formats:
                 if name != self.quant_type:
                     try:
-                        checked_weight_format(self.engine.name, name, portable=self.portable)
+                        checked_weight_format(self.engine.name, name, narrow=self.has_narrow_products)
                     except BadOption as error:
                         raise BadOption(f"`formats`: {error}, and {self.quant_type} for pairs") from error
         if self.weight_rounding == "gptq" and self.calibration_data is None and not self.workloads:
@@ -166,12 +169,14 @@ class Settings(SearchOptions):
                 "`weight_rounding` gptq makes up for errors on your data: give `calibration_data` or `workloads`"
             )
         if self.deploy_threads is not None:
-            counts_of(self.engine, self.deploy_threads, is_here=self.ray is None)
+            counts_of(self.engine, self.deploy_threads, is_here=self.ray is None, machine=self.machine)
         if not self.is_timed and (self.mode != "cut" or self.front or self.formats is not None or self.from_qdq):
             raise BadOption(
                 f"{simulated(self.engine.name)}: a search there is by rule, with `mode` cut, for float models, "
                 "without `front` and `formats`"
             )
+        if self.on is not None and self.ray is not None:
+            raise BadOption("`on` and `ray` exclude each other: both say where to measure")
         if self.graph_json is not None and self.mode != "subgraph":
             raise BadOption("`graph_json` is for `mode` subgraph")
         if self.pattern_cache is not None and self.mode != "region":
@@ -181,7 +186,15 @@ class Settings(SearchOptions):
     def is_timed(self) -> bool:
         """Whether candidates are timed; else the engine is a simulator, and costs by rule stand in the place of
         times."""
-        return not is_simulated(self.engine.name)
+        return not is_simulated(self.engine.name, name_of(self.machine))
+
+    @property
+    def has_narrow_products(self) -> bool | None:
+        """Whether weights of products take 7 bits: to be `portable`, or since products saturate on another machine that
+        measures. None: if they do here."""
+        if self.machine is None:
+            return self.portable or None
+        return self.portable or self.machine.products_saturate
 
     @property
     def has_metric(self) -> bool:
@@ -214,7 +227,7 @@ class Settings(SearchOptions):
     @property
     def thread_counts(self) -> tuple[int | None, ...]:
         """The numbers of threads at which candidates are measured, see `contexts.counts_of`."""
-        return counts_of(self.engine, self.deploy_threads, is_here=self.ray is None)
+        return counts_of(self.engine, self.deploy_threads, is_here=self.ray is None, machine=self.machine)
 
     @property
     def proof_counts(self) -> tuple[int | None, ...]:

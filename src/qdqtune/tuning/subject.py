@@ -20,6 +20,8 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import MERGED, TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import portable, usual_precision
+from qdqtune.engines.machine import MachineFacts
+from qdqtune.engines.provider_table import COST_MODEL
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineUnavailable
@@ -143,7 +145,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
         InputError: model, data or options cannot be used, or not together.
         EngineUnavailable: the engine times nothing here.
     """
-    check_device(settings.engine, runner)
+    check_device(settings.engine, runner, settings.machine)
     are_files_checked = rewrites is not None
     rewrites = rewrites or _first_rewrites(settings)
     numbers = runner.numeric_format(settings.quant_type)
@@ -374,12 +376,14 @@ def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...
     return chosen
 
 
-def check_device(spec: EngineSpec, runner: Runner) -> None:
-    """Refuse an engine that can build nothing here, or builds and times nothing.
+def check_device(spec: EngineSpec, runner: Runner, machine: MachineFacts | None = None) -> None:
+    """Refuse an engine that can build nothing, or builds and times nothing; and another `machine` that is emulated.
 
     Raises:
         EngineUnavailable: it cannot be opened, or builds for a device that this machine does not have.
     """
+    if machine is not None and machine.emulation and spec.name != COST_MODEL:
+        raise EngineUnavailable(f"{machine.where}: {machine.emulation}, and a search needs times")
     try:
         device = runner.describe().get("device")
     except EngineUnavailable as error:

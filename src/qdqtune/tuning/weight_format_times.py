@@ -147,8 +147,8 @@ def wanted_formats(settings: Settings) -> tuple[WeightFormat, ...]:
     if unwatched(settings.engine):
         return ()
     if settings.formats is None:
-        return weight_formats(engine, portable=settings.portable)
-    like = partial(weight_formats_like, engine, portable=settings.portable)
+        return weight_formats(engine, narrow=settings.has_narrow_products)
+    like = partial(weight_formats_like, engine, narrow=settings.has_narrow_products)
     return tuple(dict.fromkeys(s for name in settings.formats for s in like(name)))
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -19,7 +19,10 @@ from ray.exceptions import RayActorError, RayError
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import Device, cores_for, needs_gpu
 from qdqtune.engines.execution import CHECK_SECONDS, Check
-from qdqtune.engines.ray.actor import Reply, Sender, WorkerActor, WorkerLocation
+from qdqtune.engines.remote.actor import WorkerActor
+from qdqtune.engines.remote.files import Sender
+from qdqtune.engines.remote.messages import Reply
+from qdqtune.engines.remote.worker import NETWORK_SECONDS, LinkLostError, RemoteWorker
 from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.system.cleanup import cleaner
 from qdqtune.system.writing import TEMPORARY, Scratch
@@ -37,9 +40,6 @@ LOCAL = "local"
 LONGEST_FOLDER = 24
 """Characters of a folder's path with which the names of Ray's sockets fit into the 107 that Linux allows."""
 
-NETWORK_SECONDS = 60.0
-"""Seconds added to the limit of each request for the way to another host and back. Chosen, not measured."""
-
 
 @dataclass
 class Cluster:
@@ -47,7 +47,7 @@ class Cluster:
 
     spec: EngineSpec
     cores_each: int
-    sender: Sender = field(default_factory=lambda: Sender(ray.put))
+    sender: Sender = field(default_factory=lambda: Sender(lambda _, values: ray.put(values)))
     started: list[RemoteWorker] = field(default_factory=list)
 
     def start(self, log: Path, device: Device, check: Check | None = None) -> RemoteWorker:
@@ -75,7 +75,7 @@ class Cluster:
             raise EngineUnavailable(
                 f"{where.host} has qdqtune {where.version}, and here is {__version__}: install one version everywhere"
             )
-        worker = RemoteWorker(actor, where, self.sender)
+        worker = RemoteWorker(ActorLink(actor), where, self.sender)
         self.started.append(worker)
         return worker
 
@@ -91,60 +91,24 @@ class Cluster:
             raise TimeoutError
 
 
-class RemoteWorker:
-    """A `process.Worker`: the engine process of an actor."""
+@dataclass(frozen=True)
+class ActorLink:
+    """The `Link` to an actor of Ray."""
 
-    def __init__(self, actor: Any, location: WorkerLocation, sender: Sender) -> None:
-        self._actor, self._sender = actor, sender
-        self._reason = self._printed = ""
-        self.alive = True
-        self.location = str(location)
+    actor: Any
 
-    def request(
-        self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None = None
-    ) -> tuple[bool, Any]:
-        """Implements `Worker.request`."""
-        log = target = None
-        if name == "build":
-            number, path, log, _ = arguments  # there is no plan: builds are not made ahead for other hosts
-            arguments = (number, self._sender.model(path), None)
-        elif name == "save":
-            _, target = arguments
-        elif name == "feed":
-            arguments = (tuple(replace(w, inputs=self._sender.arrays(w.inputs)) for w in arguments[0]),)
-        elif name == "run":
-            arguments = (arguments[0], self._sender.arrays(arguments[1]))
+    def ask(self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None) -> Reply:
+        """Implements `Link.ask`."""
         try:
-            asked = self._actor.request.remote(name, arguments, limit)
+            asked = self.actor.request.remote(name, arguments, limit)
             reply: Reply = _await_answer(asked, limit + NETWORK_SECONDS, check)
         except RayError as error:
-            self.alive, self._reason = False, _reason(error)
-            raise EOFError from error
-        if log is not None and reply.text:
-            log.write_text(reply.text, encoding="utf-8", errors="backslashreplace")
-        if reply.kind == "ended":
-            self.alive, self._reason = False, reply.text
-            raise EOFError
-        if reply.kind == "timeout":
-            self._printed = reply.text
-            raise TimeoutError
-        if target is not None and reply.good:
-            target.write_bytes(reply.content)
-        return reply.good, reply.result
+            raise LinkLostError(_reason(error)) from error
+        return reply
 
-    def kill(self) -> None:
-        """Implements `Worker.kill`."""
-        if self.alive:
-            self.alive = False
-            _end_actor(self._actor)
-
-    def exit_reason(self) -> str:
-        """Implements `Worker.exit_reason`."""
-        return f"{self._reason or 'no reason given'} on {self.location}"
-
-    def printed(self) -> str:
-        """Implements `Worker.printed`."""
-        return self._printed
+    def end(self) -> None:
+        """Implements `Link.end`."""
+        _end_actor(self.actor)
 
 
 def _end_actor(actor: Any) -> None:

@@ -8,13 +8,12 @@ import onnx
 import pytest
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.ray.actor import Receiver, Sender, WorkerActor
+from qdqtune.engines.remote.actor import WorkerActor
+from qdqtune.engines.remote.files import Receiver, Sender
 from qdqtune.errors import EngineUnavailable, OutputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import ConstantFile
 from runs import mixed, room_for, write
-
-pytest.importorskip("ray")
 
 
 class TestFileTransfer:
@@ -26,7 +25,7 @@ class TestFileTransfer:
             constants.save(load(write(mixed(), tmp_path)), path)
         store: list[Any] = []
 
-        def put(values: Any) -> int:
+        def put(_: str, values: Any) -> int:
             store.append(values)
             return len(store) - 1
 

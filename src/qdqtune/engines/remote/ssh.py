@@ -1,0 +1,338 @@
+"""Another machine over SSH: one connection, through which the workers of a run are started there and asked.
+
+The system's `ssh` is used, so that names, keys and jumps of ~/.ssh/config hold. It asks for nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pickle import UnpicklingError
+from queue import Empty, SimpleQueue
+from typing import IO, Any
+
+import msgspec
+
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.devices import ANYWHERE, LEASE_SECONDS, Device
+from qdqtune.engines.execution import CHECK_SECONDS, Check
+from qdqtune.engines.machine import MachineFacts
+from qdqtune.engines.remote.agent import GREETING, SILENT_SECONDS
+from qdqtune.engines.remote.files import Sender
+from qdqtune.engines.remote.messages import Pipe, Reply, WorkerLocation
+from qdqtune.engines.remote.worker import NETWORK_SECONDS, LinkLostError, RemoteWorker
+from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line, parsed_json
+from qdqtune.system.operating_system import end_group, own_group
+from qdqtune.version import __version__
+
+SSH = (
+    "ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-o", "ClearAllForwardings=yes",
+    "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4", "--",
+)  # fmt: skip
+"""The program: no password prompt that nobody sees, and an end where the network is gone for a minute."""
+
+START_SECONDS = 90.0
+"""How long a machine may take to answer: a small board imports NumPy for seconds. Chosen, not measured."""
+
+ENDING_SECONDS = 10.0
+"""How long the other side may take to remove its files before `ssh` is ended. Chosen, not measured."""
+
+LEAST_PROTO = 2**22
+"""Bytes from which on a model file without its constants is kept there; smaller ones are sent for each build, and
+removed with it, so that no disk fills up with candidates. Chosen, not measured."""
+
+USUAL_PYTHON = "python3"
+
+NOISE = re.compile(r"^\s*$|^(Warning: Permanently added|Connection to .* closed)|setlocale")
+"""Lines that shells and SSH print beside the reason of a failure."""
+
+
+@dataclass(frozen=True)
+class Destination:
+    """What to connect to, as `ssh` takes it, and the Python there."""
+
+    host: str
+    python: str = USUAL_PYTHON
+
+    @classmethod
+    def parsed(cls, text: str) -> Destination:
+        """Of `[user@]host[:python]` or `ssh://[user@]host[:port][/path/of/python]`.
+
+        Raises:
+            BadOption: it is neither.
+        """
+        found = re.fullmatch(r"(ssh://[^/\s]+)(/\S+)?|([^-:/\s][^:/\s]*)(?::(?!//)(\S.*))?", text)
+        if found is None:
+            raise BadOption(f"`on` {text!r} is no machine: give user@host, or user@host:path/of/python")
+        return cls(found[1] or found[3], found[2] or found[4] or USUAL_PYTHON)
+
+    def command(self, module: str) -> list[str]:
+        """The command that runs a module there, which arguments may follow. The path of the Python is relative to the
+        home folder there."""
+        return [*SSH, self.host, f"exec {shlex.quote(self.python.removeprefix('~/'))} -P -m {module}"]
+
+
+class Connection:
+    """A running `ssh` with an agent at its other end, which starts workers and answers for them."""
+
+    def __init__(self, destination: Destination) -> None:
+        """Connect.
+
+        Raises:
+            EngineUnavailable: there is no way, no Python, or no qdqtune of this version.
+        """
+        self.destination = destination
+        try:
+            self._ssh = subprocess.Popen(
+                destination.command("qdqtune.engines.remote.agent"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                **own_group(),  # Ctrl-C in a terminal does not reach it
+            )
+        except OSError as error:
+            raise EngineUnavailable(f"`on` needs the program ssh: {one_line(error)}") from error
+        assert self._ssh.stdin is not None
+        assert self._ssh.stdout is not None
+        assert self._ssh.stderr is not None
+        self._pipe = Pipe(self._ssh.stdout, self._ssh.stdin, values_only=True)
+        self._answers: dict[int, SimpleQueue[Any]] = {}
+        self._printed: deque[str] = deque(maxlen=50)
+        self._closing = threading.Event()
+        self._greeted: SimpleQueue[bytes] = SimpleQueue()
+        self._listening = threading.Thread(target=self._listen, args=(self._ssh.stderr,), daemon=True)
+        self._listening.start()
+        self.lost: str | None = None
+        """Why nothing more comes; None while the connection stands."""
+        threading.Thread(target=self._receive, args=(self._ssh.stdout,), daemon=True).start()
+        try:
+            self.facts, self.host = self._greeting()
+        except BaseException:
+            self.close()
+            raise
+        threading.Thread(target=self._ping, daemon=True).start()
+        self.sender = Sender(self._store, LEAST_PROTO)
+
+    def _greeting(self) -> tuple[MachineFacts, str]:
+        try:
+            line = self._greeted.get(timeout=START_SECONDS)
+        except Empty:
+            raise EngineUnavailable(f"{self.destination.host} does not answer within {START_SECONDS:.0f} s") from None
+        if not line:
+            self._ssh.wait()
+            self._listening.join(ENDING_SECONDS)
+            raise EngineUnavailable(why_not(self.destination, self._ssh.returncode, list(self._printed)))
+        said = parsed_json(line.decode(errors="replace"))
+        if said["version"] != __version__:
+            raise EngineUnavailable(
+                f"{self.destination.host} has qdqtune {said['version']}, and here is {__version__}: install one "
+                "version on both"
+            )
+        return replace(msgspec.convert(said["facts"], MachineFacts), where=self.destination.host), said["host"]
+
+    def _listen(self, errors: IO[bytes]) -> None:
+        for line in errors:
+            self._printed.append(line.decode(errors="replace").rstrip())
+
+    def _receive(self, output: IO[bytes]) -> None:
+        """Wait for the greeting, then give each answer to whoever waits for it."""
+        line = b" "
+        while line and not line.startswith(GREETING):
+            line = output.readline(2**16)
+        self._greeted.put(line.removeprefix(GREETING))
+        reason = "the connection has closed"
+        try:
+            while line:
+                number, answer = self._pipe.receive()
+                if number in self._answers:
+                    self._answers[number].put(answer)
+        except (EOFError, OSError):
+            pass
+        except (UnpicklingError, ValueError, TypeError, AttributeError) as error:
+            reason = f"what came from there is no answer: {one_line(error)}"
+        self.lost = next((text for text in reversed(self._printed) if not NOISE.search(text)), reason)
+        for answers in list(self._answers.values()):
+            answers.put(None)
+
+    def _ping(self) -> None:
+        while not self._closing.wait(SILENT_SECONDS / 12) and self.lost is None:
+            with suppress(OSError, ValueError):
+                self._pipe.send((0, "ping", None))
+
+    def _store(self, digest: str, values: Any) -> str:
+        self.send(0, "content", (digest, values))
+        return digest
+
+    def open(self, number: int) -> None:
+        """Wait for answers of a worker from now on."""
+        self._answers[number] = SimpleQueue()
+
+    def send(self, number: int, kind: str, content: Any) -> None:
+        """Send a message to the agent.
+
+        Raises:
+            LinkLostError: the connection is lost.
+        """
+        try:
+            self._pipe.send((number, kind, content))
+        except (OSError, ValueError) as error:
+            self._ssh.poll()
+            raise LinkLostError(self.lost or one_line(error)) from error
+
+    def answer(self, number: int, seconds: float, check: Check | None) -> Any:
+        """The next answer of a worker. What `check` raises ends the wait.
+
+        Raises:
+            TimeoutError: none came in time.
+            LinkLostError: the connection is lost.
+        """
+        ends = time.monotonic() + seconds
+        while True:
+            if self.lost is not None and self._answers[number].empty():
+                raise LinkLostError(self.lost)
+            with suppress(Empty):
+                if (found := self._answers[number].get(timeout=CHECK_SECONDS)) is None:
+                    raise LinkLostError(str(self.lost))
+                return found
+            if check is not None:
+                check()
+            if time.monotonic() >= ends:
+                raise TimeoutError
+
+    def stop(self, number: int) -> None:
+        """End a worker."""
+        with suppress(LinkLostError):
+            self.send(number, "stop", None)
+        self._answers.pop(number, None)
+
+    def close(self) -> None:
+        """End the agent with all its workers, and `ssh`."""
+        self._closing.set()
+        assert self._ssh.stdin is not None
+        with suppress(OSError):
+            self._ssh.stdin.close()
+        try:
+            self._ssh.wait(ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            end_group(self._ssh.pid)
+            self._ssh.wait()
+
+
+@dataclass(frozen=True)
+class SshLink:
+    """The `Link` to a worker at the other end of a connection."""
+
+    connection: Connection
+    number: int
+
+    def ask(self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None) -> Reply:
+        """Implements `Link.ask`.
+
+        Raises:
+            QdqtuneError: what the agent answers with.
+        """
+        self.connection.send(self.number, "request", (name, arguments, limit))
+        reply = self.connection.answer(self.number, limit + NETWORK_SECONDS, check)
+        if isinstance(reply, QdqtuneError):
+            raise reply
+        assert isinstance(reply, Reply)
+        return reply
+
+    def end(self) -> None:
+        """Implements `Link.end`."""
+        self.connection.stop(self.number)
+
+
+class RemoteMachine:
+    """Starts workers on another machine, and connects again where a connection was lost."""
+
+    def __init__(self, destination: Destination) -> None:
+        self._destination, self._lock = destination, threading.Lock()
+        self._numbers = itertools.count(1)
+        self._connection = Connection(destination)
+
+    @property
+    def facts(self) -> MachineFacts:
+        """What is known of the machine."""
+        return self._connection.facts
+
+    def start(
+        self, log: Any, device: Device, check: Check | None = None, own: tuple[EngineSpec, int] | None = None
+    ) -> RemoteWorker:
+        """A worker there: a `StartWorker`. `own`: for a device other than `ANYWHERE`, the engine and the cores of each
+        worker, which no other one uses.
+
+        Raises:
+            EngineUnavailable: the connection is lost and cannot be made again, or the machine has no free cores or GPU.
+            BadOption: the machine has too few cores.
+        """
+        with self._lock:
+            if self._connection.lost is not None:
+                self._connection.close()
+                self._connection = Connection(self._destination)
+            connection, number = self._connection, next(self._numbers)
+        connection.open(number)
+        spec, cores = (EngineSpec("fake"), 0) if own is None or device == ANYWHERE else own
+        try:
+            connection.send(number, "start", (spec, max(cores, device.least if cores else 0), os.getcwd()))
+            where = connection.answer(number, LEASE_SECONDS + NETWORK_SECONDS, check)
+        except (LinkLostError, TimeoutError) as error:
+            connection.stop(number)
+            told = str(error) or "it does not answer"
+            raise EngineUnavailable(f"no worker starts on {self._destination.host}: {told}") from error
+        if isinstance(where, QdqtuneError):
+            connection.stop(number)
+            raise where
+        assert isinstance(where, WorkerLocation)
+        shown = replace(where, host=self._destination.host)
+        return RemoteWorker(SshLink(connection, number), shown, connection.sender)
+
+    def close(self) -> None:
+        """End all workers there."""
+        self._connection.close()
+
+
+@contextmanager
+def connected(on: str) -> Iterator[RemoteMachine]:
+    """Connect to the machine that the option `on` names.
+
+    Raises:
+        EngineUnavailable: see `Connection`.
+    """
+    machine = RemoteMachine(Destination.parsed(on))
+    try:
+        yield machine
+    finally:
+        machine.close()
+
+
+def facts_of(on: str) -> MachineFacts:
+    """What is known of the machine that the option `on` names. Raises as `connected`."""
+    with connected(on) as machine:
+        return machine.facts
+
+
+def why_not(destination: Destination, code: int, printed: list[str]) -> str:
+    """Why no agent has started, and what to do, from the exit code of `ssh` and what it has printed."""
+    host, python = destination.host, destination.python
+    told = [line for line in printed if not NOISE.search(line)]
+    last = told[-1] if told else f"exit code {code}"
+    everything, install = "\n".join(told), f"pip install qdqtune=={__version__}"
+    if code == 255:
+        return f"ssh to {host} fails: {one_line(last)}; it has to work without a password: ssh -o BatchMode=yes {host}"
+    if code in (126, 127):
+        return f"{host} has no {python}: name the Python that has qdqtune, as in `on` {host}:path/of/python"
+    if re.search(r"No module named '?qdqtune", everything):
+        return f"{python} on {host} has no qdqtune of this version: {install} there, or name its Python, {host}:PATH"
+    if re.search("Unknown option: -P|unknown option -P", everything):
+        return f"{python} on {host} is older than 3.11: name a newer one, as in `on` {host}:path/of/python"
+    return f"no worker starts with {python} on {host}: {one_line(last)}"

@@ -1,0 +1,345 @@
+"""Another machine over SSH: through a stand-in for `ssh`, and through a real server where one is installed."""
+
+import io
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from processes import on_all_cores, until
+from qdqtune.cli import main
+from qdqtune.engines import EngineSpec, devices
+from qdqtune.engines.execution import Execution
+from qdqtune.engines.options import on_device
+from qdqtune.engines.remote.agent import Store
+from qdqtune.engines.remote.messages import Pipe, Reply
+from qdqtune.engines.remote.ssh import Destination, connected, facts_of, why_not
+from qdqtune.engines.runner import Runner, temporary_runner
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, OutputError
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import Silent, State
+from qdqtune.tuning.settings import Settings
+from qdqtune.types import Accuracy, Failure, Layer, Trial
+from remote_machines import WAYS, Far, stand_in
+from runs import environment, mixed, room_for, rows, settings, write
+from workers import in_process
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks at processes in /proc")
+
+FAKE = EngineSpec("fake")
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Iterator[Far]:
+    (tmp_path / "board").mkdir()
+    with stand_in(tmp_path / "board") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Trial, ...]]:
+    """A model, and what a run finds that measures here."""
+    model = write(mixed(), tmp_path_factory.mktemp("ssh"))
+    with in_process():
+        return model, tune(asked(model, "here")).history
+
+
+def asked(model: Path, name: str, **more: Any) -> Settings:
+    return settings(model, **{"output_dir": model.parent / name, "builds": 8, "mode": "cut", **more})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_finds_on_another_machine_what_it_finds_here_and_leaves_nothing(
+    way: str, expected: tuple[Path, tuple[Trial, ...]], tmp_path: Path
+) -> None:
+    model, history = expected
+    with WAYS[way](tmp_path) as far:
+        machine = facts_of(far.on)
+        result = tune(asked(model, way, on=far.on, machine=machine))
+        assert result.history == history
+        assert (machine.where, machine.cores) == ("board", devices.usable_cores())
+        told = f"built, run and timed on board (cost model, {machine.cores} cores), calibrated here"
+        assert told in result.notes
+        far.clean()
+
+
+# What is missing
+
+
+@pytest.mark.parametrize(("on", "words"), [
+    ("nowhere", "ssh to nowhere fails: ssh: Could not resolve hostname nowhere"),
+    ("board:/none/python", "board has no /none/python: name the Python that has qdqtune, as in --on board:path/of/"),
+    ("board:/bin/echo", "no worker starts with /bin/echo on board: exit code 0"),
+    ("-oProxyCommand=x", "is no machine: give user@host, or user@host:path/of/python"),
+])  # fmt: skip
+def test_a_line_says_what_is_missing(far: Far, on: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["doctor", f"--on={on}"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+@pytest.mark.parametrize(("code", "printed", "words"), [
+    (1, "/v/python: No module named 'qdqtune'", "python3 on pi has no qdqtune of this version: pip install qdqtune=="),
+    (2, "Unknown option: -P\nusage: python3", "python3 on pi is older than 3.11"),
+    (255, "pi: Permission denied (publickey).", "ssh to pi fails: pi: Permission denied (publickey).; it has to work"),
+    (1, "ImportError: libfoo.so\nConnection to pi closed.", "no worker starts with python3 on pi: ImportError: libfoo"),
+])  # fmt: skip
+def test_reasons_are_read_from_what_the_other_side_prints(code: int, printed: str, words: str) -> None:
+    assert why_not(Destination("pi"), code, printed.splitlines()).startswith(words)
+
+
+def test_another_version_is_refused(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qdqtune.engines.remote.ssh.__version__", "9.9")
+    with pytest.raises(EngineUnavailable, match=r"board has qdqtune \S+, and here is 9.9: install one version on both"):
+        facts_of(far.on)
+    far.clean()
+
+
+def test_an_engine_that_is_missing_there_is_told_with_the_place(far: Far, tmp_path: Path) -> None:
+    with (
+        connected(far.on) as machine,
+        Runner(EngineSpec("trtexec", {"trtexec": "/none"}), log_dir=tmp_path, start=machine.start) as runner,
+        pytest.raises(EngineUnavailable, match="on board: there is no program '/none'"),
+    ):
+        runner.describe()
+
+
+@pytest.mark.parametrize(("text", "host", "python"), [
+    ("board", "board", "python3"),
+    ("me@board:/opt/python", "me@board", "/opt/python"),
+    ("me@board:~/env/bin/python", "me@board", "env/bin/python"),
+    ("ssh://me@board:2222", "ssh://me@board:2222", "python3"),
+    ("ssh://me@board:2222/opt/python", "ssh://me@board:2222", "/opt/python"),
+    ("board:/with space/python", "board", "'/with space/python'"),
+])  # fmt: skip
+def test_a_machine_is_named_as_for_ssh_and_may_have_a_python(text: str, host: str, python: str) -> None:
+    *_, dashes, found, command = Destination.parsed(text).command("x")
+    assert (dashes, found, command) == ("--", host, f"exec {python} -P -m x")
+
+
+@pytest.mark.parametrize("text", ["", "-v", "a b", ":/python", "ssh://"])
+def test_other_texts_name_no_machine(text: str) -> None:
+    with pytest.raises(BadOption, match="is no machine"):
+        Destination.parsed(text)
+
+
+# Messages
+
+
+def sent_through(message: object) -> Any:
+    way = io.BytesIO()
+    Pipe(way, way, values_only=True).send(message)
+    way.seek(0)
+    return Pipe(way, way, values_only=True).receive()
+
+
+def test_values_come_through() -> None:
+    arrays = {"y": np.arange(6, dtype="f").reshape(2, 3), "n": np.array(["a"], object), "z": np.ones(70_000)}
+    layer = Layer("conv", ("a",), "int8", 0.5, "compute")
+    reply = sent_through(
+        (3, Reply("answer", True, [arrays, layer, Failure("run", "no"), Accuracy(1.0), np.float64(2)]))
+    )
+    (found, *rest) = reply[1].result
+    assert all(np.array_equal(found[name], arrays[name]) for name in arrays)
+    assert rest == [layer, Failure("run", "no"), Accuracy(1.0), 2.0]
+    assert str(sent_through(EngineFailure("refused"))) == "refused"
+
+
+class _Program:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize("message", [_Program(), Path("/"), Store, subprocess.Popen])
+def test_programs_do_not_come_through(message: object) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="is no value"):
+        sent_through(message)
+
+
+def test_a_disk_without_room_is_told_where_the_array_is_needed(tmp_path: Path) -> None:
+    store, values = Store(tmp_path), np.arange(1000.0)
+    store.put("kept", values)
+    with room_for(100):
+        store.put("lost", values)
+    assert np.array_equal(store.get("kept"), values)
+    with pytest.raises(OutputError, match="it may be full"):
+        store.get("lost")
+
+
+# Workers
+
+
+def test_a_file_goes_there_once_and_builds_are_removed_when_they_are_freed(far: Far, tmp_path: Path) -> None:
+    model = write(mixed(), tmp_path)
+    with connected(far.on) as machine, Runner(FAKE, log_dir=tmp_path / "logs", start=machine.start) as runner:
+        first, second = runner.load(model), runner.load(model, fresh=True)
+        assert not isinstance(first, Failure)
+        assert not isinstance(second, Failure)
+        files = sorted(path.name for path in far.temporary.rglob("*.onnx"))
+        assert files == ["1-0-model.onnx", "1-1-model.onnx"]
+        runner.unload(first)
+        assert [path.name for path in far.temporary.rglob("*.onnx")] == ["1-1-model.onnx"]
+    far.clean()
+
+
+def test_workers_share_a_connection_and_one_that_hangs_is_ended_alone(far: Far, tmp_path: Path) -> None:
+    slow = EngineSpec("fake", {"build_seconds": 60.0})
+    model = write(mixed(), tmp_path)
+    with (
+        on_device(far.on, Execution(seconds=1.0)) as (execution, _),
+        temporary_runner(slow, execution) as hanging,
+        temporary_runner(FAKE, execution) as other,
+    ):
+        assert other.describe()["device"] == "cost model"
+        failed = hanging.load(model)
+        assert isinstance(failed, Failure)
+        assert failed.stage == "timeout"
+        assert not isinstance(other.load(model), Failure)
+        assert len(far.agents()) == 1
+    far.clean()
+
+
+@on_all_cores
+@pytest.mark.skipif(len(devices.physical_cores()) < 2, reason="two workers want two cores")
+def test_several_workers_have_cores_of_their_own_there(far: Far, expected: tuple[Path, tuple[Trial, ...]]) -> None:
+    model, _ = expected
+    told = {"on": far.on, "workers": 2, "machine": facts_of(far.on), "mode": "region", "builds": 14}
+    with in_process():
+        here = tune(asked(model, "alone", mode="region", builds=14)).history
+    assert tune(asked(model, "two", **told)).history == here
+    far.clean()
+
+
+# Kills
+
+
+class When(Silent):
+    """Does something once when so many candidates are known."""
+
+    def __init__(self, number: int, act: Callable[[], object]) -> None:
+        self.number, self.act = number, act
+
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
+        if trial.number == self.number:
+            self.act()
+
+
+@pytest.mark.parametrize("whom", ["ways", "agents", "engines"])
+def test_a_run_outlives_the_end_of_its_connection_and_of_its_worker(
+    far: Far, expected: tuple[Path, tuple[Trial, ...]], whom: str
+) -> None:
+    model, history = expected
+    kill = When(2, lambda: [os.kill(pid, signal.SIGKILL) for pid in getattr(far, whom)()])
+    assert tune(asked(model, whom, on=far.on, machine=facts_of(far.on)), kill).history == history
+    far.clean()
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+sys.path += {tests!r}
+from test_ssh import asked, facts_of
+from qdqtune.engines import EngineSpec
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import Silent
+
+class Steps(Silent):
+    def stage(self, *_): print("step", flush=True)
+    trial = progress = stage
+
+slow = EngineSpec("fake", {{"build_seconds": 0.1}})
+tune(asked(Path({model!r}), {name!r}, on={on!r}, machine=facts_of({on!r}), engine=slow), Steps())
+"""
+TESTS = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+
+def started(far: Far, model: Path, name: str) -> subprocess.Popen[bytes]:
+    """A run in a process of its own, whose temporary files lie in the folder `here` beside those of the machine."""
+    script = DRIVER.format(tests=TESTS, model=str(model), name=name, on=far.on)
+    here = far.folder / "here"
+    here.mkdir(exist_ok=True)
+    told = environment() | {"TMPDIR": str(here)}
+    with (here.parent / f"{name}.steps").open("wb") as steps:
+        return subprocess.Popen([sys.executable, "-c", script], env=told, stdout=steps, stderr=subprocess.DEVNULL)
+
+
+def steps(far: Far, name: str) -> int:
+    """How many steps such a run has begun."""
+    return len((far.folder / f"{name}.steps").read_text().splitlines())
+
+
+def nothing_is_left(far: Far, folder: Path) -> None:
+    """Wait until nothing is left on either side."""
+    far.clean()
+    until(lambda: not far.ways() and not [*(far.folder / "here").iterdir()])
+    assert not [*folder.glob(".qdqtune-*")]
+
+
+@pytest.mark.parametrize("trials", [0, 3])
+def test_a_killed_driver_leaves_nothing_on_either_side_and_the_run_goes_on(
+    far: Far, expected: tuple[Path, tuple[Trial, ...]], trials: int
+) -> None:
+    model, history = expected
+    name = f"driver_{trials}"
+    driver, state = started(far, model, name), model.parent / name / "autotuner_state.yaml"
+    until(lambda: driver.poll() is not None or (far.engines() and known(state) >= trials))
+    assert driver.poll() is None
+    driver.kill()
+    driver.wait()
+    nothing_is_left(far, model.parent / name)
+    assert tune(asked(model, name, on=far.on, machine=facts_of(far.on))).history == history
+    far.clean()
+
+
+def test_kills_all_over_a_run_leave_nothing_and_change_nothing(
+    far: Far, expected: tuple[Path, tuple[Trial, ...]], request: pytest.FixtureRequest
+) -> None:
+    """Kills in turn the driver, `ssh`, the agent and the engine, in steps from the first to the last of a run."""
+    count = request.config.getoption("--kills")
+    if not count:
+        pytest.skip("a long run: --kills N")
+    model, history = expected
+    assert started(far, model, "undisturbed").wait() == 0
+    whole, struck = steps(far, "undisturbed"), 0
+    for number in range(count):
+        name, whom = f"kill_{number}", ("driver", "ways", "agents", "engines")[number % 4]
+        driver = started(far, model, name)
+        at = 1 + number * (whole - 1) // count
+        while driver.poll() is None and steps(far, name) < at:
+            time.sleep(0.01)
+        victims = [driver.pid] if whom == "driver" else getattr(far, whom)()
+        for pid in victims if driver.poll() is None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                struck += 1
+        code = driver.wait()
+        nothing_is_left(far, model.parent / name)
+        if code:
+            assert started(far, model, name).wait() == 0
+        with in_process():
+            found = tune(asked(model, name))  # reads the state file
+        print(f"{number}: {whom} at step {at} of {whole}, exit code {code}, {len(victims)} killed")
+        assert found.history == history
+    assert struck >= count - 2
+
+
+def known(state: Path) -> int:
+    return 0 if not state.exists() else sum(row.get("kind") == "trial" for row in rows(state))
+
+
+def test_what_a_machine_left_that_died_is_removed_by_the_next_connection(far: Far) -> None:
+    left = far.temporary / "qdqtune-left"
+    left.mkdir()
+    (left / "temporary-files-of-qdqtune").touch()
+    assert facts_of(far.on).where == "board"
+    until(lambda: not left.exists())

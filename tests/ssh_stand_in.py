@@ -1,0 +1,46 @@
+"""Stands in for `ssh`: `python ssh_stand_in.py HOME OPTIONS -- HOST COMMAND` runs the command in that home folder, in a
+shell that prints a line first, as some do. The host "nowhere" cannot be reached. If this is killed, the command's input
+ends, as over a network.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+
+def main() -> int:
+    home, rest = sys.argv[1], sys.argv[sys.argv.index("--") + 1 :]
+    host, command = rest
+    if host == "nowhere":
+        print("ssh: Could not resolve hostname nowhere: Name or service not known", file=sys.stderr)
+        return 255
+    told = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    shell = subprocess.Popen(
+        ["/bin/sh", "-c", f"echo welcome; {command}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**told, "HOME": home},
+        cwd=home,
+        start_new_session=True,
+    )
+    assert shell.stdin is not None
+    assert shell.stdout is not None
+    threading.Thread(target=_copy, args=(0, shell.stdin.fileno()), daemon=True).start()
+    with suppress(OSError):
+        shutil.copyfileobj(os.fdopen(shell.stdout.fileno(), "rb", 0), os.fdopen(1, "wb", 0), 2**16)
+    return shell.wait()
+
+
+def _copy(source: int, target: int) -> None:
+    with suppress(OSError):
+        while data := os.read(source, 2**16):
+            while data:
+                data = data[os.write(target, data) :]
+    os.close(target)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
