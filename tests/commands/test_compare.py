@@ -3,6 +3,7 @@
 import json
 import re
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,3 +119,11 @@ def test_a_simulator_is_not_timed(call, tuned, monkeypatch, tmp_path):
     assert "Nothing was timed." in page.read_text()
     assert (row["ratio"], row["ms"], row["reason"]) == (None, None, "")
     assert row["sqnr_db"] > 10
+
+
+@pytest.mark.skipif(find_spec("onnxruntime_qnn") is not None, reason="the simulator is installed")
+def test_a_simulator_that_is_not_installed_is_told_without_data_too(call: Call, tmp_path: Path) -> None:
+    model = write(mixed(), tmp_path)
+    code, _, err = call("compare", model, model, "--engine", "qnn")
+    assert code == 5
+    assert "qdqtune[qnn]" in err

@@ -118,7 +118,7 @@ def test_limits_that_cannot_be_judged_are_refused(call: Call, model: Path, tmp_p
     (tmp_path / "own.md").write_text("mine")
     assert call(*base, "--markdown", tmp_path / "own.md")[0] == 2
     assert (tmp_path / "own.md").read_text() == "mine"
-    monkeypatch.setattr("qdqtune.commands.compare.is_simulated", lambda name: True)
+    monkeypatch.setattr("qdqtune.commands.compare.is_simulated", lambda *_: True)
     assert "simulator" in errors(call(*base, "--fail-below", 1))[1]
 
 

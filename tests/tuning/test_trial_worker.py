@@ -77,8 +77,8 @@ def test_a_run_goes_on_as_it_began_with_another_number_of_workers(model: Path, m
 
 def test_a_search_that_learns_from_batches_is_not_given_all_builds_in_one(model: Path) -> None:
     asked = settings(model, **MODES["cut"])
-    eight, two = (tune(replace(asked, output_dir=model.parent / str(n), workers=n)).history for n in (8, 2))
-    assert eight == two
+    eight, four = (tune(replace(asked, output_dir=model.parent / str(n), workers=n)).history for n in (8, 4))
+    assert eight == four
     more = replace(asked, output_dir=model.parent / "more", workers=8, builds=40)
     assert tune(more).history[: len(eight)] != eight
 

@@ -179,6 +179,9 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         data = data_of(options, execution, *files)
         if options.fail_below is not None and not is_timed:
             raise BadOption(f"`fail_below` is about times: {simulated(spec.name)}")
+        if not is_timed:
+            with temporary_runner(spec, execution) as runner:
+                runner.describe()
         models = comparable(files)
         check_named(options.scores, models[0])
         prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
@@ -195,6 +198,8 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
         notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
         notes += filter(None, map(tuned_elsewhere, files)) if machine is None else ()
+        if machine is not None:
+            notes.append(f"run and timed on {machine.where}")
         if not is_timed:
             first = f"{files[0]} on ONNX Runtime's CPU"
             notes.append(f"{simulated(spec.name)}: outputs are against {first}")

@@ -69,7 +69,7 @@ class EffortOptions(SearchOptions):
         None,
         "Engine builds that the search may spend.",
         "Search",
-        short="engine builds for the search",
+        is_rare=True,
         default_in_words=f"by `effort`: {usual_builds()}",
     )
     schemes_per_region: MaybeInt = option(

@@ -211,7 +211,7 @@ def _checked(found: T | Failure) -> T:
         raise NotRunnableError(found.reason)
     raise EngineFailure(
         f"ways to calibrate cannot be compared: {found.reason}. Try again; `calibration_method` minmax without "
-        "`bias_correction` and `equalization` compares none"
+        "`bias_correction` and `equalize` compares none"
     )
 
 

@@ -206,7 +206,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
     summary = {
         "format": FORMAT,
         "model": str(settings.model),
-        "engine": description,
+        "engine": description | ({} if settings.machine is None else {"machine": settings.machine.where}),
         "mode": settings.mode,
         "state_file": None if settings.state_file is None else str(settings.state.absolute()),
         "rewrites": _rewrites(run, proof),
@@ -231,7 +231,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "pairs": count_pairs(final),
         **({"weights": dict(Counter(s.name for s in final.weight_formats.values()))} if final.weight_only else {}),
         "edges": len(final),
-        "output_sqnr_db": None if accuracy is None else accuracy.sqnr_db,
+        "output_sqnr_db": None if accuracy is None or not is_judged else accuracy.sqnr_db,
         "output_accuracy": None if accuracy is None else asdict(accuracy),
         "fastest_without_limits": _fastest(history, proof, run) if settings.is_timed else None,
         "met": list(_met(history, proof, settings.plan, is_judged=is_judged)) if settings.is_timed else [],

@@ -1,6 +1,7 @@
 """Another machine over SSH: through a stand-in for `ssh`, and through a real server where one is installed."""
 
 import io
+import json
 import os
 import pickle
 import signal
@@ -69,6 +70,7 @@ def test_a_run_finds_on_another_machine_what_it_finds_here_and_leaves_nothing(
         assert (machine.where, machine.cores) == ("board", devices.usable_cores())
         told = f"built, run and timed on board (cost model, {machine.cores} cores), calibrated here"
         assert told in result.notes
+        assert json.loads((model.parent / way / "summary.json").read_text())["engine"]["machine"] == "board"
         far.clean()
 
 
@@ -76,10 +78,10 @@ def test_a_run_finds_on_another_machine_what_it_finds_here_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(("on", "words"), [
-    ("nowhere", "ssh to nowhere fails: ssh: Could not resolve hostname nowhere"),
-    ("board:/none/python", "board has no /none/python: name the Python that has qdqtune, as in --on board:path/of/"),
+    ("nowhere", "ssh to nowhere fails (Could not resolve hostname nowhere"),
+    ("board:/none/python", "board has no /none/python that runs: name the Python that has qdqtune, as in --on"),
     ("board:/bin/echo", "no worker starts with /bin/echo on board: exit code 0"),
-    ("-oProxyCommand=x", "is no machine: give user@host, or user@host:path/of/python"),
+    ("-oProxyCommand=x", "is no machine: give user@host, user@host:path/of/python or ssh://user@host:port/path"),
 ])  # fmt: skip
 def test_a_line_says_what_is_missing(far: Far, on: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -91,7 +93,9 @@ def test_a_line_says_what_is_missing(far: Far, on: str, words: str, capsys: pyte
 @pytest.mark.parametrize(("code", "printed", "words"), [
     (1, "/v/python: No module named 'qdqtune'", "python3 on pi has no qdqtune of this version: pip install qdqtune=="),
     (2, "Unknown option: -P\nusage: python3", "python3 on pi is older than 3.11"),
-    (255, "pi: Permission denied (publickey).", "ssh to pi fails: pi: Permission denied (publickey).; it has to work"),
+    (255, "pi: Permission denied (publickey).", "ssh to pi fails (pi: Permission denied (publickey)): it has"),
+    (255, "Host key verification failed.", "ssh to pi fails (Host key verification failed): run ssh pi once"),
+    (1, "ModuleNotFoundError: No module named 'msgspec'", "python3 on pi lacks the package msgspec: pip install"),
     (1, "ImportError: libfoo.so\nConnection to pi closed.", "no worker starts with python3 on pi: ImportError: libfoo"),
 ])  # fmt: skip
 def test_reasons_are_read_from_what_the_other_side_prints(code: int, printed: str, words: str) -> None:

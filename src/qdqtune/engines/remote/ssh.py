@@ -70,9 +70,12 @@ class Destination:
         Raises:
             BadOption: it is neither.
         """
-        found = re.fullmatch(r"(ssh://[^/\s]+)(/\S+)?|([^-:/\s][^:/\s]*)(?::(?!//)(\S.*))?", text)
+        found = re.fullmatch(r"(ssh://[^/:\s]+(?::\d+)?)(/\S+)?|([^-:/\s][^:/\s]*)(?::(?!//)(\S.*))?", text)
         if found is None:
-            raise BadOption(f"`on` {text!r} is no machine: give user@host, or user@host:path/of/python")
+            raise BadOption(
+                f"`on` {text!r} is no machine: give user@host, user@host:path/of/python or "
+                "ssh://user@host:port/path/of/python"
+            )
         return cls(found[1] or found[3], found[2] or found[4] or USUAL_PYTHON)
 
     def command(self, module: str) -> list[str]:
@@ -324,15 +327,24 @@ def facts_of(on: str) -> MachineFacts:
 def why_not(destination: Destination, code: int, printed: list[str]) -> str:
     """Why no agent has started, and what to do, from the exit code of `ssh` and what it has printed."""
     host, python = destination.host, destination.python
+    named = f"{host}/PATH" if host.startswith("ssh://") else f"{host}:PATH"
     told = [line for line in printed if not NOISE.search(line)]
     last = told[-1] if told else f"exit code {code}"
     everything, install = "\n".join(told), f"pip install qdqtune=={__version__}"
     if code == 255:
-        return f"ssh to {host} fails: {one_line(last)}; it has to work without a password: ssh -o BatchMode=yes {host}"
+        todo = f"try ssh -o BatchMode=yes {host}"
+        if "Permission denied" in everything:
+            todo = "it has to let you in by a key, without a password"
+        elif "Host key verification failed" in everything:
+            todo = f"run ssh {host} once, and accept its key"
+        told_last = re.sub(r"^ssh: |[.\s]+$", "", one_line(last))
+        return f"ssh to {host} fails ({told_last}): {todo}"
     if code in (126, 127):
-        return f"{host} has no {python}: name the Python that has qdqtune, as in `on` {host}:path/of/python"
+        return f"{host} has no {python} that runs: name the Python that has qdqtune, as in `on` {named}"
     if re.search(r"No module named '?qdqtune", everything):
-        return f"{python} on {host} has no qdqtune of this version: {install} there, or name its Python, {host}:PATH"
+        return f"{python} on {host} has no qdqtune of this version: {install} there, or name its Python, {named}"
+    if (missing := re.search(r"No module named '?([\w.]+)", everything)) is not None:
+        return f"{python} on {host} lacks the package {missing[1]}: {install} there, or name its Python, {named}"
     if re.search("Unknown option: -P|unknown option -P", everything):
-        return f"{python} on {host} is older than 3.11: name a newer one, as in `on` {host}:path/of/python"
+        return f"{python} on {host} is older than 3.11: name a newer one, as in `on` {named}"
     return f"no worker starts with {python} on {host}: {one_line(last)}"
