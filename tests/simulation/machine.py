@@ -315,7 +315,9 @@ class Machine:
         try:
             ended.result = do()
         except BaseException as error:  # noqa: BLE001  (a process may end in any way)
-            ended.error, ended.trace = error, "".join(traceback.format_exception(error)) if self.tells else ""
+            ended.error = error
+            if self.tells and not isinstance(error, Died):
+                ended.trace = "".join(traceback.format_exception(error))
             if self.disk.is_dead and not isinstance(error, Died):
                 ended.error = Died()  # what code meets on its way out of a dead process is nobody's concern
             _let_go(error)

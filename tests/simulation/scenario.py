@@ -256,6 +256,8 @@ def _is_whole(expected: Whole) -> bool:
 
 
 def _ending(ended: Ended) -> str:
+    if isinstance(ended.error, Died):
+        return "killed, as planned,"
     return "result" if ended.error is None else type(ended.error).__name__
 
 
