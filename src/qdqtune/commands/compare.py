@@ -187,9 +187,8 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
         if options.gate.needs_samples and not prepared.has_real_samples:
             raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
-        counts = None
-        if options.deploy_threads is not None:
-            counts = counts_of(spec, options.deploy_threads, machine=machine)
+        threads = options.deploy_threads
+        counts = None if threads is None else counts_of(spec, threads, machine=machine)
         told: dict[str, Any] = {"seed": options.seed, "observer": observer, "asked": options.scores}
         rows = compare_at(files, spec, counts, prepared, options.plan, is_timed=is_timed, **told)
         notes = told_of_inputs(options, prepared)
@@ -197,12 +196,9 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         warned |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
         notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
         notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
-        notes += filter(None, map(tuned_elsewhere, files)) if machine is None else ()
-        if machine is not None:
-            notes.append(f"run and timed on {machine.where}")
+        notes += (f"run and timed on {machine.where}",) if machine else filter(None, map(tuned_elsewhere, files))
         if not is_timed:
-            first = f"{files[0]} on ONNX Runtime's CPU"
-            notes.append(f"{simulated(spec.name)}: outputs are against {first}")
+            notes.append(f"{simulated(spec.name)}: outputs are against {files[0]} on ONNX Runtime's CPU")
         judged = len(prepared.judging) if prepared.has_real_samples else 0
         return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out, options.gate)
 
