@@ -179,9 +179,6 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         data = data_of(options, execution, *files)
         if options.fail_below is not None and not is_timed:
             raise BadOption(f"`fail_below` is about times: {simulated(spec.name)}")
-        if not is_timed:
-            with temporary_runner(spec, execution) as runner:
-                runner.describe()
         models = comparable(files)
         check_named(options.scores, models[0])
         prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
@@ -387,6 +384,7 @@ def compare_at(
 
     Raises:
         EngineFailure: see `compare_files`.
+        EngineUnavailable: there is no such engine here.
     """
     rows: list[Row] = []
     told: dict[str, Any] = {"seed": seed, "observer": observer, "has_real_samples": prepared.has_real_samples}
@@ -394,6 +392,7 @@ def compare_at(
     judging = prepared.judging
     with temporary_runner(spec, prepared.execution) as runner, ExitStack() as stack:
         if not is_timed:
+            runner.describe()  # the engine may not be here, and without samples nothing else asks it
             cpu = temporary_runner(EngineSpec("onnxruntime"), prepared.execution)
             told["reference_from"] = stack.enter_context(cpu)
         for count in counts or (None,):

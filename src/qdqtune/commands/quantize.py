@@ -184,9 +184,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
     if options.is_run:
         observer.stage("looking at the values")
     ready = options.prepared(graph, options.fix_inputs, usual, execution, is_run=options.is_run)
-    if ready.prepared is not None:
-        sized, told = ready.prepared.sized_for(options.engine)
-        ready = replace(ready, graph=sized.model, shaped=sized.shaped, prepared=sized, notes=(*ready.notes, *told))
+    ready = ready.sized_for(options.engine)
     shaped, prepared = ready.shaped, ready.prepared
     check_named(options.scores, shaped)
     if options.is_labelled:

@@ -51,6 +51,13 @@ class PreparedModel:
         fewer = self.prepared.calibration.at_most(count)
         return replace(self, prepared=replace(self.prepared, calibration=fewer))
 
+    def sized_for(self, engine: str) -> PreparedModel:
+        """The same with the sizes that an engine needs, see `Prepared.sized_for`."""
+        if self.prepared is None:
+            return self
+        sized, told = self.prepared.sized_for(engine)
+        return replace(self, graph=sized.model, shaped=sized.shaped, prepared=sized, notes=(*self.notes, *told))
+
     def ranges(
         self,
         how: Calibration,

@@ -380,7 +380,8 @@ def check_device(spec: EngineSpec, runner: Runner, machine: MachineFacts | None 
     """Refuse an engine that can build nothing, or builds and times nothing; and another `machine` that is emulated.
 
     Raises:
-        EngineUnavailable: it cannot be opened, or builds for a device that this machine does not have.
+        EngineUnavailable: it cannot be opened, or builds for a device that this machine does not have; or that one is
+            emulated.
     """
     if machine is not None and machine.emulation and spec.name != COST_MODEL:
         raise EngineUnavailable(f"{machine.where}: {machine.emulation}, and a search needs times")
