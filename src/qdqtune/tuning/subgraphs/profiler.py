@@ -187,11 +187,15 @@ class Profiler:
         report: Callable[[GroupKind], None],
     ) -> bool:
         """Measure a part on one device, unless the deadline has passed; gives whether it was measured."""
-        if deadline is not None and time.monotonic() > deadline:
+
+        def is_late() -> bool:
+            return deadline is not None and time.monotonic() > deadline
+
+        if is_late():
             return False
         report(part.kind)
         runner.feed({name: values[name] for name in part.model.inputs})
-        self._measure(part, runner)
+        self._measure(part, runner, is_late)
         return True
 
     def _name(self, kind: GroupKind) -> str:
@@ -280,8 +284,9 @@ class Profiler:
         feed, budget = self._subject.feed, self._budget
         return fed | (values_on(self._subject.shaped, made, feed, budget, self._execution) if made else {})
 
-    def _measure(self, part: _Part, runner: Runner) -> None:
-        """Measure the float form of a part and its schemes, except what the state file already has."""
+    def _measure(self, part: _Part, runner: Runner, is_late: Callable[[], bool]) -> None:
+        """Measure the float form of a part and its schemes until it `is_late`, except what the state file already
+        has."""
         with self._writing:
             self._constants.save(part.model, part.path)
         handle = _loaded(runner, part.path)
@@ -297,6 +302,8 @@ class Profiler:
             return
         inserter = Inserter(part.model, self._subject.ranges, self._subject.numbers)
         for name, key in self._keys(part).items() if base.failure is None else ():
+            if is_late():
+                break
             if self._store.get(SchemeRecord, key) is None:
                 path = part.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', name)}.onnx")
                 with self._writing:
