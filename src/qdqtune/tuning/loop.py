@@ -69,7 +69,7 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> tuple[Result, bool]:
     mode = MODES[settings.mode](run)
     run.observer.stage(SEARCHING)
     history = search(mode.strategy, run, Observers((*mode.observers, run.observer)))
-    shortfall = budget.shortfall(history)
+    shortfall = budget.shortfall(history) or mode.shortfall
     run.bench.stand_alone()
     if settings.is_timed and (history or settings.time_budget is None):
         run.observer.stage("proving the result on fresh builds")

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import RLock
@@ -54,6 +54,9 @@ HOPELESS_SHARE = 0.98
 
 AT_ONCE = 2**28
 """Bytes of inputs of groups that are held at a time. Chosen, not measured."""
+
+NO_TIME = "no time was left"
+"""Why a group has no time, or not those of all its schemes."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ class Profiler:
             with closing(self._pool.results(jobs)) as results:
                 for number, is_measured in results:
                     kind = batch[number].kind
-                    late = Profile(kind.each_ms, (), {"": "no time was left"})
+                    late = Profile(kind.each_ms, (), {"": NO_TIME})
                     with self._writing:
                         known(kind, self._recorded(batch[number]) if is_measured else late)
                     if len(self._pool) > 1:
@@ -254,7 +257,9 @@ class Profiler:
                 result = None if record.result is None else record.result.result
                 answers.append(SchemeResult(name, part.schemes[name], result, record.layers))
                 self.builds += 1
-        return profile_of(part.model, base.layers, answers)
+        profile = profile_of(part.model, base.layers, answers)
+        is_whole = len(answers) == len(part.schemes)
+        return profile if is_whole else replace(profile, failures={**profile.failures, "": NO_TIME})
 
     # ---- the engine
 
