@@ -311,9 +311,7 @@ class Machine:
             patch.setattr(tempfile, "tempdir", str(self.temporary))
             yield
 
-    def process(
-        self, faults: Sequence[Fault], do: Callable[[], Any], time_budget: float | None = None
-    ) -> "Ended":
+    def process(self, faults: Sequence[Fault], do: Callable[[], Any], time_budget: float | None = None) -> "Ended":
         """Do something in a process of its own, with these faults. What it asks of workers after so many seconds is
         counted."""
         self.faults, self.events, self.cleaner, self.processes = faults, Counter(), Cleaner(), []
