@@ -23,9 +23,11 @@ from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.options import on_device
+from qdqtune.engines.remote import ssh
 from qdqtune.engines.remote.agent import Store
 from qdqtune.engines.remote.messages import Pipe, Reply
 from qdqtune.engines.remote.ssh import Destination, RemoteMachine, connected, facts_of, why_not
+from qdqtune.engines.remote.worker import LinkLostError
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, OutputError
 from qdqtune.tuning.loop import tune
@@ -105,6 +107,15 @@ def test_a_line_says_what_is_missing(far: Far, on: str, words: str, capsys: pyte
         main.main(["doctor", f"--on={on}"])
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+def test_a_machine_that_cannot_be_reached_is_told_once_for_many_models(
+    far: Far, tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    for name in "ab":
+        write(mixed(), tmp_path, name)
+    code, out, err = call("tune", str(tmp_path), "--on", "nowhere", "--engine", "fake", "-o", str(tmp_path / "out"))
+    assert (code, out, len(err.splitlines())) == (5, "", 1)
 
 
 @pytest.mark.parametrize(("code", "printed", "words"), [
@@ -274,6 +285,40 @@ def test_a_run_outlives_the_end_of_its_connection_and_of_its_worker(
     with in_process():
         assert tune(asked(model, "killed", on=far.on, machine=machine), kills).history == history
     assert {"ways", "agents", "engines"} == set(struck)
+    far.clean()
+
+
+def test_a_run_outlives_an_agent_that_is_stopped(
+    far: Far, expected: tuple[Path, tuple[Trial, ...]], machine: MachineFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, history = expected
+    monkeypatch.setattr(ssh, "SILENT_SECONDS", 3.0)
+    far.pulse_every(0.1)
+    stopped = list[int]()
+
+    def stop() -> None:
+        stopped.extend(far.agents())
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+
+    with in_process():
+        assert tune(asked(model, "stopped", on=far.on, machine=machine), When({2: stop})).history == history
+    assert stopped
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    far.clean()
+
+
+def test_a_message_that_nobody_reads_ends_with_a_reason(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh, "SILENT_SECONDS", 2.0)
+    far.pulse_every(0.1)
+    connection = ssh.Connection(Destination.parsed(far.on))
+    (agent,) = far.agents()
+    os.kill(agent, signal.SIGSTOP)
+    with pytest.raises(LinkLostError, match="nothing has come from there for 2 s"):
+        connection.send(0, "content", ("digest", np.zeros(10**7)))
+    os.kill(agent, signal.SIGCONT)
+    connection.close()
     far.clean()
 
 
