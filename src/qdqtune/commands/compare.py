@@ -193,8 +193,9 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         warned |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
         notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
         notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
-        other = machine and (f"run and timed on {machine.where}", advice.busy(spec, machine) if is_timed else None)
-        notes += filter(None, other or map(tuned_elsewhere, files))
+        notes += filter(None, (tuned_elsewhere(file, machine=machine) for file in files))
+        if machine is not None:
+            notes += filter(None, (f"run and timed on {machine.where}", is_timed and advice.busy(spec, machine)))
         if not is_timed:
             notes.append(f"{simulated(spec.name)}: outputs are against {files[0]} on ONNX Runtime's CPU")
         judged = len(prepared.judging) if prepared.has_real_samples else 0

@@ -41,7 +41,9 @@ def busy_with(threads: Any, usable: int, cores: int, load: float, where: str = "
         return f"`threads` {threads} is more than {whose}: threads wait for each other, and times say little"
     if load + threads <= cores + 0.5:
         return None
-    share = f"{load:.1f} processes want the {cores} core{'s' * (cores > 1)} of {where or 'this machine'} beside this run"
+    share = (
+        f"{load:.1f} processes want the {cores} core{'s' * (cores > 1)} of {where or 'this machine'} beside this run"
+    )
     return f"the machine is busy ({share}): intervals will be wide; end other work, or tune at a quieter time"
 
 

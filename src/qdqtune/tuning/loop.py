@@ -30,6 +30,8 @@ from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import accepted
 from qdqtune.types import Placement, Proposal, Trial
 
+FLOAT_INSTEAD = "tune the float model for numbers of this processor"
+
 
 def tune(settings: Settings, observer: Observer | None = None, check: Check | None = None) -> Result:
     """Find the fastest placement for a model on an engine, and write it to the output folder.
@@ -50,7 +52,7 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
             observer.note(note)
         if note := ready.store.measuring_on("" if settings.machine is None else settings.machine.where):
             observer.note(note)
-        if note := tuned_elsewhere(settings.model, "tune the float model for numbers of this processor"):
+        if note := tuned_elsewhere(settings.model, FLOAT_INSTEAD, settings.machine):
             observer.note(note)
         with written_once(ready) as constants:
             chosen = ready

@@ -22,8 +22,8 @@ from qdqtune.system.operating_system import lock
 from qdqtune.system.writing import write_through
 from qdqtune.tuning.records import (
     DenormalsRecord,
-    MachineRecord,
     HeadRecord,
+    MachineRecord,
     MetricRecord,
     R,
     RangesRecord,

@@ -422,3 +422,12 @@ def test_what_a_machine_left_that_died_is_removed_by_the_next_connection(far: Fa
     (left / "temporary-files-of-qdqtune").touch()
     assert facts_of(far.on).where == "board"
     until(lambda: not left.exists())
+
+
+def test_what_was_proven_is_verified_on_another_machine(far: Far, tuned: Path, call: Callable[..., Any]) -> None:
+    samples = tuned.with_suffix(".npz")
+    code, out, err = call("verify", tuned.parent / "out", "--on", far.on, "--calibration-data", samples)
+    assert code == 0
+    assert " as fast as float on board (proven: " in out.splitlines()[-1]
+    assert "run and timed on board" in err
+    far.clean()
