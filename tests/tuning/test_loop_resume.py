@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+from observers import Log
 from qdqtune.cli import main
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.errors import EngineFailure
 from qdqtune.tuning.loop import tune
 from qdqtune.types import Failure
-from observers import Log
 from runs import environment, mixed, out, rows, settings, write
 from workers import Build, Workers, in_process
 

@@ -195,10 +195,10 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
         notes += filter(None, (tuned_elsewhere(file, machine=machine) for file in files))
         if machine is not None:
-            notes += filter(None, (f"run and timed on {machine.where}", is_timed and advice.busy(spec, machine)))
+            notes += filter(None, (f"run and timed on {machine.where}", advice.busy(spec, machine) if is_timed else ""))
         if not is_timed:
             notes.append(f"{simulated(spec.name)}: outputs are against {files[0]} on ONNX Runtime's CPU")
-        judged = len(prepared.judging) if prepared.has_real_samples else 0
+        judged = prepared.has_real_samples * len(prepared.judging)
         return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out, options.gate)
 
 

@@ -431,3 +431,12 @@ def test_what_was_proven_is_verified_on_another_machine(far: Far, tuned: Path, c
     assert " as fast as float on board (proven: " in out.splitlines()[-1]
     assert "run and timed on board" in err
     far.clean()
+
+
+def test_layers_are_those_of_the_other_machine(far: Far, tuned: Path, call: Callable[..., Any]) -> None:
+    code, out, _ = call("layers", tuned, "--engine", "fake", "--on", far.on, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["engine"] == "fake on board"
+    assert found["layers"] == json.loads(call("layers", tuned, "--engine", "fake", "--json")[1])["layers"]
+    far.clean()
