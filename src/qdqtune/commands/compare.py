@@ -193,7 +193,7 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         warned |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
         notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
         notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
-        notes += filter(None, (tuned_elsewhere(file, machine=machine) for file in files))
+        notes += filter(None, (tuned_elsewhere(f, machine=machine, engine=spec.name) for f in files))
         if machine is not None:
             notes += filter(None, (f"run and timed on {machine.where}", advice.busy(spec, machine) if is_timed else ""))
         if not is_timed:

@@ -140,9 +140,9 @@ def of_other_processor(
     return f"{told}: {numbers}, and what its pairs gain was measured there; {remedy}"
 
 
-def tuned_elsewhere(file: Path, remedy: str = "", machine: MachineFacts | None = None) -> str:
+def tuned_elsewhere(file: Path, remedy: str = "", machine: MachineFacts | None = None, engine: str = "") -> str:
     """The same of a model file in the folder of a run, or in one with its deploy/settings.json; "" for other files
-    and for the float model."""
+    and for the float model. With `engine`, that which runs it, also that the file was tuned for another one."""
     if file.name == BASELINE:
         return ""
     folder = file.parent.parent if file.parent.name == FRONT else file.parent
@@ -152,6 +152,8 @@ def tuned_elsewhere(file: Path, remedy: str = "", machine: MachineFacts | None =
         return ""
     if found is None:
         return ""
+    if engine and found.shipped == "tuned" and (tuned_for := found.spec.name) != engine:
+        return f"{file} was tuned for {tuned_for}, and runs on {engine}: its pairs stand where {tuned_for} gains"
     return of_other_processor(str(file), found.processor, remedy, is_portable=found.portable, machine=machine)
 
 
