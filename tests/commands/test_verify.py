@@ -184,3 +184,13 @@ def test_a_file_that_was_tuned_on_another_architecture_is_told_to_be_of_that_one
     )
     changed(target, lambda content: content.update(processor=architecture()))
     assert "was tuned on" not in call("verify", target)[2]
+
+
+@pytest.mark.usefixtures("workers")
+def test_pairs_of_another_architecture_are_told_where_a_search_starts_from_them(call: Call, target: Path) -> None:
+    changed(target, lambda content: content.update(processor="POWER"))
+    given = ("tune", target / "optimized_final.onnx", "--from-qdq", *QUICK, "--engine", "fake", "-o", target / "again")
+    _, out, err = call(*given)
+    told = " ".join((out + err).split())
+    assert "optimized_final.onnx was tuned on POWER, and this is " in told
+    assert "; tune the float model for numbers of this processor" in told

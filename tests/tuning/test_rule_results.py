@@ -187,3 +187,28 @@ def test_the_placement_is_applied_with_its_bits_and_without_them_elsewhere(done,
     other = apply(folder / "m.onnx", found, folder / "cpu.onnx", calibration_data=data, engine="onnxruntime")
     assert not other.placement.wide
     assert "onnxruntime has no activations in 16 bits" in " ".join(other.notes)
+
+
+@SIMULATOR
+def test_open_sizes_are_fixed_where_a_placement_is_applied(done, folder: Path) -> None:
+    model = onnx.load(folder / "m.onnx")
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "N"
+    onnx.save(model, folder / "open.onnx")
+    data, found = str(folder / "samples.npz"), folder / "out" / "placement.yaml"
+    same = apply(folder / "open.onnx", found, folder / "sized.onnx", calibration_data=data)
+    assert same.placement == done.placement
+    assert load(folder / "sized.onnx").tensors["x"].shape == (1, 8, 12, 12)
+    assert "takes fixed sizes only: what ships has those of the samples" in " ".join(same.notes)
+
+
+@SIMULATOR
+def test_poor_outputs_in_8_bits_are_told_where_16_help(missed, folder: Path) -> None:
+    x = np.random.default_rng(1).standard_normal((40, 8, 12, 12)).astype(np.float32)
+    x[1] *= 1000  # a sample of calibration, beside whose values all others are rounded to nothing
+    np.savez(folder / "outlier.npz", x=x)
+    data = str(folder / "outlier.npz")
+    how = {"calibration_method": "minmax", "equalize": False}
+    made = quantize(folder / "m.onnx", folder / "poor.onnx", calibration_data=data, engine="qnn", **how)
+    assert made.sqnr_db < 20
+    assert "tune with `engine` qnn finds the tensors that need 16 bits" in " ".join(made.notes)

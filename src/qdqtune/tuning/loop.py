@@ -48,7 +48,8 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
             return before
         if settings.is_timed and (note := advice.busy(settings.engine, settings.machine)) is not None:
             observer.note(note)
-        if note := tuned_elsewhere(settings.model, "tune the float model for numbers of this processor"):
+        remedy = "tune the float model for numbers of this processor"
+        if settings.machine is None and (note := tuned_elsewhere(settings.model, remedy)):
             observer.note(note)
         with written_once(ready) as constants:
             chosen = ready
