@@ -2,6 +2,7 @@
 
 import json
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune import apply, compare, quantize
 from qdqtune.commands.explain import explain_run
-from qdqtune.commands.tune import TuneOptions, tune
+from qdqtune.commands.tune import BY_RULE_BUILDS, TuneOptions, tune
 from qdqtune.commands.verify import VerifyOptions, verify
+from qdqtune.engines.machine import this_machine
 from qdqtune.engines.provider_table import is_simulated
 from qdqtune.errors import BadOption
 from qdqtune.explanation.report import report_of_run
@@ -176,6 +178,17 @@ def test_limits_that_nothing_holds_ship_the_float_model(missed) -> None:
 def test_searches_that_need_times_are_refused(folder: Path, more) -> None:
     with pytest.raises(BadOption, match="qnn is a simulator on this machine, whose times mean nothing: a search there"):
         options(folder, "refused", **more).settings()
+
+
+@pytest.mark.parametrize(("processor", "is_timed"), [("aarch64", True), ("x86_64", False)])
+def test_on_another_machine_its_processor_tells_whether_the_search_goes_by_time(
+    folder: Path, processor: str, is_timed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = replace(this_machine(), machine=processor, where="adb:8f2a")
+    monkeypatch.setattr("qdqtune.commands.tune.facts_of", lambda on: there)
+    found = options(folder, "far", on="adb:8f2a").settings()
+    assert (found.is_timed, found.machine) == (is_timed, there)
+    assert (found.builds == BY_RULE_BUILDS["default"]) is not is_timed
 
 
 @SIMULATOR
