@@ -1,4 +1,4 @@
-"""Another machine to reach by SSH: a folder of this one, through a stand-in for `ssh` or a real server."""
+"""Another machine to reach by SSH or adb: a folder of this one, through a stand-in for both or a real server of SSH."""
 
 import os
 import shlex
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,21 +16,23 @@ import pytest
 from processes import family, until
 from runs import environment
 
-STAND_IN = Path(__file__).parent / "ssh_stand_in.py"
+STAND_IN = Path(__file__).parent / "remote_stand_in.py"
 SSHD = shutil.which("sshd", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"]))
 
 
 @dataclass(frozen=True)
 class Far:
-    """The folder of the other machine, with its Python and its temporary files, and the path on which its `ssh` is."""
+    """The folder of the other machine, with its Python and its temporary files; the path on which the program is that
+    reaches it; and its name."""
 
     folder: Path
     path: str
+    name: str = "board"
 
     @property
     def on(self) -> str:
         """What `on` is set to."""
-        return f"board:{self.folder / 'far' / 'python'}"
+        return f"{self.name}:{self.folder / 'far' / 'python'}"
 
     @property
     def temporary(self) -> Path:
@@ -64,8 +66,8 @@ class Far:
         return [pid for pid in family(self.temporary) if b"qdqtune.engines.worker" in words_of(pid)]
 
     def ways(self) -> list[int]:
-        """The processes `ssh` of this machine."""
-        return [pid for pid in _all() if b"\0board\0exec " in words_of(pid) and self._is_named(pid)]
+        """The processes of `ssh` or `adb` on this machine."""
+        return [pid for pid in _all() if b"\0exec " in words_of(pid) and self._is_named(pid)]
 
     def _is_named(self, pid: int) -> bool:
         return os.fsencode(self.folder) in words_of(pid)
@@ -91,11 +93,19 @@ def _written(path: Path, text: str) -> None:
 def stand_in(folder: Path) -> Iterator[Far]:
     """A machine behind the stand-in."""
     far = _far(folder)
-    words = shlex.join([sys.executable, "-I", str(STAND_IN), str(folder)])
-    _written(folder / "bin" / "ssh", f'#!/bin/sh\nexec {words} "$@"\n')
+    for program in ("ssh", "adb"):
+        words = shlex.join([sys.executable, "-I", str(STAND_IN), str(folder), program])
+        _written(folder / "bin" / program, f'#!/bin/sh\nexec {words} "$@"\n')
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", far.path)
         yield far
+
+
+@contextmanager
+def device(folder: Path) -> Iterator[Far]:
+    """A device behind the stand-in for `adb`."""
+    with stand_in(folder) as far:
+        yield replace(far, name="adb:board")
 
 
 @contextmanager
@@ -151,4 +161,4 @@ def _far(folder: Path) -> Far:
     return Far(folder, os.pathsep.join([str(folder / "bin"), os.environ["PATH"]]))
 
 
-WAYS = {"stand-in": stand_in, "server": server}
+WAYS = {"stand-in": stand_in, "device": device, "server": server}

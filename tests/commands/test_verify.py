@@ -11,6 +11,7 @@ import pytest
 import qdqtune
 from command_lines import QUICK, errors
 from conftest import Call
+from models import build, normal
 from qdqtune.engines.processor import architecture
 from qdqtune.placement.files import read_placement_file
 from runs import hopeless, mixed, write
@@ -184,3 +185,26 @@ def test_a_file_that_was_tuned_on_another_architecture_is_told_to_be_of_that_one
     )
     changed(target, lambda content: content.update(processor=architecture()))
     assert "was tuned on" not in call("verify", target)[2]
+
+
+@pytest.mark.usefixtures("workers")
+def test_pairs_of_another_architecture_are_told_where_a_search_starts_from_them(call: Call, target: Path) -> None:
+    changed(target, lambda content: content.update(processor="POWER"))
+    given = ("tune", target / "optimized_final.onnx", "--from-qdq", *QUICK, "--engine", "fake", "-o", target / "again")
+    _, out, err = call(*given)
+    told = " ".join((out + err).split())
+    assert "optimized_final.onnx was tuned on POWER, and this is " in told
+    assert "; tune the float model for numbers of this processor" in told
+
+
+def test_samples_of_the_run_may_hold_inputs_that_it_made_constant(call: Call, tmp_path: Path) -> None:
+    text = (
+        "n (float[8,64] x, float[1] rate) => (float[8,128] y) { a = MatMul(x, w0) b = MatMul(a, w1) y = Mul(b, rate) }"
+    )
+    weights = {"w0": normal(64, 128, scale=0.1), "w1": normal(128, 128, scale=0.1)}
+    model, out = write(build(text, weights), tmp_path), tmp_path / "out"
+    data = ("--calibration-data", model.with_suffix(".npz"))
+    assert call("tune", model, *QUICK, *data, "--fix-input", "rate=2.0", "-o", out, "--min-sqnr", "none")[0] == 0
+    code, told, _ = call("verify", out, *data)
+    assert code == 0
+    assert "output SQNR" in told.splitlines()[-1]

@@ -2,6 +2,7 @@
 
 import json
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune import apply, compare, quantize
 from qdqtune.commands.explain import explain_run
-from qdqtune.commands.tune import TuneOptions, tune
+from qdqtune.commands.tune import BY_RULE_BUILDS, TuneOptions, tune
 from qdqtune.commands.verify import VerifyOptions, verify
+from qdqtune.engines.machine import this_machine
 from qdqtune.engines.provider_table import is_simulated
 from qdqtune.errors import BadOption
 from qdqtune.explanation.report import report_of_run
@@ -57,11 +59,16 @@ def options(folder: Path, name: str, **more) -> TuneOptions:
 
 
 @pytest.fixture(scope="module")
-def limit(folder: Path) -> float:
-    """An SQNR in dB a little above that of all 8 bits, and below that of all 16, as the simulator computes them."""
+def missed(folder: Path):
+    """What a run with a limit that nothing holds found."""
     pytest.importorskip("onnxruntime_qnn")
-    probed = tune(options(folder, "probed", min_sqnr=200.0, builds=3).settings())
-    narrow, wide = probed.summary["by_rule"]["candidates"]
+    return tune(options(folder, "probed", min_sqnr=200.0, builds=3).settings())
+
+
+@pytest.fixture(scope="module")
+def limit(missed) -> float:
+    """An SQNR in dB a little above that of all 8 bits, and below that of all 16, as the simulator computes them."""
+    narrow, wide = missed.summary["by_rule"]["candidates"]
     assert (narrow["origin"], wide["origin"]) == ("8 bits", "16 bits")
     assert narrow["sqnr_db"] + 2 < wide["sqnr_db"]
     return narrow["sqnr_db"] + 0.15 * (wide["sqnr_db"] - narrow["sqnr_db"])
@@ -160,12 +167,10 @@ def test_the_rules_give_the_first_candidate(done, folder: Path) -> None:
 
 
 @SIMULATOR
-def test_limits_that_nothing_holds_ship_the_float_model(folder: Path) -> None:
-    pytest.importorskip("onnxruntime_qnn")
-    found = tune(options(folder, "strict", min_sqnr=200.0, builds=4).settings())
-    assert found.shipped == "baseline"
-    assert found.unmet
-    assert "no improvement" in found.in_words()
+def test_limits_that_nothing_holds_ship_the_float_model(missed) -> None:
+    assert missed.shipped == "baseline"
+    assert missed.unmet
+    assert "no improvement" in missed.in_words()
 
 
 @pytest.mark.skipif(not is_simulated("qnn"), reason="QNN is a simulator on x86-64 only")
@@ -173,6 +178,17 @@ def test_limits_that_nothing_holds_ship_the_float_model(folder: Path) -> None:
 def test_searches_that_need_times_are_refused(folder: Path, more) -> None:
     with pytest.raises(BadOption, match="qnn is a simulator on this machine, whose times mean nothing: a search there"):
         options(folder, "refused", **more).settings()
+
+
+@pytest.mark.parametrize(("processor", "is_timed"), [("aarch64", True), ("x86_64", False)])
+def test_on_another_machine_its_processor_tells_whether_the_search_goes_by_time(
+    folder: Path, processor: str, is_timed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = replace(this_machine(), machine=processor, where="adb:8f2a")
+    monkeypatch.setattr("qdqtune.commands.tune.facts_of", lambda on: there)
+    found = options(folder, "far", on="adb:8f2a").settings()
+    assert (found.is_timed, found.machine) == (is_timed, there)
+    assert (found.builds == BY_RULE_BUILDS["default"]) is not is_timed
 
 
 @SIMULATOR
@@ -184,3 +200,28 @@ def test_the_placement_is_applied_with_its_bits_and_without_them_elsewhere(done,
     other = apply(folder / "m.onnx", found, folder / "cpu.onnx", calibration_data=data, engine="onnxruntime")
     assert not other.placement.wide
     assert "onnxruntime has no activations in 16 bits" in " ".join(other.notes)
+
+
+@SIMULATOR
+def test_open_sizes_are_fixed_where_a_placement_is_applied(done, folder: Path) -> None:
+    model = onnx.load(folder / "m.onnx")
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "N"
+    onnx.save(model, folder / "open.onnx")
+    data, found = str(folder / "samples.npz"), folder / "out" / "placement.yaml"
+    same = apply(folder / "open.onnx", found, folder / "sized.onnx", calibration_data=data)
+    assert same.placement == done.placement
+    assert load(folder / "sized.onnx").tensors["x"].shape == (1, 8, 12, 12)
+    assert "takes fixed sizes only: what ships has those of the samples" in " ".join(same.notes)
+
+
+@SIMULATOR
+def test_poor_outputs_in_8_bits_are_told_where_16_help(missed, folder: Path) -> None:
+    x = np.random.default_rng(1).standard_normal((40, 8, 12, 12)).astype(np.float32)
+    x[1] *= 1000  # a sample of calibration, beside whose values all others are rounded to nothing
+    np.savez(folder / "outlier.npz", x=x)
+    data = str(folder / "outlier.npz")
+    how = {"calibration_method": "minmax", "equalize": False}
+    made = quantize(folder / "m.onnx", folder / "poor.onnx", calibration_data=data, engine="qnn", **how)
+    assert made.sqnr_db < 20
+    assert "tune with `engine` qnn finds the tensors that need 16 bits" in " ".join(made.notes)

@@ -24,7 +24,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.allocation import allocate_workers
 from qdqtune.engines.devices import ANYWHERE, Device, cores_for, needs_gpu
 from qdqtune.engines.options import WorkerOptions
-from qdqtune.engines.remote.ssh import facts_of
+from qdqtune.engines.remote.connection import facts_of
 from qdqtune.errors import BadOption
 from qdqtune.explanation.formatting import builds, counted, duration
 from qdqtune.graph.model_folder import graphs_in, without_graph

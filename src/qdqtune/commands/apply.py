@@ -128,7 +128,7 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     if is_quantized(graph):
         raise BadModel(f"{path} already has Q/DQ pairs: apply a placement to the float model")
     execution, is_run = execution_of(options), bool(options.calibration_data)
-    ready = options.prepared(graph, recorded.fix_inputs, usual, execution, is_run=is_run)
+    ready = options.prepared(graph, recorded.fix_inputs, usual, execution, is_run=is_run).sized_for(engine)
     check_named(options.scores, ready.shaped)
 
     def known(ranges: Ranges) -> tuple[Placement, tuple[Edge, ...]]:

@@ -24,7 +24,7 @@ from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import EngineOptions, on_option
 from qdqtune.engines.provider_table import PROVIDERS, is_simulated
 from qdqtune.engines.providers.provider import Provider
-from qdqtune.engines.remote.ssh import Destination, connected
+from qdqtune.engines.remote.connection import Destination, connected
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineUnavailable, QdqtuneError, one_line
 from qdqtune.options import (

@@ -23,7 +23,7 @@ from qdqtune.engines.machine import name_of
 from qdqtune.engines.memory import LARGE_MODEL
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.provider_table import is_simulated
-from qdqtune.engines.remote.ssh import facts_of
+from qdqtune.engines.remote.connection import facts_of
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.graph.loading import bytes_of_files
 from qdqtune.numerics.closeness import closeness

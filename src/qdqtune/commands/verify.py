@@ -169,7 +169,7 @@ def _as_compare(
 ) -> CompareOptions:
     """The options of the comparison. Without samples, the inputs are those of the run in the folder; if these are gone,
     they are random, of the shapes of the proof."""
-    given = {name: getattr(options, name) for name in options_of(MeasureOptions)}
+    given = {name: getattr(options, name) for name in options_of(MeasureOptions)} | {"fix_inputs": settings.fix_inputs}
     threads = [count for count in counts if count is not None]
     if threads:
         given["deploy_threads"] = threads

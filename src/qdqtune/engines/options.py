@@ -15,7 +15,7 @@ from qdqtune.engines import MODULES, TENSORRT_FAMILY, THREADED, EngineSpec, norm
 from qdqtune.engines.execution import TIME_LIMIT, Execution
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.provider_table import PROVIDERS
-from qdqtune.engines.remote.ssh import Destination, connected
+from qdqtune.engines.remote.connection import Destination, connected
 from qdqtune.engines.tensorrt.options import SHAPE_OPTIONS, timing_cache
 from qdqtune.errors import BadOption
 from qdqtune.options import (
@@ -187,7 +187,7 @@ def with_timing_cache(spec: EngineSpec, folder: Path) -> EngineSpec:
 
 
 class RemoteHost(click.ParamType[str]):
-    """Text that names a machine to reach by SSH."""
+    """Text that names a machine to reach by SSH or adb."""
 
     name = "text"
 
@@ -206,9 +206,10 @@ def on_option() -> Any:
     return option(
         RemoteHost(),
         None,
-        "Build, run and time on this machine, over SSH; PYTHON, by default python3, is the one there that has qdqtune.",
+        "Build, run and time on this machine, over SSH, or over adb with adb:SERIAL in place of USER@HOST; PYTHON, by "
+        "default python3, is the one there that has qdqtune.",
         "Engine",
-        short="measure on another machine, over SSH",
+        short="measure on another machine, over SSH or adb",
         metavar="USER@HOST[:PYTHON]",
     )
 

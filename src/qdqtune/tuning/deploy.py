@@ -73,7 +73,7 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
     """deploy/settings.json. Files are named from the folder of the run: `model` is what ships, `baseline` the float
     model, `sha256` has the digests of both and of their external data. `engine` describes the engine and the machine of
     the proof, `spec` opens the engine, `library` is what run.py tells the vendor's library. `inputs` has the type and
-    shape of each. `processor` and `portable` are as in placement.yaml (see `PlacementFile`)."""
+    shape of each. `fix_inputs`, `processor` and `portable` are as in placement.yaml (see `PlacementFile`)."""
 
     format: int = FORMAT
     told: str
@@ -86,6 +86,7 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
     spec: EngineSpec
     library: dict[str, Any]
     inputs: dict[str, tuple[str, tuple[int, ...]]]
+    fix_inputs: dict[str, float | int | str] = {}
     processor: str = ""
     portable: bool = False
 
@@ -108,6 +109,7 @@ def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
         spec=EngineSpec(spec.name, {n: value for n, value in spec.options.items() if n != "timing_cache"}),
         library={},
         inputs={name: (str(fed[name].dtype), tuple(map(int, fed[name].shape))) for name in names},
+        fix_inputs=dict(run.settings.fix_inputs),
         processor=processor_of(run.settings),
         portable=run.settings.portable,
     )

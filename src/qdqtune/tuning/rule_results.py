@@ -53,11 +53,11 @@ def counts(costs: RuleCosts, placement: Placement) -> tuple[int, int, int]:
 
 def _row(costs: RuleCosts, trial: Trial, *, is_final: bool) -> ByRuleCandidate:
     tensors, wide, converted = counts(costs, trial.placement)
-    names, failed = costs.model.index_of.keys(), failure(trial)
+    failed = failure(trial)
     row = ByRuleCandidate(
         number=trial.number,
         origin=trial.proposal.origin,
-        elsewhere=None if failed else len(left_nodes(trial.layers or ()) & names),
+        elsewhere=None if failed else len(left_nodes(trial.layers or ())),
         tensors=tensors,
         tensors_16=wide,
         conversions=converted,

@@ -80,7 +80,8 @@ def test_a_node_that_runs_elsewhere_costs_more_than_all_bytes() -> None:
 
 
 def test_of_a_report_only_nodes_that_run_elsewhere_count() -> None:
-    assert left_nodes([layer("a"), layer("b", "on the CPU")]) == {"b"}
+    converts = Layer("a_QuantizeLinear", ("a_QuantizeLinear",), "", None, "quantize", elsewhere="on the CPU")
+    assert left_nodes([layer("a"), layer("b", "on the CPU"), converts]) == {"b"}
 
 
 def test_operators_that_were_refused_in_16_bits_stay_in_8() -> None:

@@ -1,4 +1,4 @@
-"""The program that SSH starts on another machine: `python -m qdqtune.engines.remote.agent`.
+"""The program that SSH or adb starts on another machine: `python -m qdqtune.engines.remote.agent`.
 
 It says first what machine this is. Then it reads messages `(number of a worker, kind, content)` from its standard
 input: "start" a worker, a "request" for it, "stop" it; "content" to keep for all workers, and "ping". It answers with

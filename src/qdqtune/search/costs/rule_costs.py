@@ -272,8 +272,10 @@ class _WithOutside(LabelProblem):
 
 
 def left_nodes(layers: Sequence[Layer]) -> frozenset[str]:
-    """The names of the nodes that an engine leaves to another processor, in a layer report."""
-    return frozenset(name for layer in layers if layer.elsewhere for name in layer.nodes)
+    """The names of the nodes of the model that an engine leaves to another processor, in a layer report: without Q and
+    DQ, some of which run on the CPU with every placement."""
+    left = (layer for layer in layers if layer.elsewhere and layer.kind != "quantize")
+    return frozenset(name for layer in left for name in layer.nodes)
 
 
 def _written(model: Model, part: Part) -> float:

@@ -1,4 +1,4 @@
-"""Another machine over SSH: through a stand-in for `ssh`, and through a real server where one is installed."""
+"""Another machine over SSH or adb: through a stand-in for both, and through a real server where one is installed."""
 
 import io
 import json
@@ -23,10 +23,10 @@ from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.options import on_device
-from qdqtune.engines.remote import ssh
+from qdqtune.engines.remote import connection as connections
 from qdqtune.engines.remote.agent import Store
+from qdqtune.engines.remote.connection import Destination, RemoteMachine, connected, facts_of, why_not
 from qdqtune.engines.remote.messages import Pipe, Reply
-from qdqtune.engines.remote.ssh import Destination, RemoteMachine, connected, facts_of, why_not
 from qdqtune.engines.remote.worker import LinkLostError
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, OutputError
@@ -86,10 +86,10 @@ def test_a_run_finds_on_another_machine_what_it_finds_here_and_leaves_nothing(
         machine = facts_of(far.on)
         result = tune(asked(model, way, on=far.on, machine=machine))
         assert result.history == history
-        assert (machine.where, machine.cores) == ("board", devices.usable_cores())
-        told = f"built, run and timed on board (cost model, {machine.cores} cores), calibrated here"
+        assert (machine.where, machine.cores) == (far.name, devices.usable_cores())
+        told = f"built, run and timed on {far.name} (cost model, {machine.cores} cores), calibrated here"
         assert told in result.notes
-        assert json.loads((model.parent / way / "summary.json").read_text())["engine"]["machine"] == "board"
+        assert json.loads((model.parent / way / "summary.json").read_text())["engine"]["machine"] == far.name
         far.clean()
 
 
@@ -98,6 +98,8 @@ def test_a_run_finds_on_another_machine_what_it_finds_here_and_leaves_nothing(
 
 @pytest.mark.parametrize(("on", "words"), [
     ("nowhere", "ssh to nowhere fails (Could not resolve hostname nowhere"),
+    ("adb:nowhere", "adb to adb:nowhere fails (device 'nowhere' not found): connect it, and look whether"),
+    ("adb::/none/python", "adb: has no /none/python that runs: name the Python that has qdqtune, as in --on adb::PATH"),
     ("board:/none/python", "board has no /none/python that runs: name the Python that has qdqtune, as in --on"),
     ("board:/bin/echo", "no worker starts with /bin/echo on board: exit code 0"),
     ("-oProxyCommand=x", "is no machine: give user@host, user@host:path/of/python or ssh://user@host:port/path"),
@@ -130,8 +132,22 @@ def test_reasons_are_read_from_what_the_other_side_prints(code: int, printed: st
     assert why_not(Destination("pi"), code, printed.splitlines()).startswith(words)
 
 
+@pytest.mark.parametrize(("printed", "words"), [
+    ("* daemon started successfully\nadb: no devices/emulators found", "(no devices/emulators found): connect it"),
+    ("error: more than one device/emulator", "(more than one device/emulator): name one that `adb devices` lists"),
+    ("adb: device unauthorized.\nThis adb server's keys are not set", "(device unauthorized): accept the key"),
+    ("adb: insufficient permissions for device: missing udev rules?", "missing udev rules?): this user may not open"),
+    ("error: target doesn't support PTY args -Tt", "(target doesn't support PTY args -Tt): its adbd is too old"),
+    ("error: closed", "(closed): see what `adb devices` says of it"),
+])  # fmt: skip
+def test_reasons_are_read_from_what_adb_prints(printed: str, words: str) -> None:
+    told = why_not(Destination("adb:"), 1, printed.splitlines())
+    assert told.startswith("adb to adb: fails (")
+    assert words in told
+
+
 def test_another_version_is_refused(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.engines.remote.ssh.__version__", "9.9")
+    monkeypatch.setattr("qdqtune.engines.remote.connection.__version__", "9.9")
     with pytest.raises(EngineUnavailable, match=r"board has qdqtune \S+, and here is 9.9: install one version on both"):
         facts_of(far.on)
     far.clean()
@@ -160,9 +176,20 @@ def test_a_machine_is_named_as_for_ssh_and_may_have_a_python(text: str, host: st
     assert (dashes, found, command) == ("--", host, f"exec {python} -P -m x")
 
 
-@pytest.mark.parametrize("text", ["", "-v", "a b", ":/python", "ssh://"])
+@pytest.mark.parametrize(("text", "chosen", "python"), [
+    ("adb:", [], "python3"),
+    ("adb::/opt/python", [], "/opt/python"),
+    ("adb:8f2a", ["-s", "8f2a"], "python3"),
+    ("adb:10.0.0.7:5555", ["-s", "10.0.0.7:5555"], "python3"),
+    ("adb:10.0.0.7:5555:/opt/python", ["-s", "10.0.0.7:5555"], "/opt/python"),
+])  # fmt: skip
+def test_a_device_is_named_by_its_serial_number(text: str, chosen: list[str], python: str) -> None:
+    assert Destination.parsed(text).command("x") == ["adb", *chosen, "shell", "-T", f"exec {python} -P -m x"]
+
+
+@pytest.mark.parametrize("text", ["", "adb:/opt/python", "-v", "a b", ":/python", "ssh://"])
 def test_other_texts_name_no_machine(text: str) -> None:
-    with pytest.raises(BadOption, match="is no machine"):
+    with pytest.raises(BadOption, match=r"is no (machine|device)"):
         Destination.parsed(text)
 
 
@@ -292,7 +319,7 @@ def test_a_run_outlives_an_agent_that_is_stopped(
     far: Far, expected: tuple[Path, tuple[Trial, ...]], machine: MachineFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, history = expected
-    monkeypatch.setattr(ssh, "SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(connections, "SILENT_SECONDS", 3.0)
     far.pulse_every(0.1)
     stopped = list[int]()
 
@@ -310,9 +337,9 @@ def test_a_run_outlives_an_agent_that_is_stopped(
 
 
 def test_a_message_that_nobody_reads_ends_with_a_reason(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssh, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(connections, "SILENT_SECONDS", 2.0)
     far.pulse_every(0.1)
-    connection = ssh.Connection(Destination.parsed(far.on))
+    connection = connections.Connection(Destination.parsed(far.on))
     (agent,) = far.agents()
     os.kill(agent, signal.SIGSTOP)
     with pytest.raises(LinkLostError, match="nothing has come from there for 2 s"):
@@ -326,7 +353,7 @@ DRIVER = """
 import sys
 from pathlib import Path
 sys.path += {tests!r}
-from test_ssh import asked, facts_of
+from test_connection import asked, facts_of
 from qdqtune.engines import EngineSpec
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent

@@ -1,6 +1,6 @@
-"""Another machine over SSH: one connection, through which the workers of a run are started there and asked.
+"""Another machine over SSH or adb: one connection, through which the workers of a run are started there and asked.
 
-The system's `ssh` is used, so that names, keys and jumps of ~/.ssh/config hold. It asks for nothing.
+The system's `ssh` is used, so that names, keys and jumps of ~/.ssh/config hold, or its `adb`. It asks for nothing.
 """
 
 from __future__ import annotations
@@ -40,11 +40,20 @@ SSH = (
 )  # fmt: skip
 """The program: no password prompt that nobody sees, and an end where the network is gone for a minute."""
 
+ADB_REASONS = {
+    "no devices|not found": "connect it, and look whether `adb devices` lists it",
+    "more than one": "name one that `adb devices` lists, as in `on` adb:SERIAL",
+    "unauthorized": "accept the key of this computer on the device",
+    "permission": "this user may not open the USB device: see the udev rules of adb",
+    "PTY|shell_v2": "its adbd is too old: use SSH",
+}
+"""What to do, by a pattern of what `adb` prints."""
+
 START_SECONDS = 90.0
 """How long a machine may take to answer: a small board imports NumPy for seconds. Chosen, not measured."""
 
 ENDING_SECONDS = 10.0
-"""How long the other side may take to remove its files before `ssh` is ended. Chosen, not measured."""
+"""How long the other side may take to remove its files before the program is ended. Chosen, not measured."""
 
 LEAST_PROTO = 2**22
 """Bytes from which on a model file without its constants is kept there; smaller ones are sent for each build, and
@@ -52,24 +61,29 @@ removed with it, so that no disk fills up with candidates. Chosen, not measured.
 
 USUAL_PYTHON = "python3"
 
-NOISE = re.compile(r"^\s*$|^(Warning: Permanently added|Connection to .* closed)|setlocale")
-"""Lines that shells and SSH print beside the reason of a failure."""
+NOISE = re.compile(r"^\s*$|^(Warning: Permanently added|Connection to .* closed|\* daemon )|setlocale")
+"""Lines that shells, SSH and adb print beside the reason of a failure."""
 
 
 @dataclass(frozen=True)
 class Destination:
-    """What to connect to, as `ssh` takes it, and the Python there."""
+    """What to connect to, as `ssh` takes it or `adb:` with a serial number, if one is given, and the Python there."""
 
     host: str
     python: str = USUAL_PYTHON
 
     @classmethod
     def parsed(cls, text: str) -> Destination:
-        """Of `[user@]host[:python]` or `ssh://[user@]host[:port][/path/of/python]`.
+        """Of `[user@]host[:python]`, `ssh://[user@]host[:port][/path/of/python]` or `adb:[serial][:python]`.
 
         Raises:
-            BadOption: it is neither.
+            BadOption: it is none of them.
         """
+        if text.startswith("adb:"):
+            found = re.fullmatch(r"(adb:(?:[^:/\s]+(?::\d+)?)?)(?::(\S.*))?", text)
+            if found is None:
+                raise BadOption(f"`on` {text!r} is no device: give adb:SERIAL or adb:SERIAL:/path/of/python")
+            return cls(found[1], found[2] or USUAL_PYTHON)
         found = re.fullmatch(r"(ssh://[^/:\s]+(?::\d+)?)(/\S+)?|([^-:/\s][^:/\s]*)(?::(?!//)(\S.*))?", text)
         if found is None:
             raise BadOption(
@@ -81,11 +95,19 @@ class Destination:
     def command(self, module: str) -> list[str]:
         """The command that runs a module there, which arguments may follow. The path of the Python is relative to the
         home folder there."""
-        return [*SSH, self.host, f"exec {shlex.quote(self.python.removeprefix('~/'))} -P -m {module}"]
+        words = f"exec {shlex.quote(self.python.removeprefix('~/'))} -P -m {module}"
+        if self.serial is None:
+            return [*SSH, self.host, words]
+        return ["adb", *(("-s", self.serial) if self.serial else ()), "shell", "-T", words]
+
+    @property
+    def serial(self) -> str | None:
+        """The serial number of a device that `adb` reaches, "" for the only one; None for SSH."""
+        return self.host.removeprefix("adb:") if self.host.startswith("adb:") else None
 
 
 class Connection:
-    """A running `ssh` with an agent at its other end, which starts workers and answers for them."""
+    """A running `ssh` or `adb` with an agent at its other end, which starts workers and answers for them."""
 
     def __init__(self, destination: Destination) -> None:
         """Connect.
@@ -95,7 +117,7 @@ class Connection:
         """
         self.destination = destination
         try:
-            self._ssh = subprocess.Popen(
+            self._way = subprocess.Popen(
                 destination.command("qdqtune.engines.remote.agent"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -103,20 +125,21 @@ class Connection:
                 **own_group(),  # Ctrl-C in a terminal does not reach it
             )
         except OSError as error:
-            raise EngineUnavailable(f"`on` needs the program ssh: {one_line(error)}") from error
-        assert self._ssh.stdin is not None
-        assert self._ssh.stdout is not None
-        assert self._ssh.stderr is not None
-        self._pipe = Pipe(self._ssh.stdout, self._ssh.stdin, values_only=True)
+            program = "ssh" if destination.serial is None else "adb"
+            raise EngineUnavailable(f"`on` needs the program {program}: {one_line(error)}") from error
+        assert self._way.stdin is not None
+        assert self._way.stdout is not None
+        assert self._way.stderr is not None
+        self._pipe = Pipe(self._way.stdout, self._way.stdin, values_only=True)
         self._answers: dict[int, SimpleQueue[Any]] = {}
         self._printed: deque[str] = deque(maxlen=50)
         self._closing = threading.Event()
         self._greeted: SimpleQueue[bytes] = SimpleQueue()
-        self._listening = threading.Thread(target=self._listen, args=(self._ssh.stderr,), daemon=True)
+        self._listening = threading.Thread(target=self._listen, args=(self._way.stderr,), daemon=True)
         self._listening.start()
         self.lost: str | None = None
         """Why nothing more comes; None while the connection stands."""
-        threading.Thread(target=self._receive, args=(self._ssh.stdout,), daemon=True).start()
+        threading.Thread(target=self._receive, args=(self._way.stdout,), daemon=True).start()
         try:
             self.facts, self.host = self._greeting()
         except BaseException:
@@ -133,9 +156,9 @@ class Connection:
         except Empty:
             raise EngineUnavailable(f"{self.destination.host} does not answer within {START_SECONDS:.0f} s") from None
         if not line:
-            self._ssh.wait()
+            self._way.wait()
             self._listening.join(ENDING_SECONDS)
-            raise EngineUnavailable(why_not(self.destination, self._ssh.returncode, list(self._printed)))
+            raise EngineUnavailable(why_not(self.destination, self._way.returncode, list(self._printed)))
         said = parsed_json(line.decode(errors="replace"))
         if said["version"] != __version__:
             raise EngineUnavailable(
@@ -184,10 +207,10 @@ class Connection:
                 self._pipe.send((0, "ping", None))
 
     def _watch(self) -> None:
-        """End `ssh` if the other side is silent, which ends what waits for it to read or to answer."""
+        """End the connection if the other side is silent, which ends what waits for it to read or to answer."""
         while not self._closing.wait(min(PULSE_SECONDS, SILENT_SECONDS) / 10) and self.lost is None:
             if self.is_silent:
-                end_group(self._ssh.pid)
+                end_group(self._way.pid)
                 return
 
     def _store(self, digest: str, values: Any) -> str:
@@ -207,7 +230,7 @@ class Connection:
         try:
             self._pipe.send((number, kind, content))
         except (OSError, ValueError) as error:
-            self._ssh.poll()
+            self._way.poll()
             raise LinkLostError(self.lost or self._why_lost(one_line(error))) from error
 
     def answer(self, number: int, seconds: float, check: Check | None) -> Any:
@@ -237,20 +260,20 @@ class Connection:
         self._answers.pop(number, None)
 
     def close(self) -> None:
-        """End the agent with all its workers, and `ssh`."""
+        """End the agent with all its workers, and the program that reaches it."""
         self._closing.set()
-        assert self._ssh.stdin is not None
+        assert self._way.stdin is not None
         with suppress(OSError):
-            self._ssh.stdin.close()
+            self._way.stdin.close()
         try:
-            self._ssh.wait(ENDING_SECONDS)
+            self._way.wait(ENDING_SECONDS)
         except subprocess.TimeoutExpired:
-            end_group(self._ssh.pid)
-            self._ssh.wait()
+            end_group(self._way.pid)
+            self._way.wait()
 
 
 @dataclass(frozen=True)
-class SshLink:
+class ConnectedLink:
     """The `Link` to a worker at the other end of a connection."""
 
     connection: Connection
@@ -316,7 +339,7 @@ class RemoteMachine:
             raise where
         assert isinstance(where, WorkerLocation)
         shown = replace(where, host=self._destination.host)
-        return RemoteWorker(SshLink(connection, number), shown, connection.sender)
+        return RemoteWorker(ConnectedLink(connection, number), shown, connection.sender)
 
     def close(self) -> None:
         """End all workers there."""
@@ -344,13 +367,18 @@ def facts_of(on: str) -> MachineFacts:
 
 
 def why_not(destination: Destination, code: int, printed: list[str]) -> str:
-    """Why no agent has started, and what to do, from the exit code of `ssh` and what it has printed."""
+    """Why no agent has started, and what to do, from the exit code of `ssh` or `adb` and what it has printed."""
     host, python = destination.host, destination.python
     named = f"{host}/PATH" if host.startswith("ssh://") else f"{host}:PATH"
     told = [line for line in printed if not NOISE.search(line)]
     last = told[-1] if told else f"exit code {code}"
     everything, install = "\n".join(told), f"pip install qdqtune=={__version__}"
-    if code == 255:
+    if destination.serial is not None and (
+        found := re.search(r"^(?:adb|error): (.*?)[.\s]*$", everything, re.MULTILINE)
+    ):
+        todos = (todo for pattern, todo in ADB_REASONS.items() if re.search(pattern, found[1]))
+        return f"adb to {host} fails ({one_line(found[1])}): {next(todos, 'see what `adb devices` says of it')}"
+    if code == 255 and destination.serial is None:
         todo = f"try ssh -o BatchMode=yes {host}"
         if "Permission denied" in everything:
             todo = "it has to let you in by a key, without a password"
