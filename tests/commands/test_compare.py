@@ -133,7 +133,5 @@ def test_a_file_that_was_tuned_for_another_engine_is_noted(call: Call, tuned: Pa
     final = tuned.parent / "out" / "optimized_final.onnx"
     for command in (("compare", tuned, final), ("check", final)):
         _, _, err = call(*command, "--calibration-data", tuned.with_suffix(".npz"))
-        assert (
-            f"note: {final} was tuned for fake, and runs on onnxruntime: its pairs stand where fake gains" in err
-        )
+        assert f"note: {final} was tuned for fake, and runs on onnxruntime: its pairs stand where fake gains" in err
         assert "was tuned for" not in call(*command, "--engine", "fake")[2]
