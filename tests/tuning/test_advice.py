@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from qdqtune.engines import EngineSpec
 from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning import advice
 from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
@@ -18,6 +19,14 @@ def test_a_busy_machine_is_noted_before_the_run(load: float, threads: int, is_bu
     note = advice.busy_with(threads, 2, 2, load)
     assert (note is not None) == is_busy
     assert note is None or f"({load:.1f} processes want the 2 cores of this machine beside this run)" in note
+
+
+def test_a_busy_machine_is_not_noted_where_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "load", lambda: 500.0)
+    assert advice.busy(EngineSpec("onnxruntime")) is not None
+    assert advice.busy(EngineSpec("fake")) is None
+    monkeypatch.setattr(advice, "is_simulated", lambda name, machine: True)
+    assert advice.busy(EngineSpec("onnxruntime")) is None
 
 
 def test_more_threads_than_cores_are_noted() -> None:

@@ -46,7 +46,7 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
     with prepared(settings, observer, check) as ready:
         if (before := recalled(ready)) is not None:
             return before
-        if settings.is_timed and (note := advice.busy(settings.engine, settings.machine)) is not None:
+        if (note := advice.busy(settings.engine, settings.machine)) is not None:
             observer.note(note)
         remedy = "tune the float model for numbers of this processor"
         if settings.machine is None and (note := tuned_elsewhere(settings.model, remedy)):
