@@ -38,6 +38,12 @@ class Far:
     def temporary(self) -> Path:
         return self.folder / "tmp"
 
+    def pulse_every(self, seconds: float) -> None:
+        """Have agents there say so often that they live."""
+        python = self.folder / "far" / "python"
+        told = f"import qdqtune.engines.remote.agent as agent; agent.PULSE_SECONDS = {seconds}; agent.main()"
+        _written(python, python.read_text().replace('"$@"', f"-P -c {shlex.quote(told)}"))
+
     def is_clean(self) -> bool:
         """Whether there is no process and no file of ours there."""
         return not self.left()

@@ -127,3 +127,11 @@ def test_a_simulator_that_is_not_installed_is_told_without_data_too(call: Call, 
     code, _, err = call("compare", model, model, "--engine", "qnn")
     assert code == 5
     assert "qdqtune[qnn]" in err
+
+
+def test_a_file_that_was_tuned_for_another_engine_is_noted(call: Call, tuned: Path) -> None:
+    final = tuned.parent / "out" / "optimized_final.onnx"
+    for command in (("compare", tuned, final), ("check", final)):
+        _, _, err = call(*command, "--calibration-data", tuned.with_suffix(".npz"))
+        assert f"note: {final} was tuned for fake, and runs on onnxruntime: its pairs stand where fake gains" in err
+        assert "was tuned for" not in call(*command, "--engine", "fake")[2]

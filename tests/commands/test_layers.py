@@ -111,7 +111,7 @@ def test_layers_have_no_times_where_these_mean_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     onnx.save(conv_model(), tmp_path / "m.onnx")
-    monkeypatch.setattr("qdqtune.commands.layers.is_simulated", lambda name: name == "fake")
+    monkeypatch.setattr("qdqtune.commands.layers.is_simulated", lambda name, _: name == "fake")
     assert run(tmp_path / "m.onnx", "--engine", "fake", "--json") == 0
     layers = json.loads(capsys.readouterr().out)["layers"]
     assert layers

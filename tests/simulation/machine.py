@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -190,6 +191,8 @@ class Machine:
         self._was_short = False
         self.events: Counter[str] = Counter()
         self.happened: Counter[str] = Counter()
+        self.late: Counter[str] = Counter()
+        self._ends_at = inf
 
     # What goes wrong
 
@@ -233,6 +236,8 @@ class Machine:
 
     def at_message(self, name: str) -> str | None:
         """What goes wrong with a request to a worker."""
+        if self.clock.now > self._ends_at:
+            self.late[name] += 1
         kind = {"build": "build", "compile": "build", "rounds": "rounds"}.get(name)
         fault = self._fault("message") or (self._fault(kind) if kind else None)
         if fault in ("no memory", "no room") and name in ("unload", "feed", "save_memory", "describe"):
@@ -306,10 +311,12 @@ class Machine:
             patch.setattr(tempfile, "tempdir", str(self.temporary))
             yield
 
-    def process(self, faults: Sequence[Fault], do: Callable[[], Any]) -> "Ended":
-        """Do something in a process of its own, with these faults."""
+    def process(self, faults: Sequence[Fault], do: Callable[[], Any], time_budget: float | None = None) -> "Ended":
+        """Do something in a process of its own, with these faults. What it asks of workers after so many seconds is
+        counted."""
         self.faults, self.events, self.cleaner, self.processes = faults, Counter(), Cleaner(), []
         self.threads = Threads(self.clock, self.random)
+        self.late, self._ends_at = Counter(), self.clock.now + (inf if time_budget is None else time_budget)
         self.disk.begin()
         ended = Ended()
         try:

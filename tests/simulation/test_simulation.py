@@ -17,14 +17,15 @@ from simulation.machine import Fault
 from simulation.many import IN_MEMORY
 from simulation.scenario import Scenario, Stage, World, drawn, play, scenario_of
 
-EXAMPLES = 50
+EXAMPLES = 12
 """Scenarios of each world in every run of the tests: always the same."""
 
 WORLDS = {
     "cut": World("cut", "asymmetric", "usual", noise=2),
-    "region": World("region"),
-    "subgraph": World("subgraph", "refusing"),
-    "front": World("front", "without times", noise=1),
+    "region": World("region", workers=2, asks="function"),
+    "subgraph": World("subgraph", "refusing", asks="metric"),
+    "front": World("front", "without times", noise=1, asks="scores"),
+    "little time": World("subgraph", "asymmetric", asks="little time"),
 }
 
 KEPT = {
@@ -52,8 +53,13 @@ KEPT = {
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # or it walks through all of the libraries again and again
     with TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder:
         yield Stage(Path(folder))
+    gc.enable()
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("world", WORLDS)

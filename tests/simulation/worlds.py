@@ -9,6 +9,17 @@ from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration
 from qdqtune.engines import EngineSpec
 from runs import settings
 
+SCORE = "score.py"
+"""The file of a metric of the user's, beside the model."""
+
+METRIC = """
+import numpy as np
+
+def score(predict):
+    wide = predict({"x": np.linspace(-2, 2, 8 * 8 * 64, dtype=np.float32).reshape(8, 8, 64)})["y"]
+    return float(np.round(-np.abs(wide).mean(), 3))
+"""
+
 MODES: Mapping[str, Mapping[str, Any]] = {
     "cut": {"builds": 6},
     "region": {"builds": 8},
@@ -22,6 +33,17 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
     "without times": {"hide_times": True},
 }
 CALIBRATIONS = {"minmax": Calibration(), "usual": DEFAULT_CALIBRATION}
+ASKS: Mapping[str, Mapping[str, Any]] = {
+    "nothing": {},
+    "limits": {"min_sqnr": 40.0, "min_sqnr_worst": 38.0, "accuracy_samples": 3},
+    "scores": {"scores": ("y:2",), "min_agreement": 1.0, "min_sqnr": None, "accuracy_samples": 3},
+    "metric": {"metric": "cosine", "max_drop": 5e-4},
+    "function": {"evaluate": SCORE, "max_drop": 0.01},
+    "little time": {"time_budget": 0.8},
+    "enough time": {"time_budget": 600.0},
+}
+"""Limits on accuracy, and budgets of time."""
+
 OFTEN = ("cut", "cut", "cut", "region", "region", "region", "subgraph", "front")
 """How often each mode is drawn: the last two take twice as long."""
 
@@ -41,13 +63,21 @@ KINDS_OF_WORLDS = (
 
 @dataclass(frozen=True)
 class World:
-    """What does not change in a scenario: the mode of the search, the engine, and the noise of its latencies."""
+    """What does not change in a scenario: the mode of the search, the engine, the noise of its latencies, and what
+    else is asked for."""
 
     mode: str = "cut"
     engine: str = "plain"
     calibration: str = "minmax"
     noise: int = 0
     workers: int = 1
+    asks: str = "nothing"
+
+    @property
+    def time_budget(self) -> float | None:
+        """The seconds that a run may take."""
+        found: float | None = ASKS[self.asks].get("time_budget")
+        return found
 
     def settings(self, model: Path) -> Any:
         """The command that is given."""
@@ -58,4 +88,7 @@ class World:
             "time_limit": 30.0,
             "calibration": CALIBRATIONS[self.calibration],
         }
-        return settings(model, engine=engine, **how | MODES[self.mode])
+        asked = dict(ASKS[self.asks])
+        if "evaluate" in asked:
+            asked["evaluate"] = f"{model.with_name(SCORE)}:score"
+        return settings(model, engine=engine, **how | MODES[self.mode] | asked)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.machine import MachineFacts
 from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning import advice
 from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
@@ -31,7 +32,15 @@ def test_a_busy_machine_is_not_noted_where_nothing_is_timed(monkeypatch: pytest.
 
 def test_more_threads_than_cores_are_noted() -> None:
     note = advice.busy_with(4, 2, 2, 0.0)
-    assert str(note).startswith("`threads` 4 is more than the 2 cores that this process may use")
+    assert str(note).startswith("`threads` 4 is more than the 2 cores that this process may use:")
+
+
+def test_advice_about_another_machine_names_it() -> None:
+    board = MachineFacts(4, 4, "aarch64", False, "", "Linux", 3.0, "me@board")
+    threads = {n: advice.busy(EngineSpec("onnxruntime", {"threads": n}), board) for n in (1, 2, 8)}
+    assert threads[1] is None
+    assert "(3.0 processes want the 4 cores of me@board beside this run)" in str(threads[2])
+    assert "the 4 cores that this process may use on me@board" in str(threads[8])
 
 
 def test_wide_intervals_and_results_that_prove_nothing() -> None:

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
+from observers import Log
 from qdqtune.cli import main
+from qdqtune.engines.machine import MachineFacts
 from qdqtune.errors import EngineFailure
 from qdqtune.tuning.loop import tune
 from qdqtune.types import Failure
-from runs import environment, mixed, settings, write
+from runs import environment, mixed, out, rows, settings, write
 from workers import Build, Workers, in_process
 
 STATE = "autotuner_state.yaml"
@@ -136,6 +138,20 @@ def test_a_larger_budget_goes_on_where_the_smaller_one_ended(model: Path) -> Non
 
 
 @pytest.mark.usefixtures("workers")
+def test_a_run_says_that_it_goes_on_with_another_machine_and_keeps_which(model: Path, workers: Workers) -> None:
+    told = {}
+    for number, where in enumerate(("board", "board", "other", "other", "")):
+        notes = Log()
+        board = MachineFacts(2, 2, "x86_64", False, "", "Linux", 0.0, where) if where else None
+        tune(settings(model, mode="cut", builds=4 + number, machine=board), notes)
+        told[number] = [note for note in notes.notes if note.startswith("what is known so far was measured on")]
+    assert [len(told[number]) for number in told] == [0, 0, 1, 0, 1]
+    assert told[2][0].startswith("what is known so far was measured on board, and this run goes on on other, as")
+    assert "on other, and this run goes on on this machine, as" in told[4][0]
+    kept = [row for row in rows(out(model, "autotuner_state.yaml")) if row["kind"] == "machine"]
+    assert [row.get("where", "") for row in kept] == ["board", "other", ""]
+
+
 def test_a_smaller_budget_measures_nothing_more(model: Path) -> None:
     tune(settings(model, builds=32))
     before = parsed((model.parent / "out" / STATE).read_bytes())

@@ -103,6 +103,7 @@ EVERY: tuple[Record, ...] = (
     LayersRecord(of="p", layers=LAYERS),
     kinds.RepeatabilityRecord(accuracy=Accuracy()),
     kinds.DenormalsRecord(as_zero=True, note="n"),
+    kinds.MachineRecord(where="me@board"),
     kinds.RewriteRecord(of="hardswish:float", result=MEASURED, builds=2),
     kinds.RewritesRecord(
         found=kinds.TriedRewrites((kinds.Tried("h", "float", Ratio(0.5, None, 0.6), True),), 2, ("n",))

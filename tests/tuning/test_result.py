@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import onnx
 import pytest
 
 from models import build
+from qdqtune.graph.operators import COMPUTE, INTEGER_KERNELS
 from qdqtune.tuning.loop import tune
 from runs import MIXED, cost, mixed, out, settings, write
 
@@ -29,3 +31,15 @@ def test_what_ships_stands_among_what_nothing_beats_and_each_has_a_name(tmp_path
     assert [row["shipped"] for row in rows].count(True) == 1
     assert len({row["name"] for row in rows}) == len({row["number"] for row in rows}) == len(rows)
     assert [row["ratio"] for row in rows] == sorted(row["ratio"] for row in rows)
+
+
+@pytest.mark.usefixtures("workers")
+def test_other_quantizers_are_told_which_nodes_stay_in_float(tmp_path: Path) -> None:
+    model = write(mixed(), tmp_path)
+    summary = tune(settings(model, mode="cut", builds=12)).summary
+    proto = onnx.load(out(model, "optimized_final.onnx"))
+    made = {output: node.op_type for node in proto.graph.node for output in node.output}
+    pairs = {n.name: any(made.get(i) == "DequantizeLinear" for i in n.input) for n in proto.graph.node}
+    able = [node.name for node in proto.graph.node if node.op_type in COMPUTE | INTEGER_KERNELS]
+    assert summary["float_nodes"] == [name for name in able if not pairs[name]]
+    assert 0 < len(summary["float_nodes"]) < len(able)

@@ -24,6 +24,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.allocation import allocate_workers
 from qdqtune.engines.devices import ANYWHERE, Device, cores_for, needs_gpu
 from qdqtune.engines.options import WorkerOptions
+from qdqtune.engines.remote.connection import facts_of
 from qdqtune.errors import BadOption
 from qdqtune.explanation.formatting import builds, counted, duration
 from qdqtune.graph.model_folder import graphs_in, without_graph
@@ -73,10 +74,12 @@ def run_jobs(jobs: Sequence[Job], options: WorkerOptions, *, as_machine: bool) -
     """Tune models, each in a process of its own, one on each device at a time, and print a table. Gives the exit codes.
 
     Raises:
+        EngineUnavailable: the machine that `on` names cannot be reached.
         KeyboardInterrupt: this process was interrupted, or a job.
     """
     each, begun = options.cores_per_worker, time.monotonic()
     if options.on is not None:
+        facts_of(options.on)  # one line if it cannot be reached, not one for each model
         devices = (ANYWHERE,) * (options.workers or 1)
         each = cores_for(_widest(jobs), each) if len(devices) > 1 else each
     else:

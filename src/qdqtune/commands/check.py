@@ -144,7 +144,7 @@ def check_file(options: CheckOptions) -> Checked:
     path = Path(str(options.model))
     graph, engine = load(path), "tensorrt" if options.graph_json else options.engine_name
     spec = options.spec(options.input_shapes)
-    told = () if options.graph_json else tuple(filter(None, [unwatched(spec), tuned_elsewhere(path)]))
+    told = () if options.graph_json else tuple(filter(None, [unwatched(spec), tuned_elsewhere(path, engine=spec.name)]))
     if not is_quantized(graph) and engine not in PROVIDERS:
         return Checked(path, graph, engine, (), (), notes=told)
     described: Mapping[str, str] | None = None

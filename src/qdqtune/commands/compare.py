@@ -193,16 +193,17 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         warned |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
         notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
         notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
-        notes += (f"run and timed on {machine.where}",) if machine else filter(None, map(tuned_elsewhere, files))
+        notes += filter(None, (tuned_elsewhere(f, machine=machine, engine=spec.name) for f in files))
+        if machine is not None:
+            notes += filter(None, (f"run and timed on {machine.where}", advice.busy(spec, machine) if is_timed else ""))
         if not is_timed:
             notes.append(f"{simulated(spec.name)}: outputs are against {files[0]} on ONNX Runtime's CPU")
-        judged = len(prepared.judging) if prepared.has_real_samples else 0
+        judged = prepared.has_real_samples * len(prepared.judging)
         return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out, options.gate)
 
 
 LONG_COMPARISON = 20.0
 """Seconds from which on the expected time of a comparison is shown. Chosen, not measured."""
-
 HIDDEN = frozenset({"rounds", "is_same", "scores"})
 """Fields of a row that JSON leaves out."""
 

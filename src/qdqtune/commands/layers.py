@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,15 @@ from qdqtune.calibration.options import DataOptions, samples_option
 from qdqtune.commands.inputs import MODEL, ModelLike, SamplesLike, execution_of
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.commands.source import data_of, prepared_for
-from qdqtune.engines.options import EngineOptions
+from qdqtune.engines.machine import MachineFacts, name_of
+from qdqtune.engines.options import EngineOptions, on_device, on_option
 from qdqtune.engines.provider_table import is_simulated
 from qdqtune.engines.runner import Runner, insist, temporary_runner
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
 from qdqtune.explanation.reasons_by_graph import is_low
 from qdqtune.graph.loading import load, read
-from qdqtune.options import FILE, Anything, MaybeFile, Option, option
+from qdqtune.options import FILE, Anything, MaybeFile, MaybeText, Option, option
 from qdqtune.types import Layer, Sample
 
 
@@ -56,6 +57,8 @@ class LayersOptions(ProfileOptions):
     model: Option[ModelLike | None, ModelLike | None] = option(
         Anything(MODEL), None, "The ONNX file.", is_positional=True, metavar="[MODEL]"
     )
+    _: KW_ONLY
+    on: MaybeText = on_option()
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,18 +116,21 @@ def layers(options: LayersOptions) -> Layers:
     spec = options.spec(options.input_shapes)
     execution = execution_of(options)
     (sample,) = prepared_for(load(model), spec, data_of(options, execution, model), execution, 0).samples.first(1)
-    with temporary_runner(spec, execution) as runner:
-        refusal = f"{spec.name} has no layers of {model}"
-        return Layers(spec.name, profiled(runner, model, sample, options.runs, refusal=refusal))
+    with on_device(options.on, execution) as (there, machine), temporary_runner(spec, there) as runner:
+        told: dict[str, Any] = {"refusal": f"{spec.name} has no layers of {model}", "machine": machine}
+        name = spec.name if machine is None else f"{spec.name} on {machine.where}"
+        return Layers(name, profiled(runner, model, sample, options.runs, **told))
 
 
-def profiled(runner: Runner, model: Path, sample: Sample, runs: int, *, refusal: str) -> tuple[Layer, ...]:
-    """The layers of a model with their times, without where these mean nothing.
+def profiled(
+    runner: Runner, model: Path, sample: Sample, runs: int, *, refusal: str, machine: MachineFacts | None = None
+) -> tuple[Layer, ...]:
+    """The layers of a model with their times, without where these mean nothing on the `machine` that runs it.
 
     Raises:
         EngineFailure: the engine fails; the message is `refusal`, and the reason.
     """
     found = insist(runner.report(model, sample, runs, "layers"), refusal)
-    if is_simulated(runner.describe()["engine"]):
+    if is_simulated(runner.describe()["engine"], name_of(machine)):
         return tuple(replace(layer, time_ms=None, parts=()) for layer in found)
     return found

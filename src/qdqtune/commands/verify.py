@@ -1,4 +1,4 @@
-"""`qdqtune verify`: whether what a run has proven holds on this machine."""
+"""`qdqtune verify`: whether what a run has proven holds on this machine, or on another one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import THREADED, EngineSpec, threads_of
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.execution import Execution
-from qdqtune.engines.options import time_limit_option
+from qdqtune.engines.options import on_device, on_option, time_limit_option
 from qdqtune.engines.runner import temporary_runner
-from qdqtune.options import REQUIRED, Assignments, Duration, File, OfRun, Option, Options, option, options_of
+from qdqtune.options import REQUIRED, Assignments, Duration, File, MaybeText, OfRun, Option, Options, option, options_of
 from qdqtune.timing.ratios import overlap
 from qdqtune.tuning.deploy import OF_THIS_MACHINE, DeploySettings, changed_files, of_other_processor, read_settings
 from qdqtune.tuning.finished import data_beside
@@ -50,6 +50,7 @@ class VerifyOptions(MeasureOptions, FolderOption):
         is_repeated=True,
     )
     time_limit: Duration = time_limit_option()
+    on: MaybeText = on_option()
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,7 +93,8 @@ class Verified(Shown):
 
 
 def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified:
-    """Check files, engine and machine against those of the proof, and compare float and tuned model anew.
+    """Check files, engine and machine against those of the proof, and compare float and tuned model anew; `on` names
+    the machine.
 
     Raises:
         InputError: the folder holds no such settings, or samples cannot be used.
@@ -106,13 +108,15 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
             return Verified(folder, "cannot tell", f"{final} is not there: copy it from the folder of the run", {})
         return Verified(folder, "does not hold", f"{final} is not the file that was proven", {})
     spec = _spec(settings, options)
-    with temporary_runner(spec, execution) as runner:
+    with on_device(options.on, execution) as (there, machine), temporary_runner(spec, there) as runner:
         described = runner.describe()
+    at = "here" if machine is None else f"on {machine.where}"
     names = dict.fromkeys((*settings.engine, *described))
     both = {name: (settings.engine.get(name, "none"), described.get(name, "none")) for name in names}
     differences = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
-    notes = tuple(f"{name}: proven with {there}, here {here}" for name, (there, here) in differences.items())
-    foreign = of_other_processor(settings.model, settings.processor, is_portable=settings.portable)
+    notes = tuple(f"{name}: proven with {then}, {at} {now}" for name, (then, now) in differences.items())
+    kind: dict[str, Any] = {"is_portable": settings.portable, "machine": machine}
+    foreign = of_other_processor(settings.model, settings.processor, **kind)
     notes = (*filter(None, [foreign]), *notes)
 
     def found(finding: Finding, why: str, *more: str, **measured: Any) -> Verified:
@@ -123,10 +127,11 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     if changed:
         missing = f"{folder / changed[0]} is not there, or is not the file of the proof"
         return found("cannot tell", f"{missing}: copy it from the folder of the run, to compare with")
-    counts = _counts(spec, settings, options)
+    cores = usable_cores() if machine is None else machine.cores
+    counts = _counts(spec, settings, options, cores)
     if not counts:
-        there = f"the proof took {min(settings.proven.threads)} threads"
-        return found("cannot tell", f"{there}, and this process may use {usable_cores()}: give `deploy_threads`")
+        took = f"the proof took {min(settings.proven.threads)} threads"
+        return found("cannot tell", f"{took}, and {at} are {cores} cores to use: give `deploy_threads`")
     files = folder / settings.baseline, folder / settings.model
     done = compare(files, _as_compare(options, settings, spec, counts, execution), observer)
     asked, proven = options.gate, settings.proven
@@ -134,7 +139,7 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     if done.judged:
         gate = Gate(gate.fail_below, gate.min_sqnr or proven.min_sqnr_db, gate.min_agreement or proven.min_agreement)
     gated = tuple(one for row in done.rows for one in row.gated(gate))
-    finding, why = _finding(done, gate, settings)
+    finding, why = _finding(done, gate, settings, at)
     more = (*done.notes, *_doubts(done, settings, counts))
     return found(finding, why, *more, comparison=done, gated=gated)
 
@@ -145,13 +150,13 @@ def _spec(settings: DeploySettings, options: VerifyOptions) -> EngineSpec:
     return EngineSpec(settings.spec.name, kept | dict(options.engine_options))
 
 
-def _counts(spec: EngineSpec, settings: DeploySettings, options: VerifyOptions) -> tuple[int | None, ...]:
+def _counts(spec: EngineSpec, settings: DeploySettings, options: VerifyOptions, cores: int) -> tuple[int | None, ...]:
     """The numbers of threads to compare at: those of the proof for which there are cores, or those asked for."""
     if options.deploy_threads is not None:
         return options.deploy_threads
     if threads_of(spec) is None or not settings.proven.threads:
         return (None,)
-    most = usable_cores() if spec.name in THREADED else max(settings.proven.threads)
+    most = cores if spec.name in THREADED else max(settings.proven.threads)
     return tuple(count for count in settings.proven.threads if count <= most)
 
 
@@ -172,27 +177,28 @@ def _as_compare(
     is_fed = options.calibration_data is not None or any(isinstance(w, WorkloadFile) for w in options.workloads)
     if not is_fed and not options.input_shapes and data_beside(options.folder / settings.model, execution) is None:
         given["input_shapes"] = {name: shape for name, (_, shape) in settings.inputs.items()}
-    return CompareOptions(engine=spec, time_limit=options.time_limit, **given)
+    return CompareOptions(engine=spec, time_limit=options.time_limit, on=options.on, **given)
 
 
-def _finding(done: Comparison, gate: Gate, settings: DeploySettings) -> tuple[Finding, str]:
-    """What the comparison says, as the proof would: slower at no number of threads, faster at one, within limits."""
+def _finding(done: Comparison, gate: Gate, settings: DeploySettings, at: str) -> tuple[Finding, str]:
+    """What the comparison `at` the machine that measures says, as the proof would: slower at no number of threads,
+    faster at one, within limits."""
     gated = (one for row in done.rows for one in row.gated(gate))
     if bad := next((one for one in gated if one.outcome in ("failed", "missed")), None):
         return "does not hold", f"{bad.file}, {bad.limit}: {bad.told}"
     timed = [(row.ratio, row) for row in done.rows if row.ratio is not None]
     if not settings.proven.timed:  # nothing was said about speed: the outputs decide
         near = [f"output SQNR {row.sqnr_db:.1f} dB" for row in done.rows if row.sqnr_db is not None]
-        told = f"nothing was timed; {', '.join(near) or 'outputs are equal'} on the simulator or device here"
+        told = f"nothing was timed; {', '.join(near) or 'outputs are equal'} on the simulator or device {at}"
         return ("holds", told) if done.judged else ("cannot tell", "nothing was timed, and outputs were not compared")
     if not timed:
-        return "cannot tell", "nothing is timed here: it is a simulator, or the processor is emulated"
+        return "cannot tell", f"nothing is timed {at}: it is a simulator, or the processor is emulated"
     own = settings.spec.options.get("threads")  # at which the ratio of the proof was measured
     ratio, best = min(timed, key=lambda pair: (pair[1].threads != own, pair[0].median))
     there, exact = settings.proven.speed, "" if best.sqnr_db is None else f", output SQNR {best.sqnr_db:.1f} dB"
     proven = "" if there is None else f" (proven: {there.speedup})"
     is_held = any(one.outcome == "holds" for row in done.rows for one in gate.of_speed(row.name, row.ratio))
-    told = f"{best.name} is {ratio.speedup} as fast as float here{proven}{exact}"
+    told = f"{best.name} is {ratio.speedup} as fast as float {at}{proven}{exact}"
     return ("holds" if is_held else "cannot tell"), told
 
 

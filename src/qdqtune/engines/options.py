@@ -17,6 +17,7 @@ from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.engines.remote.connection import Destination, connected
 from qdqtune.engines.tensorrt.options import SHAPE_OPTIONS, timing_cache
+from qdqtune.errors import BadOption
 from qdqtune.options import (
     ANYTHING,
     COUNT,
@@ -42,7 +43,8 @@ from qdqtune.options import (
 from qdqtune.system.checks import Output
 
 MOST_THREADS = max(16, os.cpu_count() or 1)
-"""The most `threads` allowed. More than cores slow a machine down by orders of magnitude, since idle threads spin."""
+"""The most `threads` allowed on this machine. More than cores slow it down by orders of magnitude, since idle threads
+spin."""
 
 ENGINE_NAMES = (
     f"{', '.join(sorted(MODULES.keys() - {'fake', *PROVIDERS}))} or fake; or an execution provider of ONNX Runtime: "
@@ -87,7 +89,7 @@ class EngineOptions(Options):
         metavar="NAME",
     )
     threads: MaybeInt = option(
-        click.IntRange(1, MOST_THREADS),
+        click.IntRange(1, 4096),
         None,
         "CPU threads of onnxruntime and openvino. One gives the most stable timing.",
         "Engine",
@@ -152,9 +154,15 @@ class EngineOptions(Options):
 
         `threads` is the default of that option for an engine on the CPU (None: 1). `input_shapes`, the shapes that the
         model is measured with, are the default of `opt_shapes`.
+
+        Raises:
+            BadOption: there are more than `MOST_THREADS`, and no other machine is named.
         """
         if isinstance(self.engine, EngineSpec):
             return normal(self.engine)
+        is_here = all(getattr(self, name, None) is None for name in ("on", "ray"))
+        if is_here and self.threads is not None and self.threads > MOST_THREADS:
+            raise BadOption(f"`threads` {self.threads} is too many for this machine: give at most {MOST_THREADS}")
         names = (name for name in options_of(EngineOptions) if name not in TRANSLATED)
         chosen: dict[str, Any] = {name: value for name in names if (value := getattr(self, name))}
         spec = normal(EngineSpec(self.engine, chosen | dict(self.engine_options)))

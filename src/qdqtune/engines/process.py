@@ -142,13 +142,13 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """End the process and all that it has started. Its log is removed if it is empty."""
-        self._channel.close()
-        self.end()
-        self._process.wait()
-        with contextlib.suppress(OSError):
-            if self._log.stat().st_size == 0:
-                self._log.unlink()
-        self._scratch.close()
+        with contextlib.closing(self._scratch):  # also where Ctrl-C comes meanwhile
+            self._channel.close()
+            self.end()
+            self._process.wait()
+            with contextlib.suppress(OSError):
+                if self._log.stat().st_size == 0:
+                    self._log.unlink()
 
     def exit_reason(self) -> str:
         """Implements `Worker.exit_reason`."""

@@ -236,7 +236,7 @@ def independent(equal: Array, sizes: Array) -> float:
         return total
     share = float(equal.sum()) / total
     if share in (0.0, 1.0) or count == 1:
-        return count
+        return float(count)
     from scipy.special import stdtrit  # slow to import
 
     variance = count / (count - 1) * float(np.square(equal - share * sizes).sum()) / total**2

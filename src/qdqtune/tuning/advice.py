@@ -29,19 +29,22 @@ def busy(engine: EngineSpec, machine: MachineFacts | None = None) -> str | None:
     if engine.name == COST_MODEL or is_simulated(engine.name, name_of(machine)):
         return None
     if machine is not None:
-        return busy_with(engine.options.get("threads", 1), machine.cores, machine.cores, machine.load or 0.0)
+        facts = machine.cores, machine.cores, machine.load or 0.0
+        return busy_with(engine.options.get("threads", 1), *facts, machine.where)
     return busy_with(engine.options.get("threads", 1), usable_cores(), os.cpu_count() or 1, load() or 0.0)
 
 
-def busy_with(threads: Any, usable: int, cores: int, load: float) -> str | None:
-    """Advice if a run with so many threads has fewer `usable` cores, or if other processes use those of the machine;
-    `load` is their average number in the last minute."""
+def busy_with(threads: Any, usable: int, cores: int, load: float, where: str = "") -> str | None:
+    """Advice if a run with so many threads has fewer `usable` cores, or if other processes use those of the machine
+    `where`, "" for this one; `load` is their average number in the last minute."""
     if isinstance(threads, int) and threads > usable:
-        whose = f"the {usable} core{'s' * (usable > 1)} that this process may use"
+        whose = f"the {usable} core{'s' * (usable > 1)} that this process may use{where and f' on {where}'}"
         return f"`threads` {threads} is more than {whose}: threads wait for each other, and times say little"
     if load + threads <= cores + 0.5:
         return None
-    share = f"{load:.1f} processes want the {cores} core{'s' * (cores > 1)} of this machine beside this run"
+    share = (
+        f"{load:.1f} processes want the {cores} core{'s' * (cores > 1)} of {where or 'this machine'} beside this run"
+    )
     return f"the machine is busy ({share}): intervals will be wide; end other work, or tune at a quieter time"
 
 

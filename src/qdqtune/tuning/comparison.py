@@ -164,10 +164,13 @@ class Comparer:
         return result
 
     def repeated(self, measure: Callable[[], T | Failure]) -> T | Failure:
-        """Measure, and again after transient failures, up to `tries` times in all."""
+        """Measure, and again after transient failures, up to `tries` times in all; what has hung until no time was left
+        is not tried again."""
         result = measure()
         for _ in range(self.tries - 1):
             if not (isinstance(result, Failure) and result.is_transient):
+                break
+            if result.stage == "timeout" and self.lacks(0.0):
                 break
             result = measure()
         return result

@@ -18,7 +18,7 @@ from qdqtune.calibration.inputs import InputSpec, input_specs
 from qdqtune.engines import EngineSpec, threads_of
 from qdqtune.engines.formats import follow_processor
 from qdqtune.engines.library_settings import library_settings, script_of
-from qdqtune.engines.machine import name_of
+from qdqtune.engines.machine import MachineFacts, name_of
 from qdqtune.engines.processor import Architecture, architecture, products_saturate
 from qdqtune.errors import BadModel, BadOption, reading, writing
 from qdqtune.graph.loading import files_of, load
@@ -125,23 +125,26 @@ def processor_of(settings: Settings) -> Architecture:
     return architecture(name_of(settings.machine)) if follow_processor(settings.engine.name) else ""
 
 
-def of_other_processor(name: str, made_for: str, remedy: str = "", *, is_portable: bool) -> str:
+def of_other_processor(
+    name: str, made_for: str, remedy: str = "", *, is_portable: bool, machine: MachineFacts | None = None
+) -> str:
     """What to tell users of a file or placement that was tuned on the architecture `made_for`, and what to do about it;
-    "" if it is that of this machine, or none is known."""
-    here = architecture()
+    "" if it is that of the machine that measures (None: this one), or none is known."""
+    here, at = architecture(name_of(machine)), "here" if machine is None else f"on {machine.where}"
     if not made_for or made_for == here:
         return ""
     numbers = "its numbers are for both" if is_portable else f"its numbers were chosen for {made_for}"
-    if products_saturate() and not is_portable:
-        numbers += " and overflow here"
-    remedy = remedy or ("tune here" if is_portable else "tune here, or with `portable` for one file on both")
-    told = f"{name} was tuned on {made_for}, and this is {here or 'another processor'}"
+    if not is_portable and (products_saturate() if machine is None else machine.products_saturate):
+        numbers += f" and overflow {at}"
+    remedy = remedy or (f"tune {at}" if is_portable else f"tune {at}, or with `portable` for one file on both")
+    whose = "this" if machine is None else machine.where
+    told = f"{name} was tuned on {made_for}, and {whose} is {here or 'another processor'}"
     return f"{told}: {numbers}, and what its pairs gain was measured there; {remedy}"
 
 
-def tuned_elsewhere(file: Path, remedy: str = "") -> str:
+def tuned_elsewhere(file: Path, remedy: str = "", machine: MachineFacts | None = None, engine: str = "") -> str:
     """The same of a model file in the folder of a run, or in one with its deploy/settings.json; "" for other files
-    and for the float model."""
+    and for the float model. With `engine`, that which runs it, also that the file was tuned for another one."""
     if file.name == BASELINE:
         return ""
     folder = file.parent.parent if file.parent.name == FRONT else file.parent
@@ -149,7 +152,11 @@ def tuned_elsewhere(file: Path, remedy: str = "") -> str:
         found = read_json(folder / DEPLOY_SETTINGS, DeploySettings)
     except BadOption:  # the file was altered
         return ""
-    return "" if found is None else of_other_processor(str(file), found.processor, remedy, is_portable=found.portable)
+    if found is None:
+        return ""
+    if engine and found.shipped == "tuned" and (tuned_for := found.spec.name) != engine:
+        return f"{file} was tuned for {tuned_for}, and runs on {engine}: its pairs stand where {tuned_for} gains"
+    return of_other_processor(str(file), found.processor, remedy, is_portable=found.portable, machine=machine)
 
 
 def copy_companions(run: Run) -> None:

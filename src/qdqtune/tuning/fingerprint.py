@@ -47,13 +47,13 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     rounds: Plan
     engine: dict[str, str]
     deploy_threads: tuple[int, ...]
+    portable: bool | None = None
     numeric_format: NumericFormat
     model: str
     calibration_method: str
     calibration_data: CalibrationData
     calibration_cache: str | None
     scores: tuple[str, ...] | None = None
-    portable: bool | None = None
 
 
 def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, str]) -> Fingerprint:
@@ -77,6 +77,7 @@ def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, st
         from_qdq=settings.from_qdq,
         workloads=description(subject.mix) if settings.workloads else None,
         deploy_threads=tuple(count for count in settings.thread_counts if count is not None),
+        portable=settings.portable or None,
         input_shapes={name: tuple(sizes) for name, sizes in sorted(subject.prepared.sizes.items())},
         rounds=settings.plan,
         engine=dict(engine),
@@ -88,7 +89,6 @@ def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, st
         ),
         calibration_cache=_digest("`calibration_cache`", settings.calibration_cache),
         scores=settings.scores or None,
-        portable=settings.portable or None,
     )
 
 

@@ -30,6 +30,8 @@ from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import accepted
 from qdqtune.types import Placement, Proposal, Trial
 
+FLOAT_INSTEAD = "tune the float model for numbers of this processor"
+
 
 def tune(settings: Settings, observer: Observer | None = None, check: Check | None = None) -> Result:
     """Find the fastest placement for a model on an engine, and write it to the output folder.
@@ -48,8 +50,9 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
             return before
         if (note := advice.busy(settings.engine, settings.machine)) is not None:
             observer.note(note)
-        remedy = "tune the float model for numbers of this processor"
-        if settings.machine is None and (note := tuned_elsewhere(settings.model, remedy)):
+        if note := ready.store.measuring_on("" if settings.machine is None else settings.machine.where):
+            observer.note(note)
+        if note := tuned_elsewhere(settings.model, FLOAT_INSTEAD, settings.machine):
             observer.note(note)
         with written_once(ready) as constants:
             chosen = ready
@@ -70,7 +73,7 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> tuple[Result, bool]:
     mode = MODES[settings.mode](run)
     run.observer.stage(SEARCHING)
     history = search(mode.strategy, run, Observers((*mode.observers, run.observer)))
-    shortfall = budget.shortfall(history)
+    shortfall = budget.shortfall(history) or mode.shortfall
     run.bench.stand_alone()
     if settings.is_timed and (history or settings.time_budget is None):
         run.observer.stage("proving the result on fresh builds")

@@ -51,12 +51,14 @@ class Mode:
     """A mode made ready for one run.
 
     `strategy` proposes candidates. `record` is called when the search has ended, with its trials and what ships, and
-    may write files of its own. `observers` are told of each trial before the observer of the run is.
+    may write files of its own. `observers` are told of each trial before the observer of the run is. `shortfall` tells
+    the user what a time budget had no room for before the search.
     """
 
     strategy: Strategy
     record: Callable[[Sequence[Trial], Proof], ModeResult]
     observers: tuple[Observer, ...] = ()
+    shortfall: str | None = None
 
 
 # ---------------------------------------------------------------- cut
@@ -229,7 +231,8 @@ def subgraph(run: Run) -> Mode:
     seeds = {**run.earlier.found, **search.seeds}
     search = replace(search, seeds=seeds, by_cut=cut_search(run, noise) if search.incremental else None)
     strategy = with_quiet_seeds(search, noise)
-    return Mode(strategy, partial(_record_groups, run, strategy, profiled), (profiled.progress,))
+    record = partial(_record_groups, run, strategy, profiled)
+    return Mode(strategy, record, (profiled.progress,), profiled.shortfall)
 
 
 def _record_groups(

@@ -199,6 +199,12 @@ class LayersRecord(Record, frozen=True, tag="layers"):
     failure: Failure | None = None
 
 
+class MachineRecord(Record, frozen=True, tag="machine"):
+    """Which machine measures what follows, as `on` names it; "" is the one of the run. Without such a record: that."""
+
+    where: str = ""
+
+
 class RepeatabilityRecord(Record, frozen=True, tag="repeatability"):
     """The outputs of the float model compared with those of a second run of the same build."""
 
@@ -398,9 +404,6 @@ class AnswerRecord(Record, frozen=True, tag="finished"):
     files: dict[str, str]
     units: tuple[UnitPrice, ...] = ()
     groups: tuple[GroupOutcome, ...] = ()
-
-
-# ---------------------------------------------------------------- the interface of ModelOpt's autotuner
 
 
 class TimedPlacement(msgspec.Struct, frozen=True):

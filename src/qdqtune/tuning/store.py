@@ -23,6 +23,7 @@ from qdqtune.system.writing import write_through
 from qdqtune.tuning.records import (
     DenormalsRecord,
     HeadRecord,
+    MachineRecord,
     MetricRecord,
     R,
     RangesRecord,
@@ -45,11 +46,16 @@ BEGINNING = RECORD_START + b'run", '
 WRONG_INPUT = BadOption, BadData, BadModel, BaselineFailed
 """Errors after which users change what the fingerprint holds: an option, the samples or the model."""
 
-OF_THE_START = DenormalsRecord, RangesRecord, RepeatabilityRecord, MetricRecord
+OF_THE_START = MachineRecord, DenormalsRecord, RangesRecord, RepeatabilityRecord, MetricRecord
 """Records from before the first candidate."""
 
 BARE_EXPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|\d+\.\d+|(\d+)e')
 """Matches strings, numbers with a point, and (as group 1) the 1 of 1e-05, which YAML reads only as 1.0e-05."""
+
+OTHER_MACHINE = (
+    "what is known so far was measured on {}, and this run goes on on {}, as its engine and processor are named alike: "
+    "`restart` starts over"
+)
 
 LABELS: Mapping[tuple[str, ...], str] = {
     ("rounds", "looks"): "rounds of comparisons (`effort`)",
@@ -150,6 +156,19 @@ class Store:
         """The lines of the file, without an incomplete last one."""
         self._file.seek(0)
         return self._file.read().decode().split("\n")[:-1]
+
+    def measuring_on(self, where: str) -> str | None:
+        """Record which machine measures from now on. What to tell the user if another one has measured so far.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        if (was := (self.get(MachineRecord) or MachineRecord()).where) == where:
+            return None
+        is_new = not len(self)
+        self.put(MachineRecord(where=where))
+        both = was or "this machine", where or "this machine"
+        return None if is_new else OTHER_MACHINE.format(*both)
 
     def check_candidates(self) -> None:
         """Check that the candidates in the file were made by the code of this version.

@@ -29,6 +29,7 @@ from qdqtune.graph.float16 import OPSET, Precision, converted, rewritten_for
 from qdqtune.graph.inference import with_float_type
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import COMPUTE, INTEGER_KERNELS
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.numerics.fitting import fitted, with_wide
 from qdqtune.numerics.half_precision import NAMES, in_half_precision
@@ -107,6 +108,13 @@ class Subject:
     def tuned(self) -> tuple[Pattern, ...]:
         """The patterns that region mode tunes."""
         return patterns.tunable(self.shaped, self.patterns)
+
+    def float_nodes(self, placement: Placement) -> list[str]:
+        """The names of the nodes that could compute in 8 bits and read no pair in a placement: what other quantizers
+        take as nodes to exclude."""
+        read = {edge.node for edge in (*placement, *placement.weight_formats)}
+        able = (node.name for node in self.model.nodes if node.op in COMPUTE | INTEGER_KERNELS)
+        return [name for name in able if name not in read]
 
     @property
     def region_count(self) -> int:

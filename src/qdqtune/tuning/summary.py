@@ -166,6 +166,7 @@ class Summary(TypedDict):
     pairs: Count
     weights: NotRequired[dict[str, Count]]
     edges: Count
+    float_nodes: list[str]
     output_sqnr_db: float | None
     output_accuracy: Accuracy | None
     fastest_without_limits: WithoutLimits | None

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ from processes import on_all_cores, until
 from qdqtune.cli import main
 from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.execution import Execution
+from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.options import on_device
+from qdqtune.engines.remote import connection as connections
 from qdqtune.engines.remote.agent import Store
-from qdqtune.engines.remote.connection import Destination, connected, facts_of, why_not
+from qdqtune.engines.remote.connection import Destination, RemoteMachine, connected, facts_of, why_not
 from qdqtune.engines.remote.messages import Pipe, Reply
+from qdqtune.engines.remote.worker import LinkLostError
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, OutputError
 from qdqtune.tuning.loop import tune
@@ -44,6 +48,21 @@ def far(tmp_path: Path) -> Iterator[Far]:
     (tmp_path / "board").mkdir()
     with stand_in(tmp_path / "board") as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Far, RemoteMachine]]:
+    """A machine, and a connection to it that several tests use."""
+    with stand_in(tmp_path_factory.mktemp("board")) as found:
+        with connected(found.on) as machine:
+            yield found, machine
+        found.clean()
+
+
+@pytest.fixture(scope="module")
+def machine(board: tuple[Far, RemoteMachine]) -> MachineFacts:
+    """What is known of any of the machines here."""
+    return board[1].facts
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +111,15 @@ def test_a_line_says_what_is_missing(far: Far, on: str, words: str, capsys: pyte
     assert words in line
 
 
+def test_a_machine_that_cannot_be_reached_is_told_once_for_many_models(
+    far: Far, tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    for name in "ab":
+        write(mixed(), tmp_path, name)
+    code, out, err = call("tune", str(tmp_path), "--on", "nowhere", "--engine", "fake", "-o", str(tmp_path / "out"))
+    assert (code, out, len(err.splitlines())) == (5, "", 1)
+
+
 @pytest.mark.parametrize(("code", "printed", "words"), [
     (1, "/v/python: No module named 'qdqtune'", "python3 on pi has no qdqtune of this version: pip install qdqtune=="),
     (2, "Unknown option: -P\nusage: python3", "python3 on pi is older than 3.11"),
@@ -125,10 +153,11 @@ def test_another_version_is_refused(far: Far, monkeypatch: pytest.MonkeyPatch) -
     far.clean()
 
 
-def test_an_engine_that_is_missing_there_is_told_with_the_place(far: Far, tmp_path: Path) -> None:
+def test_an_engine_that_is_missing_there_is_told_with_the_place(
+    board: tuple[Far, RemoteMachine], tmp_path: Path
+) -> None:
     with (
-        connected(far.on) as machine,
-        Runner(EngineSpec("trtexec", {"trtexec": "/none"}), log_dir=tmp_path, start=machine.start) as runner,
+        Runner(EngineSpec("trtexec", {"trtexec": "/none"}), log_dir=tmp_path, start=board[1].start) as runner,
         pytest.raises(EngineUnavailable, match="on board: there is no program '/none'"),
     ):
         runner.describe()
@@ -210,17 +239,18 @@ def test_a_disk_without_room_is_told_where_the_array_is_needed(tmp_path: Path) -
 # Workers
 
 
-def test_a_file_goes_there_once_and_builds_are_removed_when_they_are_freed(far: Far, tmp_path: Path) -> None:
-    model = write(mixed(), tmp_path)
-    with connected(far.on) as machine, Runner(FAKE, log_dir=tmp_path / "logs", start=machine.start) as runner:
+def test_a_file_goes_there_once_and_builds_are_removed_when_they_are_freed(
+    board: tuple[Far, RemoteMachine], tmp_path: Path
+) -> None:
+    model, (far, machine) = write(mixed(), tmp_path), board
+    with Runner(FAKE, log_dir=tmp_path / "logs", start=machine.start) as runner:
         first, second = runner.load(model), runner.load(model, fresh=True)
         assert not isinstance(first, Failure)
         assert not isinstance(second, Failure)
-        files = sorted(path.name for path in far.temporary.rglob("*.onnx"))
-        assert files == ["1-0-model.onnx", "1-1-model.onnx"]
+        files = sorted(path.name.partition("-")[2] for path in far.temporary.rglob("*.onnx"))
+        assert files == ["0-model.onnx", "1-model.onnx"]
         runner.unload(first)
-        assert [path.name for path in far.temporary.rglob("*.onnx")] == ["1-1-model.onnx"]
-    far.clean()
+        assert [path.name.partition("-")[2] for path in far.temporary.rglob("*.onnx")] == ["1-model.onnx"]
 
 
 def test_workers_share_a_connection_and_one_that_hangs_is_ended_alone(far: Far, tmp_path: Path) -> None:
@@ -242,12 +272,14 @@ def test_workers_share_a_connection_and_one_that_hangs_is_ended_alone(far: Far, 
 
 @on_all_cores
 @pytest.mark.skipif(len(devices.physical_cores()) < 2, reason="two workers want two cores")
-def test_several_workers_have_cores_of_their_own_there(far: Far, expected: tuple[Path, tuple[Trial, ...]]) -> None:
+def test_several_workers_have_cores_of_their_own_there(
+    far: Far, expected: tuple[Path, tuple[Trial, ...]], machine: MachineFacts
+) -> None:
     model, _ = expected
-    told = {"on": far.on, "workers": 2, "machine": facts_of(far.on), "mode": "region", "builds": 14}
+    told = {"on": far.on, "workers": 2, "machine": machine, "mode": "region", "builds": 8}
     with in_process():
-        here = tune(asked(model, "alone", mode="region", builds=14)).history
-    assert tune(asked(model, "two", **told)).history == here
+        here = tune(asked(model, "alone", mode="region", builds=8)).history
+        assert tune(asked(model, "two", **told)).history == here
     far.clean()
 
 
@@ -255,23 +287,65 @@ def test_several_workers_have_cores_of_their_own_there(far: Far, expected: tuple
 
 
 class When(Silent):
-    """Does something once when so many candidates are known."""
+    """Does something when so many candidates are known."""
 
-    def __init__(self, number: int, act: Callable[[], object]) -> None:
-        self.number, self.act = number, act
+    def __init__(self, acts: Mapping[int, Callable[[], object]]) -> None:
+        self.acts = acts
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        if trial.number == self.number:
-            self.act()
+        self.acts.get(trial.number, lambda: None)()
 
 
-@pytest.mark.parametrize("whom", ["ways", "agents", "engines"])
 def test_a_run_outlives_the_end_of_its_connection_and_of_its_worker(
-    far: Far, expected: tuple[Path, tuple[Trial, ...]], whom: str
+    far: Far, expected: tuple[Path, tuple[Trial, ...]], machine: MachineFacts
 ) -> None:
     model, history = expected
-    kill = When(2, lambda: [os.kill(pid, signal.SIGKILL) for pid in getattr(far, whom)()])
-    assert tune(asked(model, whom, on=far.on, machine=facts_of(far.on)), kill).history == history
+    struck = list[str]()
+
+    def kill(whom: str) -> None:
+        for pid in getattr(far, whom)():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                struck.append(whom)
+
+    kills = When({n: partial(kill, whom) for n, whom in enumerate(("ways", "agents", "engines"), 1)})
+    with in_process():
+        assert tune(asked(model, "killed", on=far.on, machine=machine), kills).history == history
+    assert {"ways", "agents", "engines"} == set(struck)
+    far.clean()
+
+
+def test_a_run_outlives_an_agent_that_is_stopped(
+    far: Far, expected: tuple[Path, tuple[Trial, ...]], machine: MachineFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, history = expected
+    monkeypatch.setattr(connections, "SILENT_SECONDS", 3.0)
+    far.pulse_every(0.1)
+    stopped = list[int]()
+
+    def stop() -> None:
+        stopped.extend(far.agents())
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+
+    with in_process():
+        assert tune(asked(model, "stopped", on=far.on, machine=machine), When({2: stop})).history == history
+    assert stopped
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    far.clean()
+
+
+def test_a_message_that_nobody_reads_ends_with_a_reason(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SILENT_SECONDS", 4.0)
+    far.pulse_every(0.1)
+    connection = connections.Connection(Destination.parsed(far.on))
+    (agent,) = far.agents()
+    os.kill(agent, signal.SIGSTOP)
+    with pytest.raises(LinkLostError, match="nothing has come from there for 4 s"):
+        connection.send(0, "content", ("digest", np.zeros(10**7)))
+    os.kill(agent, signal.SIGCONT)
+    connection.close()
     far.clean()
 
 
@@ -316,19 +390,20 @@ def nothing_is_left(far: Far, folder: Path) -> None:
     assert not [*folder.glob(".qdqtune-*")]
 
 
-@pytest.mark.parametrize("trials", [0, 3])
 def test_a_killed_driver_leaves_nothing_on_either_side_and_the_run_goes_on(
-    far: Far, expected: tuple[Path, tuple[Trial, ...]], trials: int
+    far: Far, expected: tuple[Path, tuple[Trial, ...]], machine: MachineFacts
 ) -> None:
     model, history = expected
-    name = f"driver_{trials}"
-    driver, state = started(far, model, name), model.parent / name / "autotuner_state.yaml"
-    until(lambda: driver.poll() is not None or (far.engines() and known(state) >= trials))
-    assert driver.poll() is None
-    driver.kill()
-    driver.wait()
-    nothing_is_left(far, model.parent / name)
-    assert tune(asked(model, name, on=far.on, machine=facts_of(far.on))).history == history
+    state = model.parent / "driver" / "autotuner_state.yaml"
+    for trials in (0, 3):
+        driver = started(far, model, "driver")
+        until(lambda: driver.poll() is not None or (far.engines() and known(state) >= trials))  # noqa: B023
+        assert driver.poll() is None
+        driver.kill()
+        driver.wait()
+        nothing_is_left(far, model.parent / "driver")
+    with in_process():
+        assert tune(asked(model, "driver", on=far.on, machine=machine)).history == history
     far.clean()
 
 
@@ -374,3 +449,21 @@ def test_what_a_machine_left_that_died_is_removed_by_the_next_connection(far: Fa
     (left / "temporary-files-of-qdqtune").touch()
     assert facts_of(far.on).where == "board"
     until(lambda: not left.exists())
+
+
+def test_what_was_proven_is_verified_on_another_machine(far: Far, tuned: Path, call: Callable[..., Any]) -> None:
+    samples = tuned.with_suffix(".npz")
+    code, out, err = call("verify", tuned.parent / "out", "--on", far.on, "--calibration-data", samples)
+    assert code == 0
+    assert " as fast as float on board (proven: " in out.splitlines()[-1]
+    assert "run and timed on board" in err
+    far.clean()
+
+
+def test_layers_are_those_of_the_other_machine(far: Far, tuned: Path, call: Callable[..., Any]) -> None:
+    code, out, _ = call("layers", tuned, "--engine", "fake", "--on", far.on, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["engine"] == "fake on board"
+    assert found["layers"] == json.loads(call("layers", tuned, "--engine", "fake", "--json")[1])["layers"]
+    far.clean()

@@ -7,10 +7,13 @@ import pytest
 
 from models import build, normal
 from qdqtune.engines import EngineSpec
+from qdqtune.errors import EngineUnavailable
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.result import Result
+from qdqtune.tuning.subgraphs import profiler
 from runs import mixed, settings, write
+from workers import Build, InProcess, Workers
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -48,3 +51,47 @@ def test_groups_that_do_not_build_are_listed_and_skipped(tmp_path: Path) -> None
     assert "no implementation" in rows["softmax"].why
     assert not rows["softmax"].kept
     assert result.improved
+
+
+def test_a_worker_that_is_lost_while_groups_are_timed_is_ended(
+    tmp_path: Path, eight_cores: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, ended = list[InProcess](), list[InProcess]()
+    answer, kill = InProcess.request, InProcess.kill
+
+    def request(self: InProcess, name: str, *asked: Any) -> tuple[bool, Any]:
+        if name == "build" and asked[0][1].parent.name == "subgraphs" and not lost:
+            lost.append(self)
+            return False, EngineUnavailable("its driver is gone")
+        return answer(self, name, *asked)
+
+    def killed(self: InProcess) -> None:
+        ended.append(self)
+        kill(self)
+
+    monkeypatch.setattr(InProcess, "request", request)
+    monkeypatch.setattr(InProcess, "kill", killed)
+    assert subgraph_run(tmp_path, workers=2).improved
+    assert lost
+    assert lost[0] in ended
+
+
+def test_a_group_that_is_timed_when_the_time_is_over_ends_with_the_scheme_in_hand(
+    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = [False]
+    monkeypatch.setattr(profiler.time, "monotonic", lambda: 1e9 * late[0])
+
+    def refused(built: Build) -> None:
+        late[0] |= built.path.parent.name == "subgraphs" and "." in built.path.stem
+
+    workers.refused = refused
+    result = subgraph_run(tmp_path, time_budget=1e6)
+    groups = [built.path.name for built in workers.builds if built.path.parent.name == "subgraphs"]
+    assert len(groups) == 2  # the group in float, and one scheme
+    assert any(row.why == "no time was left" for row in result.recorded.rows)
+    assert any(note.startswith("`time_budget` had no room to time") for note in result.notes)
+    workers.builds.clear()
+    again = subgraph_run(tmp_path, time_budget=1e6)
+    assert workers.builds
+    assert len(again.history) >= len(result.history)

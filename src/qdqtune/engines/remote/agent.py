@@ -2,8 +2,9 @@
 
 It says first what machine this is. Then it reads messages `(number of a worker, kind, content)` from its standard
 input: "start" a worker, a "request" for it, "stop" it; "content" to keep for all workers, and "ping". It answers with
-`(number, result or QdqtuneError)`. When the input ends, or nothing has come for `SILENT_SECONDS`, it ends all engine
-processes and removes its files; if it is killed, the engine processes and the cleaner notice.
+`(number, result or QdqtuneError)`, and says every `PULSE_SECONDS` that it lives. When the input ends, or nothing has
+come for `SILENT_SECONDS`, it ends all engine processes and removes its files; if it is killed, the engine processes and
+the cleaner notice.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ GREETING = b"qdqtune is here: "
 SILENT_SECONDS = 120.0
 """After so long without a message the other side is lost, though the connection seems to stand. Chosen, not
 measured."""
+
+PULSE_SECONDS = 10.0
+"""How often each side tells the other that it lives. Chosen, not measured."""
 
 CLOSING_SECONDS = 5.0
 """How long workers may take to remove their files before the cleaner does. Chosen, not measured."""
@@ -153,7 +157,8 @@ def main() -> None:
     writes.flush()
     cleaner().start()
     scratch = temporary_folder()
-    threading.Thread(target=_watch, args=(pipe,), daemon=True).start()
+    for endless in (_watch, _pulse):
+        threading.Thread(target=endless, args=(pipe,), daemon=True).start()
     serve(pipe, scratch.path)
     scratch.close()
     sys.stderr.flush()
@@ -165,6 +170,14 @@ def _watch(pipe: Pipe) -> None:
     while time.monotonic() - pipe.heard < SILENT_SECONDS:
         time.sleep(SILENT_SECONDS / 10)
     os._exit(1)
+
+
+def _pulse(pipe: Pipe) -> None:
+    """Tell the other side that this one lives, whatever its other threads do."""
+    with suppress(OSError):
+        while True:
+            time.sleep(PULSE_SECONDS)
+            pipe.send((0, None))
 
 
 if __name__ == "__main__":

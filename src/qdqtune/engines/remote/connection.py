@@ -26,7 +26,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import ANYWHERE, LEASE_SECONDS, Device
 from qdqtune.engines.execution import CHECK_SECONDS, Check
 from qdqtune.engines.machine import MachineFacts
-from qdqtune.engines.remote.agent import GREETING, SILENT_SECONDS
+from qdqtune.engines.remote.agent import GREETING, PULSE_SECONDS, SILENT_SECONDS
 from qdqtune.engines.remote.files import Sender
 from qdqtune.engines.remote.messages import Pipe, Reply, WorkerLocation
 from qdqtune.engines.remote.worker import NETWORK_SECONDS, LinkLostError, RemoteWorker
@@ -145,7 +145,9 @@ class Connection:
         except BaseException:
             self.close()
             raise
-        threading.Thread(target=self._ping, daemon=True).start()
+        self._pipe.heard = time.monotonic()
+        for endless in (self._ping, self._watch):
+            threading.Thread(target=endless, daemon=True).start()
         self.sender = Sender(self._store, LEAST_PROTO)
 
     def _greeting(self) -> tuple[MachineFacts, str]:
@@ -185,14 +187,31 @@ class Connection:
             pass
         except (UnpicklingError, ValueError, TypeError, AttributeError) as error:
             reason = f"what came from there is no answer: {one_line(error)}"
-        self.lost = next((text for text in reversed(self._printed) if not NOISE.search(text)), reason)
+        self.lost = self._why_lost(reason)
         for answers in list(self._answers.values()):
             answers.put(None)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the other side says nothing any more, not even that it lives: its program has been stopped, say."""
+        return time.monotonic() - self._pipe.heard > SILENT_SECONDS
+
+    def _why_lost(self, otherwise: str) -> str:
+        if self.is_silent:
+            return f"nothing has come from there for {SILENT_SECONDS:g} s"
+        return next((text for text in reversed(self._printed) if not NOISE.search(text)), otherwise)
+
     def _ping(self) -> None:
-        while not self._closing.wait(SILENT_SECONDS / 12) and self.lost is None:
+        while not self._closing.wait(PULSE_SECONDS) and self.lost is None:
             with suppress(OSError, ValueError):
                 self._pipe.send((0, "ping", None))
+
+    def _watch(self) -> None:
+        """End the connection if the other side is silent, which ends what waits for it to read or to answer."""
+        while not self._closing.wait(min(PULSE_SECONDS, SILENT_SECONDS) / 10) and self.lost is None:
+            if self.is_silent:
+                end_group(self._way.pid)
+                return
 
     def _store(self, digest: str, values: Any) -> str:
         self.send(0, "content", (digest, values))
@@ -212,7 +231,7 @@ class Connection:
             self._pipe.send((number, kind, content))
         except (OSError, ValueError) as error:
             self._way.poll()
-            raise LinkLostError(self.lost or one_line(error)) from error
+            raise LinkLostError(self.lost or self._why_lost(one_line(error))) from error
 
     def answer(self, number: int, seconds: float, check: Check | None) -> Any:
         """The next answer of a worker. What `check` raises ends the wait.

@@ -26,7 +26,7 @@ from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subgraphs import groups
 from qdqtune.tuning.subgraphs.groups import Grouping, Resolved, resolve
-from qdqtune.tuning.subgraphs.profiler import GroupKind, Profiler
+from qdqtune.tuning.subgraphs.profiler import NO_TIME, GroupKind, Profiler
 from qdqtune.tuning.subject import Subject
 from qdqtune.types import Layer, Placement, Trial
 
@@ -90,6 +90,15 @@ class Profiled:
     notes: tuple[str, ...] = ()
     builds: int = 0
     engine_seconds: float = 0.0
+
+    @property
+    def shortfall(self) -> str | None:
+        """What to tell the user if there was no time for all groups."""
+        profiles = self.search.selection.profiles.values()
+        if not (late := sum(one.failures.get("") == NO_TIME for one in profiles)):
+            return None
+        untimed = f"{late} of {len(profiles)} groups alone in every form"
+        return f"`time_budget` had no room to time {untimed}: with more time the same command goes on from there"
 
     def summary(self) -> dict[str, Any]:
         """The keys of summary.json about all groups."""

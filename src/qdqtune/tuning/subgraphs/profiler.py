@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import RLock
@@ -54,6 +54,9 @@ HOPELESS_SHARE = 0.98
 
 AT_ONCE = 2**28
 """Bytes of inputs of groups that are held at a time. Chosen, not measured."""
+
+NO_TIME = "no time was left"
+"""Why a group has no time, or not those of all its schemes."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ class Profiler:
             with closing(self._pool.results(jobs)) as results:
                 for number, is_measured in results:
                     kind = batch[number].kind
-                    late = Profile(kind.each_ms, (), {"": "no time was left"})
+                    late = Profile(kind.each_ms, (), {"": NO_TIME})
                     with self._writing:
                         known(kind, self._recorded(batch[number]) if is_measured else late)
                     if len(self._pool) > 1:
@@ -187,11 +190,15 @@ class Profiler:
         report: Callable[[GroupKind], None],
     ) -> bool:
         """Measure a part on one device, unless the deadline has passed; gives whether it was measured."""
-        if deadline is not None and time.monotonic() > deadline:
+
+        def is_late() -> bool:
+            return deadline is not None and time.monotonic() > deadline
+
+        if is_late():
             return False
         report(part.kind)
         runner.feed({name: values[name] for name in part.model.inputs})
-        self._measure(part, runner)
+        self._measure(part, runner, is_late)
         return True
 
     def _name(self, kind: GroupKind) -> str:
@@ -250,7 +257,9 @@ class Profiler:
                 result = None if record.result is None else record.result.result
                 answers.append(SchemeResult(name, part.schemes[name], result, record.layers))
                 self.builds += 1
-        return profile_of(part.model, base.layers, answers)
+        profile = profile_of(part.model, base.layers, answers)
+        is_whole = len(answers) == len(part.schemes)
+        return profile if is_whole else replace(profile, failures={**profile.failures, "": NO_TIME})
 
     # ---- the engine
 
@@ -280,8 +289,9 @@ class Profiler:
         feed, budget = self._subject.feed, self._budget
         return fed | (values_on(self._subject.shaped, made, feed, budget, self._execution) if made else {})
 
-    def _measure(self, part: _Part, runner: Runner) -> None:
-        """Measure the float form of a part and its schemes, except what the state file already has."""
+    def _measure(self, part: _Part, runner: Runner, is_late: Callable[[], bool]) -> None:
+        """Measure the float form of a part and its schemes until it `is_late`, except what the state file already
+        has."""
         with self._writing:
             self._constants.save(part.model, part.path)
         handle = _loaded(runner, part.path)
@@ -297,6 +307,8 @@ class Profiler:
             return
         inserter = Inserter(part.model, self._subject.ranges, self._subject.numbers)
         for name, key in self._keys(part).items() if base.failure is None else ():
+            if is_late():
+                break
             if self._store.get(SchemeRecord, key) is None:
                 path = part.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', name)}.onnx")
                 with self._writing:
