@@ -22,6 +22,14 @@ def test_a_busy_machine_is_noted_before_the_run(load: float, threads: int, is_bu
     assert note is None or f"({load:.1f} processes want the 2 cores of this machine beside this run)" in note
 
 
+def test_a_busy_machine_is_not_noted_where_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "load", lambda: 500.0)
+    assert advice.busy(EngineSpec("onnxruntime")) is not None
+    assert advice.busy(EngineSpec("fake")) is None
+    monkeypatch.setattr(advice, "is_simulated", lambda name, machine: True)
+    assert advice.busy(EngineSpec("onnxruntime")) is None
+
+
 def test_more_threads_than_cores_are_noted() -> None:
     note = advice.busy_with(4, 2, 2, 0.0)
     assert str(note).startswith("`threads` 4 is more than the 2 cores that this process may use:")

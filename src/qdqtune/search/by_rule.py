@@ -8,8 +8,8 @@ then in single ones, as long as it holds; the result is built. Outputs of the en
 rounding, so where it misses the limit, or has room left, the limit for ONNX Runtime follows.
 
 Where that says nothing, the cheapest placements are built by bisection: the noise that sums predict is right in order,
-if not in size. At the end parts of the best placement get fewer bits, many at once and then single ones, those first
-that save the most for the noise they bring.
+if not in size. At the end single parts of the best placement get fewer bits, those first that save the most for the
+noise they bring.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from math import isfinite, sqrt
 import numpy as np
 
 from qdqtune.search import best_of
-from qdqtune.search.costs.rule_costs import EIGHT, SIXTEEN, Labels, NoiseOfBits, RuleCosts
+from qdqtune.search.costs.rule_costs import EIGHT, FLOAT, SIXTEEN, Labels, NoiseOfBits, RuleCosts
 from qdqtune.timing.limits import failure
 from qdqtune.types import Placement, Proposal, Trial
 
 ALL_8, ALL_16, BY_RULE, NARROWED = "8 bits", "16 bits", "cut by rule", "narrowed"
 """Origins of proposals: everything in 8 bits, and in 16; the cheapest at a price on noise, or what became of it on ONNX
-Runtime; the best so far with parts in fewer bits."""
+Runtime; the best so far with a part in fewer bits."""
 
 AIMS = 6
 """The most placements from ONNX Runtime that are built. Chosen, not measured."""
@@ -203,9 +203,8 @@ class RuleSearch:
     # ------------------------------------------------ one part after the other
 
     def _narrowed(self, costs: RuleCosts, history: Sequence[Trial]) -> Iterator[Proposal]:
-        """The best placement with parts in fewer bits: all, half of them (quieter or neighbouring ones), a quarter and
-        so on to single ones, those first that save the most bytes for the noise; without placements that miss the limit
-        if their noise exceeds that on ONNX Runtime by as much as the best one's does."""
+        """The best placement with one part in fewer bits, the most bytes saved for the noise first; without those that
+        miss the limit if their noise exceeds that on ONNX Runtime by as much as the best one's does."""
         if not (best := best_of(history)):
             return
         expected = self.simulate(best) if self.limit is not None else None
@@ -213,29 +212,21 @@ class RuleSearch:
         most = self.limit * expected / measured if self.limit and expected and measured else np.inf
         base = costs.labels(best)
         before, noisy = costs.total(base), costs.noise(base, self.noise)
-        ranked: set[tuple[int, float, Labels]] = set()
-        for fewer in (EIGHT, SIXTEEN):
-            able = [n for n, part in enumerate(costs.parts) if base[n] > fewer and costs.allows(part, fewer)]
-            single = {n: costs.noise(_with(base, (n,), fewer), self.noise) for n in able}
-            for group in (*_halves(sorted(able, key=single.__getitem__)), *_halves(able)):
-                labels = _with(base, group, fewer)
+        ranked: list[tuple[float, int, Labels]] = []
+        for number, (part, label) in enumerate(zip(costs.parts, base, strict=True)):
+            for fewer in {SIXTEEN: (EIGHT,), FLOAT: (EIGHT, SIXTEEN)}.get(label, ()):
+                if not costs.allows(part, fewer):
+                    continue
+                labels = _with(base, (number,), fewer)
                 saved = before - costs.total(labels)
                 more = max(costs.noise(labels, self.noise) - noisy, 1e-12)
                 if saved > 0:
-                    ranked.add((-len(group), -saved / more, labels))
+                    ranked.append((-saved / more, number, labels))
         for _, _, labels in sorted(ranked):
             proposal = self._proposal(costs, NARROWED, labels)
             noise = self.simulate(proposal.placement) if isfinite(most) else None
             if noise is None or noise <= most:
                 yield proposal
-
-
-def _halves(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    """All numbers, the halves of them, their quarters and so on, down to single ones."""
-    size = 2 * len(numbers)
-    while size > 1:
-        size = (size + 1) // 2
-        yield from (numbers[first : first + size] for first in range(0, len(numbers), size))
 
 
 def _with(labels: Labels, numbers: Sequence[int], label: int) -> Labels:

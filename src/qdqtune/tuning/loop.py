@@ -48,7 +48,7 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
     with prepared(settings, observer, check) as ready:
         if (before := recalled(ready)) is not None:
             return before
-        if settings.is_timed and (note := advice.busy(settings.engine, settings.machine)) is not None:
+        if (note := advice.busy(settings.engine, settings.machine)) is not None:
             observer.note(note)
         if note := ready.store.measuring_on("" if settings.machine is None else settings.machine.where):
             observer.note(note)
