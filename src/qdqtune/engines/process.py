@@ -87,7 +87,6 @@ class WorkerProcess:
             EngineUnavailable: another process has the device, or the system starts no process.
             OutputError: the log cannot be written.
         """
-        cleaner().start()
         with leased(device) as held, pinned(device.cores):
             self._launch(log, held, device.environment)
 
@@ -100,6 +99,7 @@ class WorkerProcess:
                 output = stack.enter_context(log.open("ab"))
             self._log_start = output.tell()
             try:
+                cleaner().start()
                 ours, theirs = map(undo.enter_context, socket.socketpair())
                 # A process group of its own: Ctrl-C in a terminal does not reach the worker, and one kill ends it with
                 # all that the engine has started.

@@ -129,14 +129,23 @@ class Cleaner:
                 self._send(place)
 
     def start(self) -> None:
-        """Start the program unless it runs. It ends shortly after this process does."""
+        """Start the program unless it runs. It ends shortly after this process does.
+
+        Raises:
+            OSError: the system starts no process.
+        """
         with self._lock:
             if self._pipe is not None:
                 return
-            program = python("-I", "-S", "-c", PROGRAM, HOME)
-            reads, self._pipe = os.pipe()
-            operating_system.in_background(program, reads)
-            os.close(reads)  # the process has ended, and its child goes on without a parent
+            reads, writes = os.pipe()
+            try:
+                operating_system.in_background(python("-I", "-S", "-c", PROGRAM, HOME), reads)
+            except BaseException:
+                os.close(writes)
+                raise
+            finally:
+                os.close(reads)  # the process has ended, and its child goes on without a parent
+            self._pipe = writes
             self._send(b"".join(self._places))
 
     def _send(self, places: bytes) -> None:
