@@ -12,6 +12,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
@@ -300,12 +301,13 @@ def imported(code: str) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def installed_with_the_package() -> set[str]:
+@cache
+def installed_with_the_package() -> frozenset[str]:
     """Top-level modules that `pip install .` brings: of Python, of the package and of its dependencies."""
     names = {re.split(r"[<>=;\[ ]", line)[0].lower().replace("_", "-") for line in PROJECT["dependencies"]}
     found = packages_distributions().items()
     modules = {module for module, holders in found if names & {name.lower().replace("_", "-") for name in holders}}
-    return {"qdqtune", *sys.stdlib_module_names, *modules}
+    return frozenset({"qdqtune", *sys.stdlib_module_names, *modules})
 
 
 def options_of_commands() -> Iterator[str]:
