@@ -9,6 +9,8 @@ if sys.dont_write_bytecode:  # or each of the many processes of a run compiles a
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of NumPy: several spin where each core has its tests
+
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
