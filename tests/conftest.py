@@ -9,9 +9,12 @@ if sys.dont_write_bytecode:  # or each of the many processes of a run compiles a
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of NumPy: several spin where each core has its tests
+
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +22,7 @@ from hypothesis import HealthCheck, settings
 from command_lines import QUICK
 from qdqtune.cli import main
 from qdqtune.engines import devices
+from qdqtune.engines.runner import Runner
 from runs import mixed, write
 from workers import Workers, in_process
 
@@ -44,6 +48,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are proven at the threads of the search alone: no test opens all cores."""
     monkeypatch.setattr("qdqtune.commands.tune.usual_threads", lambda: 1)
+
+
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real engines run for a millisecond a turn: what they take means nothing where others share the cores."""
+    rounds = Runner.rounds
+
+    def shortly(*runner_and_builds: Any, turn_seconds: float, **how: Any) -> Any:
+        return rounds(*runner_and_builds, turn_seconds=min(turn_seconds, 0.001), **how)
+
+    monkeypatch.setattr(Runner, "rounds", shortly)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def unsafe_files() -> Iterator[None]:
+    """No file is flushed to the disk, which can take longer than all else in a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ def blocks(text: str) -> list[Block]:
 
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ONNX Runtime compute what the fake engine gives out: it takes milliseconds. It fuses nothing, since fused
-    products of 8 bits saturate on some processors. Numbers are fitted on the fewest samples, in the fewest parts.
+    products of 8 bits saturate on some processors. Numbers are fitted on the fewest samples, in the fewest parts, and
+    channels are left as they are.
     """
 
     options = onnxruntime.SessionOptions()
@@ -100,6 +102,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FakeModel, "run", run)
     monkeypatch.setattr("qdqtune.numerics.fitting.WORK", 0)
+    monkeypatch.setattr("qdqtune.numerics.fitting.paying_factors", lambda *_: ())
     monkeypatch.setattr("qdqtune.numerics.sensitivity.EFFORT", Effort(samples=1))
 
 
@@ -300,12 +303,13 @@ def imported(code: str) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def installed_with_the_package() -> set[str]:
+@cache
+def installed_with_the_package() -> frozenset[str]:
     """Top-level modules that `pip install .` brings: of Python, of the package and of its dependencies."""
     names = {re.split(r"[<>=;\[ ]", line)[0].lower().replace("_", "-") for line in PROJECT["dependencies"]}
     found = packages_distributions().items()
     modules = {module for module, holders in found if names & {name.lower().replace("_", "-") for name in holders}}
-    return {"qdqtune", *sys.stdlib_module_names, *modules}
+    return frozenset({"qdqtune", *sys.stdlib_module_names, *modules})
 
 
 def options_of_commands() -> Iterator[str]:

@@ -436,7 +436,7 @@ def export_output(path, flags, sizes, model):
     with open(path, "w") as file:
         file.write("[\n")
         for i, (name, array) in enumerate(zip(evaluator.output_names, evaluator.run(None, inputs), strict=True)):
-            values = ", ".join(f"{v:g}" for v in np.asarray(array, float).reshape(-1))
+            values = ", ".join(map("{:g}".format, np.asarray(array, float).reshape(-1).tolist()))
             dims = "x".join(map(str, np.shape(array)))
             file.write(f'{", " if i else "  "}{{ "name" : "{name}"\n  , "dimensions" : "{dims}"\n'
                        f'  , "values" : [ {values} ]\n  }}\n')  # fmt: skip

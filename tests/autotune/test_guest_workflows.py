@@ -30,6 +30,8 @@ from runs import cost, mixed, write
 from trtexec_stand_in import stand_in
 from workers import Workers
 
+pytestmark = pytest.mark.usefixtures("workers")
+
 
 def quantized(path: Path) -> set[str]:
     """The nodes that read a pair."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,15 @@ from qdqtune.calibration.scales import Calibration, Range
 from qdqtune.errors import BadData
 from qdqtune.graph.loading import identities, load
 from qdqtune.graph.model import Model
+from workers import in_process
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_processes() -> Iterator[None]:
+    """ONNX Runtime calibrates in this process, for Hypothesis takes no `workers` that end with each test."""
+    with in_process():
+        yield
+
 
 LAYERS = st.lists(st.sampled_from(["conv", "relu", "pool", "sigmoid", "reshape", "identity"]), min_size=12, max_size=40)
 

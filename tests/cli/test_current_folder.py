@@ -29,13 +29,24 @@ COMMANDS = {
     "quantize": f"quantize a.onnx --calibration-data user:samples --evaluate user:score -o q {RANGES}",
     "run": "run one.yaml",
     "run, side by side": "run jobs.yaml --workers 2",
-    "tune, of several": f"tune a.onnx b.onnx -o out {QUICK}",
     "tune, side by side": f"tune a.onnx -o out {QUICK} --workers 2",
     "tune, on a cluster": f"tune a.onnx -o out {QUICK} --ray local --workers 1",
     "tune": f"tune a.onnx -o out {QUICK} --calibration-data user:samples --evaluate user:score",
     "verify": "verify ran --calibration-data user:samples",
 }
 """Every command that starts processes; those that take functions of the user, with functions."""
+IN_ONE_PROCESS = ("apply", "build", "check", "compare", "debug", "layers", "run", "doctor")
+"""Commands that put nothing on the search path: one process runs them in turn, each with the processes that it starts.
+"""
+IN_TURN = """
+import sys
+from qdqtune.cli import main
+for command in sys.argv[1:]:
+    try:
+        main.main(command.split())
+    except SystemExit as end:
+        assert end.code in (0, 3, 4), command
+"""
 START_NONE = {"completion", "explain", "inspect", "report", "rules", "skill"}
 USER = """
 import numpy as np
@@ -51,10 +62,10 @@ def score(predict):
 """
 
 
-def ours(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A command as it is installed: that has no current folder on its search path, as `python -m` has without -P."""
-    words = [sys.executable, "-P", "-m", "qdqtune", *command.split()]
-    return subprocess.run(words, env=environment(), cwd=folder, capture_output=True, text=True, check=False)
+def ours(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Commands as they are installed: they have no current folder on the search path, as `python -m` has without -P."""
+    command = [sys.executable, "-P", *words]
+    return subprocess.run(command, env=environment(), cwd=folder, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="session")
@@ -64,9 +75,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("base")
     write(mixed(), here, "a")
     write(hopeless(), here, "b")
-    ours(f"quantize a.onnx --calibration-data a.npz -o q8.onnx {RANGES}", here).check_returncode()
-    ran = f"tune a.onnx -o ran --engine fake --builds 4 --no-report --price-cache none {RANGES}"
-    ours(f"{ran} --calibration-data a.npz", here).check_returncode()
+    made = f"quantize a.onnx --calibration-data a.npz -o q8.onnx {RANGES}"
+    ran = f"tune a.onnx -o ran {QUICK.replace('--builds 2', '--builds 4')} --calibration-data a.npz"
+    ours(here, "-c", IN_TURN, made, ran).check_returncode()
     (here / "placement.yaml").write_text("{version: 1, engine: fake, quant_type: int8, edges: []}")
     quick = {"engine": "fake", "builds": 2, "report": False, "price-cache": "none"}
     quick |= {"calibration-method": "minmax", "bias-correction": False}
@@ -100,15 +111,18 @@ def test_every_command_is_known_here() -> None:
     assert {name.partition(",")[0] for name in COMMANDS} | START_NONE == set(app.commands)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=on_all_cores if "--workers" in words else ()) for n, words in COMMANDS.items()]
-)
+@pytest.mark.parametrize("name", [
+    pytest.param(n, marks=on_all_cores if "--workers" in words else pytest.mark.xdist_group("current folder"))
+    for n, words in {"in turn": "", **COMMANDS}.items() if n not in IN_ONE_PROCESS
+])  # fmt: skip
 def test_no_process_executes_what_lies_in_the_current_folder(name: str, folder: Path) -> None:
-    if "--ray" in COMMANDS[name] and importlib.util.find_spec("ray") is None:
+    command = COMMANDS.get(name, "")
+    if "--ray" in command and importlib.util.find_spec("ray") is None:
         pytest.skip("needs Ray")
-    if "--workers 2" in COMMANDS[name] and len(devices.physical_cores()) < 2:
+    if "--workers 2" in command and len(devices.physical_cores()) < 2:
         pytest.skip("two workers want two cores")
-    done = ours(COMMANDS[name], folder)
+    each = [COMMANDS[other] for other in IN_ONE_PROCESS]
+    done = ours(folder, *(("-m", "qdqtune", *command.split()) if command else ("-c", IN_TURN, *each)))
     executed = folder.parent / "executed"
     assert not executed.exists(), executed.read_text()
     assert done.returncode in (0, 3, 4), done.stderr

@@ -269,7 +269,7 @@ def test_a_defect_is_code_70_with_its_traceback(monkeypatch, call):
     assert err.splitlines()[-1].startswith("error: this is a defect of qdqtune")
 
 
-SLOW = ("--engine", "fake", "--builds", "12", "--engine-option", "build_seconds=0.2", "--calibration-method", "minmax",
+SLOW = ("--engine", "fake", "--builds", "12", "--engine-option", "build_seconds=0.1", "--calibration-method", "minmax",
         "--no-bias-correction", "--no-report")  # fmt: skip
 
 

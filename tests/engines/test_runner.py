@@ -33,6 +33,11 @@ QUANTIZED = quantized_conv_model(NumericFormat(QType.INT8, QType.INT8, symmetric
 ROUNDS: dict[str, Any] = {"seed": 3, "first_round": 0, "turn_seconds": 0.0, "warmup": 0}
 
 
+@pytest.fixture(autouse=True)
+def short_turns() -> None:
+    """Turns are as long as the tests ask for."""
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> SimpleNamespace:
     """Four models on disk, two of them with pairs."""

@@ -5,7 +5,6 @@ from math import log, sqrt
 
 import numpy as np
 import pytest
-from scipy.optimize import minimize_scalar
 
 from qdqtune.numerics.losses import LEAST_CHANGED, Z2, Score, can_tell, few_changed, loss_high, samples_to_tell
 
@@ -20,6 +19,8 @@ def hits(*, lost: int, won: int, count: int, name: str = "top1") -> tuple[Score,
 @pytest.mark.parametrize(("lost", "won", "count"), [(3, 1, 50), (9, 2, 50), (1, 0, 30), (0, 2, 40), (12, 12, 400)])
 def test_the_score_interval_ends_where_the_score_is_z(lost: int, won: int, count: int) -> None:
     """The nuisance share is found by maximizing the likelihood, not by the closed formula."""
+    from scipy.optimize import minimize_scalar  # slow to import
+
     high = loss_high(*hits(lost=lost, won=won, count=count))
     assert high is not None
 

@@ -69,8 +69,7 @@ def slow_run(model: Path, workers: Workers, each: float, budget: float, **more: 
     return tune(settings(model, **usual | more, time_budget=budget), notes), notes
 
 
-@pytest.mark.parametrize("each", [0.01, 0.2, 1.0, 3.8])
-@pytest.mark.parametrize("budget", [120.0, 1200.0])
+@pytest.mark.parametrize(("each", "budget"), [(0.01, 120.0), (0.2, 120.0), (1.0, 120.0), (3.8, 120.0), (3.8, 1200.0)])
 def test_a_time_budget_bounds_the_whole_run(model, clock, workers, each, budget):
     result, _ = slow_run(model, workers, each, budget)
     assert clock.now - 1000.0 <= budget
@@ -82,7 +81,7 @@ THREADS = {"engine": EngineSpec("fake", {"threads": 1}), "deploy_threads": (1, 4
 
 
 @pytest.mark.parametrize("more", [{"min_sqnr": 45.0}, {"mode": "region"}, FRONT, THREADS, THREADS | FRONT])
-@pytest.mark.parametrize("budget", [60.0, 150.0, 600.0])
+@pytest.mark.parametrize("budget", [60.0, 150.0])
 def test_a_time_budget_bounds_noise_and_other_modes(model, clock, workers, budget, more):
     result, _ = slow_run(model, workers, 0.2, budget, **more)
     assert clock.now - 1000.0 <= budget

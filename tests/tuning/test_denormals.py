@@ -25,7 +25,6 @@ from qdqtune.types import Accuracy, Measurement
 from runs import mixed, settings, write
 from workers import Workers
 
-ENGINES = ["onnxruntime", "openvino"]
 FASTER = [0.05, 0.04, 0.06] * 4
 
 
@@ -71,7 +70,7 @@ def test_only_a_clear_gain_with_equal_outputs_decides(
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="ONNX Runtime and OpenVINO set this on x86 only")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
 @pytest.mark.parametrize("as_zero", [False, True])
 def test_the_option_reaches_the_sessions_of_the_worker(engine: str, as_zero: bool, tmp_path: Path) -> None:
     pytest.importorskip(engine)
@@ -84,11 +83,9 @@ def test_the_option_reaches_the_sessions_of_the_worker(engine: str, as_zero: boo
     np.testing.assert_allclose(outputs[0]["y"], 0.0 if as_zero else 1e-10, rtol=1e-3)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_was_measured_is_kept_and_taken_again(engine: str, tmp_path: Path) -> None:
-    pytest.importorskip(engine)
+def test_what_was_measured_is_kept_and_taken_again(tmp_path: Path) -> None:
     with (
-        prepared(asked(tmp_path, engine, decayed()), Silent()) as ready,
+        prepared(asked(tmp_path, "onnxruntime", decayed()), Silent()) as ready,
         written_once(ready) as constants,
     ):
         first = with_denormals_as_zero(ready, constants)
@@ -102,10 +99,8 @@ def test_what_was_measured_is_kept_and_taken_again(engine: str, tmp_path: Path) 
         assert ("denormals_as_zero" in ready.runner.describe()) is record.as_zero
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_run_with_denormals_as_zero_says_so_wherever_it_tells_the_result(engine: str, tmp_path: Path) -> None:
-    pytest.importorskip(engine)
-    settings = asked(tmp_path, engine, decayed())
+def test_a_run_with_denormals_as_zero_says_so_wherever_it_tells_the_result(tmp_path: Path) -> None:
+    settings = asked(tmp_path, "onnxruntime", decayed())
     with prepared(settings, Silent()) as ready:
         ready.store.put(DenormalsRecord(as_zero=True, note="all models ran so"))
     result = tune(settings)

@@ -55,8 +55,8 @@ def asked(model: Path, mode: str) -> Settings:
 def test_no_name_of_a_run_leads_out_of_its_folder(mode, finished, tmp_path, request):
     """Each kind of file and each folder that a run writes is a link to a file elsewhere, or lies behind one. Names of a
     kind differ in numbers and digests, and the first stands for all: all are checked in one loop."""
-    home, count = finished(mode), 0
-    victims = tmp_path / "victims"
+    home, count = shutil.copytree(finished(mode), tmp_path / "home"), 0
+    model, victims, aside = home / "model.onnx", tmp_path / "victims", tmp_path / "aside"
     (victims / "folder").mkdir(parents=True)
     names = [path.relative_to(home / "out") for path in sorted((home / "out").rglob("*"))]
     kinds = {re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "#", str(name)): name for name in reversed(names)}
@@ -64,14 +64,13 @@ def test_no_name_of_a_run_leads_out_of_its_folder(mode, finished, tmp_path, requ
         for kind, link in LINKS.items():
             if kind == "hard" and not ((home / "out" / name).is_file() and is_appended(name)):
                 continue
-            shutil.copytree(home, tmp_path / "home", dirs_exist_ok=True)
-            model, place = tmp_path / "home" / "model.onnx", tmp_path / "home" / "out" / name
+            place = home / "out" / name
             (victims / "file").write_text("mine")
-            for inner in (home / "out" / name).rglob("*"):
+            for inner in place.rglob("*"):
                 (victims / "folder" / inner.name).write_text("mine")
             before = contents(victims)
             target = victims / ("folder" if place.is_dir() else "file")
-            shutil.rmtree(place) if place.is_dir() else place.unlink()
+            place.rename(aside)
             link(target, place)
             with pytest.raises(QdqtuneError) as error, OutputFolder(asked(model, mode)):
                 pass
@@ -79,7 +78,8 @@ def test_no_name_of_a_run_leads_out_of_its_folder(mode, finished, tmp_path, requ
             assert "\n" not in str(error.value)
             assert contents(victims) == before, (name, kind)
             assert not (victims / "nothing").exists()
-            shutil.rmtree(tmp_path / "home")
+            place.unlink()
+            aside.rename(place)
             count += 1
     request.node.add_report_section("call", "links", f"tune --mode {mode}: {count} links, all refused and untouched")
 

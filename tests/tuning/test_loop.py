@@ -39,7 +39,7 @@ from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.tuning.summary import read_summary
 from qdqtune.types import Failure, Measurement, Placement, Trial
 from runs import cost, hopeless, mixed, out, rows, settings, write
-from workers import Build, Workers
+from workers import Build, Workers, in_process
 
 SUMMARY = {
     "model", "engine", "mode", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "builds", "trials",
@@ -55,40 +55,51 @@ def never_slower(model: Path) -> None:
     assert cost(out(model, "optimized_final.onnx")) <= cost(out(model, "baseline.onnx")) <= 1.0001 * cost(model)
 
 
+@pytest.fixture(scope="module")
+def improved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of `result`, with the folder of its run beside it."""
+    return write(mixed(), tmp_path_factory.mktemp("improvement"))
+
+
+@pytest.fixture(scope="module")
+def result(improved: Path) -> Result:
+    with in_process():
+        return tune(settings(improved))
+
+
 @pytest.mark.usefixtures("workers")
 class TestAnImprovement:
-    @pytest.fixture
-    def result(self, model: Path, workers: Workers) -> Result:
-        return tune(settings(model))
+    """What one run finds and leaves."""
 
-    def test_it_is_shipped_near_the_best_that_there_is(self, model: Path, result: Result) -> None:
+    def test_it_is_shipped_near_the_best_that_there_is(self, improved: Path, result: Result) -> None:
         assert result.improved
-        assert cost(out(model, "optimized_final.onnx")) / cost(model) == pytest.approx(0.5007, rel=0.02)
+        assert cost(out(improved, "optimized_final.onnx")) / cost(improved) == pytest.approx(0.5007, rel=0.02)
 
-    def test_all_promised_files_are_there_and_no_candidate(self, model: Path, result: Result) -> None:
-        names = {p.name for p in (model.parent / "out").iterdir()}
+    def test_all_promised_files_are_there_and_no_candidate(self, improved: Path, result: Result) -> None:
+        names = {p.name for p in (improved.parent / "out").iterdir()}
         assert names == {"baseline.onnx", "optimized_final.onnx", "placement.yaml", "autotuner_state.yaml",
                          "autotuner_state_pattern_cache.yaml", "summary.json", "run.json", "logs",
                          "region_models", ".qdqtune", "deploy"}  # fmt: skip
         for name in ("baseline.onnx", "optimized_final.onnx"):
-            onnx.checker.check_model(out(model, name), full_check=True)
-        assert list((out(model, "logs")).glob("trial_*.log"))
-        for path in out(model, "region_models").glob("*.onnx"):
+            onnx.checker.check_model(out(improved, name), full_check=True)
+        assert list((out(improved, "logs")).glob("trial_*.log"))
+        for path in out(improved, "region_models").glob("*.onnx"):
             assert path.name.startswith("region_")
             assert is_quantized(load(path))
-        graph = load(model)
+        graph = load(improved)
         tuned = patterns.tunable(graph, patterns.group(graph, discovery.find(graph)))
         names = {f"region_{p.instances[0].id}_level_{p.instances[0].level}.onnx" for p in tuned}
-        assert {path.name for path in out(model, "region_models").glob("*.onnx")} == names
+        assert {path.name for path in out(improved, "region_models").glob("*.onnx")} == names
         own = {t.proposal.pattern for t in result.history if t.accepted and t.proposal.pattern}
         best = [p.instances[0] for p in tuned if p.digest not in own]
-        final = cost(out(model, "optimized_final.onnx"))
+        final = cost(out(improved, "optimized_final.onnx"))
         for region in best:
-            path = out(model, f"region_models/region_{region.id}_level_{region.level}.onnx")
+            path = out(improved, f"region_models/region_{region.id}_level_{region.level}.onnx")
             assert cost(path) == pytest.approx(final)
         assert 0 < len(best) < len(tuned)
 
-    def test_models_of_regions_are_there_as_soon_as_they_won(self, model: Path) -> None:
+    def test_models_of_regions_are_there_as_soon_as_they_won(self, tmp_path: Path) -> None:
+        model = write(mixed(), tmp_path)
         seen = list[int]()
 
         class Watcher(Silent):
@@ -98,42 +109,42 @@ class TestAnImprovement:
         tune(settings(model), Watcher())
         assert seen[0] == 0 < seen[-1]
 
-    def test_the_summary_has_every_key_and_agrees_with_the_files(self, model: Path, result: Result) -> None:
-        summary = json.loads(out(model, "summary.json").read_text())
+    def test_the_summary_has_every_key_and_agrees_with_the_files(self, improved: Path, result: Result) -> None:
+        summary = json.loads(out(improved, "summary.json").read_text())
         assert summary.keys() >= SUMMARY
-        assert summary["ratio"] == pytest.approx(cost(out(model, "optimized_final.onnx")) / cost(model))
+        assert summary["ratio"] == pytest.approx(cost(out(improved, "optimized_final.onnx")) / cost(improved))
         assert summary["ratio_low"] <= summary["ratio"] <= summary["ratio_high"] < 1
         assert summary["final_ms"] / summary["baseline_ms"] == pytest.approx(summary["ratio"])
-        assert summary["baseline_ms"] == pytest.approx(1e3 * cost(model))
+        assert summary["baseline_ms"] == pytest.approx(1e3 * cost(improved))
         assert summary["trials"] == len(result.history)
         assert summary["builds"] == 1 + sum(t.builds for t in result.history) <= 32
         assert summary["proof_builds"] == PROOF_BUILDS
-        quantized = [n for n in load(out(model, "optimized_final.onnx")).nodes if n.op == "DequantizeLinear"]
+        quantized = [n for n in load(out(improved, "optimized_final.onnx")).nodes if n.op == "DequantizeLinear"]
         assert summary["pairs"] == len(quantized)
         assert summary["mode"] == "region"
         assert summary["engine"]["engine"] == "fake"
         assert summary["output_sqnr_db"] > 20
 
-    def test_the_placement_file_says_what_is_in_the_model(self, model: Path, result: Result) -> None:
-        recorded = read_placement_file(out(model, "placement.yaml"))
+    def test_the_placement_file_says_what_is_in_the_model(self, improved: Path, result: Result) -> None:
+        recorded = read_placement_file(out(improved, "placement.yaml"))
         assert recorded.placement == result.placement == best_of(result.history)
         assert (recorded.engine, recorded.quant_type) == ("fake", "int8")
 
     def test_the_best_trial_was_accepted_and_each_one_was_faster_than_the_last(
-        self, model: Path, result: Result
+        self, improved: Path, result: Result
     ) -> None:
-        inserter = Inserter(load(model), ranges(load(model)), INT8)
+        inserter = Inserter(load(improved), ranges(load(improved)), INT8)
         accepted = [t for t in result.history if t.accepted]
         times = [latency(inserter.insert(t.placement).to_proto()) for t in accepted]
         assert times == sorted(times, reverse=True)
         assert all(t.against == before.placement for before, t in pairwise(accepted) if t.number - before.number > 4)
 
-    def test_the_same_call_again_measures_nothing_and_writes_the_same(self, model: Path, result: Result) -> None:
+    def test_the_same_call_again_measures_nothing_and_writes_the_same(self, improved: Path, result: Result) -> None:
         names = ("baseline.onnx", "optimized_final.onnx", "placement.yaml", "autotuner_state.yaml")
-        before = {name: out(model, name).read_bytes() for name in names}
+        before = {name: out(improved, name).read_bytes() for name in names}
         log = Log()
-        again = tune(settings(model), log)
-        assert {name: out(model, name).read_bytes() for name in names} == before
+        again = tune(settings(improved), log)
+        assert {name: out(improved, name).read_bytes() for name in names} == before
         assert again.history == result.history
         assert all(state.replayed for _, _, state in log.trials)
 

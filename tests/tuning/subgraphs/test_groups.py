@@ -19,6 +19,8 @@ from qdqtune.tuning.subgraphs import groups
 from qdqtune.tuning.subgraphs.groups import Resolved, borders, by_rules, extract, is_shape, resolve
 from qdqtune.types import Layer
 
+pytestmark = pytest.mark.usefixtures("workers")
+
 RESHAPED = """net (float[N,4,6] x, float[2,3] z) => (float[N,M,2] y) {
     [rows] s = Shape <start=0, end=1> (x)
     [wanted] t = Concat <axis=0> (s, minus, six)
