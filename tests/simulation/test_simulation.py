@@ -55,6 +55,12 @@ KEPT = {
         ((Fault("message", "cancel", 9),), (Fault("message", "delay", 16, 3),)),
         seed=41200,
     ),
+    "no room for the layers of a point of a front": Scenario(
+        World("front", noise=1), ((Fault("message", "no room", 108),),)
+    ),
+    "no room for the layers of the float model": Scenario(
+        World("subgraph", "refusing", noise=3), ((Fault("message", "no room", 16),),)
+    ),
     "each time that rounds are timed, and no time is left": Scenario(
         World("cut", noise=1, asks="little time"), ((Fault("rounds", "lost", 2, 10**9),),)
     ),
