@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from typing import IO
 
 NOT_FOUND = {
     "ssh": ["ssh: Could not resolve hostname nowhere: Name or service not known"],
@@ -34,12 +35,13 @@ def main() -> int:
         env={**told, "HOME": home},
         cwd=home,
         start_new_session=True,
+        bufsize=0,
     )
     assert shell.stdin is not None
     assert shell.stdout is not None
-    threading.Thread(target=_copy, args=(0, shell.stdin.fileno()), daemon=True).start()
+    threading.Thread(target=_copy, args=(0, shell.stdin), daemon=True).start()
     with suppress(OSError):
-        shutil.copyfileobj(os.fdopen(shell.stdout.fileno(), "rb", 0), os.fdopen(1, "wb", 0), 2**16)
+        shutil.copyfileobj(shell.stdout, os.fdopen(1, "wb", 0), 2**16)
     return shell.wait()
 
 
@@ -54,12 +56,11 @@ def _of_adb(words: list[str]) -> tuple[str, str]:
     return serial, command
 
 
-def _copy(source: int, target: int) -> None:
-    with suppress(OSError):
+def _copy(source: int, target: IO[bytes]) -> None:
+    with suppress(OSError), target:
         while data := os.read(source, 2**16):
             while data:
-                data = data[os.write(target, data) :]
-    os.close(target)
+                data = data[target.write(data) :]
 
 
 if __name__ == "__main__":

@@ -46,6 +46,24 @@ KEPT = {
         World("cut", "plain", "usual"), ((Fault("message", "no memory", 10),),)
     ),
     "no memory during calibration": Scenario(World("subgraph"), ((Fault("message", "no memory", 17),),)),
+    "no memory to run the float model again": Scenario(
+        World("region", noise=1, asks="limits"),
+        ((Fault("message", "silent", 14, 2),), (Fault("message", "no memory", 14, 10**9),)),
+    ),
+    "the float model is late for a metric": Scenario(
+        World("region", "refusing", noise=3, asks="metric"),
+        ((Fault("message", "cancel", 9),), (Fault("message", "delay", 16, 3),)),
+        seed=41200,
+    ),
+    "no room for the layers of a point of a front": Scenario(
+        World("front", noise=1), ((Fault("message", "no room", 108),),)
+    ),
+    "no room for the layers of the float model": Scenario(
+        World("subgraph", "refusing", noise=3), ((Fault("message", "no room", 16),),)
+    ),
+    "each time that rounds are timed, and no time is left": Scenario(
+        World("cut", noise=1, asks="little time"), ((Fault("rounds", "lost", 2, 10**9),),)
+    ),
     "no room for temporary folders": Scenario(World("cut", "refusing"), ((Fault("write", "full", 176, 10**9),),)),
 }  # fmt: skip
 """What the simulation has found, with faults where they have failed."""

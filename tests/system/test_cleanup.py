@@ -79,3 +79,20 @@ def test_a_removal_that_is_cut_short_is_finished_by_others(tmp_path: Path, monke
             remove(folder)
     assert not remove_left(tmp_path, "qdqtune-")
     assert not folder.exists()
+
+
+def test_a_removal_that_is_interrupted_closes_its_lock_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = Scratch(tmp_path)
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("qdqtune.system.cleanup.remove", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            scratch.close()
+    with (tmp_path / "other").open("wb") as other:  # which gets the number of the lock
+        scratch.close()
+        other.write(NEW)
+    assert remove_left(tmp_path, SCRATCH) is False
+    assert names(tmp_path) == {"other"}

@@ -103,9 +103,10 @@ class Channel:
     def close(self) -> None:
         """Close this end. Arrays that it has received stay."""
         self._connection.close()
-        for descriptor in (*self._own, *self._others.values()):
-            os.close(descriptor)
+        descriptors = *self._own, *self._others.values()
         self._own, self._others, self._free = [], {}, []
+        for descriptor in descriptors:
+            os.close(descriptor)
 
     def _socket(self) -> socket.socket:
         """The socket under a descriptor of its own."""

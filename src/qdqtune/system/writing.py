@@ -187,6 +187,6 @@ class Scratch:
 
     def close(self) -> None:
         """Remove the folder, if that has not been done."""
-        if self._lock >= 0:
-            remove_locked(self.path, self._lock)
-        self._lock = -1
+        lock, self._lock = self._lock, -1  # closed once, even if this is interrupted: another file may get its number
+        if lock >= 0:
+            remove_locked(self.path, lock)

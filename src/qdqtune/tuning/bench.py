@@ -228,9 +228,8 @@ class Bench:
         if record is None:
             samples = self._conditions.samples[: REPEATED if self.floats.start_seconds else None]
             handle = self._loaded.load(Placement(), "baseline")
-            again = handle if isinstance(handle, Failure) else self._runner.outputs(handle, samples)
-            if isinstance(again, Failure):
-                raise BaselineFailed(f"the engine cannot run the float model again: {again.reason}")
+            found = handle if isinstance(handle, Failure) else self._runner.outputs(handle, samples)
+            again = insist(found, "the engine cannot run the float model again", BaselineFailed)
             reference, scores = self.floats.outputs[: len(samples)], self.scores.first(len(samples))
             record = self._store.put(RepeatabilityRecord(accuracy=accuracy(reference, again, scores)))
         return record.accuracy
@@ -288,9 +287,7 @@ class Bench:
         by_rule, samples = self._conditions.by_rule, self._conditions.samples
         assert by_rule is not None  # it is asked for without times only
         begun = time.monotonic()
-        outputs = by_rule.reference()
-        if isinstance(outputs, Failure):
-            raise BaselineFailed(f"ONNX Runtime cannot run the float model: {outputs.reason}")
+        outputs = insist(by_rule.reference(), "ONNX Runtime cannot run the float model", BaselineFailed)
         if not is_finite(outputs):
             raise BaselineFailed("the float model's outputs hold NaN or infinite values on the calibration data")
         seconds = (time.monotonic() - begun) / len(samples)

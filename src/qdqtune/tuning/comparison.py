@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from qdqtune.engines.runner import Handle
+from qdqtune.engines.runner import Handle, insist
 from qdqtune.errors import BaselineFailed
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import nbytes
@@ -164,13 +164,11 @@ class Comparer:
         return result
 
     def repeated(self, measure: Callable[[], T | Failure]) -> T | Failure:
-        """Measure, and again after transient failures, up to `tries` times in all; what has hung until no time was left
-        is not tried again."""
+        """Measure, and again after transient failures, up to `tries` times in all while time is left: the same command
+        goes on from there."""
         result = measure()
         for _ in range(self.tries - 1):
-            if not (isinstance(result, Failure) and result.is_transient):
-                break
-            if result.stage == "timeout" and self.lacks(0.0):
+            if not (isinstance(result, Failure) and result.is_transient) or self.lacks(0.0):
                 break
             result = measure()
         return result
@@ -245,9 +243,8 @@ class SharedBuilds:
             if found is None:
                 log_name = f"front_{number}{self._context.log_suffix}_{name}"
                 built = self._context.runner.load(file, log_name, fresh=True)
-                if isinstance(built, Failure) and (built.is_transient or name == "baseline"):
-                    raise BaselineFailed(f"the engine does not build the float model again: {built.reason}")
-                found = None if isinstance(built, Failure) else built
+                if name == "baseline" or not isinstance(built, Failure) or built.is_transient:
+                    found = insist(built, "the engine does not build the float model again", BaselineFailed)
         assert found is not None  # else it has raised
         self._handles[number] = found
         return found

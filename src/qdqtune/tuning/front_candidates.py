@@ -285,6 +285,8 @@ class _Comparing:
         if not is_finite(outputs):
             return PointRecord(of=of, failure=NOT_FINITE)
         layers = runner.layers(handle, profiled_runs(bench.floats.seconds))
+        if isinstance(layers, Failure) and layers.is_transient:
+            return PointRecord(of=of, failure=layers)
         told = () if isinstance(layers, Failure) else layers
         return PointRecord(of=of, accuracy=accuracy(bench.floats.outputs, outputs, bench.scores), layers=told)
 

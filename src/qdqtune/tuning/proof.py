@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qdqtune.engines.build_queue import Urgency
+from qdqtune.engines.runner import insist
 from qdqtune.errors import BaselineFailed, writing
 from qdqtune.graph.loading import data_files, load
 from qdqtune.graph.saving import data_of
@@ -205,9 +206,7 @@ def _compared(placement: Placement, run: Run, context: Context, *, is_won: bool)
 
 
 def _insist(compared: Compared | Failure) -> Compared:
-    if isinstance(compared, Failure):
-        raise BaselineFailed(f"the engine failed on the finished files: {compared.reason}")
-    return compared
+    return insist(compared, "the engine failed on the finished files", BaselineFailed)
 
 
 def _is_folded(run: Run) -> bool:

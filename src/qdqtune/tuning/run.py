@@ -19,7 +19,7 @@ from qdqtune.engines.execution import Check, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.options import on_device
 from qdqtune.engines.pool import WorkerPool
-from qdqtune.engines.runner import Runner
+from qdqtune.engines.runner import Runner, insist
 from qdqtune.errors import BadOption, BaselineFailed, writing
 from qdqtune.graph.loading import bytes_of_files, files_of
 from qdqtune.graph.saving import ConstantFile, one_constant_file
@@ -52,7 +52,7 @@ from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject, calibrated, open_subject
 from qdqtune.tuning.trial_worker import ByRule, Conditions, TrialWorker
 from qdqtune.tuning.weight_format_times import format_shares, products_of
-from qdqtune.types import Failure, Placement, Trial
+from qdqtune.types import Placement, Trial
 
 CANDIDATE_FOLDER = "candidates"
 """The folder for files of candidates, in a folder that is deleted when the run ends."""
@@ -330,9 +330,7 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
     if evaluation is None or budget.is_late:
         return limits
     observer.stage(f"evaluating the float model with {evaluation.source}")
-    before = bench.metric(Placement())
-    if isinstance(before, Failure):
-        raise BaselineFailed(f"{option_of(evaluation)} fails on the float model: {before.reason}")
+    before = insist(bench.metric(Placement()), f"{option_of(evaluation)} fails on the float model", BaselineFailed)
     if doubtful := doubt(before):
         observer.note(doubtful)
     max_drop = DROP * abs(before.value) if settings.max_drop == "auto" else limits.max_drop

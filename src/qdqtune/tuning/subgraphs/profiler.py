@@ -223,6 +223,8 @@ class Profiler:
         own = {e for e in parts.possible if e.node in model.index_of}
         own |= {Edge(t, "", k) for k, t in enumerate(unit.outputs) if parts.edges.get(t)}
         text = signature(parts, unit, self._resolved.sizes) + "\n" + "\n".join(model.index_of)
+        if not self._timed:  # another run may know times of layers, where the report of this one was lost
+            text += "\nuntimed layers"
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
         return _Part(
             kind,
