@@ -194,7 +194,7 @@ def test_pairs_of_another_architecture_are_told_where_a_search_starts_from_them(
     _, out, err = call(*given)
     told = " ".join((out + err).split())
     assert "optimized_final.onnx was tuned on POWER, and this is " in told
-    assert "; tune the float model for numbers of this processor" in told
+    assert "; tune the float model for numbers of the processor" in told
 
 
 def test_samples_of_the_run_may_hold_inputs_that_it_made_constant(call: Call, tmp_path: Path) -> None:

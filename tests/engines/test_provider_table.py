@@ -3,14 +3,16 @@
 import importlib
 import platform
 import re
+from dataclasses import replace
 
 import pytest
 
 from qdqtune.engines import CPU_PROVIDER, MODULES, EngineSpec, devices, normal, open_engine, threads_of, unwatched
 from qdqtune.engines.formats import numeric_format, weight_formats
+from qdqtune.engines.machine import is_simulated, simulated, simulated_chip, this_machine
 from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.processor import architecture, processor_name
-from qdqtune.engines.provider_table import OF_EP, PROVIDERS, is_simulated, simulated, simulated_chip
+from qdqtune.engines.provider_table import OF_EP, PROVIDERS
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.placement.engine_rules import rules_of
 
@@ -67,10 +69,17 @@ def test_a_chip_is_named_to_a_simulator_alone() -> None:
 
 
 def test_the_simulator_is_known_by_the_processor() -> None:
-    assert is_simulated("qnn", "x86_64")
-    assert not is_simulated("qnn", "aarch64")
-    assert not is_simulated("cuda", "x86_64")
-    assert not is_simulated("fake", "x86_64")
+    here, board = this_machine(), replace(this_machine(), machine="aarch64", emulation="", where="board")
+    far = replace(here, machine="x86_64", emulation="", where="far")
+    assert is_simulated("qnn", far)
+    assert simulated("qnn", far) == "qnn is a simulator on far, whose times mean nothing"
+    assert not is_simulated("qnn", board)
+    assert not is_simulated("cuda", far)
+    assert not is_simulated("fake", far)
+    emulated = replace(board, emulation="this ARM processor is emulated")
+    assert is_simulated("onnxruntime", emulated)
+    assert simulated("onnxruntime", emulated) == "board: this ARM processor is emulated"
+    assert not is_simulated("fake", emulated)
 
 
 def test_times_on_an_emulated_processor_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,10 +144,10 @@ def test_a_run_says_that_it_goes_on_with_another_machine_and_keeps_which(model: 
         notes = Log()
         board = MachineFacts(2, 2, "x86_64", False, "", "Linux", 0.0, where) if where else None
         tune(settings(model, mode="cut", builds=4 + number, machine=board), notes)
-        told[number] = [note for note in notes.notes if note.startswith("what is known so far was measured on")]
+        told[number] = [note for note in notes.notes if note.startswith("results so far were measured on")]
     assert [len(told[number]) for number in told] == [0, 0, 1, 0, 1]
-    assert told[2][0].startswith("what is known so far was measured on board, and this run goes on on other, as")
-    assert "on other, and this run goes on on this machine, as" in told[4][0]
+    assert told[2][0].startswith("results so far were measured on board; this run continues on other, because")
+    assert "on other; this run continues on this machine, because" in told[4][0]
     kept = [row for row in rows(out(model, "autotuner_state.yaml")) if row["kind"] == "machine"]
     assert [row.get("where", "") for row in kept] == ["board", "other", ""]
 

@@ -14,8 +14,7 @@ from qdqtune import apply, compare, quantize
 from qdqtune.commands.explain import explain_run
 from qdqtune.commands.tune import BY_RULE_BUILDS, TuneOptions, tune
 from qdqtune.commands.verify import VerifyOptions, verify
-from qdqtune.engines.machine import this_machine
-from qdqtune.engines.provider_table import is_simulated
+from qdqtune.engines.machine import is_simulated, this_machine
 from qdqtune.errors import BadOption
 from qdqtune.explanation.report import report_of_run
 from qdqtune.graph.loading import load

@@ -17,7 +17,7 @@ from qdqtune.autotune.errors import AutotunerError
 from qdqtune.calibration.prepare import Data, Prepared, prepare
 from qdqtune.commands.doctor import NEEDS, engine_state
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.provider_table import is_simulated, simulated
+from qdqtune.engines.machine import is_simulated, simulated
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.tensorrt.options import Span, spans, usual_shapes, with_spans
 from qdqtune.errors import BadModel, EngineUnavailable

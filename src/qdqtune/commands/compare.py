@@ -20,9 +20,8 @@ from qdqtune.commands.inputs import SamplesLike, execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for, data_of, prepared_for, told_of_inputs
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.machine import name_of
+from qdqtune.engines.machine import is_simulated, simulated
 from qdqtune.engines.options import EngineOptions, on_device, on_option
-from qdqtune.engines.provider_table import is_simulated, simulated
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.explanation.formatting import samples
@@ -175,10 +174,10 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
     with on_device(options.on, execution_of(options)) as (execution, machine):
         workloads = tuple(file for file in options.workloads if isinstance(file, WorkloadFile))
         spec = built_for(options.spec(options.input_shapes), workloads)
-        is_timed = not is_simulated(spec.name, name_of(machine))
+        is_timed = not is_simulated(spec.name, machine)
         data = data_of(options, execution, *files)
         if options.fail_below is not None and not is_timed:
-            raise BadOption(f"`fail_below` is about times: {simulated(spec.name)}")
+            raise BadOption(f"`fail_below` is about times: {simulated(spec.name, machine)}")
         models = comparable(files)
         check_named(options.scores, models[0])
         prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
@@ -195,9 +194,10 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
         notes += filter(None, (tuned_elsewhere(f, machine=machine, engine=spec.name) for f in files))
         if machine is not None:
-            notes += filter(None, (f"run and timed on {machine.where}", advice.busy(spec, machine) if is_timed else ""))
+            told_where = f"run {'and timed ' * is_timed}on {machine.where}"
+            notes += filter(None, (told_where, advice.busy(spec, machine) if is_timed else ""))
         if not is_timed:
-            notes.append(f"{simulated(spec.name)}: outputs are against {files[0]} on ONNX Runtime's CPU")
+            notes.append(f"{simulated(spec.name, machine)}: outputs are against {files[0]} on ONNX Runtime's CPU")
         judged = prepared.has_real_samples * len(prepared.judging)
         return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out, options.gate)
 

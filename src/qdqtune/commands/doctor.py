@@ -21,8 +21,9 @@ from qdqtune.engines import MODULES, EngineSpec, devices, processor
 from qdqtune.engines.allocation import allocate_workers, describe_all, first_difference
 from qdqtune.engines.devices import nvidia_smi
 from qdqtune.engines.execution import Execution
+from qdqtune.engines.machine import is_simulated
 from qdqtune.engines.options import EngineOptions, on_option
-from qdqtune.engines.provider_table import PROVIDERS, is_simulated
+from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.engines.providers.provider import Provider
 from qdqtune.engines.remote.connection import Destination, connected
 from qdqtune.engines.runner import Runner

@@ -12,9 +12,8 @@ from qdqtune.calibration.options import DataOptions, samples_option
 from qdqtune.commands.inputs import MODEL, ModelLike, SamplesLike, execution_of
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.commands.source import data_of, prepared_for
-from qdqtune.engines.machine import MachineFacts, name_of
+from qdqtune.engines.machine import MachineFacts, is_simulated
 from qdqtune.engines.options import EngineOptions, on_device, on_option
-from qdqtune.engines.provider_table import is_simulated
 from qdqtune.engines.runner import Runner, insist, temporary_runner
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
@@ -131,6 +130,6 @@ def profiled(
         EngineFailure: the engine fails; the message is `refusal`, and the reason.
     """
     found = insist(runner.report(model, sample, runs, "layers"), refusal)
-    if is_simulated(runner.describe()["engine"], name_of(machine)):
+    if is_simulated(runner.describe()["engine"], machine):
         return tuple(replace(layer, time_ms=None, parts=()) for layer in found)
     return found

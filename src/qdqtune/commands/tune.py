@@ -19,10 +19,9 @@ from qdqtune.commands.source import built_for
 from qdqtune.commands.tune_tables import is_judged, result_table
 from qdqtune.engines import LAUNCHED, EngineSpec, threads_of
 from qdqtune.engines.execution import Check
-from qdqtune.engines.machine import name_of
+from qdqtune.engines.machine import is_simulated
 from qdqtune.engines.memory import LARGE_MODEL
 from qdqtune.engines.options import EngineOptions, with_timing_cache
-from qdqtune.engines.provider_table import is_simulated
 from qdqtune.engines.remote.connection import facts_of
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.graph.loading import bytes_of_files
@@ -173,7 +172,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         machine = None if self.on is None else facts_of(self.on)
         effort = EFFORTS[self.effort]
         builds, schemes = FRONT_BUILDS if self.front else effort.builds[self.mode], self.schemes_per_region
-        builds = BY_RULE_BUILDS[self.effort] if is_simulated(self.engine_name, name_of(machine)) else builds
+        builds = BY_RULE_BUILDS[self.effort] if is_simulated(self.engine_name, machine) else builds
         if schemes is not None and self.builds is None and self.mode == "region":
             path, engine = Path(str(self.model)), self.engine_name
             tuned = tuned_patterns(path, self.regions, self.fix_inputs, self.rewrites, engine)
@@ -210,7 +209,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         }
         if spec.name in LAUNCHED:
             told["accuracy_samples"] = plan.looks[0]  # more would start more processes than a comparison needs
-        if is_simulated(spec.name, name_of(machine)):
+        if is_simulated(spec.name, machine):
             told["accuracy_samples"] = USUAL_JUDGED
         return Settings(**(told | more))
 

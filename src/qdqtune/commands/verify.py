@@ -117,10 +117,10 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     notes = tuple(f"{name}: proven with {then}, {at} {now}" for name, (then, now) in differences.items())
     kind: dict[str, Any] = {"is_portable": settings.portable, "machine": machine}
     foreign = of_other_processor(settings.model, settings.processor, **kind)
-    notes = (*filter(None, [foreign]), *notes)
 
     def found(finding: Finding, why: str, *more: str, **measured: Any) -> Verified:
-        return Verified(folder, finding, why, differences, notes=(*notes, *more), **measured)
+        warned = () if measured else filter(None, (foreign,))  # a comparison says it as well
+        return Verified(folder, finding, why, differences, notes=(*warned, *notes, *more), **measured)
 
     if settings.shipped != "tuned":
         return found("holds", f"{settings.told}; there is no speedup to check")
@@ -169,7 +169,8 @@ def _as_compare(
 ) -> CompareOptions:
     """The options of the comparison. Without samples, the inputs are those of the run in the folder; if these are gone,
     they are random, of the shapes of the proof."""
-    given = {name: getattr(options, name) for name in options_of(MeasureOptions)} | {"fix_inputs": settings.fix_inputs}
+    given = {name: getattr(options, name) for name in options_of(MeasureOptions)}
+    given["fix_inputs"] = {**settings.fix_inputs, **options.fix_inputs}
     threads = [count for count in counts if count is not None]
     if threads:
         given["deploy_threads"] = threads

@@ -1,4 +1,4 @@
-"""What a run has to know of the machine that measures, where that is another one than it runs on itself."""
+"""What a run has to know of the machine that measures: this one or another, and whether its times mean anything."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 from qdqtune.engines import processor
 from qdqtune.engines.devices import physical_cores, usable_cores
+from qdqtune.engines.processor import emulation
+from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.providers.provider import Provider
 from qdqtune.system.operating_system import load
+
+COST_MODEL = "fake"
+"""The engine whose times come from a cost model, on every processor."""
 
 
 @dataclass(frozen=True)
@@ -42,3 +48,24 @@ def this_machine() -> MachineFacts:
         system=platform.platform(),
         load=load(),
     )
+
+
+def is_simulated(name: str, machine: MachineFacts | None = None) -> bool:
+    """Whether times of this engine mean nothing on a machine (None: this one): it is a simulator there, or the
+    processor is emulated."""
+    kind, emulated = (platform.machine(), emulation()) if machine is None else (machine.machine, machine.emulation)
+    is_simulator = name in PROVIDERS and kind in PROVIDERS[name].simulated_on
+    return is_simulator or (name != COST_MODEL and bool(emulated))
+
+
+def simulated_chip(table: Provider | None) -> dict[str, str]:
+    """The options that say which chip a simulator stands for; none where the provider is no simulator."""
+    return dict(table.simulated_as) if table is not None and is_simulated(table.name) else {}
+
+
+def simulated(name: str, machine: MachineFacts | None = None) -> str:
+    """What users are told of an engine whose times mean nothing on a machine (None: this one)."""
+    if machine is not None and machine.emulation:
+        return f"{machine.where}: {machine.emulation}"
+    where = "this machine" if machine is None else machine.where
+    return (machine is None and emulation()) or f"{name} is a simulator on {where}, whose times mean nothing"

@@ -8,8 +8,7 @@ from typing import Any
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usable_cores
-from qdqtune.engines.machine import MachineFacts, name_of
-from qdqtune.engines.provider_table import COST_MODEL, is_simulated
+from qdqtune.engines.machine import COST_MODEL, MachineFacts, is_simulated
 from qdqtune.graph.model import Model
 from qdqtune.search import products_left_in_float, ratios_to_float
 from qdqtune.system.operating_system import load
@@ -26,7 +25,7 @@ TO_DECIDE = "a quieter machine, or more rounds (`effort` extensive, `restart`), 
 def busy(engine: EngineSpec, machine: MachineFacts | None = None) -> str | None:
     """Advice about this machine, or another `machine` that measures, see `busy_with`; None for the fake engine, and
     where times mean nothing."""
-    if engine.name == COST_MODEL or is_simulated(engine.name, name_of(machine)):
+    if engine.name == COST_MODEL or is_simulated(engine.name, machine):
         return None
     if machine is not None:
         facts = machine.cores, machine.cores, machine.load or 0.0

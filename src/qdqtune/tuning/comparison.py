@@ -239,12 +239,12 @@ class SharedBuilds:
 
     def _handle(self, number: int) -> Handle:
         found = self._handles[number]
-        for file, name in ((self._given, "given"), (self._baseline, "baseline")):
+        for file, name in ((self._given, "given model"), (self._baseline, "float model")):
             if found is None:
-                log_name = f"front_{number}{self._context.log_suffix}_{name}"
+                log_name = f"front_{number}{self._context.log_suffix}_{name.split()[0]}"
                 built = self._context.runner.load(file, log_name, fresh=True)
-                if name == "baseline" or not isinstance(built, Failure) or built.is_transient:
-                    found = insist(built, "the engine does not build the float model again", BaselineFailed)
+                if name == "float model" or not isinstance(built, Failure) or built.is_transient:
+                    found = insist(built, f"the engine does not build the {name} again", BaselineFailed)
         assert found is not None  # else it has raised
         self._handles[number] = found
         return found

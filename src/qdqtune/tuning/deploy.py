@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from qdqtune.calibration.inputs import InputSpec, input_specs
-from qdqtune.engines import EngineSpec, threads_of
+from qdqtune.engines import TENSORRT_FAMILY, EngineSpec, threads_of
 from qdqtune.engines.formats import follow_processor
 from qdqtune.engines.library_settings import library_settings, script_of
 from qdqtune.engines.machine import MachineFacts, name_of
@@ -154,9 +154,11 @@ def tuned_elsewhere(file: Path, remedy: str = "", machine: MachineFacts | None =
         return ""
     if found is None:
         return ""
-    if engine and found.shipped == "tuned" and (tuned_for := found.spec.name) != engine:
-        return f"{file} was tuned for {tuned_for}, and runs on {engine}: its pairs stand where {tuned_for} gains"
-    return of_other_processor(str(file), found.processor, remedy, is_portable=found.portable, machine=machine)
+    told, made_for = "", found.spec.name
+    if engine and found.shipped == "tuned" and made_for != engine and not {made_for, engine} <= TENSORRT_FAMILY:
+        told = f"{file} was tuned for {made_for}, and runs on {engine}: its pairs stand where {made_for} gains"
+    of_processor = of_other_processor(str(file), found.processor, remedy, is_portable=found.portable, machine=machine)
+    return "; ".join(filter(None, (told, of_processor)))
 
 
 def copy_companions(run: Run) -> None:

@@ -10,8 +10,8 @@ from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import Execution
+from qdqtune.engines.machine import simulated
 from qdqtune.engines.options import on_device
-from qdqtune.engines.provider_table import simulated
 from qdqtune.engines.runner import insist, temporary_runner
 from qdqtune.errors import BadOption, BaselineFailed
 from qdqtune.numerics.fitting import inferences

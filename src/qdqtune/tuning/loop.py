@@ -30,7 +30,7 @@ from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import accepted
 from qdqtune.types import Placement, Proposal, Trial
 
-FLOAT_INSTEAD = "tune the float model for numbers of this processor"
+FLOAT_INSTEAD = "tune the float model for numbers of the processor that runs it"
 
 
 def tune(settings: Settings, observer: Observer | None = None, check: Check | None = None) -> Result:

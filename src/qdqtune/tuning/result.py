@@ -12,7 +12,8 @@ from typing import Any
 
 from qdqtune.engines import unwatched
 from qdqtune.engines.fallback import fallback
-from qdqtune.engines.provider_table import PROVIDERS, simulated
+from qdqtune.engines.machine import simulated
+from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import concern
 from qdqtune.numerics.losses import Score
@@ -145,7 +146,7 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
         chip = run.runner.describe().get("device", "unknown")
         yield f"built, run and timed on {machine.where} ({chip}, {machine.cores} cores), calibrated here"
     if not settings.is_timed:
-        yield f"{simulated(settings.engine.name)}: nothing was timed, and no speed is claimed"
+        yield f"{simulated(settings.engine.name, settings.machine)}: nothing was timed, and no speed is claimed"
     shipped = None if proof.trial is None else proof.trial.accuracy
     yield from slower_workloads(standings, run.subject.mix)
     subject = run.subject

@@ -14,8 +14,7 @@ from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import TIME_LIMIT
 from qdqtune.engines.formats import checked_weight_format
-from qdqtune.engines.machine import MachineFacts, name_of
-from qdqtune.engines.provider_table import is_simulated, simulated
+from qdqtune.engines.machine import MachineFacts, is_simulated, simulated
 from qdqtune.errors import BadOption
 from qdqtune.graph.rewrites import allowed
 from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL
@@ -172,8 +171,8 @@ class Settings(SearchOptions):
             counts_of(self.engine, self.deploy_threads, is_here=self.ray is None, machine=self.machine)
         if not self.is_timed and (self.mode != "cut" or self.front or self.formats is not None or self.from_qdq):
             raise BadOption(
-                f"{simulated(self.engine.name)}: a search there is by rule, with `mode` cut, for float models, "
-                "without `front` and `formats`"
+                f"{simulated(self.engine.name, self.machine)}: a search there is by rule, with `mode` cut, for float "
+                "models, without `front` and `formats`"
             )
         if self.on is not None and self.ray is not None:
             raise BadOption("`on` and `ray` exclude each other: both say where to measure")
@@ -186,7 +185,7 @@ class Settings(SearchOptions):
     def is_timed(self) -> bool:
         """Whether candidates are timed; else the engine is a simulator, and costs by rule stand in the place of
         times."""
-        return not is_simulated(self.engine.name, name_of(self.machine))
+        return not is_simulated(self.engine.name, self.machine)
 
     @property
     def has_narrow_products(self) -> bool | None:

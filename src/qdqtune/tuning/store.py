@@ -53,8 +53,8 @@ BARE_EXPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|\d+\.\d+|(\d+)e')
 """Matches strings, numbers with a point, and (as group 1) the 1 of 1e-05, which YAML reads only as 1.0e-05."""
 
 OTHER_MACHINE = (
-    "what is known so far was measured on {}, and this run goes on on {}, as its engine and processor are named alike: "
-    "`restart` starts over"
+    "results so far were measured on {}; this run continues on {}, because its engine and processor have the same "
+    "names: `restart` starts over"
 )
 
 LABELS: Mapping[tuple[str, ...], str] = {

@@ -20,8 +20,7 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import MERGED, TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import portable, usual_precision
-from qdqtune.engines.machine import MachineFacts
-from qdqtune.engines.provider_table import COST_MODEL
+from qdqtune.engines.machine import COST_MODEL, MachineFacts
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineUnavailable
@@ -112,7 +111,7 @@ class Subject:
     def float_nodes(self, placement: Placement) -> list[str]:
         """The names of the nodes that could compute in 8 bits and read no pair in a placement: what other quantizers
         take as nodes to exclude."""
-        read = {edge.node for edge in (*placement, *placement.weight_formats)}
+        read = {edge.node for edge in placement}
         able = (node.name for node in self.model.nodes if node.op in COMPUTE | INTEGER_KERNELS)
         return [name for name in able if name not in read]
 

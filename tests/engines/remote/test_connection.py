@@ -187,7 +187,7 @@ def test_a_device_is_named_by_its_serial_number(text: str, chosen: list[str], py
     assert Destination.parsed(text).command("x") == ["adb", *chosen, "shell", "-T", f"exec {python} -P -m x"]
 
 
-@pytest.mark.parametrize("text", ["", "adb:/opt/python", "-v", "a b", ":/python", "ssh://"])
+@pytest.mark.parametrize("text", ["", "adb:/opt/python", "adb::env/bin/python", "-v", "a b", ":/python", "ssh://"])
 def test_other_texts_name_no_machine(text: str) -> None:
     with pytest.raises(BadOption, match=r"is no (machine|device)"):
         Destination.parsed(text)

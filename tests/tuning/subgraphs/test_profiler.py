@@ -90,7 +90,7 @@ def test_a_group_that_is_timed_when_the_time_is_over_ends_with_the_scheme_in_han
     groups = [built.path.name for built in workers.builds if built.path.parent.name == "subgraphs"]
     assert len(groups) == 2  # the group in float, and one scheme
     assert any(row.why == "no time was left" for row in result.recorded.rows)
-    assert any(note.startswith("`time_budget` had no room to time") for note in result.notes)
+    assert any(note.startswith("`time_budget` ended before") for note in result.notes)
     workers.builds.clear()
     again = subgraph_run(tmp_path, time_budget=1e6)
     assert workers.builds

@@ -13,7 +13,7 @@ from qdqtune.commands.inputs import execution_of
 from qdqtune.commands.qualification.checks import CHECKS, Check
 from qdqtune.commands.qualification.engine_at_hand import BrokenError, EngineAtHand, NotApplicableError, opened
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.engines.provider_table import is_simulated, simulated
+from qdqtune.engines.machine import is_simulated, simulated
 from qdqtune.errors import EngineUnavailable, QdqtuneError
 from qdqtune.tuning.observer import Observer
 from qdqtune.version import __version__

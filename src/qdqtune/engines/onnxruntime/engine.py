@@ -25,9 +25,10 @@ from onnxruntime import InferenceSession as Session
 from qdqtune.engines import CPU_PROVIDER, DENORMALS_SETTINGS, devices, formats, output_to, processor, translated
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.library_settings import provider_options, session_settings
+from qdqtune.engines.machine import is_simulated, simulated_chip
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.engines.onnxruntime import partitions
-from qdqtune.engines.provider_table import OF_EP, is_simulated, simulated_chip
+from qdqtune.engines.provider_table import OF_EP
 from qdqtune.engines.providers.provider import SYMMETRIC, Provider
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.loading import data_files

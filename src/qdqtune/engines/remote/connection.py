@@ -81,7 +81,7 @@ class Destination:
         """
         if text.startswith("adb:"):
             found = re.fullmatch(r"(adb:(?:[^:/\s]+(?::\d+)?)?)(?::(\S.*))?", text)
-            if found is None:
+            if found is None or ("/" in (found[2] or "") and not found[2].startswith("/")):
                 raise BadOption(f"`on` {text!r} is no device: give adb:SERIAL or adb:SERIAL:/path/of/python")
             return cls(found[1], found[2] or USUAL_PYTHON)
         found = re.fullmatch(r"(ssh://[^/:\s]+(?::\d+)?)(/\S+)?|([^-:/\s][^:/\s]*)(?::(?!//)(\S.*))?", text)
@@ -117,7 +117,7 @@ class Connection:
         """
         self.destination = destination
         try:
-            self._way = subprocess.Popen(
+            self._program = subprocess.Popen(
                 destination.command("qdqtune.engines.remote.agent"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -127,19 +127,19 @@ class Connection:
         except OSError as error:
             program = "ssh" if destination.serial is None else "adb"
             raise EngineUnavailable(f"`on` needs the program {program}: {one_line(error)}") from error
-        assert self._way.stdin is not None
-        assert self._way.stdout is not None
-        assert self._way.stderr is not None
-        self._pipe = Pipe(self._way.stdout, self._way.stdin, values_only=True)
+        assert self._program.stdin is not None
+        assert self._program.stdout is not None
+        assert self._program.stderr is not None
+        self._pipe = Pipe(self._program.stdout, self._program.stdin, values_only=True)
         self._answers: dict[int, SimpleQueue[Any]] = {}
         self._printed: deque[str] = deque(maxlen=50)
         self._closing = threading.Event()
         self._greeted: SimpleQueue[bytes] = SimpleQueue()
-        self._listening = threading.Thread(target=self._listen, args=(self._way.stderr,), daemon=True)
+        self._listening = threading.Thread(target=self._listen, args=(self._program.stderr,), daemon=True)
         self._listening.start()
         self.lost: str | None = None
         """Why nothing more comes; None while the connection stands."""
-        threading.Thread(target=self._receive, args=(self._way.stdout,), daemon=True).start()
+        threading.Thread(target=self._receive, args=(self._program.stdout,), daemon=True).start()
         try:
             self.facts, self.host = self._greeting()
         except BaseException:
@@ -156,9 +156,9 @@ class Connection:
         except Empty:
             raise EngineUnavailable(f"{self.destination.host} does not answer within {START_SECONDS:.0f} s") from None
         if not line:
-            self._way.wait()
+            self._program.wait()
             self._listening.join(ENDING_SECONDS)
-            raise EngineUnavailable(why_not(self.destination, self._way.returncode, list(self._printed)))
+            raise EngineUnavailable(why_not(self.destination, self._program.returncode, list(self._printed)))
         said = parsed_json(line.decode(errors="replace"))
         if said["version"] != __version__:
             raise EngineUnavailable(
@@ -210,7 +210,7 @@ class Connection:
         """End the connection if the other side is silent, which ends what waits for it to read or to answer."""
         while not self._closing.wait(min(PULSE_SECONDS, SILENT_SECONDS) / 10) and self.lost is None:
             if self.is_silent:
-                end_group(self._way.pid)
+                end_group(self._program.pid)
                 return
 
     def _store(self, digest: str, values: Any) -> str:
@@ -230,7 +230,7 @@ class Connection:
         try:
             self._pipe.send((number, kind, content))
         except (OSError, ValueError) as error:
-            self._way.poll()
+            self._program.poll()
             raise LinkLostError(self.lost or self._why_lost(one_line(error))) from error
 
     def answer(self, number: int, seconds: float, check: Check | None) -> Any:
@@ -262,14 +262,15 @@ class Connection:
     def close(self) -> None:
         """End the agent with all its workers, and the program that reaches it."""
         self._closing.set()
-        assert self._way.stdin is not None
-        with suppress(OSError):
-            self._way.stdin.close()
+        assert self._program.stdin is not None
+        late = threading.Timer(ENDING_SECONDS, end_group, [self._program.pid])  # a full pipe holds up its closing, too
+        late.start()
         try:
-            self._way.wait(ENDING_SECONDS)
-        except subprocess.TimeoutExpired:
-            end_group(self._way.pid)
-            self._way.wait()
+            with suppress(OSError):
+                self._program.stdin.close()
+            self._program.wait()
+        finally:
+            late.cancel()
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,8 @@ class Profiled:
         profiles = self.search.selection.profiles.values()
         if not (late := sum(one.failures.get("") == NO_TIME for one in profiles)):
             return None
-        untimed = f"{late} of {len(profiles)} groups alone in every form"
-        return f"`time_budget` had no room to time {untimed}: with more time the same command goes on from there"
+        untimed = f"{late} of {len(profiles)} groups were fully timed"
+        return f"`time_budget` ended before {untimed}: with more time the same command goes on from there"
 
     def summary(self) -> dict[str, Any]:
         """The keys of summary.json about all groups."""

@@ -117,6 +117,7 @@ class Profiler:
             self._runners, run.observer.note, repeat_after=None, check=check, checking=Runner.checking
         )
         self._writing = RLock()
+        self._not_loaded: dict[str, Failure] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -260,8 +261,10 @@ class Profiler:
                 answers.append(SchemeResult(name, part.schemes[name], result, record.layers))
                 self.builds += 1
         profile = profile_of(part.model, base.layers, answers)
-        is_whole = len(answers) == len(part.schemes)
-        return profile if is_whole else replace(profile, failures={**profile.failures, "": NO_TIME})
+        if len(answers) == len(part.schemes):
+            return profile
+        why = self._not_loaded[part.key].reason if part.key in self._not_loaded else NO_TIME
+        return replace(profile, failures={**profile.failures, "": why})
 
     # ---- the engine
 
@@ -306,6 +309,7 @@ class Profiler:
                 else PartRecord(of=part.key, layers=layers)
             )
         if isinstance(handle, Failure):
+            self._not_loaded[part.key] = handle
             return
         inserter = Inserter(part.model, self._subject.ranges, self._subject.numbers)
         for name, key in self._keys(part).items() if base.failure is None else ():
