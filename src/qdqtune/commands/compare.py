@@ -194,16 +194,16 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
         notes += filter(None, (tuned_elsewhere(f, machine=machine, engine=spec.name) for f in files))
         if machine is not None:
-            told_where = f"run {'and timed ' * is_timed}on {machine.where}"
-            notes += filter(None, (told_where, advice.busy(spec, machine) if is_timed else ""))
+            notes += filter(None, (f"run {'and timed ' * is_timed}on {machine.where}", advice.busy(spec, machine)))
         if not is_timed:
             notes.append(f"{simulated(spec.name, machine)}: outputs are against {files[0]} on ONNX Runtime's CPU")
-        judged = prepared.has_real_samples * len(prepared.judging)
+        judged = len(prepared.judging) if prepared.has_real_samples else 0
         return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out, options.gate)
 
 
 LONG_COMPARISON = 20.0
 """Seconds from which on the expected time of a comparison is shown. Chosen, not measured."""
+
 HIDDEN = frozenset({"rounds", "is_same", "scores"})
 """Fields of a row that JSON leaves out."""
 

@@ -116,9 +116,9 @@ def layers(options: LayersOptions) -> Layers:
     execution = execution_of(options)
     (sample,) = prepared_for(load(model), spec, data_of(options, execution, model), execution, 0).samples.first(1)
     with on_device(options.on, execution) as (there, machine), temporary_runner(spec, there) as runner:
-        told: dict[str, Any] = {"refusal": f"{spec.name} has no layers of {model}", "machine": machine}
+        refusal = f"{spec.name} has no layers of {model}"
         name = spec.name if machine is None else f"{spec.name} on {machine.where}"
-        return Layers(name, profiled(runner, model, sample, options.runs, **told))
+        return Layers(name, profiled(runner, model, sample, options.runs, refusal=refusal, machine=machine))
 
 
 def profiled(

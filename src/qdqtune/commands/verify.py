@@ -115,8 +115,7 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     both = {name: (settings.engine.get(name, "none"), described.get(name, "none")) for name in names}
     differences = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
     notes = tuple(f"{name}: proven with {then}, {at} {now}" for name, (then, now) in differences.items())
-    kind: dict[str, Any] = {"is_portable": settings.portable, "machine": machine}
-    foreign = of_other_processor(settings.model, settings.processor, **kind)
+    foreign = of_other_processor(settings.model, settings.processor, is_portable=settings.portable, machine=machine)
 
     def found(finding: Finding, why: str, *more: str, **measured: Any) -> Verified:
         warned = () if measured else filter(None, (foreign,))  # a comparison says it as well

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from qdqtune.engines import processor
 from qdqtune.engines.devices import physical_cores, usable_cores
-from qdqtune.engines.processor import emulation
 from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.engines.providers.provider import Provider
 from qdqtune.system.operating_system import load
@@ -53,7 +52,7 @@ def this_machine() -> MachineFacts:
 def is_simulated(name: str, machine: MachineFacts | None = None) -> bool:
     """Whether times of this engine mean nothing on a machine (None: this one): it is a simulator there, or the
     processor is emulated."""
-    kind, emulated = (platform.machine(), emulation()) if machine is None else (machine.machine, machine.emulation)
+    kind, emulated = (machine.machine, machine.emulation) if machine else (platform.machine(), processor.emulation())
     is_simulator = name in PROVIDERS and kind in PROVIDERS[name].simulated_on
     return is_simulator or (name != COST_MODEL and bool(emulated))
 
@@ -65,7 +64,8 @@ def simulated_chip(table: Provider | None) -> dict[str, str]:
 
 def simulated(name: str, machine: MachineFacts | None = None) -> str:
     """What users are told of an engine whose times mean nothing on a machine (None: this one)."""
-    if machine is not None and machine.emulation:
-        return f"{machine.where}: {machine.emulation}"
-    where = "this machine" if machine is None else machine.where
-    return (machine is None and emulation()) or f"{name} is a simulator on {where}, whose times mean nothing"
+    if machine is None:
+        where, emulated = "this machine", processor.emulation()
+    else:
+        where, emulated = machine.where, machine.emulation and f"{machine.where}: {machine.emulation}"
+    return emulated or f"{name} is a simulator on {where}, whose times mean nothing"

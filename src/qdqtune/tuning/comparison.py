@@ -239,12 +239,13 @@ class SharedBuilds:
 
     def _handle(self, number: int) -> Handle:
         found = self._handles[number]
-        for file, name in ((self._given, "given model"), (self._baseline, "float model")):
+        for file, name, what in ((self._given, "given", "given model"), (self._baseline, "baseline", "float model")):
             if found is None:
-                log_name = f"front_{number}{self._context.log_suffix}_{name.split()[0]}"
+                log_name = f"front_{number}{self._context.log_suffix}_{name}"
                 built = self._context.runner.load(file, log_name, fresh=True)
-                if name == "float model" or not isinstance(built, Failure) or built.is_transient:
-                    found = insist(built, f"the engine does not build the {name} again", BaselineFailed)
+                is_refused = name == "given" and isinstance(built, Failure) and not built.is_transient
+                if not is_refused:  # else the float model takes its place
+                    found = insist(built, f"the engine does not build the {what} again", BaselineFailed)
         assert found is not None  # else it has raised
         self._handles[number] = found
         return found
