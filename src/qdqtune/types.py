@@ -102,8 +102,8 @@ class Placement:
     """The edges with a Q/DQ pair; a constant bias has none, since its scale follows from other inputs.
 
     `weight_only` holds the uses of weights that are quantized without their activation, with their weight formats. An
-    edge has a pair or a weight format, not both. `wide` are those of `edges` that are read in 16 bits, not in 8. A node
-    writes as many bits as it reads (`placement.widths`).
+    edge has a pair or a weight format, not both. `wide` are those of `edges` that are read in 16 bits, not in 8: of
+    activations, and of weights beside them. A node writes as many bits as it reads (`placement.widths`).
     """
 
     edges: frozenset[Edge] = frozenset()
@@ -174,18 +174,19 @@ class QType(Enum):
 
     UINT8 = "uint8"
     INT8 = "int8"
+    INT16 = "int16"
     UINT16 = "uint16"
     FP8 = "float8e4m3fn"
 
     @property
     def low(self) -> int:
         """Smallest value."""
-        return {"uint8": 0, "int8": -128, "uint16": 0, "float8e4m3fn": -448}[self.value]
+        return {"uint8": 0, "int8": -128, "int16": -32768, "uint16": 0, "float8e4m3fn": -448}[self.value]
 
     @property
     def high(self) -> int:
         """Largest value."""
-        return {"uint8": 255, "int8": 127, "uint16": 65535, "float8e4m3fn": 448}[self.value]
+        return {"uint8": 255, "int8": 127, "int16": 32767, "uint16": 65535, "float8e4m3fn": 448}[self.value]
 
 
 @dataclass(frozen=True)
@@ -205,8 +206,8 @@ class NumericFormat:
     convolution that comes from a Concat has zero point 128. `shared_scale_ops`: operators that need one scale for input
     and output to run in integers. `reduced_weights`: weights have 7 bits, because u8 x s8 products saturate on x86
     without VNNI. `float_weights`: constants stay float in front of a Q and a DQ, for engines that accept no integers
-    there (nor float16 scales). `wide`: the type of activations in 16 bits, for engines that have it; `wide_scales` are
-    the operators whose output in 16 bits has one scale only.
+    there (nor float16 scales). `wide`: the type of activations in 16 bits, for engines that have it, with weights of 8
+    or 16 bits; `wide_scales` are the operators whose output in 16 bits has one scale only.
     """
 
     activation: QType
@@ -329,8 +330,7 @@ class Accuracy:
 @dataclass(frozen=True)
 class Measurement:
     """Times of two models in a paired comparison, in seconds per inference: `a[i]` and `b[i]` are of round i.
-
-    With several workloads, `a` and `b` are means over calls, and `parts` has the times of each workload.
+    With several workloads, both are means over calls, and `parts` has the times of each workload.
     """
 
     a: tuple[float, ...]

@@ -14,10 +14,10 @@ from qdqtune.graph.model import Model
 from qdqtune.placement import engine_rules
 from qdqtune.placement.files import PlacementFile, existing, read_placement_file, write_placement
 from qdqtune.placement.insertion import Inserter, insert
-from qdqtune.placement.possible import consistent, possible_edges
+from qdqtune.placement.possible import consistent, possible_edges, weight_role
 from qdqtune.placement.reading import read_placement
 from qdqtune.placement.stripping import strip_pairs
-from qdqtune.placement.widths import conversions, wide_tensors
+from qdqtune.placement.widths import conversions, wide_tensors, wide_weights
 from qdqtune.tuning.records import StoredPlacement
 from qdqtune.types import Edge, Placement, QType
 
@@ -185,3 +185,21 @@ def test_candidates_share_what_they_have_written() -> None:
         placement = widened(model, "head", *nodes[0], *nodes[1])
         expected = insert(model, placement, ranges(model), WIDE).to_proto()
         assert inserter.insert(placement).to_proto() == expected
+
+
+def test_weights_in_16_bits_are_next_to_exact_and_need_no_corrected_bias() -> None:
+    model = conv_net()
+    placement = everywhere(model)
+    weights = frozenset(e for e in placement.edges if e.tensor in model.constants and weight_role(model, e) is not None)
+    wide = Placement.of(placement.edges, (), activations(model, placement) | weights)
+    assert wide_weights(model, wide) == {e.tensor for e in weights}
+    name = next(n.name for n in model.nodes if n.op == "Conv")
+    channels = model.tensors[model.node(name).outputs[0]].shape[1]
+    shifted = replace(ranges(model), shifts={name: (0.5,) * channels})  # found for weights of 8 bits
+    written = insert(model, wide, shifted, QNN)
+    assert types(written, "DequantizeLinear").count("INT16") == len(weights)
+    x = feeds(model)
+    assert sqnr(run(model, x), run(written, x)) > 60
+    again = read_placement(model, written)
+    assert again.placement == wide
+    assert read_placement(model, insert(model, again.placement, again.ranges, QNN)).ranges == again.ranges

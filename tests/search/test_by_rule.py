@@ -9,8 +9,9 @@ import pytest
 from models import build, normal, ranges
 from qdqtune.placement import engine_rules
 from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.widths import wide_weights
 from qdqtune.search.by_rule import ALL_8, ALL_16, FRUITLESS, RuleSearch
-from qdqtune.search.costs.rule_costs import EIGHT, FLOAT, SIXTEEN, NoiseOfBits, RuleCosts
+from qdqtune.search.costs.rule_costs import FLOAT, W8A8, W8A16, NoiseOfBits, RuleCosts
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.shipping import accepted
 from qdqtune.types import Accuracy, CostsByRule, Failure, Layer, Placement, Trial, noise_of, sqnr_of
@@ -76,7 +77,7 @@ def best(history: list[Trial]) -> Placement:
 
 def cheapest(found: RuleCosts, answer: Answer) -> float:
     """The cost of the cheapest of all assignments whose outputs hold the limit."""
-    every = product((EIGHT, SIXTEEN), repeat=STEPS)
+    every = product((W8A8, W8A16), repeat=STEPS)
     return min(found.total(labels) for labels in every if answer(found, found.placement(labels))[0] <= LIMIT)
 
 
@@ -123,11 +124,11 @@ def test_noise_is_not_asked_for_where_8_bits_hold() -> None:
 def test_a_node_that_is_left_in_8_bits_gets_16() -> None:
     def answer(found: RuleCosts, placement: Placement):
         labels = found.labels(placement)
-        return 1e-6, report(found.model, *(["n2"] if labels[2] == EIGHT else []))
+        return 1e-6, report(found.model, *(["n2"] if labels[2] == W8A8 else []))
 
     found = costs()
     history = simulated(RuleSearch(found, NoiseOfBits(NOISE, {}), LIMIT), answer)
-    assert [label == SIXTEEN for label in found.labels(best(history))] == [False, False, True, False, False, False]
+    assert [label == W8A16 for label in found.labels(best(history))] == [False, False, True, False, False, False]
 
 
 def test_a_node_that_is_left_in_both_becomes_float() -> None:
@@ -149,8 +150,20 @@ def test_operators_that_are_refused_in_16_bits_are_not_asked_for_again() -> None
         return 1e-2, report(found.model)
 
     history = simulated(RuleSearch(costs(), NoiseOfBits(NOISE, {}), LIMIT), answer)
-    assert [t.proposal.origin for t in history][:2] == [ALL_8, ALL_16]
-    assert sum(bool(t.placement.wide) for t in history) == 1
+    assert [t.proposal.origin for t in history][:3] == [ALL_8, ALL_16, ALL_16]
+    assert [wide_weights(costs().model, t.placement) != frozenset() for t in history[1:3]] == [True, False]
+    assert sum(bool(t.placement.wide) for t in history) == 2
+
+
+def test_an_engine_that_refuses_weights_in_16_bits_still_gets_activations() -> None:
+    def answer(found: RuleCosts, placement: Placement):
+        if wide_weights(found.model, placement):
+            return Failure("build", "Node 'n1' OpType:Conv with domain:x was inserted, but was not selected by that EP")
+        return by_table(1.5)(found, placement)
+
+    history = simulated(RuleSearch(costs(), NoiseOfBits(NOISE, {}), LIMIT), answer)
+    assert sum(isinstance(t.result, Failure) for t in history) == 1
+    assert best(history).wide
 
 
 def test_an_engine_without_16_bits_is_not_asked_for_them() -> None:
@@ -163,7 +176,7 @@ def test_floats_are_tried_where_16_bits_miss_the_limit() -> None:
         labels = found.labels(placement)
         return (1e-2 if labels[0] != FLOAT else 1e-5), report(found.model)
 
-    noise = NoiseOfBits({**NOISE, "w0": 1e-2}, {})
+    noise = NoiseOfBits({**NOISE, "w0": 1e-2}, {"w0": 1e-6})
     found = costs()
     labels = found.labels(best(simulated(RuleSearch(found, noise, LIMIT), answer)))
     assert labels[0] == FLOAT

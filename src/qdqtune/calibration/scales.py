@@ -18,7 +18,13 @@ from qdqtune.calibration.equalization import Factor
 from qdqtune.types import Array, NumericFormat, QType
 
 NUMPY_TYPE: Mapping[QType, Any] = MappingProxyType(
-    {QType.UINT8: np.uint8, QType.INT8: np.int8, QType.UINT16: np.uint16, QType.FP8: ml_dtypes.float8_e4m3fn}
+    {
+        QType.UINT8: np.uint8,
+        QType.INT8: np.int8,
+        QType.INT16: np.int16,
+        QType.UINT16: np.uint16,
+        QType.FP8: ml_dtypes.float8_e4m3fn,
+    }
 )
 
 
@@ -156,25 +162,28 @@ def of_weight(
     fmt: NumericFormat,
     given: Iterable[float] | None = None,
     floor: Array | None = None,
+    *,
+    wide: bool = False,
 ) -> Quantization:
     """The symmetric scale of a weight, per channel along `axis` if the format says so.
 
-    scale = max|w| / 127, or / 64 where 7 bits must do, or / 448 for E4M3. `given` scales (of a model that came
+    scale = max|w| / 127, or / 64 where 7 bits must do, or / 448 for E4M3. If `wide`, it is max|w| / 32767 of all: NPUs
+    compute more exactly with one scale for 16 bits than with one per channel. `given` scales (of a model that came
     quantized) are kept; `floor` raises scales that are too small for an int32 bias.
     """
-    axis = axis if fmt.per_channel else None
+    axis, qtype = axis if fmt.per_channel and not wide else None, QType.INT16 if wide else fmt.weight
     if given is not None:
         scale = np.asarray(tuple(given), np.float64)
         scale = scale if axis is not None and scale.size == values.shape[axis] else scale.max()
     else:
         floats = values.astype(np.float32, copy=False)
         others = tuple(i for i in range(values.ndim) if i != axis) if axis is not None else None
-        top = 64 if fmt.reduced_weights else fmt.weight.high
+        top = 64 if fmt.reduced_weights and not wide else qtype.high
         magnitude = np.maximum(floats.max(axis=others, initial=0.0), -floats.min(axis=others, initial=0.0))
         scale = magnitude.astype(np.float64) / top
     if floor is not None:
         scale = np.maximum(scale, floor)
-    return Quantization(fmt.weight, _positive(scale, values.dtype), 0, axis if np.ndim(scale) else None)
+    return Quantization(qtype, _positive(scale, values.dtype), 0, axis if np.ndim(scale) else None)
 
 
 def quantize(values: Array, quantization: Quantization) -> Array:

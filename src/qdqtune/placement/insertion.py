@@ -32,6 +32,7 @@ from qdqtune.types import Edge, NumericFormat, Placement, QType
 ONNX_TYPE: Mapping[QType, int] = {
     QType.UINT8: TensorProto.UINT8,
     QType.INT8: TensorProto.INT8,
+    QType.INT16: TensorProto.INT16,
     QType.UINT16: TensorProto.UINT16,
     QType.FP8: TensorProto.FLOAT8E4M3FN,
 }

@@ -253,7 +253,8 @@ def biased_layers(model: Model, placement: Placement) -> tuple[BiasedLayer, ...]
 
 
 def biased_layer_at(model: Model, placement: Placement, node: Node) -> BiasedLayer | None:
-    """The layer whose bias a node adds or could add; None if there is none, or if it runs in float."""
+    """The layer whose bias a node adds or could add; None if there is none, if it runs in float, or if its weight has
+    16 bits, which err so little that nothing is to be corrected."""
     if node.domain or not is_float(model, node.outputs[0]):
         return None
     if node.op == "Add":
@@ -286,7 +287,7 @@ def _behind_product(model: Model, placement: Placement, add: Node) -> BiasedLaye
 
 
 def _quantized_weight_shape(model: Model, placement: Placement, node: Node) -> tuple[int, ...] | None:
-    """The shape of the constant weight of a compute operator, if both inputs carry pairs."""
+    """The shape of the constant weight of a compute operator, if both inputs carry pairs, the weight one of 8 bits."""
     weight = model.constants.get(node.inputs[1]) if node.op in COMPUTE and not node.domain else None
-    both = all(edge in placement for edge in node.into[:2])
+    both = all(edge in placement for edge in node.into[:2]) and placement.wide.isdisjoint(node.into[1:2])
     return weight.shape if weight is not None and both else None

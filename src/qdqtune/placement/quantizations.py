@@ -69,7 +69,7 @@ class Quantizer:
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
         self._model, self._ranges, self._format = model, ranges, fmt
         self._constants: dict[str, Range] = {}
-        self._weights: dict[tuple[str, int | None], Quantization] = {}
+        self._weights: dict[tuple[str, int | None, bool], Quantization] = {}
         self._activations: dict[tuple[Range, int, bool, bool], Quantization] = {}
         self._fixed = {fixed.op: fixed for fixed in fmt.wide_scales}
         self._clamps: dict[str, tuple[Node, tuple[float, float], frozenset[Edge]] | None] = {}
@@ -84,7 +84,7 @@ class Quantizer:
         """The quantization of activations by name, and of constants by edge, before biases raise weight scales."""
         constants = self._model.constants
         fixed = [e for e in placement if e.tensor in constants]
-        weights = {e: self._weight_scale(e) for e in fixed if weight_role(self._model, e) is not None}
+        weights = {e: self._weight_scale(e, placement) for e in fixed if weight_role(self._model, e) is not None}
         read = dict.fromkeys(e.tensor for e in placement)
         members: dict[Member, Range] = {t: self._ranges.activations[t] for t in read if t not in constants}
         members.update({e: self._constant_range(e.tensor) for e in fixed if e not in weights})
@@ -154,17 +154,17 @@ class Quantizer:
             self._constants[tensor] = self._ranges.activations.get(tensor, own)
         return self._constants[tensor]
 
-    def _weight_scale(self, edge: Edge, floor: Array | None = None) -> Quantization:
+    def _weight_scale(self, edge: Edge, placement: Placement, floor: Array | None = None) -> Quantization:
         constant, role = self._model.constants[edge.tensor], weight_role(self._model, edge)
-        axis = None if role is None else role.axis
-        key = (edge.tensor, axis)
+        axis, wide = None if role is None else role.axis, edge in placement.wide
+        key = (edge.tensor, axis, wide)
         if key not in self._weights:
             given = self._ranges.weights.get(edge.tensor)
-            self._weights[key] = scales.of_weight(constant.array(), axis, self._format, given)
+            self._weights[key] = scales.of_weight(constant.array(), axis, self._format, given, wide=wide)
         known = self._weights[key]
         if floor is None:
             return known
-        return scales.of_weight(constant.array(), axis, self._format, known.scale.reshape(-1), floor)
+        return scales.of_weight(constant.array(), axis, self._format, known.scale.reshape(-1), floor, wide=wide)
 
     def _superfluous(self, placement: Placement, activations: Mapping[str, Quantization]) -> Iterator[int]:
         """Indices of Relu and Clip nodes that the saturation of the pair behind them replaces.
@@ -217,7 +217,7 @@ class Quantizer:
             needed = np.abs(values.astype(np.float64)) / (2.0**30)
             if (needed > scale).any():
                 raised = needed / sx if weights[w].axis is not None else np.max(needed) / sx
-                weights[w] = self._weight_scale(w, np.asarray(raised))
+                weights[w] = self._weight_scale(w, placement, np.asarray(raised))
                 scale = np.asarray(sx * weights[w].scale)
             quantized = scales.quantize_bias(values, scale)
             if quantized is not None and scale.size in (1, values.size):

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import is_float
+from qdqtune.placement.possible import weight_role
 from qdqtune.types import Edge, Placement
 
 
@@ -25,6 +26,12 @@ def wide_tensors(model: Model, placement: Placement) -> frozenset[str]:
     stored = {e.tensor for e in placement.edges} - model.constants.keys()
     wanted = {e.tensor for e in placement.wide}
     return frozenset(t for t in stored if (t in wanted if (bits := reads.get(t)) is None else bits))
+
+
+def wide_weights(model: Model, placement: Placement) -> frozenset[str]:
+    """The weights that are stored in 16 bits."""
+    constants = (edge for edge in placement.wide if edge.tensor in model.constants)
+    return frozenset(edge.tensor for edge in constants if weight_role(model, edge) is not None)
 
 
 def _bits_read(model: Model, placement: Placement, node: Node, reads: dict[str, bool | None]) -> bool | None:

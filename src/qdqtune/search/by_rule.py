@@ -22,7 +22,7 @@ from math import isfinite, sqrt
 import numpy as np
 
 from qdqtune.search import best_of
-from qdqtune.search.costs.rule_costs import EIGHT, FLOAT, SIXTEEN, Labels, NoiseOfBits, RuleCosts
+from qdqtune.search.costs.rule_costs import SIXTEEN, W8A8, W8A16, W16A16, Labels, NoiseOfBits, RuleCosts
 from qdqtune.timing.limits import failure
 from qdqtune.types import Placement, Proposal, Trial
 
@@ -73,16 +73,16 @@ class RuleSearch:
 
     def _proposals(self, history: Sequence[Trial]) -> Iterator[Proposal]:
         costs = self.learned(history)
-        yield self._proposal(costs, ALL_8, costs.everywhere(EIGHT))
+        yield self._proposal(costs, ALL_8, costs.everywhere(W8A8))
         by_placement = {t.placement: t for t in history}
-        first = by_placement.get(costs.placement(costs.everywhere(EIGHT)))
+        first = by_placement.get(costs.placement(costs.everywhere(W8A8)))
         leaves = any(costs.off.values())
         if first is None:
             return
         if first.holds is True and failure(first) is None and not leaves:
             return
-        wide = costs.everywhere(SIXTEEN)
-        if SIXTEEN in wide:
+        wide = costs.everywhere(W16A16)
+        if not set(SIXTEEN).isdisjoint(wide):
             yield self._proposal(costs, ALL_16, wide)
         widest = by_placement.get(costs.placement(wide))
         is_short = widest is None or widest.holds is not True or failure(widest) is not None
@@ -95,9 +95,9 @@ class RuleSearch:
     def learned(self, history: Sequence[Trial]) -> RuleCosts:
         """The costs with what builds have shown: nodes that run elsewhere, and operators that are refused in 16
         bits."""
-        reasons = ((t, found.reason) for t in history if (found := failure(t)) is not None)
-        named = (REFUSED.findall(reason) for trial, reason in reasons if trial.placement.wide)
-        costs = replace(self.costs, no_wide=self.costs.no_wide.union(*named))
+        failed = ((t.placement, found.reason) for t in history if (found := failure(t)) is not None)
+        refused = (self.costs.bits_of(REFUSED.findall(reason), placement) for placement, reason in failed)
+        costs = replace(self.costs, refused=self.costs.refused.union(*refused))
         return costs.learned((t.placement, t.layers) for t in history if t.layers)
 
     def _proposal(self, costs: RuleCosts, origin: str, labels: Labels) -> Proposal:
@@ -136,7 +136,7 @@ class RuleSearch:
     def _lowered(self, costs: RuleCosts, labels: Labels, aim: float) -> Labels:
         """The labels with as many parts in fewer bits as the noise on ONNX Runtime allows: large groups of parts first,
         those with the least noise in front, then neighbours."""
-        for fewer in (EIGHT, SIXTEEN):
+        for fewer in (W8A8, W8A16, W16A16):
             single = [costs.noise(_with(labels, (n,), fewer), self.noise) for n in range(len(labels))]
             for order in (single.__getitem__, int):
                 able = [n for n, part in enumerate(costs.parts) if labels[n] > fewer and costs.allows(part, fewer)]
@@ -182,10 +182,10 @@ class RuleSearch:
 
     def _path(self, costs: RuleCosts, *, float_too: bool) -> list[Labels]:
         """The cheapest labels at rising prices on noise, each once, from the cheapest to the quietest."""
-        whole = costs.noise(costs.everywhere(EIGHT), self.noise)
+        whole = costs.noise(costs.everywhere(W8A8), self.noise)
         if whole <= 0:
             return [costs.cheapest(self.noise, 0.0, float_too=float_too)]
-        top = np.log10(costs.total(costs.everywhere(SIXTEEN)) / whole) + DECADES / 2
+        top = np.log10(costs.total(costs.everywhere(W16A16)) / whole) + DECADES / 2
         prices = (0.0, *np.logspace(top - DECADES, top, PRICES))
         found = (costs.cheapest(self.noise, float(price), float_too=float_too) for price in prices)
         return list(dict.fromkeys(costs.labels(costs.placement(labels)) for labels in found))
@@ -214,7 +214,7 @@ class RuleSearch:
         before, noisy = costs.total(base), costs.noise(base, self.noise)
         ranked: list[tuple[float, int, Labels]] = []
         for number, (part, label) in enumerate(zip(costs.parts, base, strict=True)):
-            for fewer in {SIXTEEN: (EIGHT,), FLOAT: (EIGHT, SIXTEEN)}.get(label, ()):
+            for fewer in range(label):
                 if not costs.allows(part, fewer):
                     continue
                 labels = _with(base, (number,), fewer)

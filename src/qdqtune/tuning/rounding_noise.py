@@ -153,8 +153,8 @@ def noise_of_bits(run: Run) -> NoiseOfBits:
 
 
 def _wide_noise(run: Run, narrow: Mapping[str, float], floor: float) -> Mapping[str, float]:
-    """The noise of rounding each activation alone in 16 bits. Where it was not measured, it follows from that in 8
-    bits: noise goes with the square of a step."""
+    """The noise of rounding each tensor alone in 16 bits. That of weights, and what was not measured, follows from that
+    in 8 bits: noise goes with the square of a step."""
     subject, of = run.subject, f"wide:{floor:.3g}"
     record = run.store.get(NoiseRecord, of)
     if record is None:
@@ -162,7 +162,7 @@ def _wide_noise(run: Run, narrow: Mapping[str, float], floor: float) -> Mapping[
         values = each_value(model, subject.ranges, subject.numbers, subject.possible, wide=True)
         alone, failure = _measured(run, "rounding each tensor to 16 bits", model, values, floor, TIME_SHARE)
         steps = {tensor: noise / STEPS_IN_ONE**2 for tensor, noise in narrow.items()}
-        record = run.store.put(NoiseRecord(of=of, alone=steps if alone is None else alone, failure=failure))
+        record = run.store.put(NoiseRecord(of=of, alone=steps | (alone or {}), failure=failure))
     return record.alone
 
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from qdqtune.numerics.scores import equal_share
-from qdqtune.placement.widths import conversions, wide_tensors
+from qdqtune.placement.widths import conversions, wide_tensors, wide_weights
 from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.timing.limits import failure
 from qdqtune.types import Placement, Trial
 
 
 class ByRuleCandidate(TypedDict):
-    """A candidate: the nodes that run elsewhere, None if it failed; its tensors with a pair, those in 16 bits, and the
-    values that are converted between both."""
+    """A candidate: the nodes that run elsewhere, None if it failed; its tensors with a pair, those in 16 bits, the
+    values that are converted between both, and weights in 16 bits."""
 
     number: int
     origin: str
@@ -22,6 +22,7 @@ class ByRuleCandidate(TypedDict):
     tensors: int
     tensors_16: int
     conversions: int
+    weights_16: int
     sqnr_db: float | None
     agreement: float | None
     holds_limits: bool
@@ -61,6 +62,7 @@ def _row(costs: RuleCosts, trial: Trial, *, is_final: bool) -> ByRuleCandidate:
         tensors=tensors,
         tensors_16=wide,
         conversions=converted,
+        weights_16=len(wide_weights(costs.model, trial.placement)),
         sqnr_db=trial.sqnr_db,
         agreement=equal_share(trial.accuracy),
         holds_limits=failed is None and trial.holds is not False,

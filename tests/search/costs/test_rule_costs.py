@@ -9,8 +9,15 @@ from models import attention, build, conv_net, normal, ranges
 from qdqtune.graph.model import Model
 from qdqtune.placement import engine_rules
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.labels import cheapest
-from qdqtune.search.costs.rule_costs import EIGHT, FLOAT, SIXTEEN, NoiseOfBits, RuleCosts, left_nodes
+from qdqtune.search.costs.rule_costs import (
+    FLOAT,
+    W8A8,
+    W8A16,
+    W16A16,
+    NoiseOfBits,
+    RuleCosts,
+    left_nodes,
+)
 from qdqtune.types import Layer, Placement
 
 CHAIN = """n (float[1,4,8,8] x) => (float[1,4,8,8] y) {
@@ -44,39 +51,38 @@ def test_nodes_without_a_pair_between_them_are_one_part() -> None:
 @pytest.mark.parametrize("make", [chain, lambda: costs_of(conv_net()), lambda: costs_of(attention())])
 def test_the_fullest_placement_is_everything_in_8_bits(make) -> None:
     costs = make()
-    assert costs.placement(costs.everywhere(EIGHT)) == costs.fullest
-    assert costs.placement(costs.everywhere(SIXTEEN)).edges == costs.fullest.edges
+    assert costs.placement(costs.everywhere(W8A8)) == costs.fullest
+    assert costs.placement(costs.everywhere(W8A16)).edges == costs.fullest.edges
     assert costs.placement(tuple(FLOAT for _ in costs.parts)) == Placement()
 
 
 def test_labels_are_read_back_from_placements() -> None:
     costs = chain()
-    for labels in product((EIGHT, SIXTEEN, FLOAT), repeat=3):
+    for labels in product((W8A8, W8A16, W16A16, FLOAT), (W8A8, W8A16, W16A16, FLOAT), (W8A8, W8A16, FLOAT)):
         assert costs.labels(costs.placement(labels)) == labels
 
 
 def test_an_operator_without_weights_computes_as_its_neighbours_do() -> None:
     text = "n (float[1,4] x) => (float[1,4] y) { [a] p = Gemm(x, w) [b] q = Sigmoid(p) [c] y = Gemm(q, v) }"
     costs = costs_of(build(text, {"w": normal(4, 4), "v": normal(4, 4, seed=1)}))
-    assert costs.placement((EIGHT, FLOAT, EIGHT)) == costs.fullest
-    assert costs.labels(costs.fullest) == (EIGHT, EIGHT, EIGHT)
+    assert costs.placement((W8A8, FLOAT, W8A8)) == costs.fullest
+    assert costs.labels(costs.fullest) == (W8A8, W8A8, W8A8)
 
 
 def test_8_bits_cost_less_than_16_and_these_less_than_floats() -> None:
     costs = chain()
-    by_label = [costs.total(costs.everywhere(label)) for label in (EIGHT, SIXTEEN)]
-    assert by_label[0] < by_label[1] < costs.total((FLOAT,) * 3)
+    by_label = [costs.total(costs.everywhere(label)) for label in (W8A8, W8A16, W16A16)]
+    assert by_label[0] < by_label[1] < by_label[2] < costs.total((FLOAT,) * 3)
 
 
 def test_a_node_that_runs_elsewhere_costs_more_than_all_bytes() -> None:
     costs = chain()
     report = [layer("first"), layer("second"), layer("add", "on the CPU: no reason")]
-    narrow, wide = costs.fullest, costs.placement(costs.everywhere(SIXTEEN))
+    narrow, wide = costs.fullest, costs.placement(costs.everywhere(W8A16))
     assert costs.cost(narrow, report) > costs.cost(wide, [layer("add")]) > costs.cost(narrow, [layer("add")])
     learned = costs.learned([(narrow, report)])
     assert set(learned.off.values()) == {0, 1}
-    labels = tuple(cheapest(learned.problem(float_too=False)))[:-1]
-    assert labels[2] == SIXTEEN
+    assert learned.cheapest(NoiseOfBits({}, {}), 0.0, float_too=False)[2] == W8A16
 
 
 def test_of_a_report_only_nodes_that_run_elsewhere_count() -> None:
@@ -85,17 +91,21 @@ def test_of_a_report_only_nodes_that_run_elsewhere_count() -> None:
 
 
 def test_operators_that_were_refused_in_16_bits_stay_in_8() -> None:
-    costs = replace(chain(), no_wide=frozenset({"Add"}))
-    assert costs.everywhere(SIXTEEN) == (SIXTEEN, SIXTEEN, EIGHT)
+    costs = replace(chain(), refused=frozenset({("Add", W8A16)}))
+    assert costs.everywhere(W8A16) == (W8A16, W8A16, W8A8)
+    assert costs.everywhere(W16A16) == (W16A16, W16A16, W8A8)
+    costs = replace(costs, refused=frozenset({("Relu", W16A16)}))
+    assert costs.everywhere(W16A16) == (W8A16, W16A16, W8A16)
+    assert costs.bits_of(["Conv"], costs.placement((W8A16, W16A16, W8A16))) == {("Conv", W8A16), ("Conv", W16A16)}
 
 
 def test_noise_is_that_of_the_values_and_of_conversions() -> None:
     costs = chain()
     noise = NoiseOfBits({"x": 1.0, "b": 10.0, "c": 100.0, "y": 1000.0, "w": 1e4, "v": 1e5}, dict.fromkeys("xbcy", 0.25))
     weights = 1e4 + 1e5
-    assert costs.noise((EIGHT,) * 3, noise) == weights + 1111
-    assert costs.noise((SIXTEEN,) * 3, noise) == pytest.approx(weights + 4 * 0.25)
-    assert costs.noise((SIXTEEN, EIGHT, EIGHT), noise) == weights + 0.5 + 10 + 1100  # b is narrowed for both
+    assert costs.noise((W8A8,) * 3, noise) == weights + 1111
+    assert costs.noise((W8A16,) * 3, noise) == pytest.approx(weights + 4 * 0.25)
+    assert costs.noise((W8A16, W8A8, W8A8), noise) == weights + 0.5 + 10 + 1100  # b is narrowed for both
     assert costs.noise((FLOAT,) * 3, noise) == 0
 
 
@@ -103,14 +113,21 @@ def test_noise_is_that_of_the_values_and_of_conversions() -> None:
 def test_the_cheapest_labels_are_those_of_brute_force(price: float) -> None:
     costs = chain()
     noise = NoiseOfBits({"x": 0.01, "b": 0.1, "c": 3.0, "y": 0.02, "w": 0.2, "v": 0.1}, {})
-    problem = costs.problem(noise, price, float_too=True)
-    least = min(problem.cost(labels) for labels in product(range(3), repeat=3))
-    assert problem.cost(costs.cheapest(noise, price, float_too=True)) == pytest.approx(least, rel=1e-6)
+    every = product((W8A8, W8A16, W16A16, FLOAT), (W8A8, W8A16, W16A16, FLOAT), (W8A8, W8A16, FLOAT))
+    least = min(costs.total(labels) + price * costs.noise(labels, noise) for labels in every)
+    found = costs.cheapest(noise, price, float_too=True)
+    assert costs.total(found) + price * costs.noise(found, noise) == pytest.approx(least, rel=1e-6)
 
 
 def test_a_price_on_noise_puts_the_noisiest_value_and_its_reader_in_16_bits() -> None:
     costs = chain()
     noise = NoiseOfBits({"x": 0.0, "b": 0.001, "c": 5.0, "y": 0.001}, {})
-    assert costs.cheapest(noise, 1e4, float_too=False)[1:] == (SIXTEEN, SIXTEEN)
-    assert costs.cheapest(noise, 1.0, float_too=False) == (EIGHT,) * 3
-    assert costs.count((EIGHT, SIXTEEN, EIGHT), SIXTEEN) == 1
+    assert costs.cheapest(noise, 1e4, float_too=False)[1:] == (W8A16, W8A16)
+    assert costs.cheapest(noise, 1.0, float_too=False) == (W8A8,) * 3
+
+
+def test_a_noisy_weight_gets_16_bits_beside_activations_in_16() -> None:
+    costs = chain()
+    noise = NoiseOfBits({"x": 0.0, "b": 0.001, "c": 5.0, "y": 0.001, "v": 5.0}, {})
+    assert costs.cheapest(noise, 1e4, float_too=False)[1:] == (W16A16, W8A16)
+    assert costs.noise((W8A8, W16A16, W8A8), noise) == pytest.approx(costs.noise((W8A8, W8A16, W8A8), noise) - 5.0)

@@ -1,19 +1,21 @@
 """What a placement costs by rule, for engines whose times mean nothing: simulators of processors that are not here.
 
-The graph is divided into parts: nodes between which no pair stands in the fullest placement. A part computes in 8 bits,
-in 16 bits or in floats, and writes what it computes in. Costs are in bytes, so that in this order count
+The graph is divided into parts: nodes between which no pair stands in the fullest placement. A part computes on weights
+and activations of 8 bits (W8A8), on activations of 16 bits with weights of 8 or 16 (W8A16, W16A16), or in floats, and
+writes what its activations have. Costs are in bytes, so that in this order count
 
 1. the nodes that the engine leaves to another processor, as its reports say;
 2. the bytes that are written in 16 bits, or twice as dear in floats, and read and written by conversions between parts;
 3. the bytes of weights.
 
-Each tensor in 16 bits, and each conversion, also costs a fixed number of bytes, since an operator is not free where its
-tensor is small. With a price on noise the cheapest assignment is that of `labels`.
+Each tensor in 16 bits, weights too, and each conversion, also costs a fixed number of bytes, since an operator is not
+free where its tensor is small. With a price on noise the cheapest assignment is that of `labels`: of W8A16 and W16A16,
+which differ in nothing that other parts see, a part has the cheaper one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -25,8 +27,16 @@ from qdqtune.search.costs.labels import Conversion, LabelProblem, cheapest
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.types import Edge, Layer, Placement
 
-EIGHT, SIXTEEN, FLOAT = range(3)
-"""What a part computes in."""
+W8A8, W8A16, W16A16, FLOAT = range(4)
+"""What a part computes in: the bits of weights and activations."""
+
+SIXTEEN = (W8A16, W16A16)
+
+ALIKE = ((W8A8,), SIXTEEN, (FLOAT,))
+"""What parts compute in, by what they read and write: 8 bits, 16 bits, floats."""
+
+WRITES = {label: kind for kind, labels in enumerate(ALIKE) for label in labels}
+"""The kind of values, as numbered in `ALIKE`, that parts read and write."""
 
 EACH = 4096.0
 """Bytes that a tensor in 16 bits costs beside its own, and a conversion. Chosen, not measured."""
@@ -73,8 +83,8 @@ class RuleCosts:
     model: Model
     fullest: Placement
     has_wide: bool = True
-    no_wide: frozenset[str] = frozenset()
-    """Operators that the engine has refused in 16 bits."""
+    refused: frozenset[tuple[str, int]] = frozenset()
+    """Operators that the engine has refused, and in what."""
     off: Off = field(default_factory=dict)
 
     @cached_property
@@ -115,12 +125,16 @@ class RuleCosts:
         """Whether a part can compute so; in floats only those that no pair stands in front of."""
         if label == FLOAT or not part.reads:
             return label == FLOAT and not part.reads
+        if label == W8A8:
+            return True
         operators = (self.model.nodes[node].op for node in part.nodes)
-        return label == EIGHT or (self.has_wide and self.no_wide.isdisjoint(operators))
+        is_able = self.has_wide and all((op, label) not in self.refused for op in operators)
+        return is_able and (label == W8A16 or any(weight_role(self.model, e) is not None for e in part.constants))
 
     def everywhere(self, label: int) -> Labels:
-        """All parts with one label, as far as they can have it; others in 8 bits, or else in floats."""
-        return tuple(next(found for found in (label, EIGHT, FLOAT) if self.allows(part, found)) for part in self.parts)
+        """All parts with one label, as far as they can have it; others in fewer bits, or else in floats."""
+        order = (*range(label, -1, -1), FLOAT)
+        return tuple(next(found for found in order if self.allows(part, found)) for part in self.parts)
 
     def placement(self, labels: Labels) -> Placement:
         """The placement in which each part computes as its label says."""
@@ -130,16 +144,17 @@ class RuleCosts:
                 number = self.maker.get(edge.tensor)
                 read = label if label != FLOAT or number is None else labels[number]
                 edges |= {edge} if read != FLOAT else set()
-                wide |= {edge} if read == SIXTEEN else set()
+                wide |= {edge} if read in SIXTEEN else set()
             if label != FLOAT:
                 edges.update(part.constants)
-                if label == SIXTEEN:
-                    wide.update(e for e in part.constants if weight_role(self.model, e) is None)
+                if label in SIXTEEN:
+                    weights, others = self._constants(part)
+                    wide.update(others, weights if label == W16A16 else ())
         for tensor, shown in self._shown.items():
             number = self.maker.get(tensor)
-            written = EIGHT if number is None else labels[number]
+            written = W8A8 if number is None else labels[number]
             edges.update(shown if written != FLOAT else ())
-            wide.update(shown if written == SIXTEEN else ())
+            wide.update(shown if written in SIXTEEN else ())
         return Placement.of(edges, (), wide)
 
     def labels(self, placement: Placement) -> Labels:
@@ -152,7 +167,15 @@ class RuleCosts:
         written = (tensor for tensor in part.writes if tensor in self.readers or tensor in self._shown)
         if not part.reads or not placement.edges.issuperset(own) or not given.issuperset(written):
             return FLOAT
-        return SIXTEEN if any(edge in placement.wide for edge in part.reads) else EIGHT
+        if placement.wide.isdisjoint(part.reads):
+            return W8A8
+        return W8A16 if placement.wide.isdisjoint(self._constants(part)[0]) else W16A16
+
+    def bits_of(self, operators: Collection[str], placement: Placement) -> set[tuple[str, int]]:
+        """In what operators compute with a placement, as far as it is in 16 bits."""
+        labels = zip(self.parts, self.labels(placement), strict=True)
+        wide = ((self.model.nodes[node].op, label) for part, label in labels for node in part.nodes if label in SIXTEEN)
+        return {(op, label) for op, label in wide if op in operators}
 
     # ------------------------------------------------ costs
 
@@ -173,16 +196,33 @@ class RuleCosts:
 
     def total(self, labels: Labels) -> float:
         """What labels cost; one more than nothing, so that costs have ratios."""
-        return 1.0 + self.problem(float_too=True).cost(labels)
+        own = sum(self._of_part(number, label) for number, label in enumerate(labels))
+        return 1.0 + own + self._converting().cost([*(WRITES[label] for label in labels), WRITES[FLOAT]])
 
     def problem(self, noise: NoiseOfBits | None = None, price: float = 0.0, *, float_too: bool) -> LabelProblem:
-        """The costs, with `price` bytes for noise as large as the signal. `float_too`: parts that can compute in 8 bits
-        may also compute in floats."""
-        found = LabelProblem()
-        for number, part in enumerate(self.parts):
-            own = (self._of_part(number, label) + price * self._noise_of(part, label, noise) for label in range(3))
-            able = (self.allows(part, label) or (label == FLOAT and float_too) for label in range(3))
-            found.decision([cost if is_able else inf for cost, is_able in zip(own, able, strict=True)])
+        """The costs of the kinds of `ALIKE`, with `price` bytes for noise as large as the signal. `float_too`: parts
+        that can compute in 8 bits may also compute in floats. The last decision is that of what comes from outside."""
+        prices = self._prices(noise, price, float_too=float_too)
+        own = [[min(each[label] for label in alike) for alike in ALIKE] for each in prices]
+        return self._converting(noise, price, own)
+
+    def _prices(self, noise: NoiseOfBits | None, price: float, *, float_too: bool) -> list[list[float]]:
+        """What each part costs with each label, infinite where it may not have it."""
+        return [
+            [
+                self._of_part(number, label) + price * self._noise_of(part, label, noise)
+                if self.allows(part, label) or (label == FLOAT and float_too)
+                else inf
+                for label in (W8A8, W8A16, W16A16, FLOAT)
+            ]
+            for number, part in enumerate(self.parts)
+        ]
+
+    def _converting(
+        self, noise: NoiseOfBits | None = None, price: float = 0.0, own: Sequence[Sequence[float]] | None = None
+    ) -> LabelProblem:
+        """The costs of conversions between parts that cost `own` themselves, or nothing."""
+        found = LabelProblem([(0.0,) * len(ALIKE)] * len(self.parts) if own is None else list(map(tuple, own)))
         outside = found.decision([inf, inf, 0.0])  # inputs of the graph come as floats
         for tensor, readers in self.readers.items():
             base = CONVERTED_BYTES * elements(self.model, tensor) + EACH
@@ -190,7 +230,7 @@ class RuleCosts:
             widened = 0.0 if noise is None else noise.wide.get(self._value(tensor), 0.0)
             prices = (base + price * narrowed, base + price * widened, base)
             found.conversions.append(Conversion(self.maker.get(tensor, outside), readers, prices))
-        return _WithOutside(found.costs, found.conversions)
+        return found
 
     def noise(self, labels: Labels, noise: NoiseOfBits) -> float:
         """The noise of labels as the sum of that of values and constants."""
@@ -199,19 +239,17 @@ class RuleCosts:
             number = self.maker.get(tensor)
             written = FLOAT if number is None else labels[number]
             read = {labels[reader] for reader in readers}
-            if written != EIGHT and EIGHT in read:
+            if written != W8A8 and W8A8 in read:
                 single += noise.narrow.get(self._value(tensor), 0.0)
-            if written == FLOAT and SIXTEEN in read:
+            if written == FLOAT and not read.isdisjoint(SIXTEEN):
                 single += noise.wide.get(self._value(tensor), 0.0)
         return single
 
     def cheapest(self, noise: NoiseOfBits, price: float, *, float_too: bool) -> Labels:
         """The cheapest labels where noise has a price."""
-        return tuple(cheapest(self.problem(noise, price, float_too=float_too))[:-1])
-
-    def count(self, labels: Labels, label: int) -> int:
-        """How many tensors parts with a label write."""
-        return sum(len(part.writes) for part, own in zip(self.parts, labels, strict=True) if own == label)
+        kinds = cheapest(self.problem(noise, price, float_too=float_too))[:-1]
+        prices = self._prices(noise, price, float_too=float_too)
+        return tuple(min(ALIKE[kind], key=own.__getitem__) for kind, own in zip(kinds, prices, strict=True))
 
     @cached_property
     def _values(self) -> Noise:
@@ -236,19 +274,27 @@ class RuleCosts:
         part = self.parts[number]
         weights = sum(elements(self.model, edge.tensor) for edge in part.constants) / self._weights
         left = self._elsewhere * self.off.get((number, label), 0)
-        if label == EIGHT:
+        if label == W8A8:
             return left + weights
         written = _written(self.model, part)
-        return left + (written + weights if label == SIXTEEN else FLOAT_FACTOR * written + WIDE_BYTES * weights)
+        if label == FLOAT:
+            return left + FLOAT_FACTOR * written + WIDE_BYTES * weights
+        return left + written + (weights if label == W8A16 else EACH + WIDE_BYTES * weights)
 
     def _noise_of(self, part: Part, label: int, noise: NoiseOfBits | None) -> float:
+        """The noise of what a part writes and of its constants."""
         if noise is None or label == FLOAT:
             return 0.0
-        by_tensor = noise.wide if label == SIXTEEN else noise.narrow
-        weights = (e for e in part.constants if weight_role(self.model, e) is not None)
-        others = (e.tensor for e in part.constants if weight_role(self.model, e) is None)
-        rounded = sum(by_tensor.get(tensor, 0.0) for tensor in (*part.writes, *others))
-        return rounded + sum(noise.narrow.get(edge.tensor, 0.0) for edge in weights)
+        by_tensor = noise.narrow if label == W8A8 else noise.wide
+        of_weights = noise.wide if label == W16A16 else noise.narrow
+        weights, others = self._constants(part)
+        rounded = sum(by_tensor.get(tensor, 0.0) for tensor in (*part.writes, *(e.tensor for e in others)))
+        return rounded + sum(of_weights.get(e.tensor, 0.0) for e in weights)
+
+    def _constants(self, part: Part) -> tuple[list[Edge], list[Edge]]:
+        """The weights of a part, and its other constants, which are quantized as activations are."""
+        weights = [e for e in part.constants if weight_role(self.model, e) is not None]
+        return weights, [e for e in part.constants if e not in weights]
 
     def _part(self, nodes: tuple[int, ...]) -> Part:
         model, inside = self.model, set(nodes)
@@ -261,14 +307,6 @@ class RuleCosts:
             tuple(e for e in edges if e.tensor in model.constants),
             tuple(writes),
         )
-
-
-class _WithOutside(LabelProblem):
-    """A problem whose last decision, about what comes from outside, has one label."""
-
-    def cost(self, labels: Sequence[int]) -> float:
-        """The cost of the labels of all parts, with or without that of the outside."""
-        return super().cost(labels if len(labels) == len(self.costs) else (*labels, FLOAT))
 
 
 def left_nodes(layers: Sequence[Layer]) -> frozenset[str]:
