@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from models import INT8, ranges
+from models import INT8, build, normal, ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.placement import start_placements
@@ -33,6 +33,31 @@ def test_without_layer_times_groups_are_measured(tmp_path: Path) -> None:
     best = cut_run(tmp_path, restart=True)
     assert blind.summary["final_ms"] == pytest.approx(best.summary["final_ms"], rel=0.02)
     assert any(t.proposal.origin.startswith("flip") and t.accepted for t in blind.history)
+
+
+DEEP = """net (float[8,64] x) => (float[8,32] y) {
+    [first] a = MatMul(x, w0)
+    [relu] b = Relu(a)
+    [second] c = MatMul(b, w1)
+    [skip] d = Add(c, b)
+    [third] e = MatMul(d, w2)
+    [tanh] f = Tanh(e)
+    [last] y = MatMul(f, w3)
+}"""
+
+
+def test_an_engine_with_16_bits_gets_them_where_8_miss_the_limit(tmp_path: Path) -> None:
+    sizes = ((64, 256, 0.1), (256, 256, 0.1), (256, 128, 0.1), (128, 32, 1.0))
+    weights = {f"w{n}": normal(*size, seed=n, scale=scale) for n, (*size, scale) in enumerate(sizes)}
+    spec = EngineSpec("fake", {"hide_times": True, "asymmetric": True, "wide": True})
+    path = write(build(DEEP, weights), tmp_path)
+    found = tune(settings(path, mode="cut", builds=12, engine=spec, min_sqnr=40.0))
+    assert found.improved
+    assert found.summary["output_sqnr_db"] >= 40
+    assert found.placement.wide
+    narrow = tune(settings(path, mode="cut", builds=12, engine=spec, min_sqnr=30.0, restart=True))
+    assert narrow.summary["final_ms"] < found.summary["final_ms"]
+    assert not narrow.placement.wide
 
 
 def test_grouped_search_asks_the_largest_first_and_nothing_twice() -> None:

@@ -11,10 +11,10 @@ from qdqtune.placement import engine_rules
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.widths import wide_weights
 from qdqtune.search.by_rule import ALL_8, ALL_16, FRUITLESS, RuleSearch
-from qdqtune.search.costs.rule_costs import FLOAT, W8A8, W8A16, NoiseOfBits, RuleCosts
+from qdqtune.search.costs.rule_costs import FLOAT, W8A8, W8A16, NoiseOfBits, Rates, RuleCosts
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.shipping import accepted
-from qdqtune.types import Accuracy, CostsByRule, Failure, Layer, Placement, Trial, noise_of, sqnr_of
+from qdqtune.types import Accuracy, CostsByRule, Failure, Layer, Measurement, Placement, Trial, noise_of, sqnr_of
 
 STEPS = 6
 TEXT = "".join(f"[n{i}] t{i + 1} = Conv <pads=[1,1,1,1]> (t{i}, w{i})\n" for i in range(STEPS))
@@ -189,3 +189,48 @@ def test_the_same_history_gives_the_same_proposals() -> None:
     for length in range(len(history)):
         (proposal,) = search.propose(history[:length])
         assert proposal == history[length].proposal
+
+
+def timed(search: RuleSearch, seconds: Callable[[Placement], float], holds: Callable[[Placement], bool]) -> list[Trial]:
+    """The trials of a search whose builds take these seconds each time."""
+    history: list[Trial] = []
+    while len(history) < 25 and (batch := search.propose(history)):
+        (proposal,) = batch
+        against = next((t.placement for t in reversed(history) if t.accepted), Placement())
+        result = Measurement((seconds(against),) * 20, (seconds(proposal.placement),) * 20)
+        told = Accuracy(sqnr_of(search.simulate(proposal.placement) or 0.0))
+        trial = Trial(
+            len(history) + 1, proposal, against, result, accuracy=told,
+            layers=report(search.costs.model), holds=holds(proposal.placement),
+        )  # fmt: skip
+        history += accepted([trial], Plan(), next((t for t in reversed(history) if t.accepted), None))
+    return history
+
+
+SLOWER_IN_16 = {"by rule": Rates(), "cheap conversions": Rates(4.0, 9.0, 0.2), "fast floats": Rates(3.0, 1.0, 1.0)}
+
+
+@pytest.mark.parametrize("rates", SLOWER_IN_16.values(), ids=SLOWER_IN_16)
+@pytest.mark.parametrize("limit", [2e-3, 1.2e-3, 6e-4])
+def test_by_time_16_bits_stand_where_they_cost_least(rates: Rates, limit: float) -> None:
+    found, table = costs(), NoiseOfBits(NOISE, {})
+    real = replace(found, rates=rates)
+
+    def noise(placement: Placement) -> float:
+        return found.noise(found.labels(placement), table) + 1e-6
+
+    def seconds(placement: Placement) -> float:
+        return 1e-3 + 1e-7 * real.total(found.labels(placement))
+
+    search = RuleSearch(found, table, limit, noise, Plan())
+    history = timed(search, seconds, lambda placement: noise(placement) <= limit)
+    every = map(found.placement, product((W8A8, W8A16, FLOAT), repeat=STEPS))
+    least = min(seconds(placement) for placement in every if noise(placement) <= limit)
+    found_best = next((t.placement for t in reversed(history) if t.accepted), Placement())
+    assert seconds(found_best) <= 1.03 * least
+    learned = search.learned(history).rates
+    assert learned.floats / learned.wide == pytest.approx(rates.floats / rates.wide, rel=0.5)
+
+
+def test_rates_are_those_by_rule_until_builds_tell() -> None:
+    assert costs().fitted({Placement(): 1.0, costs().fullest: 0.5}).rates == Rates()

@@ -52,8 +52,10 @@ def _result_rows(found: Result) -> list[tuple[str, str, str]]:
         rows.append((f"speedup over {title(Path(summary['model']))}", "", speed(summary["ratio_to_given"])))
     rows += _rewrite_rows(summary)
     rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
+    if (bits := summary.get("bits")) and bits["tensors"]:
+        rows.append(("  of these activations in 16 bits", "", f"{bits['tensors_16']} of {bits['tensors']}"))
+        rows.append(("  of these weights in 16 bits", "", str(bits["weights_16"])))
     if (chosen := next((row for row in _by_rule(summary) if row["shipped"]), None)) is not None:
-        rows.append(("  of these activations in 16 bits", "", f"{chosen['tensors_16']} of {chosen['tensors']}"))
         rows.append(("nodes that run elsewhere", "", str(chosen["elsewhere"])))
     if weights := summary.get("weights"):
         rows.append(("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in weights.items())))
@@ -184,6 +186,7 @@ def rule_table(summary: Mapping[str, Any]) -> Table:
             row["origin"],
             "failed" if row["elsewhere"] is None else str(row["elsewhere"]),
             f"{row['tensors_16']} of {row['tensors']}",
+            str(row["weights_16"] or ""),
             str(row["conversions"]),
             _db(row, is_judged(summary)) if row["elsewhere"] is not None else "",
             _share(row["agreement"]),
@@ -192,7 +195,17 @@ def rule_table(summary: Mapping[str, Any]) -> Table:
         for row in _by_rule(summary)
     ]
     caption = "not timed: nodes elsewhere count first, then bytes in 16 bits and of conversions, then those of weights"
-    columns = ("candidate", "from", "nodes elsewhere", "in 16 bits", "conversions", "SQNR, dB", "agreement", "")
+    columns = (
+        "candidate",
+        "from",
+        "nodes elsewhere",
+        "in 16 bits",
+        "weights too",
+        "conversions",
+        "SQNR, dB",
+        "agreement",
+        "",
+    )
     return Table(columns, cells, caption).filled
 
 

@@ -46,7 +46,9 @@ ELEMENTS_PER_SECOND = 4e9
 SECONDS_PER_NODE = 2e-6
 COMPUTE_FRACTION = 0.3
 MEMORY_FRACTION = 0.4
-"""Speed in float32, and the share of its time that integers take. Chosen, not measured: of the order of a CPU core."""
+WIDE_FACTOR = 2.0
+"""Speed in float32, the share of its time that integers take, and how much longer those of 16 bits do. Chosen, not
+measured: of the order of a CPU core."""
 
 DRIFT_CORRELATION = 0.995
 """Correlation of the drift from one sample to the next: it changes its direction within some hundreds of samples."""
@@ -71,6 +73,7 @@ class FakeOptions:
     drift: standard deviation of a slow drift that neighbouring samples share, relative (0.1 swings by 30 %).
     spikes: probability that a sample takes up to three times as long.
     asymmetric: numbers like those of ONNX Runtime on a CPU (uint8, int32 bias); by default like those of TensorRT.
+    wide: `asymmetric` numbers have 16 bits as well, in which operators take twice as long.
     build_seconds: how long each build takes, in real time.
     faults: a pattern of node names for `refuse`, `crash`, `hang` (when built) or `nan` (when run): what happens to a
         model with a Q/DQ pair on an input of such a node.
@@ -85,6 +88,7 @@ class FakeOptions:
     drift: float = 0.0
     spikes: float = 0.0
     asymmetric: bool = False
+    wide: bool = False
     build_seconds: float = 0.0
     faults: Mapping[str, str] | None = None
     hide_times: bool = False
@@ -98,6 +102,8 @@ class FakeOptions:
         numbers = self.noise, self.drift, self.spikes, self.build_seconds, self.seed, self.builds_aside
         if min(*numbers, self.threads - 1) < 0:
             raise BadOption("engine 'fake' takes no negative numbers")
+        if self.wide and not self.asymmetric:
+            raise BadOption("engine 'fake' has 16 bits where it is asymmetric")
 
 
 def create(options: FakeOptions) -> Fake:
@@ -114,13 +120,20 @@ class Fake:
     def describe(self) -> dict[str, str]:
         """Name, version of the cost model, and the options that change its latencies or numbers."""
         numbers, threads = "asymmetric" if self._options.asymmetric else "symmetric", str(self._options.threads)
+        numbers += ", 16 bits" if self._options.wide else ""
         return {"engine": "fake", "version": "1", "device": "cost model", "threads": threads, "numbers": numbers}
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
         """That of TensorRT; for int8 with the option `asymmetric`, that of ONNX Runtime on a CPU."""
         if quant_type == "int8" and self._options.asymmetric:
             return NumericFormat(
-                QType.UINT8, QType.INT8, symmetric=False, bias="int32", drop_clamps=True, shared_scale_ops=MOVE_DATA
+                QType.UINT8,
+                QType.INT8,
+                symmetric=False,
+                bias="int32",
+                drop_clamps=True,
+                shared_scale_ops=MOVE_DATA,
+                wide=QType.UINT16 if self._options.wide else None,
             )
         return formats.fake(quant_type)
 
@@ -300,6 +313,7 @@ class CostModel:
                 self.readers.setdefault(name, []).append(node)
         for output in graph.output:
             self.readers.setdefault(output.name, []).append(None)
+        self.wide = {t.name for t in graph.initializer if t.data_type == onnx.TensorProto.UINT16}
         self.integer = {node.output[0] for node in self.nodes if not float_only and self._runs_in_integers(node)}
 
     @cached_property
@@ -361,11 +375,18 @@ class CostModel:
         if node.op_type == "Constant" or self._is_epilogue(node) or self._is_absorbed(node):
             return 0.0
         integer = node.output[0] in self.integer
+        width = WIDE_FACTOR if self._reads_wide(node) else 1.0
         if node.op_type in COMPUTE:
-            work = self._multiply_adds(node) / self.pace * (COMPUTE_FRACTION if integer else 1.0)
+            work = self._multiply_adds(node) / self.pace * (width * COMPUTE_FRACTION if integer else 1.0)
         else:
-            work = prod(self._shape(node.output[0])) / ELEMENTS_PER_SECOND * (MEMORY_FRACTION if integer else 1.0)
+            share = width * MEMORY_FRACTION if integer else 1.0
+            work = prod(self._shape(node.output[0])) / ELEMENTS_PER_SECOND * share
         return SECONDS_PER_NODE + work
+
+    def _reads_wide(self, node: onnx.NodeProto) -> bool:
+        """Whether a node reads activations of 16 bits, as their zero point tells."""
+        maker = self.producer.get(node.input[0]) if node.input else None
+        return maker is not None and maker.op_type == "DequantizeLinear" and maker.input[2] in self.wide
 
     def _is_absorbed(self, node: onnx.NodeProto) -> bool:
         if node.op_type == "QuantizeLinear":

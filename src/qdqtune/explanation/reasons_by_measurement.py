@@ -42,12 +42,12 @@ def headline(facts: Facts) -> str:
             return "the float model ships: nothing was tried"
         return f"the float model ships: of {len(facts.history)} candidates none was proven faster within the limits"
     trial, ratios = facts.trial, ratios_to_float(facts.history, facts.plan)
+    wide = counted(len({edge.tensor for edge in facts.placement.wide}), "tensor")
     if trial and isinstance(trial.result, CostsByRule):
-        wide = len({edge.tensor for edge in trial.placement.wide})
-        told = f"the cheapest by rule that holds the limits, with {counted(wide, 'tensor')} read in 16 bits"
+        told = f"the cheapest by rule that holds the limits, with {wide} read in 16 bits"
         return f"what ships is {facts.origin}: {told}; nothing was timed"
     share = f", {speed(ratios[facts.placement])} as fast as float in the search" if trial else ""
-    text = f"what ships is {facts.origin}{share}"
+    text = f"what ships is {facts.origin}{share}" + (f", with {wide} read in 16 bits" if facts.placement.wide else "")
     if trial and trial.proposal.origin not in PREDICTED:
         cuts = [t for t in facts.history if t.proposal.origin == "cut" and t.placement in ratios]
         if cuts:
@@ -177,8 +177,10 @@ class _Explainer:
             return self._weight_only(unit, weight_format, verdict)
         if not unit.inputs:
             return self._without_pairs(unit, verdict)
+        if not self._facts.placement.wide.isdisjoint(unit.inputs):
+            return self._in_16_bits(unit, verdict)
         if self._facts.is_by_rule:
-            return self._by_rule(unit, verdict)
+            return self._by_rule(verdict)
         if costs is None:
             return self._by_trials(unit, replace(verdict, why="untried"))
         more, is_shown = margin(costs, self._decision, unit), is_shown_by(costs, self._decision, unit)
@@ -191,19 +193,24 @@ class _Explainer:
             return self._in_part(verdict)
         return self._in_float(unit, verdict)
 
-    def _by_rule(self, unit: Unit, verdict: Explanation) -> Explanation:
-        """Explain a unit of a run that timed nothing: what it computes in was the cheapest by rule."""
+    @property
+    def _limit(self) -> str:
         least = self._facts.limits.min_sqnr
-        limit = "the limits on accuracy" if least is None else f"{least:g} dB"
+        return "the limits on accuracy" if least is None else f"{least:g} dB"
+
+    def _by_rule(self, verdict: Explanation) -> Explanation:
+        """Explain a unit of a run that timed nothing: what it computes in was the cheapest by rule."""
         if not verdict.quantized:
-            told = f"nothing that was tried has it in 8 or 16 bits and holds {limit}"
+            told = f"nothing that was tried has it in 8 or 16 bits and holds {self._limit}"
             return replace(verdict, why="inaccurate", reason=told)
-        if self._facts.placement.wide.isdisjoint(unit.inputs):
-            return replace(verdict, why="rule", reason=f"8 bits cost the least, and the outputs hold {limit}")
-        noise = self._facts.noise
+        return replace(verdict, why="rule", reason=f"8 bits cost the least, and the outputs hold {self._limit}")
+
+    def _in_16_bits(self, unit: Unit, verdict: Explanation) -> Explanation:
+        best, noise = "cheapest" if self._facts.is_by_rule else "fastest", self._facts.noise
         alone = 0.0 if noise is None else sum(noise.of_value(noise.value(tensor)) for tensor in unit.outputs)
         told = f": rounding its results alone to 8 bits leaves {_db(alone)}" if alone else ""
-        return replace(verdict, why="wide", reason=f"with 8 bits here too, the cheapest found would miss {limit}{told}")
+        told = f"with 8 bits here too, the {best} found would miss {self._limit}{told}"
+        return replace(verdict, why="wide", quantized=True, reason=told)
 
     def _weight_only(self, unit: Unit, weight_format: WeightFormat, verdict: Explanation) -> Explanation:
         """Explain a unit in float whose weights have a weight format."""

@@ -263,7 +263,7 @@ def _facts(run: FinishedRun) -> Iterator[Fact]:
             yield Fact(
                 "rewrites gave", f"{1 / gave:.2f}×", f"as fast as your file: {', '.join(rewrites['names'])}{told}"
             )
-        yield Fact("tensors in 8 bits", str(summary["pairs"]), PAIRS)
+        yield from _bits(summary)
     elif run.keeps_own_pairs:
         if (final := summary["final_ms"]) is not None:
             yield Fact(
@@ -287,13 +287,20 @@ def _facts_by_rule(summary: Summary) -> Iterator[Fact]:
     yield Fact("latency", "not timed", "a simulator computes what the processor does, and takes its own time")
     if summary["shipped"] == "tuned":
         yield _accuracy(summary)
-        yield Fact("tensors with a Q/DQ pair", str(summary["pairs"]), PAIRS)
-        if "by_rule" in summary:
-            share = summary["by_rule"]["wide_share"]
-            yield Fact("activations in 16 bits", f"{share:.0%}", "where 8 bits would do too much to the outputs")
+        yield from _bits(summary)
     if (left := summary.get("fallback")) is not None:
         yield left_to_others(left)
     yield Fact("candidates", str(summary["trials"]), f"builds: {built(summary)}, in {duration(summary['seconds'])}")
+
+
+def _bits(summary: Summary) -> Iterator[Fact]:
+    """How many tensors have a pair, and on an engine with 16 bits how many of them have those."""
+    if (bits := summary.get("bits")) is None:
+        yield Fact("tensors in 8 bits", str(summary["pairs"]), PAIRS)
+        return
+    yield Fact("tensors with a Q/DQ pair", str(summary["pairs"]), PAIRS)
+    wide = f"{bits['tensors_16']} of {bits['tensors']} activations, {counted(bits['weights_16'], 'weight')}"
+    yield Fact("in 16 bits", wide, "where 8 bits would do too much to the outputs")
 
 
 def left_to_others(left: Fallback) -> Fact:

@@ -47,6 +47,8 @@ class LatencySearch:
             names = {p: name for name, p in reversed(list(self.seeds.items()))}
             return tuple(Proposal(names[p], p) for p in seeds)
         best = best_of(history)
+        if best.wide:  # its units have 8 bits or floats
+            return ()
         asked = {t.proposal.origin: t.against == best for t in history}
         fresh: dict[Placement, Proposal] = {}
         for again in (False, True):

@@ -1,11 +1,13 @@
 """Search by rule: the cheapest placement by `search.costs.rule_costs` that holds the limits on accuracy.
 
-For engines whose times mean nothing. Builds show which nodes the engine leaves to others, and the outputs as it
-computes them. First everything in 8 bits is built, then everything in 16. If the first holds the limits and leaves no
-node, nothing is cheaper. Else the cheapest placements at rising prices on noise lie between the two. The cheapest of
-them whose outputs hold the limit when ONNX Runtime computes them goes from there to fewer bits, in groups of parts and
-then in single ones, as long as it holds; the result is built. Outputs of the engine differ from these by its own
-rounding, so where it misses the limit, or has room left, the limit for ONNX Runtime follows.
+For engines with 16 bits that do not tell what each node takes. Where builds are timed, the fastest counts, and the
+rates of bytes follow from the times; on simulators the cheapest by rule. Builds also show which nodes the engine leaves
+to others, and the outputs as it computes them. First everything in 8 bits is built, then everything in 16. If the first
+holds the limits and leaves no node, nothing is cheaper. Else the cheapest placements at rising prices on noise lie
+between the two. The cheapest of them whose outputs hold the limit when ONNX Runtime computes them goes from there to
+fewer bits, in groups of parts and then in single ones, as long as it holds; the result is built. Outputs of the engine
+differ from these by its own rounding, so where it misses the limit, or has room left, the limit for ONNX Runtime
+follows.
 
 Where that says nothing, the cheapest placements are built by bisection: the noise that sums predict is right in order,
 if not in size. At the end single parts of the best placement get fewer bits, those first that save the most for the
@@ -21,9 +23,10 @@ from math import isfinite, sqrt
 
 import numpy as np
 
-from qdqtune.search import best_of
+from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.rule_costs import SIXTEEN, W8A8, W8A16, W16A16, Labels, NoiseOfBits, RuleCosts
 from qdqtune.timing.limits import failure
+from qdqtune.timing.ratios import Plan
 from qdqtune.types import Placement, Proposal, Trial
 
 ALL_8, ALL_16, BY_RULE, NARROWED = "8 bits", "16 bits", "cut by rule", "narrowed"
@@ -53,12 +56,14 @@ REFUSED = re.compile(r"OpType:(\w+)")
 @dataclass(frozen=True)
 class RuleSearch:
     """The search (see the module). `limit` is the most noise that the limit on the SQNR allows, None if there is
-    none. `simulate` gives the noise of a placement on ONNX Runtime, None if it is not known."""
+    none. `simulate` gives the noise of a placement on ONNX Runtime, None if it is not known. `plan` tells how times are
+    judged; None where nothing is timed."""
 
     costs: RuleCosts
     noise: NoiseOfBits
     limit: float | None = None
     simulate: Callable[[Placement], float | None] = lambda placement: None
+    plan: Plan | None = None
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """The next candidate, see `Strategy`."""
@@ -88,17 +93,19 @@ class RuleSearch:
         is_short = widest is None or widest.holds is not True or failure(widest) is not None
         if all(failure(t) is not None for t in history[-FRUITLESS:]) and len(history) >= FRUITLESS:
             return
-        yield from self._simulated(costs, history, float_too=leaves or is_short)
-        yield from self._between(costs, history, float_too=leaves or is_short)
+        float_too = leaves or is_short or self.plan is not None
+        yield from self._simulated(costs, history, float_too=float_too)
+        yield from self._between(costs, history, float_too=float_too)
         yield from self._narrowed(costs, history)
 
     def learned(self, history: Sequence[Trial]) -> RuleCosts:
-        """The costs with what builds have shown: nodes that run elsewhere, and operators that are refused in 16
-        bits."""
+        """The costs with what builds have shown: nodes that run elsewhere, operators that are refused in 16 bits, and
+        what bytes cost in time."""
         failed = ((t.placement, found.reason) for t in history if (found := failure(t)) is not None)
         refused = (self.costs.bits_of(REFUSED.findall(reason), placement) for placement, reason in failed)
         costs = replace(self.costs, refused=self.costs.refused.union(*refused))
-        return costs.learned((t.placement, t.layers) for t in history if t.layers)
+        costs = costs.learned((t.placement, t.layers) for t in history if t.layers)
+        return costs if self.plan is None else costs.fitted(ratios_to_float(history, self.plan))
 
     def _proposal(self, costs: RuleCosts, origin: str, labels: Labels) -> Proposal:
         return Proposal(origin, costs.placement(labels), wants_layers=True)
@@ -130,7 +137,7 @@ class RuleSearch:
         if quiet and loud:
             return sqrt(quiet * loud)
         found, last = known[-1]
-        measured = last.accuracy.noise if last.accuracy is not None else limit
+        measured = (last.accuracy.noise if last.accuracy is not None else 0.0) or limit
         return RESERVE * limit * found / (measured if last.holds else max(measured, limit))
 
     def _lowered(self, costs: RuleCosts, labels: Labels, aim: float) -> Labels:

@@ -79,14 +79,22 @@ def cut(run: Run) -> Mode:
     if noise is not None and not noise.is_harmless:
         suggestions[WITHIN_LIMITS] = placement_within(subject.shaped, subject.possible, noise)(noise.levels(())[0])
     seeds = {**run.earlier.found, **subject.foremost(), **suggestions, **weights_by_family(run.format_shares)}
-    strategy = LatencySearch(subject.shaped, subject.possible, seeds, run.width)
+    strategy: Strategy = LatencySearch(subject.shaped, subject.possible, seeds, run.width)
+    if subject.numbers.wide is not None and not run.budget.is_late:
+        strategy = TwoStage(rule_search(run), strategy, run.budget.builds)
     return Mode(strategy, partial(_record_placement, run))
+
+
+def rule_search(run: Run) -> RuleSearch:
+    """The search by rule, on an engine whose builds are timed by their latency."""
+    costs = rule_costs(run.settings, run.subject).learned([(Placement(), run.bench.layers())])
+    plan = run.settings.plan if run.settings.is_timed else None
+    return RuleSearch(costs, noise_of_bits(run), run.limits.max_noise, simulated_noise(run), plan)
 
 
 def by_rule(run: Run) -> Mode:
     """Minimize costs by rule, where nothing is timed."""
-    costs = rule_costs(run.settings, run.subject).learned([(Placement(), run.bench.layers())])
-    search = RuleSearch(costs, noise_of_bits(run), run.limits.max_noise, simulated_noise(run))
+    search = rule_search(run)
 
     def record(history: Sequence[Trial], proof: Proof) -> ModeResult:
         return ModeResult(summary={"by_rule": summary_by_rule(search.learned(history), history, proof.placement)})

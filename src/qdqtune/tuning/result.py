@@ -34,6 +34,7 @@ from qdqtune.tuning.folder import FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_
 from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.proof_notes import slower_workloads
 from qdqtune.tuning.records import GroupOutcome, Shipped, Tried
+from qdqtune.tuning.rule_results import bits_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.run_log import RunLogWriter
 from qdqtune.tuning.summary import FORMAT
@@ -231,6 +232,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "regions": subject.region_count,
         "pairs": count_pairs(final),
         **({"weights": dict(Counter(s.name for s in final.weight_formats.values()))} if final.weight_only else {}),
+        **({} if subject.numbers.wide is None else {"bits": bits_of(subject.shaped, final)}),
         "edges": len(final),
         "float_nodes": subject.float_nodes(final),
         "output_sqnr_db": None if accuracy is None or not is_judged else accuracy.sqnr_db,

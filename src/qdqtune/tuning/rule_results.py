@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from collections.abc import Sequence
+from typing import NotRequired, TypedDict
 
+from qdqtune.graph.model import Model
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement.widths import conversions, wide_tensors, wide_weights
 from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
@@ -12,17 +13,22 @@ from qdqtune.timing.limits import failure
 from qdqtune.types import Placement, Trial
 
 
-class ByRuleCandidate(TypedDict):
-    """A candidate: the nodes that run elsewhere, None if it failed; its tensors with a pair, those in 16 bits, the
-    values that are converted between both, and weights in 16 bits."""
+class Bits(TypedDict):
+    """The activations of a placement with a pair, and those of them, and the weights, that are stored in 16 bits."""
+
+    tensors: int
+    tensors_16: int
+    weights_16: int
+
+
+class ByRuleCandidate(Bits):
+    """A candidate: the nodes that run elsewhere, None if it failed; and the values that are converted between 8 and 16
+    bits."""
 
     number: int
     origin: str
     elsewhere: int | None
-    tensors: int
-    tensors_16: int
     conversions: int
-    weights_16: int
     sqnr_db: float | None
     agreement: float | None
     holds_limits: bool
@@ -31,38 +37,34 @@ class ByRuleCandidate(TypedDict):
 
 
 class ByRule(TypedDict):
-    """The result of a search by rule. `wide_share` is the share of the final model's tensors that have 16 bits."""
+    """The result of a search by rule."""
 
-    wide_share: float
     candidates: list[ByRuleCandidate]
 
 
-def summary_by_rule(costs: RuleCosts, history: Sequence[Trial], final: Placement) -> Mapping[str, Any]:
-    """The candidates by nodes elsewhere, bits and accuracy, and the share of 16 bits in what ships."""
-    rows = [_row(costs, trial, is_final=trial.placement == final) for trial in history]
-    tensors, wide, _ = counts(costs, final)
-    return {"wide_share": wide / tensors if tensors else 0.0, "candidates": rows}
+def summary_by_rule(costs: RuleCosts, history: Sequence[Trial], final: Placement) -> ByRule:
+    """The candidates by nodes elsewhere, bits and accuracy."""
+    return {"candidates": [_row(costs, trial, is_final=trial.placement == final) for trial in history]}
 
 
-def counts(costs: RuleCosts, placement: Placement) -> tuple[int, int, int]:
-    """The activations with a pair, those stored in 16 bits, and the values that are converted to other bits."""
-    model = costs.model
-    stored = wide_tensors(model, placement)
+def bits_of(model: Model, placement: Placement) -> Bits:
+    """How many bits the tensors of a placement have."""
     activations = {edge.tensor for edge in placement.edges} - model.constants.keys()
-    return len(activations), len(stored), len({edge.tensor for edge in conversions(model, placement, stored)})
+    wide, weights = wide_tensors(model, placement), wide_weights(model, placement)
+    return Bits(tensors=len(activations), tensors_16=len(wide), weights_16=len(weights))
 
 
 def _row(costs: RuleCosts, trial: Trial, *, is_final: bool) -> ByRuleCandidate:
-    tensors, wide, converted = counts(costs, trial.placement)
-    failed = failure(trial)
+    bits, failed, placement = bits_of(costs.model, trial.placement), failure(trial), trial.placement
+    converted = conversions(costs.model, placement, wide_tensors(costs.model, placement))
     row = ByRuleCandidate(
         number=trial.number,
         origin=trial.proposal.origin,
         elsewhere=None if failed else len(left_nodes(trial.layers or ())),
-        tensors=tensors,
-        tensors_16=wide,
-        conversions=converted,
-        weights_16=len(wide_weights(costs.model, trial.placement)),
+        tensors=bits["tensors"],
+        tensors_16=bits["tensors_16"],
+        weights_16=bits["weights_16"],
+        conversions=len({edge.tensor for edge in converted}),
         sqnr_db=trial.sqnr_db,
         agreement=equal_share(trial.accuracy),
         holds_limits=failed is None and trial.holds is not False,

@@ -292,9 +292,9 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
 
 
 def rule_costs(settings: Settings, subject: Subject) -> RuleCosts:
-    """The costs by rule of a model's placements: at most, pairs stand where the engine's rules place them."""
-    placed = engine_rules.place(subject.shaped, subject.possible, settings.engine.name, settings.quant_type)
-    return RuleCosts(subject.shaped, placed.placement, has_wide=subject.numbers.wide is not None)
+    """The costs by rule of a model's placements."""
+    fullest = engine_rules.place_everywhere(subject.shaped, subject.possible, settings.quant_type)
+    return RuleCosts(subject.shaped, fullest, has_wide=subject.numbers.wide is not None)
 
 
 def _widths(ready: Ready) -> tuple[int, int]:

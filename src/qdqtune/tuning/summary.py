@@ -13,7 +13,7 @@ from qdqtune.timing.ratios import Verdict
 from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.options import Mode
 from qdqtune.tuning.records import Form, GroupOutcome, Shipped
-from qdqtune.tuning.rule_results import ByRule
+from qdqtune.tuning.rule_results import Bits, ByRule
 from qdqtune.types import Accuracy
 
 FORMAT = 1
@@ -136,7 +136,7 @@ class Summary(TypedDict):
 
     Times, ratio, pairs and accuracy are those of the file that ships, the user's own included. `final_ms` and `ratio`
     are None where that is the user's Q/DQ file and nobody has timed it. On a simulator `timed` is False, all times are
-    None, and `by_rule` has what the search went by.
+    None, and `by_rule` has what the search went by. `bits` is there where the engine has 16 bits.
     """
 
     format: int
@@ -191,6 +191,7 @@ class Summary(TypedDict):
     constraint_met: bool | None
     fallback: NotRequired[Fallback]
     by_rule: NotRequired[ByRule]
+    bits: NotRequired[Bits]
     front: NotRequired[list[FrontPoint]]
     group_kinds: NotRequired[Count]
     groups_accepted: NotRequired[Count]

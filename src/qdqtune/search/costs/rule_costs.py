@@ -1,4 +1,6 @@
-"""What a placement costs by rule, for engines whose times mean nothing: simulators of processors that are not here.
+"""What a placement costs by rule, for engines that do not tell what each part takes: simulators of processors that are
+not here, whose times mean nothing, and NPUs, which run a whole network as one. There the rates of bytes follow from the
+times of whole builds (`RuleCosts.fitted`).
 
 The graph is divided into parts: nodes between which no pair stands in the fullest placement. A part computes on weights
 and activations of 8 bits (W8A8), on activations of 16 bits with weights of 8 or 16 (W8A16, W16A16), or in floats, and
@@ -19,6 +21,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
+
+import numpy as np
+from scipy.optimize import nnls
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements, is_float
@@ -48,6 +53,16 @@ FLOAT_FACTOR = 2.0
 """What floats cost beside 16 bits: processors that have them (in 16 bits) are slower in them. Chosen, not measured."""
 
 
+LEAST_BUILDS = 3
+"""Builds, the float model's among them, that rates are fitted to."""
+
+DRAWN = 0.03
+"""How strongly a rate is drawn to that by rule, against the time of one build. Chosen, not measured."""
+
+LEAST_RATE = 0.01
+"""No bytes are free. Chosen, not measured."""
+
+
 @dataclass(frozen=True)
 class Part:
     """Nodes that compute in the same bits, by index: the edges of activations and of constants that may carry a pair,
@@ -57,6 +72,15 @@ class Part:
     reads: tuple[Edge, ...]
     constants: tuple[Edge, ...]
     writes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What bytes cost: those written in 16 bits or as floats, and converted ones."""
+
+    wide: float = 1.0
+    floats: float = FLOAT_FACTOR
+    converted: float = 1.0
 
 
 Labels = tuple[int, ...]
@@ -86,6 +110,7 @@ class RuleCosts:
     refused: frozenset[tuple[str, int]] = frozenset()
     """Operators that the engine has refused, and in what."""
     off: Off = field(default_factory=dict)
+    rates: Rates = Rates()
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -189,6 +214,27 @@ class RuleCosts:
                 off[number, label] = sum(self.model.nodes[node].name in left for node in nodes)
         return replace(self, off=off)
 
+    def fitted(self, ratios: Mapping[Placement, float]) -> RuleCosts:
+        """The same costs with rates that follow from the time of placements as a share of the float model's.
+
+        Fitted are the time of 8 bits and three rates, none below zero, by least squares; each rate is drawn to that by
+        rule, so that few builds, which say little about some of them, change those little.
+        """
+        if len(ratios) < LEAST_BUILDS:
+            return self
+        each = [replace(self, off={}, rates=rates) for rates in (Rates(1, 0, 0), Rates(0, 1, 0), Rates(0, 0, 1))]
+        bytes_of = np.array([[costs.total(self.labels(placement)) for costs in each] for placement in ratios])
+        bytes_of /= max(bytes_of.max(), 1.0)
+        times, usual = np.array(list(ratios.values())), np.array([1.0, FLOAT_FACTOR, 1.0])
+        ones = np.ones((len(times), 1))
+        _, slope = nnls(np.hstack([ones, bytes_of @ usual[:, None]]), times)[0]
+        if slope <= 0:
+            return self
+        drawn = np.hstack([np.zeros((3, 1)), DRAWN * np.eye(3)])
+        rows, aims = np.vstack([np.hstack([ones, bytes_of]), drawn]), np.concatenate([times, DRAWN * slope * usual])
+        _, *rates = nnls(rows, aims)[0] / slope
+        return replace(self, rates=Rates(*(max(float(rate), LEAST_RATE) for rate in rates)))
+
     def cost(self, placement: Placement, layers: Sequence[Layer] = ()) -> float:
         """What a placement costs; nodes run elsewhere as its layer report says."""
         known = replace(self, off={}).learned([(placement, layers)] if layers else [])
@@ -225,7 +271,7 @@ class RuleCosts:
         found = LabelProblem([(0.0,) * len(ALIKE)] * len(self.parts) if own is None else list(map(tuple, own)))
         outside = found.decision([inf, inf, 0.0])  # inputs of the graph come as floats
         for tensor, readers in self.readers.items():
-            base = CONVERTED_BYTES * elements(self.model, tensor) + EACH
+            base = self.rates.converted * (CONVERTED_BYTES * elements(self.model, tensor) + EACH)
             narrowed = 0.0 if noise is None else noise.narrow.get(self._value(tensor), 0.0)
             widened = 0.0 if noise is None else noise.wide.get(self._value(tensor), 0.0)
             prices = (base + price * narrowed, base + price * widened, base)
@@ -278,8 +324,9 @@ class RuleCosts:
             return left + weights
         written = _written(self.model, part)
         if label == FLOAT:
-            return left + FLOAT_FACTOR * written + WIDE_BYTES * weights
-        return left + written + (weights if label == W8A16 else EACH + WIDE_BYTES * weights)
+            return left + self.rates.floats * written + WIDE_BYTES * weights
+        more = 0.0 if label == W8A16 else EACH
+        return left + self.rates.wide * (written + more) + (WIDE_BYTES if more else 1.0) * weights
 
     def _noise_of(self, part: Part, label: int, noise: NoiseOfBits | None) -> float:
         """The noise of what a part writes and of its constants."""
