@@ -153,12 +153,16 @@ def test_another_version_is_refused(far: Far, monkeypatch: pytest.MonkeyPatch) -
     far.clean()
 
 
-def test_an_engine_that_is_missing_there_is_told_with_the_place(
-    board: tuple[Far, RemoteMachine], tmp_path: Path
+@pytest.mark.parametrize(("spec", "kind", "words"), [
+    (EngineSpec("trtexec", {"trtexec": "/none"}), EngineUnavailable, "on board: there is no program '/none'"),
+    (EngineSpec("onnxruntime", {"threads": 4096}), BadOption, "on board: `threads` 4096 is too many for"),
+])  # fmt: skip
+def test_an_engine_that_cannot_be_opened_there_is_told_with_the_place(
+    board: tuple[Far, RemoteMachine], tmp_path: Path, spec: EngineSpec, kind: type[Exception], words: str
 ) -> None:
     with (
-        Runner(EngineSpec("trtexec", {"trtexec": "/none"}), log_dir=tmp_path, start=board[1].start) as runner,
-        pytest.raises(EngineUnavailable, match="on board: there is no program '/none'"),
+        Runner(spec, log_dir=tmp_path, start=board[1].start) as runner,
+        pytest.raises(kind, match=words),
     ):
         runner.describe()
 
