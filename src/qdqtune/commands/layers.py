@@ -62,10 +62,11 @@ class LayersOptions(ProfileOptions):
 
 @dataclass(frozen=True, repr=False)
 class Layers(Shown):
-    """The layers of an engine, in the order in which they run."""
+    """The layers of an engine, in the order in which they run; `machine` is the other one that ran them, if any."""
 
     engine: str
     layers: tuple[Layer, ...]
+    machine: str | None = None
 
     @property
     def time_ms(self) -> float | None:
@@ -76,7 +77,8 @@ class Layers(Shown):
     def in_words(self) -> str:
         """How many layers, how many of them in 8 bits, and their time."""
         low = sum(is_low(layer.precision) for layer in self.layers)
-        return f"{len(self.layers)} layers on {self.engine}, {low} in 8 bits, {milliseconds(self.time_ms) or '?'} ms"
+        on = " on ".join(filter(None, (self.engine, self.machine)))
+        return f"{len(self.layers)} layers on {on}, {low} in 8 bits, {milliseconds(self.time_ms) or '?'} ms"
 
     def table(self) -> Table:
         """The layers, the longest first."""
@@ -93,6 +95,7 @@ class Layers(Shown):
         """The result as JSON values."""
         return {
             "engine": self.engine,
+            **({} if self.machine is None else {"machine": self.machine}),
             "layers": [{k: v for k, v in asdict(layer).items() if k != "parts"} for layer in self.layers],
         }
 
@@ -117,8 +120,8 @@ def layers(options: LayersOptions) -> Layers:
     (sample,) = prepared_for(load(model), spec, data_of(options, execution, model), execution, 0).samples.first(1)
     with on_device(options.on, execution) as (there, machine), temporary_runner(spec, there) as runner:
         refusal = f"{spec.name} has no layers of {model}"
-        name = spec.name if machine is None else f"{spec.name} on {machine.where}"
-        return Layers(name, profiled(runner, model, sample, options.runs, refusal=refusal, machine=machine))
+        found = profiled(runner, model, sample, options.runs, refusal=refusal, machine=machine)
+        return Layers(spec.name, found, None if machine is None else machine.where)
 
 
 def profiled(

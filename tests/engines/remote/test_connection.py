@@ -468,6 +468,6 @@ def test_layers_are_those_of_the_other_machine(far: Far, tuned: Path, call: Call
     code, out, _ = call("layers", tuned, "--engine", "fake", "--on", far.on, "--json")
     assert code == 0
     found = json.loads(out)
-    assert found["engine"] == "fake on board"
+    assert (found["engine"], found["machine"]) == ("fake", "board")
     assert found["layers"] == json.loads(call("layers", tuned, "--engine", "fake", "--json")[1])["layers"]
     far.clean()
