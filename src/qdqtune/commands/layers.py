@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class ProfileOptions(EngineOptions, DataOptions):
         metavar="FILE",
         is_rare=True,
     )
+    on: MaybeText = on_option()
 
 
 @dataclass
@@ -56,8 +57,6 @@ class LayersOptions(ProfileOptions):
     model: Option[ModelLike | None, ModelLike | None] = option(
         Anything(MODEL), None, "The ONNX file.", is_positional=True, metavar="[MODEL]"
     )
-    _: KW_ONLY
-    on: MaybeText = on_option()
 
 
 @dataclass(frozen=True, repr=False)

@@ -464,6 +464,18 @@ def test_what_was_proven_is_verified_on_another_machine(far: Far, tuned: Path, c
     far.clean()
 
 
+def test_what_a_file_of_a_run_does_not_fuse_is_checked_on_another_machine(
+    far: Far, expected: tuple[Path, tuple[Trial, ...]], machine: MachineFacts, call: Callable[..., Any]
+) -> None:
+    with in_process():
+        tune(asked(expected[0], "checked", on=far.on, machine=machine))
+    final = expected[0].parent / "checked" / "optimized_final.onnx"
+    code, out, _ = call("check", final, "--engine", "fake", "--on", far.on, "--json")
+    found = json.loads(out)
+    assert (code, found["engine"], found["machine"], found["measured"]) == (0, "fake", "board", True)
+    far.clean()
+
+
 def test_layers_are_those_of_the_other_machine(far: Far, tuned: Path, call: Callable[..., Any]) -> None:
     code, out, _ = call("layers", tuned, "--engine", "fake", "--on", far.on, "--json")
     assert code == 0
