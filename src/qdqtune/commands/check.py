@@ -86,6 +86,11 @@ class Checked(Shown):
         return self.measured or not any(finding.fails for finding in self.findings)
 
     @property
+    def ran_on(self) -> str:
+        """The engine, and the other machine, if any."""
+        return " on ".join(filter(None, (self.engine, self.machine)))
+
+    @property
     def running(self) -> list[Layer]:
         """The layers that take time."""
         return [layer for layer in self.layers if layer.kind != "folded"]
@@ -100,7 +105,7 @@ class Checked(Shown):
         """Whether the model passes, and how many findings fail."""
         failing = sum(finding.fails for finding in self.findings)
         verdict = "passes" if self.passes else "fails"
-        return f"{verdict} on {self.engine}: {failing} findings of {len(self.layers)} layers"
+        return f"{verdict} on {self.ran_on}: {failing} findings of {len(self.layers)} layers"
 
     def table(self) -> Table:
         """The findings, those that fail first."""

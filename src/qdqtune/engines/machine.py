@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
@@ -56,9 +57,9 @@ def this_machine() -> MachineFacts:
 
 def _own_name() -> str:
     """The host name, and where the system has an id of its own, a digest of that: new boards share a host name."""
-    given = Path("/etc/machine-id")
-    known = hashlib.sha256(given.read_bytes()).hexdigest()[:8] if given.is_file() else ""
-    return " ".join(filter(None, (gethostname(), known)))
+    with suppress(OSError):
+        return f"{gethostname()} {hashlib.sha256(Path('/etc/machine-id').read_bytes()).hexdigest()[:8]}"
+    return gethostname()
 
 
 def is_simulated(name: str, machine: MachineFacts | None = None) -> bool:

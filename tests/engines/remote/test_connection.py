@@ -21,7 +21,7 @@ from processes import on_all_cores, until
 from qdqtune.cli import main
 from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.execution import Execution
-from qdqtune.engines.machine import MachineFacts
+from qdqtune.engines.machine import MachineFacts, this_machine
 from qdqtune.engines.options import on_device
 from qdqtune.engines.remote import connection as connections
 from qdqtune.engines.remote.agent import Store
@@ -87,6 +87,7 @@ def test_a_run_finds_on_another_machine_what_it_finds_here_and_leaves_nothing(
         result = tune(asked(model, way, on=far.on, machine=machine))
         assert result.history == history
         assert (machine.where, machine.cores) == (far.name, devices.usable_cores())
+        assert machine.name == this_machine().name
         told = f"built, run and timed on {far.name} (cost model, {machine.cores} cores), calibrated here"
         assert told in result.notes
         assert json.loads((model.parent / way / "summary.json").read_text())["engine"]["machine"] == far.name
@@ -473,6 +474,7 @@ def test_what_a_file_of_a_run_does_not_fuse_is_checked_on_another_machine(
     code, out, _ = call("check", final, "--engine", "fake", "--on", far.on, "--json")
     found = json.loads(out)
     assert (code, found["engine"], found["machine"], found["measured"]) == (0, "fake", "board", True)
+    assert f"{final} on fake on board: " in call("check", final, "--engine", "fake", "--on", far.on)[1]
     far.clean()
 
 
