@@ -167,6 +167,12 @@ def test_jobs_go_before_defaults_and_repeat_what_can_be_repeated(tmp_path: Path)
     assert [job.engine.name for job in (first, second)] == ["fake", "fake"]
 
 
+def test_a_job_may_run_on_a_machine_with_more_cores(tmp_path: Path) -> None:
+    (tmp_path / "jobs.yaml").write_text("jobs: [{model: a.onnx, threads: 4096}]")
+    (job,) = read_jobs(tmp_path / "jobs.yaml")
+    assert job.engine.options == {"threads": 4096}
+
+
 def test_devices_folders_and_huge_files_are_not_read(tmp_path: Path) -> None:
     with (tmp_path / "huge.yaml").open("wb") as huge:
         huge.truncate(33 * 2**20)

@@ -155,5 +155,5 @@ def test_weights_that_overflow_on_this_processor_are_told(
     known = Ranges({"x": Range(-3.0, 3.0), "y": Range(-30.0, 30.0)})
     save(insert(model, edges, known, replace(UINT8, reduced_weights=reduced)), tmp_path / "q.onnx")
     _, out, err = call("check", tmp_path / "q.onnx", "--engine", "onnxruntime", "--allow-boundary", "*")
-    told = "1 weight has 8 bits, so that sums of products overflow on this processor"
+    told = "1 weight has 8 bits, so that sums of products overflow here"
     assert (told in " ".join((out + err).split())) is is_told

@@ -1,6 +1,7 @@
 """Engines are opened by name, with options that are checked."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,7 @@ def test_importing_the_package_imports_no_engine() -> None:
         (EngineSpec("nosuch"), "unknown engine 'nosuch'; there are coreml, cuda, directml, fake"),
         (EngineSpec("onnxruntime", {"speed": 1}), "no option 'speed'; it has threads, provider"),
         (EngineSpec("onnxruntime", {"threads": 0}), "`threads`"),
+        (EngineSpec("onnxruntime", {"threads": 4096}), f"4096 is too many for {os.cpu_count()} cores: give at most"),
         (
             EngineSpec("onnxruntime", {"threads": "two"}),
             "option 'threads' of engine 'onnxruntime' is 'two': Expected `int`, got `str`",

@@ -2,10 +2,8 @@
 
 import pytest
 
-from qdqtune.commands.compare import CompareOptions
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.options import MOST_THREADS, EngineOptions
-from qdqtune.errors import BadOption
+from qdqtune.engines.options import EngineOptions
 
 
 @pytest.mark.parametrize(
@@ -22,9 +20,3 @@ from qdqtune.errors import BadOption
 )  # fmt: skip
 def test_an_engine_has_the_options_that_are_for_it(given: dict[str, object], expected: dict[str, object]) -> None:
     assert EngineOptions(**given).spec({"x": (1, 3)}, threads=2).options == expected
-
-
-def test_another_machine_may_have_more_threads_than_this_one() -> None:
-    assert CompareOptions(threads=4 * MOST_THREADS, on="board").spec().options == {"threads": 4 * MOST_THREADS}
-    with pytest.raises(BadOption, match=f"is too many for this machine: give at most {MOST_THREADS}"):
-        CompareOptions(threads=4 * MOST_THREADS).spec()

@@ -64,6 +64,9 @@ KEPT = {
     "each time that rounds are timed, and no time is left": Scenario(
         World("cut", noise=1, asks="little time"), ((Fault("rounds", "lost", 2, 10**9),),)
     ),
+    "a search that lacked memory has timed what becomes a point of a front": Scenario(
+        World("front", asks="scores"), ((Fault("message", "no memory", 103),),), repeats=True
+    ),
     "no room for temporary folders": Scenario(World("cut", "refusing"), ((Fault("write", "full", 176, 10**9),),)),
 }  # fmt: skip
 """What the simulation has found, with faults where they have failed."""

@@ -36,7 +36,7 @@ def test_more_threads_than_cores_are_noted() -> None:
 
 
 def test_advice_about_another_machine_names_it() -> None:
-    board = MachineFacts(4, 4, "aarch64", False, "", "Linux", 3.0, "me@board")
+    board = MachineFacts(4, 4, "aarch64", False, "", "Linux", 3.0, "board", "me@board")
     threads = {n: advice.busy(EngineSpec("onnxruntime", {"threads": n}), board) for n in (1, 2, 8)}
     assert threads[1] is None
     assert "(3.0 processes want the 4 cores of me@board beside this run)" in str(threads[2])

@@ -158,7 +158,7 @@ def test_the_usual_numbers_are_the_engines_and_one() -> None:
 @pytest.mark.parametrize(
     ("engine", "asked", "said"),
     [
-        ("onnxruntime", (1, 9999), r"`deploy_threads` 9999: this process may use \d+ cores?"),
+        ("onnxruntime", (1, 9999), r"9999 threads: this process may use \d+ cores?"),
         ("onnxruntime", (), "such as 1,4,16"),
         ("tensorrt", (1,), "is about the threads of a CPU"),
     ],

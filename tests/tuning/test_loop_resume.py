@@ -140,9 +140,9 @@ def test_a_larger_budget_goes_on_where_the_smaller_one_ended(model: Path) -> Non
 @pytest.mark.usefixtures("workers")
 def test_a_run_says_that_it_goes_on_with_another_machine_and_keeps_which(model: Path, workers: Workers) -> None:
     told = {}
-    for number, where in enumerate(("board", "board", "other", "other", "")):
+    for number, name in enumerate(("board", "board", "other", "other", "")):
         notes = Log()
-        board = MachineFacts(2, 2, "x86_64", False, "", "Linux", 0.0, where) if where else None
+        board = MachineFacts(2, 2, "x86_64", False, "", "Linux", 0.0, name, f"alias-{number}") if name else None
         tune(settings(model, mode="cut", builds=4 + number, machine=board), notes)
         told[number] = [note for note in notes.notes if note.startswith("results so far were measured on")]
     assert [len(told[number]) for number in told] == [0, 0, 1, 0, 1]
@@ -150,6 +150,15 @@ def test_a_run_says_that_it_goes_on_with_another_machine_and_keeps_which(model: 
     assert "on other; this run continues on this machine, because" in told[4][0]
     kept = [row for row in rows(out(model, "autotuner_state.yaml")) if row["kind"] == "machine"]
     assert [row.get("where", "") for row in kept] == ["board", "other", ""]
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_finished_run_is_known_however_its_machine_is_named_and_whatever_else_runs_there(model: Path) -> None:
+    for name, load, is_new in (("board", 0.0, True), ("board", 0.4, False), ("other", 0.4, True)):
+        board = MachineFacts(2, 2, "x86_64", False, "", "Linux", load, name, f"alias-{load}")
+        log = Log()
+        tune(settings(model, mode="cut", builds=4, machine=board), log)
+        assert ("this run has finished before: nothing is measured again" not in log.stages) is is_new
 
 
 def test_a_smaller_budget_measures_nothing_more(model: Path) -> None:

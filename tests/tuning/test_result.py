@@ -5,10 +5,10 @@ from pathlib import Path
 import onnx
 import pytest
 
-from models import build
-from qdqtune.graph.operators import COMPUTE, INTEGER_KERNELS
+from models import build, normal
+from qdqtune.placement.start_placements import STATIC
 from qdqtune.tuning.loop import tune
-from runs import MIXED, cost, mixed, out, settings, write
+from runs import HOPELESS, MIXED, cost, mixed, out, settings, write
 
 
 @pytest.mark.usefixtures("workers")
@@ -40,6 +40,16 @@ def test_other_quantizers_are_told_which_nodes_stay_in_float(tmp_path: Path) -> 
     proto = onnx.load(out(model, "optimized_final.onnx"))
     made = {output: node.op_type for node in proto.graph.node for output in node.output}
     pairs = {n.name: any(made.get(i) == "DequantizeLinear" for i in n.input) for n in proto.graph.node}
-    able = [node.name for node in proto.graph.node if node.op_type in COMPUTE | INTEGER_KERNELS]
+    able = [node.name for node in proto.graph.node if node.op_type in STATIC]
     assert summary["float_nodes"] == [name for name in able if not pairs[name]]
     assert 0 < len(summary["float_nodes"]) < len(able)
+
+
+@pytest.mark.usefixtures("workers")
+def test_they_are_told_names_of_the_file_alone(tmp_path: Path) -> None:
+    text = HOPELESS.replace("[tanh] b = Tanh", "[soft] b = Softmax")
+    model = write(build(text, {"w0": normal(8, 8), "w1": normal(8, 8)}), tmp_path)
+    given = onnx.load(model)
+    given.graph.node[2].name = ""
+    onnx.save(given, model)
+    assert tune(settings(model)).summary["float_nodes"] == ["first", "soft"]

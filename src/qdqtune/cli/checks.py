@@ -79,7 +79,7 @@ def check_command(options: CheckArguments, html: Path | None, as_machine: bool) 
         checked.append(done)
         say_notes(done.notes)
         if not as_machine:
-            lines = _lines(model, done.engine, done.graph, done.layers, done.findings)
+            lines = _lines(model, done.ran_on, done.graph, done.layers, done.findings)
             left = () if done.fallback is None else (done.fallback.in_words(),)
             print_lines((*lines, *left, *_advice(done.findings, done.measured)))
     write_page(html, lambda pages: pages.of_check(title(models[0]), checked[0], command_line()))

@@ -17,6 +17,8 @@ from qdqtune.commands.source import data_of, prepared_for
 from qdqtune.engines import TENSORRT_FAMILY, unwatched
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.fallback import Fallback, fallback
+from qdqtune.engines.machine import MachineFacts
+from qdqtune.engines.options import on_device
 from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.engines.tensorrt.report import read_report
@@ -66,7 +68,7 @@ class CheckOptions(ProfileOptions, ModelOption):
 class Checked(Shown):
     """What an engine does not fuse in a Q/DQ model. `measured`: a search has proven these pairs on this engine, so no
     finding fails. `layers` are empty if the model has no pairs, but for execution providers: `fallback` is what they
-    leave to others."""
+    leave to others. `machine` is the other one that ran them, if any."""
 
     model: Path
     graph: Model
@@ -76,11 +78,17 @@ class Checked(Shown):
     measured: bool = False
     notes: tuple[str, ...] = ()
     fallback: Fallback | None = None
+    machine: str | None = None
 
     @property
     def passes(self) -> bool:
         """Whether no finding fails; always so for pairs that a search has measured."""
         return self.measured or not any(finding.fails for finding in self.findings)
+
+    @property
+    def ran_on(self) -> str:
+        """The engine, and the other machine, if any."""
+        return " on ".join(filter(None, (self.engine, self.machine)))
 
     @property
     def running(self) -> list[Layer]:
@@ -97,7 +105,7 @@ class Checked(Shown):
         """Whether the model passes, and how many findings fail."""
         failing = sum(finding.fails for finding in self.findings)
         verdict = "passes" if self.passes else "fails"
-        return f"{verdict} on {self.engine}: {failing} findings of {len(self.layers)} layers"
+        return f"{verdict} on {self.ran_on}: {failing} findings of {len(self.layers)} layers"
 
     def table(self) -> Table:
         """The findings, those that fail first."""
@@ -120,6 +128,7 @@ class Checked(Shown):
         return {
             "model": str(self.model),
             "engine": self.engine,
+            **({} if self.machine is None else {"machine": self.machine}),
             "pairs": sum(node.op == "DequantizeLinear" for node in self.graph.nodes),
             "layers": len(self.running),
             "layers_in_8_bits": sum(is_low(layer.precision) for layer in self.running),
@@ -144,32 +153,37 @@ def check_file(options: CheckOptions) -> Checked:
     path = Path(str(options.model))
     graph, engine = load(path), "tensorrt" if options.graph_json else options.engine_name
     spec = options.spec(options.input_shapes)
-    told = () if options.graph_json else tuple(filter(None, [unwatched(spec), tuned_elsewhere(path, engine=spec.name)]))
+    told = () if options.graph_json else tuple(filter(None, [unwatched(spec)]))
     if not is_quantized(graph) and engine not in PROVIDERS:
         return Checked(path, graph, engine, (), (), notes=told)
     described: Mapping[str, str] | None = None
+    machine: MachineFacts | None = None
     left: Fallback | None = None
     execution = execution_of(options)
     if options.graph_json:
         layers, numbers = read_report(options.graph_json, options.profile_json, read(path)), TENSORRT[_numbers(graph)]
     else:
         (sample,) = prepared_for(graph, spec, data_of(options, execution, path), execution, 0).samples.first(1)
-        with temporary_runner(spec, execution) as runner:
+        with on_device(options.on, execution) as (there, machine), temporary_runner(spec, there) as runner:
             numbers, described = runner.numeric_format(_numbers(graph)), runner.describe()
-            layers = profiled(runner, path, sample, options.runs, refusal=f"{path} cannot be checked")
+            refusal = f"{path} cannot be checked"
+            layers = profiled(runner, path, sample, options.runs, refusal=refusal, machine=machine)
+        told += tuple(filter(None, [tuned_elsewhere(path, machine=machine, engine=spec.name)]))
         if engine in PROVIDERS:
             sizes = {name: np.shape(array) for name, array in sample.items() if name in graph.inputs}
             left = fallback(with_input_shapes(graph, sizes), layers)
     found = check(graph, layers, numbers, fuses_attention=engine in TENSORRT_FAMILY)
-    told += _overflows(graph, numbers)
+    where = None if machine is None else machine.where
+    told += _overflows(graph, numbers, "here" if where is None else f"on {where}")
     measured = described is not None and is_measured(path, graph, described)
     if not options.graph_json and is_quantized(graph):
         told += _accuracy_notes(options, path, graph, execution)
-    return Checked(path, graph, engine, layers, allow(found, options.allow_boundary), measured, told, left)
+    return Checked(path, graph, engine, layers, allow(found, options.allow_boundary), measured, told, left, where)
 
 
-def _overflows(graph: Model, numbers: NumericFormat) -> tuple[str, ...]:
-    """A note if weights have 8 bits where the engine's `numbers` have 7, since sums of products saturate."""
+def _overflows(graph: Model, numbers: NumericFormat, at: str) -> tuple[str, ...]:
+    """A note if weights have 8 bits where the engine's `numbers` have 7, since sums of products saturate `at` the
+    machine that runs them."""
     if not numbers.reduced_weights:
         return ()
     both = ([graph.maker(tensor) for tensor in node.inputs[:2]] for node in graph.nodes if node.op in COMPUTE)
@@ -179,7 +193,7 @@ def _overflows(graph: Model, numbers: NumericFormat) -> tuple[str, ...]:
     if not wide:
         return ()
     count = f"{wide} weight{'s have' if wide > 1 else ' has'} 8 bits"
-    return (f"{count}, so that sums of products overflow on this processor: quantize or tune here, or with `portable`",)
+    return (f"{count}, so that sums of products overflow {at}: quantize or tune {at}, or with `portable`",)
 
 
 def _accuracy_notes(options: CheckOptions, path: Path, graph: Model, execution: Execution) -> tuple[str, ...]:

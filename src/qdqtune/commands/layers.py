@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class ProfileOptions(EngineOptions, DataOptions):
         metavar="FILE",
         is_rare=True,
     )
+    on: MaybeText = on_option()
 
 
 @dataclass
@@ -56,16 +57,15 @@ class LayersOptions(ProfileOptions):
     model: Option[ModelLike | None, ModelLike | None] = option(
         Anything(MODEL), None, "The ONNX file.", is_positional=True, metavar="[MODEL]"
     )
-    _: KW_ONLY
-    on: MaybeText = on_option()
 
 
 @dataclass(frozen=True, repr=False)
 class Layers(Shown):
-    """The layers of an engine, in the order in which they run."""
+    """The layers of an engine, in the order in which they run; `machine` is the other one that ran them, if any."""
 
     engine: str
     layers: tuple[Layer, ...]
+    machine: str | None = None
 
     @property
     def time_ms(self) -> float | None:
@@ -76,7 +76,8 @@ class Layers(Shown):
     def in_words(self) -> str:
         """How many layers, how many of them in 8 bits, and their time."""
         low = sum(is_low(layer.precision) for layer in self.layers)
-        return f"{len(self.layers)} layers on {self.engine}, {low} in 8 bits, {milliseconds(self.time_ms) or '?'} ms"
+        on = " on ".join(filter(None, (self.engine, self.machine)))
+        return f"{len(self.layers)} layers on {on}, {low} in 8 bits, {milliseconds(self.time_ms) or '?'} ms"
 
     def table(self) -> Table:
         """The layers, the longest first."""
@@ -93,6 +94,7 @@ class Layers(Shown):
         """The result as JSON values."""
         return {
             "engine": self.engine,
+            **({} if self.machine is None else {"machine": self.machine}),
             "layers": [{k: v for k, v in asdict(layer).items() if k != "parts"} for layer in self.layers],
         }
 
@@ -117,8 +119,8 @@ def layers(options: LayersOptions) -> Layers:
     (sample,) = prepared_for(load(model), spec, data_of(options, execution, model), execution, 0).samples.first(1)
     with on_device(options.on, execution) as (there, machine), temporary_runner(spec, there) as runner:
         refusal = f"{spec.name} has no layers of {model}"
-        name = spec.name if machine is None else f"{spec.name} on {machine.where}"
-        return Layers(name, profiled(runner, model, sample, options.runs, refusal=refusal, machine=machine))
+        found = profiled(runner, model, sample, options.runs, refusal=refusal, machine=machine)
+        return Layers(spec.name, found, None if machine is None else machine.where)
 
 
 def profiled(

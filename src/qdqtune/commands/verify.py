@@ -111,7 +111,7 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     with on_device(options.on, execution) as (there, machine), temporary_runner(spec, there) as runner:
         described = runner.describe()
     at = "here" if machine is None else f"on {machine.where}"
-    names = dict.fromkeys((*settings.engine, *described))
+    names = [name for name in dict.fromkeys((*settings.engine, *described)) if name != "threads"]
     both = {name: (settings.engine.get(name, "none"), described.get(name, "none")) for name in names}
     differences = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
     notes = tuple(f"{name}: proven with {then}, {at} {now}" for name, (then, now) in differences.items())
@@ -144,8 +144,10 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
 
 
 def _spec(settings: DeploySettings, options: VerifyOptions) -> EngineSpec:
-    """The engine of the proof. Folders may come from elsewhere: programs and libraries that they name are not run."""
-    kept = {name: value for name, value in settings.spec.options.items() if name not in OF_THIS_MACHINE}
+    """The engine of the proof, without its number of threads, for which there may be no cores. Folders may come from
+    elsewhere: programs and libraries that they name are not run."""
+    left = OF_THIS_MACHINE | ({"threads"} if settings.spec.name in THREADED else set())
+    kept = {name: value for name, value in settings.spec.options.items() if name not in left}
     return EngineSpec(settings.spec.name, kept | dict(options.engine_options))
 
 

@@ -151,6 +151,10 @@ LAUNCHED = frozenset({"trtexec"})
 
 CPU_PROVIDER = "CPUExecutionProvider"
 
+MOST_THREADS = max(16, os.cpu_count() or 1)
+"""The most threads of an engine that computes on the CPU of this machine. More than cores slow it down by orders of
+magnitude, since idle threads spin."""
+
 
 def normal(spec: EngineSpec) -> EngineSpec:
     """`spec` by the one name that an engine has in records: ONNX Runtime with an execution provider is the engine of
@@ -191,10 +195,11 @@ def builds_for(mix: Mix) -> int:
 
 
 def open_engine(spec: EngineSpec) -> Engine:
-    """The engine that `spec` describes.
+    """The engine that `spec` describes, in a process on the machine that measures.
 
     Raises:
-        BadOption: no engine has that name, or the engine does not take an option or its value.
+        BadOption: no engine has that name, or the engine does not take an option or its value, or there are more than
+            `MOST_THREADS`.
         EngineUnavailable: the engine's library, driver or device is missing.
     """
     spec = normal(spec)
@@ -214,6 +219,8 @@ def open_engine(spec: EngineSpec) -> Engine:
             msgspec.convert(value, hints[name])
         except msgspec.ValidationError as error:
             raise BadOption(f"option {name!r} of engine {spec.name!r} is {value!r}: {one_line(error)}") from error
+    if spec.name in THREADED and (count := threads_of(spec) or 0) > MOST_THREADS:
+        raise BadOption(f"`threads` {count} is too many for {os.cpu_count()} cores: give at most {MOST_THREADS}")
     own = {"provider": PROVIDERS[spec.name].ep} if spec.name in PROVIDERS else {}
     return create(kind(**own, **spec.options))
 

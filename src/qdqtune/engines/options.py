@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +16,6 @@ from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.engines.remote.connection import Destination, connected
 from qdqtune.engines.tensorrt.options import SHAPE_OPTIONS, timing_cache
-from qdqtune.errors import BadOption
 from qdqtune.options import (
     ANYTHING,
     COUNT,
@@ -41,10 +39,6 @@ from qdqtune.options import (
     options_of,
 )
 from qdqtune.system.checks import Output
-
-MOST_THREADS = max(16, os.cpu_count() or 1)
-"""The most `threads` allowed on this machine. More than cores slow it down by orders of magnitude, since idle threads
-spin."""
 
 ENGINE_NAMES = (
     f"{', '.join(sorted(MODULES.keys() - {'fake', *PROVIDERS}))} or fake; or an execution provider of ONNX Runtime: "
@@ -154,15 +148,9 @@ class EngineOptions(Options):
 
         `threads` is the default of that option for an engine on the CPU (None: 1). `input_shapes`, the shapes that the
         model is measured with, are the default of `opt_shapes`.
-
-        Raises:
-            BadOption: there are more than `MOST_THREADS`, and no other machine is named.
         """
         if isinstance(self.engine, EngineSpec):
             return normal(self.engine)
-        is_here = all(getattr(self, name, None) is None for name in ("on", "ray"))
-        if is_here and self.threads is not None and self.threads > MOST_THREADS:
-            raise BadOption(f"`threads` {self.threads} is too many for this machine: give at most {MOST_THREADS}")
         names = (name for name in options_of(EngineOptions) if name not in TRANSLATED)
         chosen: dict[str, Any] = {name: value for name in names if (value := getattr(self, name))}
         spec = normal(EngineSpec(self.engine, chosen | dict(self.engine_options)))

@@ -168,9 +168,9 @@ class Bench:
         self._is_alone = True
 
     def keep(self, trial: Trial) -> None:
-        """Store a trial that was measured elsewhere, unless it is known."""
+        """Store a trial that was measured elsewhere, in place of what an earlier run has stored of it."""
         record = _record(trial)
-        if self._store.get(TrialRecord, record.of) is None:
+        if self._store.get(TrialRecord, record.of) != record:
             self._store.put(record)
 
     def metric(self, placement: Placement) -> Score | Failure:

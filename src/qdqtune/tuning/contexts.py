@@ -61,7 +61,7 @@ def counts_of(
     if asked is None:
         return tuple(dict.fromkeys((own, 1))) if is_real and is_here else (own,)
     if machine is not None and is_real and max(asked, default=0) > machine.cores:
-        raise BadOption(f"`deploy_threads` {max(asked)}: {machine.where} has {machine.cores} cores for us")
+        raise BadOption(f"{max(asked)} threads: {machine.where} has {machine.cores} cores for us")
     is_bound = is_real and is_here and machine is None
     check_counts(asked, usable_cores() if is_bound else max(asked, default=0))
     return tuple(sorted(set(asked), key=lambda count: (count != own, count)))
@@ -77,7 +77,7 @@ def check_counts(asked: Sequence[int], here: int) -> None:
         raise BadOption("`deploy_threads` wants whole numbers from 1 on, such as 1,4,16")
     if max(asked) > here:
         raise BadOption(
-            f"`deploy_threads` {max(asked)}: this process may use {here} core{'s' * (here > 1)} (what the machine has, "
+            f"{max(asked)} threads: this process may use {here} core{'s' * (here > 1)} (what the machine has, "
             "or taskset or a container leaves): what holds at more threads has to be tried where there are as many"
         )
 

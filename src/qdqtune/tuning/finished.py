@@ -67,6 +67,8 @@ IRRELEVANT_SETTINGS = {
     "workers",
     "cores_per_worker",
     "ray",
+    "on",
+    "machine",
     "output_dir",
     "state_file",
     "restart",
@@ -75,8 +77,8 @@ IRRELEVANT_SETTINGS = {
     "command",
     "price_cache",
 }
-"""Settings that may differ when the stored result of a finished run is returned. `_answer_keys` treats the time budget
-separately: a search that ran out of time may have missed something."""
+"""Settings that may differ when the stored result of a finished run is returned. `_answer_keys` treats the machine and
+the time budget separately: a search that ran out of time may have missed something."""
 
 
 @dataclass(frozen=True)
@@ -350,6 +352,7 @@ def _answer_keys(ready: Ready) -> tuple[str, str]:
     more = (path for path in (settings.qdq_baseline, settings.pattern_cache) if path is not None and path.is_file())
     asked |= {
         "deploy_threads": settings.thread_counts,
+        "machine": settings.measured_on,
         "metric": ready.evaluation.digest if ready.evaluation else None,
         "files": content_digest([*files_of(settings.model), *more]),
     }

@@ -50,7 +50,7 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
             return before
         if (note := advice.busy(settings.engine, settings.machine)) is not None:
             observer.note(note)
-        if note := ready.store.measuring_on("" if settings.machine is None else settings.machine.where):
+        if note := ready.store.measuring_on(settings.measured_on):
             observer.note(note)
         if note := tuned_elsewhere(settings.model, FLOAT_INSTEAD, settings.machine):
             observer.note(note)

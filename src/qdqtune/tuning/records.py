@@ -200,7 +200,7 @@ class LayersRecord(Record, frozen=True, tag="layers"):
 
 
 class MachineRecord(Record, frozen=True, tag="machine"):
-    """Which machine measures what follows, as `on` names it; "" is the one of the run. Without such a record: that."""
+    """What the machine calls itself that measures what follows; "" is the one of the run, as without such a record."""
 
     where: str = ""
 

@@ -234,7 +234,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         **({"weights": dict(Counter(s.name for s in final.weight_formats.values()))} if final.weight_only else {}),
         **({} if subject.numbers.wide is None else {"bits": bits_of(subject.shaped, final)}),
         "edges": len(final),
-        "float_nodes": subject.float_nodes(final),
+        "float_nodes": subject.float_nodes(final, settings.model),
         "output_sqnr_db": None if accuracy is None or not is_judged else accuracy.sqnr_db,
         "output_accuracy": None if accuracy is None else asdict(accuracy),
         "fastest_without_limits": _fastest(history, proof, run) if settings.is_timed else None,

@@ -26,9 +26,8 @@ from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineUnavailable
 from qdqtune.graph.float16 import OPSET, Precision, converted, rewritten_for
 from qdqtune.graph.inference import with_float_type
-from qdqtune.graph.loading import load
+from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import COMPUTE, INTEGER_KERNELS
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.numerics.fitting import fitted, with_wide
 from qdqtune.numerics.half_precision import NAMES, in_half_precision
@@ -108,12 +107,16 @@ class Subject:
         """The patterns that region mode tunes."""
         return patterns.tunable(self.shaped, self.patterns)
 
-    def float_nodes(self, placement: Placement) -> list[str]:
-        """The names of the nodes that could compute in 8 bits and read no pair in a placement: what other quantizers
-        take as nodes to exclude."""
-        read = {edge.node for edge in placement}
-        able = (node.name for node in self.model.nodes if node.op in COMPUTE | INTEGER_KERNELS)
-        return [name for name in able if name not in read]
+    def float_nodes(self, placement: Placement, file: Path) -> list[str]:
+        """The names of the nodes of the user's `file` that read no pair in a placement, and around which other
+        quantizers put pairs: those take them as nodes to exclude. Nodes that rewrites made, or that have no name in the
+        file, are left out.
+
+        Raises:
+            BadModel: the file cannot be read.
+        """
+        left = {node.name for node in read(file).graph.node} - {edge.node for edge in placement}
+        return [node.name for node in self.model.nodes if node.op in start_placements.STATIC and node.name in left]
 
     @property
     def region_count(self) -> int:

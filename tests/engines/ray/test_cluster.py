@@ -159,7 +159,7 @@ def test_a_result_is_proven_at_other_threads_where_there_are_as_many_cores(
 ) -> None:
     one = EngineSpec("fake", {"threads": 1})
     told = {"engine": one, "ray": cluster.address, "workers": 1, "mode": "cut", "builds": 6}
-    with pytest.raises(BadOption, match="`deploy_threads` 2: no node of the cluster has as many CPUs"):
+    with pytest.raises(BadOption, match="2 threads: no node of the cluster has as many CPUs"):
         tune(asked(expected[0], "threads", deploy_threads=(1, 2), **told))
     node = cluster.add(num_cpus=2)
     result = tune(asked(expected[0], "threads", deploy_threads=(1, 2), **told))  # there are only two cores in all

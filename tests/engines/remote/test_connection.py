@@ -21,7 +21,7 @@ from processes import on_all_cores, until
 from qdqtune.cli import main
 from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.execution import Execution
-from qdqtune.engines.machine import MachineFacts
+from qdqtune.engines.machine import MachineFacts, this_machine
 from qdqtune.engines.options import on_device
 from qdqtune.engines.remote import connection as connections
 from qdqtune.engines.remote.agent import Store
@@ -87,6 +87,7 @@ def test_a_run_finds_on_another_machine_what_it_finds_here_and_leaves_nothing(
         result = tune(asked(model, way, on=far.on, machine=machine))
         assert result.history == history
         assert (machine.where, machine.cores) == (far.name, devices.usable_cores())
+        assert machine.name == this_machine().name
         told = f"built, run and timed on {far.name} (cost model, {machine.cores} cores), calibrated here"
         assert told in result.notes
         assert json.loads((model.parent / way / "summary.json").read_text())["engine"]["machine"] == far.name
@@ -153,12 +154,16 @@ def test_another_version_is_refused(far: Far, monkeypatch: pytest.MonkeyPatch) -
     far.clean()
 
 
-def test_an_engine_that_is_missing_there_is_told_with_the_place(
-    board: tuple[Far, RemoteMachine], tmp_path: Path
+@pytest.mark.parametrize(("spec", "kind", "words"), [
+    (EngineSpec("trtexec", {"trtexec": "/none"}), EngineUnavailable, "on board: there is no program '/none'"),
+    (EngineSpec("onnxruntime", {"threads": 4096}), BadOption, "on board: `threads` 4096 is too many for"),
+])  # fmt: skip
+def test_an_engine_that_cannot_be_opened_there_is_told_with_the_place(
+    board: tuple[Far, RemoteMachine], tmp_path: Path, spec: EngineSpec, kind: type[Exception], words: str
 ) -> None:
     with (
-        Runner(EngineSpec("trtexec", {"trtexec": "/none"}), log_dir=tmp_path, start=board[1].start) as runner,
-        pytest.raises(EngineUnavailable, match="on board: there is no program '/none'"),
+        Runner(spec, log_dir=tmp_path, start=board[1].start) as runner,
+        pytest.raises(kind, match=words),
     ):
         runner.describe()
 
@@ -460,10 +465,23 @@ def test_what_was_proven_is_verified_on_another_machine(far: Far, tuned: Path, c
     far.clean()
 
 
+def test_what_a_file_of_a_run_does_not_fuse_is_checked_on_another_machine(
+    far: Far, expected: tuple[Path, tuple[Trial, ...]], machine: MachineFacts, call: Callable[..., Any]
+) -> None:
+    with in_process():
+        tune(asked(expected[0], "checked", on=far.on, machine=machine))
+    final = expected[0].parent / "checked" / "optimized_final.onnx"
+    code, out, _ = call("check", final, "--engine", "fake", "--on", far.on, "--json")
+    found = json.loads(out)
+    assert (code, found["engine"], found["machine"], found["measured"]) == (0, "fake", "board", True)
+    assert f"{final} on fake on board: " in call("check", final, "--engine", "fake", "--on", far.on)[1]
+    far.clean()
+
+
 def test_layers_are_those_of_the_other_machine(far: Far, tuned: Path, call: Callable[..., Any]) -> None:
     code, out, _ = call("layers", tuned, "--engine", "fake", "--on", far.on, "--json")
     assert code == 0
     found = json.loads(out)
-    assert found["engine"] == "fake on board"
+    assert (found["engine"], found["machine"]) == ("fake", "board")
     assert found["layers"] == json.loads(call("layers", tuned, "--engine", "fake", "--json")[1])["layers"]
     far.clean()

@@ -201,7 +201,7 @@ def devices(spec: EngineSpec, workers: int | None, cores_each: int | None, most:
     """
     each = cores_for(spec, cores_each)
     if most > each and not capacity(spec, most):
-        raise BadOption(f"`deploy_threads` {most}: no node of the cluster has as many CPUs, see qdqtune doctor --ray")
+        raise BadOption(f"{most} threads: no node of the cluster has as many CPUs, see qdqtune doctor --ray")
     fit = capacity(spec, each)
     if (workers or 1) > fit:
         wanted = f"{each} CPUs" + (" and a GPU" if needs_gpu(spec) else "")

@@ -152,7 +152,7 @@ def main() -> None:
         os.dup2(nowhere.fileno(), 0)
     os.dup2(2, 1)  # what anything prints must not come between messages
     pipe = Pipe(reads, writes, values_only=False)
-    facts = {"version": __version__, "host": gethostname(), "facts": asdict(this_machine())}
+    facts = {"version": __version__, "facts": asdict(this_machine())}
     writes.write(GREETING + json.dumps(facts).encode() + b"\n")
     writes.flush()
     cleaner().start()

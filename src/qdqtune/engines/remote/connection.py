@@ -141,7 +141,7 @@ class Connection:
         """Why nothing more comes; None while the connection stands."""
         threading.Thread(target=self._receive, args=(self._program.stdout,), daemon=True).start()
         try:
-            self.facts, self.host = self._greeting()
+            self.facts = self._greeting()
         except BaseException:
             self.close()
             raise
@@ -150,7 +150,7 @@ class Connection:
             threading.Thread(target=endless, daemon=True).start()
         self.sender = Sender(self._store, LEAST_PROTO)
 
-    def _greeting(self) -> tuple[MachineFacts, str]:
+    def _greeting(self) -> MachineFacts:
         try:
             line = self._greeted.get(timeout=START_SECONDS)
         except Empty:
@@ -165,7 +165,7 @@ class Connection:
                 f"{self.destination.host} has qdqtune {said['version']}, and here is {__version__}: install one "
                 "version on both"
             )
-        return replace(msgspec.convert(said["facts"], MachineFacts), where=self.destination.host), said["host"]
+        return replace(msgspec.convert(said["facts"], MachineFacts), where=self.destination.host)
 
     def _listen(self, errors: IO[bytes]) -> None:
         for line in errors:

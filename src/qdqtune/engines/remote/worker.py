@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from qdqtune.engines.execution import Check
 from qdqtune.engines.remote.files import Sender
 from qdqtune.engines.remote.messages import Reply, WorkerLocation
-from qdqtune.errors import EngineUnavailable
+from qdqtune.errors import BadOption, EngineUnavailable
 
 NETWORK_SECONDS = 60.0
 """Seconds added to the limit of each request for the way to another host and back. Chosen, not measured."""
@@ -71,8 +71,8 @@ class RemoteWorker:
             raise TimeoutError
         if target is not None and reply.good:
             target.write_bytes(reply.content)
-        if isinstance(reply.result, EngineUnavailable) and self.location not in str(reply.result):
-            return False, EngineUnavailable(f"on {self.location}: {reply.result}")
+        if isinstance(reply.result, EngineUnavailable | BadOption) and self.location not in str(reply.result):
+            return False, type(reply.result)(f"on {self.location}: {reply.result}")
         return reply.good, reply.result
 
     def kill(self) -> None:
