@@ -115,6 +115,22 @@ def test_an_opset_is_raised_once() -> None:
     same_outputs(model, raised)
 
 
+def test_reciprocals_become_divisions_of_one() -> None:
+    model = named("a = Abs(x) s = Add(a, two) [turned] r = Reciprocal(s) n = Reciprocal(r)")
+    rewritten = REWRITES["division"].apply(model)
+    assert [n.op for n in rewritten.nodes] == ["Abs", "Add", "Div", "Div", "Relu"]
+    turned = rewritten.nodes[2]
+    assert (turned.name, turned.outputs) == ("turned", ("r",))
+    assert turned.inputs[0] == rewritten.nodes[3].inputs[0]  # one constant serves both
+    same_outputs(model, rewritten)
+    assert REWRITES["division"].apply(rewritten) is rewritten
+
+
+def test_reciprocals_of_doubles_divide_a_double() -> None:
+    model = named("d = Cast <to=11> (x) a = Abs(d) r = Reciprocal(a) n = Cast <to=1> (r)")
+    same_outputs(model, REWRITES["division"].apply(model))
+
+
 def test_rewrites_have_names_an_order_and_are_recognized() -> None:
     assert allowed("auto") == Rewrites(folded=True)
     assert allowed("off") == Rewrites()

@@ -215,6 +215,19 @@ def test_open_sizes_are_fixed_where_a_placement_is_applied(done, folder: Path) -
 
 
 @SIMULATOR
+def test_reciprocals_of_small_numbers_stay_right(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime_qnn")
+    shape = [1, 4, 32]
+    inputs, outputs = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)] for name in "xy")
+    graph = helper.make_graph([helper.make_node("Reciprocal", ["x"], ["y"], "turned")], "net", inputs, outputs)
+    model, data, written = tmp_path / "m.onnx", str(tmp_path / "samples.npz"), tmp_path / "pairs.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), model)
+    np.savez(data, x=np.random.default_rng(0).uniform(0.01, 0.1, (40, *shape[1:])).astype(np.float32))
+    quantize(model, written, calibration_data=data, engine="qnn")
+    assert compare(model, written, calibration_data=data, engine="qnn").rows[-1].sqnr_db > 20
+
+
+@SIMULATOR
 def test_poor_outputs_in_8_bits_are_told_where_16_help(missed, folder: Path) -> None:
     x = np.random.default_rng(1).standard_normal((40, 8, 12, 12)).astype(np.float32)
     x[1] *= 1000  # a sample of calibration, beside whose values all others are rounded to nothing

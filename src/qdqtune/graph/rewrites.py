@@ -44,6 +44,27 @@ class Rewrite:
     makes: str = ""
 
 
+def without_reciprocals(model: Model) -> Model:
+    """`model` with a Div of 1 by x for each Reciprocal of x; the same object if there is none.
+
+    The 1 is a constant, which gets a pair of its own with a scale that fits it.
+    """
+    reciprocals = {node.index for node in model.nodes if node.op == "Reciprocal" and not node.domain}
+    names, ones = UniqueNames(names_in(model.proto.graph)), dict[int, str]()
+    added, nodes = dict[str, Constant](), []
+    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+        info = model.tensors.get(node.inputs[0]) if node.index in reciprocals else None
+        if info is None:
+            nodes.append(proto)
+            continue
+        if info.dtype not in ones:
+            ones[info.dtype] = names.fresh("one")
+            added[ones[info.dtype]] = Constant.of(np.ones((), onnx.helper.tensor_dtype_to_np_dtype(info.dtype)))
+        inputs = [ones[info.dtype], node.inputs[0]]
+        nodes.append(onnx.helper.make_node("Div", inputs, [node.outputs[0]], node.name))
+    return rebuild(model, nodes, added) if added else model
+
+
 REWRITES: Mapping[str, Rewrite] = MappingProxyType({
     "constants": Rewrite("compute what only constants and shapes decide", constants_computed),
     "hardswish": Rewrite(
@@ -61,6 +82,7 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType({
         "RMSNormalization",
     ),
     "gemm": Rewrite("MatMul and Add with constants as one Gemm", as_gemm, "Gemm"),
+    "division": Rewrite("each Reciprocal as a division of one", without_reciprocals),
     "opset21": Rewrite("the operators of opset 21", partial(with_opset, opset=21)),
 })  # fmt: skip
 """The rewrites by name, in the order in which they are applied, except `fold`."""
