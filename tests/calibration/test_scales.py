@@ -42,10 +42,7 @@ def test_asymmetric_scales_follow_the_formula(values: Range) -> None:
         how = of_range(values, fmt)
         assert how.scale.dtype == np.float32
         assert how.scale.shape == ()
-        if low == high:
-            assert how.scale == 1
-        else:
-            assert how.scale == np.float32((high - low) / 255)
+        assert how.scale == np.float32((high - low if low < high else 1) / 255)
         expected = np.rint(fmt.activation.low - low / np.float64(how.scale))
         assert how.zero_point == np.clip(expected, fmt.activation.low, fmt.activation.high)
 
@@ -57,7 +54,7 @@ def test_symmetric_scales_follow_the_formula(values: Range) -> None:
     for fmt, top in ((INT8, 127), (FP8, 448)):
         how = of_range(values, fmt)
         assert how.zero_point == 0
-        assert how.scale == (np.float32(largest / top) if largest else 1)
+        assert how.scale == np.float32((largest or 1) / top)
 
 
 @settings(derandomize=True, deadline=None)
@@ -74,9 +71,9 @@ def test_zero_is_exact_and_the_range_is_represented_to_half_a_step(values: Range
 
 
 @pytest.mark.parametrize("fmt", [PLAIN, SIGNED, INT8, FP8])
-def test_an_all_zero_tensor_has_scale_one(fmt: NumericFormat) -> None:
+def test_an_all_zero_tensor_has_the_scale_of_values_up_to_one(fmt: NumericFormat) -> None:
     how = of_range(Range(0.0, 0.0), fmt)
-    assert how.scale == 1
+    assert how.scale == of_range(Range(0.0, 1.0), fmt).scale
     assert how.zero_point == max(fmt.activation.low, -128 if fmt is SIGNED else 0)
     assert not dequantized(np.zeros(3, np.float32), how).any()
 
@@ -148,11 +145,11 @@ def test_fp8_scale_maps_the_largest_value_to_448() -> None:
     assert of_range(Range(-3.0, 7.0), FP8).scale == np.float32(7 / 448)
 
 
-def test_a_channel_of_zeros_has_scale_one() -> None:
+def test_a_channel_of_zeros_has_the_scale_of_values_up_to_one() -> None:
     values = normal(3, 5)
     values[1] = 0
     how = of_weight(values, 0, PLAIN)
-    assert how.scale[1] == 1
+    assert how.scale[1] == np.float32(1 / 127)
     assert not quantize(values, how)[1].any()
 
 

@@ -228,6 +228,22 @@ def test_reciprocals_of_small_numbers_stay_right(tmp_path: Path) -> None:
 
 
 @SIMULATOR
+def test_a_bias_of_zeros_does_not_spoil_a_small_sum(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime_qnn")
+    draw = np.random.default_rng(0)
+    weights = {"w": draw.standard_normal((32, 32)).astype(np.float32) / 500, "zeros": np.zeros(32, np.float32)}
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["p"]), helper.make_node("Add", ["zeros", "p"], ["y"])]
+    inputs, outputs = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 4, 32])] for name in "xy")
+    constants = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+    graph = helper.make_graph(nodes, "net", inputs, outputs, constants)
+    model, data, written = tmp_path / "m.onnx", str(tmp_path / "samples.npz"), tmp_path / "pairs.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), model)
+    np.savez(data, x=draw.standard_normal((40, 4, 32)).astype(np.float32))
+    quantize(model, written, calibration_data=data, engine="qnn")
+    assert compare(model, written, calibration_data=data, engine="qnn").rows[-1].sqnr_db > 30
+
+
+@SIMULATOR
 def test_poor_outputs_in_8_bits_are_told_where_16_help(missed, folder: Path) -> None:
     x = np.random.default_rng(1).standard_normal((40, 8, 12, 12)).astype(np.float32)
     x[1] *= 1000  # a sample of calibration, beside whose values all others are rounded to nothing

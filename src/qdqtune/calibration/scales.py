@@ -136,15 +136,16 @@ def of_range(values: Range, fmt: NumericFormat, dtype: Any = np.float32, *, wide
 
     Symmetric: scale = max|x| / 127 (int8), / 255 (uint8) or / 448 (E4M3, whose largest finite value is 448).
     Asymmetric: the range is widened to hold zero, which must be exact for padding and Relu, then
-    scale = (high - low) / 255 (or / 65535) and zero point = round(-low / scale). An all-zero range has scale 1. The
-    scale is a normal number of `dtype`, the tensor's own: engines may take subnormal ones for zero.
+    scale = (high - low) / 255 (or / 65535) and zero point = round(-low / scale). All zeros have
+    the scale of values up to 1. The scale is a normal number of `dtype`, the tensor's own: engines may take subnormal
+    ones for zero.
     """
     qtype = QType.UINT8 if fmt.unsigned and values.low >= 0 else fmt.activation
     qtype = fmt.wide if wide and fmt.wide is not None else qtype
     if fmt.symmetric or qtype is QType.FP8:
-        return Quantization(qtype, _positive(np.float64(values.magnitude) / qtype.high, dtype))
+        return Quantization(qtype, _positive(_full(values.magnitude) / qtype.high, dtype))
     low, high = min(values.low, 0.0), max(values.high, 0.0)
-    scale = _positive(np.float64(high - low) / (qtype.high - qtype.low), dtype)
+    scale = _positive(_full(high - low) / (qtype.high - qtype.low), dtype)
     zero_point = int(np.clip(np.rint(qtype.low - low / np.float64(scale)), qtype.low, qtype.high))
     return Quantization(qtype, scale, zero_point)
 
@@ -180,7 +181,7 @@ def of_weight(
         others = tuple(i for i in range(values.ndim) if i != axis) if axis is not None else None
         top = 64 if fmt.reduced_weights and not wide else qtype.high
         magnitude = np.maximum(floats.max(axis=others, initial=0.0), -floats.min(axis=others, initial=0.0))
-        scale = magnitude.astype(np.float64) / top
+        scale = _full(magnitude) / top
     if floor is not None:
         scale = np.maximum(scale, floor)
     return Quantization(qtype, _positive(scale, values.dtype), 0, axis if np.ndim(scale) else None)
@@ -214,6 +215,12 @@ def quantize_bias(values: Array, scale: Array) -> Array | None:
     """An int32 bias in steps of the accumulator's `scale`; None if it does not fit."""
     rounded = np.rint(values.astype(np.float64) / scale.astype(np.float64))
     return rounded.astype(np.int32) if np.abs(rounded).max(initial=0.0) < 2**31 else None
+
+
+def _full(magnitude: Any) -> Array:
+    """The magnitude, or 1 in place of zero: with a scale of 1 the int32 bias of zero weights would lose precision, and
+    QNN adds wrongly what has 64 times the scale of the sum (in 8 bits; 16,384 times in 16)."""
+    return np.where(np.asarray(magnitude) == 0, 1.0, np.asarray(magnitude, np.float64))
 
 
 def _positive(scale: Any, dtype: Any) -> Array:

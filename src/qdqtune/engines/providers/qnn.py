@@ -32,7 +32,7 @@ PROVIDER = Provider(
         wide=QType.UINT16,
         wide_scales=(FixedScale("Sigmoid", 2**-16, 0), FixedScale("Tanh", 2**-15, 2**15)),
     ),
-    notes="8 or 16 bits by tensor, weights too; what carries no pair runs in float16; static shapes; int4 weights run, not offered",
+    notes="8 or 16 bits by tensor; what carries no pair runs in float16; static shapes; int4 weights run, not offered",
     plugin="onnxruntime_qnn",
     options={"backend_type": "htp"},
     has_fixed_sizes=True,
