@@ -27,6 +27,10 @@ NUMPY_TYPE: Mapping[QType, Any] = MappingProxyType(
     }
 )
 
+LARGEST_WIDE = 127 * 256 + 127
+"""The largest weight in 16 bits. With one above that, QNN's simulator sums up in steps 8 times as large (68 in place of
+80 dB to the CPU): as if it split a weight into two bytes and rounded the upper one, which then overflows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -168,18 +172,17 @@ def of_weight(
 ) -> Quantization:
     """The symmetric scale of a weight, per channel along `axis` if the format says so.
 
-    scale = max|w| / 127, or / 64 where 7 bits must do, or / 448 for E4M3. If `wide`, it is max|w| / 32767 of all: NPUs
-    compute more exactly with one scale for 16 bits than with one per channel. `given` scales (of a model that came
-    quantized) are kept; `floor` raises scales that are too small for an int32 bias.
+    scale = max|w| / 127, or / 64 where 7 bits must do, or / 448 for E4M3, or if `wide` / `LARGEST_WIDE`. `given` scales
+    (of a model that came quantized) are kept; `floor` raises scales that are too small for an int32 bias.
     """
-    axis, qtype = axis if fmt.per_channel and not wide else None, QType.INT16 if wide else fmt.weight
+    axis, qtype = axis if fmt.per_channel else None, QType.INT16 if wide else fmt.weight
     if given is not None:
         scale = np.asarray(tuple(given), np.float64)
         scale = scale if axis is not None and scale.size == values.shape[axis] else scale.max()
     else:
         floats = values.astype(np.float32, copy=False)
         others = tuple(i for i in range(values.ndim) if i != axis) if axis is not None else None
-        top = 64 if fmt.reduced_weights and not wide else qtype.high
+        top = LARGEST_WIDE if wide else 64 if fmt.reduced_weights else fmt.weight.high
         magnitude = np.maximum(floats.max(axis=others, initial=0.0), -floats.min(axis=others, initial=0.0))
         scale = _full(magnitude) / top
     if floor is not None:

@@ -141,11 +141,12 @@ DENORMALS_SETTINGS: Mapping[str, str] = {
 }
 """By engine with an option `denormals_as_zero`: the setting of the vendor's library that it stands for."""
 
-MERGED: Mapping[str, tuple[str, ...]] = {"onnxruntime": ("gelu",), "qnn": ("division",)}
+MERGED: Mapping[str, tuple[str, ...]] = {"onnxruntime": ("gelu",), "qnn": ("gelu", "dilations", "division")}
 """By engine: the rewrites (`graph.rewrites`) that it makes of a float model by itself, but not, or not well, where a
 pair stands in front of the nodes. ONNX Runtime gives each reader of a DequantizeLinear one of its own, so that Div and
 Mul of a Gelu in pieces no longer read the same tensor, and five nodes run in place of one. QNN divides 1 by x for a
-Reciprocal, and stores the 1 in the scale of x: where x stays below 1, it becomes the largest x."""
+Reciprocal, and stores the 1 in the scale of x: where x stays below 1, it becomes the largest x. Erf is not among its
+operators, Gelu is; and dilated convolutions lose weights of 16 bits (`search.costs.rule_costs`)."""
 
 LAUNCHED = frozenset({"trtexec"})
 """Engines whose models are `Launched`: a process takes longer to start than to time a model."""

@@ -129,6 +129,11 @@ def may_be_float(model: Model, tensor: str) -> bool:
     return info is None or info.is_float
 
 
+def is_dilated(node: Node) -> bool:
+    """Whether a convolution says that its kernel has gaps; one of a single point has none even so."""
+    return node.op in CONVOLUTIONS and not node.domain and any(gap != 1 for gap in node.attributes.get("dilations", ()))
+
+
 def takes_data(node: Node, slot: int) -> bool:
     """Whether input `slot` is data and not a setting (see `SETTINGS_FROM`)."""
     return not node.domain and slot < SETTINGS_FROM.get(node.op, slot + 1)

@@ -24,7 +24,7 @@ from qdqtune.graph.inference import constants_computed
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.merging import as_gemm, gelu, hard_swish, layer_norm, rms_norm, with_merged
 from qdqtune.graph.model import Constant, Model, Node, rebuild
-from qdqtune.graph.operators import ARITHMETIC, COMPUTE
+from qdqtune.graph.operators import ARITHMETIC, COMPUTE, is_dilated
 from qdqtune.graph.simplifying import UniqueNames, names_in
 from qdqtune.types import Array
 
@@ -65,6 +65,22 @@ def without_reciprocals(model: Model) -> Model:
     return rebuild(model, nodes, added) if added else model
 
 
+def without_needless_dilations(model: Model) -> Model:
+    """`model` with a dilation of 1 for each convolution whose kernel is one point, which no dilation changes; the same
+    object if there is none."""
+    weights = ((node, model.constants.get(node.inputs[1])) for node in model.nodes if is_dilated(node))
+    needless = {node.index for node, weight in weights if weight is not None and set(weight.shape[2:]) == {1}}
+    nodes: list[onnx.NodeProto] = []
+    for index, proto in enumerate(model.proto.graph.node):
+        nodes.append(proto)
+        if index in needless:
+            nodes[-1] = onnx.NodeProto.FromString(proto.SerializeToString())
+            for attribute in nodes[-1].attribute:
+                if attribute.name == "dilations":
+                    attribute.ints[:] = [1] * len(attribute.ints)
+    return rebuild(model, nodes, {}) if needless else model
+
+
 REWRITES: Mapping[str, Rewrite] = MappingProxyType({
     "constants": Rewrite("compute what only constants and shapes decide", constants_computed),
     "hardswish": Rewrite(
@@ -82,6 +98,7 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType({
         "RMSNormalization",
     ),
     "gemm": Rewrite("MatMul and Add with constants as one Gemm", as_gemm, "Gemm"),
+    "dilations": Rewrite("the dilation of kernels of one point as 1", without_needless_dilations),
     "division": Rewrite("each Reciprocal as a division of one", without_reciprocals),
     "opset21": Rewrite("the operators of opset 21", partial(with_opset, opset=21)),
 })  # fmt: skip

@@ -3,10 +3,9 @@
 Observed on the simulator of 2.7.0: with a Relu between a padded convolution and a Q around 128, the values at the edges
 of the picture are wrong; without the Relu (`drop_clamps`), they are right. Of a convolution's results 1 to 5 % are one
 step below those by ONNX's definition, and next to none above: the shift adds up over layers. Weights of 16 bits run
-beside activations of 16 alone, and more exactly with one scale (69 to 73 dB to the CPU) than with one per channel (61
-to 64): Conv fails, and MatMul and Gemm go to the CPU, with activations of 8. A Reciprocal becomes a division of 1
-in the scale of its input, by the provider's source: of inputs up to 0.1 it gives a tenth of 1/x. A Div with a constant
-is right (`division` in `graph.rewrites`).
+beside activations of 16 alone: with activations of 8 a Conv fails, and MatMul and Gemm go to the CPU. A Reciprocal
+becomes a division of 1 in the scale of its input, by the provider's source: of inputs up to 0.1 it gives a tenth of
+1/x. A Div with a constant is right (`division` in `graph.rewrites`).
 
 Without the model of a chip the simulator stands for one of 2021: it computes floats in 32 bits, which no chip does, and
 refuses some graphs with QNN_COMMON_ERROR_MEM_ALLOC (LeakyRelu, Max, Conv). `soc_model` 57 is Snapdragon 8 Gen 3; 43 (8

@@ -1,0 +1,73 @@
+"""What QNN's simulator computes with weights of 16 bits: nearly what ONNX defines, where the numbers suit it."""
+
+import platform
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from models import build, normal, ranges
+from qdqtune import compare
+from qdqtune.engines.formats import numeric_format
+from qdqtune.graph.model import Model
+from qdqtune.graph.rewrites import REWRITES
+from qdqtune.graph.saving import save
+from qdqtune.placement import engine_rules
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
+from qdqtune.search.costs.rule_costs import W8A16, W16A16, RuleCosts
+
+SIMULATOR = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="Qualcomm's simulator runs on x86-64 only"
+)
+
+
+def convolution(kernel: int, gap: int) -> Model:
+    pads = kernel // 2 * gap
+    text = f"""n (float[1,64,8,8] x) => (float[1,16,8,8] y) {{
+        [conv] y = Conv <pads=[{pads},{pads},{pads},{pads}], dilations=[{gap},{gap}]> (x, w)
+    }}"""
+    weight = normal(16, 64, kernel, kernel, scale=0.1)
+    return build(text, {"w": np.where(weight == -np.abs(weight).max((1, 2, 3), keepdims=True), -weight, weight)})
+
+
+def costs_of(model: Model) -> RuleCosts:
+    return RuleCosts(model, engine_rules.place_everywhere(model, possible_edges(model, ranges(model)), "int8"))
+
+
+def simulated(model: Model, folder: Path) -> float:
+    """The SQNR in dB of a file with weights and activations of 16 bits."""
+    pytest.importorskip("onnxruntime_qnn")
+    data, costs = np.random.default_rng(0).standard_normal((8, 1, 64, 8, 8)).astype(np.float32), costs_of(model)
+    known = ranges(model, [{"x": sample} for sample in data])
+    files, samples = (folder / "float.onnx", folder / "pairs.onnx"), str(folder / "samples.npz")
+    save(model, files[0])
+    save(insert(model, costs.placement((W16A16,)), known, numeric_format("qnn", "int8")), files[1])
+    np.savez(samples, x=data)
+    return compare(*files, calibration_data=samples, engine="qnn").rows[-1].sqnr_db
+
+
+@SIMULATOR
+def test_the_largest_weight_is_one_that_the_simulator_sums_up_exactly(tmp_path: Path) -> None:
+    assert simulated(convolution(1, 1), tmp_path) > 70
+
+
+@SIMULATOR
+def test_a_kernel_of_one_point_loses_nothing_without_its_dilation(tmp_path: Path) -> None:
+    model = convolution(1, 2)
+    assert simulated(REWRITES["dilations"].apply(model), tmp_path) > 70
+
+
+def test_dilated_convolutions_get_no_weights_of_16_bits() -> None:
+    assert costs_of(convolution(3, 2)).everywhere(W16A16) == (W8A16,)
+    assert costs_of(convolution(3, 1)).everywhere(W16A16) == (W16A16,)
+
+
+def test_only_needless_dilations_go() -> None:
+    rewrite = REWRITES["dilations"].apply
+    for kernel, gap, expected in ((1, 2, 1), (3, 2, 2), (3, 1, 1)):
+        model = convolution(kernel, gap)
+        found = rewrite(model)
+        assert onnx.helper.get_node_attr_value(found.proto.graph.node[0], "dilations") == [expected] * 2
+        assert (found is model) == (expected == gap)
