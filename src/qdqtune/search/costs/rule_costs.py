@@ -52,7 +52,6 @@ WIDE_BYTES, CONVERTED_BYTES = 2.0, 3.0
 FLOAT_FACTOR = 2.0
 """What floats cost beside 16 bits: processors that have them (in 16 bits) are slower in them. Chosen, not measured."""
 
-
 LEAST_BUILDS = 3
 """Builds, the float model's among them, that rates are fitted to."""
 
@@ -65,11 +64,12 @@ LEAST_RATE = 0.01
 
 @dataclass(frozen=True)
 class Part:
-    """Nodes that compute in the same bits, by index: the edges of activations and of constants that may carry a pair,
-    and the tensors that leave it."""
+    """Nodes that compute in the same bits, by index: the edges that may carry a pair, of activations, weights, and other
+    constants, which are quantized as activations are; and the tensors that leave it."""
 
     nodes: tuple[int, ...]
     reads: tuple[Edge, ...]
+    weights: tuple[Edge, ...]
     constants: tuple[Edge, ...]
     writes: tuple[str, ...]
 
@@ -156,7 +156,7 @@ class RuleCosts:
         nodes = [self.model.nodes[node] for node in part.nodes]
         if not self.has_wide or any((node.op, label) in self.refused for node in nodes):
             return False
-        return label == W8A16 or (self._constants(part)[0] != [] and not any(map(is_dilated, nodes)))
+        return label == W8A16 or (part.weights != () and not any(map(is_dilated, nodes)))
 
     def everywhere(self, label: int) -> Labels:
         """All parts with one label, as far as they can have it; others in fewer bits, or else in floats."""
@@ -173,10 +173,8 @@ class RuleCosts:
                 edges |= {edge} if read != FLOAT else set()
                 wide |= {edge} if read in SIXTEEN else set()
             if label != FLOAT:
-                edges.update(part.constants)
-                if label in SIXTEEN:
-                    weights, others = self._constants(part)
-                    wide.update(others, weights if label == W16A16 else ())
+                edges.update(part.weights, part.constants)
+                wide.update(part.constants if label in SIXTEEN else (), part.weights if label == W16A16 else ())
         for tensor, shown in self._shown.items():
             number = self.maker.get(tensor)
             written = W8A8 if number is None else labels[number]
@@ -190,13 +188,13 @@ class RuleCosts:
         return tuple(self._label(part, placement) for part in self.parts)
 
     def _label(self, part: Part, placement: Placement) -> int:
-        own, given = (*part.reads, *part.constants), {edge.tensor for edge in placement.edges}
+        own, given = (*part.reads, *part.weights, *part.constants), {edge.tensor for edge in placement.edges}
         written = (tensor for tensor in part.writes if tensor in self.readers or tensor in self._shown)
         if not part.reads or not placement.edges.issuperset(own) or not given.issuperset(written):
             return FLOAT
         if placement.wide.isdisjoint(part.reads):
             return W8A8
-        return W8A16 if placement.wide.isdisjoint(self._constants(part)[0]) else W16A16
+        return W8A16 if placement.wide.isdisjoint(part.weights) else W16A16
 
     def bits_of(self, operators: Collection[str], placement: Placement) -> set[tuple[str, int]]:
         """In what operators compute with a placement, as far as it is in 16 bits."""
@@ -245,14 +243,15 @@ class RuleCosts:
     def total(self, labels: Labels) -> float:
         """What labels cost; one more than nothing, so that costs have ratios."""
         own = sum(self._of_part(number, label) for number, label in enumerate(labels))
-        return 1.0 + own + self._converting().cost([*(WRITES[label] for label in labels), WRITES[FLOAT]])
+        free = self._converting([(0.0,) * len(ALIKE)] * len(labels))
+        return 1.0 + own + free.cost([*(WRITES[label] for label in labels), WRITES[FLOAT]])
 
     def problem(self, noise: NoiseOfBits | None = None, price: float = 0.0, *, float_too: bool) -> LabelProblem:
         """The costs of the kinds of `ALIKE`, with `price` bytes for noise as large as the signal. `float_too`: parts
         that can compute in 8 bits may also compute in floats. The last decision is that of what comes from outside."""
         prices = self._prices(noise, price, float_too=float_too)
         own = [[min(each[label] for label in alike) for alike in ALIKE] for each in prices]
-        return self._converting(noise, price, own)
+        return self._converting(own, noise, price)
 
     def _prices(self, noise: NoiseOfBits | None, price: float, *, float_too: bool) -> list[list[float]]:
         """What each part costs with each label, infinite where it may not have it."""
@@ -267,10 +266,10 @@ class RuleCosts:
         ]
 
     def _converting(
-        self, noise: NoiseOfBits | None = None, price: float = 0.0, own: Sequence[Sequence[float]] | None = None
+        self, own: Iterable[Sequence[float]], noise: NoiseOfBits | None = None, price: float = 0.0
     ) -> LabelProblem:
-        """The costs of conversions between parts that cost `own` themselves, or nothing."""
-        found = LabelProblem([(0.0,) * len(ALIKE)] * len(self.parts) if own is None else list(map(tuple, own)))
+        """The costs of conversions, beside `own` of each part for the kinds of `ALIKE`."""
+        found = LabelProblem(list(map(tuple, own)))
         outside = found.decision([inf, inf, 0.0])  # inputs of the graph come as floats
         for tensor, readers in self.readers.items():
             base = self.rates.converted * (CONVERTED_BYTES * elements(self.model, tensor) + EACH)
@@ -308,19 +307,21 @@ class RuleCosts:
 
     @cached_property
     def _weights(self) -> float:
-        constants = {edge.tensor for part in self.parts for edge in part.constants}
+        constants = {edge.tensor for part in self.parts for edge in (*part.weights, *part.constants)}
         return 1.0 + WIDE_BYTES * sum(elements(self.model, tensor) for tensor in constants)
 
     @cached_property
     def _elsewhere(self) -> float:
         """What a node that runs elsewhere costs: more than everything else together."""
-        written = sum(_written(self.model, part) for part in self.parts)
+        written = sum(EACH + _written(self.model, part) for part in self.parts)
         converted = sum(CONVERTED_BYTES * elements(self.model, tensor) + EACH for tensor in self.readers)
-        return 1.0 + FLOAT_FACTOR * written + 3 * converted
+        rates = self.rates
+        return 1.0 + max(rates.wide, rates.floats) * written + 3 * rates.converted * converted
 
     def _of_part(self, number: int, label: int) -> float:
         part = self.parts[number]
-        weights = sum(elements(self.model, edge.tensor) for edge in part.constants) / self._weights
+        constants = (*part.weights, *part.constants)
+        weights = sum(elements(self.model, edge.tensor) for edge in constants) / self._weights
         left = self._elsewhere * self.off.get((number, label), 0)
         if label == W8A8:
             return left + weights
@@ -336,24 +337,20 @@ class RuleCosts:
             return 0.0
         by_tensor = noise.narrow if label == W8A8 else noise.wide
         of_weights = noise.wide if label == W16A16 else noise.narrow
-        weights, others = self._constants(part)
-        rounded = sum(by_tensor.get(tensor, 0.0) for tensor in (*part.writes, *(e.tensor for e in others)))
-        return rounded + sum(of_weights.get(e.tensor, 0.0) for e in weights)
-
-    def _constants(self, part: Part) -> tuple[list[Edge], list[Edge]]:
-        """The weights of a part, and its other constants, which are quantized as activations are."""
-        weights = [e for e in part.constants if weight_role(self.model, e) is not None]
-        return weights, [e for e in part.constants if e not in weights]
+        rounded = sum(by_tensor.get(tensor, 0.0) for tensor in (*part.writes, *(e.tensor for e in part.constants)))
+        return rounded + sum(of_weights.get(e.tensor, 0.0) for e in part.weights)
 
     def _part(self, nodes: tuple[int, ...]) -> Part:
         model, inside = self.model, set(nodes)
         edges = [e for node in nodes for e in model.nodes[node].into if e in self.fullest]
         made = [t for node in nodes for t in model.nodes[node].outputs if t and is_float(model, t)]
         writes = (t for t in made if any(use.node not in inside for use in model.uses(t)))
+        constants = [e for e in edges if e.tensor in model.constants]
         return Part(
             nodes,
             tuple(e for e in edges if e.tensor not in model.constants),
-            tuple(e for e in edges if e.tensor in model.constants),
+            tuple(e for e in constants if weight_role(model, e) is not None),
+            tuple(e for e in constants if weight_role(model, e) is None),
             tuple(writes),
         )
 
