@@ -64,8 +64,8 @@ LEAST_RATE = 0.01
 
 @dataclass(frozen=True)
 class Part:
-    """Nodes that compute in the same bits, by index: the edges that may carry a pair, of activations, weights, and other
-    constants, which are quantized as activations are; and the tensors that leave it."""
+    """Nodes that compute in the same bits, by index: the edges that may carry a pair, of activations, weights, and
+    other constants, which are quantized as activations are; and the tensors that leave it."""
 
     nodes: tuple[int, ...]
     reads: tuple[Edge, ...]
