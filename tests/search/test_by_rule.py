@@ -11,24 +11,39 @@ from qdqtune.placement import engine_rules
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.widths import wide_weights
 from qdqtune.search.by_rule import ALL_8, ALL_16, FRUITLESS, RuleSearch
-from qdqtune.search.costs.rule_costs import FLOAT, W8A8, W8A16, NoiseOfBits, Rates, RuleCosts
+from qdqtune.search.costs.rule_costs import FLOAT, W8A8, W8A16, W16A16, NoiseOfBits, Rates, RuleCosts
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.shipping import accepted
-from qdqtune.types import Accuracy, CostsByRule, Failure, Layer, Measurement, Placement, Trial, noise_of, sqnr_of
+from qdqtune.types import (
+    Accuracy,
+    CostsByRule,
+    Failure,
+    Layer,
+    Measurement,
+    Placement,
+    Proposal,
+    Trial,
+    noise_of,
+    sqnr_of,
+)
 
 STEPS = 6
-TEXT = "".join(f"[n{i}] t{i + 1} = Conv <pads=[1,1,1,1]> (t{i}, w{i})\n" for i in range(STEPS))
 NOISE = {f"t{i}": 1e-4 * (1 + 7 * (i % 3)) for i in range(1, STEPS + 1)}
 LIMIT = noise_of(30.0)
 
 
-def costs() -> RuleCosts:
+def chain(steps: int) -> RuleCosts:
+    """The costs of so many convolutions in a row."""
+    text = "".join(f"[n{i}] t{i + 1} = Conv <pads=[1,1,1,1]> (t{i}, w{i})\n" for i in range(steps))
     model = build(
-        f"n (float[1,4,8,8] t0) => (float[1,4,8,8] t{STEPS}) {{ {TEXT} }}",
-        {f"w{i}": normal(4, 4, 3, 3, seed=i) for i in range(STEPS)},
+        f"n (float[1,4,8,8] t0) => (float[1,4,8,8] t{steps}) {{ {text} }}",
+        {f"w{i}": normal(4, 4, 3, 3, seed=i) for i in range(steps)},
     )
-    placed = engine_rules.place(model, possible_edges(model, ranges(model)), "qnn", "int8")
-    return RuleCosts(model, placed.placement)
+    return RuleCosts(model, engine_rules.place_everywhere(model, possible_edges(model, ranges(model)), "int8"))
+
+
+def costs() -> RuleCosts:
+    return chain(STEPS)
 
 
 Answer = Callable[[RuleCosts, Placement], tuple[float, tuple[Layer, ...]] | Failure]
@@ -181,6 +196,15 @@ def test_floats_are_tried_where_16_bits_miss_the_limit() -> None:
     labels = found.labels(best(simulated(RuleSearch(found, noise, LIMIT), answer)))
     assert labels[0] == FLOAT
     assert FLOAT not in labels[2:]
+
+
+def test_at_the_end_several_parts_get_fewer_bits_at_once() -> None:
+    found = chain(40)
+    search = RuleSearch(found, NoiseOfBits({}, {}), LIMIT)
+    wide = found.placement(found.everywhere(W16A16))
+    trial = Trial(1, Proposal(ALL_16, wide), Placement(), CostsByRule(2.0, 1.0), accuracy=Accuracy(30.5), accepted=True)
+    narrowed = [found.labels(p.placement).count(W8A16) for p in search._narrowed(found, [trial])]
+    assert narrowed[:3] == [5, 2, 1]
 
 
 def test_the_same_history_gives_the_same_proposals() -> None:
