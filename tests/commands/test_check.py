@@ -42,7 +42,7 @@ def test_what_a_tuning_run_has_measured_does_not_fail(call, tuned):
     *_, last, advice = out.splitlines()
     assert code == 0
     assert re.search(r"; [1-9]\d* findings, ", last)
-    assert advice.startswith("these pairs were measured on this engine")
+    assert advice.startswith("a search on this engine has found these pairs")
     code, out, _ = call("check", tuned, "--engine", "fake", "--json")
     found = json.loads(out)
     assert (code, found["measured"], found["failing"]) == (0, True, 0)

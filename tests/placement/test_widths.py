@@ -17,7 +17,7 @@ from qdqtune.placement.insertion import Inserter, insert
 from qdqtune.placement.possible import consistent, possible_edges, weight_role
 from qdqtune.placement.reading import read_placement
 from qdqtune.placement.stripping import strip_pairs
-from qdqtune.placement.widths import conversions, wide_tensors, wide_weights
+from qdqtune.placement.widths import computable, conversions, wide_tensors, wide_weights
 from qdqtune.tuning.records import StoredPlacement
 from qdqtune.types import Edge, Placement, QType
 
@@ -202,4 +202,20 @@ def test_weights_in_16_bits_are_next_to_exact_and_need_no_corrected_bias() -> No
     assert sqnr(run(model, x), run(written, x)) > 60
     again = read_placement(model, written)
     assert again.placement == wide
-    assert read_placement(model, insert(model, again.placement, again.ranges, QNN)).ranges == again.ranges
+    rewritten = insert(model, again.placement, again.ranges, QNN)
+    assert sqnr(run(written, x), run(rewritten, x)) > 60
+    narrow = insert(model, everywhere(model), again.ranges, QNN)  # the steps of 16 bits are no good in 8
+    assert sqnr(run(model, x), run(narrow, x)) > 20
+
+
+def test_weights_of_16_bits_need_activations_of_16(tmp_path) -> None:
+    model = conv_net()
+    placed = everywhere(model)
+    weights = frozenset(e for e in placed.edges if e.tensor in model.constants and weight_role(model, e) is not None)
+    both = Placement.of(placed.edges, (), weights | activations(model, placed, "project"))
+    found = computable(model, both)
+    assert {e.node for e in found.wide} == {"project"}
+    assert wide_weights(model, found) == {e.tensor for e in weights if e.node == "project"}
+    write_placement(tmp_path / "placement.yaml", PlacementFile(both, "int8", "qnn", {}), "m.onnx")
+    recorded = read_placement_file(tmp_path / "placement.yaml").placement
+    assert existing(model, recorded, possible_edges(model, ranges(model))) == (found, ())

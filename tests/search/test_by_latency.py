@@ -1,11 +1,13 @@
 """Grouped search, for engines without layer times."""
 
+import shutil
 from itertools import chain, combinations
 from pathlib import Path
 
 import pytest
 
 from models import INT8, build, normal, ranges
+from observers import Log
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.placement import start_placements
@@ -46,18 +48,39 @@ DEEP = """net (float[8,64] x) => (float[8,32] y) {
 }"""
 
 
-def test_an_engine_with_16_bits_gets_them_where_8_miss_the_limit(tmp_path: Path) -> None:
+SIXTEEN_BITS = EngineSpec("fake", {"hide_times": True, "asymmetric": True, "wide": True})
+
+
+def deep(folder: Path) -> Path:
     sizes = ((64, 256, 0.1), (256, 256, 0.1), (256, 128, 0.1), (128, 32, 1.0))
     weights = {f"w{n}": normal(*size, seed=n, scale=scale) for n, (*size, scale) in enumerate(sizes)}
-    spec = EngineSpec("fake", {"hide_times": True, "asymmetric": True, "wide": True})
-    path = write(build(DEEP, weights), tmp_path)
-    found = tune(settings(path, mode="cut", builds=12, engine=spec, min_sqnr=40.0))
+    return write(build(DEEP, weights), folder)
+
+
+def test_an_engine_with_16_bits_gets_them_where_8_miss_the_limit(tmp_path: Path) -> None:
+    path, cache = deep(tmp_path), tmp_path / "prices.json"
+    short = {"mode": "cut", "engine": SIXTEEN_BITS}
+    found = tune(settings(path, builds=12, min_sqnr=40.0, price_cache=cache, **short))
     assert found.improved
     assert found.summary["output_sqnr_db"] >= 40
-    assert found.placement.wide
-    narrow = tune(settings(path, mode="cut", builds=12, engine=spec, min_sqnr=30.0, restart=True))
+    assert found.summary["bits"]["tensors_16"] > 0
+    assert found.summary["bits"]["weights_16"] > 0
+    regions = settings(path, builds=4, min_sqnr=40.0, price_cache=cache, output_dir=tmp_path / "b", engine=SIXTEEN_BITS)
+    again = tune(regions, told := Log())
+    assert (again.history[0].proposal.origin, again.history[0].placement) == ("earlier run", found.placement)
+    assert any("`mode` region places pairs of 8 bits only" in note for note in told.notes)
+    narrow = tune(settings(path, builds=12, min_sqnr=30.0, restart=True, **short))
     assert narrow.summary["final_ms"] < found.summary["final_ms"]
     assert not narrow.placement.wide
+
+
+def test_pairs_of_16_bits_have_8_on_an_engine_without(tmp_path: Path) -> None:
+    path = deep(tmp_path)
+    assert tune(settings(path, mode="cut", engine=SIXTEEN_BITS, builds=12, min_sqnr=40.0)).placement.wide
+    wide = tmp_path / "out" / "optimized_final.onnx"
+    shutil.copy(path.with_suffix(".npz"), wide.with_suffix(".npz"))
+    own = tune(settings(wide, mode="cut", engine=EngineSpec("fake"), builds=4, from_qdq=True, min_sqnr=None))
+    assert any("no 16 bits: pairs of 16 bits have 8" in note for note in own.notes)
 
 
 def test_grouped_search_asks_the_largest_first_and_nothing_twice() -> None:

@@ -15,6 +15,7 @@ from onnx import numpy_helper
 
 from models import FORMATS, conv_net
 from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadOption, BadState
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
@@ -212,22 +213,25 @@ def test_nothing_is_measured_for_a_point_that_is_not_what_was_proven(model: Path
 
 
 CANDIDATES = {
-    "uint8": "3c83e4201b3372ef",
-    "plain": "5ee366d198645522",
-    "reduced": "d95ec2a5ddaacac4",
-    "int8": "1300b475543fc534",
-    "fp8": "de8707f3588ee4d2",
+    "uint8": "ad3d7ce7b5557560",
+    "plain": "6094c97e59fc2856",
+    "reduced": "a6a35afe72d3cb80",
+    "int8": "882861698d1c4463",
+    "fp8": "6866b049deea2869",
+    "16 bits": "f5c1cbfd2e4a565e",
 }
 """What insertion made of one network when `store.CANDIDATE_VERSION` was given its number."""
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "16 bits"])
 def test_candidates_are_those_of_their_version(name: str) -> None:
     """Where this fails on purpose, raise `store.CANDIDATE_VERSION`: runs that were begun before must not go on."""
     model = conv_net()
-    numbers = FORMATS[name]
-    found = Ranges({name: Range(-1 - i / 8, 2 + i / 8) for i, name in enumerate(sorted(model.tensors))})
-    made = Inserter(model, found, numbers).insert(Placement(possible_edges(model, found))).to_proto()
+    numbers = numeric_format("qnn", "int8") if name == "16 bits" else FORMATS[name]
+    known = {name: Range(-1 - i / 8, 2 + i / 8) for i, name in enumerate(sorted(model.tensors))}
+    found = Ranges(known | {"c2": Range(0.0, 0.0)})
+    edges = possible_edges(model, found)
+    made = Inserter(model, found, numbers).insert(Placement.of(edges, (), edges if numbers.wide else ())).to_proto()
     digest = hashlib.sha256()
     for node in made.graph.node:
         digest.update(f"{node.op_type} {list(node.input)} {list(node.output)} {list(node.attribute)}\n".encode())

@@ -198,7 +198,7 @@ def test_the_placement_is_applied_with_its_bits_and_without_them_elsewhere(done,
     assert load(folder / "again.onnx").opset == 21
     other = apply(folder / "m.onnx", found, folder / "cpu.onnx", calibration_data=data, engine="onnxruntime")
     assert not other.placement.wide
-    assert "onnxruntime has no activations in 16 bits" in " ".join(other.notes)
+    assert "onnxruntime has no 16 bits: pairs of 16 bits have 8 here" in " ".join(other.notes)
 
 
 @SIMULATOR

@@ -119,7 +119,7 @@ def _advice(findings: Sequence[Finding], measured: bool) -> Iterator[str]:
     """What to do about the findings, or why there is nothing to do."""
     failing = [finding for finding in findings if finding.fails]
     if measured and failing:
-        yield "these pairs were measured on this engine, and faster so (placement.yaml beside the file): nothing to do"
+        yield "a search on this engine has found these pairs (placement.yaml beside the file): nothing to do"
     elif failing:
         names = (n for group in _groups(failing) for f in group for n in (f.cause, *f.nodes) if n)
         first = next((f" --allow-boundary {shlex.quote(glob.escape(name))}, all of it with" for name in names), "")

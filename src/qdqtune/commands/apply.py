@@ -18,7 +18,7 @@ from qdqtune.engines.acceptance import checked_output
 from qdqtune.engines.formats import follow_processor, numeric_format, portable, usual_precision
 from qdqtune.engines.options import time_limit_option
 from qdqtune.errors import BadModel
-from qdqtune.explanation.formatting import placed
+from qdqtune.explanation.formatting import counted, placed
 from qdqtune.graph.float16 import load_for
 from qdqtune.graph.rewrites import allowed
 from qdqtune.graph.saving import save
@@ -143,10 +143,13 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     if recorded.placement and not placed:
         raise BadModel(f"on none of the edges of {options.placement} can a pair stand in {path}")
     met, notes = _moments(recorded, ready, placed)
+    if (narrow := recorded.placement.wide & placed.edges - placed.wide) and numbers.wide is not None:
+        names = counted(len({edge.tensor for edge in narrow}), "weight")
+        notes = (*notes, f"{names} of 16 bits beside activations of 8 have 8, too: no engine computes with both")
     foreign = of_other_processor(str(options.placement), recorded.processor, is_portable=recorded.portable)
     notes = (*filter(None, [foreign if engine == recorded.engine else ""]), *notes)
     if placed.wide and numbers.wide is None:
-        notes = (*notes, f"{engine} has no activations in 16 bits: those of the placement have 8 here")
+        notes = (*notes, f"{engine} has no 16 bits: pairs of 16 bits have 8 here")
         placed = replace(placed, wide=frozenset())
     elif placed.wide and ready.prepared is not None:
         ranges = with_wide(ready.prepared, ranges, numbers)

@@ -386,7 +386,7 @@ class CostModel:
     def _reads_wide(self, node: onnx.NodeProto) -> bool:
         """Whether a node reads activations of 16 bits, as their zero point tells."""
         maker = self.producer.get(node.input[0]) if node.input else None
-        return maker is not None and maker.op_type == "DequantizeLinear" and maker.input[2] in self.wide
+        return maker is not None and maker.op_type == "DequantizeLinear" and not self.wide.isdisjoint(maker.input[2:])
 
     def _is_absorbed(self, node: onnx.NodeProto) -> bool:
         if node.op_type == "QuantizeLinear":

@@ -27,6 +27,7 @@ from qdqtune.search.costs.units import Decision, Partition, Unit, partition, usu
 from qdqtune.search.cut import CLOSE_SHARE
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import judge, speed
+from qdqtune.tuning.rule_results import bits_of
 from qdqtune.types import CostsByRule, Failure, Layer, Placement, Trial, WeightFormat
 
 PREDICTED = frozenset({"cut", "front", "polish"})
@@ -42,12 +43,13 @@ def headline(facts: Facts) -> str:
             return "the float model ships: nothing was tried"
         return f"the float model ships: of {len(facts.history)} candidates none was proven faster within the limits"
     trial, ratios = facts.trial, ratios_to_float(facts.history, facts.plan)
-    wide = counted(len({edge.tensor for edge in facts.placement.wide}), "tensor")
+    bits = bits_of(facts.model, facts.placement)
+    wide = f"{counted(bits['tensors_16'], 'activation')} and {counted(bits['weights_16'], 'weight')} in 16 bits"
     if trial and isinstance(trial.result, CostsByRule):
-        told = f"the cheapest by rule that holds the limits, with {wide} read in 16 bits"
+        told = f"the cheapest by rule that holds the limits, with {wide}"
         return f"what ships is {facts.origin}: {told}; nothing was timed"
     share = f", {speed(ratios[facts.placement])} as fast as float in the search" if trial else ""
-    text = f"what ships is {facts.origin}{share}" + (f", with {wide} read in 16 bits" if facts.placement.wide else "")
+    text = f"what ships is {facts.origin}{share}" + (f", with {wide}" if facts.placement.wide else "")
     if trial and trial.proposal.origin not in PREDICTED:
         cuts = [t for t in facts.history if t.proposal.origin == "cut" and t.placement in ratios]
         if cuts:

@@ -16,6 +16,7 @@ from qdqtune.graph.operators import is_float
 from qdqtune.graph.rewrites import Rewrites
 from qdqtune.placement.parsing import parsed_yaml
 from qdqtune.placement.possible import format_refusal, weight_at
+from qdqtune.placement.widths import computable
 from qdqtune.system.checks import RECORD_KIND, mark
 from qdqtune.system.writing import atomic_write
 from qdqtune.types import Edge, Placement, QuantType, WeightFormat
@@ -154,7 +155,7 @@ def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> t
     }
     lost = (e for e in same if e not in known and same[e] not in formats)
     wide = (fits for edge, fits in known.items() if edge in placement.wide)
-    return Placement.of(known.values(), formats.items(), wide), tuple(lost)
+    return computable(model, Placement.of(known.values(), formats.items(), wide)), tuple(lost)
 
 
 def every_edge(model: Model) -> frozenset[Edge]:

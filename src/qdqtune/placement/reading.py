@@ -81,6 +81,8 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
     int32 biases are left out, as they follow from the other pairs. Weights that are quantized without their activation
     are the placement's `weight_only`.
 
+    Scales of weights of 8 bits are kept; those of 16 follow from the weights.
+
     Raises:
         BadModel: a scale is no finite number, or below zero.
     """
@@ -92,7 +94,8 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
         if not (np.isfinite(pair.scale) & (pair.scale >= 0)).all():
             raise BadModel(f"the pair on {edge.tensor} has a scale that no tensor has: see qdqtune debug")
         if edge.tensor in float_model.constants and weight_role(float_model, edge) is not None:
-            weights[edge.tensor] = tuple(float(s) for s in pair.scale.reshape(-1))
+            if not pair.is_wide:  # in 8 bits its steps would reach a small part of the weight
+                weights[edge.tensor] = tuple(float(s) for s in pair.scale.reshape(-1))
         elif pair.is_wide:
             wide[edge.tensor] = pair.range
         else:

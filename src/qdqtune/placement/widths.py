@@ -7,6 +7,7 @@ and a QuantizeLinear of the other convert it; engines make one operator of the t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import is_float
@@ -32,6 +33,14 @@ def wide_weights(model: Model, placement: Placement) -> frozenset[str]:
     """The weights that are stored in 16 bits."""
     constants = (edge for edge in placement.wide if edge.tensor in model.constants)
     return frozenset(edge.tensor for edge in constants if weight_role(model, edge) is not None)
+
+
+def computable(model: Model, placement: Placement) -> Placement:
+    """The placement with 8 bits for weights whose node reads no activation in 16: engines have no such kernels."""
+    wide = {e.node for e in placement.wide if e.tensor not in model.constants}
+    weights = wide_weights(model, placement)
+    alone = frozenset(e for e in placement.wide if e.tensor in weights and e.node not in wide)
+    return replace(placement, wide=placement.wide - alone) if alone else placement
 
 
 def _bits_read(model: Model, placement: Placement, node: Node, reads: dict[str, bool | None]) -> bool | None:

@@ -219,7 +219,7 @@ class RuleSearch:
         if not (best := best_of(history)):
             return
         expected = self.simulate(best) if self.limit is not None else None
-        measured = next(t.accuracy.noise for t in history if t.placement == best and t.accuracy is not None)
+        measured = next((t.accuracy.noise for t in history if t.placement == best and t.accuracy is not None), 0.0)
         most = self.limit * expected / measured if self.limit and expected and measured else np.inf
         base = costs.labels(best)
         before, noisy = costs.total(base), costs.noise(base, self.noise)

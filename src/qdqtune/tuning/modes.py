@@ -153,6 +153,7 @@ def _record_placement(run: Run, history: Sequence[Trial], proof: Proof) -> ModeR
 def region(run: Run) -> Mode:
     """Vary placements pattern by pattern, starting from what cut mode finds in its first builds."""
     settings, subject, noise = run.settings, run.subject, binding_noise_of(run)
+    _tell_of_16_bits(run)
     run.observer.patterns(subject.tuned)
     by_region = RegionSearch(
         model=subject.shaped,
@@ -183,6 +184,11 @@ def region(run: Run) -> Mode:
         return _record_placement(run, history, proof)
 
     return Mode(strategy, record, (models,))
+
+
+def _tell_of_16_bits(run: Run) -> None:
+    if run.subject.numbers.wide is not None:
+        run.observer.note(f"`mode` {run.settings.mode} places pairs of 8 bits only; `mode` cut also those of 16")
 
 
 class RegionModels(Silent):
@@ -233,6 +239,7 @@ class RegionModels(Silent):
 
 def subgraph(run: Run) -> Mode:
     """Time every distinct fusion group alone, then try what gains on the whole model."""
+    _tell_of_16_bits(run)
     profiled = profile(run)
     run.candidates.write_whole(profiled.search.all_accepted, run.settings.output_dir / RAW)
     search, noise = profiled.search, binding_noise_of(run)

@@ -105,7 +105,8 @@ def earlier(
         known = None if section is None else section.models.get(subject.model.fingerprint)
         record = store.put(PricesRecord(prices=packed(prices), found=known))
     found = Placement() if record.found is None else record.found.placement
-    seeds = {EARLIER: Placement.of(found.edges & subject.possible, found.weight_only)} if found else {}
+    edges = found.edges & subject.possible
+    seeds = {EARLIER: Placement.of(edges, found.weight_only, found.wide & edges)} if found else {}
     return Earlier(unpacked(record.prices), seeds)
 
 

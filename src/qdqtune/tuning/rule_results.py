@@ -14,11 +14,12 @@ from qdqtune.types import Placement, Trial
 
 
 class Bits(TypedDict):
-    """The activations of a placement with a pair, and those of them, and the weights, that are stored in 16 bits."""
+    """The activations of a placement with a pair, those of them that are stored in 16 bits, and the weights that are.
+    Files of earlier versions do not count weights."""
 
     tensors: int
     tensors_16: int
-    weights_16: int
+    weights_16: NotRequired[int]
 
 
 class ByRuleCandidate(Bits):

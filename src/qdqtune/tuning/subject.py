@@ -180,6 +180,9 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     prepared, sized = prepared.sized_for(settings.engine.name)
     notes += sized
     imported = imported or _baseline(settings, prepared.model, wanted, kept)
+    if imported is not None and imported.placement.wide and numbers.wide is None:
+        imported = replace(imported, placement=replace(imported.placement, wide=frozenset()))
+        notes.append(f"{settings.engine.name} has no 16 bits: pairs of 16 bits have 8 here")
     if imported is not None and imported.unmatched:
         notes.append(
             f"{len(imported.unmatched)} pairs of the Q/DQ model have no counterpart and were left out "
