@@ -45,6 +45,9 @@ def strip_pairs(model: Model) -> Model:
         if pair.is_constant:
             added[name] = _dequantized(model, pair)
             continue
+        if pair.source in source:  # a conversion to other bits, behind another pair
+            source[name] = source[pair.source]
+            continue
         clamps_at_zero = pair.end("min") == 0 and bounds.get(pair.source, -1.0) < 0
         if clamps_at_zero and pair.source not in clamps:
             clamps[pair.source], bound = _lost_clamp(model, pair)

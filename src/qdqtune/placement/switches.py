@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 
 from qdqtune.graph.model import Constant, Model, Node, rebuild
 from qdqtune.graph.operators import CLAMPS
+from qdqtune.graph.simplifying import UniqueNames, names_in
 from qdqtune.placement.insertion import RAW_OUTPUT
 from qdqtune.types import Edge
 
@@ -59,7 +60,9 @@ class _Writer:
     def __init__(self, model: Model, roundings: Sequence[Rounding], *, is_switched: bool) -> None:
         self._model, self._roundings, self._is_switched = model, roundings, is_switched
         self._numbers = {edge: number for number, rounding in enumerate(roundings) for edge in rounding.edges}
-        self._raw = {e.tensor: e.tensor + RAW_OUTPUT for e in self._numbers if e.is_graph_output}
+        names = UniqueNames(names_in(model.proto.graph))
+        shown = dict.fromkeys(e.tensor for e in self._numbers if e.is_graph_output)
+        self._raw = {tensor: names.fresh(tensor + RAW_OUTPUT) for tensor in shown}
         self._bypassed = {rounding.tensor for rounding in roundings if rounding.source != rounding.tensor}
         self._made: dict[int, str] = {}
         self._nodes: list[onnx.NodeProto] = []
