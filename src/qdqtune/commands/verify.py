@@ -191,7 +191,7 @@ def _finding(done: Comparison, gate: Gate, settings: DeploySettings, at: str) ->
     timed = [(row.ratio, row) for row in done.rows if row.ratio is not None]
     if not settings.proven.timed:  # nothing was said about speed: the outputs decide
         near = [f"output SQNR {row.sqnr_db:.1f} dB" for row in done.rows if row.sqnr_db is not None]
-        told = f"nothing was timed; {', '.join(near) or 'outputs are equal'} on the simulator or device {at}"
+        told = f"nothing was timed in the search; {', '.join(near) or 'outputs are equal'} {at}"
         return ("holds", told) if done.judged else ("cannot tell", "nothing was timed, and outputs were not compared")
     if not timed:
         return "cannot tell", f"nothing is timed {at}: it is a simulator, or the processor is emulated"
