@@ -11,8 +11,12 @@ import numpy as np
 import pytest
 
 from conftest import Call
-from models import build
+from models import build, normal
+from qdqtune import compare
 from qdqtune.engines import EngineSpec, runner
+from qdqtune.errors import BadOption
+from qdqtune.graph.loading import load
+from qdqtune.graph.saving import save
 from runs import mixed, write
 
 
@@ -135,3 +139,17 @@ def test_a_file_that_was_tuned_for_another_engine_is_noted(call: Call, tuned: Pa
         _, _, err = call(*command, "--calibration-data", tuned.with_suffix(".npz"))
         assert f"note: {final} was tuned for fake, and runs on onnxruntime: its pairs stand where fake gains" in err
         assert "was tuned for" not in call(*command, "--engine", "fake")[2]
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_file_is_compared_with_one_whose_input_was_made_constant(tmp_path: Path) -> None:
+    text = "n (float[2,8] x, float[1] s) => (float[2,8] y) { [m] a = MatMul(x, w) [k] y = Mul(a, s) }"
+    save(build(text, {"w": normal(8, 8)}), tmp_path / "open.onnx")
+    save(load(tmp_path / "open.onnx", fix_inputs={"s": 3}), tmp_path / "fixed.onnx")
+    files, data = (tmp_path / "open.onnx", tmp_path / "fixed.onnx"), {"x": normal(4, 2, 8)}
+    for pair in (files, files[::-1]):
+        found = compare(*pair, calibration_data=data, engine="fake", fix_inputs={"s": 3})
+        assert found.rows[0].sqnr_db is None  # equal
+        assert found.rows[0].accuracy is not None
+    with pytest.raises(BadOption, match="`fix_inputs` names those that were made constant"):
+        compare(*files, calibration_data=data, engine="fake")

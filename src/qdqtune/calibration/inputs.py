@@ -38,6 +38,12 @@ class InputSpec:
         """Whether an array of this shape is a valid input."""
         return len(shape) == len(self.shape) and all(w in (None, d) for w, d in zip(self.shape, shape, strict=True))
 
+    def agrees(self, other: InputSpec) -> bool:
+        """Whether one array can fit both: an unknown dimension fits every size."""
+        if self.dtype != other.dtype or len(self.shape) != len(other.shape):
+            return False
+        return all(None in (m, n) or m == n for m, n in zip(self.shape, other.shape, strict=True))
+
 
 def input_specs(model: Model) -> tuple[InputSpec, ...]:
     """The inputs that a caller must give.
@@ -57,14 +63,14 @@ def input_specs(model: Model) -> tuple[InputSpec, ...]:
 
 
 def fixed_inputs(file: Path, fixed: Mapping[str, float | int | str]) -> Sample:
-    """Values for the inputs of `file` that `fix_inputs` has made constant elsewhere.
+    """Values for those inputs of `file` that `fix_inputs` has made constant elsewhere.
 
     Raises:
         BadModel: the file cannot be read.
     """
     specs = {spec.name: spec for spec in input_specs(load(file))} if fixed else {}
-    shapes = {name: tuple(d or 1 for d in specs[name].shape) for name in fixed}
-    return {name: np.full(shapes[name], value).astype(specs[name].dtype) for name, value in fixed.items()}
+    own = [(specs[name], value) for name, value in fixed.items() if name in specs]
+    return {s.name: np.full([d or 1 for d in s.shape], value).astype(s.dtype) for s, value in own}
 
 
 def listed(specs: tuple[InputSpec, ...]) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import click
 
-from qdqtune.calibration.inputs import InputSpec, input_specs
+from qdqtune.calibration.inputs import fixed_inputs, input_specs, listed
 from qdqtune.calibration.options import DataOptions, samples_option
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.workloads import WorkloadFile, WorkloadsOption, workloads_option
@@ -58,7 +60,7 @@ class MeasureOptions(GateOptions, ScoreOption, DataOptions):
     fix_inputs: ValuesByInput = option(
         Assignments("fixes nothing", numbers_only=True),
         None,
-        "An input that tune made constant in FILES: arrays for it are passed over. Repeatable.",
+        "An input that tune made constant: files that still have it get this value. Repeatable.",
         "Model",
         flags="--fix-input",
         metavar="NAME=VALUE",
@@ -178,7 +180,8 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         data = data_of(options, execution, *files)
         if options.fail_below is not None and not is_timed:
             raise BadOption(f"`fail_below` is about times: {simulated(spec.name, machine)}")
-        models = comparable(files)
+        given = [fixed_inputs(file, options.fix_inputs) for file in files]
+        models = comparable(files, [{name: options.fix_inputs[name] for name in one} for one in given])
         check_named(options.scores, models[0])
         prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
         if options.gate.needs_samples and not prepared.has_real_samples:
@@ -186,6 +189,7 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         threads = options.deploy_threads
         counts = None if threads is None else counts_of(spec, threads, machine=machine)
         told: dict[str, Any] = {"seed": options.seed, "observer": observer, "asked": options.scores}
+        told["given"] = dict(ChainMap(*given))
         rows = compare_at(files, spec, counts, prepared, options.plan, is_timed=is_timed, **told)
         notes = told_of_inputs(options, prepared)
         warned = {row.file: warning for row in rows if row.accuracy and (warning := concern(row.accuracy))}
@@ -279,8 +283,8 @@ class Row:
         return {name: value for name, value in fields.items() if name not in hidden}
 
 
-def comparable(files: Sequence[Path]) -> list[Model]:
-    """The models in the files.
+def comparable(files: Sequence[Path], fixed: Sequence[Mapping[str, float | int | str]]) -> list[Model]:
+    """The models in the files, with the inputs made constant that are `fixed` in each.
 
     Raises:
         BadModel: one of them cannot be read.
@@ -288,11 +292,13 @@ def comparable(files: Sequence[Path]) -> list[Model]:
     """
     if len(files) < 2:
         raise BadOption("compare needs at least two files")
-    models = [load(file) for file in files]
-    wanted, *others = [{spec.name: spec for spec in input_specs(model)} for model in models]
+    models = [load(file, fix_inputs=own) for file, own in zip(files, fixed, strict=True)]
+    wanted, *others = map(input_specs, models)
     for file, specs in zip(files[1:], others, strict=True):
-        if specs.keys() != wanted.keys() or not all(_agree(specs[name], wanted[name]) for name in wanted):
-            raise BadOption(f"{file} takes other inputs ({_listed(specs)}) than {files[0]} ({_listed(wanted)})")
+        known = {spec.name: spec for spec in specs}
+        if known.keys() != {spec.name for spec in wanted} or not all(known[w.name].agrees(w) for w in wanted):
+            told = f"{file} takes other inputs ({listed(specs)}) than {files[0]} ({listed(wanted)})"
+            raise BadOption(f"{told}: `fix_inputs` names those that were made constant")
     return models
 
 
@@ -379,9 +385,10 @@ def compare_at(
     seed: int = 0,
     observer: Observer | None = None,
     asked: Sequence[str] = (),
+    given: Mapping[str, Array] = MappingProxyType({}),
 ) -> list[Row]:
     """The rows of `compare_files` on an engine, for each number of threads in `counts`; None leaves the engine's own.
-    If it `is_timed` not, outputs are compared with those of the CPU.
+    If it `is_timed` not, outputs are compared with those of the CPU. `given` are inputs that samples lack.
 
     Raises:
         EngineFailure: see `compare_files`.
@@ -390,28 +397,18 @@ def compare_at(
     rows: list[Row] = []
     told: dict[str, Any] = {"seed": seed, "observer": observer, "has_real_samples": prepared.has_real_samples}
     told["asked"] = asked
-    judging = prepared.judging
+    judging = [{**sample, **given} for sample in prepared.judging]
     with temporary_runner(spec, prepared.execution) as runner, ExitStack() as stack:
         if not is_timed:
             runner.describe()  # the engine may not be here, and without samples nothing else asks it
             cpu = temporary_runner(EngineSpec("onnxruntime"), prepared.execution)
             told["reference_from"] = stack.enter_context(cpu)
         for count in counts or (None,):
-            mix = at_each(prepared.mix or (Workload(judging[0]),), [count])
+            whole = (replace(one, inputs={**one.inputs, **given}) for one in prepared.mix)
+            mix = at_each(tuple(whole) or (Workload(judging[0]),), [count])
             found = compare_files(files, runner, judging, plan, mix=mix, **told)
             rows += [replace(row, threads=count) for row in found]
     return rows
-
-
-def _agree(a: InputSpec, b: InputSpec) -> bool:
-    """Whether one array can fit both: an unknown dimension fits every size."""
-    if a.dtype != b.dtype or len(a.shape) != len(b.shape):
-        return False
-    return all(None in (m, n) or m == n for m, n in zip(a.shape, b.shape, strict=True))
-
-
-def _listed(specs: Mapping[str, InputSpec]) -> str:
-    return ", ".join(map(str, specs.values()))
 
 
 class _Ran(NamedTuple):
