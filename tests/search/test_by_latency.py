@@ -10,6 +10,7 @@ from models import INT8, build, normal, ranges
 from observers import Log
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
+from qdqtune.explanation.report import report_of_run
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
@@ -65,6 +66,9 @@ def test_an_engine_with_16_bits_gets_them_where_8_miss_the_limit(tmp_path: Path)
     assert found.summary["output_sqnr_db"] >= 40
     assert found.summary["bits"]["tensors_16"] > 0
     assert found.summary["bits"]["weights_16"] > 0
+    shown = report_of_run(tmp_path / "out").map
+    assert shown is not None
+    assert "16 bit" in {group.precision for group in shown.groups}
     regions = settings(path, builds=4, min_sqnr=40.0, price_cache=cache, output_dir=tmp_path / "b", engine=SIXTEEN_BITS)
     again = tune(regions, told := Log())
     assert (again.history[0].proposal.origin, again.history[0].placement) == ("earlier run", found.placement)

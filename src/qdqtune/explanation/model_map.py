@@ -299,17 +299,18 @@ def _group(
     hidden: Mapping[str, Literal["shapes", "folded"]],
     before: Ran,
     after: Ran | None,
-    quantized: Collection[str],
+    quantized: frozenset[str],
     error_db: Mapping[str, float],
 ) -> MapGroup:
     operators = [op_of(model, name) for name in group]
-    eight = sum(name in quantized for name in group)
+    reads = frozenset(e.node for e in after.placement.wide) if after is not None else frozenset[str]()
+    low: Literal["8 bit", "16 bit"] = "8 bit" if reads.isdisjoint(group) else "16 bit"
     nodes = [model.node(n) for n in group]
     written = [t for node in nodes for t in node.outputs if t in error_db]
     return MapGroup(
         tuple(numbers[name] for name in group),
         group_label(operators),
-        hidden.get(group[0]) or ("8 bit" if eight else "float"),
+        hidden.get(group[0]) or ("float" if quantized.isdisjoint(group) else low),
         before.own(group),
         None if after is None else after.own(group),
         0.0 if after is None else after.conversions(group),

@@ -190,7 +190,7 @@ def _bar(drawn: Map, numbers: Sequence[int]) -> Bar:
         sum(g.float_ms or 0.0 for g in groups),
         None if first.tuned_ms is None else sum(g.tuned_ms or 0.0 for g in groups),
         sum(g.conversion_ms for g in groups),
-        first.precision == "8 bit",
+        first.precision in ("8 bit", "16 bit"),
         len(groups),
     )
 

@@ -59,7 +59,7 @@ class MapGroup:
 
     nodes: tuple[int, ...]
     label: str
-    precision: Literal["8 bit", "float", "folded", "shapes"]
+    precision: Literal["8 bit", "16 bit", "float", "folded", "shapes"]
     float_ms: float | None
     tuned_ms: float | None
     conversion_ms: float

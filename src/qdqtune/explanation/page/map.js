@@ -24,7 +24,9 @@
   groups.forEach((g, n) => groupOf.fill(n, g.first, g.first + g.count));
   const timed = groups.some((g) => g.before !== null && g.before > 0);
   const paired = groups.some((g) => g.after !== null);
-  const precise = paired || groups.some((g) => g.precision === "8 bit");
+  const low = (g) => g.precision === "8 bit" || g.precision === "16 bit";
+  const bits = groups.some((g) => g.precision === "16 bit") ? "8 or 16 bit" : "8 bit";
+  const precise = paired || groups.some(low);
   const rated = groups.some((g) => g.error !== null);
 
   const make = (tag, className, content) => {
@@ -40,7 +42,7 @@
 
   // A cell is a group, or a block of groups whose values are sums.
   const blockOf = ([label, first, last, inner]) => ({ label, first, last, inner });
-  const groupCell = (n) => ({ ...groups[n], groups: 1, nodes: groups[n].count, first: n, last: n + 1, group: n, eight: groups[n].precision === "8 bit" ? 1 : 0 });
+  const groupCell = (n) => ({ ...groups[n], groups: 1, nodes: groups[n].count, first: n, last: n + 1, group: n, eight: low(groups[n]) ? 1 : 0 });
   const blockCell = (block) => {
     const cell = { label: block.label, first: block.first, last: block.last, block, nodes: 0, groups: block.last - block.first, before: null, after: null, conversion: 0, error: null, eight: 0 };
     for (let n = block.first; n < block.last; n++) {
@@ -50,7 +52,7 @@
       if (g.after !== null) cell.after = (cell.after || 0) + g.after;
       cell.conversion += g.conversion;
       if (g.error !== null) cell.error = cell.error === null ? g.error : Math.min(cell.error, g.error);
-      cell.eight += g.precision === "8 bit" ? 1 : 0;
+      cell.eight += low(g) ? 1 : 0;
     }
     cell.eight /= cell.groups;
     return cell;
@@ -72,7 +74,7 @@
     precision: {
       name: "precision", on: precise,
       wear: (c) => c.eight === 1 ? "q" : c.eight === 0 ? "f" : "m",
-      legend: () => [["q", "8 bit"], ["f", "float"], ...(cells.some((c) => c.block) ? [["m", "both, by number of groups"]] : [])],
+      legend: () => [["q", bits], ["f", "float"], ...(cells.some((c) => c.block) ? [["m", "both, by number of groups"]] : [])],
     },
     gain: {
       name: "time saved", on: timed && paired,
@@ -230,7 +232,7 @@
   const describe = (c) => {
     const lines = [c.block ? `${c.label}: ${c.groups} groups, ${c.nodes} nodes` : c.label];
     if (!c.block && c.nodes > 1) lines[0] += ` (${c.nodes} nodes)`;
-    if (precise) lines.push(c.block ? `${Math.round(c.eight * 100)} % of the groups in 8 bit` : c.precision);
+    if (precise) lines.push(c.block ? `${Math.round(c.eight * 100)} % of the groups in ${bits}` : c.precision);
     if (c.before !== null) lines.push(paired ? `${data.before} ${ms(c.before)}, ${data.tuned} ${ms(total(c))}` : ms(c.before));
     if (c.error !== null) lines.push(`rounded alone: ${c.error >= 200 ? "no error" : c.error.toFixed(0) + " dB"}`);
     return lines;
@@ -308,7 +310,7 @@
     title(here.label, false);
     rows([
       ["nodes", String(all.nodes)], ["groups", String(shown.groups)],
-      ["groups in 8 bit", precise ? `${Math.round(shown.eight * shown.groups)} of ${shown.groups}` : null],
+      [`groups in ${bits}`, precise ? `${Math.round(shown.eight * shown.groups)} of ${shown.groups}` : null],
       ...groups.slice(here === whole ? running : groups.length).map((g) => [HIDDEN[g.precision], `${g.count} nodes`]), ...times(all),
     ]);
     panel.append(make("p", "soft", cells.some((c) => c.block) ? "Choose a block to open it." : "Choose a group to see its nodes."));
@@ -332,7 +334,7 @@
   const detail = (n) => {
     const g = groups[n];
     title(g.label, true);
-    const tag = make("span", `tag${g.precision === "8 bit" ? " q" : ""}`, HIDDEN[g.precision] || g.precision);
+    const tag = make("span", `tag${low(g) ? " q" : ""}`, HIDDEN[g.precision] || g.precision);
     const line = make("p");
     line.append(tag);
     if (precise || g.precision in HIDDEN) panel.append(line);
@@ -343,7 +345,7 @@
     for (const node of data.nodes.slice(g.first, g.first + Math.min(g.count, 100))) {
       const item = make("li");
       item.append(make("bdi", "", node[NAME]), make("span", "soft", ` ${text(node[OP])} `));
-      if (precise && g.count > 1) item.append(make("span", `tag${node[EIGHT] ? " q" : ""}`, node[EIGHT] ? "8 bit" : "float"));
+      if (precise && g.count > 1) item.append(make("span", `tag${node[EIGHT] ? " q" : ""}`, node[EIGHT] ? g.precision : "float"));
       if (text(node[WHY])) item.append(make("div", "soft", text(node[WHY])));
       list.append(item);
     }
