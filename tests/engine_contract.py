@@ -278,5 +278,7 @@ class EngineContract:
             gc.collect()
             pages.append(int(statm.read_text().split()[1]))
         gc.unfreeze()
-        grown = np.median(np.diff(pages)) * 4096  # each build leaks, or none: an allocator that grows once is no leak
+        # Each build leaks, or none: an allocator that grows once, or gives back late, is no leak.
+        slopes = [(later - pages[i]) / (j - i) for i in range(8) for j, later in enumerate(pages) if j > i]
+        grown = np.median(slopes) * 4096
         assert grown < weight.nbytes / 2
