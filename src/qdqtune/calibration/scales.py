@@ -140,9 +140,9 @@ def of_range(values: Range, fmt: NumericFormat, dtype: Any = np.float32, *, wide
 
     Symmetric: scale = max|x| / 127 (int8), / 255 (uint8) or / 448 (E4M3, whose largest finite value is 448).
     Asymmetric: the range is widened to hold zero, which must be exact for padding and Relu, then
-    scale = (high - low) / 255 (or / 65535) and zero point = round(-low / scale). All zeros have
-    the scale of values up to 1. The scale is a normal number of `dtype`, the tensor's own: engines may take subnormal
-    ones for zero.
+    scale = (high - low) / 255 (or / 65535) and zero point = round(-low / scale). All zeros have the
+    scale of values up to 1. The scale is a normal number of `dtype`, the tensor's own: engines may take subnormal ones
+    for zero.
     """
     qtype = QType.UINT8 if fmt.unsigned and values.low >= 0 else fmt.activation
     qtype = fmt.wide if wide and fmt.wide is not None else qtype

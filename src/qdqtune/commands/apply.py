@@ -33,6 +33,7 @@ from qdqtune.placement.files import PlacementFile, every_edge, existing, read_pl
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges, product_inputs
 from qdqtune.placement.reading import is_quantized
+from qdqtune.placement.widths import NO_WIDE
 from qdqtune.tuning.deploy import of_other_processor
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Accuracy, Edge, Failure, Placement
@@ -149,7 +150,7 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     foreign = of_other_processor(str(options.placement), recorded.processor, is_portable=recorded.portable)
     notes = (*filter(None, [foreign if engine == recorded.engine else ""]), *notes)
     if placed.wide and numbers.wide is None:
-        notes = (*notes, f"{engine} has no 16 bits: pairs of 16 bits have 8 here")
+        notes = (*notes, NO_WIDE.format(engine))
         placed = replace(placed, wide=frozenset())
     elif placed.wide and ready.prepared is not None:
         ranges = with_wide(ready.prepared, ranges, numbers)

@@ -288,7 +288,8 @@ def draw(
     quantized = _quantized(model, before, after)
     numbers = {name: number for number, name in enumerate(n for group in ordered for n in group)}
     nodes = tuple(MapNode(name, op_of(model, name), name in quantized, whys.get(name, "")) for name in numbers)
-    told = tuple(_group(model, g, numbers, hidden, before, after, quantized, error_db) for g in ordered)
+    wide = frozenset(edge.node for edge in after.placement.wide) if after is not None else frozenset[str]()
+    told = tuple(_group(model, g, numbers, hidden, before, after, quantized, wide, error_db) for g in ordered)
     return Map(nodes, told, between, parts, tuned, floats)
 
 
@@ -300,11 +301,11 @@ def _group(
     before: Ran,
     after: Ran | None,
     quantized: frozenset[str],
+    wide: frozenset[str],
     error_db: Mapping[str, float],
 ) -> MapGroup:
     operators = [op_of(model, name) for name in group]
-    reads = frozenset(e.node for e in after.placement.wide) if after is not None else frozenset[str]()
-    low: Literal["8 bit", "16 bit"] = "8 bit" if reads.isdisjoint(group) else "16 bit"
+    low: Literal["8 bit", "16 bit"] = "8 bit" if wide.isdisjoint(group) else "16 bit"
     nodes = [model.node(n) for n in group]
     written = [t for node in nodes for t in node.outputs if t in error_db]
     return MapGroup(

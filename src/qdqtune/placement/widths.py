@@ -14,6 +14,9 @@ from qdqtune.graph.operators import is_float
 from qdqtune.placement.possible import weight_role
 from qdqtune.types import Edge, Placement
 
+NO_WIDE = "{} has no 16 bits: pairs of 16 bits have 8 here"
+"""What users are told of a placement with 16 bits on an engine without."""
+
 
 def wide_tensors(model: Model, placement: Placement) -> frozenset[str]:
     """The activations with a pair that are stored in 16 bits: those of nodes that read 16 bits, if only through values

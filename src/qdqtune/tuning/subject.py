@@ -35,6 +35,7 @@ from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import Reading, is_quantized, read_placement
 from qdqtune.placement.stripping import strip_pairs
+from qdqtune.placement.widths import NO_WIDE
 from qdqtune.search.regions import cache, discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.tuning.budget import affordable_calibration
@@ -182,7 +183,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     imported = imported or _baseline(settings, prepared.model, wanted, kept)
     if imported is not None and imported.placement.wide and numbers.wide is None:
         imported = replace(imported, placement=replace(imported.placement, wide=frozenset()))
-        notes.append(f"{settings.engine.name} has no 16 bits: pairs of 16 bits have 8 here")
+        notes.append(NO_WIDE.format(settings.engine.name))
     if imported is not None and imported.unmatched:
         notes.append(
             f"{len(imported.unmatched)} pairs of the Q/DQ model have no counterpart and were left out "

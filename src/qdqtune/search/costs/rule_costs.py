@@ -249,7 +249,9 @@ class RuleCosts:
     def problem(self, noise: NoiseOfBits | None = None, price: float = 0.0, *, float_too: bool) -> LabelProblem:
         """The costs of the kinds of `ALIKE`, with `price` bytes for noise as large as the signal. `float_too`: parts
         that can compute in 8 bits may also compute in floats. The last decision is that of what comes from outside."""
-        prices = self._prices(noise, price, float_too=float_too)
+        return self._problem(self._prices(noise, price, float_too=float_too), noise, price)
+
+    def _problem(self, prices: Sequence[Sequence[float]], noise: NoiseOfBits | None, price: float) -> LabelProblem:
         own = [[min(each[label] for label in alike) for alike in ALIKE] for each in prices]
         return self._converting(own, noise, price)
 
@@ -294,8 +296,8 @@ class RuleCosts:
 
     def cheapest(self, noise: NoiseOfBits, price: float, *, float_too: bool) -> Labels:
         """The cheapest labels where noise has a price."""
-        kinds = cheapest(self.problem(noise, price, float_too=float_too))[:-1]
         prices = self._prices(noise, price, float_too=float_too)
+        kinds = cheapest(self._problem(prices, noise, price))[:-1]
         return tuple(min(ALIKE[kind], key=own.__getitem__) for kind, own in zip(kinds, prices, strict=True))
 
     @cached_property
