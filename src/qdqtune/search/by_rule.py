@@ -105,7 +105,7 @@ class RuleSearch:
         """The costs with what builds have shown: nodes that run elsewhere, operators that are refused in 16 bits, and
         what bytes cost in time."""
         failed = ((t.placement, found.reason) for t in history if (found := failure(t)) is not None)
-        refused = (self.costs.bits_of(REFUSED.findall(reason), placement) for placement, reason in failed)
+        refused = (self.costs.in_16_bits(REFUSED.findall(reason), placement) for placement, reason in failed)
         costs = replace(self.costs, refused=self.costs.refused.union(*refused))
         costs = costs.learned((t.placement, t.layers) for t in history if t.layers)
         return costs if self.plan is None else costs.fitted(ratios_to_float(history, self.plan))

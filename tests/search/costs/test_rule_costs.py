@@ -96,7 +96,7 @@ def test_operators_that_were_refused_in_16_bits_stay_in_8() -> None:
     assert costs.everywhere(W16A16) == (W16A16, W16A16, W8A8)
     costs = replace(costs, refused=frozenset({("Relu", W16A16)}))
     assert costs.everywhere(W16A16) == (W8A16, W16A16, W8A16)
-    assert costs.bits_of(["Conv"], costs.placement((W8A16, W16A16, W8A16))) == {("Conv", W8A16), ("Conv", W16A16)}
+    assert costs.in_16_bits(["Conv"], costs.placement((W8A16, W16A16, W8A16))) == {("Conv", W8A16), ("Conv", W16A16)}
 
 
 def test_noise_is_that_of_the_values_and_of_conversions() -> None:

@@ -196,7 +196,7 @@ class RuleCosts:
             return W8A8
         return W8A16 if placement.wide.isdisjoint(part.weights) else W16A16
 
-    def bits_of(self, operators: Collection[str], placement: Placement) -> set[tuple[str, int]]:
+    def in_16_bits(self, operators: Collection[str], placement: Placement) -> set[tuple[str, int]]:
         """In what operators compute with a placement, as far as it is in 16 bits."""
         labels = zip(self.parts, self.labels(placement), strict=True)
         wide = ((self.model.nodes[node].op, label) for part, label in labels for node in part.nodes if label in SIXTEEN)
