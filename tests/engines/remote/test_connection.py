@@ -320,6 +320,16 @@ def test_a_run_outlives_the_end_of_its_connection_and_of_its_worker(
     far.clean()
 
 
+@pytest.mark.parametrize("whom", ["ways", "agents"])
+def test_a_worker_starts_on_a_connection_that_ended_a_moment_ago(far: Far, whom: str, tmp_path: Path) -> None:
+    with connected(far.on) as machine:
+        for number in range(5):
+            (victim,) = getattr(far, whom)()
+            os.kill(victim, signal.SIGKILL)  # no thread has noticed it yet
+            machine.start(tmp_path / f"{number}.log", devices.ANYWHERE).kill()
+    far.clean()
+
+
 def test_a_run_outlives_an_agent_that_is_stopped(
     far: Far, expected: tuple[Path, tuple[Trial, ...]], machine: MachineFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,8 +230,8 @@ class Connection:
         try:
             self._pipe.send((number, kind, content))
         except (OSError, ValueError) as error:
-            self._program.poll()
-            raise LinkLostError(self.lost or self._why_lost(one_line(error))) from error
+            self.lost = self.lost or self._why_lost(one_line(error))  # the thread that reads may not know of it yet
+            raise LinkLostError(self.lost) from error
 
     def answer(self, number: int, seconds: float, check: Check | None) -> Any:
         """The next answer of a worker. What `check` raises ends the wait.
@@ -321,26 +321,34 @@ class RemoteMachine:
             EngineUnavailable: the connection is lost and cannot be made again, or the machine has no free cores or GPU.
             BadOption: the machine has too few cores.
         """
-        with self._lock:
-            if self._connection.lost is not None:
-                self._connection.close()
-                self._connection = Connection(self._destination)
-            connection, number = self._connection, next(self._numbers)
-        connection.open(number)
         spec, cores = (EngineSpec("fake"), 0) if own is None or device == ANYWHERE else own
-        try:
-            connection.send(number, "start", (spec, max(cores, device.least if cores else 0), os.getcwd()))
-            where = connection.answer(number, LEASE_SECONDS + NETWORK_SECONDS, check)
-        except (LinkLostError, TimeoutError) as error:
-            connection.stop(number)
-            told = str(error) or "it does not answer"
-            raise EngineUnavailable(f"no worker starts on {self._destination.host}: {told}") from error
+        wanted = spec, max(cores, device.least if cores else 0), os.getcwd()
+        for may_reconnect in (True, False):  # a connection may turn out to be lost only when it is used
+            connection, number = self._standing(), next(self._numbers)
+            connection.open(number)
+            try:
+                connection.send(number, "start", wanted)
+                where = connection.answer(number, LEASE_SECONDS + NETWORK_SECONDS, check)
+                break
+            except (LinkLostError, TimeoutError) as error:
+                connection.stop(number)
+                if not may_reconnect or isinstance(error, TimeoutError):
+                    told = str(error) or "it does not answer"
+                    raise EngineUnavailable(f"no worker starts on {self._destination.host}: {told}") from error
         if isinstance(where, QdqtuneError):
             connection.stop(number)
             raise where
         assert isinstance(where, WorkerLocation)
         shown = replace(where, host=self._destination.host)
         return RemoteWorker(ConnectedLink(connection, number), shown, connection.sender)
+
+    def _standing(self) -> Connection:
+        """The connection, made again if it is known to be lost."""
+        with self._lock:
+            if self._connection.lost is not None:
+                self._connection.close()
+                self._connection = Connection(self._destination)
+            return self._connection
 
     def close(self) -> None:
         """End all workers there."""
