@@ -60,17 +60,26 @@ class Far:
             raise AssertionError(self.left()) from None
 
     def agents(self) -> list[int]:
-        return [pid for pid in family(self.temporary) if b"qdqtune.engines.remote.agent" in words_of(pid)]
+        found = [pid for pid in family(self.temporary) if b"qdqtune.engines.remote.agent" in words_of(pid)]
+        return [pid for pid in found if parent_of(pid) not in found]  # what one has just forked looks like it
 
     def engines(self) -> list[int]:
         return [pid for pid in family(self.temporary) if b"qdqtune.engines.worker" in words_of(pid)]
 
     def ways(self) -> list[int]:
         """The processes of `ssh` or `adb` on this machine."""
-        return [pid for pid in _all() if b"\0exec " in words_of(pid) and self._is_named(pid)]
+        found = [pid for pid in _all() if b"\0exec " in words_of(pid) and self._is_named(pid)]
+        return [pid for pid in found if parent_of(pid) not in found]
 
     def _is_named(self, pid: int) -> bool:
         return os.fsencode(self.folder) in words_of(pid)
+
+
+def parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def words_of(pid: int) -> bytes:

@@ -132,7 +132,7 @@ def rename_all(moves: Sequence[tuple[Path, Path]], aside: Path) -> None:
 
 
 def temporary_folder() -> Scratch:
-    """A new folder in the system's folder for temporary files.
+    """A new folder in the system's folder for temporary files. It is removed even if this process is killed at once.
 
     Raises:
         OutputError: it cannot be made.
@@ -141,6 +141,8 @@ def temporary_folder() -> Scratch:
         parent = Path(tempfile.gettempdir())
     except OSError as error:  # no such folder can be written to, as on full disks
         raise OutputError(f"cannot write temporary files: {error.strerror}") from error
+    with suppress(OSError):  # without it, the folder of a killed process is removed by the next command
+        cleaner().start()
     with writing(parent):
         return Scratch(parent, TEMPORARY)
 

@@ -16,7 +16,6 @@ from qdqtune.engines.process import WorkerProcess
 from qdqtune.engines.remote.files import Get, Receiver
 from qdqtune.engines.remote.messages import Reply, WorkerLocation
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
-from qdqtune.system.cleanup import cleaner
 from qdqtune.system.writing import temporary_folder
 
 FILES = "files"
@@ -35,7 +34,6 @@ class WorkerActor:
     ) -> None:
         with suppress(OSError):
             os.chdir(folder)
-        cleaner().start()
         self._asked = spec, cores_each
         self._scratch = temporary_folder()
         self._folder = self._scratch.path

@@ -30,7 +30,6 @@ from qdqtune.engines.remote.actor import WorkerActor
 from qdqtune.engines.remote.files import Receiver
 from qdqtune.engines.remote.messages import Pipe
 from qdqtune.errors import EngineUnavailable, QdqtuneError, one_line, writing
-from qdqtune.system.cleanup import cleaner
 from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array
 from qdqtune.version import __version__
@@ -155,7 +154,6 @@ def main() -> None:
     facts = {"version": __version__, "facts": asdict(this_machine())}
     writes.write(GREETING + json.dumps(facts).encode() + b"\n")
     writes.flush()
-    cleaner().start()
     scratch = temporary_folder()
     for endless in (_watch, _pulse):
         threading.Thread(target=endless, args=(pipe,), daemon=True).start()
