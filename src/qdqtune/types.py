@@ -305,7 +305,8 @@ class Accuracy:
     """How far a model's outputs are from the float model's, on `samples` samples. `sqnr_db` is the SQNR of the worst
     float output, `lowest_db` and `highest_db` are its extremes on single samples; None where outputs are equal, or none
     is float. `agreement` is the share of equal elements of the worst integer output, `top1` of equal first choices of
-    `choices` (see `numerics.scores`), which tell as much as so many `independent` ones.
+    `choices` (see `numerics.scores`), which tell as much as so many `independent` ones. Where only the first samples
+    were run, `at_most_db` is the SQNR of all of them if the others had the float model's outputs.
     """
 
     sqnr_db: float | None = None
@@ -316,6 +317,7 @@ class Accuracy:
     samples: int = 0
     choices: int = 0
     independent: float | None = None
+    at_most_db: float | None = None
 
     @property
     def noise(self) -> float:

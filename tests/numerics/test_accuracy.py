@@ -5,6 +5,7 @@ import pytest
 
 from qdqtune.numerics.accuracy import accuracy, cosine, is_finite, noisiest, sqnr_db
 from qdqtune.numerics.closeness import closeness_of
+from qdqtune.timing.limits import Limits
 
 
 def test_noise_is_summed_over_samples_before_the_ratio_is_taken() -> None:
@@ -84,6 +85,21 @@ def test_the_spread_is_that_of_single_samples_of_the_worst_output() -> None:
     assert closeness_of(found) == "24.7 dB (20.0 to equal over 3 samples)"
     found = accuracy(reference[:2], outputs[:2])
     assert closeness_of(found) == "23.0 dB (20.0 to 40.0 over 2 samples)"
+
+
+def test_first_samples_show_what_all_have_at_most() -> None:
+    reference = [{"a": np.float32([value, 0])} for value in (1, 10, 10)]
+    outputs = [{"a": np.float32([2, 0])}, {"a": np.float32([10, 1])}]
+    (first, both) = accuracy(reference, outputs[:1]), accuracy(reference, outputs)
+    assert (first.samples, first.sqnr_db) == (1, 0.0)
+    assert first.at_most_db == pytest.approx(10 * np.log10(201))
+    assert (both.samples, both.at_most_db) == (2, pytest.approx(10 * np.log10(201 / 2)))
+    assert accuracy(reference, [*outputs, reference[2]]).sqnr_db == both.at_most_db
+    limits = Limits(min_sqnr=22.0)
+    assert [limits.is_surely_missed(found) for found in (first, both)] == [False, True]
+    assert not limits.is_surely_missed(accuracy(reference, [*outputs, reference[2]]))
+    told = "the output SQNR of all samples is at most 20.0 dB, as the first 2 show, and 22 dB are asked for"
+    assert limits.missed(both) == told
 
 
 def test_integers_count_by_how_many_are_equal_in_the_worst_output() -> None:

@@ -84,6 +84,7 @@ def test_accuracy_that_8_bits_miss_takes_16_where_it_must(done, folder: Path, li
     narrow, wide = rows[:2]
     assert (narrow["origin"], wide["origin"]) == ("8 bits", "16 bits")
     assert not narrow["holds_limits"]
+    assert narrow["samples"] < wide["samples"] == done.summary["accuracy_samples"]
     assert wide["holds_limits"]
     (ships,) = (row for row in rows if row["shipped"])
     assert ships["sqnr_db"] >= limit

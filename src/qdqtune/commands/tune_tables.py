@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.commands.shown import Table
-from qdqtune.explanation.formatting import built, duration, rewrite_ratios, samples, title
+from qdqtune.explanation.formatting import built, counted, duration, rewrite_ratios, samples, title
 from qdqtune.numerics.closeness import closeness, closeness_cell, closeness_of, decibels, integers_differ
 from qdqtune.numerics.scores import independent_of, smallest_seen
 from qdqtune.search.costs.unit_decisions import UnitPrice
@@ -67,9 +67,9 @@ def _result_rows(found: Result) -> list[tuple[str, str, str]]:
             rows.append(("integers as in float", "", f"{judged.agreement:.1%}"))
         if judged.top1 is not None:
             least = summary["min_agreement"]
-            counted = independent_of(judged)
-            besides = [] if counted == judged.choices else [f"as good as {counted:.0f} independent ones"]
-            if least is not None and (unseen := smallest_seen(counted, least)) > 2 * (1 - least):
+            independent = independent_of(judged)
+            besides = [] if independent == judged.choices else [f"as good as {independent:.0f} independent ones"]
+            if least is not None and (unseen := smallest_seen(independent, least)) > 2 * (1 - least):
                 besides.append(f"a loss below {unseen:.0%} would not show")
             few = f" ({'; '.join(besides)})" if besides else ""
             rows.append(("best class as in float", "", f"{judged.top1:.1%} of {judged.choices:,}{few}"))
@@ -188,7 +188,7 @@ def rule_table(summary: Mapping[str, Any]) -> Table:
             f"{row['tensors_16']} of {row['tensors']}",
             str(row.get("weights_16") or ""),
             str(row["conversions"]),
-            _db(row, is_judged(summary)) if row["elsewhere"] is not None else "",
+            _db_by_rule(row, summary),
             _share(row["agreement"]),
             "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits",
         )
@@ -207,6 +207,14 @@ def rule_table(summary: Mapping[str, Any]) -> Table:
         "",
     )
     return Table(columns, cells, caption).filled
+
+
+def _db_by_rule(row: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """The SQNR of a candidate, with the number of samples where these are not all."""
+    if row["elsewhere"] is None:
+        return ""
+    samples, db = row.get("samples", summary["accuracy_samples"]), _db(row, is_judged(summary))
+    return db if samples == summary["accuracy_samples"] else f"{db} ({counted(samples, 'sample')})"
 
 
 def _by_rule(summary: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -52,14 +52,17 @@ def is_finite(outputs: Outputs) -> bool:
 
 
 def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None) -> Accuracy:
-    """The accuracy of outputs, compared with those of the float model; both have an entry for each sample. `scores` are
-    those among the outputs of the float model; None looks for them.
+    """The accuracy of outputs, compared with those of the float model; these have an entry for each sample, outputs may
+    have one for the first ones alone. `scores` are those in the float model's outputs; None looks for them.
 
     The SQNR of an output is 10 log10(sum(reference^2) / sum((reference - output)^2)) over all samples; the worst output
     counts, with the least and largest SQNR of a single sample. Where shapes depend on values, as those of boxes do, and
     differ, missing values count as zeros.
     """
     scores, given = scores or scores_of(reference), outputs
+    if 0 < (count := len(outputs)) < len(reference):
+        known = accuracy(reference[:count], outputs, scores.first(count))
+        return replace(known, at_most_db=sqnr_db(reference, [*outputs, *reference[count:]]))
     reference, outputs = _aligned(reference, outputs), _aligned(outputs, reference)
     agreements = []
     for name in (name for name, first in reference[0].items() if first.dtype.kind != "f"):

@@ -43,8 +43,16 @@ class Limits:
         """Whether outputs hold the limits on them. A candidate that failed has no accuracy (None), and passes."""
         return accuracy is None or self.missed(accuracy) is None
 
+    def is_surely_missed(self, accuracy: Accuracy) -> bool:
+        """Whether the first samples show that all together miss the limit on the SQNR, whatever the others do."""
+        most, floor = accuracy.at_most_db, self.min_sqnr
+        return most is not None and floor is not None and most < floor
+
     def missed(self, accuracy: Accuracy) -> str | None:
         """The first limit on outputs that is missed, in words; None if all hold."""
+        if self.is_surely_missed(accuracy):
+            told = f"is at most {accuracy.at_most_db:.1f} dB, as the first {accuracy.samples} show"
+            return f"the output SQNR of all samples {told}, and {self.min_sqnr:g} dB are asked for"
         of_all, of_worst = (accuracy.sqnr_db, self.min_sqnr), (accuracy.lowest_db, self.min_sqnr_worst)
         for whose, (db, floor) in (("all samples", of_all), ("the worst sample", of_worst)):
             if db is not None and floor is not None and db < floor:

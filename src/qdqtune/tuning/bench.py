@@ -149,6 +149,8 @@ class Bench:
         record = self._store.get(TrialRecord, job_of(proposal.placement.digest, against.digest))
         if record is None or (proposal.wants_layers and record.layers is None and record.result.failure is None):
             return None  # or it was measured by a search that did not ask for layers
+        if record.accuracy.at_most_db is not None and not self._conditions.limits.is_surely_missed(record.accuracy):
+            return None  # or its outputs were not compared any further, as they missed a limit that was higher
         rounds = record.result.samples
         if record.check is None and rounds is not None and len(rounds.a) < self._conditions.plan.looks[0]:
             return None  # or by one whose plan was content with fewer rounds

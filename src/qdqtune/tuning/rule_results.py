@@ -23,8 +23,8 @@ class Bits(TypedDict):
 
 
 class ByRuleCandidate(Bits):
-    """A candidate: the nodes that run elsewhere, None if it failed; and the values that are converted between 8 and 16
-    bits."""
+    """A candidate: the nodes that run elsewhere, None if it failed; the values that are converted between 8 and 16
+    bits; and on how many samples it ran: on the first ones if they showed that it misses a limit."""
 
     number: int
     origin: str
@@ -34,6 +34,7 @@ class ByRuleCandidate(Bits):
     agreement: float | None
     holds_limits: bool
     shipped: bool
+    samples: NotRequired[int]
     failure: NotRequired[str]
 
 
@@ -70,5 +71,6 @@ def _row(costs: RuleCosts, trial: Trial, *, is_final: bool) -> ByRuleCandidate:
         agreement=equal_share(trial.accuracy),
         holds_limits=failed is None and trial.holds is not False,
         shipped=is_final,
+        samples=0 if trial.accuracy is None else trial.accuracy.samples,
     )
     return row if failed is None else row | {"failure": failed.reason}

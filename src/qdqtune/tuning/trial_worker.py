@@ -185,9 +185,10 @@ class TrialWorker:
     def _ruled(self, job: TrialJob, batch: Batch, by_rule: ByRule) -> Trial:
         """A candidate with its outputs, its layers, and its costs by rule; nothing is timed."""
         asked = job.number, job.proposal, job.against
-        candidate, outputs = self._ran(job)
+        candidate = self.loaded.load(job.proposal.placement, f"trial_{job.number:03}")
         if isinstance(candidate, Failure):
             return Trial(*asked, candidate)
+        outputs = self._deciding(candidate, batch)
         if isinstance(outputs, Failure) or not is_finite(outputs):
             return Trial(*asked, outputs if isinstance(outputs, Failure) else NOT_FINITE)
         layers = self.runner.layers(candidate, 1)
@@ -196,6 +197,20 @@ class TrialWorker:
         self._costs[job.proposal.placement] = cost = by_rule.costs.cost(job.proposal.placement, layers)
         result = CostsByRule(self._cost_of(job.against, job, by_rule), cost)
         return Trial(*asked, result, accuracy=accuracy(batch.reference, outputs, batch.scores), layers=layers)
+
+    def _deciding(self, candidate: Handle, batch: Batch) -> list[dict[str, Array]] | Failure:
+        """The outputs on all samples, or on the first ones if they show that the limit on the SQNR is missed: a
+        simulator takes up to a minute for each."""
+        outputs: list[dict[str, Array]] = []
+        for sample in self._conditions.samples:
+            found = self.runner.outputs(candidate, [sample])
+            if isinstance(found, Failure):
+                return found
+            outputs += found
+            known = accuracy(batch.reference, outputs, batch.scores)
+            if self._conditions.limits.is_surely_missed(known) or not is_finite(found):
+                break
+        return outputs
 
     def _cost_of(self, placement: Placement, job: TrialJob, by_rule: ByRule) -> float:
         """The cost of the placement that a candidate is compared with, once its layers are known. Where the engine does
