@@ -191,11 +191,11 @@ class QType(Enum):
 
 @dataclass(frozen=True)
 class FixedScale:
-    """The scale and zero point that an engine asks for behind an operator in 16 bits."""
+    """The scale and zero point that an engine needs behind an operator in 16 bits; without the latter a least scale."""
 
     op: str
     scale: float
-    zero_point: int
+    zero_point: int | None = None
 
 
 @dataclass(frozen=True)
@@ -207,8 +207,7 @@ class NumericFormat:
     and output to run in integers. `reduced_weights`: weights have 7 bits, because u8 x s8 products saturate on x86
     without VNNI. `float_weights`: constants stay float in front of a Q and a DQ, for engines that accept no integers
     there (nor float16 scales). `wide`: the type of activations in 16 bits, for engines that have it, with weights of 8
-    or 16 bits; `wide_scales` are the operators whose output in 16 bits has one scale only.
-    """
+    or 16 bits; `wide_scales`: what operators need of the scale of their output then."""
 
     activation: QType
     weight: QType
@@ -305,9 +304,8 @@ class Accuracy:
     """How far a model's outputs are from the float model's, on `samples` samples. `sqnr_db` is the SQNR of the worst
     float output, `lowest_db` and `highest_db` are its extremes on single samples; None where outputs are equal, or none
     is float. `agreement` is the share of equal elements of the worst integer output, `top1` of equal first choices of
-    `choices` (see `numerics.scores`), which tell as much as so many `independent` ones. Where only the first samples
-    were run, `at_most_db` is the SQNR of all of them if the others had the float model's outputs.
-    """
+    `choices` (see `numerics.scores`), which tell as much as so many `independent` ones. If not all samples were run,
+    `at_most_db` is the SQNR where the others have the float model's outputs."""
 
     sqnr_db: float | None = None
     lowest_db: float | None = None

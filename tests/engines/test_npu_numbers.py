@@ -1,4 +1,4 @@
-"""What QNN's simulator computes with weights of 16 bits: nearly what ONNX defines, where the numbers suit it."""
+"""What QNN's simulator computes in 16 bits: nearly what ONNX defines, where the numbers suit it."""
 
 import platform
 from pathlib import Path
@@ -9,6 +9,7 @@ import pytest
 
 from models import build, normal, ranges
 from qdqtune import compare
+from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.formats import numeric_format
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import REWRITES
@@ -17,10 +18,13 @@ from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.rule_costs import W8A16, W16A16, RuleCosts
+from qdqtune.types import Array
 
 SIMULATOR = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="Qualcomm's simulator runs on x86-64 only"
 )
+
+DATA = np.random.default_rng(0).standard_normal((8, 1, 64, 8, 8)).astype(np.float32)
 
 
 def convolution(kernel: int, gap: int) -> Model:
@@ -32,18 +36,18 @@ def convolution(kernel: int, gap: int) -> Model:
     return build(text, {"w": np.where(weight == -np.abs(weight).max((1, 2, 3), keepdims=True), -weight, weight)})
 
 
-def costs_of(model: Model) -> RuleCosts:
-    return RuleCosts(model, engine_rules.place_everywhere(model, possible_edges(model, ranges(model)), "int8"))
+def costs_of(model: Model, known: Ranges) -> RuleCosts:
+    return RuleCosts(model, engine_rules.place_everywhere(model, possible_edges(model, known), "int8"))
 
 
-def simulated(model: Model, folder: Path) -> float:
+def simulated(model: Model, folder: Path, data: Array = DATA) -> float:
     """The SQNR in dB of a file with weights and activations of 16 bits."""
     pytest.importorskip("onnxruntime_qnn")
-    data, costs = np.random.default_rng(0).standard_normal((8, 1, 64, 8, 8)).astype(np.float32), costs_of(model)
     known = ranges(model, [{"x": sample} for sample in data])
+    costs = costs_of(model, known)
     files, samples = (folder / "float.onnx", folder / "pairs.onnx"), str(folder / "samples.npz")
     save(model, files[0])
-    save(insert(model, costs.placement((W16A16,)), known, numeric_format("qnn", "int8")), files[1])
+    save(insert(model, costs.placement(costs.everywhere(W16A16)), known, numeric_format("qnn", "int8")), files[1])
     np.savez(samples, x=data)
     return compare(*files, calibration_data=samples, engine="qnn").rows[-1].sqnr_db
 
@@ -59,9 +63,19 @@ def test_a_kernel_of_one_point_loses_nothing_without_its_dilation(tmp_path: Path
     assert simulated(REWRITES["dilations"].apply(model), tmp_path) > 70
 
 
+@SIMULATOR
+@pytest.mark.parametrize(("low", "high"), [(0.5, 4.0), (1.0, 2.0), (0.05, 0.5)])
+def test_a_logarithm_is_right_in_16_bits(low: float, high: float, tmp_path: Path) -> None:
+    data = np.random.default_rng(0).uniform(low, high, (8, 1, 64, 8, 8)).astype(np.float32)
+    assert (
+        simulated(build("n (float[1,64,8,8] x) => (float[1,64,8,8] y) { [log] y = Log(x) }", {}), tmp_path, data) > 60
+    )
+
+
 def test_dilated_convolutions_get_no_weights_of_16_bits() -> None:
-    assert costs_of(convolution(3, 2)).everywhere(W16A16) == (W8A16,)
-    assert costs_of(convolution(3, 1)).everywhere(W16A16) == (W16A16,)
+    for gap, expected in ((2, W8A16), (1, W16A16)):
+        model = convolution(3, gap)
+        assert costs_of(model, ranges(model)).everywhere(W16A16) == (expected,)
 
 
 def test_only_needless_dilations_go() -> None:

@@ -6,6 +6,7 @@ import pytest
 from qdqtune.numerics.accuracy import accuracy, cosine, is_finite, noisiest, sqnr_db
 from qdqtune.numerics.closeness import closeness_of
 from qdqtune.timing.limits import Limits
+from qdqtune.types import Accuracy
 
 
 def test_noise_is_summed_over_samples_before_the_ratio_is_taken() -> None:
@@ -100,6 +101,8 @@ def test_first_samples_show_what_all_have_at_most() -> None:
     assert not limits.is_surely_missed(accuracy(reference, [*outputs, reference[2]]))
     told = "the output SQNR of all samples is at most 20.0 dB, as the first 2 show, and 22 dB are asked for"
     assert limits.missed(both) == told
+    assert "at most 23.0 dB, as the first one shows, and 24 dB" in str(Limits(min_sqnr=24.0).missed(first))
+    assert "is 29.96 dB, and 30 dB are asked for" in str(Limits(min_sqnr=30.0).missed(Accuracy(29.96)))
 
 
 def test_integers_count_by_how_many_are_equal_in_the_worst_output() -> None:

@@ -142,6 +142,17 @@ def test_some_results_have_one_scale_in_16_bits(op: str, scale: float, zero: int
     assert narrow.constants[q.inputs[1]].array() != np.float32(scale)
 
 
+@pytest.mark.parametrize(("low", "high", "expected"), [(-0.7, 1.4, 4.0), (1.0, 2.0, 4.0), (-7.0, 1.0, 8.0)])
+def test_some_results_have_a_least_scale_in_16_bits(low: float, high: float, expected: float) -> None:
+    model = build("n (float[N,4] x) => (float[N,4] y) { [a] p = Abs(x) [l] t = Log(p) [r] y = Relu(t) }")
+    known = replace(ranges(model), activations={**ranges(model).activations, "t": Range(low, high)})
+    for placement, spread in ((widened(model), expected), (everywhere(model), max(high, 0.0) - min(low, 0.0))):
+        written = insert(model, placement, known, QNN)
+        q = next(n for n in written.nodes if n.op == "QuantizeLinear" and n.inputs[0] == "t")
+        steps = 65535 if placement.wide else 255
+        assert float(written.constants[q.inputs[1]].array()) * steps == pytest.approx(spread, rel=1e-5)
+
+
 def test_engines_without_16_bits_refuse_them() -> None:
     model = conv_net()
     with pytest.raises(ValueError, match="no activations in 16 bits"):

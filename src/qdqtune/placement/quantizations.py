@@ -132,11 +132,14 @@ class Quantizer:
 
     def _own_scale(self, tensor: str, values: Range, is_joined: bool = False, *, wide: bool) -> Quantization:
         """The quantization of an activation, or of a constant that is quantized like one, with a range in 8 bits."""
-        maker = self._model.maker(tensor)
+        maker, least = self._model.maker(tensor), 0.0
         if wide and maker is not None and maker.op in self._fixed and self._format.wide is not None:
             fixed = self._fixed[maker.op]
-            return Quantization(self._format.wide, np.asarray(fixed.scale, np.float32), fixed.zero_point)
+            if fixed.zero_point is not None:
+                return Quantization(self._format.wide, np.asarray(fixed.scale, np.float32), fixed.zero_point)
+            least = fixed.scale * (self._format.wide.high - self._format.wide.low)
         values = self._ranges.wide.get(tensor, values) if wide else values
+        values = Range(values.low, max(values.high, min(values.low, 0.0) + least))
         return self._activation_scale(values, self._dtype(tensor), is_joined, wide=wide)
 
     def _activation_scale(self, values: Range, dtype: int, is_joined: bool, *, wide: bool = False) -> Quantization:

@@ -10,28 +10,37 @@ differ from these by its own rounding, so where it misses the limit, or has room
 follows.
 
 Where that says nothing, the cheapest placements are built by bisection: the noise that sums predict is right in order,
-if not in size. At the end parts of the best placement get fewer bits, those first that save the most for the noise they
-bring: several at once, then one by one.
+if not in size. If nothing holds, an engine may compute an operator badly that ONNX Runtime computes well: each kind of
+operator alone becomes float where all else has 16 bits, then together those that this helped. Once that holds the
+limits, these stay float, and the search begins again.
+
+At the end parts of the best placement get fewer bits, those first that save the most for the noise they bring: several
+at once, then one by one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
+from operator import ge
 
 import numpy as np
 
 from qdqtune.search import best_of, ratios_to_float
-from qdqtune.search.costs.rule_costs import SIXTEEN, W8A8, W8A16, W16A16, Labels, NoiseOfBits, RuleCosts
+from qdqtune.search.costs.rule_costs import FLOAT, SIXTEEN, W8A8, W8A16, W16A16, Labels, NoiseOfBits, RuleCosts
 from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Placement, Proposal, Trial
 
-ALL_8, ALL_16, BY_RULE, NARROWED = "8 bits", "16 bits", "cut by rule", "narrowed"
+ALL_8, ALL_16, BY_RULE, FLOATS, NARROWED = "8 bits", "16 bits", "cut by rule", "operators in floats", "narrowed"
 """Origins of proposals: everything in 8 bits, and in 16; the cheapest at a price on noise, or what became of it on ONNX
-Runtime; the best so far with a part in fewer bits."""
+Runtime; 16 bits but for some kinds of operators; the best so far with a part in fewer bits."""
+
+HELPED = 0.8
+"""An operator is to blame if the noise without its pairs is at most this share of that with them. Chosen, not
+measured."""
 
 AIMS = 6
 """The most placements from ONNX Runtime that are built. Chosen, not measured."""
@@ -97,8 +106,10 @@ class RuleSearch:
         if all(failure(t) is not None for t in history[-FRUITLESS:]) and len(history) >= FRUITLESS:
             return
         float_too = leaves or is_short or self.plan is not None
-        yield from self._simulated(costs, history, float_too=float_too)
-        yield from self._between(costs, history, float_too=float_too)
+        alike = [t for t in history if costs.keeps_floats(t.placement)]
+        yield from self._simulated(costs, alike, float_too=float_too)
+        yield from self._between(costs, alike, float_too=float_too)
+        yield from self._without_operators(costs, history, wide)
         yield from self._narrowed(costs, history)
 
     def learned(self, history: Sequence[Trial]) -> RuleCosts:
@@ -106,9 +117,17 @@ class RuleSearch:
         what bytes cost in time."""
         failed = ((t.placement, found.reason) for t in history if (found := failure(t)) is not None)
         refused = (self.costs.in_16_bits(REFUSED.findall(reason), placement) for placement, reason in failed)
-        costs = replace(self.costs, refused=self.costs.refused.union(*refused))
+        costs = replace(self.costs, refused=self.costs.refused.union(*refused), floats=self._floats(history))
         costs = costs.learned((t.placement, t.layers) for t in history if t.layers)
         return costs if self.plan is None else costs.fitted(ratios_to_float(history, self.plan))
+
+    def _floats(self, history: Sequence[Trial]) -> frozenset[tuple[int, ...]]:
+        """The parts in floats of the first placement that holds the limits as some operators are in floats."""
+        held = (t.placement for t in history if t.proposal.origin == FLOATS and t.holds and failure(t) is None)
+        if (placement := next(held, None)) is None:
+            return frozenset()
+        labels = zip(self.costs.parts, self.costs.labels(placement), strict=True)
+        return frozenset(part.nodes for part, label in labels if label == FLOAT)
 
     def _proposal(self, costs: RuleCosts, origin: str, labels: Labels) -> Proposal:
         return Proposal(origin, costs.placement(labels), wants_layers=True)
@@ -210,12 +229,40 @@ class RuleSearch:
         share = (RESERVE * self.limit - quiet) / (loud - quiet) if loud > quiet else -1.0
         return wide + share * (narrow - wide) if 0 < share < 1 else None
 
+    # ------------------------------------------------ operators in floats
+
+    def _without_operators(self, costs: RuleCosts, history: Sequence[Trial], wide: Labels) -> Iterator[Proposal]:
+        """Where nothing holds the limits: the widest placement with one kind of operator in floats, for each kind, the
+        cheapest first; then with the one that helped most and others, as far as these help, too. What an operator reads
+        becomes float with it: between pairs it would compute in 16 bits."""
+        noise = {t.placement: t.accuracy.noise for t in history if t.accuracy is not None}
+        all_wide = noise.get(costs.placement(wide))
+        if all_wide is None or any(t.holds and failure(t) is None for t in history):
+            return
+        kinds: dict[str, set[int]] = {}
+        for number, part in enumerate(costs.parts):
+            makers = {maker for edge in part.reads if (maker := costs.maker.get(edge.tensor)) is not None}
+            for node in part.nodes if wide[number] != FLOAT else ():
+                kinds.setdefault(costs.model.nodes[node].op, set()).update({number} | makers)
+        changed = sorted((_with(wide, numbers, FLOAT) for numbers in kinds.values()), key=costs.total)
+        for labels in changed:
+            yield self._proposal(costs, FLOATS, labels)
+        alone = [(left, labels) for labels in changed if (left := noise.get(costs.placement(labels))) is not None]
+        helped = [(left, labels) for left, labels in sorted(alone) if left <= HELPED * all_wide]
+        for fewest, least in helped[:1]:
+            for _, labels in helped[1:]:
+                both = tuple(FLOAT if FLOAT in each else each[0] for each in zip(least, labels, strict=True))
+                yield self._proposal(costs, FLOATS, both)
+                if (left := noise.get(costs.placement(both), np.inf)) <= HELPED * fewest:
+                    fewest, least = left, both
+
     # ------------------------------------------------ one part after the other
 
     def _narrowed(self, costs: RuleCosts, history: Sequence[Trial]) -> Iterator[Proposal]:
         """The best placement with parts in fewer bits, those first that save the most for the noise they bring: an
-        eighth of them together, a sixteenth, and so on, and then each alone. Without those that miss the limit if their
-        noise exceeds that on ONNX Runtime by as much as the best one's does."""
+        eighth of them together, a sixteenth, and so on; then neighbours, which convert nothing between them: half of
+        the parts, a quarter, and so on; then each alone. Without those that miss the limit if their noise exceeds that
+        on ONNX Runtime by as much as the best one's does, or that have nowhere more bits than one that missed it."""
         if not (best := best_of(history)):
             return
         expected = self.simulate(best) if self.limit is not None else None
@@ -234,10 +281,17 @@ class RuleSearch:
                 if saved > 0:
                     ranked.append((-saved / more, number, labels))
         single = [labels for *_, labels in sorted(ranked)]
-        together = (single[: len(single) >> halvings] for halvings in range(FIRST_HALVINGS, len(single).bit_length()))
-        for changes in (*together, *([labels] for labels in single)):
-            labels = tuple(next((c[n] for c in changes if c[n] != own), own) for n, own in enumerate(base))
-            if costs.total(labels) >= before:
+        together = [single[: len(single) >> halvings] for halvings in range(FIRST_HALVINGS, len(single).bit_length())]
+        merged = (
+            tuple(next((c[n] for c in changes if c[n] != own), own) for n, own in enumerate(base))
+            for changes in (*together, *([labels] for labels in single))
+        )
+        missed = [costs.labels(t.placement) for t in history if t.proposal.origin == NARROWED and t.holds is False]
+        ordered = list(merged)
+        ordered[len(together) : len(together)] = _neighbours(base, costs.everywhere(W8A8))
+        for labels in ordered:
+            is_hopeless = any(all(map(ge, other, labels)) for other in missed)
+            if costs.total(labels) >= before or is_hopeless:
                 continue
             proposal = self._proposal(costs, NARROWED, labels)
             noise = self.simulate(proposal.placement) if isfinite(most) else None
@@ -245,6 +299,17 @@ class RuleSearch:
                 yield proposal
 
 
-def _with(labels: Labels, numbers: Sequence[int], label: int) -> Labels:
+def _neighbours(labels: Labels, fewest: Labels) -> Iterator[Labels]:
+    """The labels with the `fewest` bits for half of the parts, which follow each other, then for a quarter, and so on
+    down to two."""
+    size = len(labels) // 2
+    while size > 1:
+        for first in range(0, len(labels), size):
+            last = first + size
+            yield (*labels[:first], *map(min, labels[first:last], fewest[first:last]), *labels[last:])
+        size //= 2
+
+
+def _with(labels: Labels, numbers: Collection[int], label: int) -> Labels:
     """The labels with another one for some parts."""
     return tuple(label if number in numbers else own for number, own in enumerate(labels))

@@ -51,12 +51,13 @@ class Limits:
     def missed(self, accuracy: Accuracy) -> str | None:
         """The first limit on outputs that is missed, in words; None if all hold."""
         if self.is_surely_missed(accuracy):
-            told = f"is at most {accuracy.at_most_db:.1f} dB, as the first {accuracy.samples} show"
-            return f"the output SQNR of all samples {told}, and {self.min_sqnr:g} dB are asked for"
+            shown = "as the first one shows" if accuracy.samples == 1 else f"as the first {accuracy.samples} show"
+            told = f"at most {_below(accuracy.at_most_db or 0.0, self.min_sqnr or 0.0)} dB, {shown}"
+            return f"the output SQNR of all samples is {told}, and {self.min_sqnr:g} dB are asked for"
         of_all, of_worst = (accuracy.sqnr_db, self.min_sqnr), (accuracy.lowest_db, self.min_sqnr_worst)
         for whose, (db, floor) in (("all samples", of_all), ("the worst sample", of_worst)):
             if db is not None and floor is not None and db < floor:
-                return f"the output SQNR of {whose} is {db:.1f} dB, and {floor:g} dB are asked for"
+                return f"the output SQNR of {whose} is {_below(db, floor)} dB, and {floor:g} dB are asked for"
         if self.min_agreement is None or agrees(accuracy, self.min_agreement):
             return None
         equal, of = accuracy.agreement, "integers in outputs"
@@ -126,6 +127,11 @@ class Limits:
             **over_labels,
             "constraint_met": not unmet if self.are_set else None,
         }
+
+
+def _below(db: float, floor: float) -> str:
+    """The number with as many digits as show that it is below the other one."""
+    return next((text for digits in range(1, 6) if float(text := f"{db:.{digits}f}") < floor), f"{db:g}")
 
 
 def wins(trial: Trial, plan: Plan) -> bool:

@@ -35,7 +35,7 @@ from qdqtune.tuning.records import (
 from qdqtune.types import TRANSIENT, Failure
 
 VERSION = 1
-CANDIDATE_VERSION = 4
+CANDIDATE_VERSION = 5
 """The version of the code that makes candidates (loading, scales, insertion): raised when the files of equal placements
 change, so that no run mixes two kinds. A test notices such a change."""
 

@@ -5,7 +5,8 @@ of the picture are wrong; without the Relu (`drop_clamps`), they are right. Of a
 step below those by ONNX's definition, and next to none above: the shift adds up over layers. Weights of 16 bits run
 beside activations of 16 alone: with activations of 8 a Conv fails, and MatMul and Gemm go to the CPU. A Reciprocal
 becomes a division of 1 in the scale of its input, by the provider's source: of inputs up to 0.1 it gives a tenth of
-1/x. A Div with a constant is right (`division` in `graph.rewrites`).
+1/x. A Div with a constant is right (`division` in `graph.rewrites`). In 16 bits a Log is wrong (-5 dB) where the scale
+of its output is below 2^-14, and of a product of two activations the second is rounded to 8 bits.
 
 Without the model of a chip the simulator stands for one of 2021: it computes floats in 32 bits, which no chip does, and
 refuses some graphs with QNN_COMMON_ERROR_MEM_ALLOC (LeakyRelu, Max, Conv). `soc_model` 57 is Snapdragon 8 Gen 3; 43 (8
@@ -29,7 +30,7 @@ PROVIDER = Provider(
         bias="int32",
         drop_clamps=True,
         wide=QType.UINT16,
-        wide_scales=(FixedScale("Sigmoid", 2**-16, 0), FixedScale("Tanh", 2**-15, 2**15)),
+        wide_scales=(FixedScale("Sigmoid", 2**-16, 0), FixedScale("Tanh", 2**-15, 2**15), FixedScale("Log", 4 / 65535)),
     ),
     notes="8 or 16 bits by tensor; what carries no pair runs in float16; static shapes; int4 weights run, not offered",
     plugin="onnxruntime_qnn",
