@@ -8,7 +8,7 @@ import onnx
 import pytest
 
 from models import build, normal, ranges
-from qdqtune import compare
+from qdqtune import compare, quantize
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.formats import numeric_format
 from qdqtune.graph.model import Model
@@ -70,6 +70,20 @@ def test_a_logarithm_is_right_in_16_bits(low: float, high: float, tmp_path: Path
     assert (
         simulated(build("n (float[1,64,8,8] x) => (float[1,64,8,8] y) { [log] y = Log(x) }", {}), tmp_path, data) > 60
     )
+
+
+@SIMULATOR
+def test_a_running_sum_is_right_by_the_rules(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime_qnn")
+    text = "n (float[1,64,8,8] x) => (float[1,64,8,8] y) { [conv] t = Conv(x, w) [sum] y = CumSum(t, axis) }"
+    weight = normal(64, 64, 1, 1, scale=0.1)
+    files, samples = (tmp_path / "float.onnx", tmp_path / "pairs.onnx"), str(tmp_path / "samples.npz")
+    save(build(text, {"w": weight, "axis": np.array(2, np.int64)}), files[0])
+    np.savez(samples, x=DATA)
+    quantize(files[0], output=files[1], engine="qnn", calibration_data=samples)
+    sqnr_db = compare(*files, calibration_data=samples, engine="qnn").rows[-1].sqnr_db
+    assert sqnr_db is not None
+    assert sqnr_db > 25
 
 
 def test_dilated_convolutions_get_no_weights_of_16_bits() -> None:

@@ -37,6 +37,7 @@ GUIDE = f"{LIBRARY_PAGES}/work-quantized-types.html"
 OPTIMIZER = "https://github.com/NVIDIA/Model-Optimizer/blob/main/modelopt/onnx/quantization/graph_utils.py"
 QNN = "https://onnxruntime.ai/docs/execution-providers/QNN-ExecutionProvider.html"
 MEASURED = "measured with ONNX Runtime 1.31, see benchmarks/quantize.py"
+SIMULATED = "measured in the simulator of QNN 2.7, see benchmarks/npu_operators.py"
 OBSERVED = "layer reports of TensorRT-RTX 1.7 for sm89"
 LAYERNORM = "https://github.com/NVIDIA/Model-Optimizer/pull/1117"
 LIBRARY = f"{LIBRARY_PAGES}/transformers-fused-attention.html"
@@ -112,6 +113,8 @@ RULES: tuple[PlacementRule, ...] = (
     KeepFloat("parts-of-float-attention", "float16 attention is not fused if queries, keys and values come from a DQ, "
               "and with pairs on its inputs alone their product runs in float16", OBSERVED, TENSORRT_FAMILY, INT8,
               floats.parts_of_float_attention),
+    KeepFloat("running-sums", "of values in 8 bits the NPU gets a CumSum wrong", SIMULATED, NPU, INT8,
+              floats.running_sums),
     CarryPair("compute-inputs", "activation and weight together: with one of them the operator runs in float", GUIDE,
               EVERY, BOTH, pairs.compute_inputs),
     CarryPair("attention-results", "fused INT8 attention writes 8 bits: with a pair behind the second product",

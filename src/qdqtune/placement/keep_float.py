@@ -46,6 +46,11 @@ def half_precision(queries: GraphQueries) -> Iterator[Edge]:
     return (e for e in queries.possible if queries.model.tensors[e.tensor].dtype in HALF)
 
 
+def running_sums(queries: GraphQueries) -> Iterator[Edge]:
+    """Inputs of CumSum."""
+    return (e for e in queries.possible if (user := queries.model.user(e)) is not None and user.op == "CumSum")
+
+
 def result(queries: GraphQueries, node: Node) -> str:
     """The result of a compute operator after the clamps that are fused into it."""
     tensor = node.outputs[0]
