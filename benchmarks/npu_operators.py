@@ -62,7 +62,7 @@ def decibels(text: str, samples: dict[str, Array], folder: Path) -> list[list[fl
     values = samples | {"y": np.concatenate(results)}
     known = Ranges({name: Range(float(array.min()), float(array.max())) for name, array in values.items()})
     save(model, folder / "float.onnx")
-    np.savez(folder / "samples.npz", **samples)  # type: ignore[arg-type]
+    np.savez(folder / "samples.npz", allow_pickle=False, **samples)
     edges, found = possible_edges(model, known), list[list[float | None]]()
     for wide in (edges, ()):
         save(insert(model, Placement.of(edges, (), wide), known, numeric_format("qnn", "int8")), folder / "pairs.onnx")
