@@ -104,6 +104,7 @@ def test_nothing_is_said_about_speed(done, folder: Path) -> None:
         assert summary[name] is None
     kit = json.loads((folder / "out" / "deploy" / "settings.json").read_text())
     assert "not timed" in kit["told"]
+    assert kit["library"]["provider_options"]["soc_model"] == "57"  # the chip whose outputs were compared
     assert kit["proven"]["ratio"] is None
     report, explained = report_of_run(folder / "out"), explain_run(folder / "out")
     words = (done.in_words(), kit["told"], report.verdict.headline, report.verdict.meaning, explained.headline,

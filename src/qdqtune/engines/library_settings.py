@@ -65,10 +65,11 @@ def library_settings(
         module = "tensorrt_rtx_bindings" if spec.name == "tensorrt-rtx" else "tensorrt"
         return {"module": module, **_shapes(spec, sizes)}
     provider = PROVIDERS[spec.name].ep if spec.name in PROVIDERS else options.get("provider") or CPU_PROVIDER
-    table = OF_EP.get(provider)
+    table, told = OF_EP.get(provider), described.get("provider_options", "").split()
+    chip = {} if table is None else {k: v for k, v in table.simulated_as.items() if f"{k}={v}" in told}
     return {
         "provider": provider,
-        "provider_options": provider_options(table, threads, options.get("provider_options")),
+        "provider_options": provider_options(table, threads, chip | dict(options.get("provider_options") or {})),
         "plugin": "" if table is None else table.plugin,
         "provider_library": options.get("library") or "",
         **session_settings(threads),
