@@ -19,6 +19,7 @@ from qdqtune.errors import BadOption
 from qdqtune.explanation.report import report_of_run
 from qdqtune.graph.loading import load
 from qdqtune.placement.files import read_placement_file
+from qdqtune.tuning.trial_worker import NO_NODES
 
 SIMULATOR = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="Qualcomm's simulator runs on x86-64 only"
@@ -255,3 +256,13 @@ def test_poor_outputs_in_8_bits_are_told_where_16_help(missed, folder: Path) -> 
     made = quantize(folder / "m.onnx", folder / "poor.onnx", calibration_data=data, engine="qnn", **how)
     assert made.sqnr_db < 20
     assert "tune with `engine` qnn finds the tensors that need 16 bits" in " ".join(made.notes)
+
+
+@SIMULATOR
+def test_a_chip_that_the_provider_does_not_know_ships_nothing(folder: Path) -> None:
+    pytest.importorskip("onnxruntime_qnn")
+    chip = {"provider_options": {"soc_model": "9999"}}
+    found = tune(options(folder, "no chip", min_sqnr=20.0, engine_options=chip).settings())
+    assert found.shipped == "baseline"
+    assert found.history
+    assert all(trial.result == NO_NODES for trial in found.history)

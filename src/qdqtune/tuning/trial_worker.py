@@ -21,12 +21,14 @@ from qdqtune.errors import EngineFailure
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
 from qdqtune.numerics.labelled import Metric
 from qdqtune.numerics.scores import Scores
-from qdqtune.search.costs.rule_costs import RuleCosts
+from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.pairing import RoundsElsewhere, fresh_builds, rounds_of, shared_rounds
 from qdqtune.timing.ratios import Plan, Ratio, Rounds, compare, judge
 from qdqtune.tuning.candidates import Candidates, Loaded
 from qdqtune.types import Array, CostsByRule, Failure, Measurement, Placement, Proposal, Sample, Trial
+
+NO_NODES = Failure("build", "the provider runs no node of the model: do its options name a chip that it knows?")
 
 FUTILE = 0.997
 """A candidate whose median ratio is no better than this at a look is not worth more rounds. Chosen, not measured."""
@@ -194,6 +196,9 @@ class TrialWorker:
         layers = self.runner.layers(candidate, 1)
         if isinstance(layers, Failure):
             return Trial(*asked, layers)
+        computed = [name for layer in layers if layer.kind != "quantize" for name in layer.nodes]
+        if computed and left_nodes(layers).issuperset(computed):
+            return Trial(*asked, NO_NODES)
         self._costs[job.proposal.placement] = cost = by_rule.costs.cost(job.proposal.placement, layers)
         result = CostsByRule(self._cost_of(job.against, job, by_rule), cost)
         return Trial(*asked, result, accuracy=accuracy(batch.reference, outputs, batch.scores), layers=layers)
