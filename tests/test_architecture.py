@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from qdqtune.cli.main import Later, app
 from runs import environment
 
 ROOT = Path(__file__).parent.parent
@@ -76,11 +75,6 @@ def within(name: str, packages: set[str]) -> bool:
 
 def floor(name: str) -> int:
     return FLOORS.index(name.split(".")[1])
-
-
-def test_groups_of_tests_are_told_to_pytest_xdist(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("loadgroup", False):
-        assert request.node.nodeid.endswith("@source")
 
 
 def test_the_modules_are_found() -> None:
@@ -171,45 +165,6 @@ def test_nothing_else_reads_yaml() -> None:
     assert found == {"qdqtune.placement.parsing"}
 
 
-COPIED = "qdqtune.explanation.circumstances"
-"""Composes commands that a user copies into a shell."""
-
-
-def test_only_the_command_line_spells_options_as_flags() -> None:
-    """Elsewhere an option is its field, in backquotes: Python has no flags. `flags=` of an option declares them."""
-    later = (command.command for command in app.commands.values() if isinstance(command, Later))
-    flags = {flag for command in later for param in command.params for flag in param.opts}
-    for name in (m for m in MODULES.keys() - OUTSIDE - {COPIED} if floor(m) > FLOORS.index("cli")):
-        tree = parsed(MODULES[name])
-        apart = [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "flags"]
-        apart += [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]  # docstrings
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in apart:
-                spelled = flags & set(re.findall(r"(?<![\w-])--[a-z-]+(?![\w=])", node.value))
-                is_command = re.search(r"\b(qdqtune|pip|trtexec) ", node.value)
-                assert is_command or not spelled - {"--help"}, f"{name}:{node.lineno}: {spelled}"
-
-
-def test_no_module_is_too_long() -> None:
-    lengths = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
-    assert not {name: length for name, length in lengths.items() if length > 450}
-
-
-def test_what_is_public_says_what_it_does() -> None:
-    for name, path in MODULES.items():
-        _check_docstrings(name, parsed(path))
-
-
-def _check_docstrings(name: str, tree: ast.Module) -> None:
-    assert ast.get_docstring(tree), name
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{name}.{node.name}"
-            for inner in node.body if isinstance(node, ast.ClassDef) else ():
-                if isinstance(inner, ast.FunctionDef) and not inner.name.startswith("_"):
-                    assert ast.get_docstring(inner), f"{name}.{node.name}.{inner.name}"
-
-
 def test_the_architecture_page_lists_every_folder_and_names_files_that_exist() -> None:
     page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
     table = page.split("\n## Folders\n")[1].split("\n## ")[0]
@@ -218,14 +173,6 @@ def test_the_architecture_page_lists_every_folder_and_names_files_that_exist() -
     files = set(re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", page))
     assert len(files) > 20
     assert not {name for name in files if not (PACKAGE / name).exists() and not (ROOT / name).exists()}
-
-
-def test_no_module_has_a_name_that_says_nothing() -> None:
-    words = {"utils", "util", "common", "base", "helpers", "helper", "misc"}
-    guests = {
-        m for m in MODULES if within(m, {"qdqtune.autotune"})
-    }  # names that scripts import from ModelOpt, kept for them
-    assert not {name for name in MODULES.keys() - OUTSIDE - guests if words & set(re.split(r"[._]", name))}
 
 
 FOREIGN = {
