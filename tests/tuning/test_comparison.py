@@ -27,7 +27,7 @@ PLAN = Plan((16,))
 class Script:
     """Stands in for the runner. `speed(path, build)` is what one build of a file takes, in seconds."""
 
-    speed: Callable[[Path, int], float] = lambda path, _: {"a": 1.0, "given": 1.0}.get(path.stem, 0.8)
+    speed: Callable[[Path, int], float] = lambda path, _: {"a": 1.0, "given": 1.0}.get(path.stem, 0.6)
     refused: Callable[[Path, int], Failure | None] = lambda _path, _build: None
     builds: list[str] = field(default_factory=list)
     present: set[Handle] = field(default_factory=set)
@@ -81,12 +81,12 @@ def request(files: tuple[Path, Path], script: Script) -> ComparisonRequest:
 
 
 def test_files_are_compared_on_two_fresh_builds_of_each(files: tuple[Path, Path], store: Store) -> None:
-    script = Script(speed=lambda path, build: 1.0 if path.stem == "a" else 0.8 if build < 2 else 0.82)
+    script = Script(speed=lambda path, build: 1.0 if path.stem == "a" else 0.6 if build < 2 else 0.605)
     found = Comparer(PLAN, 7, store=store).compare(request(files, script))
     assert isinstance(found, Compared)
-    assert found.ratio == across_builds([Ratio(r, r, r) for r in (0.8, 0.82)], PLAN)
-    assert found.ratio.median == pytest.approx((0.8 * 0.82) ** 0.5)
-    assert (found.a_seconds, found.b_seconds, found.builds) == (1.0, pytest.approx(0.81, rel=1e-3), 4)
+    assert found.ratio == across_builds([Ratio(r, r, r) for r in (0.6, 0.605)], PLAN)
+    assert found.ratio.median == pytest.approx((0.6 * 0.605) ** 0.5)
+    assert (found.a_seconds, found.b_seconds, found.builds) == (1.0, pytest.approx(0.6025, rel=1e-3), 4)
     assert (script.builds, script.seeds, script.present) == (["b", "a"] * 2, [7, 8], set())
 
 

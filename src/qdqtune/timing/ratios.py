@@ -118,7 +118,7 @@ class Ratio:
         """The same for a verdict about a rival that takes the share `rival` of a's time: with more digits where the
         interval, as it is written, would reach the rival although it does not."""
         if self.low is None and self.high is None:
-            return f"{speed(self.median)} [too few rounds]"
+            return f"{speed(self.median)} [too few measurements]"
         verdict, ends = self.scaled(1 / rival).verdict, (self.high, self.low)
         near = self.high if verdict == "faster" else self.low if verdict == "slower" else None
         digits = next(
@@ -183,10 +183,16 @@ class Spread:
         return Spread(self.squares + other.squares, self.free + other.free)
 
 
-USUAL = Spread(3 * 0.015**2, 3)
-"""The spread that is presumed of any model: as if three deviations of 1.5 % had been seen. On ONNX Runtime at one
-thread the standard deviation was 0.3 to 2.4 % (benchmarks/same.py), the more the shorter a model; at eight threads
-up to 17 %."""
+UNSEEN = Spread(0.0, 0)
+"""Nothing is known of how builds differ, but for the pairs that are judged."""
+
+MOST_SPREAD = 0.2
+"""The standard deviation of the logarithm of a ratio, from pair to pair of builds, that two pairs are judged by. Equal
+files had 0.3 to 2.4 % on ONNX Runtime at one thread and up to 17 % at eight (benchmarks/same.py)."""
+
+DEVIATIONS = 8.0
+"""How many times their own deviation two pairs have to lie from 1, besides the least distance. Chosen: with more,
+steady builds decide smaller differences, and restless ones need larger ones."""
 
 
 def spread_of(pairs: Sequence[Sequence[Ratio]]) -> Spread:
@@ -220,19 +226,19 @@ def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
     return Ratio(float(np.exp(np.mean(logs))), end([r.low for r in ratios]), end([r.high for r in ratios]))
 
 
-def across_builds(ratios: Sequence[Ratio], plan: Plan, seen: Spread = USUAL, looks: int = len(BUILD_LOOKS)) -> Ratio:
+def across_builds(ratios: Sequence[Ratio], plan: Plan, seen: Spread = UNSEEN, looks: int = len(BUILD_LOOKS)) -> Ratio:
     """The ratio that other builds of the two files would have, estimated from some pairs of builds.
 
     Two builds of one file differ for good, for example by memory layout, so that each pair has a median of its own. The
-    interval of their mean is that of Student's t, for deviations of these pairs and those known from elsewhere
-    (`seen`), widened by the uncertainty of the rounds. Each of so many looks spends an equal share of the error.
+    interval of their mean is that of Student's t, for deviations of these pairs and those seen elsewhere (`seen`),
+    widened by the uncertainty of the rounds. Each of so many looks spends an equal share of the error. The ends are
+    None where one pair is all that was seen.
     """
-    from scipy.special import stdtrit  # slow to import
-
     these, logs = on_these_builds(ratios), np.log([r.median for r in ratios])
     known = seen + Spread(float(np.sum((logs - np.mean(logs)) ** 2)), len(ratios) - 1)
-    quantile = float(stdtrit(known.free, 1 - plan.error / looks))
-    builds = quantile * float(np.sqrt(known.squares / known.free / len(ratios)))
+    if not known.free:
+        return Ratio(these.median, None, None)
+    builds = _build_margin(known, len(ratios), plan.error / looks)
 
     def wider(end: float | None, side: int) -> float | None:
         return (
@@ -240,6 +246,37 @@ def across_builds(ratios: Sequence[Ratio], plan: Plan, seen: Spread = USUAL, loo
         )
 
     return Ratio(these.median, wider(these.low, -1), wider(these.high, 1))
+
+
+def _build_margin(known: Spread, pairs: int, error: float) -> float:
+    """How far the mean logarithm of so many pairs may lie from the true one on either side, except with chance `error`.
+
+    One degree of freedom says next to nothing about a deviation: Student's t asks for 480 times of what was seen by
+    chance. So there the margin is a fixed distance plus `DEVIATIONS`, which holds the error up to `MOST_SPREAD`.
+    """
+    from scipy.special import stdtrit  # slow to import
+
+    deviation = float(np.sqrt(known.squares / known.free))
+    if known.free == 1:
+        return _least_distance(pairs, error) + DEVIATIONS * deviation
+    return float(stdtrit(known.free, 1 - error)) * deviation / float(np.sqrt(pairs))
+
+
+@cache
+def _least_distance(pairs: int, error: float) -> float:
+    """The distance d for which the mean of so many normal values of deviation `MOST_SPREAD` lies beyond d +
+    `DEVIATIONS` times the absolute of another such value with chance `error`."""
+    from scipy.optimize import brentq  # slow to import
+    from scipy.special import ndtr, ndtri
+
+    ranks = (np.arange(4096) + 0.5) / 4096
+    deviations = MOST_SPREAD * ndtri((1 + ranks) / 2)
+
+    def excess(distance: float) -> float:
+        beyond = (distance + DEVIATIONS * deviations) / (MOST_SPREAD / np.sqrt(pairs))
+        return float(np.mean(ndtr(-beyond))) - error
+
+    return float(brentq(excess, 0.0, 10 * MOST_SPREAD))
 
 
 WIDE = 0.05

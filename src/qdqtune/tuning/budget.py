@@ -105,7 +105,7 @@ class Budget:
         proof = tuple(n for n in settings.proof if n <= most) or (max(LEAST_ROUNDS, min(most, settings.proof[0])),)
         rounds = each_round * proof[0] + settings.plan.warmup_seconds(*each)
         comparison = (1 + files) * bench.floats.build_seconds + files * rounds
-        # Two pairs of builds decide gains of some 15 %; four, where they are cheap, decide smaller ones.
+        # Two pairs of builds decide gains of 1.5x; four, where they are cheap, decide gains of a tenth.
         pairs = next((n for n in BUILD_LOOKS[1::-1] if n * counts * comparison <= share * settings.time_budget), PAIRS)
         proving = (PAIRS if settings.front else pairs) * counts * comparison
         parts = PAIRS * counts * (comparison - files * rounds), PAIRS * counts * files * rounds

@@ -69,8 +69,8 @@ class Comparer:
 
     `store` keeps results and is asked first; results of files whose content has changed do not count. `lacks` tells
     whether work of so many seconds would end too late. After a transient failure a comparison is tried again, up to
-    `tries` times in all. Where b is faster, but the interval is wide, it is made narrower with up to `precise_pairs`
-    pairs of builds.
+    `tries` times in all. Unless b is slower, a wide interval is made narrower with up to
+    `precise_pairs` pairs of builds.
     """
 
     plan: Plan
@@ -104,7 +104,7 @@ class Comparer:
             if wants_builds(ratios, self.plan) and not is_settled:
                 return not self.lacks(seconds)
             found, has_more = across_builds(ratios, self.plan), 2 * len(ratios) <= self.precise_pairs
-            return has_more and found.verdict == "faster" and is_wide(found) and not self.lacks(seconds)
+            return has_more and found.verdict != "slower" and is_wide(found) and not self.lacks(seconds)
 
         measure = partial(self._pairs, asked)
         measured = as_many_pairs_as_needed(measure, self.plan, wants_more) if pairs is None else measure(range(pairs))

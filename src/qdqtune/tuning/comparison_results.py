@@ -8,12 +8,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from qdqtune.timing.ratios import BUILD_LOOKS, PAIRS, USUAL, Plan, Ratio, Spread, across_builds, ratio, spread_of
+from qdqtune.timing.ratios import BUILD_LOOKS, PAIRS, UNSEEN, Plan, Ratio, Spread, across_builds, ratio, spread_of
 from qdqtune.types import Failure, Measurement, Mix
 
 LOOKS = (1, *BUILD_LOOKS)
-"""After how many pairs of builds the files of a front are judged. One pair can decide there: the other files show how
-much builds differ."""
+"""After how many pairs of builds the files of a front are judged. One pair can decide there if other files have two,
+which show how much builds differ."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Compared:
         plan: Plan,
         threads: int | None = None,
         *,
-        seen: Spread = USUAL,
+        seen: Spread = UNSEEN,
         looks: int = len(BUILD_LOOKS),
     ) -> Self:
         """Judge pairs of builds at one of so many looks; `seen` is how much builds are known to differ."""
@@ -79,7 +79,7 @@ def judged_together(
     for at, (row, known) in enumerate(zip(parts, measured, strict=True)):
         others = [other for number, other in enumerate(rows) if number != at and len(other) == PAIRS]
         is_whole = 0 < len(row) == len(known)
-        seen = USUAL + spread_of(others)
+        seen = spread_of(others)
         found.append(Compared.of(row, plan, threads, seen=seen, looks=len(LOOKS)) if is_whole else None)
     return found
 

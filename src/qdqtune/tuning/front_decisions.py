@@ -112,7 +112,7 @@ def to_compare_again(
     points = promising(candidates, terms.kept)
     together = zip(points, judged_together([c.measured for c in points], terms.plan), strict=True)
     known = [(c, found.ratio) for c, found in together if found is not None and len(c.measured) == few]
-    undecided = [(r.high, c) for c, r in known if r.verdict == "undecided" and r.high]
+    undecided = [(r.high or r.median, c) for c, r in known if r.verdict == "undecided"]
     first = [c for c in may_ship(points) if len(c.measured) == few < PAIRS]
     ordered = [*first, *(c for _, c in sorted(undecided, key=lambda pair: pair[0]) if c not in first)]
     room = terms.builds - spent - to_open
