@@ -209,7 +209,10 @@ def _ending(engine: str, done: Diagnosis) -> Iterator[str]:
             "calibrate otherwise, or exclude several (quantize --report)"
         )
     if done.unexplained and not done.largest:
-        yield "no single tensor is guilty"
+        if done.unexamined:
+            yield f"no examined tensor is guilty, but {done.unexamined} were not examined: the notes name them"
+        else:
+            yield "no single tensor is guilty"
     if done.guilty:
         state = "healthy" if done.rest is not None and done.rest <= done.limit else "still not healthy"
         yield f"without them on {engine}: {_level(done.rest or 0.0)}, {state}"

@@ -106,7 +106,8 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
     observer.stage(f"reading {model.name}")
     plain, file, quantized = _models(options)
     pairs, unmatched = file_pairs(plain, quantized) if quantized is not None else ((), ())
-    if options.quantized is None:
+    is_alone = quantized is not None and options.quantized is None
+    if is_alone:
         every, pairs = pairs, tuple(p for p in pairs if p.kind == "activation")
         if every and not pairs:
             raise BadModel(f"{file} has its weights alone quantized: to examine them, give the float model first")
@@ -126,11 +127,15 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
     fixed = fixed_inputs(model, options.fix_inputs)
     samples = [sample | fixed for sample in prepared.judging]
     with _probe(engine, execution, plain, quantized or plain, pairs, samples) as probe:
+        if is_alone and quantized is not None:
+            probe.check_stripped(file)
         done = _Debugging(probe, file, engine.name, options.min_sqnr, observer, execution).done(unmatched)
     placement = Placement() if quantized is None else placement_in(plain, quantized)
     done = replace(done, placement=placement, is_held_out=prepared.is_held_out)
     if quantized is not None and not done.is_healthy:
         done = replace(done, notes=(*done.notes, *_unexamined(quantized)))
+        products = sum(1 for _ in dynamic_products_of(quantized))
+        done = replace(done, unexamined=len(unmatched) + sum(1 for _ in tables_of(quantized)) + products)
     return replace(done, file=file, engine=engine.name)
 
 
@@ -262,7 +267,8 @@ class _Debugging:
         probe, rest = self._probe, before.rest
         self._observer.stage(f"building with some of the pairs on {self._name}")
         if probe.on_engine(rest) <= bound:
-            self._notes.append("the same pairs on the float model are healthy there: the two graphs differ otherwise")
+            differ = "" if probe.failures else ": the two graphs differ otherwise"
+            self._notes.append(f"the same pairs on the float model are healthy there{differ}")
             return self._diagnosis(loss, numbers, left, guilty=guilty)
         found = culprits(rest, probe.on_engine, bound)
         blamed = self._suspects(found.culprits, "engine")

@@ -91,7 +91,8 @@ class Diagnosis:
     `noise` is that of `file` on the `engine` on all `samples`. The next values are measured on the `examined` worst
     samples: `noise_there` of the file, `by_numbers` of its pairs as ONNX defines them (None: not needed), and `rest`
     without the guilty pairs. `largest` is filled where `rest` is above the limit and no pair stands out. `pairs` counts
-    examined pairs, those on biases included; `runs` counts how often samples went through a model.
+    examined pairs, those on biases included, and `unexamined` what else is quantized in a file that is not healthy;
+    `runs` counts how often samples went through a model.
     """
 
     pairs: int
@@ -106,6 +107,7 @@ class Diagnosis:
     guilty: tuple[Suspect, ...] = ()
     largest: tuple[Suspect, ...] = ()
     wrong_parts: tuple[WrongPart, ...] = ()
+    unexamined: int = 0
     notes: tuple[str, ...] = ()
     placement: Placement = field(default_factory=Placement)
     is_held_out: bool = False
@@ -144,6 +146,7 @@ class Diagnosis:
             "edges": len(self.placement),
             "weights": len(self.placement.weight_only),
             "pairs": self.pairs,
+            "unexamined": self.unexamined,
             "samples": self.samples,
             "held_out": self.is_held_out,
             "runs": self.runs,

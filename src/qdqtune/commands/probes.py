@@ -19,6 +19,8 @@ from qdqtune.graph.saving import ConstantFile
 from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.numerics.bisection import Parts
 from qdqtune.numerics.scores import NO_SCORES
+from qdqtune.numerics.sessions import Session
+from qdqtune.numerics.stripped import check_stripped
 from qdqtune.placement.file_pairs import FilePair, with_file_pairs
 from qdqtune.placement.switches import SWITCH
 from qdqtune.tuning.subgraphs.groups import Resolved, borders, extract
@@ -93,6 +95,12 @@ class Probe:
                     "optimization: nothing can be compared with them"
                 )
         return self._reference
+
+    def check_stripped(self, file: Path) -> None:
+        """Check that the float model was rightly made of the quantized one, in `file`; raises BadModel if not."""
+        with ConstantFile(self.folder / "check.bin") as constants:
+            session, instead = Session(self.exact, constants), "give the float model first, and this file second"
+            check_stripped(self.float_model, self.quantized, session, self.samples[0], str(file), instead)
 
     def by_numbers(self, on: Parts) -> float:
         """The noise of some pairs as ONNX defines them."""

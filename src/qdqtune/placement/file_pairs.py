@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import onnx
+from onnx import helper
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import CLAMPS
-from qdqtune.placement.reading import counterpart, ends, pairs_of, twins_of, without_blocks
+from qdqtune.placement.reading import Pair, counterpart, ends, pairs_of, twins_of, without_blocks
 from qdqtune.placement.switches import Rounding, with_roundings
 from qdqtune.types import Array
 
@@ -24,8 +26,10 @@ Kind = Literal["activation", "constant", "bias"]
 class FilePair(Rounding):
     """A pair of a Q/DQ file: its Q, if it has one, and its DQ as `nodes`, with the constants that they read.
 
-    `edges` are those of the float model that it belongs to, all of one tensor. `scale` and `zero_point` are scalars,
-    vectors along `axis`, or for a weight in blocks one number for each block along it.
+    If the scale of the Q has another type than the values, a Cast stands in front: ONNX defines the division in the
+    type of the scale, and ONNX Runtime has no kernel for two types. `edges` are those of the float model that it
+    belongs to, all of one tensor. `scale` and `zero_point` are scalars, vectors along `axis`, or for a weight in blocks
+    one number for each block along it.
     """
 
     kind: Kind
@@ -46,9 +50,7 @@ def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ..
         known = [e for e in edges if e is not None]
         if len(known) < len(edges) or not known:
             unmatched.append(pair.dq.name)
-        q = qdq_model.producers.get(pair.dq.inputs[0])
-        indices = [pair.dq.index] if q is None else [q, pair.dq.index]
-        nodes = tuple(qdq_model.proto.graph.node[i] for i in indices)
+        nodes = _nodes(qdq_model, pair)
         read = {name for node in nodes for name in node.input if name in qdq_model.constants}
         kind: Kind = "bias" if pair.is_bias else "constant" if pair.is_constant else "activation"
         for tensor in dict.fromkeys(e.tensor for e in known):
@@ -60,6 +62,17 @@ def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ..
     last = len(order)
     pairs.sort(key=lambda pair: min(order.get(e.node, last) for e in pair.edges))
     return tuple(pairs), tuple(unmatched)
+
+
+def _nodes(model: Model, pair: Pair) -> tuple[onnx.NodeProto, ...]:
+    protos = model.proto.graph.node
+    if pair.q is None:
+        return (protos[pair.dq.index],)
+    info, scale = model.tensors.get(pair.source), model.constants[pair.q.inputs[1]].dtype
+    both = protos[pair.q.index], protos[pair.dq.index]
+    if info is None or info.dtype == scale:
+        return both
+    return helper.make_node("Cast", [pair.source], [""], to=scale), *both
 
 
 def _before_clamp(float_model: Model, qdq_model: Model, tensor: str, source: str, kept: Set[str]) -> str:
@@ -77,22 +90,21 @@ def representable(pair: FilePair) -> tuple[float, float]:
     For a constant without a Q, the least and the largest of its dequantized values.
     """
     block = next((a.i for a in pair.nodes[-1].attribute if a.name == "block_size"), 0)
-    if block and len(pair.nodes) == 1:
+    is_stored = len(pair.nodes) == 1
+    if block and is_stored:
         integers = pair.constants[pair.nodes[0].input[0]].array()
         values = without_blocks(integers, pair.scale, pair.zero_point, pair.axis, block)
         return float(values.min()), float(values.max())
-    shape = [-1 if i == pair.axis else 1 for i in range(_rank(pair))] if pair.scale.size > 1 else ()
-    scale, zero = (a.astype(np.float64).reshape(shape) for a in (pair.scale, pair.zero_point.astype(np.float64)))
-    if pair.kind == "activation" or len(pair.nodes) > 1:
-        values = np.stack([(end - zero) * scale for end in ends(pair.zero_point.dtype)])
+    scale, zero = pair.scale.astype(np.float64), pair.zero_point.astype(np.float64)
+    if is_stored:
+        integers = pair.constants[pair.nodes[0].input[0]].array().astype(np.float64)
+        rank = max(integers.ndim, 1)
+        shape = [-1 if i == pair.axis % rank else 1 for i in range(integers.ndim)]
+        scale, zero = (a.reshape(shape if a.size > 1 else ()) for a in (scale, zero))
+        values = (integers - zero) * scale
     else:
-        values = (pair.constants[pair.nodes[0].input[0]].array().astype(np.float64) - zero) * scale
+        values = np.stack([(end - zero) * scale for end in ends(pair.zero_point.dtype)])
     return float(values.min()), float(values.max())
-
-
-def _rank(pair: FilePair) -> int:
-    source = pair.constants.get(pair.nodes[0].input[0])
-    return len(source.shape) if source is not None else pair.axis + 1
 
 
 def with_file_pairs(model: Model, pairs: Sequence[FilePair], file: Model, *, switched: bool = False) -> Model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -13,8 +14,7 @@ from onnx import TensorProto, helper
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.model import GRAPH, Model, Node
-from qdqtune.graph.operators import QDQ
-from qdqtune.placement.insertion import RAW_OUTPUT
+from qdqtune.graph.operators import CLAMPS, QDQ
 from qdqtune.placement.possible import WEIGHT_ONLY_OPS, weight_at, weight_role
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
@@ -34,13 +34,19 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A DQ node of a Q/DQ model. `source` is the float tensor in front of its Q, or a constant that the DQ reads."""
+    """A DQ node of a Q/DQ model, and its Q if it has one.
+
+    `source` is the float tensor in front of the Q, or a constant that the DQ reads. The type of `zero_point` is that of
+    the integers, `dtype` that of the DQ's result.
+    """
 
     source: str
     scale: Array
     zero_point: Array
     axis: int
     dq: Node
+    q: Node | None
+    dtype: int
     is_constant: bool
     is_bias: bool
     block: int | None = None
@@ -56,11 +62,13 @@ class Pair:
         return self.zero_point.dtype.itemsize == 2 and self.zero_point.dtype.kind in "iu"
 
     def end(self, which: Literal["min", "max"]) -> float:
-        """One end of the range; NaN if the scale is NaN."""
-        scale, zero = float(np.max(self.scale)), float(np.max(self.zero_point.astype(np.float32)))
+        """One end of the range, over all channels or blocks; NaN if a scale is NaN."""
+        zero = self.zero_point.astype(np.float64)
         low, high = ends(self.zero_point.dtype)
-        low = -high if zero == 0 and low < 0 else low
-        return ((low if which == "min" else high) - zero) * scale
+        if which == "max":
+            return float(np.max((high - zero) * self.scale))
+        lowest = np.where(zero == 0, -high, low) if low < 0 else low
+        return float(np.min((lowest - zero) * self.scale))
 
 
 def ends(dtype: np.dtype[np.generic]) -> tuple[float, float]:
@@ -81,7 +89,8 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
     int32 biases are left out, as they follow from the other pairs. Weights that are quantized without their activation
     are the placement's `weight_only`.
 
-    Scales of weights of 8 bits are kept; those of 16 follow from the weights.
+    Scales of weights are kept if symmetric integers of 8 bits with these steps hold the same numbers; others follow
+    from the weights.
 
     Raises:
         BadModel: a scale is no finite number, or below zero.
@@ -93,8 +102,9 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
     for edge, pair in found.items():
         if not (np.isfinite(pair.scale) & (pair.scale >= 0)).all():
             raise BadModel(f"the pair on {edge.tensor} has a scale that no tensor has: see qdqtune debug")
-        if edge.tensor in float_model.constants and weight_role(float_model, edge) is not None:
-            if not pair.is_wide:  # in 8 bits its steps would reach a small part of the weight
+        role = weight_role(float_model, edge) if edge.tensor in float_model.constants else None
+        if role is not None:
+            if _has_steps_of_weights(pair, role.axis, len(float_model.constants[edge.tensor].shape)):
                 weights[edge.tensor] = tuple(float(s) for s in pair.scale.reshape(-1))
         elif pair.is_wide:
             wide[edge.tensor] = pair.range
@@ -102,6 +112,18 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
             activations[edge.tensor] = pair.range
     ranges = Ranges({**wide, **activations}, weights, wide=wide)
     return Reading(_placement(found, formats), ranges, tuple(unmatched))
+
+
+def _has_steps_of_weights(pair: Pair, axis: int | None, rank: int) -> bool:
+    """Whether symmetric integers of 8 bits with the same scales, one or one for each channel, reach as far as a pair:
+    those of a pair of 16 bits, or with an uneven zero point, would cut the weight off."""
+    if pair.block is not None or (pair.scale.size > 1 and (axis is None or pair.axis % rank != axis)):
+        return False
+    if "float" in pair.zero_point.dtype.name:
+        return True
+    zero = pair.zero_point.astype(np.int64)
+    low, high = ends(pair.zero_point.dtype)
+    return bool((low - zero >= -128).all() and (high - zero <= 127).all())
 
 
 def placement_in(float_model: Model, qdq_model: Model) -> Placement:
@@ -184,47 +206,96 @@ def _product_edge(float_model: Model, product: DynamicProduct) -> Edge | None:
 
 
 def pairs_of(model: Model) -> Iterator[Pair]:
-    """The pairs whose scale is a constant, in graph order."""
+    """The pairs whose scales and zero points are constants, in graph order."""
     for node in model.nodes:
         if node.op != "DequantizeLinear":
             continue
-        scale = model.constants.get(node.inputs[1])
-        if scale is None:
-            continue
-        values = scale.array().astype(np.float32)
-        axis = node.attributes.get("axis", 1)
-        q = model.maker(node.inputs[0])
-        constant = model.constants.get(node.inputs[0])
-        if q is not None and q.op == "QuantizeLinear":
-            source = q.inputs[0]
-            zero = _zero_point(model, q, np.dtype(np.uint8))
-            yield Pair(source, values, zero, axis, node, source in model.constants, False)
+        maker, constant = model.maker(node.inputs[0]), model.constants.get(node.inputs[0])
+        q = maker if maker is not None and maker.op == "QuantizeLinear" else None
+        if q is not None:
+            source, zero = q.inputs[0], _zero_point(model, q, q.attributes.get("output_dtype") or TensorProto.UINT8)
         elif constant is not None:
-            zero = _zero_point(model, node, helper.tensor_dtype_to_np_dtype(constant.dtype))
-            is_bias = constant.dtype == TensorProto.INT32
-            yield Pair(
-                node.inputs[0], values, zero, axis, node, True, is_bias, node.attributes.get("block_size") or None
-            )
+            source, zero = node.inputs[0], _zero_point(model, node, constant.dtype)
+        else:
+            continue
+        if zero is None or any(not _has_constant_numbers(model, n) for n in (q, node) if n is not None):
+            continue
+        scale = model.constants[node.inputs[1]]
+        yield Pair(
+            source=source,
+            scale=scale.array().astype(np.float32),
+            zero_point=zero,
+            axis=node.attributes.get("axis", 1),
+            dq=node,
+            q=q,
+            dtype=node.attributes.get("output_dtype") or scale.dtype,
+            is_constant=source in model.constants,
+            is_bias=q is None and constant is not None and constant.dtype == TensorProto.INT32,
+            block=node.attributes.get("block_size") or None,
+        )
 
 
-def _zero_point(model: Model, node: Node, default: np.dtype[np.generic]) -> Array:
-    if len(node.inputs) > 2 and node.inputs[2] in model.constants:
-        return model.constants[node.inputs[2]].array()
-    return np.zeros((), default)
+def _has_constant_numbers(model: Model, node: Node) -> bool:
+    return all(name in model.constants for name in node.inputs[1:] if name)
+
+
+def _zero_point(model: Model, node: Node, dtype: int) -> Array | None:
+    """The zero point of a Q or DQ, by default zero of type `dtype`; None if it is computed."""
+    if len(node.inputs) > 2 and node.inputs[2]:
+        zero = model.constants.get(node.inputs[2])
+        return None if zero is None else zero.array()
+    return np.zeros((), helper.tensor_dtype_to_np_dtype(dtype))
 
 
 def twins_of(float_model: Model, qdq_model: Model) -> Mapping[int, Node]:
-    """Index of each Q/DQ model node to the float node with the same operator, and the same name or else output."""
+    """Index of each Q/DQ model node to the float node that it was made of.
+
+    Both have the same operator, and the same name or else output. A name that `load` may have given, of operator and
+    position, counts only where no output decides. The maker of a graph output may have another name, and another
+    output that the pair behind it reads.
+    """
     by_output = {o: n for n in float_model.nodes for o in n.outputs if o}
-    twins = {}
+    twins: dict[int, Node] = {}
     for node in qdq_model.nodes:
-        named = float_model.index_of.get(node.name)
-        twin = float_model.nodes[named] if named is not None else None
-        if twin is None or twin.op != node.op:
-            twin = next((by_output[o] for o in node.outputs if o in by_output), None)
-        if twin is not None and twin.op == node.op:
+        same_output = next((by_output[o] for o in node.outputs if o in by_output), None)
+        index = float_model.index_of.get(node.name)
+        same_name = None if index is None else float_model.nodes[index]
+        candidates = [same_name, same_output]
+        if re.fullmatch(rf"{node.op}_\d+", node.name):
+            is_made_elsewhere = same_name is not None and any(o in qdq_model.producers for o in same_name.outputs)
+            candidates = [same_output, None if is_made_elsewhere else same_name]
+        twin = next((n for n in candidates if n is not None and n.op == node.op), None)
+        if twin is not None:
             twins[node.index] = twin
+    taken = {twin.index for twin in twins.values()}
+    for tensor in qdq_model.outputs:
+        last, twin = qdq_model.maker(_before_pairs(qdq_model, tensor)), float_model.maker(tensor)
+        if last is not None and twin is not None and twin.op in CLAMPS and last.op != twin.op:
+            twin = float_model.maker(twin.inputs[0])  # the pair clamps in its place
+        if last is None or twin is None or last.index in twins or twin.index in taken or last.op != twin.op:
+            continue
+        twins[last.index] = twin
     return twins
+
+
+def _before_pairs(model: Model, tensor: str) -> str:
+    """The float tensor in front of the Q and DQ nodes that make a tensor."""
+    while (maker := model.maker(tensor)) is not None and maker.op in QDQ:
+        tensor = maker.inputs[0]
+    return tensor
+
+
+def _is_read_by_pair(float_model: Model, qdq_model: Model, tensor: str, source: str, twins: Mapping[int, Node]) -> bool:
+    """Whether a pair that reads `source` in the Q/DQ model stands on the tensor of the float model."""
+    source = _before_pairs(qdq_model, source)
+    maker = qdq_model.maker(source)
+    if maker is None:
+        return source in qdq_model.inputs
+    twin = twins.get(maker.index)
+    if twin is None:
+        return False
+    result, clamp = twin.outputs[maker.outputs.index(source)], float_model.maker(tensor)
+    return tensor == result or (clamp is not None and clamp.op in CLAMPS and clamp.inputs[0] == result)
 
 
 def counterpart(
@@ -233,7 +304,9 @@ def counterpart(
     """The float edge that matches a use of a pair: input `slot` of Q/DQ node `node`; None if there is none."""
     if node == GRAPH:
         tensor = qdq_model.outputs[slot]
-        known = tensor in float_model.outputs and pair.source in (tensor, tensor + RAW_OUTPUT, *qdq_model.inputs)
+        if tensor not in float_model.outputs:
+            return None
+        known = _is_read_by_pair(float_model, qdq_model, tensor, pair.source, twins)
         return Edge(tensor, "", float_model.outputs.index(tensor)) if known else None
     twin = twins.get(node)
     if twin is None or not 0 <= slot < len(twin.inputs) or not twin.inputs[slot]:

@@ -41,18 +41,23 @@ def strip_pairs(model: Model) -> Model:
     added: dict[str, Constant] = {}
     source: dict[str, str] = {}
     clamps: dict[str, onnx.NodeProto] = {}
+    casts: dict[str, onnx.NodeProto] = {}
     for name, pair in pairs.items():
         if pair.is_constant:
             added[name] = _dequantized(model, pair)
             continue
-        if pair.source in source:  # a conversion to other bits, behind another pair
-            source[name] = source[pair.source]
-            continue
-        clamps_at_zero = pair.end("min") == 0 and bounds.get(pair.source, -1.0) < 0
-        if clamps_at_zero and pair.source not in clamps:
-            clamps[pair.source], bound = _lost_clamp(model, pair)
-            added |= bound
-        source[name] = clamps[pair.source].output[0] if pair.source in clamps else pair.source
+        before = source.get(pair.source, pair.source)
+        is_second = before != pair.source  # a conversion to other bits, behind another pair
+        if not is_second and pair.end("min") == 0 and bounds.get(pair.source, -1.0) < 0:
+            if pair.source not in clamps:
+                clamps[pair.source], bound = _lost_clamp(model, pair)
+                added |= bound
+            before = clamps[pair.source].output[0]
+        info = model.tensors.get(pair.source)
+        if info is None or info.dtype == pair.dtype:
+            source[name] = before
+        else:
+            casts[name] = helper.make_node("Cast", [before], [name], pair.dq.name, to=pair.dtype)
     gone = {p.dq.index for p in pairs.values()}
     gone |= {
         n.index
@@ -65,6 +70,8 @@ def strip_pairs(model: Model) -> Model:
         if node.index not in gone:
             nodes.append(_renamed(proto, source, final))
             nodes += [_renamed(clamps[o], source, final) for o in node.outputs if o in clamps]
+        elif node.outputs[0] in casts:
+            nodes.append(_renamed(casts[node.outputs[0]], source, final))
         elif (name := node.outputs[0]) in source and _is_read_by_name(model, name) and name not in final.values():
             nodes.append(_renamed(helper.make_node("Identity", [name], [name], node.name), source, final))
     stripped = rebuild(model, nodes, added)
@@ -100,9 +107,12 @@ def _renamed(node: onnx.NodeProto, source: Mapping[str, str], final: Mapping[str
 def _dequantized(model: Model, pair: Pair) -> Constant:
     """The float constant behind a DQ of a constant: (q - zero point) * scale, or the float source of a Q."""
     constant = model.constants[pair.source]
-    dtype = helper.tensor_dtype_to_np_dtype(model.constants[pair.dq.inputs[1]].dtype)
-    if helper.tensor_dtype_to_np_dtype(constant.dtype) == dtype:
-        return constant
+    dtype = helper.tensor_dtype_to_np_dtype(pair.dtype)
+    if pair.q is not None:
+        if constant.dtype == pair.dtype:
+            return constant
+        key = f"{constant.key}:cast:{pair.dtype}"
+        return Constant(key, pair.dtype, constant.shape, lambda: constant.array().astype(dtype))
 
     def read() -> Array:
         quantized = constant.array().astype(np.float32)
@@ -112,8 +122,9 @@ def _dequantized(model: Model, pair: Pair) -> Constant:
         scale, zero = (a.astype(np.float32).reshape(shape if a.size > 1 else ()) for a in (pair.scale, pair.zero_point))
         return np.asarray((quantized - zero) * scale).astype(dtype)
 
-    key = f"{constant.key}:dequantized:{model.constants[pair.dq.inputs[1]].key}"
-    return Constant(key, helper.np_dtype_to_tensor_dtype(dtype), constant.shape, read)
+    numbers = ":".join(model.constants[name].key for name in pair.dq.inputs[1:] if name)
+    key = f"{constant.key}:dequantized:{numbers}:{pair.axis}:{pair.block}:{pair.dtype}"
+    return Constant(key, pair.dtype, constant.shape, read)
 
 
 def _lost_clamp(model: Model, pair: Pair) -> tuple[onnx.NodeProto, dict[str, Constant]]:
@@ -121,7 +132,8 @@ def _lost_clamp(model: Model, pair: Pair) -> tuple[onnx.NodeProto, dict[str, Con
     name, result = f"{pair.source}_clamp", f"{pair.source}_clamped"
     if abs(pair.end("max") - 6) > 0.01:
         return helper.make_node("Relu", [pair.source], [result], name), {}
-    dtype = helper.tensor_dtype_to_np_dtype(model.constants[pair.dq.inputs[1]].dtype)
+    info = model.tensors.get(pair.source)
+    dtype = helper.tensor_dtype_to_np_dtype(pair.dtype if info is None else info.dtype)
     bounds = {f"{name}_{end}": Constant.of(np.array(v, dtype)) for end, v in (("min", 0), ("max", 6))}
     return helper.make_node("Clip", [pair.source, *bounds], [result], name), bounds
 

@@ -31,6 +31,8 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.numerics.fitting import fitted, with_wide
 from qdqtune.numerics.half_precision import NAMES, in_half_precision
+from qdqtune.numerics.sessions import onnxruntime_session
+from qdqtune.numerics.stripped import check_stripped
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import Reading, is_quantized, read_placement
@@ -63,7 +65,8 @@ FLOAT_TYPES = {"float16": "FLOAT16", "float32": "FLOAT", "bfloat16": "BFLOAT16"}
 class Subject:
     """The model under tuning. Outputs are compared on the samples of `accuracy`; the workloads of `mix` are timed.
 
-    `imported` holds the pairs of a Q/DQ model that the user gave, `possible` the edges that may get pairs. `ranges` and
+    `imported` holds the pairs of a Q/DQ model that the user gave, `quantized` is the model that they were taken from if
+    it was the only one (`from_qdq`), `possible` the edges that may get pairs. `ranges` and
     `possible` are empty until the model is `calibrated`, as is `rules_placement`, that by the rules of TensorRT;
     `hurried` says what a time budget left out of calibration. The user's float model was converted to `precision`.
     """
@@ -74,6 +77,7 @@ class Subject:
     mix: Mix
     patterns: tuple[Pattern, ...]
     imported: Reading | None = None
+    quantized: Model | None = None
     notes: tuple[str, ...] = ()
     ranges: Ranges = field(default_factory=lambda: Ranges({}))
     hurried: tuple[str, ...] = ()
@@ -165,7 +169,8 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     notes: list[str] = []
     usual = _usual_precision(settings, runner)
     wanted: Precision = settings.precision or usual
-    model, imported, made = _loaded(settings, numbers, wanted, rewrites)
+    model, quantized, made = _loaded(settings, numbers, wanted, rewrites)
+    imported = None if quantized is None else read_placement(model, quantized)
     check_inputs(settings.engine, model)
     source = settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed
     data = Data(*source, settings.workloads, (settings.model.parent,))
@@ -213,6 +218,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
         mix=mix,
         patterns=chosen,
         imported=imported,
+        quantized=quantized,
         notes=tuple(notes),
         rewrites=made,
         precision="fp32" if settings.from_qdq else wanted,
@@ -227,7 +233,7 @@ def calibrated(
 
     Raises:
         BadModel: the model has no tensor that could be quantized.
-        InputError: the calibration cache or the samples cannot be used.
+        InputError: the calibration cache or the samples cannot be used, or a Q/DQ model not be read (`from_qdq`).
     """
     record = store.get(RangesRecord)
     if settings.calibration_cache is not None:
@@ -238,6 +244,11 @@ def calibrated(
         record = record or store.put(RangesRecord(ranges=matched.ranges))
     for note in record.hurried if record is not None else ():
         observer.note(f"{note}; so it was when this run began: `restart` with more time calibrates anew")
+    if record is None and subject.quantized is not None:
+        instead = "give the float model, and this file as `qdq_baseline`"
+        with onnxruntime_session(subject.prepared.execution, fuse=False) as session:
+            sample = subject.prepared.samples.first(1)[0]
+            check_stripped(subject.model, subject.quantized, session, sample, str(settings.model), instead)
     if record is None:
         hurried: list[str] = []
 
@@ -307,15 +318,14 @@ def _first_rewrites(settings: Settings) -> Rewrites:
 
 def _loaded(
     settings: Settings, numbers: NumericFormat, precision: Precision, rewrites: Rewrites
-) -> tuple[Model, Reading | None, Rewrites]:
-    """The float model, with `from_qdq` the pairs that were stripped from it (else None), and the rewrites made."""
+) -> tuple[Model, Model | None, Rewrites]:
+    """The float model, with `from_qdq` the Q/DQ model that it was made of (else None), and the rewrites made."""
     model, made = rewritten_for(settings.model, precision, settings.fix_inputs, numbers.opset, rewrites)
     if settings.from_qdq:
         model = _typed(settings, converted(model, precision))
         if not is_quantized(model):
             raise BadOption(f"{settings.model} has no Q/DQ pairs: leave `from_qdq` out")
-        stripped = strip_pairs(model)
-        return stripped, read_placement(stripped, model), made
+        return strip_pairs(model), model, made
     model = _typed(settings, model)
     if is_quantized(model):
         raise BadModel(
