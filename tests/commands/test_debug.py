@@ -19,11 +19,12 @@ from qdqtune.commands.diagnosis import Diagnosis
 from qdqtune.engines import Built, Engine, EngineSpec, open_engine
 from qdqtune.errors import BadModel, EngineFailure
 from qdqtune.graph.loading import load
-from qdqtune.graph.model import Model
+from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import FLOOR_DB
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.stripping import strip_pairs
 from qdqtune.types import NumericFormat, Placement, QuantType
 from workers import Workers
 
@@ -449,6 +450,61 @@ def test_wrong_nodes_are_listed(conv: Files, call: Call, workers: Workers) -> No
     assert code == 4
     assert "wrongly" in out
     assert "    add" in out.splitlines()
+
+
+def test_a_verdict_does_not_hide_what_was_not_examined(tmp_path: Path, workers: Workers, call: Call) -> None:
+    """The guilty pair is in front of a node that has another name and result in the float model."""
+    text = """net (float[N,4] x) => (float[N,4] y) {
+        [first] m = MatMul(x, w)
+        [relu] r = Relu(m)
+        [last] y = MatMul(r, w)
+    }"""
+    pairs = """net (float[N,4] x) => (float[N,4] y) {
+        [q1] q1 = QuantizeLinear(x, fine, z)
+        [d1] d1 = DequantizeLinear(q1, fine, z)
+        [first] m = MatMul(d1, w)
+        [q2] q2 = QuantizeLinear(m, coarse, z)
+        [d2] d2 = DequantizeLinear(q2, coarse, z)
+        [other] o = Relu(d2)
+        [last] y = MatMul(o, w)
+    }"""
+    model = build(text, {"w": normal(4, 4)})
+    files = write(model, tmp_path)
+    numbers = {"fine": np.float32(0.02), "coarse": np.float32(4), "z": np.int8(0)}
+    save(build(pairs, {"w": normal(4, 4)} | numbers), files.quantized)
+    code, out, err = call("debug", files.float, files.quantized, "--calibration-data", files.data)
+    assert code == 4
+    assert "no examined tensor is guilty, but 1 was not examined" in out
+    assert "no single tensor" not in out
+    assert "not examined, the first: d2" in err
+
+
+def test_a_file_that_is_not_read_rightly_is_refused(conv: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a float model that was made of it wrongly would call right pairs guilty."""
+
+    def wrong(model: Model) -> Model:
+        stripped = strip_pairs(model)
+        (bias,) = (name for name in stripped.constants if name.startswith("b4"))
+        return rebuild(stripped, stripped.proto.graph.node, {bias: Constant.of(normal(5, seed=1))})
+
+    monkeypatch.setattr("qdqtune.commands.debug.strip_pairs", wrong)
+    with pytest.raises(BadModel, match="give the float model first, and this file second"):
+        debug(DebugOptions(conv.quantized, calibration_data=str(conv.data)))
+
+
+def test_a_pair_at_an_output_is_named(tmp_path: Path, workers: Workers) -> None:
+    """The tensor in front of it has a name of its own, as other quantizers than ONNX Runtime's give it."""
+    model = build("net (float[N,4] x) => (float[N,4] y) { [product] y = MatMul(x, w) }", {"w": normal(4, 4)})
+    files = write(model, tmp_path)
+    pairs = """net (float[N,4] x) => (float[N,4] y) {
+        [product] m = MatMul(x, w)
+        [q] q = QuantizeLinear(m, s, z)
+        [d] y = DequantizeLinear(q, s, z)
+    }"""
+    save(build(pairs, {"w": normal(4, 4), "s": np.float32(9), "z": np.int8(0)}), files.quantized)
+    for options in (files.options(), DebugOptions(files.quantized, calibration_data=str(files.data))):
+        done = debug(options)
+        assert [(s.tensor, s.nodes) for s in done.guilty] == [("y", ("product",))]
 
 
 def test_errors_are_one_line(conv: Files, call: Call) -> None:

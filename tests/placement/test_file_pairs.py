@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 from onnx import numpy_helper
 
-from models import FORMATS, attention, build, conv_net, feeds, ranges, run
+from models import FORMATS, attention, build, conv_net, evaluate, feeds, normal, ranges, run
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model
 from qdqtune.placement.file_pairs import file_pairs, representable, with_file_pairs
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.stripping import strip_pairs
 from qdqtune.types import Edge, Placement, WeightFormat
 from quantized_nets import NETS, equal, quantized
 
@@ -77,3 +78,86 @@ def test_what_a_weight_in_blocks_gives() -> None:
     stored = Placement.of((), [(Edge("w", "m", 1), WeightFormat(4, 32, symmetric=False))])
     (pair,), _ = file_pairs(model, load_proto(insert(model, stored, Ranges({}), FORMATS["plain"]).to_proto()))
     assert representable(pair) == pytest.approx((-1, 2), abs=0.1)
+
+
+PRODUCTS = """net (float[N,4] x) => (float[N,4] y) {{
+    m = MatMul(x, w)
+    r = Relu(m)
+    y = {0}
+}}"""
+BEHIND = """net (float[N,4] x) => (float[N,4] y) {{
+    q = QuantizeLinear(x, s, z)
+    d = DequantizeLinear(q, s, z)
+    m = MatMul(d, w)
+    r = Relu(m)
+    last = {0}
+    p = QuantizeLinear(last, s, z)
+    y = DequantizeLinear(p, s, z)
+}}"""
+
+
+@pytest.mark.parametrize("last", ["MatMul(r, v)", "Relu(r)", "Clip(r, low, high)"])
+def test_a_pair_at_an_output_is_found_whatever_names_the_file_has(last: str) -> None:
+    """Nodes without names are named by their position, which the pairs in front change."""
+    constants = {"w": normal(4, 4), "v": normal(4, 4, seed=1), "low": np.float32(-1), "high": np.float32(1)}
+    model = load_proto(build(PRODUCTS.format(last), constants).to_proto())
+    numbers = {"s": np.float32(0.02), "z": np.int8(0)}
+    file = load_proto(build(BEHIND.format(last), constants | numbers).to_proto())
+    pairs, unmatched = file_pairs(model, file)
+    assert [pair.tensor for pair in pairs] == ["x", "y"]
+    assert not unmatched
+    samples = feeds(model)
+    assert equal(run(with_file_pairs(model, pairs, file), samples), run(file, samples))
+
+
+def test_a_pair_at_an_output_that_clamps_in_place_of_a_relu() -> None:
+    model = load_proto(build(PRODUCTS.format("Relu(t)").replace("r = Relu(m)", "t = MatMul(m, v)"),
+                             {"w": normal(4, 4), "v": normal(4, 4)}).to_proto())  # fmt: skip
+    text = BEHIND.format("MatMul(m, v)").replace("r = Relu(m)", "").replace("(last, s, z)", "(last, s)")
+    numbers = {"w": normal(4, 4), "v": normal(4, 4), "s": np.float32(0.02), "z": np.int8(0)}
+    file = load_proto(build(text.replace("(p, s, z)", "(p, s)"), numbers).to_proto())
+    pairs, unmatched = file_pairs(model, file)
+    assert [(pair.tensor, pair.source) for pair in pairs] == [("x", "x"), ("y", "t")]
+    assert not unmatched
+    samples = feeds(model)
+    assert equal(run(with_file_pairs(model, pairs, file), samples), run(file, samples))
+
+
+def test_a_name_by_position_is_no_sign_of_the_same_node() -> None:
+    """`MatMul_2` is the second product of the float model, and the first one of the file."""
+    float_text = "net (float[N,4] x) => (float[N,4] y) { m = MatMul(x, w)\n r = Relu(m)\n y = MatMul(r, w) }"
+    text = """net (float[N,4] x) => (float[N,4] y) {
+        q = QuantizeLinear(x, s)
+        d = DequantizeLinear(q, s)
+        m = MatMul(d, w)
+        r = Relu(m)
+        y = MatMul(r, w)
+    }"""
+    model = load_proto(build(float_text, {"w": normal(4, 4)}).to_proto())
+    file = load_proto(build(text, {"w": normal(4, 4), "s": np.float32(0.1)}).to_proto())
+    (pair,), _ = file_pairs(model, file)
+    assert pair.edges == (Edge("x", "MatMul_0", 0),)
+
+
+def test_scales_of_another_type_than_the_values_run() -> None:
+    """Opset 23: float16 values with float32 scales, for which ONNX Runtime has no kernel."""
+    text = """net (float16[N,4] x) => (float16[N,4] y) {
+        [q] q = QuantizeLinear(x, s, z)
+        [dq] d = DequantizeLinear <output_dtype=10> (q, s, z)
+        [wq] e = DequantizeLinear <output_dtype=10> (w, s, z)
+        [mm] m = MatMul(d, e)
+        [q2] p = QuantizeLinear(m, s, z)
+        [dq2] f = DequantizeLinear(p, s, z)
+        [cast] c = Cast <to=10> (f)
+        [relu] y = Relu(c)
+    }"""
+    numbers = {"s": np.float32(0.03), "z": np.int8(0), "w": np.arange(16, dtype=np.int8).reshape(4, 4)}
+    file = load_proto(build(text, numbers, opset=23).to_proto())
+    stripped = strip_pairs(file)
+    assert [n.op for n in stripped.nodes] == ["MatMul", "Cast", "Cast", "Relu"]
+    pairs, unmatched = file_pairs(stripped, file)
+    assert not unmatched
+    samples = [{"x": normal(2, 4).astype(np.float16)}]
+    (found,), (expected,) = run(with_file_pairs(stripped, pairs, file), samples), evaluate(file, samples)
+    np.testing.assert_allclose(found["y"], expected["y"], atol=0.031)
+    assert found["y"].dtype == np.float16

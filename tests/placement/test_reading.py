@@ -27,6 +27,7 @@ from models import (
     static,
 )
 from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.errors import BadModel
 from qdqtune.graph.model import Model
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
@@ -352,6 +353,59 @@ def test_a_missing_zero_point_is_uint8_zero() -> None:
                         for body in ("[relu] y = Relu(x)", pair))  # fmt: skip
     reading = read_placement(model, quantized)
     assert reading.ranges.activations == {"x": Range(0, 510)}
+
+
+def test_output_dtype_stands_for_a_zero_point() -> None:
+    pair = "q = QuantizeLinear <output_dtype=3> (x, s)\n d = DequantizeLinear(q, s)\n [relu] y = Relu(d)"
+    model = build("net (float[N,4] x) => (float[N,4] y) { [relu] y = Relu(x) }")
+    quantized = build(f"net (float[N,4] x) => (float[N,4] y) {{ {pair} }}", {"s": np.float32(2)}, opset=21)
+    assert read_placement(model, quantized).ranges.activations == {"x": Range(-254, 254)}
+    assert [n.op for n in strip_pairs(quantized).nodes] == ["Relu"]
+
+
+def test_a_zero_point_that_is_computed_makes_no_pair() -> None:
+    text = """net (float[N,4] x, uint8 z) => (float[N,4] y) {
+        [q] q = QuantizeLinear(x, s, z)
+        [dq] d = DequantizeLinear(q, s, z)
+        [relu] y = Relu(d)
+    }"""
+    model = build(text, {"s": np.float32(2)})
+    assert counts(strip_pairs(model)) == counts(model)
+
+
+def test_a_pair_that_scales_its_tensor_is_refused() -> None:
+    model = build(FLOAT, WEIGHTS)
+    quantized = build(QDQ.replace("DequantizeLinear(xq, sx", "DequantizeLinear(xq, sr"), WEIGHTS | SCALES)
+    with pytest.raises(BadModel, match="the pair on x does not give its values back"):
+        read_placement(model, quantized)
+
+
+@pytest.mark.parametrize(
+    ("scale", "zero", "axis", "kept"),
+    [
+        (np.float32([1, 2, 3, 4]), np.zeros(4, np.int8), 0, False),
+        (np.float32([1, 2, 3, 4]), np.zeros(4, np.int8), 1, True),
+        (np.float32([1, 2, 3, 4]), np.zeros(4, np.int8), -1, True),
+        (np.float32(1), np.int8(7), 1, False),
+        (np.float32(1), np.uint8(0), 1, False),
+        (np.float32(1), np.uint8(128), 1, True),
+    ],
+)
+def test_scales_of_weights_are_kept_if_they_serve_symmetric_channels(
+    scale: np.ndarray, zero: np.ndarray, axis: int, kept: bool
+) -> None:
+    """A scale for each row is none for each column, and 127 steps of an uneven pair would cut the weight off."""
+    model = build("net (float[N,4] x) => (float[N,4] y) { [mm] y = MatMul(x, w) }", {"w": normal(4, 4)})
+    text = f"""net (float[N,4] x) => (float[N,4] y) {{
+        q = QuantizeLinear(x, s, z)
+        d = DequantizeLinear(q, s, z)
+        e = DequantizeLinear <axis={axis}> (w, sw, zw)
+        [mm] y = MatMul(d, e)
+    }}"""
+    numbers = {"s": np.float32(1), "z": np.int8(0), "w": np.ones((4, 4), zero.dtype), "sw": scale, "zw": zero}
+    reading = read_placement(model, build(text, numbers))
+    assert Edge("w", "mm", 1) in reading.placement
+    assert ("w" in reading.ranges.weights) == kept
 
 
 def test_a_model_with_bodies() -> None:

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from models import build, normal
+from models import build, feeds, normal, run
 from qdqtune.calibration.equalization import Factor, factors, scaled, sites
 from qdqtune.graph.model import Model
-from qdqtune.placement.stripping import moved_channels
+from qdqtune.placement.stripping import moved_channels, strip_pairs
 from qdqtune.types import Edge
 
 NET = """net (float[2,8] x) => (float[2,3] y) {
@@ -47,3 +47,32 @@ def test_a_wrong_scale_does_not_hide_what_was_scaled(model: Model) -> None:
     found = moved_channels(model, spoiled)
     assert [f.edge for f in found] == [f.edge for f in moved(model)]
     assert all(np.array_equal(a.array(), b.array()) for a, b in zip(found, moved(model), strict=True))
+
+
+def test_a_lost_clamp_is_not_in_front_of_a_pair_that_does_not_clamp() -> None:
+    """One tensor with an unsigned pair, which clamps at zero, and a signed one."""
+    text = """net (float[N,4] x) => (float[N,4] y, float[N,4] z) {
+        [q1] q1 = QuantizeLinear(x, s)
+        [dq1] d1 = DequantizeLinear(q1, s)
+        [one] y = Abs(d1)
+        [q2] q2 = QuantizeLinear(x, s, zero)
+        [dq2] d2 = DequantizeLinear(q2, s, zero)
+        [two] z = Neg(d2)
+    }"""
+    model = build(text, {"s": np.float32(0.03), "zero": np.int8(0)})
+    stripped, samples = strip_pairs(model), feeds(model)
+    for found, given in zip(run(stripped, samples), run(model, samples), strict=True):
+        assert all(np.abs(found[name] - given[name]).max() < 0.02 for name in "yz")
+
+
+def test_weights_that_differ_in_their_zero_points_only_are_different_constants() -> None:
+    """Constants with one key are written once."""
+    text = """net (float[4] x) => (float[4] y) {
+        [dq1] d1 = DequantizeLinear(w, s, zero)
+        [dq2] d2 = DequantizeLinear(w, s, one)
+        [add] a = Add(x, d1)
+        [sub] y = Sub(a, d2)
+    }"""
+    constants = {"w": np.arange(4, dtype=np.int8), "s": np.float32(1), "zero": np.int8(0), "one": np.int8(1)}
+    stripped = strip_pairs(build(text, constants))
+    assert stripped.constants["d1"].key != stripped.constants["d2"].key

@@ -20,7 +20,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadModel, BadOption, BaselineFailed, OutputError
 from qdqtune.graph.loading import load
-from qdqtune.graph.model import Model
+from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.graph.saving import save
 from qdqtune.placement import start_placements
 from qdqtune.placement.files import read_placement_file
@@ -300,6 +300,12 @@ def quantized(model: Path, name: str, placement: Placement) -> Path:
     return path
 
 
+def doubled(model: Model) -> Model:
+    """A model with twice the weights."""
+    wide = {name: c for name, c in model.constants.items() if c.dtype == onnx.TensorProto.FLOAT and len(c.shape) > 1}
+    return rebuild(model, model.proto.graph.node, {name: Constant.of(2 * c.array()) for name, c in wide.items()})
+
+
 def possible(model: Path) -> frozenset[Any]:
     return possible_edges(load(model), ranges(load(model)))
 
@@ -324,6 +330,13 @@ class TestAModelThatHasPairs:
         assert result.improved
         assert cost(out(model, "optimized_final.onnx")) < cost(given)
         assert given.read_bytes() == before
+
+    def test_it_is_refused_if_it_is_not_read_rightly(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing that is measured of the pairs would be true of the file."""
+        given = quantized(model, "qdq.onnx", start_placements.compute_inputs(load(model), possible(model)))
+        monkeypatch.setattr("qdqtune.tuning.subject.strip_pairs", lambda _: doubled(load(model)))
+        with pytest.raises(BadModel, match="give the float model, and this file as `qdq_baseline`"):
+            tune(settings(model, model=given, from_qdq=True))
 
     def test_its_scales_are_kept(self, model: Path) -> None:
         placement = start_placements.compute_inputs(load(model), possible(model))
@@ -389,10 +402,12 @@ class TestAModelThatHasPairs:
     def test_with_a_pair_that_has_no_counterpart_its_accuracy_is_unknown(self, model: Path) -> None:
         given = quantized(model, "qdq.onnx", start_placements.compute_inputs(load(model), possible(model)))
         proto = onnx.load(given)
-        made = {n.output[0] for n in proto.graph.node if n.op_type == "QuantizeLinear" and n.input[0] != "x"}
-        other = next(n for n in proto.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in made)
-        proto.graph.node.append(onnx.helper.make_node("DequantizeLinear", other.input, ["more"], "more"))
-        proto.graph.output.append(onnx.helper.make_tensor_value_info("more", onnx.TensorProto.FLOAT, [None] * 3))
+        stored = {t.name for t in proto.graph.initializer}
+        other = next(n for n in proto.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in stored)
+        weight = onnx.helper.make_node("DequantizeLinear", other.input, ["more"], "more")
+        weight.attribute.extend(other.attribute)
+        proto.graph.node.append(weight)
+        proto.graph.output.append(onnx.helper.make_tensor_value_info("more", onnx.TensorProto.FLOAT, [None] * 2))
         onnx.save(proto, given)
         result = tune(settings(model, model=given, from_qdq=True, mode="cut", builds=2))
         assert any("have no counterpart" in note for note in result.notes)

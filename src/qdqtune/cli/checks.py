@@ -210,7 +210,8 @@ def _ending(engine: str, done: Diagnosis) -> Iterator[str]:
         )
     if done.unexplained and not done.largest:
         if done.unexamined:
-            yield f"no examined tensor is guilty, but {done.unexamined} were not examined: the notes name them"
+            many = f"{done.unexamined} were" if done.unexamined > 1 else "1 was"
+            yield f"no examined tensor is guilty, but {many} not examined: see the notes"
         else:
             yield "no single tensor is guilty"
     if done.guilty:

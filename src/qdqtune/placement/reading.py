@@ -15,6 +15,7 @@ from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import CLAMPS, QDQ
+from qdqtune.placement.insertion import HALF_ROUNDING
 from qdqtune.placement.possible import WEIGHT_ONLY_OPS, weight_at, weight_role
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
@@ -93,7 +94,7 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
     from the weights.
 
     Raises:
-        BadModel: a scale is no finite number, or below zero.
+        BadModel: a scale is no finite number, or below zero; or a Q has other numbers than its DQ.
     """
     found, unmatched, formats = _matched(float_model, qdq_model)
     activations: dict[str, Range] = {}
@@ -102,6 +103,8 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
     for edge, pair in found.items():
         if not (np.isfinite(pair.scale) & (pair.scale >= 0)).all():
             raise BadModel(f"the pair on {edge.tensor} has a scale that no tensor has: see qdqtune debug")
+        if not _gives_back(qdq_model, pair):
+            raise BadModel(f"the pair on {edge.tensor} does not give its values back: Q and DQ have other numbers")
         role = weight_role(float_model, edge) if edge.tensor in float_model.constants else None
         if role is not None:
             if _has_steps_of_weights(pair, role.axis, len(float_model.constants[edge.tensor].shape)):
@@ -237,6 +240,21 @@ def pairs_of(model: Model) -> Iterator[Pair]:
 
 def _has_constant_numbers(model: Model, node: Node) -> bool:
     return all(name in model.constants for name in node.inputs[1:] if name)
+
+
+def _gives_back(model: Model, pair: Pair) -> bool:
+    """Whether the DQ of a pair divides by nothing else than its Q multiplied with, but for the rounding of a scale."""
+    if pair.q is None:
+        return True
+    scale, zero = model.constants[pair.q.inputs[1]].array().astype(np.float32), _zero_point(model, pair.dq, pair.dtype)
+    is_same_part = scale.size == 1 or all(
+        pair.q.attributes.get(name, default) == pair.dq.attributes.get(name, default)
+        for name, default in (("axis", 1), ("block_size", 0))
+    )
+    if zero is None or scale.shape != pair.scale.shape or not is_same_part:
+        return False
+    same_zero = np.array_equal(np.broadcast_to(zero, scale.shape), np.broadcast_to(pair.zero_point, scale.shape))
+    return same_zero and np.allclose(scale, pair.scale, rtol=HALF_ROUNDING, atol=0)
 
 
 def _zero_point(model: Model, node: Node, dtype: int) -> Array | None:
