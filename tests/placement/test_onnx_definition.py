@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from models import run
 from qdqtune.graph.loading import load_proto
 from qdqtune.placement.file_pairs import file_pairs, representable, with_file_pairs
 from qdqtune.placement.reading import is_quantized, pairs_of
@@ -24,7 +25,7 @@ FLOAT8 = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
 FAR = 600.0
 """Beyond the range of most pairs here, and no more than float16 can divide by their scales."""
 
-many = settings(derandomize=True, max_examples=150, deadline=None)
+many = settings(derandomize=True, max_examples=80, deadline=None)
 
 
 class Numbers(NamedTuple):
@@ -139,11 +140,13 @@ def test_a_pair_is_taken_off_and_put_back(data: st.DataObject) -> None:
     expected = outputs(proto, x)
     step = float(drawn.scale.max())
     assert again.dtype == expected.dtype
-    equal = np.isclose(again.astype(float), expected.astype(float), rtol=2e-3, atol=1e-6, equal_nan=True)
-    assert equal.all() or (values != drawn.result and np.abs(again - expected).max() <= 1.01 * step)
+    relative, absolute = 2e-3, 1e-6
+    if len({values, scale_type, drawn.result}) > 1:  # what a Cast rounds in front of the pair may be another integer
+        relative, absolute = 0.26 if drawn.integers in FLOAT8 else 0.0, 1.1 * step
+    np.testing.assert_allclose(again.astype(float), expected.astype(float), relative, absolute)
     (pair,) = pairs_of(model)
     reach = [-outputs(proto, np.full_like(x, end)).astype(float) for end in (-FAR, FAR)]
-    if np.isfinite(reach).all() and pair.end("max") < FAR:
+    if np.isfinite(reach).all() and max(-pair.end("min"), pair.end("max")) < FAR:
         assert np.isclose(representable(pairs[0]), [reach[0].min(), reach[1].max()], rtol=2e-3).all()
         assert np.isclose(pair.end("max"), reach[1].max(), rtol=2e-3)
         assert reach[0].min() * 1.002 <= pair.end("min") <= reach[0].min() * 0.998 + 1.01 * step
@@ -173,3 +176,60 @@ def test_a_constant_of_integers_is_read(drawn: Numbers, seed: int) -> None:
     assert np.isclose(representable(pair), [expected.min(), expected.max()], rtol=2e-3).all()
     put_back = with_file_pairs(stripped, [pair], model)
     np.testing.assert_array_equal(outputs(put_back.to_proto(), x), expected)
+
+
+@st.composite
+def nets(draw: st.DrawFn) -> onnx.ModelProto:
+    """A few operators without names; what they read, and what the graph gives, may come through one or two pairs."""
+    constants: dict[str, Array] = {}
+    nodes: list[onnx.NodeProto] = []
+    tensors = ["x"]
+
+    def paired(tensor: str, most: int = 2) -> str:
+        for _ in range(draw(st.integers(0, most))):
+            at = len(nodes)
+            scale = draw(st.sampled_from((0.01, 0.05, 6 / 255)))
+            zero = draw(st.sampled_from((None, np.uint8(0), np.uint8(100), np.int8(0), np.int8(-128), np.int16(0))))
+            read = [f"s{at}"] if zero is None else [f"s{at}", f"z{at}"]
+            constants.update(zip(read, (np.float32(scale), zero), strict=False))
+            nodes.append(helper.make_node("QuantizeLinear", [tensor, *read], [f"q{at}"]))
+            nodes.append(helper.make_node("DequantizeLinear", [f"q{at}", *read], [f"d{at}"]))
+            tensor = f"d{at}"
+        return tensor
+
+    for number in range(draw(st.integers(1, 4))):
+        op = draw(st.sampled_from(("Relu", "Clip", "Tanh", "MatMul", "Add", "Sub", "Transpose")))
+        inputs = [paired(draw(st.sampled_from(tensors)))]
+        if op == "MatMul":
+            constants["w"] = np.eye(4, dtype=np.float32)[::-1] - np.float32(0.3)
+            inputs.append(paired("w", 1))
+        elif op == "Clip":
+            constants |= {"low": np.float32(0), "high": np.float32(6)}
+            inputs += ["low", "high"]
+        elif op in ("Add", "Sub"):
+            inputs.append(paired(draw(st.sampled_from(tensors))))
+        nodes.append(helper.make_node(op, inputs, [f"t{number}"]))
+        tensors.append(f"t{number}")
+    shown = dict.fromkeys([paired(tensors[-1]), *draw(st.lists(st.sampled_from(tensors[1:]).map(paired), max_size=2))])
+    graph = helper.make_graph(
+        nodes,
+        "net",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, (4, 4))],
+        [helper.make_tensor_value_info(tensor, TensorProto.FLOAT, (4, 4)) for tensor in shown],
+        [numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+@many
+@given(proto=nets())
+def test_pairs_are_taken_off_and_put_back_wherever_they_stand(proto: onnx.ModelProto) -> None:
+    model = load_proto(proto)
+    stripped = strip_pairs(model)
+    assert not is_quantized(stripped)
+    pairs, unmatched = file_pairs(stripped, model)
+    samples = [{"x": np.random.default_rng(0).normal(0, 2, (4, 4)).astype(np.float32)}]
+    (found,), (expected,) = run(with_file_pairs(stripped, pairs, model), samples), run(model, samples)
+    assert not unmatched
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, strict=True)

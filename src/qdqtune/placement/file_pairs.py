@@ -15,7 +15,7 @@ from onnx import helper
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import CLAMPS
-from qdqtune.placement.reading import Pair, counterpart, ends, pairs_of, twins_of, without_blocks
+from qdqtune.placement.reading import Pair, counterpart, ends, is_conversion, pairs_of, twins_of, without_blocks
 from qdqtune.placement.switches import Rounding, with_roundings
 from qdqtune.types import Array
 
@@ -24,7 +24,8 @@ Kind = Literal["activation", "constant", "bias"]
 
 @dataclass(frozen=True, eq=False)
 class FilePair(Rounding):
-    """A pair of a Q/DQ file: its Q, if it has one, and its DQ as `nodes`, with the constants that they read.
+    """A pair of a Q/DQ file: its Q, if it has one, and its DQ as `nodes`, with the constants that they read. Behind
+    another pair, as a conversion to other bits, the nodes of that one come first.
 
     If the scale of the Q has another type than the values, a Cast stands in front: ONNX defines the division in the
     type of the scale, and ONNX Runtime has no kernel for two types. `edges` are those of the float model that it
@@ -44,19 +45,25 @@ def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ..
     kept = {node.name for node in twins.values()}
     pairs: list[FilePair] = []
     unmatched: list[str] = []
-    for pair in pairs_of(qdq_model):
-        uses = qdq_model.uses(pair.dq.outputs[0])
+    by_result = {pair.dq.outputs[0]: pair for pair in pairs_of(qdq_model)}
+    for result, pair in by_result.items():
+        uses = [use for use in qdq_model.uses(result) if not is_conversion(qdq_model, use)]
+        if not uses and qdq_model.uses(result):
+            continue
         edges = [counterpart(float_model, qdq_model, pair, u.node, u.slot, twins) for u in uses]
         known = [e for e in edges if e is not None]
         if len(known) < len(edges) or not known:
             unmatched.append(pair.dq.name)
-        nodes = _nodes(qdq_model, pair)
+        nodes, first = _nodes(qdq_model, pair), pair
+        while first.source in by_result:
+            first = by_result[first.source]
+            nodes = (*_nodes(qdq_model, first), *nodes)
         read = {name for node in nodes for name in node.input if name in qdq_model.constants}
         kind: Kind = "bias" if pair.is_bias else "constant" if pair.is_constant else "activation"
         for tensor in dict.fromkeys(e.tensor for e in known):
             mine = tuple(e for e in known if e.tensor == tensor)
             constants = {name: qdq_model.constants[name] for name in sorted(read)}
-            source = _before_clamp(float_model, qdq_model, tensor, pair.source, kept)
+            source = _before_clamp(float_model, qdq_model, tensor, first.source, kept)
             pairs.append(FilePair(tensor, source, mine, nodes, constants, kind, pair.scale, pair.zero_point, pair.axis))
     order = {name: i for i, name in enumerate(float_model.index_of)}
     last = len(order)

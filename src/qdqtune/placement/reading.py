@@ -13,11 +13,14 @@ from onnx import TensorProto, helper
 
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel
-from qdqtune.graph.model import GRAPH, Model, Node
+from qdqtune.graph.model import GRAPH, Model, Node, Use
 from qdqtune.graph.operators import CLAMPS, QDQ
 from qdqtune.placement.insertion import HALF_ROUNDING
 from qdqtune.placement.possible import WEIGHT_ONLY_OPS, weight_at, weight_role
 from qdqtune.types import Array, Edge, Placement, WeightFormat
+
+COPIED = ("Identity", "Cast")
+"""Operators that `strip_pairs` leaves in place of a pair."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +152,8 @@ def _matched(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], li
         if pair.is_bias:
             continue
         for use in qdq_model.uses(pair.dq.outputs[0]):
-            if use.node != GRAPH and qdq_model.nodes[use.node].op == "QuantizeLinear":
-                continue  # a conversion to other bits, which has a pair of its own
+            if is_conversion(qdq_model, use):
+                continue
             edge = counterpart(float_model, qdq_model, pair, use.node, use.slot, twins)
             if edge is None:
                 unmatched.append(pair.dq.name)
@@ -171,6 +174,11 @@ def _matched(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], li
         else:
             unmatched.append(product.node.name)
     return edges, unmatched, formats
+
+
+def is_conversion(qdq_model: Model, use: Use) -> bool:
+    """Whether what uses the result of a pair is a conversion to other bits, which has a pair of its own."""
+    return use.node != GRAPH and qdq_model.nodes[use.node].op == "QuantizeLinear"
 
 
 def _is_weight_only(model: Model, pair: Pair, node: int) -> bool:
@@ -305,15 +313,14 @@ def _before_pairs(model: Model, tensor: str) -> str:
 
 def _is_read_by_pair(float_model: Model, qdq_model: Model, tensor: str, source: str, twins: Mapping[int, Node]) -> bool:
     """Whether a pair that reads `source` in the Q/DQ model stands on the tensor of the float model."""
-    source = _before_pairs(qdq_model, source)
-    maker = qdq_model.maker(source)
-    if maker is None:
-        return source in qdq_model.inputs
-    twin = twins.get(maker.index)
-    if twin is None:
-        return False
-    result, clamp = twin.outputs[maker.outputs.index(source)], float_model.maker(tensor)
-    return tensor == result or (clamp is not None and clamp.op in CLAMPS and clamp.inputs[0] == result)
+    result = _before_pairs(qdq_model, source)
+    if (maker := qdq_model.maker(result)) is not None:
+        if (twin := twins.get(maker.index)) is None:
+            return False
+        result = twin.outputs[maker.outputs.index(result)]
+    while tensor != result and (last := float_model.maker(tensor)) is not None and last.op in {*CLAMPS, *COPIED}:
+        tensor = last.inputs[0]
+    return tensor == result
 
 
 def counterpart(
