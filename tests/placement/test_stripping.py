@@ -6,6 +6,7 @@ import pytest
 from models import build, feeds, normal, run
 from qdqtune.calibration.equalization import Factor, factors, scaled, sites
 from qdqtune.graph.model import Model
+from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.placement.stripping import moved_channels, strip_pairs
 from qdqtune.types import Edge
 
@@ -67,12 +68,12 @@ def test_a_lost_clamp_is_not_in_front_of_a_pair_that_does_not_clamp() -> None:
 
 def test_weights_that_differ_in_their_zero_points_only_are_different_constants() -> None:
     """Constants with one key are written once."""
-    text = """net (float[4] x) => (float[4] y) {
+    text = """net (float[N] x) => (float[N] y) {
         [dq1] d1 = DequantizeLinear(w, s, zero)
         [dq2] d2 = DequantizeLinear(w, s, one)
         [add] a = Add(x, d1)
         [sub] y = Sub(a, d2)
     }"""
-    constants = {"w": np.arange(4, dtype=np.int8), "s": np.float32(1), "zero": np.int8(0), "one": np.int8(1)}
+    constants = {"w": np.zeros(LARGE_BYTES, np.int8), "s": np.float32(1), "zero": np.int8(0), "one": np.int8(1)}
     stripped = strip_pairs(build(text, constants))
     assert stripped.constants["d1"].key != stripped.constants["d2"].key
