@@ -305,7 +305,8 @@ class Accuracy:
     float output, `lowest_db` and `highest_db` are its extremes on single samples; None where outputs are equal, or none
     is float. `agreement` is the share of equal elements of the worst integer output, `top1` of equal first choices of
     `choices` (see `numerics.scores`), which tell as much as so many `independent` ones. If not all samples were run,
-    `at_most_db` is the SQNR where the others have the float model's outputs."""
+    `at_most_db` is the SQNR where the others have the float model's outputs. `slice_name` and `slice_db` tell the worst
+    slice of a float output, and `slice_is_lost` that the SQNR of its output hides its loss (`numerics.slices`)."""
 
     sqnr_db: float | None = None
     lowest_db: float | None = None
@@ -316,6 +317,9 @@ class Accuracy:
     choices: int = 0
     independent: float | None = None
     at_most_db: float | None = None
+    slice_name: str | None = None
+    slice_db: float | None = None
+    slice_is_lost: bool = False
 
     @property
     def noise(self) -> float:

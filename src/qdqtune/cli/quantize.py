@@ -123,6 +123,8 @@ def _lines(options: QuantizeOptions, done: Quantized) -> Iterator[str]:
         near = closeness(done.sqnr_db, done.agreement) if done.is_finite else "unknown"
         told = f"outputs: {near}" if integers_differ(done.sqnr_db, done.agreement) else f"output SQNR {near}{angle}"
         yield f"{told}, on {samples(done.judged, done.is_held_out)}"
+        if done.worst_slice:
+            yield f"worst slice of the outputs: {done.worst_slice}"
         if done.is_finite:
             yield done.scores.told
     if done.loudest:

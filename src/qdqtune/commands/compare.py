@@ -30,7 +30,7 @@ from qdqtune.explanation.formatting import samples
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, concern, is_finite
-from qdqtune.numerics.closeness import closeness_cell
+from qdqtune.numerics.closeness import closeness_cell, slice_cell
 from qdqtune.numerics.score_options import ScoreOption
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
 from qdqtune.options import Assignments, MaybeText, Option, ValuesByInput, option
@@ -154,6 +154,8 @@ class Comparison(Shown):
         judged = self.judged if any(row.accuracy is not None for row in self.rows) else 0
         told = len(columns) if judged and has_shares else -1 if judged else -2
         caption = f"output SQNR over {samples(judged, self.is_held_out)}" if judged else ""
+        worst = {row.file: text for row in self.rows if judged and (text := slice_cell(row.accuracy))}
+        caption += "".join(f"\nworst slice of {file}: {text}" for file, text in worst.items())
         caption += "" if self.scores is None else f"\n{self.scores.told}"
         return Table(columns[:told], [row[:told] for row in cells], caption, f"first: {self.first}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.float16 import Precision, kept_in, load_for, to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import REARRANGES
 from qdqtune.graph.rewrites import Rewrites, between
 from qdqtune.numerics.accuracy import FLOOR_DB
 from qdqtune.numerics.bisection import BisectionResult, Culprit, Parts, culprits
@@ -231,6 +233,8 @@ class _Debugging:
             self._notes.append(f"{many} on no tensor of the float model, and not examined, the first: {unmatched[0]}")
         if probe.failures:
             self._notes.append(f"{self._name} does not run {self._file.name}: {probe.failures[0].reason}")
+        if (part := probe.lost_part()) is not None:
+            self._notes.append(part)
         if loss <= self._limit:
             return self._diagnosis(loss)
         loss = probe.narrow(MOST_EXAMINED, self._limit)
@@ -293,14 +297,15 @@ class _Debugging:
         return found
 
     def _suspects(self, found: Sequence[Culprit], cause: Cause) -> tuple[Suspect, ...]:
-        pairs = [self._probe.pairs[c.part] for c in found]
-        ranges = self._float_ranges(pairs)
+        model, pairs = self._probe.float_model, [self._probe.pairs[c.part] for c in found]
+        joined = {pair.tensor: _joined(model, pair.tensor) for pair in pairs}
+        ranges = self._float_ranges(list(dict.fromkeys([*joined, *chain(*joined.values())])))
         return tuple(
             Suspect(
                 pair.tensor,
                 pair.kind,
                 cause,
-                _nodes(self._probe.float_model, pair),
+                _nodes(model, pair),
                 culprit.damage,
                 culprit.without,
                 culprit.tested,
@@ -308,18 +313,18 @@ class _Debugging:
                 representable(pair),
                 _min_max(pair.scale),
                 _min_max(pair.zero_point),
+                {name: ranges[name] for name in joined[pair.tensor]},
             )
             for culprit, pair in zip(found, pairs, strict=True)
         )
 
-    def _float_ranges(self, pairs: Sequence[FilePair]) -> Mapping[str, tuple[float, float]]:
+    def _float_ranges(self, tensors: Sequence[str]) -> Mapping[str, tuple[float, float]]:
         """The least and the largest value of each tensor on the samples."""
         model = self._probe.float_model
-        found = {p.tensor: _min_max(model.constants[p.tensor].array()) for p in pairs if p.tensor in model.constants}
-        if computed := [p.tensor for p in pairs if p.tensor not in found]:
+        found = {name: _min_max(model.constants[name].array()) for name in tensors if name in model.constants}
+        if computed := [name for name in tensors if name not in found]:
             self._probe.runs += 1
-            shown, samples = list(dict.fromkeys(computed)), self._probe.samples
-            for tensor, values in observe(model, shown, samples, execution=self._execution):
+            for tensor, values in observe(model, computed, self._probe.samples, execution=self._execution):
                 low, high = _min_max(values)
                 before = found.get(tensor, (low, high))
                 found[tensor] = min(low, before[0]), max(high, before[1])
@@ -363,6 +368,14 @@ class _Debugging:
 def _nodes(model: Model, pair: FilePair) -> tuple[str, ...]:
     readers = tuple(dict.fromkeys(e.node for e in pair.edges if e.node))
     return readers or (model.nodes[model.producers[pair.tensor]].name,)
+
+
+def _joined(model: Model, tensor: str) -> tuple[str, ...]:
+    """The tensors that a Concat joins to this one, whose pair gives all of them one scale; empty without a Concat."""
+    maker = model.maker(tensor)
+    while maker is not None and maker.op in REARRANGES:
+        maker = model.maker(maker.inputs[0])
+    return maker.inputs if maker is not None and maker.op == "Concat" else ()
 
 
 def _min_max(values: np.ndarray) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from qdqtune.commands.probes import UNKNOWN_NOISE, WrongPart
+from qdqtune.numerics.slices import ANOTHER_SIZE
 from qdqtune.placement.file_pairs import Kind
 from qdqtune.types import Placement, sqnr_of
 
@@ -36,7 +38,7 @@ class Suspect:
     keep in float: those that read the tensor through the pair, or the node that makes a graph output. Noise is relative
     to the signal at the outputs, measured with `company` pairs in the model and no others: `noise` with this pair,
     `without` without it. `float_range` are the values of the float tensor on the samples, `quantized_range` those that
-    the pair can represent.
+    the pair can represent. `joined` are the ranges of the tensors that a Concat joins to this one, if it does.
     """
 
     tensor: str
@@ -50,6 +52,7 @@ class Suspect:
     quantized_range: tuple[float, float]
     scale: tuple[float, float]
     zero_point: tuple[float, float]
+    joined: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def reason(self) -> str:
@@ -73,6 +76,10 @@ class Suspect:
             return f"its pair cuts off {100 * min(cut, 1):.0f} % of the range"
         if high - low > COARSE * max(most - least, most, -least):
             return f"its pair spends its steps on a range {(high - low) / width:.3g} times as wide"
+        sizes = {name: max(map(abs, ends)) for name, ends in self.joined.items()}
+        if sizes and max(sizes.values()) > ANOTHER_SIZE * min(sizes.values()):
+            told = ", ".join(f"{name} up to {size:.4g}" for name, size in sizes.items())
+            return f"a Concat gives one scale to parts of unlike size: {told}"
         return SENSITIVE
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,10 +21,11 @@ from qdqtune.numerics.bisection import Parts
 from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.numerics.sessions import Session
 from qdqtune.numerics.stripped import check_stripped
+from qdqtune.numerics.slices import loss_of_slice
 from qdqtune.placement.file_pairs import FilePair, with_file_pairs
 from qdqtune.placement.switches import SWITCH
 from qdqtune.tuning.subgraphs.groups import Resolved, borders, extract
-from qdqtune.types import Array, Failure, Sample
+from qdqtune.types import Array, Failure, Sample, noise_of
 
 UNKNOWN_NOISE = 1e3
 """The noise that stands for outputs which are NaN or infinite, have other shapes, or are missing."""
@@ -43,7 +44,7 @@ def reference_spec() -> EngineSpec:
 
 
 def noise(reference: Outputs, found: Outputs | Failure) -> float:
-    """The power of the error relative to that of the signal, for the worst output.
+    """The power of the error relative to that of the signal, for the worst output, or for a slice of one that is lost.
 
     For integer outputs, such as class numbers, the share of values that differ, if that is larger.
     """
@@ -53,7 +54,8 @@ def noise(reference: Outputs, found: Outputs | Failure) -> float:
     if any(a != b for a, b in shapes):
         return UNKNOWN_NOISE
     judged = accuracy(reference, found, NO_SCORES)
-    wrong = min(judged.noise, LOUDEST)
+    of_slice = noise_of(judged.slice_db) if judged.slice_is_lost and judged.slice_db is not None else 0.0
+    wrong = min(max(judged.noise, of_slice), LOUDEST)
     return wrong if judged.agreement is None else max(wrong, 1 - judged.agreement)
 
 
@@ -143,6 +145,13 @@ class Probe:
             return noise(reference, outputs)
         self.samples, self._reference = [self.samples[i] for i in worst], kept
         return there
+
+    def lost_part(self) -> str | None:
+        """A slice of an output that is lost in the last call of `of_file`, in words; None if none is."""
+        reference, outputs = self.reference(), self._last
+        if noise(reference, outputs) == UNKNOWN_NOISE or isinstance(outputs, Failure):
+            return None
+        return loss_of_slice(accuracy(reference, outputs, NO_SCORES))
 
     def _outputs_as_defined(self, on: Parts) -> Outputs:
         self.runs += 1

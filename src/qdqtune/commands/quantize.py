@@ -47,7 +47,7 @@ from qdqtune.graph.operators import elements, integer_operators
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.graph.saving import one_constant_file, save
 from qdqtune.numerics.accuracy import accuracy, concern, cosine, is_finite
-from qdqtune.numerics.closeness import closeness, decibels
+from qdqtune.numerics.closeness import closeness, decibels, slice_cell
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.label_options import check_metric
 from qdqtune.numerics.labelled import Metric, measure, open_labelled, option_of
@@ -90,6 +90,8 @@ class Quantized(Shown):
     """Nodes that the report proposes to keep in float (see `to_exclude`)."""
     notes: tuple[str, ...] = ()
     agreement: float | None = None
+    worst_slice: str = ""
+    """The slice of an output with the least SQNR, and that SQNR."""
     scores: Scores = NO_SCORES
     is_finite: bool = True
     """Whether all outputs of both models are finite."""
@@ -127,6 +129,7 @@ class Quantized(Shown):
             "output_sqnr_db": self.sqnr_db,
             "output_cosine": self.cosine,
             "agreement": self.agreement,
+            "worst_slice": self.worst_slice,
             "scores": self.scores.as_json(),
             "scores_told": self.scores.told,
             "finite": self.is_finite,
@@ -394,6 +397,7 @@ def _judged(
         notes=(*doubts, *filter(None, [worry])),
         sqnr_db=lost.sqnr_db,
         agreement=equal_share(lost),
+        worst_slice=slice_cell(lost),
         scores=scores,
         cosine=cosine(expected, returned),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from qdqtune.commands.shown import Table
 from qdqtune.explanation.formatting import built, counted, duration, rewrite_ratios, samples, title
-from qdqtune.numerics.closeness import closeness, closeness_cell, closeness_of, decibels, integers_differ
+from qdqtune.numerics.closeness import closeness, closeness_cell, closeness_of, decibels, integers_differ, slice_cell
 from qdqtune.numerics.scores import independent_of, smallest_seen
 from qdqtune.search.costs.unit_decisions import UnitPrice
 from qdqtune.timing.limits import failure
@@ -63,6 +63,8 @@ def _result_rows(found: Result) -> list[tuple[str, str, str]]:
         judged = Accuracy(**(summary["output_accuracy"] or {}))
         if not integers_differ(judged.sqnr_db, judged.agreement):
             rows.append(("output SQNR against float", "", _accuracy_text(summary)))
+        if part := slice_cell(judged):
+            rows.append(("  of the worst slice", "", part))
         if judged.agreement is not None:
             rows.append(("integers as in float", "", f"{judged.agreement:.1%}"))
         if judged.top1 is not None:

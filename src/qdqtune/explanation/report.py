@@ -18,7 +18,7 @@ from qdqtune.explanation.model_map import Ran, alike, draw, everywhere
 from qdqtune.explanation.reasons_by_measurement import tallied
 from qdqtune.explanation.report_values import Bar, Candidate, Fact, Headline, Map, MapGroup, Point, Report, Speed, Strip
 from qdqtune.graph.operators import QDQ
-from qdqtune.numerics.closeness import closeness
+from qdqtune.numerics.closeness import closeness, slice_cell
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
@@ -312,6 +312,8 @@ def _accuracy(summary: Summary) -> Fact:
     exact, equal = summary["output_sqnr_db"], equal_share(summary["output_accuracy"])
     hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
     hint += "" if equal is None else f"; {equal:.1%} of the best classes, or integers, are as in float"
+    if part := slice_cell(summary["output_accuracy"]):
+        hint += f"; worst slice: {part}"
     if (told := summary.get("scores_told")) is not None:
         hint += f"; {told}"
     if exact is None and equal is not None and equal < 1:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qdqtune.numerics.scores import Scores, agrees, independent, scores_of
+from qdqtune.numerics.slices import Slice, loss_of_slice, worst_slice
 from qdqtune.types import Accuracy, Array, Failure
 
 FLOOR_DB = 20.0
@@ -35,6 +36,8 @@ def concern(accuracy: Accuracy) -> str | None:
     if lost is not None and lost < FLOOR_DB:
         state = "computes something else than" if lost < FLOOR_DB / 2 else "differs much from"
         return f"the output SQNR is {lost:.1f} dB: below {FLOOR_DB:g} dB a model {state} the float model"
+    if (part := loss_of_slice(accuracy)) is not None:
+        return part
     if accuracy.agreement is not None and accuracy.agreement < MOST_EQUAL:
         return f"only {accuracy.agreement:.1%} of the integers in the outputs are those of the float model"
     lowest = accuracy.lowest_db
@@ -56,8 +59,8 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
     have one for the first ones alone. `scores` are those in the float model's outputs; None looks for them.
 
     The SQNR of an output is 10 log10(sum(reference^2) / sum((reference - output)^2)) over all samples; the worst output
-    counts, with the least and largest SQNR of a single sample. Where shapes depend on values, as those of boxes do, and
-    differ, missing values count as zeros.
+    counts, with the least and largest SQNR of a single sample, and the worst slice of all. Where shapes depend on
+    values, as those of boxes do, and differ, missing values count as zeros.
     """
     scores, given = scores or scores_of(reference), outputs
     if 0 < (count := len(outputs)) < len(reference):
@@ -72,6 +75,7 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
     worst = _worst(reference, outputs)
     single = [] if worst is None else worst.single
     top1, choices, independent = _choices(given, scores)
+    part = _worst_slice(reference, outputs)
     return Accuracy(
         None if worst is None else worst.db,
         min(single, default=None),
@@ -81,6 +85,9 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
         len(reference),
         choices,
         independent,
+        slice_name=None if part is None else part.name,
+        slice_db=None if part is None else part.db,
+        slice_is_lost=part is not None and part.is_lost,
     )
 
 
@@ -96,6 +103,16 @@ def _worst(reference: Outputs, outputs: Outputs) -> _Power | None:
     names = (name for name, first in reference[0].items() if first.dtype.kind == "f")
     powers = (_Power.of([(a[name], b[name]) for a, b in zip(reference, outputs, strict=True)]) for name in names)
     return min((power for power in powers if power.noise.sum() > 0), key=lambda power: power.db, default=None)
+
+
+def _worst_slice(reference: Outputs, outputs: Outputs) -> Slice | None:
+    """The slice of all float outputs with the least SQNR, a lost one first."""
+    slices = list[Slice]()
+    for name, first in reference[0].items():
+        if first.dtype.kind == "f":
+            pairs = [(expected[name], actual[name]) for expected, actual in zip(reference, outputs, strict=True)]
+            slices += filter(None, [worst_slice(name, pairs)])
+    return min(slices, key=lambda one: (not one.is_lost, one.db), default=None)
 
 
 def _aligned(outputs: Outputs, others: Outputs) -> list[dict[str, Array]]:

@@ -25,6 +25,13 @@ def closeness_cell(sqnr_db: float | None, equal: float | None) -> str:
     return "" if integers_differ(sqnr_db, equal) else decibels(sqnr_db).removesuffix(" dB")
 
 
+def slice_cell(accuracy: Accuracy | None) -> str:
+    """The worst slice of an output, for example: boxes[:, :, 3] 17.5 dB; empty where none tells anything."""
+    if accuracy is None or accuracy.slice_name is None:
+        return ""
+    return f"{accuracy.slice_name} {decibels(accuracy.slice_db)}{' (lost)' if accuracy.slice_is_lost else ''}"
+
+
 def closeness_of(accuracy: Accuracy) -> str:
     """All of it, for example: 24.1 dB (18.3 to 31.0 over 16 samples), 99.0% of the best classes equal."""
     shares = (accuracy.agreement, "integers"), (accuracy.top1, "best classes")

@@ -8,15 +8,17 @@ from typing import Any, Literal
 
 from qdqtune.numerics.losses import Score, can_tell, few_changed, loss_high
 from qdqtune.numerics.scores import agrees
+from qdqtune.numerics.slices import loss_of_slice
 from qdqtune.timing.ratios import Plan, Verdict, judge
 from qdqtune.types import Accuracy, CostsByRule, Failure, Placement, Trial, noise_of
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The least output SQNR in dB, of all samples together and of the worst one; how far the user's metric may fall
-    below `before`, that of the float model; and the least share of equal elements in outputs that hold integers, and of
-    equal first choices in those that hold scores of classes. What is None sets no limit.
+    """The least output SQNR in dB, of all samples together (which a lost slice of an output misses in any case) and of
+    the worst one; how far the user's metric may fall below `before`, that of the float model; and the least share of
+    equal elements in outputs that hold integers, and of equal first choices in those that hold scores of classes. What
+    is None sets no limit.
 
     Of a metric over labels, the upper end of the 95 % interval of the loss decides, see `losses.loss_high`: what may
     have lost more than `max_drop` is refused. Where the samples cannot tell, the loss on them decides.
@@ -58,6 +60,8 @@ class Limits:
         for whose, (db, floor) in (("all samples", of_all), ("the worst sample", of_worst)):
             if db is not None and floor is not None and db < floor:
                 return f"the output SQNR of {whose} is {_below(db, floor)} dB, and {floor:g} dB are asked for"
+        if self.min_sqnr is not None and (part := loss_of_slice(accuracy)) is not None:
+            return part
         if self.min_agreement is None or agrees(accuracy, self.min_agreement):
             return None
         equal, of = accuracy.agreement, "integers in outputs"
