@@ -152,6 +152,25 @@ def attention(half: bool = False, opset: int = 19) -> Model:
     return build(ATTENTION, constants | {n: np.float32(v) for n, v in scalars.items()}, opset, half)
 
 
+def joined() -> Model:
+    """Boxes up to 1,000 and scores up to 0.05 in one output, as detectors have them."""
+    text = """net (float[N,24,128] x) => (float[N,24,12] y) {
+        [box] b = MatMul(x, wb)
+        [pixels] p = Mul(b, stride)
+        [score] c = MatMul(x, wc)
+        [bias] l = Add(c, low)
+        [share] s = Sigmoid(l)
+        [join] y = Concat <axis=2> (p, s)
+    }"""
+    constants = {
+        "wb": normal(128, 4, scale=0.3),
+        "wc": normal(128, 8, scale=0.03),
+        "stride": np.float32(100),
+        "low": np.float32(-4),
+    }
+    return build(text, constants)
+
+
 def branching() -> Model:
     """An If whose bodies read outer tensors, one of them a graph output; a node of a custom domain (not to be run)."""
     return build(BRANCHING, {"wa": normal(4, 4), "wb": normal(4, 4, seed=1)})

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 from conftest import Call
-from models import build, normal
+from models import INT8, build, joined, normal, ranges
 from qdqtune import compare
 from qdqtune.engines import EngineSpec, runner
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import save
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
+from qdqtune.types import Placement
 from runs import mixed, write
 
 
@@ -108,6 +111,17 @@ def test_outputs_that_cannot_be_compared_are_told(body: str, why: str, call: Cal
     assert f"outputs were not compared: {why}" in " ".join((out + err).split())
     assert "SQNR" not in out
     assert "scores of classes" not in out
+
+
+def test_the_worst_slice_is_told_and_a_lost_one_warned_of(call: Call, tmp_path: Path) -> None:
+    net = joined()
+    first, other = write(net, tmp_path), tmp_path / "other.onnx"
+    known = ranges(net)
+    save(insert(net, Placement.of(possible_edges(net, known)), known, INT8), other)
+    code, out, err = call("compare", first, other, "--engine", "fake", "--calibration-data", first.with_suffix(".npz"))
+    assert code == 0
+    assert re.search(rf"^worst slice of {other}: y\[:, :, 4:12\] -[\d.]+ dB \(lost\)$", out, re.MULTILINE)
+    assert f"note: {other} against {first}: y[:, :, 4:12] lost its values: " in err
 
 
 def test_a_simulator_is_not_timed(call, tuned, monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from conftest import Call
-from models import INT8, UINT8, attention, build, conv_net, feeds, normal, ranges
+from models import INT8, UINT8, attention, build, conv_net, feeds, joined, normal, ranges
 from qdqtune.commands.debug import DebugOptions, debug
 from qdqtune.commands.diagnosis import Diagnosis
 from qdqtune.engines import Built, Engine, EngineSpec, open_engine
@@ -156,6 +156,18 @@ def test_a_zero_point_that_had_to_clamp_for_a_relu_that_the_file_dropped(conv: F
     change(conv.quantized, "r1_zero_point", lambda zero: zero + 120)
     done = debug(conv.options(min_sqnr=30.0))
     assert [(s.tensor, s.cause) for s in done.guilty] == [("r1", "numbers")]
+
+
+def test_a_concat_with_one_scale_for_parts_of_unlike_size_is_named(tmp_path: Path, workers: Workers) -> None:
+    done = debug(write(joined(), tmp_path).options())
+    assert not done.is_healthy
+    (lost,) = done.notes
+    assert lost.startswith("y[:, :, 4:12] lost its values: ")
+    assert [suspect.tensor for suspect in done.guilty] == ["y"]
+    assert "a Concat gives one scale to parts of unlike size: p up to " in done.guilty[0].reason
+    assert done.guilty[0].joined["s"][1] < 0.1
+    assert done.rest is not None
+    assert done.rest <= done.limit
 
 
 def test_a_healthy_file_takes_two_runs(files: Files) -> None:

@@ -18,6 +18,11 @@ FITS = Suspect("t", "activation", "numbers", ("a", "b"), 0.5, 0.001, 3, (-1.0, 1
         ({"cause": "engine"}, "the engine computes other values than the pair says"),
         ({"quantized_range": (nan, inf)}, "its scale is no finite number"),
         ({"quantized_range": (0.0, 0.0)}, "its pair can give one value only"),
+        (
+            {"joined": {"p": (-9.0, 1.0), "s": (0.0, 0.1)}},
+            "a Concat gives one scale to parts of unlike size: p up to 9",
+        ),
+        ({"joined": {"p": (-1.0, 1.0), "s": (0.0, 0.1)}}, SENSITIVE),
         ({"quantized_range": (-0.5, 0.5)}, "its pair cuts off 25 % of the range"),
         ({"quantized_range": (-8.0, 8.0)}, "its pair spends its steps on a range 8 times as wide"),
         ({"kind": "weight", "quantized_range": (-1.0, 0.5)}, "its constant has other values than the float one"),

@@ -50,6 +50,12 @@ def test_a_speedup_is_missed_only_where_all_of_its_interval_lies_below(ratio, le
         (Gate(min_agreement=0.9), Accuracy(sqnr_db=9.0, agreement=0.95), "holds", "95.0%"),
         (Gate(min_agreement=0.9), Accuracy(sqnr_db=9.0, agreement=0.5), "missed", "50.0%"),
         (Gate(min_agreement=0.9), Accuracy(sqnr_db=9.0), "undecided", "`scores`"),
+        (
+            Gate(min_sqnr=20.0),
+            Accuracy(sqnr_db=43.7, slice_name="y[:, 4]", slice_db=-2.0, slice_is_lost=True),
+            "missed",
+            "y[:, 4] lost its values: -2.0 dB, hidden in an output SQNR of 43.7 dB",
+        ),
     ],
 )
 def test_outputs_are_held_against_each_limit(gate, accuracy, outcome, told):

@@ -14,7 +14,7 @@ import pytest
 
 import qdqtune
 from fitted_nets import Heard
-from models import attention, build, conv_net, embedding, feeds, normal, run
+from models import attention, build, conv_net, embedding, feeds, joined, normal, run
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.commands.apply import Applied, ApplyOptions, apply
 from qdqtune.commands.quantize import HELD_OUT, quantize
@@ -51,6 +51,15 @@ MINMAX: dict[str, Any] = {"calibration_method": "minmax", "bias_correction": Fal
 def request(path: Path, **changes: Any) -> QuantizeOptions:
     usual = {"output": path.with_name("q.onnx"), "engine": "tensorrt", "precision": "fp32"}
     return QuantizeOptions(**{"model": path, "calibration_data": str(path.with_suffix(".npz"))} | usual | changes)
+
+
+def test_a_part_of_an_output_that_is_lost_is_warned_of(tmp_path: Path) -> None:
+    done = quantize(request(written(joined(), tmp_path), engine="qnn"))
+    assert done.sqnr_db is not None
+    assert done.sqnr_db > 30
+    assert done.worst_slice.startswith("y[:, :, 4:12] -")
+    assert done.to_dict()["worst_slice"] == done.worst_slice
+    assert any(note.startswith("y[:, :, 4:12] lost its values: ") for note in done.notes)
 
 
 def wide() -> Model:

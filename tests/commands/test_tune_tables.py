@@ -1,6 +1,7 @@
 """Builds, candidates and models are told alike wherever people read of them."""
 
 import io
+import json
 import re
 from itertools import product
 from pathlib import Path
@@ -15,8 +16,10 @@ from qdqtune.commands.tune_tables import result_table
 from qdqtune.explanation.formatting import built
 from qdqtune.explanation.report import report_of_run
 from qdqtune.graph.loading import load
+from qdqtune.numerics.closeness import slice_cell
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Observers
+from qdqtune.types import Accuracy
 from runs import mixed, settings, write
 
 pytestmark = pytest.mark.usefixtures("workers")
@@ -39,6 +42,16 @@ def test_a_run_has_one_count_of_builds_and_candidates_without_holes(mode: str, c
     page = report_of_run(tmp_path / "out")
     assert any(built(result.summary) in fact.hint for fact in page.facts)
     assert [one.number for one in page.candidates] == list(range(1, len(result.history) + 1))
+
+
+def test_the_worst_slice_of_what_ships_is_in_table_and_report(tmp_path: Path) -> None:
+    result = tune(settings(write(mixed(), tmp_path), mode="cut", builds=8, output_dir=tmp_path / "out"))
+    assert result.improved
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    told = slice_cell(Accuracy(**summary["output_accuracy"]))
+    assert re.fullmatch(r"y\[.*\] \d+\.\d dB", told)
+    assert ("  of the worst slice", "", told) in result_table(result).rows
+    assert any(f"worst slice: {told}" in fact.hint for fact in report_of_run(tmp_path / "out").facts)
 
 
 def test_what_the_fastest_candidate_missed_is_told_with_what_was_compared(tmp_path: Path) -> None:

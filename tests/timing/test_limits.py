@@ -12,7 +12,7 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from conftest import Call
-from models import INT8, build, feeds, normal, ranges
+from models import INT8, build, feeds, joined, normal, ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadOption, BaselineFailed
@@ -285,6 +285,22 @@ class TestWhatCannotBe:
         result = tune(settings(path, from_qdq=True, min_sqnr=38.0, output_dir=tmp_path / "other"))
         assert result.shipped == "tuned"
         assert result.summary["output_sqnr_db"] >= 38
+
+
+@pytest.mark.parametrize("floor", [20.0, None])
+def test_what_destroys_a_part_of_an_output_is_refused_unless_there_is_no_limit(
+    floor: float | None, tmp_path: Path, workers: Workers
+) -> None:
+    path = write(joined(), tmp_path)
+    found = tune(settings(path, mode="cut", builds=12, accuracy_samples=3, min_sqnr=floor))
+    refused = [t for t in found.history if t.accuracy is not None and t.accuracy.slice_is_lost]
+    assert refused
+    for t in refused:
+        assert t.accuracy is not None
+        assert t.accuracy.slice_name == "y[:, :, 4:12]"
+        assert t.sqnr_db is not None
+        assert t.sqnr_db > 30
+        assert t.holds is (floor is None)
 
 
 def test_with_enough_samples_some_are_kept_from_calibration(tmp_path: Path, workers: Workers) -> None:

@@ -31,6 +31,9 @@ LEAST_VALUES = 16
 RESOLVED = 1e-6
 """What is smaller than this share of the rest is rounding of floats, as where a channel is never used."""
 
+VARIES = 1e-5
+"""Values vary if their standard deviation is more than this share of their size."""
+
 ANOTHER_SIZE = 30.0
 """A gap by this factor separates quantities, such as pixels and scores. Slices of one quantity, ordered by size, have
 smaller gaps: at most 6 in nine trained models. One scale in 8 bits only destroys what is about 100 times smaller."""
@@ -122,15 +125,15 @@ class _Sums:
         if not judged.size:
             return None
         variation = np.maximum(self.signal - np.square(self.total) / self.count, 0)
-        is_constant = (self.low == self.high) & (variation > RESOLVED**2 * self.signal)
+        is_constant = (self.low == self.high) & (variation > VARIES**2 * self.signal)
         level = np.full(len(size), np.inf)
         for members in self._quantities(judged, size):
             level[members] = np.maximum(self.signal[members], self.signal[members].mean())
             stuck = members[is_constant[members]]
             level[stuck] = np.maximum(variation[stuck], variation[members].mean())
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):
             db = 10 * (np.log10(level) - np.log10(self.noise))
-        whole_db = 10 * np.log10(self.signal.sum() / self.noise.sum())
+            whole_db = 10 * np.log10(self.signal.sum() / self.noise.sum())
         is_lost = (db < LOST_DB) & (is_constant | (whole_db >= HIDING_DB))
         worst = int(np.argmin(np.where(is_lost, db, np.inf) if is_lost.any() else db))
         if not np.isfinite(db[worst]):  # only what is not judged differs
