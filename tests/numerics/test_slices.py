@@ -105,6 +105,16 @@ def test_noise_that_the_whole_shows_hides_nothing() -> None:
     assert found.db < 0
 
 
+def test_a_slice_that_is_only_somewhat_worse_than_a_whole_at_the_floor_is_not_lost() -> None:
+    rng = np.random.default_rng(0)
+    exact, noise = rng.normal(size=(2, 4000, 100))
+    noise *= np.where(np.arange(100) == 7, 10 ** (-5 / 20), 10 ** (-21 / 20))
+    found = judged(exact, exact + noise)
+    assert found is not None
+    assert found.db == pytest.approx(5, abs=0.5)
+    assert not found.is_lost
+
+
 def test_one_of_many_channels_of_the_same_size_may_be_lost() -> None:
     exact = np.random.default_rng(0).normal(size=(SAMPLES, 300)).astype(np.float32)
     actual = exact.copy()

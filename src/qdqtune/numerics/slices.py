@@ -19,8 +19,9 @@ from qdqtune.types import Accuracy, Array
 LOST_DB = 6.0
 """Below this SQNR a slice is lost, if the whole output has `HIDING_DB` or more: its error is half of it."""
 
-HIDING_DB = 20.0
-"""From this SQNR on an output seems healthy as a whole."""
+HIDING_DB, FAR_DB = 20.0, 16.0
+"""The SQNR from which on an output seems healthy as a whole, and how far below it a lost slice lies. In healthy files
+of nine trained models for four engines, the worst slice was at most 13.6 dB below the whole."""
 
 MOST_SLICES = 4096
 """Axes with more indices hold positions, and no parts."""
@@ -134,7 +135,8 @@ class _Sums:
         with np.errstate(divide="ignore", invalid="ignore"):
             db = 10 * (np.log10(level) - np.log10(self.noise))
             whole_db = 10 * np.log10(self.signal.sum() / self.noise.sum())
-        is_lost = (db < LOST_DB) & (is_constant | (whole_db >= HIDING_DB))
+        is_hidden = (whole_db >= HIDING_DB) & (db <= whole_db - FAR_DB)
+        is_lost = (db < LOST_DB) & (is_constant | is_hidden)
         worst = int(np.argmin(np.where(is_lost, db, np.inf) if is_lost.any() else db))
         if not np.isfinite(db[worst]):  # only what is not judged differs
             return None
