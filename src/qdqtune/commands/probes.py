@@ -20,8 +20,8 @@ from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.numerics.bisection import Parts
 from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.numerics.sessions import Session
-from qdqtune.numerics.stripped import check_stripped
 from qdqtune.numerics.slices import loss_of_slice
+from qdqtune.numerics.stripped import check_stripped
 from qdqtune.placement.file_pairs import FilePair, with_file_pairs
 from qdqtune.placement.switches import SWITCH
 from qdqtune.tuning.subgraphs.groups import Resolved, borders, extract
