@@ -32,6 +32,16 @@ def test_a_small_model_compares_outputs_on_many_samples(tmp_path: Path) -> None:
     assert len(usual.judging) == 32
 
 
+def test_outputs_are_compared_on_samples_that_a_limit_keeps_from_calibration(tmp_path: Path) -> None:
+    rows = np.arange(60, dtype=np.float32)[:, None].repeat(3, 1)
+    few = prepare(model(), Data(saved(tmp_path, x=rows), 4))
+    assert [s["x"][0, 0] for s in few.calibration] == [0, 15, 30, 45]
+    assert few.is_held_out
+    assert [s["x"][0, 0] for s in few.judging] == [n for n in range(60) if n % 15]
+    nearly_all = prepare(model(), Data(saved(tmp_path, x=rows), 59))  # one other is too few
+    assert (nearly_all.is_held_out, len(nearly_all.judging)) == (True, 11)
+
+
 def test_a_large_model_compares_outputs_on_fewer_samples_with_a_note(tmp_path, monkeypatch):
     for name in ("JUDGED_WORK", "MORE_WORK"):
         monkeypatch.setattr(f"qdqtune.calibration.prepare.{name}", 9.0)  # work counts an element as one at the least

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from models import normal
+from qdqtune.calibration.raw_data import spread_rows
 from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.errors import BadData, BadOption
 from sample_files import Array, lists, model, one_line, saved
@@ -94,6 +95,32 @@ def test_a_folder_is_not_read_further_than_asked(tmp_path: Path) -> None:
     assert len(samples.first(2)) == 2
     with pytest.raises(BadData, match=r"b\.npy"):
         list(samples)
+
+
+def test_of_sorted_samples_a_limit_takes_some_of_all_and_knows_the_others(tmp_path: Path) -> None:
+    rows = np.arange(12, dtype=np.float32)[:, None].repeat(3, 1)
+    samples = open_samples(saved(tmp_path, x=rows), model(), limit=3)
+    assert [s["x"][0, 0] for s in samples] == [0, 4, 8]
+    assert samples.others is not None
+    assert [s["x"][0, 0] for s in samples.others(3)] == [1, 5, 9]
+    assert [s["x"][0, 0] for s in samples.others(99)] == [1, 2, 3, 5, 6, 7, 9, 10, 11]
+
+
+def test_of_many_files_a_limit_reads_those_that_it_takes(tmp_path: Path) -> None:
+    for number in range(4):
+        np.save(tmp_path / f"{number}.npy", np.full((2, 3), number, np.float32))
+    (tmp_path / "1.npy").write_bytes(b"rubbish")
+    samples = open_samples(str(tmp_path), model(), limit=2)
+    assert [s["x"][0, 0] for s in samples] == [0, 2]
+    assert samples.others is not None
+    with pytest.raises(BadData, match=r"1\.npy"):
+        list(samples.others(2))
+
+
+def test_rows_are_chosen_at_even_distances() -> None:
+    assert [number for number in range(10) if number in spread_rows(lambda: 10, 3)] == [0, 3, 6]
+    assert [number for number in range(10) if number in spread_rows(lambda: 10, 3, 2)] == [1, 5]
+    assert all(number in spread_rows(lambda: 1 // 0, None) for number in range(10))
 
 
 def test_a_callable_is_called_for_each_pass_and_never_collected(module: Callable[[str], str]) -> None:

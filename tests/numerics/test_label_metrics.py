@@ -62,6 +62,22 @@ def test_miou_counts_pixels_of_all_pictures_but_those_without_a_class() -> None:
     assert scored("miou", scores.argmax(1), labels).value == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("metric", ["top1", "f1"])
+@pytest.mark.parametrize("outputs", [SCORES, SCORES.argmax(1)], ids=["scores", "integers"])
+def test_rows_with_the_label_that_is_ignored_do_not_count(metric: Name, outputs: np.ndarray) -> None:
+    ignored = RANDOM.random(60) < 0.3
+    labels = np.where(ignored, -1, LABELS)
+    assert scored(metric, outputs, labels).value == pytest.approx(
+        scored(metric, outputs[~ignored], LABELS[~ignored]).value
+    )
+    check_classes(metric, "y", outputs, labels)
+
+
+def test_pixels_with_the_label_that_is_ignored_do_not_count() -> None:
+    told = np.array([[[0, 1], [2, 2]]])
+    assert scored("miou", told, np.array([[[0, 1], [-1, 2]]])).value == 1.0
+
+
 def test_what_the_parts_of_samples_say_together() -> None:
     """The jackknife: without a sample the metric is (n*all - part) / (n - 1)."""
     score = scored("f1", SCORES, LABELS)

@@ -5,7 +5,7 @@ Their rows are read by pyarrow, on which `datasets` itself is built.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,28 +106,39 @@ def _only(folder: Path, types: Mapping[str, str], kind: str) -> str | None:
     return next(iter(usual or found), None)
 
 
-def rows(folder: Path, columns: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """The values of each row by kind: a text, or a picture with its name for messages and what Pillow opens.
+def count(folder: Path) -> int:
+    """The number of rows of a split. Raises as `rows`."""
+    return sum(1 for _ in _read(folder, (), ()))
+
+
+def rows(folder: Path, columns: Mapping[str, str], numbers: Container[int]) -> Iterator[dict[str, Any]]:
+    """The values of each row with one of these numbers by kind: a text, or a picture with its name for messages and
+    what Pillow opens.
 
     Raises:
         BadData: a file is missing or damaged.
         BadOption: pyarrow is not installed.
     """
-    for number, row in enumerate(_read(folder, list(columns.values())), 1):
+    for number, row in enumerate(_read(folder, list(columns.values()), numbers), 1):
+        if row is None:
+            continue
         values = {kind: row[name] for kind, name in columns.items()}
         if "picture" in values:
             values["picture"] = f"in row {number} of {folder}", as_source(values["picture"] or {}, folder)
         yield {kind: "" if value is None else value for kind, value in values.items()}
 
 
-def samples(folder: Path, specs: tuple[InputSpec, ...]) -> Iterator[dict[str, Array]]:
-    """The rows of a split whose columns are the inputs, in the types of these. A batch of one is added where it lacks.
+def samples(folder: Path, specs: tuple[InputSpec, ...], numbers: Container[int]) -> Iterator[dict[str, Array]]:
+    """The rows with these numbers of a split whose columns are the inputs, in the types of these. A batch of one is
+    added where it lacks.
 
     Raises:
         BadData: a row does not fit, or a file is missing or damaged.
         BadOption: pyarrow is not installed.
     """
-    for number, row in enumerate(_read(folder, [spec.name for spec in specs]), 1):
+    for number, row in enumerate(_read(folder, [spec.name for spec in specs], numbers), 1):
+        if row is None:
+            continue
         try:
             made = {spec.name: np.asarray(row[spec.name], None if spec.is_string else spec.dtype) for spec in specs}
         except (ValueError, TypeError, OverflowError) as error:
@@ -135,18 +146,21 @@ def samples(folder: Path, specs: tuple[InputSpec, ...]) -> Iterator[dict[str, Ar
         yield {s.name: made[s.name][None] if made[s.name].ndim == len(s.shape) - 1 else made[s.name] for s in specs}
 
 
-def _read(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a split, one after the other."""
+def _read(folder: Path, columns: Sequence[str], numbers: Container[int]) -> Iterator[dict[str, Any] | None]:
+    """The rows of a split, one after the other; None in the place of those whose numbers, from 0, are not asked for."""
     try:
         import pyarrow
         import pyarrow.ipc
     except ImportError as error:
         raise BadOption("reading a dataset needs pyarrow: pip install 'qdqtune[data]'") from error
+    number = 0
     for path in tables(folder):
         try:
             with reading(path, BadData), pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
                 for table in stream:
-                    for number in range(table.num_rows):
-                        yield table.select(columns).slice(number, 1).to_pylist()[0]
+                    for place in range(table.num_rows):
+                        is_wanted = number in numbers
+                        yield table.select(columns).slice(place, 1).to_pylist()[0] if is_wanted else None
+                        number += 1
         except (pyarrow.ArrowException, KeyError) as error:
             raise BadData(f"cannot read {path}, a file of a dataset: {one_line(error)}") from error

@@ -39,7 +39,13 @@ class DataOptions(Options):
     """Options for the inputs of a model, except the source of samples."""
 
     calibration_samples: MaybeInt = option(
-        COUNT, None, "Use at most this many samples.", "Data", short="use at most so many of them", is_rare=True
+        COUNT,
+        None,
+        "Use at most this many samples for calibration, at even distances; of a callable, the first. Outputs are "
+        "compared on others where there are enough.",
+        "Data",
+        short="use at most so many of them",
+        is_rare=True,
     )
     input_shapes: ShapesByInput = option(
         SHAPES,

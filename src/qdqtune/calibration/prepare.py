@@ -147,8 +147,9 @@ def prepare(
 ) -> Prepared:
     """Shape a model and open its samples. Arrays of `fixed` inputs, which were made constants, are ignored.
 
-    Every fifth sample is held out of calibration, as many as are compared (`most` at most), unless there would be fewer
-    than `LEAST_JUDGED` or samples are random. All commands call this, so that they compare outputs on the same samples.
+    Outputs are compared on samples that a limit on calibration leaves out, if they are `LEAST_JUDGED` at least. Else
+    every fifth sample is held out of calibration, as many as are compared (`most` at most), unless there would be fewer
+    than that or samples are random. All commands call this, so that they compare outputs on the same samples.
     With `most` 0 no samples are held out. An engine that is so many times `slower` than a CPU gets fewer.
 
     Raises:
@@ -168,11 +169,15 @@ def prepare(
         own, how = data.calibration_data, dict[str, Any]({"limit": data.calibration_samples, "folders": data.folders})
         samples = open_samples(own, shaped, execution, seed=data.seed, fixed=fixed, **how)
     count, usual = _affordable(shaped, most, slower), min(USUAL_JUDGED, most)
-    parts = None if samples.is_random or not most else samples.apart(min(LEAST_JUDGED, most), max(count, usual))
-    seen, unseen = parts or (samples, samples)
-    judging = tuple(unseen.first(count + 1)) if most else ()
-    is_capped = usual > count < len(judging)
-    judged, is_held_out = judging[:count], parts is not None
+    least, parts = min(LEAST_JUDGED, most), None
+    judging = tuple(samples.others(count + 1)) if most and samples.others is not None else ()
+    is_held_out, seen = len(judging) >= max(1, least), samples
+    if not is_held_out:
+        parts = None if samples.is_random or not most else samples.apart(least, max(count, usual))
+        is_held_out = parts is not None
+        seen, unseen = parts or (samples, samples)
+        judging = tuple(unseen.first(count + 1)) if most else ()
+    is_capped, judged = usual > count < len(judging), judging[:count]
     return Prepared(model, shaped, samples, seen, judged, is_held_out, is_capped, sizes, mix, execution)
 
 

@@ -6,7 +6,9 @@ beside the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -52,12 +54,12 @@ def raw_samples(
     specs: tuple[InputSpec, ...],
     folders: Sequence[Path],
     limit: int | None,
-) -> Callable[[], Iterator[dict[str, Array]]]:
+) -> Callable[[int | None], Iterator[dict[str, Array]]]:
     """A function that gives the samples in raw data for the inputs `specs`. `files` are those of `raw_files`, `folders`
     those of the model.
 
     A sample has as many pictures or texts as the batch of the model, one if that is dynamic; what is left over at the
-    end is not used. With a `limit` on samples, pictures are taken at even distances: folders sort them by class.
+    end is not used. With a `limit` on samples, see `spread_rows`; the function takes the number of `others`.
 
     Raises:
         BadData: the model takes no such data, or a file that says how to make arrays of them is missing or damaged
@@ -71,25 +73,27 @@ def raw_samples(
         return None if path is None else (path, dataset_folders.read_object(path))
 
     kinds: Sequence[str]
-    rows: Callable[[], Iterator[dict[str, Any]]]
+    rows: Callable[[Container[int]], Iterator[dict[str, Any]]]
+    count: Callable[[], int]
     if dataset_folders.is_dataset(source):
         columns = dataset_folders.columns_for(source, specs)
         if not columns:
-            return lambda: dataset_folders.samples(source, specs)
-        kinds, rows = tuple(columns), lambda: dataset_folders.rows(source, columns)
+            total = cache(partial(dataset_folders.count, source))
+            return lambda others: dataset_folders.samples(source, specs, spread_rows(total, limit, others))
+        kinds, count = tuple(columns), partial(dataset_folders.count, source)
+        rows = partial(dataset_folders.rows, source, columns)
     elif source.is_file():
-        kinds, rows = ["text"], lambda: ({"text": line} for line in _lines(source))
+        kinds, count, rows = ["text"], lambda: sum(1 for _ in _lines(source)), partial(_texts, source)
     else:
-        kinds, rows = ["picture"], lambda: ({"picture": (str(path), path)} for path in _spread(files, most))
+        kinds, count, rows = ["picture"], lambda: len(files), partial(_pictures, files)
     makers: dict[str, pictures.Pictures | texts.Texts] = {}
     for kind in kinds:
         open_maker = pictures.pictures_for if kind == "picture" else texts.texts_for
         makers[kind] = open_maker(specs, find, str(source))
-    batch = makers[kinds[0]].batch
-    most = len(files) if limit is None else min(limit * batch, len(files))
+    batch, total = makers[kinds[0]].batch, cache(count)
 
-    def produce() -> Iterator[dict[str, Array]]:
-        left = iter(rows())
+    def produce(others: int | None) -> Iterator[dict[str, Array]]:
+        left = rows(spread_rows(total, limit and limit * batch, others and others * batch))
         while group := list(islice(left, batch)):
             if len(group) == batch:
                 made = [maker.arrays([row[kind] for row in group]) for kind, maker in makers.items()]
@@ -102,9 +106,28 @@ def _places(source: Path, folders: Sequence[Path]) -> list[Path]:
     return [source if source.is_dir() else source.parent, *folders]
 
 
-def _spread(files: Sequence[Path], count: int) -> Iterator[Path]:
-    """So many of the files, at even distances."""
-    return (files[len(files) * number // count] for number in range(count))
+def spread_rows(total: Callable[[], int], count: int | None, others: int | None = None) -> Container[int]:
+    """The numbers of at most `count` of so many rows, at even distances, as data are often sorted by class; with
+    `others` those of at most so many of the rows that are left by these, at even distances as well."""
+    if count is None:
+        return range(sys.maxsize)
+    rows = total()
+    taken = frozenset(_spread(range(rows), count))
+    return taken if others is None else frozenset(_spread([n for n in range(rows) if n not in taken], others))
+
+
+def _spread(numbers: Sequence[int], count: int) -> Sequence[int]:
+    if len(numbers) <= count:
+        return numbers
+    return [numbers[len(numbers) * place // count] for place in range(count)]
+
+
+def _texts(path: Path, numbers: Container[int]) -> Iterator[dict[str, Any]]:
+    return ({"text": line} for number, line in enumerate(_lines(path)) if number in numbers)
+
+
+def _pictures(files: Sequence[Path], numbers: Container[int]) -> Iterator[dict[str, Any]]:
+    return ({"picture": (str(path), path)} for number, path in enumerate(files) if number in numbers)
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -11,9 +11,10 @@ import os
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from tokenize import TokenError
@@ -23,7 +24,7 @@ from zipfile import BadZipFile, ZipFile
 import numpy as np
 
 from qdqtune.calibration.inputs import InputSpec, input_specs, listed, random_samples
-from qdqtune.calibration.raw_data import TEXT_ENDING, raw_files, raw_samples, settings_files
+from qdqtune.calibration.raw_data import TEXT_ENDING, raw_files, raw_samples, settings_files, spread_rows
 from qdqtune.calibration.user_code import checked_count, import_callable, read_in_thread, user_errors
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.errors import BadData, one_line
@@ -61,12 +62,13 @@ UNREADABLE = (
 @dataclass(frozen=True)
 class Samples:
     """A source of samples that can be iterated several times. `digest` identifies its content; `origin` is for
-    messages."""
+    messages. `others` gives so many of those that a limit leaves out; None if there are none, or who knows how many."""
 
     origin: str
     digest: str
     is_random: bool
     produce: Callable[[], Iterator[Sample]]
+    others: Callable[[int], Iterator[Sample]] | None = None
 
     def __iter__(self) -> Iterator[Sample]:
         return self.produce()
@@ -134,6 +136,9 @@ def open_samples(
     dictionaries, one a sample, or of arrays if the model has one input; it is called for each pass. Arrays of `fixed`
     inputs, which were made constants, are ignored.
 
+    Of more samples than `limit` those at even distances are taken, as data are often sorted by class; of a callable,
+    which may never end, the first.
+
     Raises:
         BadData: the source is missing, unreadable or does not fit the model (partly raised by the iterator).
         BadOption: `module:callable` cannot be imported, or random inputs would need sizes that are dynamic.
@@ -145,28 +150,44 @@ def open_samples(
     if files := _files_of(source):
         digest = _digest(files, execution)
 
-        def produce() -> Iterator[Sample]:
-            return (s for path in files for s in _split(read_arrays(path, specs), specs, fixed, str(path)))
+        def of_files(paths: Iterable[Path], most: int | None = None) -> Iterator[Sample]:
+            stacks = (_split(read_arrays(path, specs), specs, fixed, str(path)) for path in paths)
+            return (sample for stack in stacks for sample in islice(stack, most))
+
+        total = cache(lambda: sum(1 for _ in of_files(files)))
+
+        def produce(others: int | None = None) -> Iterator[Sample]:
+            if limit is not None and 1 < len(files) >= limit:  # then not all of them are read
+                chosen = spread_rows(lambda: len(files), limit, others)
+                return of_files((path for number, path in enumerate(files) if number in chosen), 1)
+            numbers = spread_rows(total, limit, others)
+            return (sample for number, sample in enumerate(of_files(files)) if number in numbers)
 
     elif files := raw_files(Path(source)):
         digest = _digest([*files, *settings_files(Path(source), folders)], execution)
         raw = raw_samples(Path(source), files, specs, folders, limit)
 
-        def produce() -> Iterator[Sample]:
-            return (_sample(item, specs, fixed, source) for item in raw())
+        def produce(others: int | None = None) -> Iterator[Sample]:
+            return (_sample(item, specs, fixed, source) for item in raw(others))
 
     elif ":" in source and os.sep + ":" not in source:
         given, digest = _from_callable(source, specs, fixed)
 
-        def produce() -> Iterator[Sample]:
-            return given() if limit is not None else checked_count(given(), source)
+        def first() -> Iterator[Sample]:
+            return checked_count(given(), source) if limit is None else islice(given(), limit)
+
+        return Samples(source, digest, False, lambda: read_in_thread(first, source, execution))
 
     elif Path(source).is_dir():
         raise BadData(f"{source} holds no .npy or .npz file, no pictures, and no dataset of save_to_disk")
     else:
         kinds = "an .npz, a folder of .npy/.npz or pictures, a .txt, or module:callable"
         raise BadData(f"calibration data {source} not found: give {kinds}")
-    return Samples(source, digest, False, lambda: read_in_thread(lambda: islice(produce(), limit), source, execution))
+
+    def read(others: int | None = None) -> Iterator[Sample]:
+        return read_in_thread(lambda: produce(others), source, execution)
+
+    return Samples(source, digest, False, read, None if limit is None else read)
 
 
 def _files_of(source: str) -> list[Path]:

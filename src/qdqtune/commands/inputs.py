@@ -106,7 +106,8 @@ def sample_source(
         raise BadData(f"samples are dictionaries of arrays, not {type(items).__name__}")
     if _is_batch(items):
         return str(_write(items, target / "samples"))
-    count, given = 0, read_in_thread(lambda: islice(items, limit), origin, execution)
+    most = None if isinstance(items, Sequence) else limit  # of a whole list, those at even distances are chosen later
+    count, given = 0, read_in_thread(lambda: islice(items, most), origin, execution)
     for count, item in enumerate(given if limit is not None else checked_count(given, origin), 1):
         if not _is_batch(item) and not isinstance(item, list):
             raise BadData(f"sample {count} is {type(item).__name__}: give a dictionary of arrays by name of input")

@@ -54,6 +54,10 @@ NO_CLASS = 255
 """Pixels with this label do not count, as in the usual data sets."""
 
 
+IGNORED = -1
+"""Rows and pixels with this label do not count either."""
+
+
 def answer(metric: Name, output: Array) -> Array | None:
     """What an output says in the terms of a metric, a row for each of its rows; None if it has another form.
 
@@ -130,11 +134,12 @@ def check_classes(metric: Name, output: str, array: Array, right: Array) -> None
     """Refuse labels that are no class of the scores in an output.
 
     Raises:
-        BadOption: a label is negative, or there are fewer classes.
+        BadOption: a label is negative, and not `IGNORED`, or there are fewer classes.
     """
     if metric not in ("top1", "top5", "f1", "miou") or array.dtype.kind != "f":
         return
-    counted = right[right != NO_CLASS] if metric == "miou" else right
+    counted = right[right != IGNORED]
+    counted = counted[counted != NO_CLASS] if metric == "miou" else counted
     classes = array.shape[1]
     if counted.size and not (counted.min() >= 0 and counted.max() < classes):
         wrong = counted[(counted < 0) | (counted >= classes)].flat[0]
@@ -156,6 +161,8 @@ class Tally:
     def add(self, told: Array, right: Array) -> None:
         """Count the rows of a sample: what the model says, and what is right."""
         for one, wanted in zip(told, right, strict=True):
+            if self.metric in ("top1", "top5") and np.reshape(wanted, -1)[0] == IGNORED:
+                continue
             self.answers.append(crc32(np.asarray(one).tobytes()))
             if self.metric in ("f1", "miou"):
                 self.pairs.append(_pairs(one, wanted))
@@ -216,7 +223,8 @@ def edits(told: Sequence[int], right: Sequence[int]) -> int:
 def _pairs(told: Array, right: Array) -> Array:
     """A row for each pair of a right class and the class that is told: both, and how often. Shape (pairs, 3)."""
     told, right = np.atleast_1d(told).reshape(-1), np.atleast_1d(right).reshape(-1)
-    counted = right != NO_CLASS if right.size > 1 else np.full(right.shape, True)
+    counted = right != (NO_CLASS if right.size > 1 else IGNORED)
+    counted &= right != IGNORED
     both = np.stack([right[counted], told[counted]], axis=1).astype(np.int64)
     found, counts = np.unique(both, axis=0, return_counts=True)
     return np.concatenate([found, counts[:, None]], axis=1)
