@@ -10,6 +10,8 @@ from runs import contents
 
 COMMANDS: dict[str, Command] = {name: later.command for name, later in main.app.commands.items()}
 QUICK = ("--engine", "fake", "--builds", "7")
+UNCHECKED = ("--min-sqnr", "none")
+"""Pairs ship without samples."""
 
 
 def errors(found: tuple[int, str, str]) -> tuple[int, str]:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from command_lines import UNCHECKED
 from conftest import Call
 from models import normal
 from processes import ran
@@ -57,7 +58,7 @@ def test_a_model_that_fails_does_not_end_the_others_and_all_go_on(call, tmp_path
     models.mkdir()
     first, second = write(mixed(), models, "fast"), write(hopeless(), models, "slow")
     (models / "broken.onnx").write_bytes(normal(4).tobytes())
-    asked = ["tune", models, "-o", tmp_path / "out", *QUICK]
+    asked = ["tune", models, "-o", tmp_path / "out", *QUICK, *UNCHECKED]
     code, out, _ = call(*asked, "--json")
     rows = {Path(row["model"]).stem: row for row in json.loads(out)}
     assert code == 2
@@ -127,14 +128,14 @@ def test_a_folder_of_one_model_is_that_model_and_what_ships_is_loadable(call: Ca
     write(mixed(), home)
     write(mixed(), home, "model_quantized")
     (home / "tokenizer.json").write_text("{}")
-    assert call("tune", home, "-o", out, *QUICK)[0] == 0
+    assert call("tune", home, "-o", out, *QUICK, *UNCHECKED)[0] == 0
     assert (out / "optimized_final.onnx").is_file()
     assert [(out / name).read_text() for name in ("config.json", "tokenizer.json")] == ['{"of": "net"}', "{}"]
     (home / "tokenizer.json").write_text('{"new": 1}')
-    assert call("tune", home, "-o", out, *QUICK, "--restart")[0] == 0
+    assert call("tune", home, "-o", out, *QUICK, *UNCHECKED, "--restart")[0] == 0
     assert (out / "tokenizer.json").read_text() == '{"new": 1}'
-    code, _, err = call("tune", home, "-o", taken, *QUICK)
+    code, _, err = call("tune", home, "-o", taken, *QUICK, *UNCHECKED)
     assert code == 2
     assert "config.json is not of qdqtune's making, and would be overwritten" in err
-    assert call("tune", home, "-o", home, *QUICK)[0] == 0
+    assert call("tune", home, "-o", home, *QUICK, *UNCHECKED)[0] == 0
     assert (home / "config.json").read_text() == '{"of": "net"}'

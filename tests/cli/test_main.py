@@ -20,7 +20,7 @@ import numpy as np
 import onnx
 import pytest
 
-from command_lines import COMMANDS, QUICK, errors
+from command_lines import COMMANDS, QUICK, UNCHECKED, errors
 from qdqtune.cli import main, streams, tune
 from runs import environment, hopeless, room_for, write
 
@@ -270,7 +270,7 @@ def test_a_defect_is_code_70_with_its_traceback(monkeypatch, call):
 
 
 SLOW = ("--engine", "fake", "--builds", "12", "--engine-option", "build_seconds=0.1", "--calibration-method", "minmax",
-        "--no-bias-correction", "--no-report")  # fmt: skip
+        "--no-bias-correction", "--no-report", *UNCHECKED)  # fmt: skip
 
 
 def started(*arguments: object, **how: Any) -> subprocess.Popen[bytes]:
@@ -329,7 +329,7 @@ def test_on_a_terminal_a_picture_follows_the_run(model, tmp_path):
     assert "proving the result on fresh builds" in text
     assert b"\x1b[1A" in shown  # the picture is drawn in place
     last = text.replace("\r", "").rstrip("\n").splitlines()
-    assert last[-1].endswith("is the tuned model")
+    assert last[-1].endswith("is the tuned model; nobody has checked its accuracy")
 
 
 @pytest.mark.parametrize("again", [False, True])

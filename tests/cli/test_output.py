@@ -10,6 +10,7 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
+from command_lines import UNCHECKED
 from conftest import Call
 from qdqtune.cli import output, streams
 from qdqtune.cli.output import Event
@@ -73,7 +74,7 @@ def test_json_is_as_it_was(call: Call, model: Path) -> None:
 
 def test_a_child_reports_its_events_as_lines_of_json(call, model, tmp_path, monkeypatch):
     monkeypatch.setenv("QDQTUNE_EVENTS", "1")
-    quick = ("--engine", "fake", "--calibration-method", "minmax", "--no-bias-correction", "--no-report")
+    quick = ("--engine", "fake", "--calibration-method", "minmax", "--no-bias-correction", "--no-report", *UNCHECKED)
     code, _, err = call("tune", model, "-o", tmp_path / "out", *quick, "--builds", 5)
     assert code == 0
     events = [Event(**json.loads(line)) for line in err.splitlines()]

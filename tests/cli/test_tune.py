@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
-from command_lines import COMMANDS, QUICK, errors
+from command_lines import COMMANDS, QUICK, UNCHECKED, errors
 from models import build, conv_net, normal
 from qdqtune.calibration.scales import Calibration
 from qdqtune.calibration.workloads import WorkloadFile
@@ -225,12 +225,16 @@ def test_a_baseline_that_gives_nothing_is_refused(pairs, call, tuned, model, tmp
 
 
 def test_tune_prints_a_table_and_tells_its_progress_in_plain_lines(call, model, tmp_path):
-    code, out, err = call("tune", model, *QUICK, "-o", tmp_path / "out")
+    code, out, err = call("tune", model, *QUICK, *UNCHECKED, "-o", tmp_path / "out")
     assert code == 0
+    assert re.search(r"^ output accuracy +not measured, shipped unchecked *$", out, re.MULTILINE)
     assert re.search(r"^ latency +[\d.]+ ms +[\d.]+ ms *$", out, re.MULTILINE)
     assert re.search(r"^ speedup \[interval\] +1x +[\d.]+x \[[\d.]+x, [\d.]+x\] *$", out, re.MULTILINE)
     assert "dB" not in out
-    assert out.splitlines()[-1] == f"{tmp_path / 'out' / 'optimized_final.onnx'} is the tuned model"
+    assert (
+        out.splitlines()[-1]
+        == f"{tmp_path / 'out' / 'optimized_final.onnx'} is the tuned model; nobody has checked its accuracy"
+    )
     lines = err.splitlines()
     assert lines[0] == "reading model.onnx"
     assert any(re.fullmatch(r" +1 +\d+/7 builds  best [\d.]+x  [\w ]+: .*", line) for line in lines)

@@ -114,7 +114,8 @@ def test_files_beside_ours_stay(call: Call, model: Path, tmp_path: Path, mode: s
     for path in mine:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
-    chosen = ["--front", "--builds", "14"] if mode == "front" else ["--mode", mode]
+    data = ["--calibration-data", model.with_suffix(".npz")]
+    chosen = ["--front", "--builds", "14", *data] if mode == "front" else ["--mode", mode]
     for _ in range(2):
         code, _, err = call("tune", model, *QUICK, *chosen, "--restart", "-o", tmp_path)
         assert code in (0, 3, 4), err

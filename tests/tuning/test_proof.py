@@ -1,19 +1,27 @@
 """The proof: what ships is compared with the user's own file, and copied whole."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from qdqtune.commands.tune_tables import result_table
 from qdqtune.errors import BadModel
+from qdqtune.explanation.report import report_of_run
 from qdqtune.graph.constants import inner_tensors
 from qdqtune.graph.loading import load
 from qdqtune.search import best_of
 from qdqtune.tuning import proof
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.proof import copy_model
+from qdqtune.tuning.run import Run
+from qdqtune.types import Accuracy, Edge, Placement, Trial
 from runs import out, settings
 from workers import Workers
 
@@ -88,3 +96,54 @@ def test_a_result_slower_than_the_users_own_file_does_not_ship(model: Path, work
     workers.slower = lambda build: 0.1 if build.path == model else 1
     assert tune(settings(model)).shipped == "given"
     assert out(model, "optimized_final.onnx").read_bytes() == model.read_bytes()
+
+
+@pytest.mark.usefixtures("workers")
+def test_without_samples_pairs_ship_only_if_asked_to_by_name_and_then_as_unchecked(model: Path) -> None:
+    asked = settings(model, calibration_data=None, builds=8)
+    kept = tune(asked)
+    keys = ("shipped", "pairs", "accuracy", "unchecked", "output_accuracy", "constraint_met")
+    assert [kept.summary[key] for key in keys] == ["baseline", 0, "not measured", False, None, None]
+    assert kept.withheld is not None
+    assert kept.withheld < 0.9
+    told = report_of_run(asked.output_dir)
+    assert told.verdict.headline.endswith("times as fast, accuracy not measured")
+    assert not told.verdict.good
+    assert not told.points
+    table = result_table(kept)
+    assert ("output accuracy", "", "not measured") in table.rows
+    assert "give `calibration_data`" in (table.caption or "")
+    shipped = tune(replace(asked, min_sqnr=None))
+    assert [shipped.summary[key] for key in keys[2:]] == ["not measured", True, None, None]
+    assert shipped.improved
+    assert shipped.placement
+    assert shipped.withheld is None
+    told = report_of_run(asked.output_dir)
+    assert told.verdict.headline.endswith("times as fast, accuracy not measured")
+    assert ("output accuracy", "not measured") in [(fact.name, fact.value) for fact in told.facts]
+    assert ("output accuracy", "", "not measured, shipped unchecked") in result_table(shipped).rows
+
+
+@pytest.mark.parametrize("changes", [{"from_qdq": True}, {"mode": "subgraph"}])
+def test_a_metric_of_the_user_checks_what_no_samples_check(changes: dict[str, Any], model: Path) -> None:
+    asked = partial(settings, model, calibration_data=None, **changes)
+    assert asked().withholds_pairs
+    assert not asked(min_sqnr=None).withholds_pairs
+    assert asked(min_sqnr=None, min_agreement=0.9).withholds_pairs
+    assert not asked(evaluate="m:f").withholds_pairs
+    assert asked(evaluate="m:f", min_sqnr=30.0).withholds_pairs
+    assert not settings(model, **changes).withholds_pairs
+
+
+@pytest.mark.parametrize("withholds", [True, False])
+def test_by_rule_nothing_with_pairs_ships_without_samples_either(withholds: bool, tmp_path: Path) -> None:
+    chosen, written = Placement(frozenset({Edge("x", "first", 0)})), dict[str, Placement]()
+    trial = SimpleNamespace(placement=chosen, accepted=True, accuracy=Accuracy())
+    run = SimpleNamespace(
+        settings=SimpleNamespace(withholds_pairs=withholds, output_dir=tmp_path),
+        candidates=SimpleNamespace(write_whole=lambda placement, path: written.update({path.name: placement})),
+        given=SimpleNamespace(check=lambda: None),
+    )
+    found = proof.chosen_by_rule([cast(Trial, trial)], cast(Run, run))
+    assert (found.shipped, found.placement) == (("baseline", Placement()) if withholds else ("tuned", chosen))
+    assert written["optimized_final.onnx"] == found.placement

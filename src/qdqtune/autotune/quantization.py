@@ -154,7 +154,8 @@ def _search(model: Path, output: Path, folder: Path, **given: Any) -> None:
         QdqtuneError: see `qdqtune.tune`.
     """
     check_outputs(model_outputs(output, "output_path"), {"model": files_of(model), "folder of the search": [folder]})
-    found = api.tune(model, mode="region", output_dir=folder, **given)
+    floor: Any = "auto" if given.get("calibration_data") is not None else None  # users expect a file without samples
+    found = api.tune(model, mode="region", output_dir=folder, min_sqnr=floor, **given)
     before, after, pairs = (found.summary[name] for name in ("baseline_ms", "final_ms", "pairs"))
     selected = "qdq" if pairs else "no_qdq"
     log.info("Autotune selected %s: %.3f ms -> %.3f ms, %s", selected, before, after, found.in_words())

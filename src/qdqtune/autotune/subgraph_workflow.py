@@ -53,6 +53,7 @@ def subgraph_autotuning_workflow(
         calibration_data=calibration_data,
         calibration_method="minmax" if calibration_method == "max" else calibration_method,
         precision=high_precision_dtype,
+        min_sqnr="auto" if calibration_data is not None else None,  # users expect a file without samples
     )
     with on_disk(options) as here:
         result = tune(here.settings(plan=benchmark.search_plan))

@@ -23,6 +23,7 @@ from qdqtune.errors import BadOption, ConstraintUnmet, QdqtuneError
 from qdqtune.explanation.formatting import builds, duration
 from qdqtune.options import REQUIRED, TEXT, Option, option
 from qdqtune.timing.limits import failure
+from qdqtune.timing.ratios import speed
 from qdqtune.tuning.estimate import Estimate, estimate
 from qdqtune.tuning.folder import FINAL, REPORT
 from qdqtune.tuning.front import pick as pick_point
@@ -197,11 +198,18 @@ def _failure_note(result: Result, logs: Path) -> str | None:
 def _result_line(result: Result, final: Path) -> str:
     """A line that names the file to use and says what it is."""
     is_timed = "by_rule" not in result.summary
+    unchecked = "; nobody has checked its accuracy" if result.summary["unchecked"] else ""
     if result.improved and not is_timed:
-        return f"{final} is the cheapest by rule that holds the limits on accuracy; it was not timed"
+        return f"{final} is the cheapest by rule that holds the limits on accuracy; it was not timed{unchecked}"
     if result.improved:
-        return f"{final} is the {'tuned model' if result.placement else 'float model with the changes told above'}"
+        made = "tuned model" if result.placement else "float model with the changes told above"
+        return f"{final} is the {made}{unchecked}"
     copied = "the baseline" if result.shipped == "baseline" else "a copy of the model that you gave"
+    is_limited = result.summary["min_sqnr_db"] is not None or result.summary["min_agreement"] is not None
+    if result.withheld is not None or (not is_timed and is_limited and result.summary["accuracy"] == "not measured"):
+        seen = "" if result.withheld is None else f"{speed(result.withheld)} was seen in the search, but "
+        asked = "give --calibration-data, or --min-sqnr none to ship unchecked"
+        return f"{seen}accuracy was not measured: {final} is {copied}; {asked}"
     untried = "no improvement found" if result.history else "nothing was tried"
     better = "nothing faster" if is_timed else "nothing in 8 or 16 bits"
     outcome = f"{better} holds the limits on accuracy" if result.unmet else untried

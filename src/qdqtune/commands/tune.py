@@ -29,7 +29,7 @@ from qdqtune.numerics.closeness import closeness
 from qdqtune.numerics.scores import equal_share
 from qdqtune.options import NAMES, SWITCH, Anything, Flag, MaybeFile, MaybeInt, Names, OfRun, Option, choice, option
 from qdqtune.search.region import Config
-from qdqtune.timing.ratios import Plan, least_rounds
+from qdqtune.timing.ratios import Plan, least_rounds, speed
 from qdqtune.tuning import loop, result
 from qdqtune.tuning.contexts import usual_threads
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
@@ -267,14 +267,16 @@ class Result(Shown, result.Result):
         if "by_rule" in self.summary and self.improved:
             accuracy = Accuracy(**(self.summary["output_accuracy"] or {}))
             exact = closeness(accuracy.sqnr_db, equal_share(accuracy))
-            return f"not timed, {exact if is_judged(self.summary) else 'accuracy unknown'}, {self.file}"
+            return f"not timed, {exact if is_judged(self.summary) else 'accuracy not measured'}, {self.file}"
+        if self.ratio is None and (gain := self.withheld) is not None:
+            return f"not shipped: {speed(gain)} in the search, accuracy not measured; give `calibration_data`"
         if self.ratio is None:
             held = " that holds the limits on accuracy" if self.unmet else ""
             return f"no improvement: nothing faster{held} among {len(self.history)} candidates"
         accuracy = Accuracy(**(self.summary["output_accuracy"] or {}))
         exact = closeness(accuracy.sqnr_db, equal_share(accuracy))
         near = "exact outputs" if exact == "exact" else exact
-        return f"{self.ratio.speedup}, {near if is_judged(self.summary) else 'accuracy unknown'}, {self.file}"
+        return f"{self.ratio.speedup}, {near if is_judged(self.summary) else 'accuracy not measured'}, {self.file}"
 
     def table(self) -> Table:
         """Float and tuned model side by side."""

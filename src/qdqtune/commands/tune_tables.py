@@ -20,6 +20,8 @@ from qdqtune.types import Accuracy
 LARGEST_UNITS = 12
 """The most rows of the table of units."""
 
+NOT_MEASURED = "not measured"
+
 LARGEST_GROUPS = 20
 """The most rows of the table of groups."""
 
@@ -75,6 +77,8 @@ def _result_rows(found: Result) -> list[tuple[str, str, str]]:
                 besides.append(f"a loss below {unseen:.0%} would not show")
             few = f" ({'; '.join(besides)})" if besides else ""
             rows.append(("best class as in float", "", f"{judged.top1:.1%} of {judged.choices:,}{few}"))
+    elif not is_judged(summary):
+        rows.append(("output accuracy", "", NOT_MEASURED + (", shipped unchecked" if summary["unchecked"] else "")))
     if (without := summary["fastest_without_limits"]) is not None:
         ratio = f" at {closeness(without['sqnr_db'], without.get('agreement'))}" if is_judged(summary) else ""
         rows.append(("fastest without limits, unproven", "", f"{speed(without['ratio'])}{ratio}"))
@@ -236,7 +240,7 @@ def _carry(row: Mapping[str, Any]) -> str:
 
 
 def _db(row: Mapping[str, Any], has_accuracy: bool) -> str:
-    return closeness_cell(row["sqnr_db"], row["agreement"]) if has_accuracy else ""
+    return closeness_cell(row["sqnr_db"], row["agreement"]) if has_accuracy else NOT_MEASURED
 
 
 def mode_table(found: Result, *, verbose: bool) -> Table | None:

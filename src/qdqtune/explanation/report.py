@@ -67,11 +67,16 @@ def report_of_run(folder: Path) -> Report:
         map=drawn,
         points=tuple(_points(run, facts.placement)),
         floor_db=run.summary["min_sqnr_db"],
+        has_accuracy=_is_judged(run.summary),
         proof=tuple(_proof(run)),
         candidates=tuple(candidates(run, facts.trial)),
         circumstances=tuple(circumstances(run)),
         commands=tuple(commands(run)),
     )
+
+
+def _is_judged(summary: Summary) -> bool:
+    return summary["accuracy"] == "measured"
 
 
 def speed(measured: Ratio) -> Speed:
@@ -98,11 +103,16 @@ def verdict(run: FinishedRun) -> Headline:
         meaning = f"Side by side an inference takes {saved:.0%} less time; over all rounds the medians are "
         meaning += f"{summary['final_ms']:.4g} ms instead of {summary['baseline_ms']:.4g} ms. "
         meaning += "Measured on the finished files, on fresh builds that the search never saw."
-        return Headline(f"{name} runs {found.median:.2f} times as fast", meaning, True, found, "the float model")
+        unchecked = ", accuracy not measured" if summary["unchecked"] else ""
+        headline = f"{name} runs {found.median:.2f} times as fast{unchecked}"
+        return Headline(headline, meaning, not unchecked, found, "the float model")
     kept = "your own file" if summary["shipped"] == "given" else "the float model"
     if run.keeps_own_pairs:
         times = "" if summary["final_ms"] is None else f", which takes {_own_times(summary)}"
         kept = f"your own Q/DQ file as it is{times}"
+    if not _is_judged(summary) and (without := summary["fastest_without_limits"]) is not None:
+        headline = f"{name} may run {1 / without['ratio']:.2f} times as fast, accuracy not measured"
+        return Headline(headline, f"In the search, unproven; {without.get('missed')}. {FINAL} is {kept}.", False)
     if summary["constraint_met"] is False:
         meaning = f"Faster candidates were found, but none keeps the outputs close enough. {FINAL} is {kept}."
         return Headline(f"Nothing faster is exact enough for {name}", meaning, False)
@@ -117,14 +127,18 @@ def _verdict_by_rule(run: FinishedRun, name: str) -> Headline:
     """The result where nothing was timed."""
     summary, rows = run.summary, run.summary["by_rule"]["candidates"] if "by_rule" in run.summary else []
     why = f"{summary['engine']['engine']} is a simulator here: nothing was timed, and no speed is claimed."
-    if (row := next((row for row in rows if row["shipped"]), None)) is None:
+    if (row := next((row for row in rows if row["shipped"]), None)) is None and not _is_judged(summary):
+        meaning = f"Without samples nothing in 8 or 16 bits ships: {FINAL} is the float model. {why}"
+        return Headline(f"Accuracy was not measured for {name}", meaning, False)
+    if row is None:
         return Headline(
             f"Nothing in 8 or 16 bits is exact enough for {name}", f"{FINAL} is the float model. {why}", False
         )
     left = f"{counted(row['elsewhere'] or 0, 'node')} of the float model elsewhere"
     bits = f"{row['tensors_16']} of {row['tensors']} activations have 16 bits, the others 8"
     meaning = f"The processor leaves {left}; {bits}. The cheapest by rule that holds the limits on accuracy. {why}"
-    return Headline(f"{name} is placed for {summary['engine']['engine']}", meaning, True)
+    unchecked = ", accuracy not measured" if summary["unchecked"] else ""
+    return Headline(f"{name} is placed for {summary['engine']['engine']}{unchecked}", meaning, not unchecked)
 
 
 def _own_times(summary: Summary) -> str:
@@ -275,6 +289,7 @@ def _facts(run: FinishedRun) -> Iterator[Fact]:
     if summary["shipped"] != "tuned" and (without := summary["fastest_without_limits"]) is not None:
         near = closeness(without["sqnr_db"], without.get("agreement"))
         ends = "equal outputs" if near == "exact" else near
+        ends = ends if _is_judged(summary) else "an accuracy that was not measured"
         why = f"; not taken: {missed}" if (missed := without.get("missed")) else ""
         yield Fact("fastest without limits", f"{1 / without['ratio']:.2f}×", f"as fast as float, at {ends}{why}")
     if (left := summary.get("fallback")) is not None:
@@ -309,6 +324,9 @@ def left_to_others(left: Fallback) -> Fact:
 
 
 def _accuracy(summary: Summary) -> Fact:
+    if not _is_judged(summary):
+        unchecked = "; what ships is unchecked" if summary["unchecked"] else ""
+        return Fact("output accuracy", "not measured", f"there were no samples{unchecked}")
     exact, equal = summary["output_sqnr_db"], equal_share(summary["output_accuracy"])
     hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
     hint += "" if equal is None else f"; {equal:.1%} of the best classes, or integers, are as in float"
@@ -331,7 +349,7 @@ def _points(run: FinishedRun, ships: Placement) -> Iterator[Point]:
     for row in proven:
         ends = speed(Ratio(row["ratio"], row["low"], row["high"]))
         yield Point(f"{FRONT}/{row['name']}", ends, row["sqnr_db"], row["shipped"], True, row["holds_limits"])
-    if not run.summary.get("timed", True):
+    if not run.summary.get("timed", True) or not _is_judged(run.summary):
         return
     ratios = ratios_to_float(run.history, run.plan)
     best = {point.trial.placement for point in undominated(run.history, run.plan)}

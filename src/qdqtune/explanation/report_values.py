@@ -172,6 +172,7 @@ class Report:
     map: Map | None = None
     points: tuple[Point, ...] = ()
     floor_db: float | None = None
+    has_accuracy: bool = True
     proof: tuple[Strip, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     listings: tuple[ReportTable, ...] = ()

@@ -137,6 +137,8 @@ def prove_apart(history: Sequence[Trial], proof: Proof, run: Run) -> Front | Non
     settings, mix, counts = run.settings, run.subject.mix, run.settings.thread_counts
     if proof.shipped == "tuned" or len(counts) == 1 or settings.from_qdq or settings.fix_inputs:
         return None
+    if settings.withholds_pairs:
+        return None
     ratios, chosen = ratios_at(history, mix, counts), dict[Placement, tuple[int, Trial]]()
     held = [t for t in history if t.placement in ratios and t.holds is not False and t.accuracy is not None]
     for number in range(len(counts)):
@@ -150,6 +152,7 @@ def prove_apart(history: Sequence[Trial], proof: Proof, run: Run) -> Front | Non
                 break
             name = f"{counts[number]}_thread{'s' * (counts[number] != 1)}"
             file = run.output.claim(folder / f"{name}.onnx")
+            run.output.claim(data_of(file))
             with writing(folder):
                 folder.mkdir(exist_ok=True)
             run.candidates.write_whole(placement, file)

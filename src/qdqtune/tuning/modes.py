@@ -94,10 +94,11 @@ def rule_search(run: Run) -> RuleSearch:
 
 def by_rule(run: Run) -> Mode:
     """Minimize costs by rule, where nothing is timed."""
-    search = rule_search(run)
+    search, is_judged = rule_search(run), run.settings.has_samples
 
     def record(history: Sequence[Trial], proof: Proof) -> ModeResult:
-        return ModeResult(summary={"by_rule": summary_by_rule(search.learned(history), history, proof.placement)})
+        costs = search.learned(history)
+        return ModeResult(summary={"by_rule": summary_by_rule(costs, history, proof.placement, is_judged=is_judged)})
 
     return Mode(search, record)
 

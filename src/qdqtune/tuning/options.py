@@ -244,7 +244,7 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         "auto",
         "Take only what keeps the signal this far above the error at the outputs, in dB; 20 is an error of a tenth, "
         "30 of a thirtieth; and what leaves no part of an output without its values. none takes the fastest at any "
-        "price. Exit code 4 if nothing faster holds it.",
+        "price, and without samples ships pairs unchecked. Exit code 4 if nothing faster holds it.",
         "Accuracy",
         short="least signal to error at the outputs",
         default_in_words=f"{FLOOR_DB:g}, or none with a metric",

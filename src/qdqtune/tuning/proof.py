@@ -74,6 +74,8 @@ def chosen_by_rule(history: Sequence[Trial], run: Run) -> Proof:
         OutputError: a file cannot be written.
     """
     folder, placement = run.settings.output_dir, best_of(history)
+    if run.settings.withholds_pairs:
+        placement = Placement()
     run.candidates.write_whole(Placement(), folder / BASELINE)
     run.candidates.write_whole(placement, folder / FINAL)
     run.given.check()
@@ -94,12 +96,16 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     """
     settings, folder = run.settings, run.settings.output_dir
     run.candidates.write_whole(Placement(), folder / BASELINE)
-    pairs_hold = settings.from_qdq and not any(t.proposal.origin == "imported" and t.holds is False for t in history)
+    is_missed = any(t.proposal.origin == "imported" and t.holds is False for t in history)
+    pairs_hold = settings.from_qdq and (settings.withholds_pairs or not is_missed)
     is_rewritten = bool(run.subject.changes)
     terms = Terms(pairs_hold or _is_folded(run), is_rewritten, run.found.ratio)
     is_bounded = settings.time_budget is not None
     slower, tries_float = run.slower(history), not _is_folded(run)
     queue = shipping.finalists(history, settings.plan, is_bounded=is_bounded, tries_float=tries_float, slower=slower)
+    if settings.withholds_pairs:  # rewrites are exact, and so is what the user asks for by name; half precision is not
+        is_exact = run.subject.precision in ("fp32", settings.precision)
+        queue = shipping.Finalists(tries_float=tries_float and is_exact)
     if run.budget.lacks_proof(history, settings.plan):
         queue = shipping.Finalists(tries_float=False)
     attempts: list[Attempt] = []

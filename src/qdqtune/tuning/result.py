@@ -44,6 +44,11 @@ from qdqtune.version import __version__
 MOST_UNBEATEN = 8
 """The most candidates unbeaten in latency and accuracy that summary.json lists. Chosen, not measured."""
 
+UNMEASURED = (
+    "accuracy was not measured, so nothing with pairs ships: give `calibration_data`, or `min_sqnr` none to ship it "
+    "unchecked"
+)
+
 
 @dataclass(frozen=True)
 class ModeResult:
@@ -85,6 +90,12 @@ class Result:
     def unmet(self) -> bool:
         """Whether candidates were faster, or may be, but none of these holds the limits on accuracy."""
         return self.summary["constraint_met"] is False
+
+    @property
+    def withheld(self) -> float | None:
+        """The time, over that of float, of the fastest candidate where none ships as accuracy was not measured."""
+        without = self.summary["fastest_without_limits"]
+        return without["ratio"] if without is not None and without["missed"] == UNMEASURED else None
 
 
 def conclude(
@@ -148,7 +159,7 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
         yield f"built, run and timed on {machine.where} ({chip}, {machine.cores} cores), calibrated here"
     if not settings.is_timed:
         yield f"{simulated(settings.engine.name, settings.machine)}: nothing was timed, and no speed is claimed"
-    shipped = None if proof.trial is None else proof.trial.accuracy
+    shipped = None if proof.trial is None or not settings.has_samples else proof.trial.accuracy
     yield from slower_workloads(standings, run.subject.mix)
     subject = run.subject
     if settings.portable and proof.placement.edges and subject.prepared.has_real_samples:
@@ -214,6 +225,8 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "rewrites": _rewrites(run, proof),
         "shipped": proof.shipped,
         **({} if settings.is_timed else {"timed": False}),
+        "accuracy": "measured" if is_judged else "not measured",
+        "unchecked": _is_unchecked(proof, run),
         "baseline_ms": None if proof.float_seconds is None else proof.float_seconds * 1e3,
         "final_ms": None if proof.final_seconds is None else proof.final_seconds * 1e3,
         "ratio": proof.time_to_float,
@@ -236,9 +249,9 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "edges": len(final),
         "float_nodes": subject.float_nodes(final, settings.model),
         "output_sqnr_db": None if accuracy is None or not is_judged else accuracy.sqnr_db,
-        "output_accuracy": None if accuracy is None else asdict(accuracy),
+        "output_accuracy": None if accuracy is None or not is_judged else asdict(accuracy),
         "fastest_without_limits": _fastest(history, proof, run) if settings.is_timed else None,
-        "met": list(_met(history, proof, settings.plan, is_judged=is_judged)) if settings.is_timed else [],
+        "met": list(_met(history, proof, settings.plan)) if settings.is_timed and is_judged else [],
         "accuracy_samples": len(subject.accuracy) if is_judged else 0,
         "accuracy_held_out": subject.held_out,
         **({"calibration_cut_short": list(subject.hurried)} if subject.hurried else {}),
@@ -252,7 +265,14 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
             settings.engine.name: description.get("version", ""),
         },
     }
-    return summary | run.limits.summary(history, settings.plan, _metric_after(proof, run))
+    limits = run.limits.summary(history, settings.plan, _metric_after(proof, run))
+    return summary | limits | ({"constraint_met": None} if settings.withholds_pairs else {})
+
+
+def _is_unchecked(proof: Proof, run: Run) -> bool:
+    """Whether what ships computes other outputs than the user's file, and nobody has measured how close these are."""
+    is_changed = proof.shipped == "tuned" and (bool(proof.in_file) or run.subject.precision != "fp32")
+    return is_changed and not run.settings.has_samples and not run.settings.has_metric
 
 
 def _metric_after(proof: Proof, run: Run) -> Score | Failure | None:
@@ -280,10 +300,9 @@ def _tried(rewrite: Tried) -> dict[str, Any]:
     return {"name": rewrite.name, "form": rewrite.form, "ratio": median, **ends, "kept": rewrite.kept}
 
 
-def _met(history: Sequence[Trial], proof: Proof, plan: Plan, *, is_judged: bool) -> Iterator[dict[str, Any]]:
+def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[str, Any]]:
     """The rows `met` of summary.json: candidates that no other one beat in both latency and accuracy, as the search
-    measured them; and the one that ships, which others may beat by less than noise. What random inputs say of accuracy
-    is left out: it is not `is_judged`."""
+    measured them; and the one that ships, which others may beat by less than noise."""
     unbeaten = undominated(history, plan)
     ratios = ratios_to_float(history, plan)
     ships = None if proof.trial is None else proof.trial.placement
@@ -296,8 +315,8 @@ def _met(history: Sequence[Trial], proof: Proof, plan: Plan, *, is_judged: bool)
             "number": point.trial.number,
             "origin": point.trial.proposal.origin,
             "ratio": point.ratio,
-            "sqnr_db": point.trial.sqnr_db if is_judged else None,
-            "agreement": equal_share(accuracy) if is_judged else None,
+            "sqnr_db": point.trial.sqnr_db,
+            "agreement": equal_share(accuracy),
             "pairs": count_pairs(point.trial.placement),
             **({"weights": len(point.trial.placement.weight_only)} if point.trial.placement.weight_only else {}),
             "holds_limits": point.trial.holds is not False,
@@ -307,8 +326,15 @@ def _met(history: Sequence[Trial], proof: Proof, plan: Plan, *, is_judged: bool)
 
 def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any] | None:
     """What the limits cost: the fastest candidate that misses them, if it is faster than the one that ships and than
-    all that hold them."""
+    all that hold them. Where nothing with pairs ships for want of samples, every candidate counts as one that misses
+    them."""
     ratios = ratios_to_float(history, run.settings.plan)
+    if run.settings.withholds_pairs:
+        trials = [t for t in history if t.placement in ratios and t.placement]
+        best = min(trials, key=lambda t: ratios[t.placement], default=None)
+        if best is None or ratios[best.placement] >= 1:
+            return None
+        return {"ratio": ratios[best.placement], "sqnr_db": None, "agreement": None, "missed": UNMEASURED}
     missing = [(ratios[t.placement], t) for t in history if t.holds is False and t.placement in ratios]
     holding = [ratios[t.placement] for t in history if t.holds is not False and t.placement in ratios]
     fastest = min(missing, key=lambda pair: pair[0], default=None)

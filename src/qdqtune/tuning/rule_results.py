@@ -44,9 +44,12 @@ class ByRule(TypedDict):
     candidates: list[ByRuleCandidate]
 
 
-def summary_by_rule(costs: RuleCosts, history: Sequence[Trial], final: Placement) -> ByRule:
-    """The candidates by nodes elsewhere, bits and accuracy."""
-    return {"candidates": [_row(costs, trial, is_final=trial.placement == final) for trial in history]}
+def summary_by_rule(costs: RuleCosts, history: Sequence[Trial], final: Placement, *, is_judged: bool) -> ByRule:
+    """The candidates by nodes elsewhere, bits and accuracy; without what random inputs say of that."""
+    rows = [_row(costs, trial, is_final=trial.placement == final) for trial in history]
+    if not is_judged:
+        rows = [{**row, "sqnr_db": None, "agreement": None} for row in rows]
+    return {"candidates": rows}
 
 
 def bits_of(model: Model, placement: Placement) -> Bits:

@@ -163,7 +163,7 @@ class Settings(SearchOptions):
                         checked_weight_format(self.engine.name, name, narrow=self.has_narrow_products)
                     except BadOption as error:
                         raise BadOption(f"`formats`: {error}, and {self.quant_type} for pairs") from error
-        if self.weight_rounding == "gptq" and self.calibration_data is None and not self.workloads:
+        if self.weight_rounding == "gptq" and not self.has_samples:
             raise BadOption(
                 "`weight_rounding` gptq makes up for errors on your data: give `calibration_data` or `workloads`"
             )
@@ -215,6 +215,17 @@ class Settings(SearchOptions):
         """The limits on accuracy, without the metric of the float model."""
         drop = None if not self.has_metric or self.max_drop == "auto" else self.max_drop
         return replace(self._on_outputs(has_metric=self.has_metric), max_drop=drop)
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether the user gives inputs; outputs on random ones say nothing of accuracy."""
+        return self.calibration_data is not None or bool(self.workloads)
+
+    @property
+    def withholds_pairs(self) -> bool:
+        """Whether nothing with pairs ships: there are limits on outputs, and no samples that tell whether they hold."""
+        on_outputs = self.limits.min_sqnr, self.limits.min_sqnr_worst, self.limits.min_agreement
+        return not self.has_samples and any(limit is not None for limit in on_outputs)
 
     @property
     def floor(self) -> Limits:

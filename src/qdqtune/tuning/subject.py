@@ -161,6 +161,8 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
         EngineUnavailable: the engine times nothing here.
     """
     check_device(settings.engine, runner, settings.machine)
+    if settings.front and not settings.has_samples:
+        raise BadOption("`front` weighs speed against accuracy, which takes samples: give `calibration_data`")
     are_files_checked = rewrites is not None
     rewrites = rewrites or _first_rewrites(settings)
     numbers = runner.numeric_format(settings.quant_type)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, NotRequired, Required, TypedDict, TypeVar
+from typing import Annotated, Literal, NotRequired, Required, TypedDict, TypeVar
 
 import msgspec
 
@@ -135,8 +135,9 @@ class Summary(TypedDict):
     """The content of summary.json.
 
     Times, ratio, pairs and accuracy are those of the file that ships, the user's own included. `final_ms` and `ratio`
-    are None where that is the user's Q/DQ file and nobody has timed it. On a simulator `timed` is False, all times are
-    None, and `by_rule` has what the search went by. `bits` is there where the engine has 16 bits.
+    are None where that is the user's Q/DQ file and nobody has timed it. `accuracy` says whether outputs were compared
+    on the user's samples, `unchecked` that a file ships whose outputs nobody compared. On a simulator `timed` is False,
+    all times are None, and `by_rule` has what the search went by. `bits` is there where the engine has 16 bits.
     """
 
     format: int
@@ -147,6 +148,8 @@ class Summary(TypedDict):
     rewrites: Rewritten
     shipped: Shipped
     timed: NotRequired[bool]
+    accuracy: Literal["measured", "not measured"]
+    unchecked: bool
     baseline_ms: Positive | None
     final_ms: Positive | None
     ratio: Positive | None
