@@ -25,6 +25,7 @@ from qdqtune.timing.ratios import (
     compare,
     compare_pairs,
     envelope,
+    is_cut_short,
     judge,
     least_rounds,
     on_these_builds,
@@ -480,3 +481,17 @@ def test_ratios_of_times_are_above_zero(ends: tuple[float, float | None, float |
     """A state file that was tampered with must not make the table of results divide by zero."""
     with pytest.raises(ValueError, match="above 0"):
         Ratio(*ends)
+
+
+def test_a_comparison_that_another_plan_would_have_gone_on_with_is_cut_short() -> None:
+    short, usual = Plan((7, 20), 0.02), Plan()
+    seemingly, clearly, hardly = (0.9, 0.95, 1.02), (0.5,), (1.0, 1.01)
+
+    def of(ratios: tuple[float, ...], rounds: int) -> Measurement:
+        return Measurement((1.0,) * rounds, tuple(ratios[n % len(ratios)] for n in range(rounds)))
+
+    assert [is_cut_short(of(seemingly, 20), plan) for plan in (short, usual)] == [False, True]
+    assert [is_cut_short(of(clearly, 7), plan) for plan in (short, usual)] == [False, True]
+    assert [is_cut_short(of(clearly, 20), plan) for plan in (short, usual)] == [False, False]
+    assert [is_cut_short(of(hardly, 20), plan) for plan in (short, usual)] == [False, False]
+    assert not is_cut_short(of(seemingly, 48), usual)

@@ -65,6 +65,7 @@ def test_only_a_clear_gain_with_equal_outputs_decides(
 ) -> None:
     record = decided(Measurement((1.0,) * len(ratios), tuple(ratios)), difference, "onnxruntime")
     assert record.as_zero is as_zero
+    assert record.is_cut_short is (len(ratios) == 2)
     assert bool(record.note) is bool(words)
     assert all(word in record.note for word in words)
 
@@ -124,7 +125,9 @@ def test_nothing_is_built_where_nothing_is_to_be_decided(
     run = asked(tmp_path, "onnxruntime", mixed(), **changes)
     with prepared(run, Silent()) as ready, written_once(ready) as constants:
         assert with_denormals_as_zero(ready, constants) is ready
+        record = ready.store.get(DenormalsRecord)
     assert workers.builds == []
+    assert (record is not None and record.is_cut_short) is ("time_budget" in changes)  # no time is not no
 
 
 def test_a_float_model_that_does_not_build_decides_nothing(tmp_path: Path, workers: Workers) -> None:

@@ -44,7 +44,6 @@ CHANGES: dict[str, Any] = {
     "rewrites": {"rewrites": "off"},
     "equalization": {"calibration": Calibration(equalization=True)},
     "engine numbers": {"engine": EngineSpec("fake", {"asymmetric": True})},
-    "rounds of comparisons (`effort`)": {"plan": Plan((12,), turn_seconds=0.0)},
     "regions": {"regions": "topology"},
     "node filter": {"node_filter": ("first",)},
     "input shapes": {"input_shapes": {"x": (8, 8, 64)}},
@@ -77,7 +76,15 @@ def test_a_change_that_matters_is_refused_by_its_name(done: tuple[Path, bytes], 
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize(
-    "change", [{"builds": 6}, {"time_budget": 100.0}, {"time_limit": 9.0}, {"config": Config(schemes_per_region=9)}]
+    "change",
+    [
+        {"builds": 6},
+        {"time_budget": 100.0},
+        {"time_limit": 9.0},
+        {"config": Config(schemes_per_region=9)},
+        {"plan": Plan((7, 20), 0.02, turn_seconds=0.0)},
+        {"plan": Plan((12, 24, 48, 96), turn_seconds=0.0)},
+    ],
 )
 def test_budgets_may_change(done: tuple[Path, bytes], change: dict[str, Any]) -> None:
     model, state = done

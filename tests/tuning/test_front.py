@@ -122,3 +122,16 @@ def test_a_front_ships_as_small_a_gain_as_the_same_run_without_it(model: Path, w
     assert front.shipped == "tuned"
     assert front.summary["ratio"] == pytest.approx(usual.summary["ratio"], abs=0.01)
     assert front.summary["builds"] + front.summary["proof_builds"] <= 25 + 2 * MOST_PAIRS
+
+
+def test_a_run_without_a_front_leaves_none_of_an_earlier_one(model: Path) -> None:
+    folder = model.parent / "out" / "front"
+    assert tune(settings(model, mode="cut", front=True, builds=25)).summary["front"]
+    (folder / "mine.onnx").write_text("of the user")
+    tune(settings(model, mode="cut", builds=25))
+    assert [path.name for path in folder.iterdir()] == ["mine.onnx"]
+
+
+def test_a_front_takes_samples(model: Path) -> None:
+    with pytest.raises(BadOption, match="weighs speed against accuracy, which takes samples"):
+        tune(settings(model, mode="cut", front=True, builds=25, calibration_data=None))

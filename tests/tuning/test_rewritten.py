@@ -30,6 +30,7 @@ from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subject import Subject, open_subject
+from qdqtune.types import Failure
 from runs import mixed, rows, settings, write
 from workers import Build, Workers
 
@@ -212,6 +213,25 @@ def test_pairs_do_not_ship_for_what_rewrites_gave(alone_proves: bool, tmp_path: 
     assert bool(result.placement) is not alone_proves
     assert [n for n in result.notes if "did not prove more than its rewrites: 1.00x" in n], result.notes
     assert result.summary["proof_builds"] == 12
+
+
+def test_rewrites_ship_without_samples_as_they_are_exact(tmp_path: Path) -> None:
+    result = tune(run(tmp_path, swishing(), calibration_data=None))
+    assert result.improved
+    assert not result.placement
+    assert (result.summary["accuracy"], result.summary["unchecked"]) == ("not measured", False)
+
+
+def test_a_rewrite_that_an_accident_kept_out_is_tried_by_the_next_run(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(rewritten, "compare_builds", lambda *_: Failure("crash", "the engine process ended"))
+        first = tune(run(tmp_path, swishing()))
+    assert first.summary["rewrites"]["names"] == []
+    second = tune(run(tmp_path, swishing()))
+    assert second.summary["rewrites"]["names"] == ["hardswish"]
+    kinds = [record["kind"] for record in rows(tmp_path / "out" / "autotuner_state.yaml")]
+    assert kinds.count("ranges") == 1  # what was measured of the other float model is forgotten
+    assert tune(run(tmp_path, swishing())).summary == second.summary
 
 
 def test_nothing_applies_and_nothing_is_spent(tmp_path: Path) -> None:

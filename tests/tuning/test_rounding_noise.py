@@ -11,6 +11,8 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.engines.formats import numeric_format
+from qdqtune.numerics.sensitivity import quantized_weights
+from qdqtune.tuning import rounding_noise
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.rounding_noise import noise_of
@@ -27,6 +29,24 @@ def test_noise_is_not_measured_twice(model: Path) -> None:
     first = tune(noisy)
     assert tune(noisy).history == first.history
     assert tune(noisy).ratio == first.ratio
+
+
+@pytest.mark.parametrize(("deadline", "is_cut_short"), [(None, False), (0.0, True)])
+def test_tensors_that_a_time_budget_could_not_tell_apart_are_measured_again(
+    deadline: float | None, is_cut_short: bool, tmp_path: Path
+) -> None:
+    run = SimpleNamespace(
+        subject=SimpleNamespace(accuracy=feeds(MODEL)),
+        settings=SimpleNamespace(model=write(MODEL, tmp_path)),
+        budget=SimpleNamespace(builds=1),
+        bench=SimpleNamespace(deadline=deadline, trial_seconds=1.0),
+        runner=SimpleNamespace(memory=None),
+        **{"observer": Silent(), "others": (), "execution": EXECUTION},
+    )
+    weights = quantized_weights(MODEL, dict.fromkeys(SHARES, W8))
+    measured = rounding_noise._measured(cast(Run, run), "storing weights", MODEL, weights, 0.0, 0.5)
+    assert measured.alone is not None
+    assert measured.is_cut_short is is_cut_short
 
 
 @pytest.mark.usefixtures("workers")

@@ -16,6 +16,7 @@ from qdqtune.errors import BadOption, BadState, BaselineFailed, Cancelled, Outpu
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.records import (
     ComparisonRecord,
+    DenormalsRecord,
     MetricRecord,
     NoiseRecord,
     Outcome,
@@ -282,4 +283,27 @@ def test_what_the_machine_ends_keeps_its_file(path: Path) -> None:
         insist(Failure("crash", "killed"), "it failed", BaselineFailed)
     with pytest.raises(BaselineFailed):
         ended_by(ended.value, path, RECORDS[:1])
+    assert found(path) == RECORDS[:1]
+
+
+def test_what_was_cut_short_is_measured_again_by_the_next_session(path: Path) -> None:
+    left = DenormalsRecord(is_cut_short=True)
+    with Store(path, RUN) as store:
+        store.put(left)
+        assert store.get(DenormalsRecord) == left
+    with Store(path, RUN) as store:
+        assert store.get(DenormalsRecord) is None
+        assert store.left(DenormalsRecord) == left
+        store.put(DenormalsRecord())
+    with Store(path, RUN) as store:
+        assert store.get(DenormalsRecord) == DenormalsRecord()
+        assert store.left(DenormalsRecord) is None
+
+
+def test_a_store_forgets_what_was_measured_and_keeps_what_the_run_is(path: Path) -> None:
+    fill(path)
+    with Store(path, RUN) as store:
+        store.forget()
+        assert store.of(Record) == ()
+        store.put(RECORDS[0])
     assert found(path) == RECORDS[:1]

@@ -131,6 +131,10 @@ def test_without_time_other_sizes_count_as_the_most_similar_one(tmp_path: Path) 
     assert engine.asked == 1
     assert found.keys() == {Edge(f"w{i}", f"m{i}", 1) for i in range(3)}
     assert [shares[WeightFormat(4, 32)] for shares in found.values()] == pytest.approx([0.4] * 3)
+    shares_of(tmp_path, engine, graph, layers)
+    assert engine.asked == 1 + 3  # a run with time tries them all
+    shares_of(tmp_path, engine, graph, layers)
+    assert engine.asked == 1 + 3
 
 
 def test_the_time_of_a_product_is_the_sum_over_its_layers_and_its_part_of_shared_ones(tmp_path: Path) -> None:

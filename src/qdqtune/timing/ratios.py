@@ -158,6 +158,21 @@ def _rank(rounds: int, error: float) -> int:
     return rank
 
 
+FUTILE = 0.997
+"""A candidate whose median ratio is no better than this at a look is not worth more rounds. Chosen, not measured."""
+
+
+def settled(measured: Ratio) -> bool:
+    """Whether more rounds are not worth their time: the comparison is decided, or shows no gain."""
+    return measured.verdict != "undecided" or measured.median > FUTILE
+
+
+def is_cut_short(measurement: Measurement, plan: Plan) -> bool:
+    """Whether a comparison ended earlier than this plan would have ended it: for want of time, or by another plan."""
+    rounds = len(measurement.a)
+    return rounds < plan.looks[0] or (rounds < plan.looks[-1] and not settled(ratio(measurement, plan)))
+
+
 def envelope(ratios: Sequence[Ratio]) -> Ratio:
     """One ratio for several that have to agree: the mean of the medians, and the widest interval."""
     lows, highs = [r.low for r in ratios], [r.high for r in ratios]

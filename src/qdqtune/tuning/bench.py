@@ -17,7 +17,7 @@ from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.numerics.labelled import measure
 from qdqtune.numerics.losses import Score
 from qdqtune.numerics.scores import Scores, scores_of
-from qdqtune.timing.ratios import Plan
+from qdqtune.timing.ratios import Plan, is_cut_short
 from qdqtune.tuning.candidates import Loaded
 from qdqtune.tuning.records import (
     LayersRecord,
@@ -152,8 +152,8 @@ class Bench:
         if record.accuracy.at_most_db is not None and not self._conditions.limits.is_surely_missed(record.accuracy):
             return None  # or its outputs were not compared any further, as they missed a limit that was higher
         rounds = record.result.samples
-        if record.check is None and rounds is not None and len(rounds.a) < self._conditions.plan.looks[0]:
-            return None  # or by one whose plan was content with fewer rounds
+        if record.check is None and rounds is not None and is_cut_short(rounds, self._conditions.plan):
+            return None  # or by one that had less time, or whose plan was content with fewer rounds
         return remembered(number, proposal, against, record)
 
     def keep_only(self, placement: Placement) -> None:

@@ -47,6 +47,9 @@ SHARE, LEAST_SECONDS = 0.05, 3.0
 the time to start a process and to build a small model, none is made. Chosen, not measured."""
 
 
+CUT_SHORT = DenormalsRecord(is_cut_short=True)
+
+
 def with_denormals_as_zero(ready: Ready, constants: ConstantFile) -> Ready:
     """`ready` with an engine that takes denormal numbers as zero, if that makes the float model faster. This is
     measured once and kept in the state file. `ready` stays unchanged if the user has set the option, if the engine does
@@ -61,7 +64,12 @@ def with_denormals_as_zero(ready: Ready, constants: ConstantFile) -> Ready:
     if not has_option or OPTION in spec.options or runner.memory is not None or settings.ray is not None:
         return ready
     as_zero = EngineSpec(spec.name, {**spec.options, OPTION: True})
-    record = ready.store.get(DenormalsRecord) or ready.store.put(_measured(ready, as_zero, constants))
+    record, store = ready.store.get(DenormalsRecord), ready.store
+    if record is None:
+        record = _measured(ready, as_zero, constants)
+        if (left := store.left(DenormalsRecord)) is not None and left.as_zero != record.as_zero:
+            store.forget()
+        store.put(record)
     if record.note:
         ready = replace(ready, notes=(*ready.notes, record.note))
     if not record.as_zero:
@@ -75,6 +83,8 @@ def decided(measured: Measurement, difference: Accuracy, engine: str) -> Denorma
     """Decide on rounds of the float model as it is (a) and with denormal numbers as zero (b), and on the difference of
     their outputs."""
     found = ratio(measured, PLAN)
+    if found.verdict == "undecided" and found.median * MATTERS <= 1 and len(measured.a) < PLAN.looks[-1]:
+        return CUT_SHORT
     if found.verdict != "faster" or found.median * MATTERS > 1:
         return DenormalsRecord()
     note = f"denormal numbers slow the float model: with these as zero it is {found.speedup} as fast"
@@ -88,7 +98,7 @@ def decided(measured: Measurement, difference: Accuracy, engine: str) -> Denorma
 
 def _measured(ready: Ready, as_zero: EngineSpec, constants: ConstantFile) -> DenormalsRecord:
     """Time the float model with and without denormal numbers as zero, each in a process of its own, as ONNX Runtime
-    decides that once in a process; and compare the outputs. Nothing is decided where an engine fails or time is short.
+    decides that once in a process; and compare the outputs. Nothing is decided where an engine fails, or time is short.
     """
     settings, subject, begun = ready.settings, ready.subject, time.monotonic()
     most = inf if ready.ends is None else SHARE * (ready.ends - begun)
@@ -97,7 +107,7 @@ def _measured(ready: Ready, as_zero: EngineSpec, constants: ConstantFile) -> Den
         return found.median * MATTERS > 1 or found.verdict != "undecided" or time.monotonic() > begun + most
 
     if most < LEAST_SECONDS:
-        return DenormalsRecord()
+        return CUT_SHORT
     ready.observer.stage("timing the float model with denormal numbers as zero")
     constants.keep(subject.model)
     file, samples = constants.write(subject.model, "float"), [workload.inputs for workload in subject.mix]
@@ -111,13 +121,14 @@ def _measured(ready: Ready, as_zero: EngineSpec, constants: ConstantFile) -> Den
             runner.feed(subject.mix)
             build = runner.load(file, "denormals")
             if isinstance(build, Failure):
-                return DenormalsRecord()
+                return DenormalsRecord(is_cut_short=build.is_transient)
             stack.callback(runner.unload, build)
             builds.append((runner, build))
         measured = compare(_rounds(builds, settings.seed), PLAN, decided=is_done)
         outputs = [runner.outputs(build, samples) for runner, build in builds]
     if isinstance(measured, Failure) or isinstance(outputs[0], Failure) or isinstance(outputs[1], Failure):
-        return DenormalsRecord()
+        results = measured, *outputs
+        return DenormalsRecord(is_cut_short=any(isinstance(r, Failure) and r.is_transient for r in results))
     return decided(measured, accuracy(outputs[0], outputs[1], NO_SCORES), settings.engine.name)
 
 

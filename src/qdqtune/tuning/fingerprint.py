@@ -11,7 +11,6 @@ import msgspec
 
 from qdqtune.calibration.workloads import description
 from qdqtune.errors import reading
-from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subject import Subject
 from qdqtune.types import NumericFormat
@@ -26,7 +25,8 @@ class CalibrationData(msgspec.Struct, frozen=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that measurements depend on; budgets are no part of it.
+    """Everything that measurements depend on; budgets are no part of it, nor are the rounds that they have room for:
+    what a plan with fewer rounds has left open is measured again (see `ratios.is_cut_short`).
 
     Options come before entries that follow from them, so that the first difference is the one that the user made.
     """
@@ -44,7 +44,6 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     from_qdq: bool
     workloads: str | None
     input_shapes: dict[str, tuple[int | None, ...]]
-    rounds: Plan
     engine: dict[str, str]
     deploy_threads: tuple[int, ...]
     portable: bool | None = None
@@ -79,7 +78,6 @@ def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, st
         deploy_threads=tuple(count for count in settings.thread_counts if count is not None),
         portable=settings.portable or None,
         input_shapes={name: tuple(sizes) for name, sizes in sorted(subject.prepared.sizes.items())},
-        rounds=settings.plan,
         engine=dict(engine),
         numeric_format=subject.numbers,
         model=subject.model.fingerprint,

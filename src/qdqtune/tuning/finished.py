@@ -111,8 +111,9 @@ class FinishedRun:
 
     @property
     def plan(self) -> Plan:
-        """The numbers of rounds after which candidates were judged, with the error of a comparison."""
-        return self.fingerprint.rounds
+        """The numbers of rounds after which candidates were judged, with the error of a comparison; the usual
+        ones if run.json is gone."""
+        return Plan() if self.log is None else self.log.plan
 
     @property
     def proof_plan(self) -> Plan:

@@ -18,6 +18,7 @@ from qdqtune.tuning import advice
 from qdqtune.tuning.denormals import with_denormals_as_zero
 from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.tuning.finished import recalled, remember
+from qdqtune.tuning.folder import FRONT
 from qdqtune.tuning.front import prove_apart, prove_front
 from qdqtune.tuning.modes import MODES
 from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent
@@ -77,6 +78,8 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> tuple[Result, bool]:
     run.bench.stand_alone()
     if settings.is_timed and (history or settings.time_budget is None):
         run.observer.stage("proving the result on fresh builds")
+    if not settings.front:
+        run.output.clear(FRONT)  # that of an earlier run would lie beside another result
     by_points = mode.strategy if isinstance(mode.strategy, FrontSearch) and history else None
     front = prove_front(history, run, by_points) if settings.front else None
     proof = front.proof if front else prove(history, run) if settings.is_timed else chosen_by_rule(history, run)

@@ -38,9 +38,11 @@ Shipped = Literal["tuned", "baseline", "given"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
-    """A line of the state file; `of` tells records of one kind apart."""
+    """A line of the state file; `of` tells records of one kind apart. What `is_cut_short` lacks something, for want of
+    time or by an accident: a later session measures it again."""
 
     of: str = ""
+    is_cut_short: bool = False
 
 
 R = TypeVar("R", bound=Record)

@@ -28,13 +28,12 @@ from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.timing.pairing import compare_builds
-from qdqtune.timing.ratios import Ratio, ratio
+from qdqtune.timing.ratios import Ratio, is_cut_short, ratio, settled
 from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.records import NO_REWRITES, Form, Outcome, RewriteRecord, RewritesRecord, Tried, TriedRewrites
 from qdqtune.tuning.run import Ready
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subject import Subject, open_subject
-from qdqtune.tuning.trial_worker import settled
 from qdqtune.types import Failure, Measurement, Placement
 
 FORMS: Mapping[str, tuple[Form, ...]] = {
@@ -77,8 +76,10 @@ def with_rewrites(ready: Ready, constants: ConstantFile) -> Ready:
     if record is None:
         if not (names := _applicable(ready.settings, subject)):
             return ready
-        found, subject = _search(names, ready, constants)
-        store.put(RewritesRecord(found=found))
+        found, subject, is_cut_short = _search(names, ready, constants)
+        if (left := store.left(RewritesRecord)) is not None and left.found.names != found.names:
+            store.forget()  # candidates were made of another float model
+        store.put(RewritesRecord(found=found, is_cut_short=is_cut_short))
     elif (found := record.found).names:
         subject = open_subject(
             ready.settings, ready.runner, ready.execution, replace(subject.rewrites, names=found.names)
@@ -108,8 +109,9 @@ def _applicable(settings: Settings, subject: Subject) -> list[str]:
     return names
 
 
-def _search(names: Sequence[str], ready: Ready, constants: ConstantFile) -> tuple[TriedRewrites, Subject]:
-    """Try these rewrites in this order; gives their results, and the model with those that are kept."""
+def _search(names: Sequence[str], ready: Ready, constants: ConstantFile) -> tuple[TriedRewrites, Subject, bool]:
+    """Try these rewrites in this order; gives their results, the model with those that are kept, and whether time or an
+    accident of the engine left something open."""
     ready.observer.stage(f"trying rewrites: {', '.join(names)}")
     constants.keep(ready.subject.model)
     ready.runner.feed(at_each(ready.subject.mix, ready.settings.thread_counts))
@@ -120,7 +122,7 @@ def _search(names: Sequence[str], ready: Ready, constants: ConstantFile) -> tupl
             found, kept = _tried(name, found, kept, builder)
     finally:
         builder.close()
-    return found, kept.subject
+    return found, kept.subject, builder.is_cut_short
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,12 @@ def _tried(name: str, found: TriedRewrites, kept: _FloatModel, builder: _Builder
     for form in FORMS[name]:
         if form == "pairs" and not settings.has_pairs:
             continue
-        wanted = 1 + (form not in kept.builds)
-        if builder.is_late(READINGS) or found.builds + wanted > MOST_REWRITE_BUILDS:
+        wanted, of = 1 + (form not in kept.builds), f"{'+'.join(made.names)}:{form}"
+        is_late = builder.recorded(of) is None and builder.is_late(READINGS)
+        if is_late or found.builds + wanted > MOST_REWRITE_BUILDS:
+            builder.is_cut_short |= is_late
             return _noted(found, f"rewrite {name} was not tried: no room for its builds"), kept
-        result, spent = _compared(form, kept, rewritten, f"{'+'.join(made.names)}:{form}", builder)
+        result, spent = _compared(form, kept, rewritten, of, builder)
         found = replace(found, builds=found.builds + spent)
         if result is None:
             continue
@@ -171,13 +175,16 @@ def _compared(
     """Rounds of two models in one form, from the store if its record `of` has them, and the builds that they took; None
     if there is nothing to compare, as the engine refuses the model kept so far or rules place no pair."""
     store, before = builder.ready.store, builder.count
-    record = store.get(RewriteRecord, of)
+    record = builder.recorded(of)
     if record is None:
         result = _measured(form, kept, rewritten, f"rewrite:{of}", builder)
         spent = builder.count - before
         if result is None:
             return None, spent
-        record = store.put(RewriteRecord(of=of, result=Outcome.of(result), builds=spent))
+        is_accident = isinstance(result, Failure) and result.is_transient
+        is_open = isinstance(result, Measurement) and is_cut_short(result, builder.ready.settings.plan)
+        builder.is_cut_short |= is_accident or is_open
+        record = store.put(RewriteRecord(of=of, result=Outcome.of(result), builds=spent, is_cut_short=is_open))
     return record.result.result, record.builds
 
 
@@ -187,6 +194,7 @@ def _measured(
     runner, settings = builder.ready.runner, builder.ready.settings
     a = builder.build(form, kept, "kept")
     if a is None or isinstance(a, Failure):
+        builder.is_cut_short |= a is not None and a.is_transient
         return None
     b = builder.build(form, rewritten, key.replace(":", "_").replace("+", "_"))
     if b is None or isinstance(b, Failure):
@@ -223,13 +231,20 @@ def _difference(kept: _FloatModel, rewritten: _FloatModel, builder: _Builder) ->
 @dataclass
 class _Builder:
     """Builds the models that are compared, each once in a form. `write` makes a file of a model, `begun` is when trying
-    began (by `time.monotonic`), `count` are the builds so far."""
+    began (by `time.monotonic`), `count` are the builds so far. It `is_cut_short` if something was left open."""
 
     ready: Ready
     write: Callable[[Model, str], Path]
     begun: float
     handles: list[Handle] = field(default_factory=list)
     count: int = 0
+    is_cut_short: bool = False
+
+    def recorded(self, of: str) -> RewriteRecord | None:
+        """The comparison of an earlier session, unless it had more rounds to come by the plan of this one."""
+        record = self.ready.store.get(RewriteRecord, of)
+        samples = None if record is None else record.result.samples
+        return None if samples is not None and is_cut_short(samples, self.ready.settings.plan) else record
 
     def close(self) -> None:
         """Unload all builds."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -160,9 +161,10 @@ def _wide_noise(run: Run, narrow: Mapping[str, float], floor: float) -> Mapping[
     if record is None:
         model = scaled(subject.shaped, subject.ranges.factors)
         values = each_value(model, subject.ranges, subject.numbers, subject.possible, wide=True)
-        alone, failure = _measured(run, "rounding each tensor to 16 bits", model, values, floor, TIME_SHARE)
+        measured = _measured(run, "rounding each tensor to 16 bits", model, values, floor, TIME_SHARE)
         steps = {tensor: noise / STEPS_IN_ONE**2 for tensor, noise in narrow.items()}
-        record = run.store.put(NoiseRecord(of=of, alone=steps | (alone or {}), failure=failure))
+        alone, failure = steps | (measured.alone or {}), measured.failure
+        record = run.store.put(NoiseRecord(of=of, alone=alone, failure=failure, is_cut_short=measured.is_cut_short))
     return record.alone
 
 
@@ -188,9 +190,10 @@ def _tensor_noise(run: Run, tensors: Iterable[str], floor: float, share: float) 
     if record is None:
         model = scaled(subject.shaped, subject.ranges.factors)  # the ranges are those of the equalized model
         values = each_value(model, subject.ranges, subject.numbers, subject.possible)
-        alone, failure = _measured(run, "rounding each tensor", model, values, floor, share)
-        noise = dict.fromkeys(tensors, 1.0) if alone is None else alone
-        record = run.store.put(NoiseRecord(of=of, alone=noise, failure=failure))
+        measured = _measured(run, "rounding each tensor", model, values, floor, share)
+        noise = dict.fromkeys(tensors, 1.0) if measured.alone is None else measured.alone
+        failure, is_cut_short = measured.failure, measured.is_cut_short
+        record = run.store.put(NoiseRecord(of=of, alone=noise, failure=failure, is_cut_short=is_cut_short))
     return record.alone
 
 
@@ -205,12 +208,12 @@ def _weight_noise(
     if record is None:
         is_dynamic = any(s.dynamic for shares in run.format_shares.values() for s in shares)
         part = share / 2 if is_dynamic else share
-        of_activation, lost = _activation_noise(run, floor, part) if is_dynamic else ({}, None)
+        of_activation, activations = _activation_noise(run, floor, part) if is_dynamic else ({}, Measured({}))
         weights = quantized_weights(model, coarsest)
-        alone, failure = _measured(run, "storing each weight in fewer bits", model, weights, floor, part)
+        stored = _measured(run, "storing each weight in fewer bits", model, weights, floor, part)
         shares = {edge: error_of(model, edge, weight_format) for edge, weight_format in coarsest.items()}
-        noise = shares if alone is None else {edge: alone[edge.tensor] for edge in coarsest}
-        measured = tuple(
+        noise = shares if stored.alone is None else {edge: stored.alone[edge.tensor] for edge in coarsest}
+        rows = tuple(
             (
                 edge.tensor,
                 weight_format.name,
@@ -220,13 +223,14 @@ def _weight_noise(
             for edge, weight_formats in run.format_shares.items()
             for weight_format in weight_formats
         )
-        record = run.store.put(WeightNoiseRecord(of=of, noise=measured, failure=failure or lost))
+        failure, is_cut_short = stored.failure or activations.failure, stored.is_cut_short or activations.is_cut_short
+        record = run.store.put(WeightNoiseRecord(of=of, noise=rows, failure=failure, is_cut_short=is_cut_short))
     return {(tensor, name): noise for tensor, name, noise in record.noise}
 
 
-def _activation_noise(run: Run, floor: float, share: float) -> tuple[Mapping[Edge, float], Failure | None]:
+def _activation_noise(run: Run, floor: float, share: float) -> tuple[Mapping[Edge, float], Measured]:
     """By the edge of a weight that may have dynamic quantization, the noise of rounding the activation of its product:
-    its part, where several products read the activation. Empty, with the reason, if it cannot be measured.
+    its part, where several products read the activation, and how that was measured. Empty if it cannot be measured.
 
     It is measured apart from weights, whose noise in 4 bits would hide it where neighbours share what they do together.
     """
@@ -234,21 +238,31 @@ def _activation_noise(run: Run, floor: float, share: float) -> tuple[Mapping[Edg
     able = (edge for edge, shares in run.format_shares.items() if any(s.dynamic for s in shares))
     inputs = {edge: model.node(edge.node).into[0] for edge in able}
     what = "rounding activations at run time"
-    alone, failure = _measured(run, what, model, dict.fromkeys(inputs.values()), floor, share)
-    readers = Counter(e.tensor for e in inputs.values())
+    measured = _measured(run, what, model, dict.fromkeys(inputs.values()), floor, share)
+    alone, readers = measured.alone, Counter(e.tensor for e in inputs.values())
     found = {edge: alone[i.tensor] / readers[i.tensor] for edge, i in inputs.items()} if alone else {}
-    return found, failure
+    return found, measured
 
 
-def _measured(
-    run: Run, what: str, model: Model, pairs: Mapping[Edge, How], floor: float, share: float
-) -> tuple[dict[str, float] | None, Failure | None]:
+@dataclass(frozen=True)
+class Measured:
+    """The noise of each tensor `alone`; or None and the reason, if ONNX Runtime cannot run the model. It `is_cut_short`
+    if a time budget left tensors that are not told apart."""
+
+    alone: dict[str, float] | None
+    failure: Failure | None = None
+    is_cut_short: bool = False
+
+
+def _measured(run: Run, what: str, model: Model, pairs: Mapping[Edge, How], floor: float, share: float) -> Measured:
     """The noise of each tensor alone, measured within `share` of the time left; tensors that together make less than
-    `floor` share it. Or None and the reason, if ONNX Runtime cannot run the model. `what` names the measurement to the
-    user."""
+    `floor` share it. `what` names the measurement to the user."""
     run.observer.stage(f"measuring what {what} does to the outputs")
+    deadline, is_thinned = _deadline(run, share), False
 
     def thinned(fewer: int, wanted: int, seconds: float) -> None:
+        nonlocal is_thinned
+        is_thinned = True
         run.observer.note(
             f"what {what} does to the outputs is measured in {fewer} runs in place of {wanted}, as each takes "
             f"{seconds:.3g} s: tensors that are not told apart share what they do together"
@@ -260,14 +274,16 @@ def _measured(
         run.subject.accuracy,
         floor=floor,
         listener=run.observer,
-        deadline=_deadline(run, share),
+        deadline=deadline,
         workers=_processes(run),
         budget=run.runner.memory,
         execution=run.execution,
         on_fewer=thinned,
     )
     run.observer.stage(SEARCHING)
-    return (None, alone) if isinstance(alone, Failure) else (alone, None)
+    if isinstance(alone, Failure):
+        return Measured(None, alone)
+    return Measured(alone, None, run.bench.deadline is not None and (is_thinned or time.monotonic() > deadline))
 
 
 def error_of(model: Model, edge: Edge, weight_format: WeightFormat) -> float:

@@ -58,7 +58,6 @@ OTHER_MACHINE = (
 )
 
 LABELS: Mapping[tuple[str, ...], str] = {
-    ("rounds", "looks"): "rounds of comparisons (`effort`)",
     ("graph_json",): "graph JSON",
 }
 """Names for users of entries of the fingerprint whose own names do not explain them."""
@@ -112,6 +111,9 @@ class Store:
                     raise BadState(f"{path} is no state file: choose another `state_file`, or remove it")
                 self._file.truncate(0)
             self.journal = self._opened(json.loads(json.dumps(plain(fingerprint, "deterministic"))))
+            self._left = {key: record for key, record in self.journal.records.items() if record.is_cut_short}
+            for key in self._left:
+                del self.journal.records[key]
         except BaseException:
             self._file.close()
             raise
@@ -132,6 +134,21 @@ class Store:
     def get(self, kind: type[R], of: str = "") -> R | None:
         """The record of this kind and this `of`, written by this run or an earlier one; None if there is none."""
         return self.journal.get(kind, of)
+
+    def left(self, kind: type[R]) -> R | None:
+        """The record of this kind that an earlier session left, as it was cut short; None if there is none."""
+        return cast(R | None, self._left.get((kind, "")))
+
+    def forget(self) -> None:
+        """Forget everything that was measured: another float model, or another engine, is measured from now on.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        with writing(self.path):
+            self._file.truncate(0)
+        self._append(self.journal.head)
+        self.journal.records.clear()
 
     def put(self, record: R) -> R:
         """Write a record to disk; it survives a kill of the process. Gives the record.

@@ -24,14 +24,11 @@ from qdqtune.numerics.scores import Scores
 from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.pairing import RoundsElsewhere, fresh_builds, rounds_of, shared_rounds
-from qdqtune.timing.ratios import Plan, Ratio, Rounds, compare, judge
+from qdqtune.timing.ratios import Plan, Rounds, compare, judge, settled
 from qdqtune.tuning.candidates import Candidates, Loaded
 from qdqtune.types import Array, CostsByRule, Failure, Measurement, Placement, Proposal, Sample, Trial
 
 NO_NODES = Failure("build", "the provider runs no node of the model: do its options name a chip that it knows?")
-
-FUTILE = 0.997
-"""A candidate whose median ratio is no better than this at a look is not worth more rounds. Chosen, not measured."""
 
 BRIEF_ROUNDS = 2
 """Rounds of a candidate for which time is short from the start: they say whether a proof is worth its time. Chosen, not
@@ -325,8 +322,3 @@ def _is_late(begun: float, deadline: float | None) -> bool:
     """Whether the next look of a comparison would end too late: it takes about as long as all before."""
     now = time.monotonic()
     return deadline is not None and now + (now - begun) > deadline
-
-
-def settled(measured: Ratio) -> bool:
-    """Whether more rounds are not worth their time: the comparison is decided, or shows no gain."""
-    return measured.verdict != "undecided" or measured.median > FUTILE

@@ -129,7 +129,8 @@ def format_shares(
             if not tried or not is_late():
                 shares_of, lost = _tried(size, wanted, subject, runner, counts)
                 tried[size.key], failure = shares_of, failure or lost
-        record = store.put(WeightFormatsRecord(shares=tried, failure=failure))
+        is_cut_short = len(tried) < len(kinds)
+        record = store.put(WeightFormatsRecord(shares=tried, failure=failure, is_cut_short=is_cut_short))
         runner.feed(before)
     shares, found = record.shares, {}
     kinds = [size for size in kinds if size.key in shares]
