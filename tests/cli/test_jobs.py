@@ -75,6 +75,7 @@ def test_a_model_that_fails_does_not_end_the_others_and_all_go_on(call, tmp_path
     _, again, _ = call(*asked)
     assert [state.read_bytes() for state in states] == before
     assert [line.split()[1] for line in again.splitlines() if ".onnx" in line] == ["failed", "tuned", "baseline"]
+    assert again.count("not measured") == 2
     code, table, _ = call("tune", first, second, "-o", tmp_path / "other", *QUICK, "--dry-run")
     assert code == 0
     assert "latency, ms" in table

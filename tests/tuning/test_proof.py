@@ -132,6 +132,7 @@ def test_a_metric_of_the_user_checks_what_no_samples_check(changes: dict[str, An
     assert asked(min_sqnr=None, min_agreement=0.9).withholds_pairs
     assert not asked(evaluate="m:f").withholds_pairs
     assert asked(evaluate="m:f", min_sqnr=30.0).withholds_pairs
+    assert not asked().limits.are_set  # random inputs do not tell whether they hold
     assert not settings(model, **changes).withholds_pairs
 
 

@@ -36,7 +36,7 @@ from qdqtune.tuning.options import MODELS
 CODES = (0, 3, 4)
 """Exit codes of runs that came to their end, the best first; every other one is worse than these."""
 
-FACTS = ("shipped", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "output_sqnr_db")
+FACTS = ("shipped", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "output_sqnr_db", "accuracy")
 
 OWN = ("output_dir", "as_machine", "workers", "cores_per_worker", "ray", "on")
 """Options that are not passed to jobs as they were typed."""
@@ -166,6 +166,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
         times = ["" if row[name] is None else f"{row[name]:.3f}" for name in ("baseline_ms", "final_ms")]
         gain = "" if row["ratio"] is None else speed(row["ratio"])
         noise = "" if row["output_sqnr_db"] is None else f"{row['output_sqnr_db']:.1f}"
+        noise = "not measured" if row["accuracy"] == "not measured" else noise
         cells.append((row["model"], row["shipped"] or "failed", *times, gain, noise, str(row["exit_code"])))
     return Table(("model", "ships", "baseline, ms", "final, ms", "speedup", "SQNR, dB", "exit code"), cells)
 

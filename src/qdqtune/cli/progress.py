@@ -220,7 +220,8 @@ def _by_rule_text(trial: Trial, outcome: str, state: State) -> str:
     """The result of a candidate that was not timed: nodes elsewhere, tensors in 16 bits, accuracy, and whether it is
     taken."""
     wide, left = len({edge.tensor for edge in trial.placement.wide}), len(left_nodes(trial.layers or ()))
-    facts = f"{counted(left, 'node')} elsewhere, {counted(wide, 'tensor')} read in 16 bits, {decibels(trial.sqnr_db)}"
+    exact = decibels(trial.sqnr_db) if state.judged else "accuracy not measured"
+    facts = f"{counted(left, 'node')} elsewhere, {counted(wide, 'tensor')} read in 16 bits, {exact}"
     if outcome == "inaccurate":
         return f"{facts}, not taken: {state.missed or 'too inaccurate'}"
     is_best = state.best == trial.placement

@@ -205,8 +205,7 @@ def _result_line(result: Result, final: Path) -> str:
         made = "tuned model" if result.placement else "float model with the changes told above"
         return f"{final} is the {made}{unchecked}"
     copied = "the baseline" if result.shipped == "baseline" else "a copy of the model that you gave"
-    is_limited = result.summary["min_sqnr_db"] is not None or result.summary["min_agreement"] is not None
-    if result.withheld is not None or (not is_timed and is_limited and result.summary["accuracy"] == "not measured"):
+    if result.withheld is not None or (not is_timed and result.summary["accuracy"] == "not measured"):
         seen = "" if result.withheld is None else f"{speed(result.withheld)} was seen in the search, but "
         asked = "give --calibration-data, or --min-sqnr none to ship unchecked"
         return f"{seen}accuracy was not measured: {final} is {copied}; {asked}"

@@ -121,6 +121,7 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> list[Trial]:
                 known = [*history, *accepted(trials, plan, best, run.slower([*history, *trials]))]
                 state = budget.state(known, plan, time.monotonic() - started, replayed=replayed)
                 state = replace(state, missed=run.limits.why_refused(trials[-1]), timed=run.settings.is_timed)
+                state = replace(state, judged=run.settings.has_samples)
                 observer.trial(trials[-1], outcome(trials[-1], plan), state)
                 if budget.is_spent([*history, *trials]) or is_useless(trials[-1]):
                     break

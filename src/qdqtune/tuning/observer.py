@@ -24,7 +24,8 @@ class State:
     the best placement over the float model's: the product of the accepted ratios. `seconds_left` is an estimate for the
     whole run, proof included. `replayed`: the trial was read from the state file. `ratio` is the trial's ratio to the
     float model, None if it failed; `against_ratio` that of the placement that it was compared with. `missed` names the
-    limit on accuracy that it misses, if any. `timed` is False where costs by rule stand in the place of times.
+    limit on accuracy that it misses, if any. `timed` is False where costs by rule stand in the place of times,
+    `judged` where inputs are random, so that outputs say nothing of accuracy.
     """
 
     builds: int
@@ -38,6 +39,7 @@ class State:
     against_ratio: float = 1.0
     missed: str | None = None
     timed: bool = True
+    judged: bool = True
 
 
 class Cancel(Protocol):

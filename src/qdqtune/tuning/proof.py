@@ -96,8 +96,7 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     """
     settings, folder = run.settings, run.settings.output_dir
     run.candidates.write_whole(Placement(), folder / BASELINE)
-    is_missed = any(t.proposal.origin == "imported" and t.holds is False for t in history)
-    pairs_hold = settings.from_qdq and (settings.withholds_pairs or not is_missed)
+    pairs_hold = settings.from_qdq and not any(t.proposal.origin == "imported" and t.holds is False for t in history)
     is_rewritten = bool(run.subject.changes)
     terms = Terms(pairs_hold or _is_folded(run), is_rewritten, run.found.ratio)
     is_bounded = settings.time_budget is not None

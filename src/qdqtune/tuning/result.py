@@ -265,8 +265,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
             settings.engine.name: description.get("version", ""),
         },
     }
-    limits = run.limits.summary(history, settings.plan, _metric_after(proof, run))
-    return summary | limits | ({"constraint_met": None} if settings.withholds_pairs else {})
+    return summary | run.limits.summary(history, settings.plan, _metric_after(proof, run))
 
 
 def _is_unchecked(proof: Proof, run: Run) -> bool:

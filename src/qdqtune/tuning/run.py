@@ -323,7 +323,7 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
             other = "use `min_agreement` or `evaluate`"
             raise BadOption(f"`{name}` is about float outputs, and the model has none: {other}")
     limits = _about(bench, settings.limits)
-    if isinstance(settings.min_agreement, float) and limits.min_agreement is None:
+    if isinstance(settings.min_agreement, float) and settings.has_samples and limits.min_agreement is None:
         observer.note(f"no output holds integers, and {bench.scores.told}. `min_agreement` has no effect")
     if not budget.is_late and settings.is_timed:  # a simulator computes the same again, and floats slowly
         _check_repeatability(limits, bench)

@@ -212,9 +212,10 @@ class Settings(SearchOptions):
 
     @property
     def limits(self) -> Limits:
-        """The limits on accuracy, without the metric of the float model."""
+        """The limits on accuracy, without the metric of the float model. On outputs there are none without samples."""
         drop = None if not self.has_metric or self.max_drop == "auto" else self.max_drop
-        return replace(self._on_outputs(has_metric=self.has_metric), max_drop=drop)
+        on_outputs = self._on_outputs(has_metric=self.has_metric) if self.has_samples else Limits()
+        return replace(on_outputs, max_drop=drop)
 
     @property
     def has_samples(self) -> bool:
@@ -224,13 +225,12 @@ class Settings(SearchOptions):
     @property
     def withholds_pairs(self) -> bool:
         """Whether nothing with pairs ships: there are limits on outputs, and no samples that tell whether they hold."""
-        on_outputs = self.limits.min_sqnr, self.limits.min_sqnr_worst, self.limits.min_agreement
-        return not self.has_samples and any(limit is not None for limit in on_outputs)
+        return not self.has_samples and self._on_outputs(has_metric=self.has_metric).are_set
 
     @property
     def floor(self) -> Limits:
         """The limits on outputs where no metric decides."""
-        return self._on_outputs(has_metric=False)
+        return self._on_outputs(has_metric=False) if self.has_samples else Limits()
 
     def _on_outputs(self, *, has_metric: bool) -> Limits:
         floor = self.min_sqnr if self.min_sqnr != "auto" else None if has_metric else FLOOR_DB

@@ -47,7 +47,7 @@ def _numbers(trial: Trial, state: State) -> dict[str, float]:
     found = {
         "candidate_speedup": None if state.ratio is None else 1 / state.ratio.median,
         "best_speedup": 1 / state.best_ratio,
-        "candidate_sqnr_db": trial.sqnr_db,
+        "candidate_sqnr_db": trial.sqnr_db if state.judged else None,
         "candidate_pairs": len(trial.placement.edges),
         "builds_spent": state.builds,
     }
