@@ -43,7 +43,7 @@ def duration(seconds: float) -> str:
 def samples(count: int, is_held_out: bool) -> str:
     """How many samples outputs were compared on, and whether these were held out of calibration."""
     which = "held-out sample" if is_held_out else "sample"
-    return f"{count} {which}{'s' * (count != 1)}{' (every fifth)' * is_held_out}"
+    return f"{count} {which}{'s' * (count != 1)}"
 
 
 def placed(placement: Placement) -> str:
