@@ -44,7 +44,7 @@ from qdqtune.engines.options import with_timing_cache
 from qdqtune.errors import BadOption
 from qdqtune.explanation.page import write_report
 from qdqtune.explanation.report import report_of_run
-from qdqtune.options import REQUIRED, Anything, Option, Options, option, options_of
+from qdqtune.options import REQUIRED, Anything, Option, Options, flags_of, option, options_of
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.folder import REPORT
 from qdqtune.tuning.observer import Cancel, Observer, Observers, Silent, State, check_cancel
@@ -179,7 +179,7 @@ def _tune(options: TuneCall, observer: Observer) -> Result:
         return tune_settings(options.model, observer, check_of(options.cancel))
     done = tune_settings(options.settings(), observer, check_of(options.cancel), options.track)
     if options.report:
-        write_report(report_of_run(done.folder), done.folder / REPORT)
+        write_report(report_of_run(done.folder), done.folder / REPORT, flags_of(TuneOptions))
     return done
 
 

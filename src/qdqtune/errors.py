@@ -25,7 +25,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 
@@ -92,8 +91,9 @@ class Cancelled(QdqtuneError):
 
 
 def one_line(error: object, limit: int = 400) -> str:
-    """The text of an error without line breaks, at most `limit` characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    """The text of an error of other programs without line breaks, at most `limit` characters. Its backquotes become
+    apostrophes, as ours name options."""
+    text = " ".join(str(error).split()).replace("`", "'") or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -102,10 +102,10 @@ def escaped(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
-def with_flags(text: str, known: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The text with options in backquotes spelled as they are typed: `time_budget` becomes --time-budget. `known` are
-    flags by field name; other flags are spelled like their field."""
-    return re.sub(r"`(\w+)`", lambda found: known.get(found[1]) or f"--{found[1].replace('_', '-')}", text)
+def with_flags(text: str, flags: Mapping[str, str]) -> str:
+    """The text with options in backquotes spelled as they are typed: `time_budget` becomes --time-budget. `flags` are
+    those of the options by field name; what else stands in backquotes stays."""
+    return re.sub(r"`(\w+)`", lambda found: flags.get(found[1], found[0]), text)
 
 
 def first_of(texts: Sequence[str], separator: str = ", ", most: int = 6) -> str:

@@ -144,6 +144,11 @@ def options_of(kind: type[Options]) -> dict[str, Option[Any, Any]]:
     return found
 
 
+def flags_of(kind: type[Options]) -> dict[str, str]:
+    """The flags of the options of a command by field name."""
+    return {name: own.flag for name, own in options_of(kind).items()}
+
+
 def given_in(options: Options, kind: type[Options]) -> dict[str, Any]:
     """The values of `options`, by field name, of the options that the command of `kind` takes as well."""
     return {name: getattr(options, name) for name in options_of(kind) if name in options_of(type(options))}

@@ -117,7 +117,7 @@ def by_unit(explained: Explained) -> dict[str, tuple[tuple[str, ...], float, flo
 def drawn_groups(report: Report) -> list[tuple[list[str], float | None, float | None]]:
     """The groups in the page's data: names, and what they take before and after."""
     assert report.map is not None
-    data = compact(report.map)
+    data = compact(report.map, {})
     nodes = [node[0] for node in data["nodes"]]
     return [(nodes[g[0] : g[0] + g[1]], g[4], None if g[5] is None else g[5] + g[6]) for g in data["groups"]]
 

@@ -47,7 +47,7 @@ def page_file(report: Report, tmp_path: Path) -> Path:
 
 def written(report: Report, folder: Path) -> Path:
     file = folder / "report.html"
-    file.write_text(render(report), encoding="utf-8")
+    file.write_text(render(report, {}), encoding="utf-8")
     return file
 
 

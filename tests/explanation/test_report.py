@@ -103,7 +103,7 @@ def test_names_of_the_model_are_text_and_nothing_else(finished: Path) -> None:
     summary = json.loads(state.read_text())
     summary["model"] = hostile
     state.write_text(json.dumps(summary))
-    page = render(report_of_run(finished))
+    page = render(report_of_run(finished), {})
     assert report.title == f"{finished.parent.name}/model.onnx"
     assert "<img" not in page
     assert "\u202e" not in page
@@ -145,7 +145,7 @@ def test_where_nothing_is_faster_the_fastest_candidate_is_shown_and_named_so(tmp
     assert report.map is not None
     assert report.map.tuned.startswith("candidate ")
     assert "does not ship" in report.bars_lead
-    assert "Nothing faster" in render(report)
+    assert "Nothing faster" in render(report, {})
 
 
 @pytest.mark.parametrize("mode", ["region", "subgraph"])

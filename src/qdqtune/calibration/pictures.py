@@ -110,7 +110,7 @@ def read_settings(path: Path, content: Mapping[str, Any]) -> PictureSettings:
     try:
         found = msgspec.convert(content, PictureSettings)
     except msgspec.ValidationError as error:
-        raise BadData(f"{path}: {one_line(error).replace('`', '')}") from error  # backquotes would mean an option
+        raise BadData(f"{path}: {one_line(error)}") from error
     known = {*PictureSettings.__struct_fields__, *WITHOUT_EFFECT}
     steps = [name for name, value in content.items() if name.startswith("do_") and value and name not in known]
     if other := [*steps, *(name for name in UNKNOWN_SIZES if content.get(name))]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from qdqtune.cli.output import say_notes, with_flags
+from qdqtune.cli.output import flags, say_notes, with_flags
 from qdqtune.commands.paths import check_paths, typed
 from qdqtune.errors import QdqtuneError
 from qdqtune.options import READ, REQUIRED, SWITCH, Given, Group, Option, Options, Several, Writes, options_of
@@ -326,4 +326,4 @@ def write_page(html: Path | None, page: Callable[[ModuleType], Report]) -> None:
         from qdqtune.commands import result_pages  # imports jinja, which other commands do without
         from qdqtune.explanation.page import write_report
 
-        write_report(page(result_pages), html)
+        write_report(page(result_pages), html, flags())

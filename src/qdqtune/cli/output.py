@@ -59,11 +59,24 @@ def parsed_event(line: str) -> Event:
         return Event("line", line)
 
 
-def with_flags(text: str) -> str:
-    """The text with options spelled as they are typed, as the command at hand has them."""
+def flags() -> dict[str, str]:
+    """Flags by field name: of the command at hand; else of `tune` or `quantize`, which other commands advise."""
+    from qdqtune.commands.quantize_options import QuantizeOptions  # slow to import, and most lines name no option
+    from qdqtune.commands.tune import TuneOptions
+    from qdqtune.options import flags_of
+
     context = click.get_current_context(silent=True)
     own = () if context is None else context.command.params
-    return errors.with_flags(text, {str(p.name): max(p.opts, key=len) for p in own if isinstance(p, click.Option)})
+    return {
+        **flags_of(QuantizeOptions),
+        **flags_of(TuneOptions),
+        **{str(p.name): max(p.opts, key=len) for p in own if isinstance(p, click.Option)},
+    }
+
+
+def with_flags(text: str) -> str:
+    """The text with options spelled as they are typed."""
+    return errors.with_flags(text, flags()) if "`" in text else text
 
 
 def with_flags_in_notes(done: R) -> R:

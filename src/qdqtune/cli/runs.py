@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qdqtune.cli import progress
 from qdqtune.cli.command import AS_JSON, command, switch
-from qdqtune.cli.output import print_json, print_lines, print_prose, say_notes, show, with_flags_in_notes
+from qdqtune.cli.output import flags, print_json, print_lines, print_prose, say_notes, show, with_flags_in_notes
 from qdqtune.commands.explain import ExplainOptions, explain_run
 from qdqtune.commands.verify import VerifyOptions, verify
 from qdqtune.errors import ConstraintUnmet
@@ -130,7 +130,7 @@ def report_command(options: ReportOptions, as_machine: bool) -> None:
         print_json(asdict(report))
         return
     target = options.output or options.directory / REPORT
-    write_report(report, target)
+    write_report(report, target, flags())
     print(target)
 
 
@@ -140,5 +140,5 @@ def leave_report(folder: Path) -> Path:
     Raises:
         OutputError: it cannot be written.
     """
-    write_report(report_of_run(folder), folder / REPORT)
+    write_report(report_of_run(folder), folder / REPORT, flags())
     return folder / REPORT

@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,13 @@ PARTS = Path(__file__).parent / "page"
 """The folder of the template, the style and the script."""
 
 
-def write_report(report: Report, path: Path) -> None:
-    """Write a report, unless the file holds it already.
+def write_report(report: Report, path: Path, flags: Mapping[str, str]) -> None:
+    """Write a report, unless the file holds it already. `flags` spell the options that it names (see `with_flags`).
 
     Raises:
         OutputError: the file cannot be written.
     """
-    page = render(report)
+    page = render(report, flags)
     with suppress(OSError, UnicodeDecodeError):
         if path.read_text(encoding="utf-8") == page:
             return
@@ -41,18 +40,18 @@ def write_report(report: Report, path: Path) -> None:
         fresh.write_text(page, encoding="utf-8")
 
 
-def render(report: Report) -> str:
-    """The HTML text of a report."""
+def render(report: Report, flags: Mapping[str, str]) -> str:
+    """The HTML text of a report; `flags` are those of `write_report`."""
     style, script = (PARTS / "style.css").read_text(encoding="utf-8"), (PARTS / "map.js").read_text(encoding="utf-8")
     return (
-        _environment()
+        _environment(flags)
         .get_template("report.html.jinja")
         .render(
             report=report,
             style=Markup(style),
             script=Markup(script),
             policy=Markup(policy(style, script)),
-            data=None if report.map is None else Markup(embedded(compact(report.map))),
+            data=None if report.map is None else Markup(embedded(compact(report.map, flags))),
             charts=charts,
             version=__version__,
             generator=mark(PAGE_KIND),
@@ -67,12 +66,12 @@ def policy(style: str, script: str) -> str:
     return "; ".join(["default-src 'none'", *rules, "img-src data:", "base-uri 'none'", "form-action 'none'"])
 
 
-def compact(drawn: Map) -> dict[str, Any]:
+def compact(drawn: Map, flags: Mapping[str, str]) -> dict[str, Any]:
     """A map as the page's script reads it: lists in place of objects, and numbers that refer to a list of texts."""
     texts: dict[str, int] = {}
 
     def number(text: str) -> int:
-        return texts.setdefault(escaped(with_flags(text)), len(texts))
+        return texts.setdefault(escaped(with_flags(text, flags)), len(texts))
 
     nodes = [[escaped(n.name), number(n.op), int(n.quantized), number(n.why)] for n in drawn.nodes]
     groups = [
@@ -121,15 +120,14 @@ def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-@cache
-def _environment() -> Environment:
+def _environment(flags: Mapping[str, str]) -> Environment:
     made = Environment(
         loader=FileSystemLoader(PARTS),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: escaped(with_flags(value)) if type(value) is str else value,
+        finalize=lambda value: escaped(with_flags(value, flags)) if type(value) is str else value,
     )
     made.filters |= {"ms": _ms, "times": _times, "db": _db, "duration": duration}
     return made
