@@ -17,8 +17,8 @@ from qdqtune.engines import Built, Engine, EngineSpec, Launched, open_engine, th
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.execution import Check
 from qdqtune.engines.tensorrt import trtexec
-from qdqtune.engines.worker import Session
-from qdqtune.errors import EngineFailure, QdqtuneError
+from qdqtune.engines.worker import Session, answer
+from qdqtune.errors import EngineFailure
 from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
 from trtexec_stand_in import launch
 
@@ -94,14 +94,13 @@ class InProcess:
         self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None = None
     ) -> tuple[bool, Any]:
         """`Worker.request`; the limit does not hold."""
-        try:
-            if name == "open":
-                (spec,) = arguments
-                self._session = Session(spec, lambda spec: Watched(self._workers, spec))
-                return True, None
-            return True, getattr(self._session, name)(*arguments)
-        except QdqtuneError as error:
-            return False, error
+        if name != "open":
+            return answer(getattr(self._session, name), *arguments)
+        (spec,) = arguments
+        good, result = answer(Session, spec, lambda spec: Watched(self._workers, spec))
+        if good:
+            self._session, result = result, None
+        return good, result
 
     def kill(self) -> None:
         """`Worker.kill`."""

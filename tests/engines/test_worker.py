@@ -1,17 +1,22 @@
 """The worker: orders of rounds, turns of workloads, and layers of the average call."""
 
+import errno
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.runner import as_workloads
-from qdqtune.engines.worker import Model, Session, average_layers
+from qdqtune.engines.memory import OUT_OF_RESOURCES
+from qdqtune.engines.runner import Runner, as_workloads
+from qdqtune.engines.worker import Model, Session, answer, average_layers
+from qdqtune.errors import EngineFailure
 from qdqtune.system.turns import Turn
-from qdqtune.types import Layer, Workload
+from qdqtune.types import Failure, Layer, Workload
+from workers import Workers
 
 
 class _Scripted:
@@ -99,3 +104,21 @@ def test_layers_have_the_times_of_the_average_call() -> None:
     assert same == (replace(layer("a", 2.0), parts=(1.0, 5.0)), layer("b", None))
     other = average_layers(mix, [(layer("a", 1.0), layer("b", 1.0)), (layer("c", 6.0), layer("d", 12.0))])
     assert other == (layer("c", 2.0), layer("d", 4.0))
+
+
+def test_a_file_that_cannot_be_written_is_a_failure_for_lack_of_resources() -> None:
+    def full() -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "candidate.log")
+
+    good, error = answer(full)
+    assert (good, type(error)) == (False, EngineFailure)
+    assert str(error) == "the engine process cannot use candidate.log: No space left on device"
+    assert OUT_OF_RESOURCES.search(str(error))
+
+
+def test_a_refused_compile_is_a_failed_build(tmp_path: Path) -> None:
+    workers = Workers(refused=lambda build: "no such kernel")
+    with Runner(EngineSpec("fake"), log_dir=tmp_path, start=workers) as runner:
+        assert runner.compile(tmp_path / "m.onnx", tmp_path / "m.log", tmp_path / "m.plan") == Failure(
+            "build", "no such kernel"
+        )

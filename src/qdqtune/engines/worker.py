@@ -28,7 +28,7 @@ import numpy as np
 from qdqtune.engines import LAUNCHED, Built, Compiler, Engine, EngineSpec, Launched, builds_for, open_engine, threads_of
 from qdqtune.engines.channel import Channel
 from qdqtune.engines.memory import return_free_memory, scarce_memory
-from qdqtune.errors import QdqtuneError
+from qdqtune.errors import EngineFailure, QdqtuneError
 from qdqtune.system.operating_system import end_own_group, on_interrupt
 from qdqtune.system.turns import Turn
 from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Workload
@@ -96,7 +96,7 @@ class Session:
             else:
                 with self._building():
                     self._models[number].builds[None] = cast(Compiler, self._engine).load(plan, path, log)
-        except QdqtuneError:
+        except (QdqtuneError, OSError):
             self.unload(number)
             raise
         seconds = time.perf_counter() - start
@@ -280,18 +280,28 @@ def main() -> None:
     session: Session | None = None
     while True:
         name, arguments = requests.get()
-        try:
-            if name == "open":  # the first request, and again where a worker serves several engines in turn
-                if session is not None:
-                    session.close()
-                session, result = Session(*arguments), None
-            else:
-                with _no_collection() if name == "rounds" else nullcontext():
-                    result = getattr(session, name)(*arguments)
-        except QdqtuneError as error:
-            channel.send((False, error))
+        if name == "open":  # the first request, and again where a worker serves several engines in turn
+            if session is not None:
+                session.close()
+            good, result = answer(Session, *arguments)
+            if good:
+                session, result = result, None
         else:
-            channel.send((True, result))
+            with _no_collection() if name == "rounds" else nullcontext():
+                good, result = answer(getattr(session, name), *arguments)
+        channel.send((good, result))
+
+
+def answer(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
+    """True and the result of a function, or False and its error. Where it cannot write a file, as on a full disk, that
+    is a failure of the engine."""
+    try:
+        return True, function(*arguments)
+    except QdqtuneError as error:
+        return False, error
+    except OSError as error:
+        reason = error.strerror or error
+        return False, EngineFailure(f"the engine process cannot use {error.filename or 'a file'}: {reason}")
 
 
 @contextmanager

@@ -102,6 +102,16 @@ def test_times_are_means_without_tails_and_without_the_first_inference(tmp_path:
         report(tmp_path, [])
 
 
+@pytest.mark.parametrize("name", ["m.onnx", "profile.json"])
+def test_files_that_a_full_disk_has_cut_short_are_a_failure(tmp_path: Path, name: str) -> None:
+    onnx.save(text_model(CHAIN), tmp_path / "m.onnx")
+    (tmp_path / "profile.json").write_text("[]")
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[:-1])
+    with pytest.raises(EngineFailure, match="cut short, as with no space left on the disk"):
+        onnxruntime_layers.report(text_model(CHAIN).graph, tmp_path / "m.onnx", tmp_path / "profile.json", 1, [0.001])
+
+
 def test_overhead_of_the_profile_is_subtracted(tmp_path: Path) -> None:
     chain = (("neg", "Neg", 12), ("relu", "Relu", 22), ("exp", "Exp", 32), ("abs", "Abs", 1))
     events = [

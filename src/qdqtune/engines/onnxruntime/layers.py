@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
+from google.protobuf.message import DecodeError
 
 from qdqtune.engines.coverage import Claim, cover, never_run
 from qdqtune.engines.onnxruntime.partitions import elsewhere
@@ -63,10 +64,15 @@ def report(
     that of the execution provider, if it is not the CPU's.
 
     Raises:
-        EngineFailure: the profile is not that of the optimized graph.
+        EngineFailure: the profile is not that of the optimized graph, or a file is cut short.
     """
-    nodes = onnx.load(optimized, load_external_data=False).graph.node
-    runs = _inferences(json.loads(profile.read_text(encoding="utf-8"), strict=False), nodes)[warmup:]
+    try:
+        nodes = onnx.load(optimized, load_external_data=False).graph.node
+        events = json.loads(profile.read_text(encoding="utf-8"), strict=False)
+    except (DecodeError, ValueError) as error:  # ONNX Runtime does not say that a write has failed
+        reason = f"its files in {profile.parent} are cut short, as with no space left on the disk"
+        raise EngineFailure(f"ONNX Runtime: {reason}") from error
+    runs = _inferences(events, nodes)[warmup:]
     covered, rest = cover(graph, _claims(graph, nodes))
     spent = np.array([trimmed_mean([run[i]["dur"] for run in runs]) for i in range(len(nodes))]) / 1e3
     times = without_overhead(spent, 1e3 * trimmed_mean(plain))
