@@ -21,6 +21,7 @@ from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.options import on_device
 from qdqtune.engines.provider_table import PROVIDERS
 from qdqtune.engines.runner import temporary_runner
+from qdqtune.engines.tensorrt.options import built_for_sample
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
 from qdqtune.explanation.findings import Finding, allow, check, excuse, is_measured, lost_by_pairs
@@ -164,6 +165,7 @@ def check_file(options: CheckOptions) -> Checked:
         layers, numbers = read_report(options.graph_json, options.profile_json, read(path)), TENSORRT[_numbers(graph)]
     else:
         (sample,) = prepared_for(graph, spec, data_of(options, execution, path), execution, 0).samples.first(1)
+        spec = built_for_sample(spec, graph, sample)
         with on_device(options.on, execution) as (there, machine), temporary_runner(spec, there) as runner:
             numbers, described = runner.numeric_format(_numbers(graph)), runner.describe()
             refusal = f"{path} cannot be checked"

@@ -15,6 +15,7 @@ from qdqtune.commands.source import data_of, prepared_for
 from qdqtune.engines.machine import MachineFacts, is_simulated
 from qdqtune.engines.options import EngineOptions, on_device, on_option
 from qdqtune.engines.runner import Runner, insist, temporary_runner
+from qdqtune.engines.tensorrt.options import built_for_sample
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
 from qdqtune.explanation.reasons_by_graph import is_low
@@ -116,7 +117,9 @@ def layers(options: LayersOptions) -> Layers:
         raise BadOption("`profile_json` goes with `graph_json`")
     spec = options.spec(options.input_shapes)
     execution = execution_of(options)
-    (sample,) = prepared_for(load(model), spec, data_of(options, execution, model), execution, 0).samples.first(1)
+    graph = load(model)
+    (sample,) = prepared_for(graph, spec, data_of(options, execution, model), execution, 0).samples.first(1)
+    spec = built_for_sample(spec, graph, sample)
     with on_device(options.on, execution) as (there, machine), temporary_runner(spec, there) as runner:
         refusal = f"{spec.name} has no layers of {model}"
         found = profiled(runner, model, sample, options.runs, refusal=refusal, machine=machine)

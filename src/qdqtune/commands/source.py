@@ -14,7 +14,7 @@ from qdqtune.calibration.workloads import WorkloadFile, spans_of
 from qdqtune.commands.inputs import InputOptions, ModelOption
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
-from qdqtune.engines.tensorrt.options import check_inputs, spans, with_spans
+from qdqtune.engines.tensorrt.options import check_inputs, spans, usual_shapes, with_spans
 from qdqtune.errors import BadOption
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.inference import with_input_shapes
@@ -177,13 +177,16 @@ def prepared_for(
     *,
     fixed: Collection[str] = (),
 ) -> Prepared:
-    """A model for an engine, and its samples: see `prepare`.
+    """A model for an engine, and its samples: see `prepare`. Random samples have the sizes that the engine tunes for,
+    unless the user names others.
 
     Raises:
         BadOption: the engine or the user names shapes that the inputs cannot have.
         BadData: the samples do not fit the model.
     """
     check_inputs(spec, model)
+    if not data.input_shapes and not data.workloads:
+        data = replace(data, input_shapes=usual_shapes(spec, data.calibration_data))
     return prepare(model, data, execution, fixed=fixed, most=most)
 
 

@@ -14,6 +14,7 @@ from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.loading import read
 from qdqtune.graph.model import Model
 from qdqtune.system.checks import Output
+from qdqtune.types import Array
 
 Shapes = Mapping[str, Sequence[int]]
 """Input name to its sizes; for an input that is itself a shape, to its values."""
@@ -178,6 +179,20 @@ def with_spans(spec: EngineSpec, found: Mapping[str, Span]) -> EngineSpec:
     if found:
         options |= {name: {t: list(span[i]) for t, span in found.items()} for i, name in enumerate(SHAPE_OPTIONS)}
     return EngineSpec(spec.name, options)
+
+
+def built_for_sample(spec: EngineSpec, model: Model, sample: Mapping[str, Array]) -> EngineSpec:
+    """`spec` with the sizes of a sample for dynamic inputs that it has no sizes for. Inputs that may be shapes, for
+    which TensorRT takes values, are left out."""
+    if spec.name not in TENSORRT_FAMILY:
+        return spec
+    sizes = {}
+    for name in model.inputs:
+        shape, array = model.tensors[name].shape, sample[name]
+        is_dynamic = shape is None or any((size or 0) < 1 for size in shape)
+        if is_dynamic and (array.dtype.kind == "f" or array.ndim > 1):
+            sizes[name] = Span(array.shape, array.shape, array.shape)
+    return with_spans(spec, sizes | spans(spec)) if sizes else spec
 
 
 def _split_arguments(spec: EngineSpec) -> list[str]:
