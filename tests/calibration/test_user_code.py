@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Iterator
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from time import monotonic
 
@@ -164,6 +164,12 @@ def test_time_that_is_spent_elsewhere_does_not_count() -> None:
     assert list(given) == [1, 2]
     with pytest.raises(TooSlow):
         list(read_in_thread(lambda: iter(gate.wait, False), "a gate", Execution(ends=monotonic())))
+
+
+def test_items_that_come_fast_are_limited_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_code, "monotonic", count().__next__)
+    with pytest.raises(TooSlow, match="took longer than 20 s"):
+        list(read_in_thread(lambda: iter(range(100)), "numbers", Execution(20.0)))
 
 
 @pytest.mark.parametrize("times", [1, 3])

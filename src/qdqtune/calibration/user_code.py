@@ -136,23 +136,24 @@ def read_in_thread(make: Callable[[], Iterator[T]], origin: str, execution: Exec
 
 
 def _awaited(answers: SimpleQueue[Any], begun: float, origin: str, execution: Execution) -> Any:
-    """The next answer. A pass over `origin` has begun at the time `begun` of `time.monotonic`."""
+    """The next answer. A pass over `origin` has begun at the time `begun` of `time.monotonic`. It has limits as soon as
+    it lasts a while, since many fast answers take long, too."""
     while True:
-        try:
+        waited = monotonic() - begun
+        if waited >= CHECK_SECONDS and execution.check is not None:
+            execution.check()
+        if waited > execution.seconds:
+            raise TooSlow(
+                f"reading {origin} took longer than {execution.seconds:.4g} s: `time_limit` gives it longer, "
+                "`calibration_samples` takes fewer"
+            )
+        if waited >= CHECK_SECONDS and execution.ends is not None and monotonic() > execution.ends:
+            raise TooSlow(
+                f"`time_budget` has ended while {origin} was read: give more time, or fewer samples "
+                "(`calibration_samples`)"
+            )
+        with suppress(Empty):
             return answers.get(timeout=CHECK_SECONDS)
-        except Empty:
-            if execution.check is not None:
-                execution.check()
-            if monotonic() - begun > execution.seconds:
-                raise TooSlow(
-                    f"reading {origin} took longer than {execution.seconds:.4g} s: `time_limit` gives it longer, "
-                    "`calibration_samples` takes fewer"
-                ) from None
-            if execution.ends is not None and monotonic() > execution.ends:
-                raise TooSlow(
-                    f"`time_budget` has ended while {origin} was read: give more time, or fewer samples "
-                    "(`calibration_samples`)"
-                ) from None
 
 
 def _give(make: Callable[[], Iterator[T]], wanted: SimpleQueue[bool], answers: SimpleQueue[Any]) -> None:
