@@ -14,6 +14,7 @@ CONSTANTS: dict[str, Any] = {
     "w": np.ones((4, 4, 3, 3), np.int8), "wf": normal(4, 4, 3, 3), "ws": np.full(4, 0.1, np.float32),
     "wz": np.zeros(4, np.int8), "s": np.float32(0.1), "s2": np.float32(0.2), "z": np.int8(0), "z5": np.int8(5),
     "low": np.int8(-128), "zu": np.uint8(0), "bias": np.ones(4, np.int32), "bf": normal(4),
+    "ss": np.full(4, 0.01, np.float32),
 }  # fmt: skip
 FIRST = "[xq] a = QuantizeLinear(x, s, z) [xd] b = DequantizeLinear(a, s, z)"
 WEIGHT = "[wd] v = DequantizeLinear <axis=0>(w, ws, wz)"

@@ -157,6 +157,9 @@ def test_what_runs_elsewhere_is_no_obstacle():
     ("[hd] h = DequantizeLinear <axis=0>(bias, ws)", INT8,
      "its bias h comes out of a DQ, and this engine wants it in float"),
     ("[hd] h = Abs(bf)", UINT8, "its bias h is in float, and this engine wants it in int32 behind a DQ"),
+    ("[hd] h = DequantizeLinear <axis=0>(bias, ws)", UINT8,
+     "the scale of its bias h is not that of its input times that of its weight"),
+    ("[hd] h = DequantizeLinear <axis=0>(bias, ss)", UINT8, UNKNOWN),
 ])  # fmt: skip
 def test_biases(bias, numbers, words):
     first = FIRST if numbers is INT8 else FIRST.replace(", z)", ", zu)")

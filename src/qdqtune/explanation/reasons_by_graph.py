@@ -169,8 +169,8 @@ class Reasons:
             return "none of its inputs carries a pair" if len(operands) > 1 else "its input carries no pair"
         if bare:
             return _partial(node, operands)
-        usual = (self._clamp_before, self._scales, self._clamp_behind, self._types, self._bias, self._output)
-        causes = [*usual, self._kernel, self._attention]
+        usual = (self._clamp_before, self._scales, self._clamp_behind, self._types, self._bias, self._bias_scale)
+        causes = [*usual, self._output, self._kernel, self._attention]
         if node.op not in COMPUTE:
             causes.append(self._shared)
         if node.op not in USUAL:
@@ -254,6 +254,22 @@ class Reasons:
         if self._numbers.bias == "float" and is_quantized:
             return f"its bias {node.inputs[2]} comes out of a DQ, and this engine wants it in float"
         return ""
+
+    def _bias_scale(self, node: Node) -> str:
+        """A text about a bias that sums of products cannot take in: their scale is that of the input times that of the
+        weights."""
+        if not self._has_quantized_bias(node):
+            return ""
+        dqs = [self._model.maker(tensor) for tensor in node.inputs[:3]]
+        scales = [None if dq is None else self._constant(dq, 1) for dq in dqs]
+        values = [scale.array().astype(np.float64) for scale in scales if scale is not None]
+        if len(values) < len(dqs):
+            return ""
+        of_input, of_weight, of_bias = values
+        sizes = {np.size(of_weight), np.size(of_bias)} - {1}
+        if len(sizes) < 2 and np.allclose(of_bias, of_input * of_weight, rtol=1e-5, atol=0):
+            return ""
+        return f"the scale of its bias {node.inputs[2]} is not that of its input times that of its weight"
 
     def _has_quantized_bias(self, node: Node) -> bool | None:
         if node.op not in COMPUTE or len(node.inputs) < 3 or not node.inputs[2]:
