@@ -336,9 +336,9 @@ def test_what_cannot_be_timed_takes_infinitely_long(
 
 
 def test_sizes_can_be_told_to_a_benchmark() -> None:
-    timed = benchmark.TrtExecBenchmark(trtexec_args=["--fp16", "--optShapes=y:1x2"])
+    timed = benchmark.TrtExecBenchmark(trtexec_args=["--profilingVerbosity=a b", "--optShapes=y:1x2"])
     timed.set_shapes("x", [1, 8], [4, 8], [16, 8])
-    assert timed.spec.options["trtexec_args"] == "--fp16"
+    assert timed.spec.options["trtexec_args"] == "'--profilingVerbosity=a b'"
     assert timed.spec.options["max_shapes"] == {"y": [1, 2], "x": [16, 8]}
     for wrong in ([8, 8], [1]):
         with pytest.raises(AutotunerError, match="x: smallest, usual and largest sizes must rise"):

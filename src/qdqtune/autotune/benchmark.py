@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -203,7 +204,7 @@ def _spec(
     trtexec_args: str | Sequence[str] | None = None,
 ) -> EngineSpec:
     """An engine with those of the options that it knows."""
-    arguments = trtexec_args if isinstance(trtexec_args, str) else " ".join(trtexec_args or ())
+    arguments = trtexec_args if isinstance(trtexec_args, str) else shlex.join(trtexec_args or ())
     given = {"timing_cache": timing_cache_file, "plugin_libraries": list(plugin_libraries or ())}
     known = given if name in ("tensorrt", "trtexec") else {}
     known |= {"trtexec_args": arguments} if name == "trtexec" else {}
