@@ -22,6 +22,9 @@ INSTALL = "pip install 'qdqtune[torch]'"
 
 BATCH = "batch"
 
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+"""Kinds of parameters that take an argument by name: neither *args nor **kwargs."""
+
 
 class Module(Protocol):
     """A `torch.nn.Module`, for annotations."""
@@ -52,7 +55,9 @@ def export(module: Any, example_inputs: Any, path: Path) -> None:
         import torch
     except ImportError as error:
         raise BadOption(f"PyTorch exports with onnxscript, which is not installed: {INSTALL}") from error
-    given = _by_name(module, example_inputs)
+    bound = _bound(module, example_inputs)
+    given = bound.arguments
+    takes_names = all(p.kind in NAMED for p in bound.signature.parameters.values())
     sizes = [value.shape[0] for value in _tensors(given) if value.ndim]
     repeats = 2 if 1 in sizes else 1  # the exporter takes a size of 1 for a constant
     size = sum(value.nbytes for value in (*module.parameters(), *module.buffers()))
@@ -60,8 +65,10 @@ def export(module: Any, example_inputs: Any, path: Path) -> None:
     def write(examples: dict[str, Any], dynamic: Any) -> None:
         with user_errors(f"PyTorch cannot export {type(module).__name__}", BadModel):
             how = {"dynamo": True, "verbose": False, "external_data": size > PROTOBUF_LIMIT}
+            bound.arguments = examples
+            by_position, by_name = ((), examples) if takes_names else (bound.args, bound.kwargs)
             try:
-                torch.onnx.export(module, (), path, kwargs=examples, dynamic_shapes=dynamic, **how)
+                torch.onnx.export(module, by_position, path, kwargs=by_name, dynamic_shapes=dynamic, **how)
             except torch.onnx.OnnxExporterError as error:
                 raise (error.__cause__ or error) from error  # the error itself only says how to look for it
 
@@ -83,12 +90,12 @@ def example_shapes(file: Path, module: Any, example_inputs: Any) -> dict[str, tu
         BadModel: the file cannot be read.
     """
     names = [value.name for value in read(file).graph.input]
-    tensors = list(_tensors(_by_name(module, example_inputs)))
+    tensors = list(_tensors(_bound(module, example_inputs).arguments))
     return {name: tuple(one.shape) for name, one in zip(names, tensors, strict=False)}
 
 
-def _by_name(module: Any, example_inputs: Any) -> dict[str, Any]:
-    """The examples by the names of the arguments of forward.
+def _bound(module: Any, example_inputs: Any) -> inspect.BoundArguments:
+    """The examples as arguments of forward.
 
     Raises:
         BadModel: forward does not take them.
@@ -96,10 +103,9 @@ def _by_name(module: Any, example_inputs: Any) -> dict[str, Any]:
     is_mapping, is_several = isinstance(example_inputs, Mapping), isinstance(example_inputs, list | tuple)
     positional = () if is_mapping else tuple(example_inputs) if is_several else (example_inputs,)
     try:
-        bound = inspect.signature(module.forward).bind(*positional, **(example_inputs if is_mapping else {}))
+        return inspect.signature(module.forward).bind(*positional, **(example_inputs if is_mapping else {}))
     except TypeError as error:
         raise BadModel(f"`example_inputs` are not what forward of {type(module).__name__} takes: {error}") from error
-    return bound.arguments
 
 
 def _mapped(value: Any, change: Callable[[Any], Any], otherwise: Any = ...) -> Any:
