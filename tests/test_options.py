@@ -14,6 +14,7 @@ from qdqtune.errors import BadOption
     ("given", "words"),
     [
         ({"builds": "many"}, "builds: 'many' is not a valid integer"),
+        ({"output_dir": ""}, "output_dir: the name is empty"),
         ({"mode": "cat"}, "mode: 'cat' is not one of"),
         ({"front": 1}, "front is True or False"),
         ({"builds": True}, "builds takes a value, not True"),

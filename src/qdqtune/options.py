@@ -158,7 +158,10 @@ def given_in(options: Options, kind: type[Options]) -> dict[str, Any]:
 
 
 def _check_name(value: Any) -> None:
-    """Refuse a file name that is not UTF-8, since engines take no others, or that holds a NUL."""
+    """Refuse a file name that is empty, which would be the current folder, or holds a NUL, or is not UTF-8, since
+    engines take no others."""
+    if not str(value):
+        raise click.BadParameter("the name is empty: give the name of a file or folder")
     try:
         is_one = b"\0" not in str(value).encode()
     except UnicodeEncodeError:
