@@ -85,6 +85,14 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: str) -> No
         assert "file.yaml" in str(refusal.value)
 
 
+def test_a_key_that_a_file_lacks_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text("version: 1")
+    for read, key in ((read_placement_file, "edges"), (read_cache, "patterns")):
+        with pytest.raises(BadOption, match=f": it lacks '{key}'$"):
+            read(path)
+
+
 def test_missing_files_are_refused(tmp_path: Path) -> None:
     for read in (read_placement_file, read_cache):
         for place in (tmp_path / "missing.yaml", tmp_path):

@@ -23,7 +23,7 @@ from qdqtune.autotune.region_pattern import RegionPattern
 from qdqtune.autotune.regions import Grouping, Region, RegionType
 from qdqtune.errors import BadOption
 from qdqtune.placement.files import write_yaml
-from qdqtune.placement.parsing import parsed_yaml
+from qdqtune.placement.parsing import parsed_yaml, wrong_part
 from qdqtune.search import region as search
 from qdqtune.search.regions import cache
 from qdqtune.search.regions.patterns import scheme_of
@@ -224,7 +224,7 @@ class PatternCache:
             try:
                 return cls.from_dict(known)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise BadOption(f"{path} is no pattern cache: {error!r} is missing or wrong") from error
+                raise BadOption(f"{path} is no pattern cache: {wrong_part(error)}") from error
         entries = cache.read_cache(path).items()
         return cls([PatternSchemes(RegionPattern("", digest=d), [*map(InsertionScheme.of, s)]) for d, s in entries])
 

@@ -14,7 +14,7 @@ from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import is_float
 from qdqtune.graph.rewrites import Rewrites
-from qdqtune.placement.parsing import parsed_yaml
+from qdqtune.placement.parsing import parsed_yaml, wrong_part
 from qdqtune.placement.possible import format_refusal, weight_at
 from qdqtune.placement.widths import computable
 from qdqtune.system.checks import RECORD_KIND, mark
@@ -112,7 +112,7 @@ def read_placement_file(path: Path) -> PlacementFile:
             content.get("portable", False) is True,
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise BadOption(f"{path} is no placement file: {error!r} is missing or wrong") from error
+        raise BadOption(f"{path} is no placement file: {wrong_part(error)}") from error
     fixed = all(isinstance(k, str) and isinstance(v, float | int | str) for k, v in recorded.fix_inputs.items())
     edges += [edge for edge, _ in formats]
     if not all(map(_is_valid, edges)) or recorded.quant_type not in QUANT_TYPES or not fixed:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.placement.files import VERSION, read_yaml, write_yaml
+from qdqtune.placement.parsing import wrong_part
 from qdqtune.search.regions.patterns import Pattern, scheme_of
 from qdqtune.search.regions.region import ChildInput, NodeInput, Point, RegionOutput, Scheme
 from qdqtune.timing.ratios import Plan, judge
@@ -60,7 +61,7 @@ def read_cache(path: Path) -> dict[str, tuple[Scheme, ...]]:
     try:
         return {entry["pattern"]: tuple(map(_scheme_of_row, entry["schemes"])) for entry in content["patterns"]}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadOption(f"{path} is no pattern cache: {error!r} is missing or wrong") from error
+        raise BadOption(f"{path} is no pattern cache: {wrong_part(error)}") from error
 
 
 def cache_of(
