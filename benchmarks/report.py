@@ -119,7 +119,7 @@ def main() -> None:
             started = time.process_time()
             report = made_up(given.nodes) if run is None else report_of_run(run)
             file = Path(folder) / "report.html"
-            file.write_text(render(report), encoding="utf-8")
+            file.write_text(render(report, {}), encoding="utf-8")
             seconds = time.process_time() - started
             paint, ready, click, asked, said, serious = look(browser, file)
             nodes, groups = (len(report.map.nodes), len(report.map.groups)) if report.map else (0, 0)
