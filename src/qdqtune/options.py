@@ -145,8 +145,8 @@ def options_of(kind: type[Options]) -> dict[str, Option[Any, Any]]:
 
 
 def flags_of(kind: type[Options]) -> dict[str, str]:
-    """The flags of the options of a command by field name."""
-    return {name: own.flag for name, own in options_of(kind).items()}
+    """The flags of the options of a command by field name; what has a place on the command line has none."""
+    return {name: own.flag for name, own in options_of(kind).items() if not own.is_positional}
 
 
 def given_in(options: Options, kind: type[Options]) -> dict[str, Any]:

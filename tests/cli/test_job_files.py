@@ -11,6 +11,7 @@ import click
 import pytest
 import yaml
 
+from conftest import Call
 from qdqtune.cli.job_files import KNOWN, read_jobs
 from qdqtune.errors import BadOption
 from qdqtune.placement import parsing
@@ -182,3 +183,10 @@ def test_devices_folders_and_huge_files_are_not_read(tmp_path: Path) -> None:
         read_jobs(Path("/dev/zero"))
     with pytest.raises(BadOption, match="cannot read jobs"):
         read_jobs(Path("/"))
+
+
+def test_words_of_the_reader_do_not_become_flags(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "jobs.yaml").write_text("null")
+    _, _, err = call("run", tmp_path / "jobs.yaml")
+    assert "(Expected 'object', got 'null')" in err
+    assert "--model" not in err

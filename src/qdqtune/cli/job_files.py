@@ -81,8 +81,8 @@ def read_jobs(path: Path) -> list[Job]:
         file = msgspec.convert(parsed_yaml(path, "jobs"), _File)
     except msgspec.ValidationError as error:
         raise BadOption(
-            f"{path} names no jobs ({error}): give `jobs:`, a list of 1 to {MOST_JOBS} jobs, which are options by name "
-            "with a `model` each, and `defaults:`, options for all"
+            f"{path} names no jobs ({one_line(error)}): give `jobs:`, a list of 1 to {MOST_JOBS} jobs, which are "
+            "options by name with a `model` each, and `defaults:`, options for all"
         ) from error
     defaults = _options(file.defaults, f"{path}, defaults", is_job=False)
     made = []
