@@ -154,6 +154,7 @@ def test_a_callable_may_yield_arrays_for_one_input(module: Callable[[str], str])
 
 BAD_ARRAYS: list[tuple[str, str, dict[str, Array], str]] = [
     ("other name", "float[1,3] x", {"y": normal(2, 3)}, "no array 'x'"),
+    ("many names", "float[1,3] x", {f"y{n}": normal(2, 3) for n in range(9)}, r"it holds 'y0', .*, 'y5', \.\.\.$"),
     ("one too many", "float[1,3] x", {"x": normal(2, 3), "y": normal(2, 3)}, "'y' that is no input"),
     ("one missing", "float[1,3] x, float[1,3] z", {"z": normal(2, 3)}, "no array 'x'"),
     ("wrong size", "float[1,3] x", {"x": normal(2, 4)}, r"shape \(2, 4\), the model wants x: float32\[1,3\]"),

@@ -27,7 +27,7 @@ from qdqtune.calibration.inputs import InputSpec, input_specs, listed, random_sa
 from qdqtune.calibration.raw_data import TEXT_ENDING, raw_files, raw_samples, settings_files, spread_rows
 from qdqtune.calibration.user_code import checked_count, import_callable, read_in_thread, user_errors
 from qdqtune.engines.execution import EXECUTION, Execution
-from qdqtune.errors import BadData, one_line
+from qdqtune.errors import BadData, first_of, one_line
 from qdqtune.graph.model import Model
 from qdqtune.types import Array, Sample
 
@@ -359,7 +359,7 @@ def _check_names(arrays: Mapping[str, Any], specs: tuple[InputSpec, ...], fixed:
     unknown = [name for name in arrays if name not in {s.name for s in specs} and name not in (*fixed, LABELS)]
     if missing or unknown:
         what = f"has no array '{missing[0]}'" if missing else f"has an array '{unknown[0]}' that is no input"
-        held = f"holds {', '.join(map(repr, arrays))}" if arrays else "is empty"
+        held = f"holds {first_of([*map(repr, arrays)])}" if arrays else "is empty"
         hint = f"; it {held}" if missing else ""
         raise BadData(f"{origin} {what}: the model's inputs are {listed(specs)}{hint}")
 
