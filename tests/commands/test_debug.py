@@ -561,3 +561,11 @@ def test_outputs_beyond_those_of_the_float_model_are_compared_with_nothing(conv:
     model.graph.output.append(helper.make_tensor_sequence_value_info("more", onnx.TensorProto.FLOAT, None))
     onnx.save(model, conv.quantized)
     assert debug(conv.options()).noise < HEALTHY
+
+
+def test_pairs_behind_a_transposed_weight_are_examined(tmp_path: Path, workers: Workers) -> None:
+    """Other tools take such a weight for an activation."""
+    text = "g (float[2,16] x) => (float[2,8] y) { [turn] t = Transpose(w) [product] y = MatMul(x, t) }"
+    files = write(build(text, {"w": normal(8, 16)}), tmp_path)
+    done = debug(files.options())
+    assert not any("not examined" in note for note in done.notes)

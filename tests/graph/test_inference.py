@@ -7,12 +7,12 @@ import onnx
 import pytest
 from onnx import parser
 
-from models import activations, build, feeds, normal
-from qdqtune.errors import BadOption
+from models import Array, activations, build, feeds, normal
+from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Constant, Model
-from qdqtune.graph.rewrites import REWRITES
+from qdqtune.graph.rewrites import REWRITES, Rewrites
 from rewrite_nets import net, same
 
 DYNAMIC = """g (float[batch,3,size] x, float[batch,4] z, float[1] q) => (float[batch,o] y, float[1] u) {
@@ -156,3 +156,44 @@ def test_constant_outputs_and_random_operators_are_not_computed(body: str) -> No
 def test_an_invalid_reshape_is_left_to_the_engine() -> None:
     model = net("t = Reshape(w, sizes) n = Add(x, t)", {"w": normal(64, 8), "sizes": np.array([64, 8, 0])})
     assert REWRITES["constants"].apply(model) is model
+
+
+@pytest.mark.parametrize(
+    ("body", "constants"),
+    [
+        ("s = Reshape(w, sizes) t = Transpose <perm=[1,0]> (s)", {"w": normal(8, 2, 32), "sizes": np.array([8, -1])}),
+        ("s = Unsqueeze(w, zero) r = Squeeze(s, zero) t = Cast <to=1> (r)", {"w": np.float64(normal(64, 8))}),
+        ("s = Cast <to=1> (w) t = Mul(s, scale)", {"w": np.arange(512, dtype=np.int8).reshape(64, 8) % 50}),
+        ("r = ReduceL2 <keepdims=1> (w, zero) s = Div(w, r) t = Mul(s, scale)", {"w": normal(64, 8)}),
+    ],
+)
+def test_weights_behind_constant_expressions_become_constants(body: str, constants: dict[str, Array]) -> None:
+    given = {"zero": np.array([0]), "scale": normal(1, 8)} | constants
+    model = build(f"g (float[2,64] x) => (float[2,8] y) {{ {body} y = MatMul(x, t) }}", given)
+    made = Rewrites().of(model)
+    assert [node.op for node in made.nodes] == ["MatMul"]
+    assert made.constants.keys() == {"t"}
+    same(model, made)
+    assert Rewrites().of(made) is made
+
+
+@pytest.mark.parametrize(
+    ("body", "output"),
+    [
+        ("t = Concat <axis=1> (w, w, w, w, w)", "y"),
+        ("t = Transpose(v)", "t"),
+        ("t = Add(v, q) q = Neg(x)", "y"),
+    ],
+)
+def test_expressions_that_repeat_values_and_graph_outputs_stay(body: str, output: str) -> None:
+    text = f"g (float[64,8] x) => (float[N,M] {output}) {{ {body} y = MatMul(x, t) }}"
+    model = build(text, {"w": normal(64, 8), "v": normal(8, 64)})
+    assert Rewrites().of(model) is model
+
+
+def test_a_weight_that_cannot_be_computed_is_an_error_of_one_line() -> None:
+    model = build("g (float[2,64] x) => (float[2,64] y) { t = Reshape(w, sizes) y = MatMul(x, t) }",
+                  {"w": normal(64, 64), "sizes": np.array([64, 64])})  # fmt: skip
+    other = replace(model, large={"w": Constant.of(normal(64, 32))})
+    with pytest.raises(BadModel, match=r"cannot compute the constant 't' \(Reshape\)"):
+        Rewrites().of(other).constants["t"].array()

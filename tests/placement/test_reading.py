@@ -29,6 +29,7 @@ from models import (
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.model import Model
+from qdqtune.graph.rewrites import Rewrites
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import is_quantized, read_placement
@@ -422,3 +423,28 @@ def test_a_model_that_is_not_quantized() -> None:
     assert not is_quantized(model)
     assert strip_pairs(model).fingerprint == model.fingerprint
     assert ranges(build(FLOAT, WEIGHTS)).activations.keys() == {"x", "c", "r", "d", "y"}
+
+
+MOVED_WEIGHT = """g (float[2,64] x) => (float[2,8] y) {
+    [x_q] xq = QuantizeLinear(x, sx, zero)
+    [x_dq] xd = DequantizeLinear(xq, sx, zero)
+    [w_dq] wd = DequantizeLinear <axis=0> (w, sw)
+    [turn] wt = Transpose <perm=[1,0]> (wd)
+    [product] y = MatMul(xd, wt)
+}"""
+
+
+def test_the_pair_of_a_weight_behind_a_transpose_is_that_of_the_product() -> None:
+    """As exporters write a Linear whose weight has a pair."""
+    weight = (np.arange(512) % 255 - 127).astype(np.int8).reshape(8, 64)
+    weight[:, 0] = 127
+    scales = np.linspace(0.01, 0.02, 8, dtype=np.float32)
+    quantized = build(MOVED_WEIGHT, {"w": weight, "sw": scales, "sx": SCALES["sx"], "zero": SCALES["zero"]})
+    model = Rewrites().of(strip_pairs(quantized))
+    assert [node.op for node in model.nodes] == ["MatMul"]
+    reading = read_placement(model, quantized)
+    assert reading.placement == Placement.of([Edge("x", "product", 0), Edge("wt", "product", 1)])
+    assert not reading.ranges.weights, "its channels lie along another axis"
+    mine = insert(model, reading.placement, reading.ranges, INT8)
+    samples = feeds(model, 2)
+    assert sqnr(run(quantized, samples), run(mine, samples)) > 60

@@ -166,6 +166,7 @@ def _models(options: DebugOptions) -> tuple[Model, Path, Model | None]:
         return given, file, None
     if options.quantized is None:
         return strip_pairs(given), file, given
+    given = Rewrites().of(given)
     scales = {given.tensors[n.inputs[1]].dtype for n in given.nodes if n.op == "DequantizeLinear"}
     precision: Precision = "fp16" if TensorProto.FLOAT16 in scales else "fp32"
     plain = load_for(model, precision, options.fix_inputs, given.opset)

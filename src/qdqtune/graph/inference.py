@@ -8,7 +8,7 @@ are read, so that no large weight is copied.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from itertools import chain
 
@@ -16,12 +16,12 @@ import numpy as np
 import onnx
 from onnx import ModelProto, numpy_helper
 
-from qdqtune.errors import BadOption
-from qdqtune.graph.constants import replace
+from qdqtune.errors import BadModel, BadOption, one_line
+from qdqtune.graph.constants import SIZED, replace
 from qdqtune.graph.model import Constant, Model, Node, TensorInfo, graphs, rebuild
-from qdqtune.graph.operators import COMPUTE
+from qdqtune.graph.operators import ARITHMETIC, COMPUTE, COPIES, REARRANGES
 from qdqtune.graph.protobuf import LARGE_BYTES
-from qdqtune.graph.simplifying import computed, drop_unused
+from qdqtune.graph.simplifying import FAILURES, computed, drop_unused
 from qdqtune.types import Array
 
 LONGEST_FOLLOWED = 2**22
@@ -30,14 +30,41 @@ LONGEST_FOLLOWED = 2**22
 INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, RuntimeError, ValueError)
 """What onnx's C++ code raises: its error classes share no base."""
 
+WEIGHT_OPS = COPIES | ARITHMETIC | {"Concat", "Pow", "ReduceL2", "ReduceSum", "Slice", "Sqrt"}
+"""Operators through which exporters hand weights to products: other orders, shapes and types, and norms of weights."""
+
+MOST_GROWTH = 4
+"""How many times the bytes of the constants behind it a weight may take, as 8 bits do in float32: an expression that
+repeats values stays one, as the file would grow."""
+
 MOST_COMPUTED_BYTES = 2**20
 """Bytes of the inputs, and of a result at 8 bytes a value, up to which a node is computed. Chosen, not measured."""
+
+
+def weights_computed(model: Model) -> Model:
+    """`model` with constants in place of the nodes of WEIGHT_OPS between its constants and other nodes, so that pairs
+    find the weights behind them; the same object if there are none. No large result is computed before it is read."""
+    known = dict(model.constants)
+    source_bytes = {t: c.nbytes for t, c in known.items()}
+    for node in model.nodes:
+        result = _when_read(model, node, known, model.tensors)
+        if result is None:
+            continue
+        source = sum(source_bytes[t] for t in set(node.inputs) if t)
+        if result.nbytes < LARGE_BYTES or result.nbytes <= MOST_GROWTH * source:
+            known[node.outputs[0]] = result
+            source_bytes[node.outputs[0]] = source
+    return _with_constants(model, {t: c for t, c in known.items() if t not in model.constants})
 
 
 def constants_computed(model: Model) -> Model:
     """`model` with constants in place of the nodes whose results follow from constants and shapes; the same object if
     there are none."""
-    made, _ = decided(model)
+    return _with_constants(model, decided(model)[0])
+
+
+def _with_constants(model: Model, made: Mapping[str, Constant]) -> Model:
+    """`model` with constants in place of the nodes that make them, except those that make graph outputs."""
     kept, added = [], dict[str, Constant]()
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
         outputs = [t for t in node.outputs if t]
@@ -86,8 +113,12 @@ def _results(
         return {node.outputs[0]: Constant.of(np.array(sizes[start:end], np.int64))}
     if not all(t in known for t in node.inputs if t):
         return None
-    if (moved := _rearranged(node, known)) is not None:
-        return {node.outputs[0]: moved}
+    if node.op in REARRANGES and known[node.inputs[0]].nbytes >= LARGE_BYTES:
+        moved = _when_read(model, node, known, infos) or _when_read(
+            model, node, known, _inferred(model, node, known, infos)
+        )
+        if moved is not None:
+            return {node.outputs[0]: moved}
     if sum(known[t].nbytes for t in node.inputs if t) > MOST_COMPUTED_BYTES:
         return None
     inputs = [known[t].to_proto(t) for t in dict.fromkeys(node.inputs) if t]
@@ -123,29 +154,38 @@ def _combined(one: TensorInfo | None, other: TensorInfo) -> TensorInfo:
     return TensorInfo(one.dtype, tuple(b if a is None else a for a, b in sizes))
 
 
-def _rearranged(node: Node, known: Mapping[str, Constant]) -> Constant | None:
-    """The output of a Transpose or Reshape of a large constant, computed when it is read; None for other nodes."""
-    constant = known.get(node.inputs[0]) if node.inputs else None
-    if constant is None or constant.nbytes < LARGE_BYTES:
+def _when_read(
+    model: Model, node: Node, known: Mapping[str, Constant], infos: Mapping[str, TensorInfo]
+) -> Constant | None:
+    """The output of a node of WEIGHT_OPS with constant inputs, computed when it is read, so that no large weight is
+    copied; None for other nodes."""
+    if node.op not in WEIGHT_OPS or node.domain or not all(t in known for t in node.inputs if t):
         return None
-    if node.op == "Transpose":
-        axes = tuple(node.attributes.get("perm", range(len(constant.shape))[::-1]))
-        return _changed(constant, f"T{axes}", tuple(constant.shape[a] for a in axes), lambda v: v.transpose(axes))
-    if node.op == "Reshape" and not node.attributes.get("allowzero", 0):
-        wanted = known[node.inputs[1]].array().tolist()
-        if 0 in wanted[len(constant.shape) :]:  # invalid: there is no input size to keep
-            return None
-        sizes = [constant.shape[i] if size == 0 else size for i, size in enumerate(wanted)]
-        if sizes.count(-1):
-            sizes[sizes.index(-1)] = int(np.prod(constant.shape)) // max(1, -int(np.prod(sizes)))
-        shape = tuple(int(s) for s in sizes)
-        return _changed(constant, f"R{shape}", shape, lambda v: v.reshape(shape))
-    return None
+    output, inputs = node.outputs[0], {t: known[t] for t in node.inputs if t}
+    info = infos.get(output)
+    sizes = None if info is None else info.sizes
+    if info is None or sizes is None or info.dtype not in SIZED:
+        return None
+    proto = onnx.NodeProto()
+    proto.CopyFrom(model.proto.graph.node[node.index])
+    opsets, ir_version = list(model.proto.opset_import), model.proto.ir_version
 
+    def read() -> Array:
+        from onnx.reference import ReferenceEvaluator  # slow to import
 
-def _changed(constant: Constant, how: str, shape: tuple[int, ...], change: Callable[[Array], Array]) -> Constant:
-    key = hashlib.sha256(f"{constant.key}{how}".encode()).hexdigest()[:32]
-    return Constant(key, constant.dtype, shape, lambda: np.ascontiguousarray(change(constant.array())))
+        listed = [onnx.ValueInfoProto(name=name) for name in inputs]
+        graph = onnx.helper.make_graph([proto], "one", listed, [onnx.ValueInfoProto(name=output)])
+        one = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
+        try:
+            (values,) = ReferenceEvaluator(one).run(None, {name: c.array() for name, c in inputs.items()})
+        except FAILURES as error:
+            raise BadModel(f"cannot compute the constant {output!r} ({node.op}): {one_line(error)}") from error
+        return np.ascontiguousarray(values, onnx.helper.tensor_dtype_to_np_dtype(info.dtype)).reshape(sizes)
+
+    attributes = (a.SerializeToString(deterministic=True) for a in proto.attribute)
+    told = [node.op, str(sizes), *(inputs[t].key if t else "" for t in node.inputs)]
+    key = hashlib.sha256(" ".join(told).encode() + b"".join(attributes)).hexdigest()[:32]
+    return Constant(key, info.dtype, sizes, read)
 
 
 def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> Model:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import onnx
 
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.graph.inference import constants_computed
+from qdqtune.graph.inference import constants_computed, weights_computed
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.merging import as_gemm, gelu, hard_swish, layer_norm, rms_norm, with_merged
 from qdqtune.graph.model import Constant, Model, Node, rebuild
@@ -109,8 +109,9 @@ REWRITE_NAMES = (FOLD, *REWRITES)
 
 @dataclass(frozen=True)
 class Rewrites:
-    """The rewrites of a float model: first `folded`, if set, then those of `merged`, which the engine would make by
-    itself, then those of `names`, each in order. One of `merged` that fails is left out."""
+    """The rewrites of a float model: weights are always computed (`weights_computed`), then follow `folded`, if set,
+    those of `merged`, which the engine would make by itself, and those of `names`, each in order. One of `merged` that
+    fails is left out."""
 
     folded: bool = False
     names: tuple[str, ...] = ()
@@ -135,7 +136,9 @@ class Rewrites:
         Raises:
             BadModel: the opset cannot be raised.
         """
-        model, merged = folded(model) if self.folded else model, list[str]()
+        model, merged = weights_computed(model), list[str]()
+        if self.folded:
+            model = folded(model)
         for name in self.merged:
             with suppress(BadModel):
                 before, model = model, REWRITES[name].apply(model)

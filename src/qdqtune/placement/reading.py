@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.model import GRAPH, Model, Node, Use
-from qdqtune.graph.operators import CLAMPS, QDQ
+from qdqtune.graph.operators import CLAMPS, COPIES, QDQ
 from qdqtune.placement.insertion import HALF_ROUNDING
 from qdqtune.placement.possible import WEIGHT_ONLY_OPS, weight_at, weight_role
 from qdqtune.types import Array, Edge, Placement, WeightFormat
@@ -110,7 +110,9 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
             raise BadModel(f"the pair on {edge.tensor} does not give its values back: Q and DQ have other numbers")
         role = weight_role(float_model, edge) if edge.tensor in float_model.constants else None
         if role is not None:
-            if _has_steps_of_weights(pair, role.axis, len(float_model.constants[edge.tensor].shape)):
+            readers = [qdq_model.nodes[use.node].op for use in qdq_model.uses(pair.dq.outputs[0]) if use.node != GRAPH]
+            is_moved = float_model.node(edge.node).op not in readers  # its channels may lie along another axis
+            if not is_moved and _has_steps_of_weights(pair, role.axis, len(float_model.constants[edge.tensor].shape)):
                 weights[edge.tensor] = tuple(float(s) for s in pair.scale.reshape(-1))
         elif pair.is_wide:
             wide[edge.tensor] = pair.range
@@ -151,7 +153,7 @@ def _matched(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], li
     for pair in pairs_of(qdq_model):
         if pair.is_bias:
             continue
-        for use in qdq_model.uses(pair.dq.outputs[0]):
+        for use in _uses_behind(float_model, qdq_model, pair):
             if is_conversion(qdq_model, use):
                 continue
             edge = counterpart(float_model, qdq_model, pair, use.node, use.slot, twins)
@@ -179,6 +181,18 @@ def _matched(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], li
 def is_conversion(qdq_model: Model, use: Use) -> bool:
     """Whether what uses the result of a pair is a conversion to other bits, which has a pair of its own."""
     return use.node != GRAPH and qdq_model.nodes[use.node].op == "QuantizeLinear"
+
+
+def _uses_behind(float_model: Model, qdq_model: Model, pair: Pair) -> Iterator[Use]:
+    """The uses of a pair's result; of a weight those behind the nodes that the float model has computed."""
+    tensors = [pair.dq.outputs[0]]
+    for tensor in tensors:
+        for use in qdq_model.uses(tensor):
+            node = None if use.node == GRAPH else qdq_model.nodes[use.node]
+            if pair.is_constant and node and node.op in COPIES and node.outputs[0] in float_model.constants:
+                tensors.append(node.outputs[0])
+            else:
+                yield use
 
 
 def _is_weight_only(model: Model, pair: Pair, node: int) -> bool:

@@ -327,7 +327,7 @@ def _loaded(
         model = _typed(settings, converted(model, precision))
         if not is_quantized(model):
             raise BadOption(f"{settings.model} has no Q/DQ pairs: leave `from_qdq` out")
-        return strip_pairs(model), model, made
+        return Rewrites().of(strip_pairs(model)), model, made
     model = _typed(settings, model)
     if is_quantized(model):
         raise BadModel(
@@ -344,7 +344,7 @@ def _baseline(settings: Settings, model: Model, precision: Precision, kept: Coll
     baseline = load(settings.qdq_baseline)
     if precision != "fp32":
         baseline = converted(load(settings.qdq_baseline, min_opset=OPSET), precision, kept)
-    reading = read_placement(model, baseline)
+    reading = read_placement(model, Rewrites().of(baseline))
     if not reading.placement:
         raise BadModel(
             f"{settings.qdq_baseline} has no Q/DQ pair that fits {settings.model}: "
@@ -376,7 +376,9 @@ def tuned_graph(
         BadOption: there is no such rewrite, or a value of `fix_inputs` does not fit.
     """
     graph = load(model, fix_inputs=fix_inputs)
-    return strip_pairs(graph) if is_quantized(graph) else allowed(rewrites, MERGED.get(engine, ())).of(graph)
+    if is_quantized(graph):
+        return Rewrites().of(strip_pairs(graph))
+    return allowed(rewrites, MERGED.get(engine, ())).of(graph)
 
 
 def tuned_patterns(
