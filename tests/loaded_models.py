@@ -27,7 +27,7 @@ def run(proto: onnx.ModelProto | Path, feeds: Arrays) -> list[npt.NDArray[Any]]:
     options.log_severity_level = 3
     content = str(proto) if isinstance(proto, Path) else proto.SerializeToString()
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    names = {i.name for i in session.get_inputs()}
+    names = {i.name for i in (*session.get_inputs(), *session.get_overridable_initializers())}
     results: list[npt.NDArray[Any]] = session.run(None, {n: a for n, a in feeds.items() if n in names})
     return results
 

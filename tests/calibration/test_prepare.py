@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models import normal
-from qdqtune.calibration.prepare import Data, prepare
+from models import build, normal
+from qdqtune.calibration.prepare import Data, hidden_work, prepare
+from qdqtune.placement.possible import can_carry
 from sample_files import Array, model, saved
 
 
@@ -62,3 +63,11 @@ def test_open_sizes_are_fixed_for_an_engine_that_takes_no_others(tmp_path: Path)
     assert ["takes fixed sizes only" in note for note in notes] == [True]
     assert prepared.sized_for("onnxruntime") == (prepared, ())
     assert sized.sized_for("qnn") == (sized, ())
+
+
+def test_weights_that_callers_may_override_are_told() -> None:
+    text = "g (float[2,4] x, float[4,4] w) => (float[2,4] y) { y = MatMul(x, w) }"
+    overridable = build(text, {"w": normal(4, 4)})
+    assert "which callers may override" in str(hidden_work(overridable, prepare(overridable, Data()).samples))
+    assert can_carry(overridable, "x", 0, 0)
+    assert not can_carry(overridable, "w", 0, 1)

@@ -12,7 +12,7 @@ from loaded_models import model, normal, run, same
 from qdqtune.errors import BadModel
 from qdqtune.graph import protobuf
 from qdqtune.graph.loading import files_of, load
-from qdqtune.graph.model import bodies
+from qdqtune.graph.model import bodies, rebuild
 
 
 def external(proto: onnx.ModelProto, file: Path, **changes: str) -> None:
@@ -123,6 +123,35 @@ def test_constants_listed_as_inputs_are_no_inputs(file: Path) -> None:
     assert [i.name for i in loaded.proto.graph.input] == ["x"]
     assert loaded.proto.ir_version >= 4
     same(file, {"x": w})
+
+
+@pytest.mark.parametrize("opset", [11, 17])
+@pytest.mark.parametrize("is_external", [False, True])
+def test_what_callers_may_override_stays_in_the_interface_and_is_no_constant(
+    file: Path, opset: int, is_external: bool
+) -> None:
+    w, v = normal(300), normal(300)
+    inputs = "float[300] w, float[300] x, float[300] v, float[300] idle"
+    proto = model(
+        f"g ({inputs}) => (float[300] y) {{ a = Add(x, w) y = Mul(a, v) }}",
+        opset,
+        6,
+        {"w": w, "v": v, "idle": v, "c": v},
+    )
+    if is_external:
+        external(proto, file)
+    else:
+        file.write_bytes(proto.SerializeToString())
+    loaded = load(file)
+    assert loaded.proto.graph.input == proto.graph.input
+    assert loaded.inputs == ("x",)
+    assert not loaded.constants
+    same(file, {"x": w})
+    same(file, {"x": w, "v": w, "w": v})
+    assert rebuild(loaded, loaded.proto.graph.node, {}).overridable == {"w", "v", "idle"}
+    fixed = load(file, fix_inputs={"v": 2})
+    assert fixed.constants["v"].array()[0] == 2
+    assert [i.name for i in fixed.proto.graph.input] == ["w", "x", "idle"]
 
 
 def test_external_constants_in_bodies_stay_there_embedded(file: Path) -> None:

@@ -237,3 +237,28 @@ def test_rounding_to_float16_keeps_what_the_converter_keeps() -> None:
     np.testing.assert_array_equal(rounded_to_float16(values), expected)
     np.testing.assert_array_equal(np.signbit(rounded_to_float16(values)), np.signbit(expected))
     assert rounded_to_float16(np.float32(-1e-12)) == np.float16(-(2.0**-24))
+
+
+INTERFACE = """g (float[4,8] x, float[8] gain) => (float[4,8] y, float[1] version, float[8] shift, float[4,8] x_out) {
+    [scale] a = Mul(x, gain)
+    [add] y = Add(a, shift)
+    [pass] x_out = Identity(x)
+}"""
+
+
+@pytest.mark.parametrize("size", [8, 512])
+def test_the_interface_stays_float32_where_no_node_makes_it(size: int) -> None:
+    """A default that callers may override, and constants that are outputs, one of them read by a node as well."""
+    constants = {"gain": normal(size), "version": np.float32([1 + 2**-20]), "shift": normal(size, seed=1)}
+    model = build(INTERFACE.replace("8]", f"{size}]"), constants)
+    half = to_float16(model)
+    assert valid(half)
+    assert half.proto.graph.input == model.proto.graph.input
+    assert half.proto.graph.output == model.proto.graph.output
+    assert half.overridable == {"gain"}
+    x = normal(4, size, seed=2)
+    for sample in ({"x": x}, {"x": x, "gain": normal(size, seed=3)}):
+        (before,), (after,) = run(model, [sample]), run(half, [sample])
+        np.testing.assert_allclose(after["y"], before["y"], atol=0.02)
+        assert all((after[name] == before[name]).all() for name in ("version", "shift"))
+    assert dtypes(half)["a"] == "float16"

@@ -195,14 +195,21 @@ LOOKED_AT = 256
 
 
 def hidden_work(model: Model, samples: Samples) -> str | None:
-    """Why pairs cannot reach compute operators: there are none, the model is quantized, or they are in the bodies of
-    If, Loop or Scan. None if pairs reach them.
+    """Why pairs cannot reach compute operators: there are none, the model is quantized, their weights are inputs that
+    callers may override, or they are in the bodies of If, Loop or Scan. None if pairs reach them.
 
     If an If depends on inputs that are the same in all samples, the text says by which option it is folded.
     """
     if operators := integer_operators(model):
         names = ", ".join(operators)
         return f"the model is quantized already, and its integer operators ({names}) stay: tune the float model"
+    weights = {node.inputs[1] for node in model.nodes if node.op in COMPUTE} & model.overridable
+    if weights:
+        return (
+            f"{len(weights)} weights ({min(weights)}, say) are graph inputs as well, which callers may override: they "
+            "stay in float. If nobody overrides them, take them out of graph.input, as "
+            "remove_initializer_from_input.py of ONNX Runtime does"
+        )
     layers = HEAVY - CONTROL_FLOW
     inside = [n.op_type for g in islice(graphs(model.proto.graph), 1, None) for n in g.node if n.op_type in layers]
     outside = sum(node.op in layers for node in model.nodes)

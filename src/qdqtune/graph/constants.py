@@ -42,10 +42,11 @@ def take_external(proto: onnx.ModelProto, folder: Path, own: str = "") -> dict[s
         BadModel: a file is missing or too short.
     """
     large: dict[str, Constant] = {}
+    overridable = {v.name for v in proto.graph.input}
     external = [t for t in proto.graph.initializer if t.data_location == TensorProto.EXTERNAL]
     for tensor in external:
         located = _located(tensor, folder, own)
-        if _is_large(tensor):
+        if _is_large(tensor) and tensor.name not in overridable:
             dtype, shape = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), tuple(tensor.dims)
             seen = Stamps.of([located.file])
             key = content_key(dtype, shape, _chunks(located))
@@ -62,7 +63,8 @@ def take_external(proto: onnx.ModelProto, folder: Path, own: str = "") -> dict[s
 
 
 def settle(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None:
-    """Make every constant of the main graph an initializer or, if large, an entry of `large`; none stays a graph input.
+    """Make every constant of the main graph an initializer or, if large, an entry of `large`. An initializer that is a
+    graph input as well stays both, as it is no constant: callers may override it.
 
     Raises:
         BadModel: the values of a constant do not fit its type and shape.
@@ -72,16 +74,15 @@ def settle(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None
     lifted = [tensor for _, tensor in pairs if tensor is not None]
     sparse = [_dense(s, s.values.name) for s in graph.sparse_initializer]
     del graph.sparse_initializer[:]
+    overridable = {v.name for v in graph.input}
     small = []
     for tensor in (*graph.initializer, *lifted, *sparse):
         array = _array(tensor)
-        if _is_large(tensor):
+        if _is_large(tensor) and tensor.name not in overridable:
             large[tensor.name] = Constant.of(array)
         else:
             small.append(tensor)
     replace(graph.initializer, small)
-    names = {t.name for t in small} | large.keys()
-    replace(graph.input, [v for v in graph.input if v.name not in names])
 
 
 def replace(field: MutableSequence[M], messages: Iterable[M]) -> None:

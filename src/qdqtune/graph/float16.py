@@ -24,8 +24,9 @@ from onnx import TensorProto, helper, numpy_helper
 from qdqtune.errors import BadModel, one_line
 from qdqtune.graph.constants import replace
 from qdqtune.graph.loading import checked, load
-from qdqtune.graph.model import Constant, Model, bodies, captured
+from qdqtune.graph.model import GRAPH, Constant, Model, bodies, captured, rebuild
 from qdqtune.graph.rewrites import Rewrites
+from qdqtune.graph.simplifying import UniqueNames, names_in, rename
 from qdqtune.types import Array
 
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -96,7 +97,8 @@ def converted(model: Model, precision: Precision, kept: Collection[str] = ()) ->
 
 
 def to_float16(model: Model, kept: Collection[str] = ()) -> Model:
-    """`model` (opset 19 or later) in float16. Graph inputs and outputs stay float32, with a Cast at each.
+    """`model` (opset 19 or later) in float16. Graph inputs and outputs stay float32, with a Cast at each where a node
+    reads or makes it.
 
     These nodes stay in float32, and the tensors between them too: operators on the converter's list of unsafe ones
     (except `COMPARISONS`), nodes of other domains, whose kernels are unknown, and nodes named in `kept`.
@@ -106,19 +108,24 @@ def to_float16(model: Model, kept: Collection[str] = ()) -> Model:
     """
     from onnxruntime.transformers import float16  # slow to import
 
+    model = _with_outputs_apart(model)
+    unmade = {t for t in model.outputs if t not in model.producers}
     in_full = {n.index for n in model.nodes if n.name in kept} | blocked(model)
     full = {c for c in model.large if all(use.slot >= 0 and use.node in in_full for use in model.uses(c))}
+    full |= unmade & model.large.keys()
     try:
         proto = float16.convert_float_to_float16(
-            _for_converter(model, full),
-            keep_io_types=[*model.inputs, *model.outputs],
+            _for_converter(model, full, unmade),
+            keep_io_types=[*model.inputs, *model.overridable, *model.outputs],
             disable_shape_infer=True,
             op_block_list=sorted(_unsafe()),  # in bodies too
             node_block_list=[model.nodes[i].name for i in in_full],
         )
     except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise BadModel(f"cannot convert the model to float16: {one_line(error)}") from error
-    replace(proto.graph.input, [v for v in proto.graph.input if v.name not in model.large])
+    replace(proto.graph.input, model.proto.graph.input)
+    replace(proto.graph.output, model.proto.graph.output)
+    proto.graph.initializer.extend(t for t in model.proto.graph.initializer if t.name in unmade | model.overridable)
     # The converter makes a Cast for each float32 reader of a tensor, all of one name: keep one.
     replace(proto.graph.node, list({node.name: node for node in proto.graph.node}.values()))
     if kept:
@@ -241,11 +248,29 @@ def _bfloat16(tensor: onnx.TensorProto, before: Constant | None) -> onnx.TensorP
     return made
 
 
-def _for_converter(model: Model, full: Set[str]) -> onnx.ModelProto:
+def _with_outputs_apart(model: Model) -> Model:
+    """The model in which nodes read copies of the constants that are graph outputs, which stay in float32."""
+    taken = UniqueNames(names_in(model.proto.graph) | model.large.keys())
+    copies = {
+        t: taken.fresh(t) for t in model.outputs if t in model.constants and any(u.node != GRAPH for u in model.uses(t))
+    }
+    if not copies:
+        return model
+    nodes = [deepcopy(node) for node in model.proto.graph.node]
+    for node in nodes:
+        rename(node, copies)
+    return rebuild(model, nodes, {copy: model.constants[t] for t, copy in copies.items()})
+
+
+def _for_converter(model: Model, full: Set[str], unmade: Set[str]) -> onnx.ModelProto:
     """A protobuf for the converter: a type for each output of a custom operator, and large constants as graph inputs,
-    except those in `full`, which stay in float32.
+    except those in `full`, which stay in float32. It lacks what the converter would change in the interface: outputs
+    that no node makes (`unmade`), and the defaults of inputs.
     """
     proto = deepcopy(model.proto)
+    replace(proto.graph.output, [v for v in proto.graph.output if v.name not in unmade])
+    kept_out = unmade | model.overridable
+    replace(proto.graph.initializer, [t for t in proto.graph.initializer if t.name not in kept_out])
     for name, constant in model.large.items():
         if name not in full:
             proto.graph.input.append(helper.make_tensor_value_info(name, constant.dtype, constant.shape))

@@ -64,11 +64,14 @@ def _ready(proto: ModelProto, path: Path, fix_inputs: Mapping[str, float | int |
     """The model of `proto`, which was read from `path` and is changed in place. Raises BadModel."""
     check_sound(proto)
     _open_unknown_sizes(proto.graph)
+    if proto.ir_version < 4:  # constants had to be listed as inputs, and nobody could override them
+        constants = {t.name for t in proto.graph.initializer} | {s.values.name for s in proto.graph.sparse_initializer}
+        replace(proto.graph.input, [v for v in proto.graph.input if v.name not in constants])
+        proto.ir_version = 4
     large = take_external(proto, path.parent, path.name)
     name_nodes(proto.graph)
     settle(proto.graph, large)
     proto = copied(proto)
-    proto.ir_version = max(proto.ir_version, 4)  # before 4, constants had to be listed as inputs
     _sort(proto.graph)
     _check(proto, large)
     proto = _inlined(proto, large)

@@ -222,8 +222,14 @@ class Model:
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the graph inputs that a caller must feed (initializers that are also listed as inputs are not)."""
-        return tuple(i.name for i in self.proto.graph.input if i.name not in self.constants)
+        """Names of the graph inputs that a caller must feed."""
+        return tuple(i.name for i in self.proto.graph.input if i.name not in self.overridable)
+
+    @cached_property
+    def overridable(self) -> frozenset[str]:
+        """Names of the graph inputs that a caller may feed: initializers hold their defaults."""
+        listed = {i.name for i in self.proto.graph.input}
+        return frozenset(t.name for t in self.proto.graph.initializer if t.name in listed)
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:
@@ -232,8 +238,9 @@ class Model:
 
     @cached_property
     def constants(self) -> Mapping[str, Constant]:
-        """Every constant by tensor name, small and large."""
-        return {t.name: _inline(t) for t in self.proto.graph.initializer} | dict(self.large)
+        """Every constant by tensor name, small and large; what callers may override is none."""
+        small = (t for t in self.proto.graph.initializer if t.name not in self.overridable)
+        return {t.name: _inline(t) for t in small} | dict(self.large)
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -313,7 +320,7 @@ def rebuild(
     """
     result = deepcopy(model.frame)
     parts = [node if isinstance(node, Made) else Made.of(node) for node in nodes]
-    read = {o.name for o in result.graph.output}.union(*(part.read for part in parts))
+    read = {o.name for o in result.graph.output}.union(model.overridable, *(part.read for part in parts))
     written = set[str]().union(*(part.outputs for part in parts))
     outside = {name: c for name, c in model.large.items() if name not in added}
     fields = [part.data for part in parts]

@@ -45,7 +45,7 @@ def drop_identities(graph: onnx.GraphProto) -> None:
 
 def drop_unused(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None:
     """Remove nodes and constants that no graph output depends on."""
-    used = {o.name for o in graph.output}
+    used = {o.name for o in graph.output} | {v.name for v in graph.input}
     kept = []
     for node in reversed(graph.node):
         if used.intersection(node.output):
@@ -72,6 +72,7 @@ def fix_inputs(
     for name, value in values.items():
         if name not in inputs:
             raise BadOption(f"cannot fix input {name!r}: the model's inputs are {', '.join(inputs)}")
+        replace(graph.initializer, [t for t in graph.initializer if t.name != name])
         graph.initializer.append(numpy_helper.from_array(_fixed(inputs[name], value), name))
         graph.input.remove(inputs[name])
     settle(graph, large)
@@ -148,7 +149,8 @@ def _fold(proto: onnx.ModelProto, known: set[str]) -> bool:
     """Compute nodes in order up to the first If whose condition is known, and replace that by its body. Returns whether
     there was one."""
     graph = proto.graph
-    small = {t.name: t for t in graph.initializer}
+    overridable = {v.name for v in graph.input}
+    small = {t.name: t for t in graph.initializer if t.name not in overridable}
     nodes = list(graph.node)
     kept: list[onnx.NodeProto] = []
     for i, node in enumerate(nodes):

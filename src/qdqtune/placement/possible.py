@@ -39,6 +39,7 @@ def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
 
     No pair can stand on
 
+    - an initializer that is a graph input as well, as its range is whatever callers give;
     - a tensor of unknown type, whose scale would have no type either, or of another type than float;
     - a setting (`SETTINGS_FROM`): engines need plain numbers there;
     - an input of an operator that is not ONNX's: what it computes is unknown;
@@ -48,6 +49,8 @@ def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
       Einsum are among those: no engine has an integer kernel for them, and their channels are unknown. The constant
       scale of a LayerNormalization, InstanceNormalization or BatchNormalization is a weight: engines fold it.
     """
+    if tensor in model.overridable:
+        return "callers may override it, and its range with it"
     if not is_float(model, tensor):
         return "it is not known to be a float tensor"
     if slot < 0:
