@@ -260,12 +260,20 @@ def test_a_pair_behind_copies_is_the_one_behind_the_attention() -> None:
         ("tensorrt", "fp8", True),
         ("tensorrt-rtx", "int8", True),
         ("openvino", "int8", False),
+        ("onnxruntime", "int8", True),
     ],
 )
 def test_transposed_convolutions(engine: str, quant_type: QuantType, kept: bool) -> None:
     model = build("net (float[1,32,8,8] x) => (float[A,B,C,D] y) { [up] u = ConvTranspose(x, w) [end] y = Exp(u) }",
                   weights(w=(32, 32, 3, 3)))  # fmt: skip
     assert ("up" in users(placed(model, engine, quant_type))) != kept
+
+
+@pytest.mark.parametrize(("engine", "kept"), [("tensorrt", False), ("openvino", True), ("onnxruntime", True)])
+def test_transposed_convolutions_with_groups(engine: str, kept: bool) -> None:
+    text = "[up] u = ConvTranspose <group=2> (x, w) [end] y = Exp(u)"
+    model = build(f"net (float[1,64,8,8] x) => (float[A,B,C,D] y) {{ {text} }}", weights(w=(64, 32, 3, 3)))
+    assert ("up" in users(placed(model, engine, "int8"))) != kept
 
 
 def test_convolutions_of_one_pixel_stay_in_float() -> None:

@@ -21,7 +21,8 @@ from qdqtune.placement.possible import compute_edges, consistent
 from qdqtune.types import Edge, Placement, QuantType
 
 TENSORRT = TENSORRT_FAMILY | {"fake"}
-FUSING = TENSORRT | {"openvino"}
+OPENVINO = frozenset({"openvino"})
+FUSING = TENSORRT | OPENVINO
 """Engines that fuse pointwise operators into the kernel in front of them."""
 RTX = frozenset({"tensorrt-rtx"})
 ONNXRUNTIME = frozenset({"onnxruntime"})
@@ -39,6 +40,7 @@ QNN = "https://onnxruntime.ai/docs/execution-providers/QNN-ExecutionProvider.htm
 MEASURED = "measured with ONNX Runtime 1.31, see benchmarks/quantize.py"
 SIMULATED = "measured in the simulator of QNN 2.7, see benchmarks/npu_operators.py"
 OBSERVED = "layer reports of TensorRT-RTX 1.7 for sm89"
+RUNTIME_MODEL = "the runtime model of OpenVINO 2026.4"
 LAYERNORM = "https://github.com/NVIDIA/Model-Optimizer/pull/1117"
 LIBRARY = f"{LIBRARY_PAGES}/transformers-fused-attention.html"
 
@@ -105,6 +107,10 @@ RULES: tuple[PlacementRule, ...] = (
               OBSERVED, TENSORRT, FP8, floats.transposed_convolutions),
     KeepFloat("transposed-convolutions-rtx", "there is no 8-bit kernel: the weights are dequantized at every inference",
               OBSERVED, RTX, INT8, floats.transposed_convolutions),
+    KeepFloat("transposed-convolutions-cpu", "there is no 8-bit kernel: the weights are dequantized at every inference",
+              MEASURED, ONNXRUNTIME, INT8, floats.transposed_convolutions),
+    KeepFloat("grouped-transposed-convolutions", "there is no 8-bit kernel with groups", RUNTIME_MODEL, OPENVINO, INT8,
+              floats.grouped_transposed_convolutions),
     KeepFloat("int8-attention", "fused INT8 attention needs heads of 16, 32 or 64, at most 512 positions, and pairs "
               "behind it as well: else float attention, which fuses, is faster", LIBRARY, TENSORRT, INT8,
               floats.unfusable_int8_attention),

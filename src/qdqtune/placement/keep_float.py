@@ -245,6 +245,13 @@ def transposed_convolutions(queries: GraphQueries) -> Iterator[Edge]:
             yield from queries.into(node)
 
 
+def grouped_transposed_convolutions(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges into ConvTranspose nodes with groups."""
+    for node in queries.computes():
+        if node.op == "ConvTranspose" and node.attributes.get("group", 1) > 1:
+            yield from queries.into(node)
+
+
 def pooled_convolutions(queries: GraphQueries) -> Iterator[Edge]:
     """Edges into convolutions of a 1x1 image, as in squeeze-and-excitation: they are matrix-vector products."""
     for node in queries.computes():
