@@ -59,7 +59,7 @@ def row(entry: zoo.Entry, runner: Runner, folder: Path) -> list[str]:
     runner.feed(open_samples(entry.data, model, limit=1, fixed=entry.fixed).first(1)[0])
     try:
         quantize(
-            entry.path, quantized, calibration_data=entry.data, engine="onnxruntime", calibration_samples=8,
+            entry.path, output=quantized, calibration_data=entry.data, engine="onnxruntime", calibration_samples=8,
             calibration_method="minmax", bias_correction=False, fix_inputs=entry.fixed,
         )  # fmt: skip
     except QdqtuneError as error:

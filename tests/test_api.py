@@ -81,11 +81,15 @@ def test_the_same_call_goes_on_where_it_was_also_from_memory(tuned: qdqtune.Resu
 def test_the_other_functions_take_models_in_memory_too(tuned: qdqtune.Result, tmp_path: Path) -> None:
     proto, on_fake = onnx.load(tuned.baseline), {"engine": "fake"}
     with in_process():
-        done = qdqtune.quantize(proto, tmp_path / "q.onnx", calibration_data=feeds(mixed(), 5), nodes_to_exclude="head")
+        done = qdqtune.quantize(
+            proto, output=tmp_path / "q.onnx", calibration_data=feeds(mixed(), 5), nodes_to_exclude="head"
+        )
         pair = qdqtune.compare(proto, done.output, timing_runs=12, **on_fake)
         ran = qdqtune.layers(done.output, **on_fake)
         checked = qdqtune.check(tuned.file, **on_fake)
-        applied = qdqtune.apply(proto, tuned.placement_file, tmp_path / "a.onnx", calibration_data=feeds(mixed(), 3))
+        applied = qdqtune.apply(
+            proto, placement=tuned.placement_file, output=tmp_path / "a.onnx", calibration_data=feeds(mixed(), 3)
+        )
         seen = qdqtune.inspect(proto)
     assert done.output == tmp_path / "q.onnx"
     assert not any(edge.node == "head" for edge in done.placed.placement)
@@ -106,7 +110,7 @@ def test_the_other_functions_take_models_in_memory_too(tuned: qdqtune.Result, tm
 
 def test_build_saves_what_the_engine_makes(tuned: qdqtune.Result, tmp_path: Path) -> None:
     with in_process():
-        made = qdqtune.build(tuned.baseline, tmp_path / "built.onnx", threads=1)
+        made = qdqtune.build(tuned.baseline, output=tmp_path / "built.onnx", threads=1)
     assert made.files == (tmp_path / "built.onnx",)
     assert "MB" in repr(made)
 
@@ -172,7 +176,7 @@ def test_nothing_is_printed_and_the_log_has_the_lines(tuned, caplog, capfd):
     assert "searching" in caplog.messages
     assert any("from the state file" in line for line in caplog.messages)
     with in_process():
-        qdqtune.quantize(tuned.baseline, tuned.folder.parent / "p.onnx", progress=True)
+        qdqtune.quantize(tuned.baseline, output=tuned.folder.parent / "p.onnx", progress=True)
     assert "comparing with the float model" in capfd.readouterr().err
 
 

@@ -76,8 +76,8 @@ R = TypeVar("R")
 
 
 def function(kind: Callable[P, O], run: Callable[[O, Observer], R]) -> Callable[P, R]:
-    """Make the public function of a command. Its keywords are the fields of `kind`; its docstring is that of `run` and
-    the help of the options.
+    """Make the public function of a command. It takes the first field of `kind`, a model, by position, and all others
+    as keywords; its docstring is that of `run` and the help of the options.
 
     Raises:
         BadOption: a keyword is unknown, or its value cannot be used.
@@ -85,7 +85,14 @@ def function(kind: Callable[P, O], run: Callable[[O, Observer], R]) -> Callable[
     assert isinstance(kind, type)
     name = run.__name__.strip("_")
 
+    shown = inspection.signature(kind)
+    keyword_only = inspection.Parameter.KEYWORD_ONLY
+    first, *others = [p.name for p in shown.parameters.values() if p.kind is not keyword_only] or [""]
+
     def call(*arguments: P.args, **keywords: P.kwargs) -> R:
+        if len(arguments) > 1:
+            hint = f": write {' or '.join(f'{other}=...' for other in others)}" if others else ""
+            raise BadOption(f"{name} takes keywords behind its {first}{hint}")
         _check_keywords(kind, name, keywords)
         given = kind(*arguments, **keywords)
         check_options(given)
@@ -99,8 +106,10 @@ def function(kind: Callable[P, O], run: Callable[[O, Observer], R]) -> Callable[
     call.__name__ = call.__qualname__ = name
     helps = (f"    {name}: {own.help}" for name, own in options_of(kind).items())
     call.__doc__ = "\n".join([inspection.cleandoc(run.__doc__ or ""), "", "Args:", *helps])
-    shown = inspection.signature(kind)
-    plain = [p.replace(annotation=inspection.Parameter.empty) for p in shown.parameters.values()]
+    plain = [
+        p.replace(annotation=inspection.Parameter.empty, kind=p.kind if p.name == first else keyword_only)
+        for p in shown.parameters.values()
+    ]
     call.__signature__ = shown.replace(parameters=plain, return_annotation=inspection.Signature.empty)  # type: ignore[attr-defined]
     return call
 

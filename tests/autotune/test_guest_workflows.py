@@ -71,7 +71,7 @@ def test_quantize_takes_modelopts_keyword_from_the_package_as_well(tmp_path: Pat
     assert "first" in quantized(tmp_path / "q.onnx")
     moq.quantize(onnx_path=path, input_shapes_profile=profile, **how)
     assert "first" in quantized(tmp_path / "model.quant.onnx")
-    assert moq.quantize(path, tmp_path / "own.onnx", input_shapes={"x": (2, 64, 64)}).output.exists()
+    assert moq.quantize(path, output=tmp_path / "own.onnx", input_shapes={"x": (2, 64, 64)}).output.exists()
 
 
 def test_modelopts_call_is_known_by_its_keywords_where_no_output_is_named(tmp_path: Path) -> None:
@@ -81,15 +81,24 @@ def test_modelopts_call_is_known_by_its_keywords_where_no_output_is_named(tmp_pa
         ((path,), {"high_precision_dtype": "fp32"}),
         ((path,), {"override_shapes": None}),
         ((path, "int8"), {"keep_intermediate_files": True}),
+        ((path, "int8"), {}),
+        ((path, "int8", None, "max"), {}),
     ]
     for arguments, keywords in calls:
-        moq.quantize(*arguments, **how, **keywords)
+        moq.quantize(*arguments, **(how if len(arguments) < 4 else {}), **keywords)
         assert "first" in quantized(tmp_path / "model.quant.onnx")
         (tmp_path / "model.quant.onnx").unlink()
     with pytest.raises(BadOption, match="no option 'quantize_mode'; did you mean 'quant_type'"):
-        moq.quantize(path, tmp_path / "q.onnx", quantize_mode="int8")
+        moq.quantize(path, output=tmp_path / "q.onnx", quantize_mode="int8")
     with pytest.raises(BadOption, match="quantize_mode is int8 or fp8, not 'int4'"):
         moq.quantize(path, quantize_mode="int4")
+    with pytest.raises(BadOption, match="quantize_mode is int8 or fp8, not 'int4_awq'"):
+        moq.quantize(path, "int4_awq")
+    with pytest.raises(BadOption, match="no output here: with a mode behind the model it is output_path"):
+        moq.quantize(path, "int8", output="q.onnx")
+    with pytest.raises(BadOption, match="quantize takes keywords behind its model: write output="):
+        moq.quantize(path, "q.onnx")
+    assert {file.suffix for file in tmp_path.iterdir()} <= {".onnx", ".npz"}
 
 
 def test_products_of_attention_stay_in_float_on_request(tmp_path: Path) -> None:

@@ -83,10 +83,10 @@ def test_strings_are_taken_in_every_form(
         present(monkeypatch, {"gives_words": module})
         source = "gives_words:feed"
     elif way == "python":
-        done = qdqtune.quantize(of_words, tmp_path / "q.onnx", calibration_data={"word": words})
+        done = qdqtune.quantize(of_words, output=tmp_path / "q.onnx", calibration_data={"word": words})
         assert done.judged == 3
-        qdqtune.quantize(of_words, tmp_path / "q.onnx", calibration_data=[{"word": words}, {"word": words}])
-        qdqtune.quantize(of_words, tmp_path / "q.onnx", calibration_data=[words, words])
+        qdqtune.quantize(of_words, output=tmp_path / "q.onnx", calibration_data=[{"word": words}, {"word": words}])
+        qdqtune.quantize(of_words, output=tmp_path / "q.onnx", calibration_data=[words, words])
         return
     elif way == "npz":
         np.savez(source, word=words)
@@ -104,7 +104,7 @@ def test_strings_are_taken_in_every_form(
 @pytest.mark.parametrize("values", [np.ones((3, 2), np.float32), np.array([["a", 1]], object)])
 def test_what_is_no_string_is_refused_where_strings_are_wanted(values: Any, of_words: Path, tmp_path: Path) -> None:
     with pytest.raises(BadData, match="strings"):
-        qdqtune.quantize(of_words, tmp_path / "q.onnx", calibration_data=lambda: [{"word": values}])
+        qdqtune.quantize(of_words, output=tmp_path / "q.onnx", calibration_data=lambda: [{"word": values}])
 
 
 @pytest.mark.parametrize("labels", LABELS)

@@ -118,7 +118,7 @@ def test_functions_end_in_any_thread(small: Path, given: object) -> None:
 
     def quantize() -> None:
         with pytest.raises(BadData) as error:
-            qdqtune.quantize(small, small.parent / "q.onnx", calibration_data=given, time_limit=0.2)  # type: ignore[arg-type]
+            qdqtune.quantize(small, output=small.parent / "q.onnx", calibration_data=given, time_limit=0.2)  # type: ignore[arg-type]
         caught.append(error.value)
 
     thread = threading.Thread(target=quantize)

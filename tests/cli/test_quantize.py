@@ -1,12 +1,14 @@
 """`qdqtune quantize` and `qdqtune rules` as a user meets them."""
 
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from conftest import Call
@@ -256,3 +258,14 @@ def test_a_folder_of_one_model_gets_the_quantized_one_beside_it(call: Call, mode
     code, out, err = call("quantize", model.parent, *RUN, data)
     assert (code, out) == (2, "")
     assert f"holds 2 models ({model.name}, other.onnx): name one, such as {model}" in err
+
+
+def test_sizes_count_external_data(call: Call, tmp_path: Path) -> None:
+    weights = {"w0": normal(256, 256), "w1": normal(256, 256, seed=1)}
+    model = build("net (float[N,256] x) => (float[N,256] y) { h = MatMul(x, w0) y = MatMul(h, w1) }", weights)
+    path, target = tmp_path / "model.onnx", tmp_path / "w8.onnx"
+    onnx.save(model.to_proto(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    code, out, _ = call("quantize", path, "--weight-only", "w8", "-o", target)
+    assert code == 0
+    (share,) = re.findall(r"(\d+)% of the file's size", out)
+    assert 20 <= int(share) <= 40

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import onnx
 import pytest
 
 from conftest import Call
@@ -167,3 +168,17 @@ def test_a_file_is_compared_with_one_whose_input_was_made_constant(tmp_path: Pat
         assert found.rows[0].accuracy is not None
     with pytest.raises(BadOption, match="`fix_inputs` names those that were made constant"):
         compare(*files, calibration_data=data, engine="fake")
+
+
+def test_files_that_differ_in_their_external_data_are_not_called_equal(call: Call, tmp_path: Path) -> None:
+    files = [tmp_path / name / "model.onnx" for name in ("a", "b", "same")]
+    for file, seed in zip(files, (0, 1, 0), strict=True):
+        file.parent.mkdir()
+        model = build("net (float[4,64] x) => (float[4,64] y) { y = MatMul(x, w) }", {"w": normal(64, 64, seed=seed)})
+        onnx.save(model.to_proto(), file, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    code, out, _ = call("compare", *files, "--engine", "fake")
+    assert code == 0
+    (other,), (same,) = ([line for line in out.splitlines() if f" {file} " in line] for file in files[1:])
+    assert "equal files" not in other
+    assert "equal files" in same

@@ -332,7 +332,7 @@ def test_from_python(tmp_path: Path) -> None:
     done = qdqtune.quantize(str(path), tmp_path / "q.onnx", calibration_data=str(path.with_suffix(".npz")))
     assert done.output.is_file()
     with pytest.raises(BadOption, match="did you mean 'calibration_data'"):
-        qdqtune.quantize(path, tmp_path / "q.onnx", calibration_dta="x")
+        qdqtune.quantize(path, output=tmp_path / "q.onnx", calibration_dta="x")
 
 
 def test_the_report_ranks_tensors_by_what_they_do_to_the_outputs(tmp_path: Path) -> None:

@@ -80,16 +80,16 @@ def test_what_cannot_be_exported_is_told_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(BadOption, match="give `example_inputs`, what its forward takes"):
         qdqtune.inspect(Classifier())
     with pytest.raises(BadModel, match="are not what forward of Classifier takes: too many positional arguments"):
-        qdqtune.inspect(Classifier(), (1, 2))
+        qdqtune.inspect(Classifier(), example_inputs=(1, 2))
     with pytest.raises(BadModel, match=r"PyTorch cannot export Classifier: .*Error: ") as error:
-        qdqtune.inspect(Classifier(), torch.zeros(1, 7))
+        qdqtune.inspect(Classifier(), example_inputs=torch.zeros(1, 7))
     assert "\n" not in str(error.value)
 
 
 def test_a_module_is_tuned_at_the_sizes_of_its_examples(tmp_path: Path) -> None:
     given: Any = {"engine": "fake", "builds": 4, "report": False, "calibration_method": "minmax"}
     with in_process():
-        done = qdqtune.tune(Classifier(), torch.zeros(4, 3, 8, 8), output_dir=tmp_path, **given)
+        done = qdqtune.tune(Classifier(), example_inputs=torch.zeros(4, 3, 8, 8), output_dir=tmp_path, **given)
     assert done.file.is_file()
     assert inputs_of(done.file) == {"pictures": ["batch", 3, 8, 8]}
     assert '"pictures": [' in (tmp_path / "run.json").read_text()
@@ -99,7 +99,11 @@ def test_a_module_is_quantized_and_compared(tmp_path: Path) -> None:
     samples = [{"pictures": np.random.default_rng(n).standard_normal((1, 3, 8, 8), np.float32)} for n in range(4)]
     with in_process():
         done = qdqtune.quantize(
-            Classifier(), tmp_path / "q.onnx", torch.zeros(1, 3, 8, 8), calibration_data=samples, quick=True
+            Classifier(),
+            output=tmp_path / "q.onnx",
+            example_inputs=torch.zeros(1, 3, 8, 8),
+            calibration_data=samples,
+            quick=True,
         )
         found = qdqtune.compare(
             Classifier(), done.output, example_inputs=torch.zeros(1, 3, 8, 8), engine="fake", calibration_data=samples
@@ -111,4 +115,4 @@ def test_a_module_is_quantized_and_compared(tmp_path: Path) -> None:
 
 def test_examples_are_for_modules_only(tmp_path: Path) -> None:
     with pytest.raises(BadOption, match=r"`example_inputs` is for a torch\.nn\.Module"):
-        qdqtune.inspect(write(mixed(), tmp_path), torch.zeros(1))
+        qdqtune.inspect(write(mixed(), tmp_path), example_inputs=torch.zeros(1))

@@ -80,7 +80,7 @@ def test_every_runner_of_a_call_can_be_cancelled(tmp_path, workers, monkeypatch)
         checks.append(runner.check)
 
     monkeypatch.setattr(Runner, "__init__", watched)
-    qdqtune.quantize(model, target, **given)
+    qdqtune.quantize(model, output=target, **given)
     qdqtune.check(target, engine="fake", **given)
     qdqtune.compare(model, target, engine="fake", timing_runs=12, **given)
     qdqtune.tune(model, engine="fake", builds=4, min_sqnr=None, output_dir=tmp_path / "out", **given)

@@ -251,8 +251,8 @@ class TestTheCommands:
         assert re.search(r"loss at most \(95 %\) +unknown: \d of", out), out
 
     def test_labels_may_be_arrays_of_python(self, model: Path, data) -> None:
-        done = qdqtune.quantize(model, model.parent / "q.onnx", calibration_data={"x": data[0]}, labels=data[1])
+        done = qdqtune.quantize(model, output=model.parent / "q.onnx", calibration_data={"x": data[0]}, labels=data[1])
         assert done.metric is not None
         assert done.metric[0] == 0.9
         with pytest.raises(BadData, match="labels are an array or a list"):
-            qdqtune.quantize(model, model.parent / "q.onnx", calibration_data={"x": data[0]}, labels=7)
+            qdqtune.quantize(model, output=model.parent / "q.onnx", calibration_data={"x": data[0]}, labels=7)

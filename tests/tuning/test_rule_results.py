@@ -163,7 +163,7 @@ def test_outputs_on_the_cpu_and_on_the_simulator_are_compared_with_the_same_mode
 def test_the_rules_give_the_first_candidate(done, folder: Path) -> None:
     written = folder / "rules.onnx"
     made = quantize(
-        folder / "m.onnx", written, calibration_data=str(folder / "samples.npz"), engine="qnn", equalize=False
+        folder / "m.onnx", output=written, calibration_data=str(folder / "samples.npz"), engine="qnn", equalize=False
     )
     assert made.placed.placement == done.history[0].placement
 
@@ -196,10 +196,12 @@ def test_on_another_machine_its_processor_tells_whether_the_search_goes_by_time(
 @SIMULATOR
 def test_the_placement_is_applied_with_its_bits_and_without_them_elsewhere(done, folder: Path) -> None:
     data, found = str(folder / "samples.npz"), folder / "out" / "placement.yaml"
-    same = apply(folder / "m.onnx", found, folder / "again.onnx", calibration_data=data)
+    same = apply(folder / "m.onnx", placement=found, output=folder / "again.onnx", calibration_data=data)
     assert same.placement == done.placement
     assert load(folder / "again.onnx").opset == 21
-    other = apply(folder / "m.onnx", found, folder / "cpu.onnx", calibration_data=data, engine="onnxruntime")
+    other = apply(
+        folder / "m.onnx", placement=found, output=folder / "cpu.onnx", calibration_data=data, engine="onnxruntime"
+    )
     assert not other.placement.wide
     assert "onnxruntime has no 16 bits: pairs of 16 bits have 8 here" in " ".join(other.notes)
 
@@ -211,7 +213,7 @@ def test_open_sizes_are_fixed_where_a_placement_is_applied(done, folder: Path) -
         value.type.tensor_type.shape.dim[0].dim_param = "N"
     onnx.save(model, folder / "open.onnx")
     data, found = str(folder / "samples.npz"), folder / "out" / "placement.yaml"
-    same = apply(folder / "open.onnx", found, folder / "sized.onnx", calibration_data=data)
+    same = apply(folder / "open.onnx", placement=found, output=folder / "sized.onnx", calibration_data=data)
     assert same.placement == done.placement
     assert load(folder / "sized.onnx").tensors["x"].shape == (1, 8, 12, 12)
     assert "takes fixed sizes only: what ships has those of the samples" in " ".join(same.notes)
@@ -226,7 +228,7 @@ def test_reciprocals_of_small_numbers_stay_right(tmp_path: Path) -> None:
     model, data, written = tmp_path / "m.onnx", str(tmp_path / "samples.npz"), tmp_path / "pairs.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), model)
     np.savez(data, x=np.random.default_rng(0).uniform(0.01, 0.1, (40, *shape[1:])).astype(np.float32))
-    quantize(model, written, calibration_data=data, engine="qnn")
+    quantize(model, output=written, calibration_data=data, engine="qnn")
     assert compare(model, written, calibration_data=data, engine="qnn").rows[-1].sqnr_db > 20
 
 
@@ -242,7 +244,7 @@ def test_a_bias_of_zeros_does_not_spoil_a_small_sum(tmp_path: Path) -> None:
     model, data, written = tmp_path / "m.onnx", str(tmp_path / "samples.npz"), tmp_path / "pairs.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), model)
     np.savez(data, x=draw.standard_normal((40, 4, 32)).astype(np.float32))
-    quantize(model, written, calibration_data=data, engine="qnn")
+    quantize(model, output=written, calibration_data=data, engine="qnn")
     assert compare(model, written, calibration_data=data, engine="qnn").rows[-1].sqnr_db > 30
 
 
@@ -253,7 +255,7 @@ def test_poor_outputs_in_8_bits_are_told_where_16_help(missed, folder: Path) -> 
     np.savez(folder / "outlier.npz", x=x)
     data = str(folder / "outlier.npz")
     how = {"calibration_method": "minmax", "equalize": False}
-    made = quantize(folder / "m.onnx", folder / "poor.onnx", calibration_data=data, engine="qnn", **how)
+    made = quantize(folder / "m.onnx", output=folder / "poor.onnx", calibration_data=data, engine="qnn", **how)
     assert made.sqnr_db < 20
     assert "tune with `engine` qnn finds the tensors that need 16 bits" in " ".join(made.notes)
 

@@ -75,6 +75,7 @@ USUAL: Mapping[str, Any] = {"mha_accumulation_dtype": "fp16", "passes": ["concat
 """Keywords that are told where they have another value than by default."""
 
 INSTEAD = {
+    "output": "with a mode behind the model it is output_path",
     "op_types_to_exclude_fp16": "high_precision_dtype='fp32' keeps all operators in float32",
     "target_dla": "placement_like='implicit' of qdqtune.quantize puts pairs on all that a quantizable layer reads",
     "trt_plugins": "only a search (autotune) loads plug-ins",
@@ -136,7 +137,7 @@ def quantize(
     }
     given: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
     if not autotune:
-        done = api.quantize(path, output, engine=engine or "tensorrt", **given, **_as_wildcards(path, chosen))
+        done = api.quantize(path, output=output, engine=engine or "tensorrt", **given, **_as_wildcards(path, chosen))
         if done.sqnr_db is not None:
             log.info("output SQNR %.1f dB, on %d samples", done.sqnr_db, done.judged)
         return
@@ -166,12 +167,15 @@ def _search(model: Path, output: Path, folder: Path, **given: Any) -> None:
 
 @wraps(api.quantize)
 def either(*arguments: Any, **given: Any) -> Any:
-    """`qdqtune.quantize`, or with a keyword that only ModelOpt's has the `quantize` of this module.
+    """`qdqtune.quantize`, or the `quantize` of this module if a mode such as int8 stands behind the model, or with a
+    keyword that only ModelOpt's has.
 
     A call that names an output is meant for `qdqtune.quantize`, which tells what it calls such a keyword.
     """
+    if len(arguments) > 1 and isinstance(arguments[1], str) and not Path(arguments[1]).suffix:
+        return quantize(*arguments, **given)
     known = {*signature(quantize).parameters, *UNLISTED, *NODE_CHOICES, *OPTIONS, *IDLE}
-    has_output = "output" in given or (len(arguments) > 1 and arguments[1] not in MODES)
+    has_output = "output" in given or len(arguments) > 1
     is_theirs = not has_output and not known.isdisjoint(given.keys() - signature(api.quantize).parameters.keys())
     return (quantize if is_theirs else api.quantize)(*arguments, **given)
 

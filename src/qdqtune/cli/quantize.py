@@ -19,7 +19,7 @@ from qdqtune.engines.formats import FORMATS
 from qdqtune.errors import BadOption
 from qdqtune.explanation.formatting import placed, samples
 from qdqtune.graph.loading import load
-from qdqtune.graph.saving import data_of
+from qdqtune.graph.saving import data_of, nbytes
 from qdqtune.numerics.closeness import closeness, integers_differ
 from qdqtune.numerics.losses import few_changed, loss_high
 from qdqtune.options import TEXT, MaybeText, Option, Options, choice, given_in, option
@@ -113,7 +113,7 @@ def _lines(options: QuantizeOptions, done: Quantized) -> Iterator[str]:
         yield f"{done.output}: {placed(done.placed.placement)} ({numbers})"
     else:
         kinds = ", ".join(f"{count} as {name}" for name, count in done.placed.counts)
-        size = done.output.stat().st_size / Path(str(options.model)).stat().st_size
+        size = nbytes(done.output) / nbytes(Path(str(options.model)))
         yield f"{done.output}: weights stored in fewer bits: {kinds}; {size:.0%} of the file's size"
     if not done.judged:
         yield "not compared with the float model: give --calibration-data for that"

@@ -27,7 +27,7 @@ from qdqtune.engines.options import EngineOptions, on_device, on_option
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.explanation.formatting import samples
-from qdqtune.graph.loading import load
+from qdqtune.graph.loading import files_of, load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, concern, is_finite
 from qdqtune.numerics.closeness import closeness_cell, slice_cell
@@ -230,8 +230,9 @@ class Row:
     """One file against the first: median latencies in ms, ratio b/a, and output SQNR against the first in dB.
 
     `reason` says why there is no ratio, `unlike` why outputs cannot be compared; `rounds` holds a measurement for each
-    pair of builds. `is_same`: both files hold the same bytes. `threads` is set if several numbers of threads were asked
-    for; `workloads` has a part for each of several. `scores` are those in the outputs, None if inputs are random.
+    pair of builds. `is_same`: both hold the same bytes, in their external data as well. `threads` is set if several
+    numbers of threads were asked for; `workloads` has a part for each of several. `scores` are those in the outputs,
+    None if inputs are random.
     """
 
     file: str
@@ -355,7 +356,7 @@ def compare_files(
             sqnr_db=None if exact is None else exact.sqnr_db,
             accuracy=exact,
             unlike=judged.reason if isinstance(judged, Failure) else "",
-            is_same=content_digest([first]) == content_digest([file]),
+            is_same=content_digest(files_of(first)) == content_digest(files_of(file)),
             scores=scores,
         )
         rows.append(row if compared is None else _with_times(row, compared, timed))
