@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
-from models import feeds
+from models import build, feeds, normal
 from observers import Log
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import Samples
@@ -107,6 +107,14 @@ def test_calibration_ends_if_a_pass_takes_longer_than_expected(clock: Clock) -> 
     given = affordable_calibration(prepared, Calibration("minmax"), clock.now + 40.0, notes.note)
     assert 3 <= sum(1 for _ in given.prepared.calibration) <= 5  # an eighth of the time that is left
     assert notes.notes[0].startswith("`time_budget` has no room for all calibration samples: ")
+
+
+@pytest.mark.parametrize("declared", ["double[2,8]", "float[0,8]"])
+def test_a_model_without_values_to_calibrate_on_has_time_for_them(clock: Clock, declared: str) -> None:
+    dtype = np.float64 if "double" in declared else np.float32
+    model = build(f"net ({declared} x) => ({declared} y) {{ y = MatMul(x, w) }}", {"w": normal(8, 8).astype(dtype)})
+    given = affordable_calibration(prepare(model, Data(), most=0), Calibration("mse"), clock.now + 40.0, print)
+    assert len([*given.prepared.calibration]) >= 1
 
 
 @pytest.mark.usefixtures("clock")

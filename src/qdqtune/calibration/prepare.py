@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from onnx import TensorProto
 
 from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.inputs import input_specs
@@ -196,7 +197,8 @@ LOOKED_AT = 256
 
 def hidden_work(model: Model, samples: Samples) -> str | None:
     """Why pairs cannot reach compute operators: there are none, the model is quantized, their weights are inputs that
-    callers may override, or they are in the bodies of If, Loop or Scan. None if pairs reach them.
+    callers may override, they compute in float64, or they are in the bodies of If, Loop or Scan. None if pairs reach
+    them.
 
     If an If depends on inputs that are the same in all samples, the text says by which option it is folded.
     """
@@ -210,6 +212,9 @@ def hidden_work(model: Model, samples: Samples) -> str | None:
             "stay in float. If nobody overrides them, take them out of graph.input, as "
             "remove_initializer_from_input.py of ONNX Runtime does"
         )
+    made = [model.tensors.get(node.outputs[0]) for node in model.nodes if node.op in COMPUTE]
+    if made and all(info is not None and info.dtype == TensorProto.DOUBLE for info in made):
+        return "the model computes in float64, which no pair takes: export it in float32"
     layers = HEAVY - CONTROL_FLOW
     inside = [n.op_type for g in islice(graphs(model.proto.graph), 1, None) for n in g.node if n.op_type in layers]
     outside = sum(node.op in layers for node in model.nodes)

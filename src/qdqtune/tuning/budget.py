@@ -274,7 +274,8 @@ def affordable_calibration(
         note(f"{no_room}: ranges by {how.method}, without bias correction")
     most = sys.maxsize
     if seconds is not None:
-        most = max(LEAST_SAMPLES, int(share * left / sample_seconds(prepared, how, seconds)))
+        each = max(sample_seconds(prepared, how, seconds), sys.float_info.epsilon)  # clocks may be coarse
+        most = max(LEAST_SAMPLES, int(share * left / each))
     each_pass = share * left / (1 if how.method == "minmax" else _passes(prepared))
     produce = _SamplesInTime(prepared.calibration, most, each_pass, note)
     limited = replace(prepared.calibration, produce=produce)
@@ -317,4 +318,6 @@ def sample_seconds(prepared: Prepared, how: Calibration, seconds: float) -> floa
 
 
 def _passes(prepared: Prepared) -> int:
-    return passes(prepared.shaped, candidate_tensors(prepared.shaped), prepared.calibration, prepared.execution)
+    """The passes over the samples; one at least, also where no tensor has values to look at."""
+    tensors = candidate_tensors(prepared.shaped)
+    return max(1, passes(prepared.shaped, tensors, prepared.calibration, prepared.execution))

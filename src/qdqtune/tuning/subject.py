@@ -14,7 +14,7 @@ import onnx
 
 from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.calibration.matching import from_file
-from qdqtune.calibration.prepare import Data, Prepared, prepare
+from qdqtune.calibration.prepare import Data, Prepared, hidden_work, prepare
 from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import MERGED, TENSORRT_FAMILY, EngineSpec
@@ -275,7 +275,9 @@ def calibrated(
     if not settings.has_pairs:
         possible = frozenset()
     elif not possible:
-        raise BadModel(f"{settings.model} has no tensor that could be quantized")
+        hidden = hidden_work(subject.shaped, subject.prepared.samples)
+        reason = f": {hidden}" if hidden else ""
+        raise BadModel(f"{settings.model} has no tensor that could be quantized{reason}")
     by_rules, engine = Placement(), settings.engine.name
     if engine in TENSORRT_FAMILY:
         by_rules = engine_rules.place(subject.shaped, possible, engine, settings.quant_type).placement
