@@ -329,7 +329,7 @@ def test_the_metric_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_from_python(tmp_path: Path) -> None:
     path = written(conv_net(), tmp_path)
-    done = qdqtune.quantize(str(path), tmp_path / "q.onnx", calibration_data=str(path.with_suffix(".npz")))
+    done = qdqtune.quantize(str(path), output=tmp_path / "q.onnx", calibration_data=str(path.with_suffix(".npz")))
     assert done.output.is_file()
     with pytest.raises(BadOption, match="did you mean 'calibration_data'"):
         qdqtune.quantize(path, output=tmp_path / "q.onnx", calibration_dta="x")

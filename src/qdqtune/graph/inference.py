@@ -178,9 +178,9 @@ def _when_read(
         one = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
         try:
             (values,) = ReferenceEvaluator(one).run(None, {name: c.array() for name, c in inputs.items()})
+            return np.ascontiguousarray(values, onnx.helper.tensor_dtype_to_np_dtype(info.dtype)).reshape(sizes)
         except FAILURES as error:
             raise BadModel(f"cannot compute the constant {output!r} ({node.op}): {one_line(error)}") from error
-        return np.ascontiguousarray(values, onnx.helper.tensor_dtype_to_np_dtype(info.dtype)).reshape(sizes)
 
     attributes = (a.SerializeToString(deterministic=True) for a in proto.attribute)
     told = [node.op, str(sizes), *(inputs[t].key if t else "" for t in node.inputs)]
