@@ -406,8 +406,8 @@ class Trial:
     accuracy: Accuracy | None = None
     layers: tuple[Layer, ...] | None = None
     metric: float | None = None
-    holds: bool | None = True
-    """Whether the candidate holds the user's limits; None if that was not determined."""
+    holds: bool | None = None
+    """Whether the candidate holds the user's limits; None if that was not measured, and then it never ships."""
     accepted: bool = False
 
     @property

@@ -66,6 +66,13 @@ def test_limits_of_the_run_hold_here_too_where_samples_are_given(call: Call, tar
     assert errors(call("verify", target, "--min-sqnr", 20))[0] == 2
 
 
+def test_a_file_that_missed_the_limits_of_its_run_does_not_hold(call: Call, target: Path) -> None:
+    changed(target, lambda content: content["proven"].update(constraint_met=False))
+    code, out, _ = call("verify", target)
+    assert code == 4
+    assert "does not hold: optimized_final.onnx misses the limits on accuracy" in out
+
+
 def test_another_engine_is_told_and_a_smaller_gain_too(call: Call, target: Path) -> None:
     changed(target, lambda content: content["engine"].update(version="0", isa="amx"))
     changed(target, lambda content: content["proven"].update(ratio=0.01, low=0.009, high=0.011))

@@ -28,6 +28,7 @@ from qdqtune.search.costs.units import Decision, partition
 from qdqtune.search.region import WITHIN_LIMITS
 from qdqtune.timing.limits import Limits, is_unmet, outcome, wins
 from qdqtune.timing.ratios import Plan
+from qdqtune.tuning.budget import Budget
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.settings import Settings
@@ -77,7 +78,7 @@ class TestOneTrial:
 
     def test_the_metric_is_asked_for_what_would_be_taken_only(self) -> None:
         limits = Limits(min_sqnr=20, max_drop=0.1, before=Score(0.9))
-        best = trial(0.6, accuracy=Accuracy(30.0), metric=0.9)
+        best = trial(0.6, accuracy=Accuracy(30.0), metric=0.9, holds=True)
         for other in (trial(1.0), trial(1.5), trial(0.7), trial(0.5, accuracy=Accuracy(10.0))):
             assert limits.judged(other, [best], PLAN, never).holds is not True
         assert limits.judged(trial(0.5), [best], PLAN, lambda _: Score(0.81)).holds is True
@@ -91,6 +92,16 @@ class TestOneTrial:
         found = Limits(max_drop=0.1, before=Score(0.9)).judged(trial(0.5), [], PLAN, lambda _: metric)
         assert found.holds is holds
         assert found.metric == (None if isinstance(metric, Failure) else metric.value)
+
+    def test_without_the_float_models_metric_nothing_is_good_enough(self) -> None:
+        assert not Limits(max_drop=0.1).is_good_enough(Score(1.0))
+
+    def test_outputs_that_hold_their_limits_leave_it_to_the_metric(self) -> None:
+        limits = Limits(min_sqnr=20, max_drop=0.1, before=Score(0.9))
+        assert [limits.on_outputs(Accuracy(db)) for db in (19.0, 21.0)] == [False, None]
+        assert limits.judged(trial(1.0, accuracy=Accuracy(21.0)), [], PLAN, never).holds is None
+        known = trial(1.0, holds=False)
+        assert limits.with_metric(known, never) == known
 
     def test_verdicts(self) -> None:
         assert outcome(trial(0.5), PLAN) == "faster"
@@ -110,6 +121,8 @@ class TestOneTrial:
         assert is_unmet([trial(0.5, holds=False), trial(1.0)], PLAN)
         assert not is_unmet([trial(1.0, holds=False), trial(1.0)], PLAN)
         assert not is_unmet([trial(1.0, holds=False), trial(1.0, holds=None)], PLAN)
+        proven = trial(1.0, holds=False, metric=0.1)  # the proof asked for its metric, as it was faster there
+        assert is_unmet([proven, trial(1.0, holds=None)], PLAN)
 
 
 @dataclass
@@ -226,6 +239,62 @@ class TestARunWithALimit:
         asked = metric()
         assert tune(limited).placement == result.placement
         assert metric() == asked
+
+
+UNDECIDED = Plan((2,), turn_seconds=0.0)
+"""So few rounds that no candidate of the search is clearly faster: the proof decides."""
+
+
+class TestAMetricThatTheSearchDidNotAskFor:
+    def test_what_it_refuses_does_not_ship(self, model: Path, metric: Callable[[], int]) -> None:
+        log = Log()
+        result = tune(evaluated(model, mode="cut", builds=3, plan=UNDECIDED, max_drop=0.0), log)
+        assert set(log.verdicts) == {"undecided"}
+        assert (result.shipped, result.unmet, result.ratio) == ("baseline", True, None)
+        assert result.summary["metric_after"] == result.summary["metric_before"] == 0
+        refused = [t for t in result.history if t.holds is False]
+        assert len(refused) == metric() - 1  # all others were never asked for
+        assert all(t.metric is not None and t.metric < 0 for t in refused)
+        assert sum("proved faster, and was not taken: the metric is" in note for note in result.notes) == len(refused)
+        assert not any(row["holds_limits"] for row in result.summary["met"])
+        assert "the metric is" in result.summary["fastest_without_limits"]["missed"]
+
+    def test_what_it_lets_pass_ships(self, model: Path, metric: Callable[[], int]) -> None:
+        result = tune(evaluated(model, mode="cut", builds=2, plan=UNDECIDED, max_drop=1.0))
+        assert (result.shipped, result.summary["constraint_met"], metric()) == ("tuned", True, 2)
+        (trial,) = result.history
+        assert (trial.holds, trial.metric) == (True, result.summary["metric_after"])
+
+    def test_the_first_that_it_lets_pass_ships(self, model: Path, metric: Callable[[], int]) -> None:
+        free = tune(evaluated(model, mode="cut", builds=6, plan=UNDECIDED, max_drop=None))
+        lost = -free.summary["metric_after"]
+        result = tune(evaluated(model, mode="cut", builds=6, plan=UNDECIDED, max_drop=0.9 * lost))
+        assert result.shipped == "tuned"
+        assert 0 < -result.summary["metric_after"] <= 0.9 * lost
+        assert result.summary["constraint_met"] is True
+
+    def test_a_front_has_no_point_that_was_not_asked_for(self, model: Path, metric: Callable[[], int]) -> None:
+        result = tune(evaluated(model, mode="cut", builds=14, max_drop=0.0, front=True))
+        assert (result.shipped, result.unmet) == ("baseline", True)
+        assert result.summary["front"]
+        assert not any(row["holds_limits"] for row in result.summary["front"])
+        of_points = [t for t in result.history if t.proposal.origin == "front"]
+        assert not any(t.holds for t in of_points)
+
+
+class TestABudgetThatIsLate:
+    def test_a_candidate_that_may_still_be_tried_is_judged_by_the_metric(
+        self, model: Path, metric: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Budget, "is_late", property(lambda _: True))
+        result = tune(evaluated(model, mode="cut", builds=2))
+        assert len(result.history) == 1
+        assert (result.shipped, result.unmet) == ("baseline", True)
+        assert result.summary["metric_before"] == 0
+
+    def test_without_time_for_a_candidate_nobody_needs_the_metric(self, model: Path, metric: Callable[[], int]) -> None:
+        result = tune(evaluated(model, mode="cut", time_budget=1e-3))
+        assert (result.shipped, result.history, metric()) == ("baseline", (), 0)
 
 
 @pytest.mark.parametrize(

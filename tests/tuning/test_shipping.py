@@ -23,6 +23,7 @@ from qdqtune.tuning.shipping import (
     shipped,
     verdict_of,
     with_comparison_without_pairs,
+    within_limits,
 )
 from qdqtune.types import Accuracy, Edge, Failure, Measurement, Placement, Proposal, Trial
 
@@ -167,6 +168,17 @@ def test_without_time_only_the_first_file_is_tried() -> None:
     assert next_finalist(queue, [], lacks_time=True) == PLACEMENTS[0]
     assert next_finalist(queue, [tried("not faster", 1)], lacks_time=True) is None
     assert next_finalist(Finalists(), [], lacks_time=True) is None
+
+
+def test_after_a_file_that_misses_the_limits_the_next_one_is_tried() -> None:
+    queue = Finalists(PLACEMENTS, first=1)
+    refused = within_limits(tried("ships", 1), trial(1, 0.5, 30.0, holds=False), "the metric is 0")
+    assert (refused.verdict, refused.missed) == ("misses the limits", "the metric is 0")
+    assert shipped([refused]) is None
+    assert next_finalist(queue, [refused], lacks_time=False) == PLACEMENTS[1]
+    unmeasured = within_limits(tried("ships", 1), trial(1, 0.5, 30.0, holds=None), None)
+    assert unmeasured.verdict == "misses the limits"
+    assert within_limits(tried("ships", 1), trial(1, 0.5, 30.0), None) == tried("ships", 1)
 
 
 def test_finalists_are_what_was_accepted_last_and_then_the_fastest_that_hold_the_limits() -> None:

@@ -149,16 +149,23 @@ def is_judged(summary: Mapping[str, Any]) -> bool:
     return bool(summary["accuracy_samples"])
 
 
+def _mark(row: Mapping[str, Any]) -> str:
+    """Whether a candidate ships, or why it may not."""
+    if row["shipped"]:
+        return "ships"
+    return {True: "", False: "below the limits", None: "metric not computed"}[row["holds_limits"]]
+
+
 def front_table(summary: Mapping[str, Any]) -> Table:
     """A table of the proven points of a front, with a column for each number of threads if there are several."""
     cells, has_accuracy, rows = [], is_judged(summary), summary["front"]
     counts = [at["threads"] for row in rows[:1] for at in row["by_threads"]]
     for row in rows:
-        told = row["by_threads"] if len(counts) > 1 else [row]
-        ends = (Ratio(at["ratio"], at["low"], at["high"]).speedup for at in told)
+        compared = row["by_threads"] if len(counts) > 1 else [row]
+        ends = (Ratio(at["ratio"], at["low"], at["high"]).speedup for at in compared)
         metric = "" if row["metric"] is None else f"{row['metric']:g}"
-        mark = "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits"
-        cells.append((row["name"], *ends, _db(row, has_accuracy), _share(row["agreement"]), metric, _carry(row), mark))
+        told = _db(row, has_accuracy), _share(row["agreement"]), metric, _carry(row), _mark(row)
+        cells.append((row["name"], *ends, *told))
     speedups = [f"at {n} thread{'s' * (n != 1)}" for n in counts] if len(counts) > 1 else ["speedup [interval]"]
     columns = ("point", *speedups, "SQNR, dB", "agreement", "metric", "tensors", "")
     caption = "each point is front/NAME.onnx; `pick` NAME makes another one optimized_final.onnx"
@@ -175,7 +182,7 @@ def met_table(summary: Mapping[str, Any]) -> Table:
             _db(row, is_judged(summary)),
             _share(row["agreement"]),
             _carry(row),
-            "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits",
+            _mark(row),
         )
         for row in summary["met"]
     ]
@@ -196,7 +203,7 @@ def rule_table(summary: Mapping[str, Any]) -> Table:
             str(row["conversions"]),
             _db_by_rule(row, summary),
             _share(row["agreement"]),
-            "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits",
+            _mark(row),
         )
         for row in _by_rule(summary)
     ]

@@ -82,8 +82,10 @@ class Limits:
 
     def is_good_enough(self, metric: Score) -> bool:
         """Whether the user's metric holds its limit."""
-        if self.max_drop is None or self.before is None:
+        if self.max_drop is None:
             return True
+        if self.before is None:
+            return False
         high = self.loss_high(metric) if can_tell(self.before, self.max_drop) else None
         return (self.before.value - metric.value if high is None else high) <= self.max_drop
 
@@ -91,30 +93,42 @@ class Limits:
         """The upper end of the 95 % interval of the loss; None where samples cannot tell, or there are no labels."""
         return None if self.before is None else loss_high(self.before, metric)
 
+    def on_outputs(self, accuracy: Accuracy | None) -> bool | None:
+        """Whether a candidate with such outputs holds the limits; None if the user's metric has to decide."""
+        if not self.is_exact_enough(accuracy):
+            return False
+        return True if self.max_drop is None else None
+
     def judged(
         self, trial: Trial, rivals: Sequence[Trial], plan: Plan, metric: Callable[[Placement], Score | Failure]
     ) -> Trial:
-        """The trial with its metric, and whether it holds the limits (None: not asked).
+        """The trial with its metric, and whether it holds the limits (None: not measured).
 
         The user's metric takes time. It is computed only for a trial that would be accepted: faster than what it was
         measured against, and than all `rivals` that were measured against the same.
         """
-        if not self.is_exact_enough(trial.accuracy):
-            return replace(trial, holds=False)
-        if self.max_drop is None:
-            return trial
+        trial = replace(trial, holds=self.on_outputs(trial.accuracy))
         ratio = judge(trial, plan)
         best = min((f.median for r in rivals if wins(r, plan) and (f := judge(r, plan)) is not None), default=None)
         if ratio is None or ratio.verdict != "faster" or (best is not None and best <= ratio.median):
-            return replace(trial, holds=None)
+            return trial
+        return self.with_metric(trial, metric)
+
+    def with_metric(self, trial: Trial, metric: Callable[[Placement], Score | Failure]) -> Trial:
+        """The trial, judged by the user's metric as well if nothing else has decided whether it holds the limits."""
+        if trial.holds is not None:
+            return trial
         value = metric(trial.placement)
         if isinstance(value, Failure):
             return replace(trial, holds=False)
         return replace(trial, metric=value.value, holds=self.is_good_enough(value))
 
-    def summary(self, history: Sequence[Trial], plan: Plan, after: Score | Failure | None) -> dict[str, Any]:
-        """The limits and whether they were met, for summary.json; `after` is the metric of the model that ships."""
-        unmet = not any(t.accepted for t in history) and is_unmet(history, plan)
+    def summary(
+        self, history: Sequence[Trial], plan: Plan, after: Score | Failure | None, *, is_tuned: bool
+    ) -> dict[str, Any]:
+        """The limits and whether they were met, for summary.json. `after` is the metric of the model that ships; if it
+        `is_tuned`, it holds the limits."""
+        unmet = not is_tuned and not any(t.accepted for t in history) and is_unmet(history, plan)
         after = None if isinstance(after, Failure) else after
         over_labels: dict[str, Any] = {}
         if self.before is not None and self.before.by_sample:
@@ -159,9 +173,10 @@ def outcome(trial: Trial, plan: Plan) -> Verdict | Literal["failed", "inaccurate
 
 
 def is_unmet(history: Sequence[Trial], plan: Plan) -> bool:
-    """Whether candidates were faster, but none of them holds the limits. Where none was faster, those count that may
-    be, as far as rounds can tell: whether noise makes such a one faster must not change what users are told."""
+    """Whether candidates were faster, but none of them holds the limits. A metric is computed only for what was faster,
+    in the search or in the proof. Where none was faster, those count that may be, as far as rounds can tell: whether
+    noise makes such a one faster must not change what users are told."""
     judged = [(ratio.verdict, t) for t in history if (ratio := judge(t, plan)) is not None]
-    able = [[t for told, t in judged if told == verdict] for verdict in ("faster", "undecided")]
-    first = next(filter(None, able), [])
+    faster = [t for verdict, t in judged if verdict == "faster" or t.metric is not None]
+    first = faster or [t for verdict, t in judged if verdict == "undecided"]
     return bool(first) and all(t.holds is False for t in first)

@@ -196,6 +196,12 @@ class Bench:
             )
         return record.result
 
+    def knows_metric(self, placement: Placement) -> bool:
+        """Whether the user's metric of a placement was computed before."""
+        evaluation = self._conditions.evaluation
+        of = "" if evaluation is None else f"{evaluation.digest}:{placement.digest}"
+        return self._store.get(MetricRecord, of) is not None
+
     def layers(self, placement: Placement = FLOAT) -> tuple[Layer, ...]:
         """The layer report of the float model, or of a placement that was measured; empty if the engine has none.
 

@@ -44,7 +44,7 @@ OF_THIS_MACHINE = frozenset({"timing_cache", "library", "plugin_libraries", "trt
 class Proven:
     """What was proven: time over that of the float model with its interval, the numbers of threads at which it is not
     slower; the output SQNR in dB, None if exact or unknown, and the limits on outputs. `ratio` is None where float
-    ships, or nothing was timed (`timed`)."""
+    ships, or nothing was timed (`timed`). `constraint_met`: whether the tuned file holds the limits on accuracy."""
 
     ratio: Positive | None
     low: Positive | None
@@ -54,6 +54,7 @@ class Proven:
     min_sqnr_db: float | None
     min_agreement: float | None
     timed: bool = True
+    constraint_met: bool | None = None
 
     @classmethod
     def of(cls, summary: Mapping[str, Any]) -> Proven:
@@ -61,7 +62,8 @@ class Proven:
         is_tuned, limits = summary["shipped"] == "tuned", (summary["min_sqnr_db"], summary["min_agreement"])
         ratio, low, high = (summary[n] if is_tuned else None for n in ("ratio", "ratio_low", "ratio_high"))
         counts = tuple(row["threads"] for row in summary["by_threads"] if row["verdict"] != "slower")
-        return cls(ratio, low, high, counts, summary["output_sqnr_db"], *limits, summary.get("timed", True))
+        is_met = summary["constraint_met"] if is_tuned else None
+        return cls(ratio, low, high, counts, summary["output_sqnr_db"], *limits, summary.get("timed", True), is_met)
 
     @property
     def speed(self) -> Ratio | None:

@@ -210,12 +210,9 @@ class FinishedRun:
 
     def _judged(self, trial: Trial) -> Trial:
         metric = self._metrics.get(trial.placement.digest)
-        if not self.limits.is_exact_enough(trial.accuracy):
-            return replace(trial, holds=False)
-        if self.limits.max_drop is None:
-            return trial
-        if metric is None:
-            return replace(trial, metric=None, holds=None)
+        holds = self.limits.on_outputs(trial.accuracy)
+        if holds is not None or metric is None:
+            return replace(trial, holds=holds)
         return replace(trial, metric=metric.value, holds=self.limits.is_good_enough(metric))
 
     @cached_property

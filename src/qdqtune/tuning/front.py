@@ -140,9 +140,9 @@ def prove_apart(history: Sequence[Trial], proof: Proof, run: Run) -> Front | Non
     if settings.withholds_pairs:
         return None
     ratios, chosen = ratios_at(history, mix, counts), dict[Placement, tuple[int, Trial]]()
-    held = [t for t in history if t.placement in ratios and t.holds is not False and t.accuracy is not None]
+    able = [t for t in history if t.placement in ratios and t.holds is not False and t.accuracy is not None]
     for number in range(len(counts)):
-        ranked = sorted((ratios[trial.placement][number], trial.number, trial) for trial in held)
+        ranked = sorted((ratios[trial.placement][number], trial.number, trial) for trial in able)
         if ranked and ranked[0][0] < CLEARLY_FASTER:
             chosen.setdefault(ranked[0][2].placement, (number, ranked[0][2]))
     folder, points = run.output.clear(FRONT), list[ProvenPoint]()
@@ -159,10 +159,11 @@ def prove_apart(history: Sequence[Trial], proof: Proof, run: Run) -> Front | Non
             asked = [ComparisonRequest(f"given:{placement.digest}", settings.model, file, c) for c in contexts]
             told = [Comparer.of(run).compare(one) for one in asked]
             compared = tuple(one for one in told if isinstance(one, Compared))
-            if len(compared) == len(told) and compared[number].ratio.verdict == "faster":
+            is_faster = len(compared) == len(told) and compared[number].ratio.verdict == "faster"
+            if is_faster and (trial := run.limits.with_metric(trial, run.bench.metric)).holds:
                 write_placement_of(placement, run.output.claim(file.with_suffix(".yaml")), run)
-                content, holds = content_digest(files_of(file)), trial.holds is True
-                points.append(ProvenPoint(trial, compared, PAIRS, holds, trial.metric, name, content))
+                content = content_digest(files_of(file))
+                points.append(ProvenPoint(trial, compared, PAIRS, True, trial.metric, name, content))
             else:
                 for part in (file, data_of(file)):
                     part.unlink(missing_ok=True)

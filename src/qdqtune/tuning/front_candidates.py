@@ -259,7 +259,7 @@ class _Comparing:
         result = self.shared.compare(0, digest, self.files[placement], None if is_known else look)
         known = store.get(PointRecord, digest)
         if known is not None and known.accuracy is not None and isinstance(result, Measurement):
-            holds = self.run.limits.is_exact_enough(known.accuracy)
+            holds = self.run.limits.on_outputs(known.accuracy)
             against_float = _with_scaled_a(result, self.terms.rewrites_ratio)
             trial = replace(trial, result=against_float, accuracy=known.accuracy, holds=holds, layers=known.layers)
         else:

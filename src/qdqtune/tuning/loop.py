@@ -87,10 +87,15 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> tuple[Result, bool]:
         proof = front.proof
     run.runner.build_queue.close()
     history = [*history, *front.trials] if front else history
+    history = [_with_metric_of_proof(trial, run) for trial in history]
     recorded = mode.record(history, proof)
     rows = front.rows(run.subject.mix) if front else None
     result = conclude(run, history, proof, recorded, front=rows, shortfall=shortfall, log=log)
     return result, shortfall is None and (not budget.is_late or _is_proven(proof, history, run))
+
+
+def _with_metric_of_proof(trial: Trial, run: Run) -> Trial:
+    return run.limits.with_metric(trial, run.bench.metric) if run.bench.knows_metric(trial.placement) else trial
 
 
 def _is_proven(proof: Proof, history: Sequence[Trial], run: Run) -> bool:

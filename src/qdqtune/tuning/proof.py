@@ -113,7 +113,7 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
             lacks_time = run.budget.lacks(attempts[-1].seconds if attempts else 0.0)
             if (placement := shipping.next_finalist(queue, attempts, lacks_time=lacks_time)) is None:
                 break
-            attempts.append(_attempt(placement, contexts, run, terms))
+            attempts.append(_within_limits(_attempt(placement, contexts, run, terms), history, run))
             if attempts[-1].verdict not in ("ships", "pairs do not pay"):
                 shutil.rmtree(_unproven(placement, run).parent)  # a whole model, which is not needed any more
     told = settings.model.name, run.subject.changes
@@ -151,6 +151,16 @@ def _proof_of_given(
         ratio = ratios_to_float(history, run.settings.plan)[trial.placement]
     times = seconds, None if ratio is None else ratio * seconds
     return Proof("given", Placement(), None, None, *times, notes, builds, in_file=own.placement, trial=trial)
+
+
+def _within_limits(attempt: Attempt, history: Sequence[Trial], run: Run) -> Attempt:
+    """The attempt, refused if it might ship and misses the limits: the search computes the user's metric only of
+    candidates that were faster there."""
+    trial = _trial_of(attempt.placement, history)
+    if trial is None or attempt.verdict not in ("ships", "pairs do not pay"):
+        return attempt
+    trial = run.limits.with_metric(trial, run.bench.metric)
+    return shipping.within_limits(attempt, trial, run.limits.why_refused(trial))
 
 
 def _trial_of(placement: Placement, history: Sequence[Trial]) -> Trial | None:

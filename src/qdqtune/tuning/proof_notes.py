@@ -32,6 +32,8 @@ def notes_of(attempt: Attempt, model: str, changes: str) -> Iterator[str]:
         case "not faster than given":
             slowest = max(attempt.to_given, key=lambda ratio: ratio.median)
             yield f"{edges} did not prove faster than {model}: {advice.unproven(slowest, model)}"
+        case "misses the limits":
+            yield f"{edges} proved faster, and was not taken: {attempt.missed}"
         case "not faster":
             yield f"{edges} did not prove faster on fresh builds: {advice.unproven(first.ratio)}"
 

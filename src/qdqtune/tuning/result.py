@@ -265,7 +265,8 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
             settings.engine.name: description.get("version", ""),
         },
     }
-    return summary | run.limits.summary(history, settings.plan, _metric_after(proof, run))
+    after, is_tuned = _metric_after(proof, run), proof.shipped == "tuned"
+    return summary | run.limits.summary(history, settings.plan, after, is_tuned=is_tuned)
 
 
 def _is_unchecked(proof: Proof, run: Run) -> bool:
@@ -318,7 +319,7 @@ def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[st
             "agreement": equal_share(accuracy),
             "pairs": count_pairs(point.trial.placement),
             **({"weights": len(point.trial.placement.weight_only)} if point.trial.placement.weight_only else {}),
-            "holds_limits": point.trial.holds is not False,
+            "holds_limits": point.trial.holds,
             "shipped": point.trial.placement == ships,
         }
 
@@ -335,7 +336,7 @@ def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]
             return None
         return {"ratio": ratios[best.placement], "sqnr_db": None, "agreement": None, "missed": UNMEASURED}
     missing = [(ratios[t.placement], t) for t in history if t.holds is False and t.placement in ratios]
-    holding = [ratios[t.placement] for t in history if t.holds is not False and t.placement in ratios]
+    holding = [ratios[t.placement] for t in history if t.holds and t.placement in ratios]
     fastest = min(missing, key=lambda pair: pair[0], default=None)
     ships = None if proof.trial is None else ratios.get(proof.trial.placement)
     if fastest is None or fastest[0] >= min([ships or proof.time_to_float or 1.0, *holding]):

@@ -32,7 +32,7 @@ class ByRuleCandidate(Bits):
     conversions: int
     sqnr_db: float | None
     agreement: float | None
-    holds_limits: bool
+    holds_limits: bool | None
     shipped: bool
     samples: NotRequired[int]
     failure: NotRequired[str]
@@ -72,7 +72,7 @@ def _row(costs: RuleCosts, trial: Trial, *, is_final: bool) -> ByRuleCandidate:
         conversions=len({edge.tensor for edge in converted}),
         sqnr_db=trial.sqnr_db,
         agreement=equal_share(trial.accuracy),
-        holds_limits=failed is None and trial.holds is not False,
+        holds_limits=trial.holds if failed is None else False,
         shipped=is_final,
         samples=0 if trial.accuracy is None else trial.accuracy.samples,
     )

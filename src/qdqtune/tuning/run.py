@@ -327,7 +327,7 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
         observer.note(f"no output holds integers, and {bench.scores.told}. `min_agreement` has no effect")
     if not budget.is_late and settings.is_timed:  # a simulator computes the same again, and floats slowly
         _check_repeatability(limits, bench)
-    if evaluation is None or budget.is_late:
+    if evaluation is None or (budget.is_spent(()) and not settings.from_qdq):  # no candidate follows that may ship
         return limits
     observer.stage(f"evaluating the float model with {evaluation.source}")
     before = insist(bench.metric(Placement()), f"{option_of(evaluation)} fails on the float model", BaselineFailed)

@@ -96,7 +96,13 @@ class InContext:
 
 
 AttemptVerdict = Literal[
-    "ships", "is float", "pairs do not pay", "slower elsewhere", "not faster than given", "not faster"
+    "ships",
+    "is float",
+    "pairs do not pay",
+    "slower elsewhere",
+    "not faster than given",
+    "not faster",
+    "misses the limits",
 ]
 """What became of a file that might ship; of several reasons against it the first."""
 
@@ -118,13 +124,15 @@ class Terms:
 @dataclass(frozen=True)
 class Attempt:
     """A placement that was tried for shipping: its file was compared in one context after the other until it was slower
-    in one, which took `seconds`; and where needed with the rewritten float model (`without_pairs`)."""
+    in one, which took `seconds`; and where needed with the rewritten float model (`without_pairs`). `missed` is the
+    limit on accuracy that it misses, in words."""
 
     placement: Placement
     contexts: tuple[InContext, ...]
     verdict: AttemptVerdict
     without_pairs: Compared | None = None
     seconds: float = 0.0
+    missed: str = ""
 
     @property
     def to_float(self) -> tuple[Compared, ...]:
@@ -169,6 +177,11 @@ def may_owe_it_to_rewrites(attempt: Attempt, terms: Terms) -> bool:
     return first_faster(attempt.to_float).ratio.median > CLEARLY_FASTER * terms.rewrites_ratio
 
 
+def within_limits(attempt: Attempt, trial: Trial, missed: str | None) -> Attempt:
+    """The attempt, refused if the judged trial of its placement does not hold the limits: it `missed` one."""
+    return attempt if trial.holds else replace(attempt, verdict="misses the limits", missed=missed or "")
+
+
 def with_comparison_without_pairs(attempt: Attempt, without_pairs: Compared) -> Attempt:
     """The attempt, judged by the comparison with the rewritten model, too."""
     verdict: AttemptVerdict = "ships" if without_pairs.ratio.verdict == "faster" else "pairs do not pay"
@@ -181,7 +194,7 @@ def with_comparison_without_pairs(attempt: Attempt, without_pairs: Compared) -> 
 @dataclass(frozen=True)
 class Finalists:
     """Placements that may ship, in the order of trying: the `first` of them until one ships, the others after one that
-    is slower in another context. The float model is tried last, if `tries_float`."""
+    is slower in another context or misses the limits. The float model is tried last, if `tries_float`."""
 
     placements: tuple[Placement, ...] = ()
     first: int = 0
@@ -197,15 +210,16 @@ def finalists(
     slower: Collection[Placement] = (),
 ) -> Finalists:
     """The placements that the search accepted, the last one first (only that one if the run's time `is_bounded`); then
-    those that hold the limits and were clearly faster than float, the fastest first, without those that were `slower`
-    in a context. If none was accepted, the rounds may have been too few: the fastest is tried."""
+    those that were clearly faster than float, the fastest first, without those that miss the limits or were `slower`
+    in a context. If none was accepted, the rounds may have been too few: the fastest is tried. A metric that was not
+    computed is computed before one ships."""
     if is_bounded and not history:
         return Finalists(tries_float=False)
     first = [t.placement for t in reversed(history) if t.accepted][: 1 if is_bounded else FINALISTS]
     ratios = ratios_to_float(history, plan)
-    held = {t.placement: ratios[t.placement] for t in history if t.placement in ratios and t.holds is not False}
-    held = {p: ratio for p, ratio in held.items() if p not in slower}
-    others = [p for p in sorted(held, key=held.__getitem__) if p and held[p] < CLEARLY_FASTER]
+    able = {t.placement: ratios[t.placement] for t in history if t.placement in ratios and t.holds is not False}
+    able = {p: ratio for p, ratio in able.items() if p not in slower}
+    others = [p for p in sorted(able, key=able.__getitem__) if p and able[p] < CLEARLY_FASTER]
     tried_first = len(first) or len(others[:1])
     return Finalists(tuple(dict.fromkeys([*first, *others]))[:MOST_FINALISTS], tried_first, tries_float)
 
@@ -215,7 +229,7 @@ def next_finalist(finalists: Finalists, attempts: Sequence[Attempt], *, lacks_ti
     tried = 0
     for number in range(len(finalists.placements)):
         verdicts = {attempt.verdict for attempt in attempts[:number]}
-        is_wanted = number < finalists.first or "slower elsewhere" in verdicts
+        is_wanted = number < finalists.first or verdicts & {"slower elsewhere", "misses the limits"}
         if not is_wanted or verdicts & {"pairs do not pay", "ships"}:
             break
         if number == len(attempts):

@@ -87,7 +87,7 @@ class Met(TypedDict):
     agreement: float | None
     pairs: Count
     weights: NotRequired[Count]
-    holds_limits: bool
+    holds_limits: bool | None
     shipped: bool
 
 
