@@ -310,6 +310,19 @@ def possible(model: Path) -> frozenset[Any]:
     return possible_edges(load(model), ranges(load(model)))
 
 
+def destroyed(model: Path) -> Path:
+    """A Q/DQ version whose outputs are all 0: a pair at the output has a scale that is far too wide."""
+    given = quantized(model, "qdq.onnx", start_placements.compute_inputs(load(model), possible(model)))
+    proto = onnx.load(given)
+    next(n for n in proto.graph.node if n.output[0] == "y").output[0] = "exact"
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(1e3, np.float32), "wide"))
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(0, np.int8), "zero"))
+    proto.graph.node.append(onnx.helper.make_node("QuantizeLinear", ["exact", "wide", "zero"], ["q"], "q"))
+    proto.graph.node.append(onnx.helper.make_node("DequantizeLinear", ["q", "wide", "zero"], ["y"], "dq"))
+    onnx.save(proto, given)
+    return given
+
+
 @pytest.mark.usefixtures("workers")
 class TestAModelThatHasPairs:
     def test_it_is_refused_unless_said(self, model: Path) -> None:
@@ -372,7 +385,7 @@ class TestAModelThatHasPairs:
         assert summary["ratio"] == pytest.approx(cost(given) / cost(again / "baseline.onnx"))
         assert (summary["pairs"], summary["edges"]) == (count_pairs(best), len(best))
         assert summary["output_sqnr_db"] == trial.sqnr_db is not None
-        assert [row["shipped"] for row in summary["met"]] == [True]
+        assert [row["shipped"] for row in summary["met"]] == [False]  # a candidate is not the file, even if it is equal
         units = json.loads((again / "units.json").read_text())["units"]
         assert any(unit["quantized"] for unit in units)
         shown = {row[0]: row[1:] for row in result_table(result).rows}
@@ -380,26 +393,24 @@ class TestAModelThatHasPairs:
         assert shown["  in the search, unproven"] == ("1x", speed(summary["ratio"]))
         assert shown["output SQNR against float"][1].startswith(f"{trial.sqnr_db:.1f}")
 
-    def test_the_time_of_a_file_that_no_proof_compared_is_that_of_its_trial(
-        self, model: Path, workers: Workers
-    ) -> None:
+    def test_a_file_that_the_engine_refuses_does_not_ship(self, model: Path, workers: Workers) -> None:
         given = quantized(model, "qdq.onnx", start_placements.compute_inputs(load(model), possible(model)))
         workers.refused = lambda build: "no" if build.path == given else None
         result = tune(settings(model, model=given, from_qdq=True, mode="cut", builds=2))
-        assert result.shipped == "given"
-        assert result.summary["final_ms"] == pytest.approx(1e3 * cost(given))
-        assert result.summary["final_ms"] > result.summary["baseline_ms"]
+        assert result.shipped == "baseline"
 
     def test_where_nothing_was_tried_its_time_is_unknown(self, model: Path) -> None:
         given = quantized(model, "qdq.onnx", start_placements.compute_inputs(load(model), possible(model)))
         result = tune(settings(model, model=given, from_qdq=True, time_budget=1e-3))
         assert (result.shipped, result.history) == ("given", ())
-        assert (result.summary["final_ms"], result.summary["ratio"], result.summary["output_sqnr_db"]) == (None,) * 3
+        assert (result.summary["final_ms"], result.summary["ratio"]) == (None, None)
+        assert result.summary["output_sqnr_db"] > 20
         assert result.summary["pairs"] > 0
         assert ("latency", f"{1e3 * cost(model):.3f} ms", "not timed") in result_table(result).rows
-        assert read_summary(out(model, "summary.json").parent) == result.summary
+        assert json.loads(out(model, "summary.json").read_text()) == result.summary
+        assert read_summary(out(model, "summary.json").parent)["shipped"] == "given"
 
-    def test_with_a_pair_that_has_no_counterpart_its_accuracy_is_unknown(self, model: Path) -> None:
+    def test_with_a_pair_that_has_no_counterpart_its_own_accuracy_is_told(self, model: Path) -> None:
         given = quantized(model, "qdq.onnx", start_placements.compute_inputs(load(model), possible(model)))
         proto = onnx.load(given)
         stored = {t.name for t in proto.graph.initializer}
@@ -414,7 +425,27 @@ class TestAModelThatHasPairs:
         assert result.shipped == "given"
         assert result.summary["final_ms"] == pytest.approx(1e3 * cost(given))
         assert result.summary["pairs"] > 0
-        assert result.summary["output_accuracy"] is None
+        assert result.summary["output_sqnr_db"] > 20
+        assert not any(row["shipped"] for row in result.summary["met"])
+
+    def test_a_file_that_misses_the_limits_is_told_and_does_not_ship(self, model: Path) -> None:
+        result = tune(settings(model, model=destroyed(model), from_qdq=True, mode="cut", builds=2))
+        assert result.shipped == "baseline"
+        (note,) = (note for note in result.notes if "does not hold the limits" in note)
+        assert note.startswith("qdq.onnx does not hold the limits on accuracy: the output SQNR of all samples is ")
+
+    @pytest.mark.parametrize(("max_drop", "shipped", "after"), [(None, "given", 0.0), (0.1, "baseline", 1.0)])
+    def test_the_metric_of_the_file_itself_decides(
+        self, model: Path, max_drop: float | None, shipped: str, after: float
+    ) -> None:
+        metric = model.parent / "metric.py"
+        metric.write_text(
+            f"import numpy as np\nX = np.load({str(model.with_suffix('.npz'))!r})['x'][0]\n"
+            "def score(predict):\n    return float(predict({'x': X})['y'].any())\n"
+        )
+        asked = {"from_qdq": True, "mode": "cut", "builds": 2, "evaluate": f"{metric}:score", "max_drop": max_drop}
+        summary = tune(settings(model, model=destroyed(model), **asked)).summary
+        assert (summary["shipped"], summary["metric_before"], summary["metric_after"]) == (shipped, 1.0, after)
 
     def test_with_external_data_it_ships_again_whole(self, model: Path) -> None:
         given = quantized(model, "qdq.onnx", tune(settings(model)).placement)

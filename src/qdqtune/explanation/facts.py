@@ -81,7 +81,10 @@ class Facts:
 
     @cached_property
     def trial(self) -> Trial | None:
-        """The trial of the shipped placement, the last one if there are several."""
+        """The trial of the shipped placement, the last one if there are several; None where the user's own file ships,
+        which no candidate stands for."""
+        if self.shipped == "given":
+            return None
         return next((t for t in reversed(self.history) if t.placement == self.placement), None)
 
     @property

@@ -298,10 +298,10 @@ class _Explainer:
             return replace(verdict, why="close", reason=f"{told}: too little to tell them apart")
         if not self._facts.placement:
             return replace(verdict, why="unproven" if self._facts.history else "untried", reason=told)
-        trial = self._facts.trial
-        if tried.why == "slower" or trial is None or trial.proposal.origin in PREDICTED:
+        trial, is_own = self._facts.trial, self._facts.shipped == "given"
+        is_known = is_own or (trial is not None and trial.proposal.origin not in PREDICTED)
+        if tried.why == "slower" or not is_known:
             return replace(tried, reason=f"{told}; {tried.reason}")
-        is_own = self._facts.shipped == "given"
         why = "nothing proved faster than" if is_own else "measured faster than what the prices led to"
         whole = f"this placement is {self._facts.origin}, which {why}"
         return replace(verdict, why="placement", reason=f"{whole}; {told}")

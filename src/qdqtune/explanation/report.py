@@ -65,7 +65,7 @@ def report_of_run(folder: Path) -> Report:
         bars=bars(drawn),
         bars_lead=_bars_lead(drawn, run),
         map=drawn,
-        points=tuple(_points(run, facts.placement)),
+        points=tuple(_points(run)),
         floor_db=run.summary["min_sqnr_db"],
         has_accuracy=_is_judged(run.summary),
         proof=tuple(_proof(run)),
@@ -343,26 +343,28 @@ def _threads(count: int | str) -> str:
     return f"{count} thread{'s' * (str(count) != '1')}"
 
 
-def _points(run: FinishedRun, ships: Placement) -> Iterator[Point]:
-    """The proven points of a front, and the candidates of the search, one of which may be what `ships`."""
+def _points(run: FinishedRun) -> Iterator[Point]:
+    """The proven points of a front, the user's own Q/DQ file if it ships, and the candidates of the search."""
     proven = run.summary.get("front", [])
     for row in proven:
         ends = speed(Ratio(row["ratio"], row["low"], row["high"]))
         yield Point(f"{FRONT}/{row['name']}", ends, row["sqnr_db"], row["shipped"], True, row["holds_limits"])
     if not run.summary.get("timed", True) or not _is_judged(run.summary):
         return
+    if run.keeps_own_pairs and (own := run.summary["ratio"]) is not None:
+        yield Point(OWN, Speed(1 / own), run.summary["output_sqnr_db"], True, False, True)
     ratios = ratios_to_float(run.history, run.plan)
     best = {point.trial.placement for point in undominated(run.history, run.plan)}
     last = {t.placement: t for t in run.history if t.placement in ratios and t.accuracy is not None}
     for placement, trial in last.items():
-        is_final = placement == ships
+        is_final = placement == run.final
         if is_final and proven:
             continue
         ends = Speed(1 / ratios[placement])
         if is_final and (found := run.summary["ratio"]) is not None:
             ends = speed(Ratio(found, run.summary["ratio_low"], run.summary["ratio_high"]))
         name = f"candidate {trial.number}" + (", unbeaten" if placement in best else "")
-        yield Point(name, ends, trial.sqnr_db, is_final, is_final and bool(run.final), trial.holds is not False)
+        yield Point(name, ends, trial.sqnr_db, is_final, is_final, trial.holds is not False)
 
 
 def _proof(run: FinishedRun) -> Iterator[Strip]:
@@ -387,7 +389,7 @@ def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
             trial.number,
             origin_in_words(trial.proposal.origin),
             came,
-            _shipped_text(trial, run) if trial is shipped else outcome_text(trial, run),
+            _shipped_text(trial) if trial is shipped else outcome_text(trial, run),
             shown,
             None if found is None or measured is None or not is_timed else 1 / found,
             trial.sqnr_db,
@@ -409,9 +411,7 @@ def _outcome(
     return outcome(trial, run.plan)
 
 
-def _shipped_text(trial: Trial, run: FinishedRun) -> str:
-    if run.keeps_own_pairs:
-        return f"the pairs of your own file, which ships as it is ({FINAL}): nothing proved faster"
+def _shipped_text(trial: Trial) -> str:
     if isinstance(trial.result, CostsByRule):
         return f"this is {FINAL}: the cheapest by rule that holds the limits; nothing was timed"
     how = "the best when it was tried" if trial.accepted else "whatever it was against the best of its time"
@@ -430,8 +430,7 @@ def outcome_text(trial: Trial, run: FinishedRun) -> str:
     if trial.accepted:
         return f"faster than {other} beyond noise, and exact enough: the new best"
     if trial.holds is False:
-        missed = None if trial.accuracy is None else run.limits.missed(trial.accuracy)
-        return "its outputs are too far from the float model's" + (f": {missed}" if missed else "")
+        return f"it does not hold the limits on accuracy: {run.limits.why_refused(trial)}"
     taken = "made for the front" if trial.proposal.origin == "front" else "but another one of its batch was taken"
     words = {
         "faster": f"faster than {other}, {taken}",

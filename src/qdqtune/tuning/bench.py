@@ -7,13 +7,14 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 
 from qdqtune.engines import builds_for
 from qdqtune.engines.build_queue import Urgency
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Runner, insist
 from qdqtune.errors import BaselineFailed
-from qdqtune.numerics.accuracy import accuracy, is_finite
+from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
 from qdqtune.numerics.labelled import measure
 from qdqtune.numerics.losses import Score
 from qdqtune.numerics.scores import Scores, scores_of
@@ -39,7 +40,7 @@ from qdqtune.tuning.trial_worker import (
     profiled_runs,
     trial_seconds,
 )
-from qdqtune.types import Accuracy, Array, Failure, Layer, Placement, Proposal, Trial
+from qdqtune.types import Accuracy, Array, Failure, Layer, Placement, Proposal, Sample, Trial
 
 FLOAT = Placement()
 
@@ -201,6 +202,32 @@ class Bench:
         evaluation = self._conditions.evaluation
         of = "" if evaluation is None else f"{evaluation.digest}:{placement.digest}"
         return self._store.get(MetricRecord, of) is not None
+
+    def given_file(self, file: Path, fixed: Sample) -> tuple[Accuracy, Score | Failure | None] | Failure:
+        """How near the outputs of the user's own Q/DQ file are to the float model's, and the user's metric of it, None
+        without one. `fixed` are inputs that samples lack.
+
+        Raises:
+            BadOption: the user's function fails.
+            BaselineFailed: the engine cannot run the float model.
+        """
+        handle = self._runner.load(file, "given_outputs")
+        if isinstance(handle, Failure):
+            return handle
+        try:
+            outputs = self._runner.outputs(handle, [{**sample, **fixed} for sample in self._conditions.samples])
+            if isinstance(outputs, Failure):
+                return outputs
+            reference = self.floats.outputs
+            outputs = [{name: one[name] for name in reference[0]} for one in outputs]
+            if not is_finite(outputs):
+                return NOT_FINITE
+            evaluation, metric = self._conditions.evaluation, None
+            if evaluation is not None:
+                metric = measure(evaluation, self._runner, handle, partial(self._loaded.load, FLOAT, "baseline"))
+            return accuracy(reference, outputs, self.scores), metric
+        finally:
+            self._runner.unload(handle)
 
     def layers(self, placement: Placement = FLOAT) -> tuple[Layer, ...]:
         """The layer report of the float model, or of a placement that was measured; empty if the engine has none.

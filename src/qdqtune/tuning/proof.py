@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.engines.build_queue import Urgency
 from qdqtune.engines.runner import insist
 from qdqtune.errors import BaselineFailed, writing
 from qdqtune.graph.loading import data_files, load
 from qdqtune.graph.saving import data_of
-from qdqtune.search import best_of, ratios_to_float
+from qdqtune.numerics.losses import Score
+from qdqtune.search import best_of
 from qdqtune.system.writing import atomic_write, rename_all
 from qdqtune.timing.pairing import FRESH, begin_pairs
 from qdqtune.timing.ratios import Ratio
@@ -29,7 +31,7 @@ from qdqtune.tuning.proof_notes import CHANGES_ALONE, notes_of
 from qdqtune.tuning.records import Shipped
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import Attempt, InContext, Terms, is_slower
-from qdqtune.types import Failure, Placement, Trial
+from qdqtune.types import Failure, Placement, Proposal, Trial
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Proof:
     """What ships ("tuned", "baseline", or "given": a copy of the user's file), and how it compares.
 
     `placement` is that of the tuned model, else empty. `in_file` are the pairs and weight formats of the file that
-    ships, those of the user included; `trial` is what the search has measured of exactly these, None if it did not.
+    ships, those of the user included; `trial` is what was measured of exactly these, None if nothing was. Where the
+    user's Q/DQ file ships, that was measured on the file itself, and `metric` is the user's metric of it.
 
     `ratio` is the final file's to the float model, `to_given` that to the user's file where this has pairs already, or
     inputs that were fixed; both None where nothing is proven. Seconds per inference are medians, those of the final
@@ -56,6 +59,12 @@ class Proof:
     contexts: tuple[Compared, ...] = ()
     in_file: Placement = field(default_factory=Placement)
     trial: Trial | None = None
+    metric: Score | Failure | None = None
+
+    @property
+    def candidate(self) -> Trial | None:
+        """The trial of the search whose placement ships; None if none does."""
+        return self.trial if self.shipped == "tuned" else None
 
     @property
     def time_to_float(self) -> float | None:
@@ -96,7 +105,8 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     """
     settings, folder = run.settings, run.settings.output_dir
     run.candidates.write_whole(Placement(), folder / BASELINE)
-    pairs_hold = settings.from_qdq and not any(t.proposal.origin == "imported" and t.holds is False for t in history)
+    given, metric = _given_file(run)
+    pairs_hold = given is not None and given.holds is True
     is_rewritten = bool(run.subject.changes)
     terms = Terms(pairs_hold or _is_folded(run), is_rewritten, run.found.ratio)
     is_bounded = settings.time_budget is not None
@@ -118,6 +128,8 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
                 shutil.rmtree(_unproven(placement, run).parent)  # a whole model, which is not needed any more
     told = settings.model.name, run.subject.changes
     notes = list(dict.fromkeys(note for attempt in attempts for note in notes_of(attempt, *told)))
+    if given is not None and given.accuracy is not None and not pairs_hold:
+        notes.append(f"{settings.model.name} does not hold the limits on accuracy: {run.limits.why_refused(given)}")
     builds = sum(attempt.builds for attempt in attempts)
     if (won := shipping.shipped(attempts)) is not None:
         _move(_unproven(won.placement, run), folder / FINAL)
@@ -127,30 +139,31 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     is_given = shipping.keeps_given(attempts, terms, from_qdq=settings.from_qdq, pairs_hold=pairs_hold)
     copy_model(settings.model if is_given else folder / BASELINE, folder / FINAL)
     seconds = attempts[-1].to_float[0].a_seconds if attempts else run.bench.floats.seconds
-    if is_given:
-        return _proof_of_given(attempts, history, run, seconds, tuple(notes), builds)
-    return Proof("baseline", Placement(), None, None, seconds, seconds, tuple(notes), builds)
-
-
-def _proof_of_given(
-    attempts: Sequence[Attempt], history: Sequence[Trial], run: Run, seconds: float, notes: tuple[str, ...], builds: int
-) -> Proof:
-    """What is known of the user's file, which ships as it is; `seconds` are those of the float model.
-
-    Its time follows from the comparisons of an attempt, or else from the trial of its pairs. Pairs that have no
-    counterpart in the float model are in no trial: a file with such pairs is another one.
-    """
-    own, ratio, trial = run.subject.imported, shipping.given_to_float(attempts), None
-    if own is None or not run.settings.from_qdq:
+    if not is_given:
+        return Proof("baseline", Placement(), None, None, seconds, seconds, tuple(notes), builds)
+    ratio = shipping.given_to_float(attempts)
+    if given is None:
         if not attempts:  # the float build is that of the rewritten model
             seconds /= run.found.ratio
-        return Proof("given", Placement(), None, None, seconds, seconds * (ratio or 1.0), notes, builds)
-    if not own.unmatched:
-        trial = _trial_of(own.placement, history)
-    if ratio is None and trial is not None:
-        ratio = ratios_to_float(history, run.settings.plan)[trial.placement]
-    times = seconds, None if ratio is None else ratio * seconds
-    return Proof("given", Placement(), None, None, *times, notes, builds, in_file=own.placement, trial=trial)
+        return Proof("given", Placement(), None, None, seconds, seconds * (ratio or 1.0), tuple(notes), builds)
+    own = Proof("given", Placement(), None, None, seconds, None, tuple(notes), builds)
+    own_seconds = None if ratio is None else ratio * seconds
+    return replace(own, final_seconds=own_seconds, in_file=given.placement, trial=given, metric=metric)
+
+
+def _given_file(run: Run) -> tuple[Trial | None, Score | Failure | None]:
+    """What the user's own file with pairs does to the outputs, judged by the limits, and the user's metric of it; both
+    None for a float model. Pairs may have no counterpart in the float model, so that no candidate is the same."""
+    settings, own = run.settings, run.subject.imported
+    if own is None or not settings.from_qdq:
+        return None, None
+    untimed = Trial(0, Proposal("imported", own.placement), Placement(), Failure("run", "not timed"))
+    measured = run.bench.given_file(settings.model, fixed_inputs(settings.model, settings.fix_inputs))
+    if isinstance(measured, Failure):
+        return replace(untimed, holds=False), None
+    accuracy, metric = measured
+    trial = replace(untimed, accuracy=accuracy, holds=run.limits.on_outputs(accuracy))
+    return run.limits.with_metric(trial, lambda _: metric or Failure("run", "not computed")), metric
 
 
 def _within_limits(attempt: Attempt, history: Sequence[Trial], run: Run) -> Attempt:

@@ -127,7 +127,8 @@ def conclude(
     left = list(filter(None, [unwatched(run.settings.engine)]))
     is_provider = run.settings.engine.name in PROVIDERS
     if history or not run.budget.is_late or is_provider:  # kept in the state file for the report
-        layers = run.bench.layers(proof.trial.placement if proof.trial else Placement())
+        is_built = any(trial.placement == proof.in_file for trial in history)
+        layers = run.bench.layers(proof.in_file if is_built else Placement())
         if is_provider:
             found = fallback(load(run.settings.output_dir / FINAL), layers)
             summary["fallback"] = found.to_dict()
@@ -276,10 +277,12 @@ def _is_unchecked(proof: Proof, run: Run) -> bool:
 
 
 def _metric_after(proof: Proof, run: Run) -> Score | Failure | None:
-    """The user's metric of what ships; None without one, and where the search has no candidate that is the same."""
+    """The user's metric of what ships; None without one."""
+    if proof.shipped == "given" and run.settings.from_qdq:
+        return proof.metric
     if not run.settings.has_metric or not proof.in_file:
         return run.limits.before
-    return None if proof.trial is None else run.bench.metric(proof.in_file)
+    return run.bench.metric(proof.in_file)
 
 
 def _rewrites(run: Run, proof: Proof) -> dict[str, Any]:
@@ -305,7 +308,7 @@ def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[st
     measured them; and the one that ships, which others may beat by less than noise."""
     unbeaten = undominated(history, plan)
     ratios = ratios_to_float(history, plan)
-    ships = None if proof.trial is None else proof.trial.placement
+    ships = None if proof.candidate is None else proof.candidate.placement
     shipped = [MeasuredPoint(ratios[t.placement], t) for t in history if t.placement == ships][-1:]
     points = (p for p in spread(unbeaten, MOST_UNBEATEN) if p.trial.placement != ships)
     for name, point in named(sorted([*points, *shipped], key=lambda p: p.ratio)).items():
@@ -338,7 +341,7 @@ def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]
     missing = [(ratios[t.placement], t) for t in history if t.holds is False and t.placement in ratios]
     holding = [ratios[t.placement] for t in history if t.holds and t.placement in ratios]
     fastest = min(missing, key=lambda pair: pair[0], default=None)
-    ships = None if proof.trial is None else ratios.get(proof.trial.placement)
+    ships = None if proof.candidate is None else ratios.get(proof.candidate.placement)
     if fastest is None or fastest[0] >= min([ships or proof.time_to_float or 1.0, *holding]):
         return None
     ratio, trial = fastest
