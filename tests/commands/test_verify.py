@@ -1,11 +1,13 @@
 """`verify`: whether what a run has proven holds on another machine, played by a changed folder or engine."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 import qdqtune
@@ -131,9 +133,38 @@ def test_float_that_ships_holds_without_a_measurement(call: Call, tmp_path: Path
 
 
 def test_no_program_or_library_is_taken_from_a_folder(call: Call, target: Path) -> None:
-    options = {"trtexec": "/bin/false", "library": "evil.so", "plugin_libraries": ["evil.so"], "trtexec_args": "--x"}
+    options = {"trtexec": "/bin/false", "library": "evil.so", "plugin_libraries": ["evil.so"], "asymmetric": True}
     changed(target, lambda content: content.update(spec={"name": "fake", "options": options}))
-    assert call("verify", target)[0] == 0
+    code, _, err = call("verify", target)
+    assert code == 0
+    told = " ".join(err.split())
+    assert "note: trtexec, library, plugin_libraries: not taken from " in told
+    assert "; --engine-option gives it again" in told
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model.onnx", "../target/optimized_final.onnx", "", "."])
+def test_a_model_outside_of_the_folder_is_refused(call: Call, target: Path, workers: Workers, name: str) -> None:
+    for which in ("model", "baseline"):
+        changed(target, lambda content, which=which: content.update({"model": "optimized_final.onnx", which: name}))
+        code, told = errors(call("verify", target))
+        assert (code, workers.started) == (2, 0)
+        assert f"settings.json names {name!r}, which is no file in " in told
+
+
+@pytest.mark.parametrize("place", ["/nowhere/weights.bin", "a pipe"])
+def test_external_data_outside_of_the_folder_are_not_read(
+    call: Call, target: Path, workers: Workers, place: str
+) -> None:
+    os.mkfifo(target / "a pipe")  # to read it would wait for ever
+    final = target / "optimized_final.onnx"
+    proto = onnx.load(final)
+    weight = proto.graph.initializer[0]
+    weight.data_location = onnx.TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value=place)
+    final.write_bytes(proto.SerializeToString())
+    code, out, _ = call("verify", target)
+    assert (code, workers.started) == (4, 0)
+    assert "optimized_final.onnx is not the file that was proven" in out
 
 
 def test_a_folder_without_settings_is_refused(call: Call, tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import THREADED, EngineSpec, threads_of
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.execution import Execution
+from qdqtune.engines.library_settings import plain
 from qdqtune.engines.options import on_device, on_option, time_limit_option
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.options import REQUIRED, Assignments, Duration, File, MaybeText, OfRun, Option, Options, option, options_of
 from qdqtune.timing.ratios import overlap
-from qdqtune.tuning.deploy import OF_THIS_MACHINE, DeploySettings, changed_files, of_other_processor, read_settings
+from qdqtune.tuning.deploy import DeploySettings, changed_files, of_other_processor, read_settings
 from qdqtune.tuning.finished import data_beside
 from qdqtune.tuning.observer import Observer
 
@@ -107,14 +108,17 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
         if not (final := folder / settings.model).exists():
             return Verified(folder, "cannot tell", f"{final} is not there: copy it from the folder of the run", {})
         return Verified(folder, "does not hold", f"{final} is not the file that was proven", {})
-    spec = _spec(settings, options)
+    spec, left = _spec(settings, options)
     with on_device(options.on, execution) as (there, machine), temporary_runner(spec, there) as runner:
         described = runner.describe()
     at = "here" if machine is None else f"on {machine.where}"
     names = [name for name in dict.fromkeys((*settings.engine, *described)) if name != "threads"]
     both = {name: (settings.engine.get(name, "none"), described.get(name, "none")) for name in names}
     differences = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
-    notes = tuple(f"{name}: proven with {then}, {at} {now}" for name, (then, now) in differences.items())
+    notes = [f"{name}: proven with {then}, {at} {now}" for name, (then, now) in differences.items()]
+    if left:
+        whose = f"not taken from {folder}, where it may name a file or library"
+        notes.append(f"{', '.join(left)}: {whose}; `engine_options` gives it again")
     foreign = of_other_processor(settings.model, settings.processor, is_portable=settings.portable, machine=machine)
 
     def found(finding: Finding, why: str, *more: str, **measured: Any) -> Verified:
@@ -145,12 +149,14 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     return found(finding, why, *more, comparison=done, gated=gated)
 
 
-def _spec(settings: DeploySettings, options: VerifyOptions) -> EngineSpec:
-    """The engine of the proof, without its number of threads, for which there may be no cores. Folders may come from
-    elsewhere: programs and libraries that they name are not run."""
-    left = OF_THIS_MACHINE | ({"threads"} if settings.spec.name in THREADED else set())
-    kept = {name: value for name, value in settings.spec.options.items() if name not in left}
-    return EngineSpec(settings.spec.name, kept | dict(options.engine_options))
+def _spec(settings: DeploySettings, options: VerifyOptions) -> tuple[EngineSpec, list[str]]:
+    """The engine of the proof, without its number of threads, for which there may be no cores; and the names of options
+    that are not taken from there and that the user has not given. Folders may come from elsewhere: no file, program or
+    library that they name is used."""
+    spec, left = plain(settings.spec)
+    kept = {name: value for name, value in spec.options.items() if name != "threads" or spec.name not in THREADED}
+    missing = [name for name in left if name.split()[0] not in options.engine_options]
+    return EngineSpec(spec.name, kept | dict(options.engine_options)), missing
 
 
 def _counts(spec: EngineSpec, settings: DeploySettings, options: VerifyOptions, cores: int) -> tuple[int | None, ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qdqtune.engines import CPU_PROVIDER, DENORMALS_SETTINGS, TENSORRT_FAMILY, EngineSpec, deployed
+from qdqtune.engines import CPU_PROVIDER, DENORMALS_SETTINGS, TENSORRT_FAMILY, EngineSpec, deployed, normal
 from qdqtune.engines.provider_table import OF_EP, PROVIDERS
 from qdqtune.engines.providers.provider import Provider
 
@@ -99,6 +100,35 @@ def _trtexec(spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str,
         "build": [*types, *build, *shlex.split(described.get("arguments", ""))],
         "run": [*run, *(QUICK if version < BETTER_DEFAULTS else ())],
     }
+
+
+PLAIN_OPTIONS = frozenset({
+    "threads", "provider", "provider_options", "fuse", "fuse_pairs", "rewrite", "denormals_as_zero", "precision",
+    "min_shapes", "opt_shapes", "max_shapes", "workspace_mb", "builder_level", "target", "warmup_ms", "builds_aside",
+    "seed", "noise", "drift", "spikes", "asymmetric", "wide", "build_seconds", "faults", "hide_times", "float_only",
+})  # fmt: skip
+"""Options of all engines that name no file and no program; of `provider_options` those of the provider's table."""
+
+
+def plain(spec: EngineSpec) -> tuple[EngineSpec, list[str]]:
+    """An engine that a file from elsewhere describes, with those of its options that cannot name files, libraries or
+    programs; and the names of the others.
+
+    Raises:
+        BadOption: the option `provider` names another provider than the engine.
+    """
+    spec = normal(spec)
+    provider = PROVIDERS[spec.name].ep if spec.name in PROVIDERS else spec.options.get("provider")
+    table, given = OF_EP.get(str(provider)), spec.options.get("provider_options")
+    patterns = {} if table is None else table.plain
+    own = given if isinstance(given, Mapping) else {}
+    kept = {n: value for n, value in own.items() if n in patterns and re.fullmatch(patterns[n], str(value))}
+    options = {name: value for name, value in spec.options.items() if name in PLAIN_OPTIONS}
+    if "provider_options" in options:
+        options["provider_options"] = kept
+    left = [name for name in spec.options if name not in options]
+    left += [f"provider_options {name}" for name in own if name not in kept]
+    return EngineSpec(spec.name, options), left
 
 
 def script_of(spec: EngineSpec) -> Path:

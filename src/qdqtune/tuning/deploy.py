@@ -36,9 +36,6 @@ from qdqtune.tuning.summary import Count, Positive, read_json
 FORMAT = 1
 """The version of deploy/settings.json."""
 
-OF_THIS_MACHINE = frozenset({"timing_cache", "library", "plugin_libraries", "trtexec", "trtexec_args"})
-"""Options of engines that name files or code of the machine of the run, which no other machine takes from there."""
-
 
 @dataclass(frozen=True)
 class Proven:
@@ -224,6 +221,8 @@ def digests(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     """
     found = {}
     for file in (file for name in names for file in files_of(folder / name)):
+        if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts or not file.is_file():
+            raise BadModel(f"{file} is no file in {folder}")
         with reading(file, BadModel), file.open("rb") as source:
             found[file.relative_to(folder).as_posix()] = hashlib.file_digest(source, "sha256").hexdigest()
     return found
@@ -246,11 +245,14 @@ def read_settings(folder: Path) -> DeploySettings:
     """The settings in the folder of a run.
 
     Raises:
-        BadOption: there are none, or they are damaged.
+        BadOption: there are none, or they are damaged, or name a model outside of the folder.
     """
     settings = read_json(folder / DEPLOY_SETTINGS, DeploySettings)
     if settings is None:
         raise BadOption(f"{folder / DEPLOY_SETTINGS} is not there: name the output folder of a finished qdqtune tune")
     if settings.format != FORMAT:
         raise BadOption(f"{folder / DEPLOY_SETTINGS} has format {settings.format}, not {FORMAT}: tune again")
+    for name in (settings.model, settings.baseline):
+        if not name or Path(name).name != name:
+            raise BadOption(f"{folder / DEPLOY_SETTINGS} names {name!r}, which is no file in {folder}: tune again")
     return settings

@@ -14,6 +14,7 @@ PROVIDER = Provider(
     numbers=SYMMETRIC,
     notes="float32 and float16; static shapes",
     options={"ModelFormat": "MLProgram"},
+    plain=dict.fromkeys(("ModelFormat", "MLComputeUnits", "SpecializationStrategy"), "[A-Za-z]+"),
     systems=("darwin",),
     compiles=True,
     refuses=dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), NO_PAIRS),

@@ -1,6 +1,6 @@
 """DirectML: any GPU on Windows."""
 
-from qdqtune.engines.providers.provider import DOCUMENTS, Provider
+from qdqtune.engines.providers.provider import DOCUMENTS, NUMBER, Provider
 from qdqtune.types import NumericFormat, QType
 
 PROVIDER = Provider(
@@ -13,6 +13,7 @@ PROVIDER = Provider(
     numbers=NumericFormat(QType.UINT8, QType.INT8, symmetric=False, bias="int32"),
     notes="opset 20 at most; no memory patterns, one inference at a time",
     weights=("w4b32", "w4b128"),
+    plain={"device_id": NUMBER},
     systems=("win32",),
     is_gpu=True,
 )

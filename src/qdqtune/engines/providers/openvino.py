@@ -1,6 +1,6 @@
 """OpenVINO inside ONNX Runtime; the engine openvino is OpenVINO itself."""
 
-from qdqtune.engines.providers.provider import DOCUMENTS, Provider
+from qdqtune.engines.providers.provider import DOCUMENTS, NUMBER, Provider
 
 PROVIDER = Provider(
     name="ort-openvino",
@@ -11,6 +11,12 @@ PROVIDER = Provider(
     like="openvino",
     notes="numbers of the engine openvino",
     options={"device_type": "CPU"},
+    plain={
+        "device_type": "[A-Z0-9:,.]+",
+        "precision": "[A-Z0-9]+",
+        **dict.fromkeys(("num_of_threads", "num_streams"), NUMBER),
+        **dict.fromkeys(("disable_dynamic_shapes", "enable_qdq_optimizer"), "[A-Za-z]+"),
+    },
     uses_threads=True,
     threads_option="num_of_threads",
     compiles=True,

@@ -14,6 +14,10 @@ SYMMETRIC = NumericFormat(QType.INT8, QType.INT8, symmetric=True)
 """Numbers that every provider computes with, if only after it has made floats of them."""
 
 
+SWITCH, NUMBER = "[01]", "[0-9]+"
+"""Patterns of values of plain options."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Provider:
     """An execution provider of ONNX Runtime, as an engine.
@@ -30,6 +34,8 @@ class Provider:
     plugin: the Python module of its plug-in package, whose `get_library_path` names the library; "" if it is built into
         ONNX Runtime. The engine's option `library` names another library.
     options: its own options by default.
+    plain: its own options that name no file, library or address in memory, each with a pattern of its values: only
+        these are taken from folders that may come from elsewhere.
     systems: values of `sys.platform` that it exists for; empty: any.
     is_gpu: whether each worker needs a GPU of its own.
     memory: what ONNX Runtime calls the memory of its device; by default that of the CPU.
@@ -57,6 +63,7 @@ class Provider:
     weights: tuple[str, ...] = ()
     plugin: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
+    plain: Mapping[str, str] = field(default_factory=dict)
     systems: tuple[str, ...] = ()
     is_gpu: bool = False
     memory: str = "cpu"

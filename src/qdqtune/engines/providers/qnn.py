@@ -13,7 +13,7 @@ refuses some graphs with QNN_COMMON_ERROR_MEM_ALLOC (LeakyRelu, Max, Conv). `soc
 Gen 2) and 69 (8 Elite) give the same outputs. There floats have 16 bits: of dtln_2 as a float model 21 dB are left.
 """
 
-from qdqtune.engines.providers.provider import DOCUMENTS, Provider
+from qdqtune.engines.providers.provider import DOCUMENTS, NUMBER, SWITCH, Provider
 from qdqtune.types import FixedScale, NumericFormat, QType
 
 PROVIDER = Provider(
@@ -35,6 +35,13 @@ PROVIDER = Provider(
     notes="8 or 16 bits by tensor; what carries no pair runs in float16; static shapes; int4 weights run, not offered",
     plugin="onnxruntime_qnn",
     options={"backend_type": "htp"},
+    plain={
+        "backend_type": "htp|cpu|gpu",
+        **dict.fromkeys(("soc_model", "htp_arch", "vtcm_mb", "device_id"), NUMBER),
+        **dict.fromkeys(("enable_htp_fp16_precision", "offload_graph_io_quantization"), SWITCH),
+        "htp_graph_finalization_optimization_mode": NUMBER,
+        "htp_performance_mode": "[a-z_]+",
+    },
     has_fixed_sizes=True,
     compiles=True,
     simulated_on=("x86_64", "AMD64"),

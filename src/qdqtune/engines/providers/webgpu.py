@@ -13,6 +13,7 @@ PROVIDER = Provider(
     notes="float32 and float16; no 8-bit kernels. Weights alone: blocks of 4 bits",
     weights=("w4b32", "w4b128"),
     plugin="onnxruntime_ep_webgpu",
+    plain={"preferredLayout": "[A-Z]+", "enableGraphCapture": "[01]"},
     is_gpu=True,
     refuses={"QuantizeLinear": "WebGPU has no 8-bit kernels: pairs split the model"},
 )

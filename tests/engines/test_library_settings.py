@@ -1,0 +1,81 @@
+"""What of an engine's options may come from a folder that somebody else has made."""
+
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+import pytest
+
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.fake import FakeOptions
+from qdqtune.engines.library_settings import PLAIN_OPTIONS, plain
+from qdqtune.engines.onnxruntime.engine import OnnxRuntimeOptions
+from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.tensorrt.options import CachedOptions
+from qdqtune.engines.tensorrt.rtx import RtxOptions
+from qdqtune.engines.tensorrt.trtexec import TrtexecOptions
+
+FOREIGN = {
+    "qnn": {
+        "backend_path": "lib.so", "backend_type": "", "op_packages": "a:lib.so:f", "qnn_saver_path": "lib.so",
+        "qnn_ir_backend_path": "lib.so", "profiling_file_path": "a.csv", "dump_json_qnn_graph": "1",
+        "json_qnn_graph_dir": "/tmp", "qnn_context_priority": "high",
+    },
+    "ort-tensorrt": {
+        "trt_extra_plugin_lib_paths": "lib.so", "trt_timing_cache_enable": "1", "trt_timing_cache_path": "/tmp",
+        "trt_engine_cache_enable": "1", "trt_engine_cache_path": "/tmp", "trt_ep_context_file_path": "a.onnx",
+        "trt_engine_decryption_lib_path": "lib.so", "user_compute_stream": "4096",
+    },
+    "ort-openvino": {"cache_dir": "/tmp", "load_config": "a.json", "device_type": "../x", "context": "4096"},
+    "cuda": {"gpu_external_alloc": "4096", "user_compute_stream": "4096", "tunable_op_tuning_enable": "1"},
+    "coreml": {"ModelCacheDirectory": "/tmp"},
+    "webgpu": {"dawnProxyTable": "4096"},
+}  # fmt: skip
+"""Options of providers that name a file, a library or an address in memory, or that nobody has looked at."""
+
+PLAIN = {
+    "qnn": {"backend_type": "htp", "soc_model": "69"},
+    "ort-tensorrt": {"trt_fp16_enable": "1", "trt_profile_min_shapes": "x:1x3"},
+    "ort-openvino": {"device_type": "CPU", "num_of_threads": "4"},
+    "cuda": {"enable_cuda_graph": "1"},
+}
+
+
+@pytest.mark.parametrize("engine", FOREIGN)
+def test_options_of_providers_that_name_files_stay_where_they_are(engine: str) -> None:
+    for spec in (
+        EngineSpec(engine, {"provider_options": FOREIGN[engine]}),
+        EngineSpec("onnxruntime", {"provider": PROVIDERS[engine].ep, "provider_options": FOREIGN[engine]}),
+    ):
+        taken, left = plain(spec)
+        assert taken == EngineSpec(engine, {"provider_options": {}})
+        assert left == [f"provider_options {name}" for name in FOREIGN[engine]]
+
+
+@pytest.mark.parametrize("engine", PLAIN)
+def test_plain_options_of_providers_are_taken(engine: str) -> None:
+    spec = EngineSpec(engine, {"threads": 1, "provider_options": PLAIN[engine]})
+    assert plain(spec) == (spec, [])
+
+
+@pytest.mark.parametrize("engine", PROVIDERS)
+def test_the_usual_options_of_each_provider_are_plain(engine: str) -> None:
+    table = PROVIDERS[engine]
+    usual = {**table.options, **table.simulated_as, **({table.threads_option: "2"} if table.threads_option else {})}
+    spec = EngineSpec(engine, {"provider_options": usual})
+    assert plain(spec) == (spec, [])
+
+
+def test_a_provider_that_nobody_knows_gets_no_options() -> None:
+    given = {"provider": "OtherExecutionProvider", "provider_options": {"device_id": "1"}, "library": "lib.so"}
+    taken, left = plain(EngineSpec("onnxruntime", given))
+    assert taken.options == {"provider": "OtherExecutionProvider", "provider_options": {}}
+    assert left == ["library", "provider_options device_id"]
+    assert plain(EngineSpec("qnn", {"provider_options": ["backend_path"]}))[0].options == {"provider_options": {}}
+
+
+@pytest.mark.parametrize("kind", [FakeOptions, OnnxRuntimeOptions, CachedOptions, RtxOptions, TrtexecOptions])
+def test_what_is_a_text_is_plain_only_if_it_names_no_file(kind: Any) -> None:
+    names, hints = {field.name for field in fields(kind)}, get_type_hints(kind)
+    texts = {name for name in names if hints[name] in (str, str | None)}
+    assert texts & PLAIN_OPTIONS <= {"provider", "target"}
+    assert names - PLAIN_OPTIONS <= {"library", "timing_cache", "plugin_libraries", "trtexec", "trtexec_args"}
