@@ -1,5 +1,6 @@
 """Messages between two ends of a socket: small ones as they are, large arrays through memory that is used again."""
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 from qdqtune.engines.channel import SHARED, Channel
+from qdqtune.engines.execution import Deadline
+from qdqtune.errors import Cancelled
 
 Ends = tuple[Channel, Channel]
 LARGE = SHARED // 4 + 5
@@ -27,7 +30,6 @@ def files_of_this_process() -> int:
 
 def passed(message: object, ends: Ends) -> object:
     ends[0].send(message)
-    assert ends[1].poll(5)
     return ends[1].recv()
 
 
@@ -72,6 +74,37 @@ def test_what_is_still_held_is_not_written_over(ends: Ends) -> None:
         ends[1].send("next")
         ends[0].recv()
     assert [int(array.min()) for array in held] == [int(array.max()) for array in held] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("count", [250_000, LARGE])
+def test_who_reads_nothing_holds_up_no_send(ends: Ends, count: int) -> None:
+    """As long as the buffers take a message it is sent; large arrays need next to no room in them."""
+
+    def send_for_ever() -> None:
+        while True:
+            ends[0].send(np.zeros(count, np.uint8), Deadline(0.01))
+
+    with pytest.raises(TimeoutError):
+        send_for_ever()
+
+
+@pytest.mark.parametrize("part", [b"", b"\0\0\0\0", b"\0\0\0\0\0\0\0\x09half"])
+def test_half_an_answer_holds_up_no_receive(part: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, contextlib.closing(Channel(ours.detach())) as channel:
+        theirs.sendall(part)
+        with pytest.raises(TimeoutError):
+            channel.recv(Deadline(0.01))
+
+
+def test_a_wait_may_be_cancelled(ends: Ends) -> None:
+    def cancel() -> None:
+        raise Cancelled("cancelled")
+
+    with pytest.raises(Cancelled):
+        ends[0].recv(Deadline(60.0, cancel))
+    with pytest.raises(Cancelled):
+        ends[0].send(np.zeros(900_000, np.uint8), Deadline(60.0, cancel))
 
 
 def test_the_other_end_is_gone(ends: Ends) -> None:

@@ -1,14 +1,18 @@
 """Worker processes as their parent sees them."""
 
+import contextlib
 import errno
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from qdqtune.engines import devices, process
+from qdqtune.engines.channel import Channel
 from qdqtune.engines.devices import Device, pinned
 from qdqtune.engines.process import WorkerProcess
 from qdqtune.errors import EngineUnavailable
@@ -43,3 +47,13 @@ def test_a_process_that_cannot_be_started_leaves_nothing(tmp_path: Path, monkeyp
         WorkerProcess(tmp_path / "worker.log")
     assert [path.name for path in tmp_path.iterdir()] == ["worker.log"]
     assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+@pytest.mark.parametrize("size", [1_000, 250_000, 1_000_000, 10_000_000])
+def test_the_time_limit_holds_for_requests_that_nobody_reads(size: int) -> None:
+    """As of a process that has been stopped; the buffers of the system take the small one."""
+    ours, theirs = socket.socketpair()
+    worker = object.__new__(WorkerProcess)
+    worker._channel = Channel(ours.detach())
+    with theirs, contextlib.closing(worker._channel), pytest.raises(TimeoutError):
+        worker.request("run", (1, {"x": np.zeros(size, np.uint8)}), 0.01)

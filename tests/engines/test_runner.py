@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from onnx.reference import ReferenceEvaluator
 
 from engine_contract import IMAGE, conv_model, quantized_conv_model
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.channel import Channel
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.fake import latency
 from qdqtune.engines.memory import MemoryBudget, scarce_memory
@@ -230,14 +230,14 @@ def test_a_model_that_cannot_be_built_again_is_a_failure(tmp_path: Path, files: 
 
 
 def test_an_interrupt_while_waiting_leaves_the_runner_usable(tmp_path, files, monkeypatch):
-    def interrupted(*_: object) -> bool:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     with opened(tmp_path, faults={"hang": "conv"}) as runner:
         plain = loaded(runner, files.plain)
         hung = pid(runner)
         with monkeypatch.context() as patch:
-            patch.setattr(Connection, "poll", interrupted)
+            patch.setattr(Channel, "recv", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 runner.load(files.quantized)
         assert gone(hung)

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from qdqtune.engines import EngineSpec, allocation, devices, pool, process, worker
+from qdqtune.engines.execution import Deadline
 from qdqtune.errors import Cancelled, EngineFailure, QdqtuneError
 from qdqtune.system.cleanup import remove_left
 from qdqtune.tuning.settings import STATE
@@ -141,18 +142,20 @@ class Channel:
         os.close(descriptor)
         self._process, self._machine = machine.processes[-1], machine
 
-    def send(self, message: tuple[str, tuple[Any, ...]]) -> None:
+    def send(self, message: tuple[str, tuple[Any, ...]], deadline: Deadline) -> None:
         if self._process.code is not None:
             raise BrokenPipeError
         self._process.receive(*message)
 
-    def poll(self, seconds: float) -> bool:
+    def _answers_within(self, seconds: float) -> bool:
         due, ends = self._process.due, self._machine.clock.now + seconds
         is_answered = due is not None and due <= ends
         self._machine.wait_until(due if is_answered and due is not None else ends)
         return is_answered or self._process.code is not None
 
-    def recv(self) -> tuple[bool, Any]:
+    def recv(self, deadline: Deadline) -> tuple[bool, Any]:
+        while not self._answers_within(deadline.pause):
+            deadline.after_pause()
         if self._process.answer is None:
             raise EOFError
         answer, self._process.answer = self._process.answer, None

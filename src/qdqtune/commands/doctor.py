@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -58,6 +58,9 @@ NEEDS = {
 
 OPENING_SECONDS = 120.0
 """How long an engine may take to open. Chosen, not measured."""
+
+ELSEWHERE_SECONDS = 300.0
+"""How long `doctor` may take on another machine, where an engine may hang while it opens. Chosen, not measured."""
 
 
 def _records(path: Path, name: str, _: Given) -> list[Output]:
@@ -170,7 +173,12 @@ def examine_elsewhere(on: str) -> EnginesState:
     destination = Destination.parsed(on)
     with connected(on):  # which says in one line what is missing
         words = destination.command("qdqtune doctor --json")
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        asked: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "check": False}
+        try:
+            done = subprocess.run(words, **asked, timeout=ELSEWHERE_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            whose = f"qdqtune doctor on {destination.host} takes longer than {ELSEWHERE_SECONDS:g} s"
+            raise EngineUnavailable(f"{whose}: run it there, to see which engine hangs") from error
     try:
         return msgspec.json.decode(done.stdout[max(0, done.stdout.find("{")) :], type=EnginesState)
     except msgspec.DecodeError as error:

@@ -1,5 +1,7 @@
 """Objects between two processes over a socket; large arrays in shared memory, which is many times as fast.
 
+A process that is stopped reads nothing and answers nothing, so each send and each receive may have a deadline.
+
 One inference that shows all inner tensors of a model gives half a gigabyte. New memory may take longer to get than the
 inference does, so the memory of arrays that are gone is used again.
 """
@@ -10,14 +12,16 @@ import mmap
 import os
 import pickle
 import socket
+import struct
 import sys
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
+
+from qdqtune.engines.execution import Deadline
 
 SHARED = 2**20
 """Bytes of arrays from which on a message takes them through shared memory. Chosen, not measured."""
@@ -26,6 +30,11 @@ ALIGNMENT = 64
 """Each array begins at a multiple of so many bytes, as NumPy and engines like them."""
 
 CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+LENGTH = struct.Struct(">Q")
+"""The length of a message, in front of it."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,16 +55,17 @@ class Channel:
 
     def __init__(self, fd: int) -> None:
         """Take over the descriptor of a connected socket; on Windows, its handle."""
-        self._connection: Connection[Any, Any] = Connection(fd)
+        self._socket = socket.socket(fileno=fd)
         self._own: list[int] = []  # descriptors of the files that this side writes, and of those that it reads
         self._others: dict[int, int] = {}
         self._free: list[int] = []
         self._freed: deque[int] = deque()
 
-    def send(self, message: object) -> None:
+    def send(self, message: object, deadline: Deadline | None = None) -> None:
         """Send an object. Its arrays may change as soon as this returns.
 
         Raises:
+            TimeoutError: the other end has not taken all of it; nothing can be sent any more.
             OSError: the other end has closed, or there is no memory to share.
         """
         buffers: list[pickle.PickleBuffer] = []
@@ -63,30 +73,30 @@ class Channel:
         parts = [buffer.raw() for buffer in buffers]
         freed = tuple(self._freed.popleft() for _ in range(len(self._freed)))
         if sum(part.nbytes for part in parts) < SHARED or sys.platform == "win32":  # which sends no open files
-            self._connection.send(_Message(pickle.dumps(message, protocol=5) if parts else data, freed))
+            self._send(_Message(pickle.dumps(message, protocol=5) if parts else data, freed), deadline)
             return
         if is_new := not self._free:
             self._own.append(_shared_file())
         number = len(self._own) - 1 if is_new else self._free.pop()
         places = _write(self._own[number], parts)
-        self._connection.send(_Message(data, freed, number, is_new, places))
+        self._send(_Message(data, freed, number, is_new, places), deadline)
         if is_new:
-            with self._socket() as own:
-                socket.send_fds(own, [b"."], [self._own[number]])
+            self._in_time(lambda: socket.send_fds(self._socket, [b"."], [self._own[number]]), deadline)
 
-    def recv(self) -> Any:
+    def recv(self, deadline: Deadline | None = None) -> Any:
         """Wait for an object. Its large arrays lie in memory that is used again when all of them are gone.
 
         Raises:
+            TimeoutError: not all of it has come; nothing can be received any more.
             EOFError, OSError: the other end has closed.
         """
-        message: _Message = self._connection.recv()
+        (length,) = LENGTH.unpack(self._received(LENGTH.size, deadline))
+        message: _Message = pickle.loads(self._received(length, deadline))
         self._free += message.freed
         if message.file is None or sys.platform == "win32":
             return pickle.loads(message.data)
         if message.is_new:
-            with self._socket() as own:
-                _, descriptors, _, _ = socket.recv_fds(own, 1, 1, CLOSE_ON_EXEC)
+            _, descriptors, _, _ = self._in_time(lambda: socket.recv_fds(self._socket, 1, 1, CLOSE_ON_EXEC), deadline)
             if not descriptors:
                 raise EOFError
             self._others[message.file] = descriptors[0]
@@ -96,21 +106,41 @@ class Channel:
         view = memoryview(shared)
         return pickle.loads(message.data, buffers=[view[start : start + size] for start, size in message.places])
 
-    def poll(self, seconds: float) -> bool:
-        """Whether an object, or the end, arrives within so many seconds."""
-        return self._connection.poll(seconds)
-
     def close(self) -> None:
         """Close this end. Arrays that it has received stay."""
-        self._connection.close()
+        self._socket.close()
         descriptors = *self._own, *self._others.values()
         self._own, self._others, self._free = [], {}, []
         for descriptor in descriptors:
             os.close(descriptor)
 
-    def _socket(self) -> socket.socket:
-        """The socket under a descriptor of its own."""
-        return socket.socket(fileno=os.dup(self._connection.fileno()))
+    def _send(self, message: _Message, deadline: Deadline | None) -> None:
+        content = pickle.dumps(message, protocol=5)
+        for part in (LENGTH.pack(len(content)), content):
+            left = memoryview(part)
+            while left:
+                left = left[self._in_time(lambda: self._socket.send(left), deadline) :]  # noqa: B023
+
+    def _received(self, length: int, deadline: Deadline | None) -> bytearray:
+        content = bytearray(length)
+        left = memoryview(content)
+        while left:
+            count = self._in_time(lambda: self._socket.recv_into(left), deadline)  # noqa: B023
+            if not count:
+                raise EOFError
+            left = left[count:]
+        return content
+
+    def _in_time(self, step: Callable[[], T], deadline: Deadline | None) -> T:
+        """The result of a call of the socket, which is made again until it succeeds or the time is over."""
+        while True:
+            try:
+                self._socket.settimeout(None if deadline is None else deadline.pause)
+                return step()
+            except TimeoutError:
+                if deadline is None:  # the connection itself has timed out
+                    raise
+                deadline.after_pause()
 
 
 def _shared_file() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,30 @@ CHECK_SECONDS = 0.1
 
 Check = Callable[[], None]
 """Called every `CHECK_SECONDS` during a wait. To cancel the work it raises, which ends the wait and the worker."""
+
+
+class Deadline:
+    """The end of a wait, `limit` seconds from now on. A `check` is called every `CHECK_SECONDS`."""
+
+    def __init__(self, limit: float, check: Check | None = None) -> None:
+        self._ends, self._check = time.monotonic() + limit, check
+
+    @property
+    def pause(self) -> float:
+        """How many seconds to wait before `after_pause`; more than 0."""
+        left = max(0.001, self._ends - time.monotonic())
+        return left if self._check is None else min(CHECK_SECONDS, left)
+
+    def after_pause(self) -> None:
+        """Raise what ends the wait, if it is to end.
+
+        Raises:
+            TimeoutError: the time is over.
+        """
+        if time.monotonic() >= self._ends:
+            raise TimeoutError
+        if self._check is not None:
+            self._check()
 
 
 class Checked:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.channel import Channel
 from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
-from qdqtune.engines.execution import CHECK_SECONDS, Check, Checked, Execution
+from qdqtune.engines.execution import Check, Checked, Deadline, Execution
 from qdqtune.engines.memory import OUT_OF_RESOURCES
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
 from qdqtune.system.cleanup import cleaner
@@ -126,13 +126,9 @@ class WorkerProcess:
         self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None = None
     ) -> tuple[bool, Any]:
         """Implements `Worker.request`."""
-        self._channel.send((name, arguments))
-        deadline = time.monotonic() + limit
-        while not self._channel.poll(limit if check is None else CHECK_SECONDS):
-            if check is None or time.monotonic() >= deadline:
-                raise TimeoutError
-            check()
-        answer: tuple[bool, Any] = self._channel.recv()
+        deadline = Deadline(limit, check)
+        self._channel.send((name, arguments), deadline)
+        answer: tuple[bool, Any] = self._channel.recv(deadline)
         return answer
 
     def end(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import _thread
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -22,6 +23,9 @@ else:
 
 LOCKED_BYTE = 2**31 - 2
 """The byte that is locked on Windows, where others cannot read a byte that is locked: far behind the end of a file."""
+
+SURELY_TAKEN = 512
+"""Bytes that a pipe takes at once if it takes any: POSIX's least PIPE_BUF."""
 
 REMOVES_OPEN_FILES = sys.platform != "win32"
 """Whether a file can be removed while it is open."""
@@ -168,6 +172,16 @@ def load() -> float | None:
         return round(os.getloadavg()[0], 2)
     except OSError:
         return None
+
+
+def takes_bytes(pipe: int, seconds: float) -> bool:
+    """Whether a pipe takes `SURELY_TAKEN` bytes at once, now or within so many seconds. Windows does not say: a write
+    may wait there."""
+    if sys.platform == "win32":
+        return True
+    poll = select.poll()
+    poll.register(pipe, select.POLLOUT)
+    return bool(poll.poll(1e3 * seconds))
 
 
 def read_at(file: IO[bytes], length: int, offset: int) -> bytes:

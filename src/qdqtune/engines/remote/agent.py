@@ -1,10 +1,10 @@
 """The program that SSH or adb starts on another machine: `python -m qdqtune.engines.remote.agent`.
 
 It says first what machine this is. Then it reads messages `(number of a worker, kind, content)` from its standard
-input: "start" a worker, a "request" for it, "stop" it; "content" to keep for all workers, and "ping". It answers with
-`(number, result or QdqtuneError)`, and says every `PULSE_SECONDS` that it lives. When the input ends, or nothing has
-come for `SILENT_SECONDS`, it ends all engine processes and removes its files; if it is killed, the engine processes and
-the cleaner notice.
+input: "start" a worker, a "request" for it, "stop" it; "content" to keep for all workers, or to "forget", and "ping".
+It answers with `(number, result or QdqtuneError)`, and says every `PULSE_SECONDS` that it lives. When the input ends,
+or nothing has come for `SILENT_SECONDS`, it ends all engine processes and removes its files; if it is killed, the
+engine processes and the cleaner notice.
 """
 
 from __future__ import annotations
@@ -65,6 +65,10 @@ class Store:
         except OSError:
             path.with_suffix(".part").unlink(missing_ok=True)
 
+    def forget(self, digest: str) -> None:
+        """Keep an array no longer."""
+        (self.folder / f"{digest}.bin").unlink(missing_ok=True)
+
     def get(self, digest: str) -> Array:
         """The array of a digest.
 
@@ -105,6 +109,8 @@ class Served(threading.Thread):
                 self._pipe.send((self._number, result))
         if self._actor is not None:
             self._actor.close()
+        for path in self._store.folder.glob(f"{self._number}-*"):  # of builds that it still had
+            path.unlink(missing_ok=True)
 
     def _done(self, kind: str, content: tuple[Any, ...]) -> Any:
         if kind == "start":
@@ -124,6 +130,8 @@ def serve(pipe: Pipe, folder: Path) -> None:
             number, kind, content = pipe.receive()
             if kind == "content":
                 store.put(*content)
+            elif kind == "forget":
+                store.forget(content)
             elif kind == "stop":
                 if number in workers:
                     stopped.append(workers.pop(number))

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pickle import UnpicklingError
+from math import inf
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
@@ -55,9 +55,11 @@ START_SECONDS = 90.0
 ENDING_SECONDS = 10.0
 """How long the other side may take to remove its files before the program is ended. Chosen, not measured."""
 
-LEAST_PROTO = 2**22
-"""Bytes from which on a model file without its constants is kept there; smaller ones are sent for each build, and
-removed with it, so that no disk fills up with candidates. Chosen, not measured."""
+SLOWEST = 1e5
+"""Bytes a second that every network carries. Chosen, not measured."""
+
+MOST_KEPT = 2**30
+"""Bytes of inputs that are kept there. Chosen, not measured."""
 
 USUAL_PYTHON = "python3"
 
@@ -148,7 +150,8 @@ class Connection:
         self._pipe.heard = time.monotonic()
         for endless in (self._ping, self._watch):
             threading.Thread(target=endless, daemon=True).start()
-        self.sender = Sender(self._store, LEAST_PROTO)
+        # Model files go with each build, and are removed with it, so that no disk fills up with candidates.
+        self.sender = Sender(self._store, least_proto=inf, most_kept=MOST_KEPT, forget=self._forget)
 
     def _greeting(self) -> MachineFacts:
         try:
@@ -181,13 +184,13 @@ class Connection:
         try:
             while line:
                 number, answer = self._pipe.receive()
-                if number in self._answers:
-                    self._answers[number].put(answer)
+                if (waiting := self._answers.get(number)) is not None:  # or its worker has been ended
+                    waiting.put(answer)
         except (EOFError, OSError):
             pass
-        except (UnpicklingError, ValueError, TypeError, AttributeError) as error:
+        except Exception as error:  # noqa: BLE001  (bytes from elsewhere: to read them may raise anything)
             reason = f"what came from there is no answer: {one_line(error)}"
-        self.lost = self._why_lost(reason)
+        self.lost = self.lost or self._why_lost(reason)
         for answers in list(self._answers.values()):
             answers.put(None)
 
@@ -204,7 +207,7 @@ class Connection:
     def _ping(self) -> None:
         while not self._closing.wait(PULSE_SECONDS) and self.lost is None:
             with suppress(OSError, ValueError):
-                self._pipe.send((0, "ping", None))
+                self._pipe.send((0, "ping", None), NETWORK_SECONDS)
 
     def _watch(self) -> None:
         """End the connection if the other side is silent, which ends what waits for it to read or to answer."""
@@ -214,21 +217,30 @@ class Connection:
                 return
 
     def _store(self, digest: str, values: Any) -> str:
-        self.send(0, "content", (digest, values))
+        self.send(0, "content", (digest, values), NETWORK_SECONDS + values.nbytes / SLOWEST)
         return digest
+
+    def _forget(self, digest: str) -> None:
+        self.send(0, "forget", digest)
 
     def open(self, number: int) -> None:
         """Wait for answers of a worker from now on."""
         self._answers[number] = SimpleQueue()
 
-    def send(self, number: int, kind: str, content: Any) -> None:
-        """Send a message to the agent.
+    def send(
+        self, number: int, kind: str, content: Any, limit: float = NETWORK_SECONDS, check: Check | None = None
+    ) -> None:
+        """Send a message to the agent within `limit` seconds. What `check` raises ends the wait.
 
         Raises:
-            LinkLostError: the connection is lost.
+            LinkLostError: the connection is lost, also because nobody takes the message.
         """
         try:
-            self._pipe.send((number, kind, content))
+            self._pipe.send((number, kind, content), limit, check)
+        except TimeoutError as error:
+            self.lost = f"{self.destination.host} has not taken a message within {limit:.4g} s"
+            end_group(self._program.pid)
+            raise LinkLostError(self.lost) from error
         except (OSError, ValueError) as error:
             self.lost = self.lost or self._why_lost(one_line(error))  # the thread that reads may not know of it yet
             raise LinkLostError(self.lost) from error
@@ -241,11 +253,13 @@ class Connection:
             LinkLostError: the connection is lost.
         """
         ends = time.monotonic() + seconds
+        if (waiting := self._answers.get(number)) is None:
+            raise LinkLostError("the worker has been ended")
         while True:
-            if self.lost is not None and self._answers[number].empty():
+            if self.lost is not None and waiting.empty():
                 raise LinkLostError(self.lost)
             with suppress(Empty):
-                if (found := self._answers[number].get(timeout=CHECK_SECONDS)) is None:
+                if (found := waiting.get(timeout=CHECK_SECONDS)) is None:
                     raise LinkLostError(str(self.lost))
                 return found
             if check is not None:
@@ -286,7 +300,7 @@ class ConnectedLink:
         Raises:
             QdqtuneError: what the agent answers with.
         """
-        self.connection.send(self.number, "request", (name, arguments, limit))
+        self.connection.send(self.number, "request", (name, arguments, limit), limit + NETWORK_SECONDS, check)
         reply = self.connection.answer(self.number, limit + NETWORK_SECONDS, check)
         if isinstance(reply, QdqtuneError):
             raise reply
@@ -327,7 +341,7 @@ class RemoteMachine:
             connection, number = self._standing(), next(self._numbers)
             connection.open(number)
             try:
-                connection.send(number, "start", wanted)
+                connection.send(number, "start", wanted, check=check)
                 where = connection.answer(number, LEASE_SECONDS + NETWORK_SECONDS, check)
                 break
             except (LinkLostError, TimeoutError) as error:

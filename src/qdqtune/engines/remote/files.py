@@ -7,7 +7,9 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,9 @@ STORED_BYTES = 2**16
 Put = Callable[[str, Array], Any]
 """Puts an array with this digest into the store of the other side, and returns the reference to it."""
 
+Forget = Callable[[str], None]
+"""Removes the array with this digest from there."""
+
 Get = Callable[[Any], Array]
 """Gets the array of a reference from that store."""
 
@@ -30,11 +35,17 @@ Get = Callable[[Any], Array]
 @dataclass
 class Sender:
     """Puts model files and arrays into the store of another machine or a cluster, each content once. The part of a
-    model file that names its nodes is stored from `least_proto` bytes on."""
+    model file that names its nodes is stored from `least_proto` bytes on. Of the inputs some `most_kept` bytes stay
+    there: those that were not used for longest are forgotten."""
 
     put: Put
-    least_proto: int = STORED_BYTES
+    least_proto: float = STORED_BYTES
+    most_kept: float = inf
+    forget: Forget = lambda _: None
     stored: dict[str, StoredArray] = field(default_factory=dict)
+    inputs: dict[str, int] = field(default_factory=dict)
+    """The bytes of stored inputs, in the order of their last use."""
+    lock: Lock = field(default_factory=Lock)
 
     def store(self, values: Array) -> StoredArray:
         """Put an array into the store, unless its content is there already."""
@@ -46,8 +57,18 @@ class Sender:
 
     def arrays(self, tensors: Mapping[str, Array]) -> dict[str, Array | StoredArray]:
         """Arrays by name; those from `STORED_BYTES` on are put into the store."""
-        held = {name: np.asarray(array) for name, array in tensors.items()}
-        return {n: self.store(a) if a.nbytes >= STORED_BYTES and a.dtype.kind != "O" else a for n, a in held.items()}
+        sent: dict[str, Array | StoredArray] = {name: np.asarray(array) for name, array in tensors.items()}
+        with self.lock:
+            while sum(self.inputs.values()) > self.most_kept:
+                oldest = next(iter(self.inputs))
+                del self.inputs[oldest], self.stored[oldest]
+                self.forget(oldest)
+            for name, array in sent.items():
+                if isinstance(array, np.ndarray) and array.nbytes >= STORED_BYTES and array.dtype.kind != "O":
+                    sent[name] = stored = self.store(array)
+                    self.inputs.pop(stored.digest, None)
+                    self.inputs[stored.digest] = array.nbytes
+        return sent
 
     def model(self, path: Path) -> SentModel:
         """Put a model file and its external data into the store.

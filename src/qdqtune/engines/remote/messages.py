@@ -6,6 +6,7 @@ The run sends any objects. It takes back values only: what a device answers must
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import struct
 import threading
@@ -15,6 +16,8 @@ from time import monotonic
 from typing import IO, Any, Literal
 
 from qdqtune.engines.devices import Device
+from qdqtune.engines.execution import Check, Deadline
+from qdqtune.system.operating_system import SURELY_TAKEN, takes_bytes
 from qdqtune.types import Array
 from qdqtune.version import __version__
 
@@ -87,21 +90,40 @@ class Pipe:
 
     def __init__(self, reads: IO[bytes], writes: IO[bytes], *, values_only: bool) -> None:
         self._reads, self._writes, self._load = reads, writes, _values if values_only else pickle.loads
-        self._lock = threading.Lock()
+        self._lock, self._is_cut = threading.Lock(), False
         self.heard = monotonic()
         """When something last came from the other side."""
 
-    def send(self, message: object) -> None:
-        """Send an object.
+    def send(self, message: object, limit: float | None = None, check: Check | None = None) -> None:
+        """Send an object, within `limit` seconds from when other threads have sent theirs. What `check` raises ends the
+        wait.
 
         Raises:
-            OSError: the other side has closed.
+            TimeoutError: the other side has not taken all of it; nothing can be sent any more.
+            OSError: the other side has closed, or an earlier message was cut.
         """
         data = pickle.dumps(message, protocol=5)
         with self._lock:
-            self._writes.write(LENGTH.pack(len(data)))
-            self._writes.write(data)
-            self._writes.flush()
+            if self._is_cut:
+                raise BrokenPipeError("an earlier message was not taken")
+            self._is_cut = True  # until all of this one is
+            if limit is None:
+                self._writes.write(LENGTH.pack(len(data)))
+                self._writes.write(data)
+                self._writes.flush()
+            else:
+                deadline = Deadline(limit, check)
+                for part in (LENGTH.pack(len(data)), data):
+                    self._send_in_time(part, deadline)
+            self._is_cut = False
+
+    def _send_in_time(self, data: bytes, deadline: Deadline) -> None:
+        left = memoryview(data)
+        while left:
+            if takes_bytes(self._writes.fileno(), deadline.pause):
+                left = left[os.write(self._writes.fileno(), left[:SURELY_TAKEN]) :]
+            else:
+                deadline.after_pause()
 
     def receive(self) -> Any:
         """Wait for an object.
