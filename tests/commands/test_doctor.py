@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from qdqtune.commands.doctor import (
     consequence,
     engine_state,
     examine,
+    examine_elsewhere,
     find_gpus,
     provider_state,
     this_processor,
@@ -174,6 +176,16 @@ def test_every_engine_is_examined(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "provider_state", lambda table, _: EngineState(table.name, "missing"))
     found = examine(tmp_path)
     assert [e.name for e in (*found.engines, *found.providers)] == list(MODULES)
+
+
+def test_another_machine_may_not_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(words: list[str], *, timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(words, timeout)
+
+    monkeypatch.setattr(doctor, "connected", nullcontext)
+    monkeypatch.setattr(doctor.subprocess, "run", hangs)
+    with pytest.raises(EngineUnavailable, match="qdqtune doctor on board takes longer than 300 s: run it there"):
+        examine_elsewhere("board")
 
 
 DIRECTML = "opset 20 at most; no memory patterns, one inference at a time"

@@ -61,6 +61,18 @@ class TestFileTransfer:
         assert np.array_equal(back.arrays(first)["x"], back.arrays(second)["y"])
         assert np.array_equal(back.arrays(first)["n"], small)
 
+    def test_inputs_that_were_not_used_for_longest_are_forgotten(self) -> None:
+        store: dict[str, Any] = {}
+        sender = Sender(store.__setitem__, most_kept=2 * 800_000, forget=store.__delitem__)
+        arrays = [np.full(100_000, float(number)) for number in range(4)]
+        for array in (*arrays[:3], arrays[0]):
+            sender.arrays({"x": array})
+        assert [values[0] for values in store.values()] == [1.0, 2.0, 0.0]  # the first had gone, and came again
+        sender.store(np.zeros(10**6))  # a constant, of which none is forgotten
+        for array in arrays:
+            sender.arrays({"x": array})
+        assert len(store) == len(sender.inputs) + 1 == 4
+
     def test_a_worker_whose_disk_is_full_is_lost_with_a_reason(self, sent, tmp_path):
         path, sender, store = sent
         (tmp_path / "files").mkdir()

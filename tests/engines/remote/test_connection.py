@@ -5,13 +5,19 @@ import json
 import os
 import pickle
 import signal
+import struct
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +29,9 @@ from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.machine import MachineFacts, this_machine
 from qdqtune.engines.options import on_device
+from qdqtune.engines.remote import agent
 from qdqtune.engines.remote import connection as connections
-from qdqtune.engines.remote.agent import Store
+from qdqtune.engines.remote.agent import GREETING, Store
 from qdqtune.engines.remote.connection import Destination, RemoteMachine, connected, facts_of, why_not
 from qdqtune.engines.remote.messages import Pipe, Reply
 from qdqtune.engines.remote.worker import LinkLostError
@@ -206,6 +213,74 @@ def sent_through(message: object) -> Any:
     Pipe(way, way, values_only=True).send(message)
     way.seek(0)
     return Pipe(way, way, values_only=True).receive()
+
+
+def test_a_message_that_is_not_taken_has_a_deadline_and_is_the_last() -> None:
+    reads, writes = os.pipe()
+    with os.fdopen(reads, "rb") as nobody, os.fdopen(writes, "wb") as way:
+        pipe = Pipe(nobody, way, values_only=True)
+        pipe.send((0, "ping", None), 60.0)
+        with pytest.raises(TimeoutError):
+            pipe.send(np.zeros(10**6), 0.01)
+        with pytest.raises(BrokenPipeError):
+            pipe.send((0, "ping", None), 60.0)
+
+
+def test_a_message_with_a_deadline_arrives_whole() -> None:
+    reads, writes = os.pipe()
+    with os.fdopen(reads, "rb") as source, os.fdopen(writes, "wb") as way, ThreadPoolExecutor(1) as other:
+        arrived = other.submit(Pipe(source, way, values_only=True).receive)
+        Pipe(source, way, values_only=True).send(np.arange(10**5), 60.0)
+        assert np.array_equal(arrived.result(), np.arange(10**5))
+
+
+class Late(dict[int, Any]):
+    """Answers that are waited for, until one has come."""
+
+    def __contains__(self, number: object) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("last", [EOFError, KeyError, IndexError, struct.error, UnpicklingError])
+def test_no_answer_ends_the_thread_that_receives_without_a_word(last: type[Exception]) -> None:
+    """Neither one for a worker that has ended meanwhile, nor one that cannot be read."""
+    messages = iter([(7, None), (8, "late")])
+
+    def receive() -> object:
+        for message in messages:
+            return message
+        raise last("no more")
+
+    connection = object.__new__(connections.Connection)
+    answers = SimpleQueue[Any]()
+    connection._answers, connection._greeted, connection.lost = Late({8: answers}), SimpleQueue(), None
+    connection._pipe = SimpleNamespace(receive=receive, heard=time.monotonic())  # type: ignore[assignment]
+    connection._printed = deque()
+    connection._receive(io.BytesIO(GREETING + b"{}\n"))
+    assert [answers.get_nowait(), answers.get_nowait()] == ["late", None]
+    assert connection.lost
+    with pytest.raises(LinkLostError):
+        connection.answer(7, 60.0, None)
+
+
+def test_the_far_side_keeps_neither_what_is_forgotten_nor_files_of_workers_that_ended(tmp_path: Path) -> None:
+    messages = [(0, "content", ("a", np.zeros(3))), (0, "content", ("b", np.zeros(3))), (0, "forget", "a")]
+    told = iter(messages)
+
+    def receive() -> object:
+        for message in told:
+            return message
+        raise EOFError
+
+    pipe: Any = SimpleNamespace(receive=receive)
+    agent.serve(pipe, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["b.bin"]
+    for number in (3, 13):
+        (tmp_path / f"{number}-1-net.onnx").touch()
+    served = agent.Served(3, agent.Store(tmp_path), pipe)
+    served.stop()
+    served.run()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["13-1-net.onnx", "b.bin"]
 
 
 def test_values_come_through() -> None:
