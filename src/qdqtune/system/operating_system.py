@@ -24,8 +24,8 @@ else:
 LOCKED_BYTE = 2**31 - 2
 """The byte that is locked on Windows, where others cannot read a byte that is locked: far behind the end of a file."""
 
-SURELY_TAKEN = 512
-"""Bytes that a pipe takes at once if it takes any: POSIX's least PIPE_BUF."""
+SURELY_TAKEN: int = getattr(select, "PIPE_BUF", 512)
+"""Bytes that a pipe takes at once if it takes any."""
 
 REMOVES_OPEN_FILES = sys.platform != "win32"
 """Whether a file can be removed while it is open."""
