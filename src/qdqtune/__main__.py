@@ -6,6 +6,7 @@ With the flag --onnx_path and no command it is the program of `autotune.quantiza
 import os
 import signal
 import sys
+import threading
 from importlib import import_module
 from typing import Any
 
@@ -29,8 +30,16 @@ def main() -> None:
             sys.exit(code)
         return
     from qdqtune.cli.main import main as run
+    from qdqtune.system.interpreter import USER_CODE
 
-    run()
+    try:
+        run()
+    except SystemExit as end:
+        if any(thread.name.startswith(USER_CODE) for thread in threading.enumerate()):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(int(end.code or 0))  # Python would wait for threads that this code has started
+        raise
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Samples that do not come, do not end, fill the memory or raise anything: one line, in every command."""
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import count, product
@@ -12,9 +13,10 @@ import pytest
 
 import qdqtune
 from conftest import Call
+from qdqtune.__main__ import main
 from qdqtune.calibration import user_code
 from qdqtune.calibration.samples import UNPACKED_BYTES, read_arrays
-from qdqtune.calibration.user_code import TooSlow, read_in_thread
+from qdqtune.calibration.user_code import TooSlow, call_in_thread, read_in_thread
 from qdqtune.engines.execution import Execution
 from qdqtune.errors import BadData, Cancelled
 from runs import mixed, write
@@ -99,6 +101,35 @@ def test_a_time_budget_holds_for_samples_that_do_not_come(call: Call, small: Pat
     data = ["--calibration-data", source(small.parent, "sleep", at)]
     code, _, err = call("tune", small, "--engine", "fake", "--time-budget", "0.5s", *data, "-o", small.parent / "o")
     assert (code, "--time-budget has ended" in err) == (2, True), err
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("command", ["tune", "quantize"])
+def test_a_metric_that_hangs_is_one_line(call: Call, small: Path, command: str) -> None:
+    (small.parent / "metric.py").write_text("import threading\ndef score(predict):\n    threading.Event().wait()\n")
+    where = ["--engine", "fake", "-o", small.parent / "out"] if command == "tune" else ["-o", small.parent / "q.onnx"]
+    asked = ["--evaluate", f"{small.parent / 'metric.py'}:score", "--calibration-data", small.with_suffix(".npz")]
+    code, _, err = call(command, small, *where, *asked, "--time-limit", "0.3s")
+    told = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert (code, len(told)) == (2, 1), err
+    assert "metric.py:score took longer than 0.3 s: --time-limit gives it longer" in told[0]
+
+
+def test_threads_that_user_code_has_left_hold_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, gate = list[int](), threading.Event()
+
+    def run() -> None:
+        with pytest.raises(TooSlow):
+            call_in_thread(gate.wait, "a gate", Execution(0.05))
+        sys.exit(2)
+
+    monkeypatch.setattr("qdqtune.cli.main.main", run)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(sys, "argv", ["qdqtune"])
+    with pytest.raises(SystemExit):
+        main()
+    gate.set()
+    assert ended == [2]
 
 
 def forever() -> Iterator[np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:

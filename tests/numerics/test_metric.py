@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from models import build, feeds, normal
+from qdqtune.calibration.user_code import TooSlow
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.execution import Execution
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption
 from qdqtune.graph.saving import save
@@ -47,7 +48,7 @@ def test_predict_runs_the_model_on_the_engine(metric: Metric, loaded: tuple[Runn
     sample = feeds(NET, 1)[0]["x"]
     source = metric(f"return predict({{'x': np.array({sample.tolist()}, np.float32)}})['y'].sum()")
     expected = float((sample @ normal(4, 3)).sum())
-    assert evaluate(load_evaluation(source), *loaded) == pytest.approx(expected, rel=1e-5)
+    assert evaluate(load_evaluation(source, EXECUTION), *loaded) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_metric_may_come_from_a_module(tmp_path, monkeypatch, loaded):
@@ -55,13 +56,13 @@ def test_a_metric_may_come_from_a_module(tmp_path, monkeypatch, loaded):
         "class Score:\n def __call__(self, predict):\n  return True\nf = Score()"
     )
     monkeypatch.chdir(tmp_path)
-    assert evaluate(load_evaluation("metric_of_a_module:f"), *loaded) == 1.0
+    assert evaluate(load_evaluation("metric_of_a_module:f", EXECUTION), *loaded) == 1.0
 
 
 def test_another_text_is_another_metric(metric: Metric) -> None:
-    first = load_evaluation(metric("return 1")).digest
-    assert load_evaluation(metric("return 1")).digest == first
-    assert load_evaluation(metric("return 2")).digest != first
+    first = load_evaluation(metric("return 1"), EXECUTION).digest
+    assert load_evaluation(metric("return 1"), EXECUTION).digest == first
+    assert load_evaluation(metric("return 2"), EXECUTION).digest != first
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_another_text_is_another_metric(metric: Metric) -> None:
 )  # fmt: skip
 def test_what_cannot_be_imported(source: str, message: str) -> None:
     with pytest.raises(BadOption, match=message):
-        load_evaluation(source)
+        load_evaluation(source, EXECUTION)
 
 
 @pytest.mark.parametrize(
@@ -83,13 +84,13 @@ def test_what_cannot_be_imported(source: str, message: str) -> None:
 )  # fmt: skip
 def test_errors_of_the_function_are_one_line(metric, loaded, body, message):
     with pytest.raises(BadOption, match=message) as error:
-        evaluate(load_evaluation(metric(body)), *loaded)
+        evaluate(load_evaluation(metric(body), EXECUTION), *loaded)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_a_metric_that_is_not_finite_fails_the_model(metric: Metric, loaded: tuple[Runner, Handle], value: str) -> None:
-    found = evaluate(load_evaluation(metric(f"return float('{value}')")), *loaded)
+    found = evaluate(load_evaluation(metric(f"return float('{value}')"), EXECUTION), *loaded)
     assert isinstance(found, Failure)
     assert value in found.reason
 
@@ -99,11 +100,66 @@ def test_a_metric_that_is_not_finite_fails_the_model(metric: Metric, loaded: tup
              "try: predict({'x': np.ones(7, np.float32)})\n    except Exception: return 1"],
 )  # fmt: skip
 def test_what_the_engine_refuses_fails_the_model_and_not_the_function(metric, loaded, body):
-    assert isinstance(evaluate(load_evaluation(metric(body)), *loaded), Failure)
+    assert isinstance(evaluate(load_evaluation(metric(body), EXECUTION), *loaded), Failure)
+
+
+# The loop has an end, so that it does not outlive the tests.
+HANGS = (
+    "import threading; threading.Event().wait()",
+    "import time; begun = time.monotonic()\n    while time.monotonic() < begun + 2: pass",
+)
+
+
+@pytest.mark.parametrize("body", HANGS)
+def test_a_metric_that_hangs_is_given_up(metric: Metric, loaded: tuple[Runner, Handle], body: str) -> None:
+    asks = "predict({'x': np.zeros((2, 4), np.float32)})"
+    with pytest.raises(TooSlow, match=r"`evaluate` .*metric.py:score took longer than 0.05 s: `time_limit` gives it"):
+        evaluate(load_evaluation(metric(f"{asks}\n    {body}"), Execution(0.05)), *loaded)
+
+
+def test_a_metric_that_imports_for_ever_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "metric.py").write_text(HANGS[0])
+    with pytest.raises(TooSlow, match=r"the import of .*metric.py:score took longer than 0.05 s"):
+        load_evaluation(f"{tmp_path / 'metric.py'}:score", Execution(0.05))
+
+
+def test_a_metric_that_outlasts_the_time_budget_has_no_value(metric: Metric, loaded: tuple[Runner, Handle]) -> None:
+    found = evaluate(load_evaluation(metric(HANGS[0]), Execution(60.0, time.monotonic())), *loaded)
+    assert isinstance(found, Failure)
+    assert found.is_transient  # with more time it is asked again
+    assert "`time_budget` has ended during `evaluate`" in found.reason
+
+
+def test_what_the_engine_takes_is_not_time_of_the_metric(metric: Metric, loaded: tuple[Runner, Handle]) -> None:
+    runner, handle = loaded
+    outputs, ends = runner.outputs, threading.Event()
+
+    def slowly(*arguments: Any) -> Any:
+        ends.wait(0.2)
+        return outputs(*arguments)
+
+    runner.__dict__["outputs"] = slowly
+    body = "return sum(predict({'x': np.ones((2, 4), np.float32)})['y'].size for _ in range(4))"
+    assert evaluate(load_evaluation(metric(body), Execution(0.6)), runner, handle) == 24
+
+
+def test_predict_of_a_metric_that_was_given_up_ends(metric: Metric, loaded: tuple[Runner, Handle]) -> None:
+    """Or else threads of the function would be waited for when Python ends."""
+    lines = (
+        "import threading",
+        "threading.gate, threading.ended = threading.Event(), threading.Event()",
+        "threading.gate.wait()",
+        "try: predict({'x': np.ones((2, 4), np.float32)})",
+        "finally: threading.ended.set()",
+    )
+    with pytest.raises(TooSlow):
+        evaluate(load_evaluation(metric("\n    ".join(lines)), Execution(0.05)), *loaded)
+    threading.__dict__["gate"].set()
+    assert threading.__dict__["ended"].wait(60)
 
 
 def test_what_it_prints_keeps_out_of_the_results(metric, loaded, capsys):
-    assert evaluate(load_evaluation(metric("print('epoch'); return np.float32(0.5)")), *loaded) == 0.5
+    assert evaluate(load_evaluation(metric("print('epoch'); return np.float32(0.5)"), EXECUTION), *loaded) == 0.5
     assert capsys.readouterr() == ("", "epoch\n")
 
 
@@ -125,7 +181,7 @@ def test_threads_that_call_predict_take_turns(metric, loaded):
         "assert np.allclose(found, np.arange(40) * found[1], rtol=1e-4), found",
         "return len(found)",
     )
-    assert evaluate(load_evaluation(metric("\n    ".join(lines))), runner, handle) == 40
+    assert evaluate(load_evaluation(metric("\n    ".join(lines)), EXECUTION), runner, handle) == 40
 
 
 def test_predict_in_another_process_is_refused_by_name(metric: Metric, loaded: tuple[Runner, Handle]) -> None:
@@ -139,4 +195,4 @@ def test_predict_in_another_process_is_refused_by_name(metric: Metric, loaded: t
         "raise ValueError(os.read(read, 200).decode())",
     )
     with pytest.raises(BadOption, match="predict works in the process of the metric only"):
-        evaluate(load_evaluation(metric("\n    ".join(lines))), *loaded)
+        evaluate(load_evaluation(metric("\n    ".join(lines)), EXECUTION), *loaded)

@@ -171,7 +171,7 @@ def open_samples(
             return (_sample(item, specs, fixed, source) for item in raw(others))
 
     elif ":" in source and os.sep + ":" not in source:
-        given, digest = _from_callable(source, specs, fixed)
+        given, digest = _from_callable(source, specs, fixed, execution)
 
         def first() -> Iterator[Sample]:
             return checked_count(given(), source) if limit is None else islice(given(), limit)
@@ -321,9 +321,9 @@ def _stacked(array: Array, spec: InputSpec, origin: str) -> Array:
 
 
 def _from_callable(
-    source: str, specs: tuple[InputSpec, ...], fixed: Collection[str]
+    source: str, specs: tuple[InputSpec, ...], fixed: Collection[str], execution: Execution
 ) -> tuple[Callable[[], Iterator[Sample]], str]:
-    function = import_callable(source, "calibration data")
+    function = import_callable(source, "calibration data", execution)
     try:
         code = inspect.getsource(function)
     except UNREADABLE:

@@ -1,7 +1,7 @@
-"""Code of the user: functions imported by name, their errors in one line, their samples read within a time limit.
+"""Code of the user: functions imported by name, their errors in one line, all that they do within a time limit.
 
-A generator may sleep or never end, and a file may take minutes to unpack. Samples are read in a thread, so that the
-caller can give up and Ctrl-C works.
+A generator may sleep or never end, a file may take minutes to unpack, a metric may wait for ever. Code of the user runs
+in a thread, so that the caller can give up and Ctrl-C works.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import copy_context
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -23,15 +25,19 @@ from typing import Any, TypeVar
 
 from qdqtune.engines.execution import CHECK_SECONDS, Execution
 from qdqtune.errors import BadData, BadOption, InputError, QdqtuneError, one_line
+from qdqtune.system.interpreter import USER_CODE
+
+T = TypeVar("T")
 
 
-def import_callable(source: str, what: str) -> Callable[..., Any]:
+def import_callable(source: str, what: str, execution: Execution) -> Callable[..., Any]:
     """The callable that `module:callable` or `path/to/file.py:callable` names; `what` says in errors what it is for.
 
     Modules are searched in the current folder first.
 
     Raises:
         BadOption: it cannot be imported, or is not callable.
+        TooSlow: the import takes too long.
     """
     place, _, attribute = source.rpartition(":")
     if not place:
@@ -43,8 +49,8 @@ def import_callable(source: str, what: str) -> Callable[..., Any]:
         _current_folder_first(),
         redirect_stdout(sys.stderr),
     ):
-        module = _module_of(Path(place)) if place.endswith(".py") else import_module(place)
-        function = getattr(module, attribute)
+        load = partial(_module_of, Path(place)) if place.endswith(".py") else partial(import_module, place)
+        function = getattr(call_in_thread(load, f"the import of {source}", execution), attribute)
     if not callable(function):
         raise BadOption(f"'{source}' is not callable")
     named: Callable[..., Any] = function
@@ -94,15 +100,61 @@ def _module_of(path: Path) -> ModuleType:
     return module
 
 
-T = TypeVar("T")
-
 MOST_GENERATED = 10_000
 """Samples that a generator may give without a limit from the user: one that gives more is probably endless. Chosen, not
 measured."""
 
 
 class TooSlow(BadData):
-    """Reading samples took too long."""
+    """Code of the user took too long."""
+
+
+class BudgetEnded(TooSlow):
+    """The time budget has ended while code of the user ran."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a function has returned or raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+def call_in_thread(
+    function: Callable[[], T], what: str, execution: Execution, tasks: SimpleQueue[Any] | None = None
+) -> T:
+    """The result of a function, which is called in a thread, within the time limits of `execution`; `what` names it in
+    errors. Callables that come through `tasks` meanwhile are called here, and their time does not count.
+
+    What the function and the callables raise is raised here. A thread that exceeds the limit is abandoned: the process
+    does not wait for it.
+
+    Raises:
+        TooSlow: the function took too long.
+        Cancelled: another thread has cancelled the call.
+    """
+    told = SimpleQueue[Any]() if tasks is None else tasks
+
+    def call() -> None:
+        try:
+            told.put(_Outcome(function()))
+        except BaseException as error:  # noqa: BLE001  (raised again by the caller)
+            told.put(_Outcome(error=error))
+
+    threading.Thread(target=copy_context().run, args=(call,), name=USER_CODE + what, daemon=True).start()
+    spent = 0.0
+    while True:
+        begun = monotonic() - spent
+        task = _awaited(told, begun, what, execution)
+        spent = monotonic() - begun
+        if not isinstance(task, _Outcome):
+            task()
+        elif task.error is not None:
+            raise task.error
+        else:
+            value: T = task.value
+            return value
 
 
 def read_in_thread(make: Callable[[], Iterator[T]], origin: str, execution: Execution) -> Iterator[T]:
@@ -116,14 +168,14 @@ def read_in_thread(make: Callable[[], Iterator[T]], origin: str, execution: Exec
     """
     wanted, answers = SimpleQueue[bool](), SimpleQueue[tuple[T] | BaseException | None]()
     arguments = copy_context().run, (_give, make, wanted, answers)
-    thread = threading.Thread(target=arguments[0], args=arguments[1], name=f"reading {origin}", daemon=True)
+    thread = threading.Thread(target=arguments[0], args=arguments[1], name=USER_CODE + origin, daemon=True)
     thread.start()
     spent = 0.0
     try:
         while True:
             wanted.put(True)
             begun = monotonic() - spent
-            answer = _awaited(answers, begun, origin, execution)
+            answer = _awaited(answers, begun, f"reading {origin}", execution, "`calibration_samples` takes fewer")
             spent = monotonic() - begun
             if answer is None:
                 return
@@ -135,23 +187,20 @@ def read_in_thread(make: Callable[[], Iterator[T]], origin: str, execution: Exec
         thread.join(CHECK_SECONDS)  # let a generator clean up before the next one starts
 
 
-def _awaited(answers: SimpleQueue[Any], begun: float, origin: str, execution: Execution) -> Any:
-    """The next answer. A pass over `origin` has begun at the time `begun` of `time.monotonic`. It has limits as soon as
-    it lasts a while, since many fast answers take long, too."""
+def _awaited(answers: SimpleQueue[Any], begun: float, what: str, execution: Execution, *more: str) -> Any:
+    """The next answer of code that does `what` and has begun at the time `begun` of `time.monotonic`. It has limits as
+    soon as it lasts a while, since many fast answers take long, too. `more` is what the user can do beside giving more
+    time."""
     while True:
         waited = monotonic() - begun
         if waited >= CHECK_SECONDS and execution.check is not None:
             execution.check()
         if waited > execution.seconds:
-            raise TooSlow(
-                f"reading {origin} took longer than {execution.seconds:.4g} s: `time_limit` gives it longer, "
-                "`calibration_samples` takes fewer"
-            )
+            todo = ", ".join(("`time_limit` gives it longer", *more))
+            raise TooSlow(f"{what} took longer than {execution.seconds:.4g} s: {todo}")
         if waited >= CHECK_SECONDS and execution.ends is not None and monotonic() > execution.ends:
-            raise TooSlow(
-                f"`time_budget` has ended while {origin} was read: give more time, or fewer samples "
-                "(`calibration_samples`)"
-            )
+            todo = ", ".join(("give more time", *more))
+            raise BudgetEnded(f"`time_budget` has ended during {what}: {todo}")
         with suppress(Empty):
             return answers.get(timeout=CHECK_SECONDS)
 

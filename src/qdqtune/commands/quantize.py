@@ -176,7 +176,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
     _check_options(options)
     path = Path(str(options.model))
     numbers, made = _numeric_format(options), _rewrites_of(options)
-    metric: Metric | None = None if options.evaluate is None else load_evaluation(str(options.evaluate))
+    metric: Metric | None = None if options.evaluate is None else load_evaluation(str(options.evaluate), execution)
     observer.stage(f"reading {path.name}")
     usual = usual_precision(options.engine)
     precision: Precision = options.precision or usual

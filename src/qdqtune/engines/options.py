@@ -57,8 +57,8 @@ def tensorrt_option(kind: click.ParamType[Any], help: str, **how: Any) -> Any:
 def time_limit_option() -> Any:
     """The option `time_limit`: how long one request to an engine may take."""
     return option(
-        SECONDS, TIME_LIMIT, "Longest that one build or inference may take, and samples of `calibration_data` in each "
-        "pass over them: 90s, 10m, 1h.", "Engine", is_rare=True, metavar="TEXT",
+        SECONDS, TIME_LIMIT, "Longest that one build or inference may take, samples of `calibration_data` in each pass "
+        "over them, and your metric beside its inferences: 90s, 10m, 1h.", "Engine", is_rare=True, metavar="TEXT",
     )  # fmt: skip
 
 

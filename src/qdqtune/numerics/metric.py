@@ -2,7 +2,8 @@
 
 `evaluate` module:callable or `path/to/file.py:callable` is called as `callable(predict) -> float`; higher is better.
 `predict` takes one set of inputs, {input name: array}, and returns {output name: array}, computed on the target
-engine; threads that call it wait for each other. The function is called for the float model and for each candidate that
+engine; threads that call it wait for each other. The time limit holds for each call of `predict`, and for what the
+function takes beside them. The function is called for the float model and for each candidate that
 is about to be accepted, and should return the same number for the same model:
 
     def accuracy(predict):
@@ -18,12 +19,15 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
 
 import numpy as np
 
-from qdqtune.calibration.user_code import import_callable, user_errors
+from qdqtune.calibration.user_code import BudgetEnded, call_in_thread, import_callable, user_errors
+from qdqtune.engines.execution import CHECK_SECONDS, Execution
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.types import Array, Failure
@@ -34,51 +38,69 @@ Predict = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A metric: its name as the user gave it, 16 hex digits of a hash of its source text, and the function."""
+    """A metric: its name as the user gave it, 16 hex digits of a hash of its source text, the function, and the limits
+    of its time."""
 
     source: str
     digest: str
     function: Callable[[Predict], float]
+    execution: Execution
 
 
-def load_evaluation(source: str) -> Evaluation:
+def load_evaluation(source: str, execution: Execution) -> Evaluation:
     """The metric of `module:callable` or `path/to/file.py:callable`.
 
     Raises:
         BadOption: it cannot be imported, or is not callable.
+        TooSlow: the import takes too long.
     """
-    function = import_callable(source, "`evaluate`")
+    function = import_callable(source, "`evaluate`", execution)
     try:
         code = inspect.getsource(sys.modules.get(function.__module__, function))
     except (OSError, TypeError, AttributeError):
         code = ""
-    return Evaluation(source, hashlib.sha256((source + code).encode(errors="replace")).hexdigest()[:16], function)
+    return Evaluation(
+        source, hashlib.sha256((source + code).encode(errors="replace")).hexdigest()[:16], function, execution
+    )
 
 
 def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | Failure:
-    """The metric of a model that the runner holds; a failure if the engine cannot run it, or the metric is not finite.
+    """The metric of a model that the runner holds; a failure if the engine cannot run it, the metric is not finite, or
+    the time budget has ended.
 
     The output of the function goes to standard error.
 
     Raises:
         BadOption: the function itself fails, or does not return a number.
+        TooSlow: it takes too long.
     """
     failures: list[Failure] = []
-    one_at_a_time, process = threading.Lock(), os.getpid()
+    tasks, is_over, process = SimpleQueue[Any](), threading.Event(), os.getpid()
 
     def predict(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         if os.getpid() != process:
             raise EngineFailure("predict works in the process of the metric only: use threads, or none")
-        with one_at_a_time:
-            result = runner.outputs(handle, [{name: np.asarray(array) for name, array in inputs.items()}])
-        if isinstance(result, Failure):
-            failures.append(result)
-            raise EngineFailure(result.reason)
-        return result[0]
+        answers, sample = SimpleQueue[Any](), {name: np.asarray(array) for name, array in inputs.items()}
+        tasks.put(lambda: answers.put(runner.outputs(handle, [sample])))
+        while not is_over.is_set():
+            with suppress(Empty):
+                result = answers.get(timeout=CHECK_SECONDS)
+                if isinstance(result, Failure):
+                    failures.append(result)
+                    raise EngineFailure(result.reason)
+                outputs: Mapping[str, Array] = result[0]
+                return outputs
+        raise EngineFailure("nobody waits for the metric any more")
+
+    def score() -> float:
+        with user_errors(f"`evaluate` {evaluation.source} failed", BadOption):
+            return evaluation.function(predict)
 
     try:
-        with user_errors(f"`evaluate` {evaluation.source} failed", BadOption), redirect_stdout(sys.stderr):
-            value = evaluation.function(predict)
+        with redirect_stdout(sys.stderr):
+            value = call_in_thread(score, f"`evaluate` {evaluation.source}", evaluation.execution, tasks)
+    except BudgetEnded as ended:
+        return Failure("timeout", str(ended))
     except (BadOption, EngineFailure) as error:
         if failures:
             return failures[0]
@@ -87,6 +109,8 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | 
         if isinstance(error, EngineFailure):
             raise BadOption(f"`evaluate` {evaluation.source} failed: {error}") from error
         raise
+    finally:
+        is_over.set()
     if failures:  # it caught the error and went on, so its number means nothing
         return failures[0]
     return _number(evaluation.source, value)

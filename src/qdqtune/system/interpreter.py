@@ -11,6 +11,9 @@ from typing import Any
 HOME = str(Path(__file__).parents[2])
 """The folder that holds this package."""
 
+USER_CODE = "code of the user: "
+"""What names of threads begin with that run code of the user, which may never end."""
+
 
 def python(*arguments: str, **variables: str) -> dict[str, Any]:
     """`args` and `env` for `subprocess` to run this Python with these arguments and additional environment variables.

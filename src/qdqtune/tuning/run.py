@@ -168,7 +168,7 @@ def prepared(settings: Settings, observer: Observer, check: Check | None = None)
             observer.stage(f"connecting to {settings.on}")
         execution, _ = stack.enter_context(on_device(settings.on, execution))
         output = stack.enter_context(OutputFolder(settings))
-        evaluation: Metric | None = None if settings.evaluate is None else load_evaluation(settings.evaluate)
+        evaluation: Metric | None = None if settings.evaluate is None else load_evaluation(settings.evaluate, execution)
         runner, *others = stack.enter_context(_engines(settings, output.path / LOGS, observer, execution))
         observer.stage(f"reading {settings.model.name}")
         if (note := restored_state(settings)) is not None:
