@@ -115,7 +115,7 @@ def test_settings_beside_the_pictures_come_before_those_of_the_model(tmp_path: P
         (PLAIN | {"size": {"edge": 8}}, PIXELS, "is none of height and width, shortest_edge, longest_edge"),
         (PLAIN | {"do_thumbnail": True}, PIXELS, "asks for do_thumbnail, which is not done here"),
         (PLAIN | {"size_divisor": 32}, PIXELS, "asks for size_divisor"),
-        (PLAIN | {"resample": "best"}, PIXELS, "Expected int | null, got str"),
+        (PLAIN | {"resample": "best"}, PIXELS, "Expected 'int | null', got 'str'"),
         ({"image_mean": [0.5, 0.5], "image_std": [1, 1]}, PIXELS, "do not fit 3 channels"),
         (PLAIN, "float[N,3] x", "holds pictures, which fit an input of rank 4"),
         (PLAIN, "float[1,3,9,9] x", "has shape (1, 3, 4, 6), the model wants x: float32[1,3,9,9]"),

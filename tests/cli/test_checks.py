@@ -46,7 +46,7 @@ def test_a_fused_model_passes(call, fused):
         "last DQ in front of a float output of the model",
     ]
     assert [note.split()[0] for note in notes[1::2]] == ["boundary", "boundary"]
-    assert last.startswith(f"{fused} on fake: 2 tensors with a Q/DQ pair, 1 of 3 layers in 8 bits; 0 findings, 2 notes")
+    assert last.startswith(f"{fused} on fake: 3 tensors with a Q/DQ pair, 1 of 3 layers in 8 bits; 0 findings, 2 notes")
 
 
 def test_a_model_that_is_not_fused_fails_with_nodes_reason_and_times(call, spoiled):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from command_lines import UNCHECKED
 from processes import family, on_all_cores, until
 from qdqtune.cli import children
 from qdqtune.cli.children import Board, Ended, ModelRow
@@ -82,7 +83,7 @@ def test_nothing_is_left_of_a_fleet_that_is_killed(models: Path, tmp_path: Path)
 @pytest.mark.parametrize("who", ["Ctrl-C", "driver", "worker"])
 def test_nothing_is_left_of_workers_side_by_side(models: Path, tmp_path: Path, who: str) -> None:
     out = tmp_path / "out"
-    run = begin([models / "fast.onnx", "--workers", 2, "--builds", 12, "--mode", "region"], out)
+    run = begin([models / "fast.onnx", "--workers", 2, "--builds", 12, "--mode", "region", *UNCHECKED], out)
     told = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family(tmp_path)}
     engines = [pid for pid, words in told.items() if b"qdqtune.engines.worker" in words]
     assert len(engines) >= 2

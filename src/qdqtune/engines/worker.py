@@ -300,8 +300,9 @@ def answer(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
     except QdqtuneError as error:
         return False, error
     except OSError as error:
-        reason = error.strerror or error
-        return False, EngineFailure(f"the engine process cannot use {error.filename or 'a file'}: {reason}")
+        if error.errno is None:  # raised by a program, not by the system
+            raise
+        return False, EngineFailure(f"the engine process cannot use {error.filename or 'a file'}: {error.strerror}")
 
 
 @contextmanager

@@ -48,10 +48,10 @@ def busy_with(threads: Any, usable: int, cores: int, load: float, where: str = "
 
 
 def wide(ratio: Ratio) -> str | None:
-    """Advice if an interval is wide."""
+    """Advice if an interval is wide, which that of a few pairs of builds is on any machine."""
     if ratio.low is None or ratio.high is None or ratio.high / ratio.low <= WIDE_INTERVAL:
         return None
-    return f"the interval {ratio.speedup} is wide, as on a busy machine: a run at a quieter time says more"
+    return f"the interval {ratio.speedup} is wide: more time, or a quieter machine, makes it narrower"
 
 
 def unproven(ratio: Ratio, of: str = "float") -> str:
