@@ -90,8 +90,7 @@ lock:
 	$(PYTHON) -m venv --clear $(LOCKER)
 	$(LOCKER)/bin/python $(PIP) uv
 	$(LOCKER)/bin/uv pip compile pyproject.toml --extra openvino --extra tensorrt-rtx --extra qnn --extra ray --extra data \
-	  --extra mlflow --extra wandb --extra otel --group dev --group docs \
-	  --universal --python-version 3.11 \
+	  --group dev --group docs --universal --python-version 3.11 \
 	  --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" --quiet -o requirements.lock
 
 clean:

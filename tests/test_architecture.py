@@ -33,7 +33,7 @@ FLOORS = ("autotune", "api", "cli", "commands", "explanation", "tuning", "search
           "calibration", "engines", "graph", "system", "options", "types", "errors", "version")  # fmt: skip
 """The folders and the files that all stand on, from the top: imports run downwards only."""
 
-OUTSIDE = {"qdqtune", "qdqtune.__main__", "qdqtune.graph_utils", "qdqtune.olive_pass", "qdqtune.op_types",
+OUTSIDE = {"qdqtune", "qdqtune.__main__", "qdqtune.graph_utils", "qdqtune.op_types",
            "qdqtune.qdq_utils"}  # fmt: skip
 """Doors: what a user imports or runs by name. They lead to any floor, and no floor leads to them."""
 

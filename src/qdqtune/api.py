@@ -186,7 +186,7 @@ def _tune(options: TuneCall, observer: Observer) -> Result:
         if names:
             raise BadOption(f"Settings hold everything: {', '.join(names)} cannot be given besides")
         return tune_settings(options.model, observer, check_of(options.cancel))
-    done = tune_settings(options.settings(), observer, check_of(options.cancel), options.track)
+    done = tune_settings(options.settings(), observer, check_of(options.cancel))
     if options.report:
         write_report(report_of_run(done.folder), done.folder / REPORT, flags_of(TuneOptions))
     return done

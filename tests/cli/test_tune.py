@@ -117,7 +117,7 @@ def test_prices_go_beside_the_timing_cache_or_to_the_users_caches(given, expecte
     assert settings_of(*given).price_cache == expected
 
 
-SHOWN = {"--dry-run", "--report", "--pick", "--json", "--track", "--on"}
+SHOWN = {"--dry-run", "--report", "--pick", "--json", "--on"}
 """Options of `tune` that change what is shown, or where it is measured. Other tests see to them."""
 
 

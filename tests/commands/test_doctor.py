@@ -267,7 +267,6 @@ def test_importing_qdqtune_imports_no_engine():
 import pkgutil, sys
 import qdqtune
 own = {"qdqtune.__main__", "qdqtune.engines.onnxruntime.engine", "qdqtune.engines.openvino.engine"}
-own |= {"qdqtune.olive_pass"}  # Olive imports it
 for module in pkgutil.walk_packages(qdqtune.__path__, "qdqtune."):
     if module.name not in own and not module.name.startswith("qdqtune.engines.deployed."):  # scripts
         __import__(module.name)

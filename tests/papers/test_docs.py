@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -90,6 +91,31 @@ def with_tensorrt(release: str, folder: Path, patch: pytest.MonkeyPatch) -> None
     present(patch, {"tensorrt": trt, "cuda.bindings": bindings, "cuda.bindings.runtime": cuda})
 
 
+class Tracker:
+    """A stand-in for MLflow that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.metrics: list[tuple[str, int]] = []
+        self.final: dict[str, float] = {}
+        self.files: list[str] = []
+
+    def start_run(self, run_name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def log_params(self, params: dict[str, object]) -> None:
+        pass
+
+    def log_metric(self, key: str, value: float, step: int) -> None:
+        assert value >= 1
+        self.metrics.append((key, step))
+
+    def log_metrics(self, metrics: dict[str, float]) -> None:
+        self.final = metrics
+
+    def log_artifact(self, path: str) -> None:
+        self.files.append(path)
+
+
 def run(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     if block.kind == "python" and (EXPORTER not in imported(block.text) or importlib.util.find_spec(EXPORTER)):
         run_python(block.text, capsys)
@@ -110,13 +136,21 @@ def test_everything_runs_in_the_order_of_the_text(
     shutil.copytree(prepared, folder)
     quickly(monkeypatch)
     monkeypatch.chdir(folder)
-    for block in blocks(document.read_text()):
+    tracker = Tracker()
+    present(monkeypatch, {"mlflow": tracker})
+    text = document.read_text()
+    for block in blocks(text):
         if not block.releases:
             run(block, capsys)
         for release in block.releases:
             with monkeypatch.context() as patch:
                 with_tensorrt(release, tmp_path, patch)
                 run(block, capsys)
+    if "import mlflow" in text:
+        assert [step for _, step in tracker.metrics] == [*range(1, len(tracker.metrics) + 1)]
+        assert len(tracker.metrics) > 1
+        assert tracker.final["baseline_ms"] > 0
+        assert tracker.files == [str(Path("tracked") / "placement.yaml")]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
@@ -216,7 +250,8 @@ SOURCES = {
 def test_code_needs_only_what_the_package_installs(source: str) -> None:
     code, place = SOURCES[source]
     beside = {path.stem for path in place.parent.glob("*.py")}
-    assert imported(code) <= installed_with_the_package() | beside | {"openvino", "PIL", "tokenizers", EXPORTER}
+    others = {"openvino", "PIL", "tokenizers", "mlflow", EXPORTER}
+    assert imported(code) <= installed_with_the_package() | beside | others
 
 
 def test_extras_exist_and_commands_without_a_function_are_listed() -> None:

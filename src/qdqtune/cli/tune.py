@@ -109,7 +109,7 @@ def run(
     try:
         with progress.shown(quiet=quiet, verbose=verbose) as observer:
             heard = observer if listener is None else Observers((observer, listener))
-            found = estimate(settings, heard) if dry_run else tune(settings, heard, track=options.track)
+            found = estimate(settings, heard) if dry_run else tune(settings, heard)
     except KeyboardInterrupt:
         without = " without --restart" if settings.restart else ""
         kept = f"the same command{without} goes on from what was measured"

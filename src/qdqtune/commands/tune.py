@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -27,13 +27,13 @@ from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.graph.loading import bytes_of_files
 from qdqtune.numerics.closeness import closeness
 from qdqtune.numerics.scores import equal_share
-from qdqtune.options import NAMES, SWITCH, Anything, Flag, MaybeFile, MaybeInt, Names, OfRun, Option, choice, option
+from qdqtune.options import SWITCH, Anything, Flag, MaybeFile, MaybeInt, OfRun, Option, choice, option
 from qdqtune.search.region import Config
 from qdqtune.timing.ratios import Plan, least_rounds, speed
 from qdqtune.tuning import loop, result
 from qdqtune.tuning.contexts import usual_threads
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
-from qdqtune.tuning.observer import Observer, Silent
+from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import SearchOptions
 from qdqtune.tuning.price_cache import usual_path
 from qdqtune.tuning.settings import (
@@ -46,7 +46,6 @@ from qdqtune.tuning.settings import (
     usual_builds,
 )
 from qdqtune.tuning.subject import tuned_patterns
-from qdqtune.tuning.tracking import tracked
 from qdqtune.types import Accuracy
 
 Preset = Literal["quick", "default", "extensive"]
@@ -146,18 +145,6 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         "Write report.html, which shows the result in a browser.",
         "Output",
         short="write report.html, for a browser",
-    )
-
-    track: Names = option(
-        NAMES,
-        (),
-        "Where to keep the run as an experiment: mlflow, wandb, otel (spans of OpenTelemetry); separated by commas. "
-        "Their own environment variables say where that is.",
-        "Search",
-        short="keep the run in mlflow, wandb, otel",
-        is_repeated=True,
-        is_rare=True,
-        metavar="NAMES",
     )
 
     def settings(self, command: tuple[str, ...] = (), **more: Any) -> Settings:
@@ -287,15 +274,11 @@ class Result(Shown, result.Result):
         return {**self.summary, "notes": list(self.notes), "folder": str(self.folder)}
 
 
-def tune(
-    settings: Settings, observer: Observer | None = None, check: Check | None = None, track: Sequence[str] = ()
-) -> Result:
-    """Find the fastest placement, prove it, and write it to the output folder. `track` names experiment trackers.
+def tune(settings: Settings, observer: Observer | None = None, check: Check | None = None) -> Result:
+    """Find the fastest placement, prove it, and write it to the output folder.
 
     Raises:
-        QdqtuneError: see `tuning.loop.tune`; BadOption also if a tracker is unknown or not installed.
+        QdqtuneError: see `tuning.loop.tune`.
     """
-    with tracked(track, settings, observer or Silent()) as (heard, finished):
-        done = loop.tune(settings, heard, check)
-        finished(done)
+    done = loop.tune(settings, observer, check)
     return Result(**vars(done), folder=settings.output_dir)

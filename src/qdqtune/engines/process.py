@@ -20,7 +20,6 @@ from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writi
 from qdqtune.system.cleanup import cleaner
 from qdqtune.system.interpreter import python
 from qdqtune.system.operating_system import end_group, inherited, own_group
-from qdqtune.system.tracing import span
 from qdqtune.system.writing import WORKERS, Scratch, append
 from qdqtune.types import Failure
 
@@ -260,8 +259,7 @@ class WorkerConnection(Checked):
         assert worker is not None
         begun, answered = time.monotonic(), False
         try:
-            with span(name, what=what):
-                good, result = worker.request(name, arguments, limit, self.check)
+            good, result = worker.request(name, arguments, limit, self.check)
             answered = True
         except TimeoutError:
             reason = f"{what} took longer than {limit:.4g} s"
