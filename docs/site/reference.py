@@ -85,7 +85,9 @@ def _overview(commands: dict[str, click.Command]) -> str:
         + table(("command", "what it does"), rows)
         + "\nEach takes `-q` (no progress), `-v` (progress line by line) and, where it has a result, "
         "[`--json`](json.md). Underscores work as well as dashes. Results go to standard output, progress and notes to "
-        "standard error. The end is told by an [exit code](exit-codes.md).\n"
+        "standard error. The end is told by an [exit code](exit-codes.md).\n\nThe shell "
+        'completes commands and options: `eval "$(_QDQTUNE_COMPLETE=bash_source qdqtune)"` in `~/.bashrc`, '
+        "`zsh_source` in `~/.zshrc`.\n"
     )
 
 
@@ -342,12 +344,18 @@ def _first_line(module: str) -> str:
 def rules_page() -> str:
     """The placement rules of `quantize`."""
     rows = [
-        (code(rule.name), engine_rules.effect(rule), prose(rule.reason), ", ".join(sorted(rule.engines)))
+        (
+            code(rule.name),
+            engine_rules.effect(rule),
+            prose(rule.reason),
+            ", ".join(sorted(rule.engines)),
+            ", ".join(sorted(rule.quant_types)),
+            prose(rule.source),
+        )
         for rule in engine_rules.RULES
     ]
-    return (
-        "# Placement rules\n\nBy these rules `qdqtune quantize` places pairs without measuring. `qdqtune rules` prints "
-        "them with their sources.\n\n" + table(("rule", "effect", "reason", "engines"), rows)
+    return "# Placement rules\n\nBy these rules `qdqtune quantize` places pairs without measuring.\n\n" + table(
+        ("rule", "effect", "reason", "engines", "numbers", "source"), rows
     )
 
 

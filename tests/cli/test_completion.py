@@ -1,24 +1,16 @@
-"""`qdqtune completion`: what a shell loads, and what it is answered."""
+"""Completion by click: what a shell loads, and what it is answered."""
 
-import shutil
-import subprocess
-
-import pytest
 from click.shell_completion import ShellComplete
 
 from command_lines import COMMANDS
 from qdqtune.cli import main
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_gets_its_completion(shell, call, tmp_path):
-    code, script, _ = call("completion", shell)
+def test_a_shell_gets_the_script_of_click(monkeypatch, call):
+    monkeypatch.setenv("_QDQTUNE_COMPLETE", "bash_source")
+    code, script, _ = call()
     assert code == 0
-    assert "_QDQTUNE_COMPLETE" in script
-    if shutil.which(shell):
-        file = tmp_path / "script"
-        file.write_text(script)
-        subprocess.run([shell, "-n", str(file)], check=True)
+    assert "_QDQTUNE_COMPLETE=bash_complete" in script
 
 
 def test_a_shell_that_asks_is_answered(monkeypatch, call):

@@ -47,7 +47,7 @@ for command in sys.argv[1:]:
     except SystemExit as end:
         assert end.code in (0, 3, 4), command
 """
-START_NONE = {"completion", "explain", "inspect", "report", "rules", "skill"}
+START_NONE = {"explain", "inspect", "report", "skill"}
 USER = """
 import numpy as np
 import beside

@@ -1,4 +1,4 @@
-"""`qdqtune quantize` and `qdqtune rules` as a user meets them."""
+"""`qdqtune quantize` as a user meets it."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from models import build, conv_net, normal
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import processor
 from qdqtune.graph.loading import load
-from qdqtune.placement.engine_rules import RULES, rules_of
+from qdqtune.placement.engine_rules import rules_of
 from qdqtune.placement.reading import count_pairs, read_placement
 from runs import mixed, write
 
@@ -228,25 +228,6 @@ def test_tune_starts_from_the_placement(call: Call, precision: str, tmp_path: Pa
     assert "origin: imported" in (tmp_path / "out" / "autotuner_state.yaml").read_text().replace('"', "")
     ours = read_placement(load(path), load(path.with_suffix(".qdq.onnx"))).placement
     assert ours.edges
-
-
-def test_rules_lists_every_rule_with_its_reason_and_source(call: Call) -> None:
-    code, out, _ = call("rules")
-    assert code == 0
-    for rule in RULES:
-        assert f"\n{rule.name} (" in "\n" + out
-        assert rule.reason in out
-        assert rule.source in out
-
-
-def test_rules_of_one_engine_and_type(call: Call) -> None:
-    code, out, _ = call("rules", "--engine", "tensorrt", "--quant-type", "fp8", "--json")
-    found = json.loads(out)
-    assert code == 0
-    assert [r["name"] for r in found] == [r.name for r in rules_of("tensorrt", "fp8")]
-    assert all("tensorrt" in r["engines"] and "fp8" in r["quant_types"] for r in found)
-    assert {r["effect"] for r in found} == {"keeps in float", "places pairs"}
-    assert set(found[0]) == {"name", "effect", "reason", "engines", "quant_types", "source"}
 
 
 def test_a_folder_of_one_model_gets_the_quantized_one_beside_it(call: Call, model: Path) -> None:

@@ -10,7 +10,7 @@ from models import FORMATS, attention, branching, conv_net, embedding, known, ta
 from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.provider_table import PROVIDERS
-from qdqtune.placement.engine_rules import RULES, KeepFloat, as_json, rules_of
+from qdqtune.placement.engine_rules import RULES, KeepFloat, effect, rules_of
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.types import QuantType
@@ -53,7 +53,7 @@ def test_each_rule_has_a_reason_a_source_engines_and_a_function_of_its_own() -> 
     for rule in RULES:
         assert all((rule.reason, rule.source, rule.engines, rule.quant_types, rule.find.__doc__))
         assert rule.engines <= MODULES.keys()
-        assert as_json(rule)["effect"] == ("keeps in float" if isinstance(rule, KeepFloat) else "places pairs")
+        assert effect(rule) == ("keeps in float" if isinstance(rule, KeepFloat) else "places pairs")
     assert {r.name for r in rules_of("onnxruntime")} < {r.name for r in rules_of()}
     for engine, quant_type in TYPES:
         assert rules_of(engine, quant_type)

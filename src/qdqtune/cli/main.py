@@ -30,7 +30,8 @@ EXIT_CODES = {
 """What the exit codes of all commands mean."""
 
 COMPLETING = "_QDQTUNE_COMPLETE"
-"""The environment variable with which a shell asks for completions."""
+"""The environment variable of click: `_QDQTUNE_COMPLETE=bash_source qdqtune` prints what makes bash complete options,
+and the shell asks for completions with it."""
 
 CONTEXT = {
     "help_option_names": ["-h", "--help"],
@@ -141,7 +142,6 @@ SUMMARIES = {
     "quantize": {
         "quantize": "Quantize MODEL by placement rules: calibrated Q/DQ pairs in one pass, with no search and "
         "no timing.",
-        "rules": "List the placement rules of quantize: what each does, why, for which engines, and who says so.",
     },
     "models": {
         "apply": "Put the Q/DQ pairs of an earlier search into MODEL, with scales calibrated anew: no search, "
@@ -166,7 +166,6 @@ SUMMARIES = {
         "verify": "Say whether what a run has proven holds on this machine.",
     },
     "job_files": {"run": "Tune the models that a YAML file names, and say at the end what became of each."},
-    "completion": {"completion": "Print what makes a shell complete the commands and options of qdqtune."},
     "skill": {"skill": "Print how an agent uses qdqtune: which command when, how to read results, what never to do."},
 }
 """Commands by module, each with the first sentence of its help, so that lists of commands need no import."""

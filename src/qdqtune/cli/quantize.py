@@ -1,32 +1,27 @@
-"""`qdqtune quantize` and `rules`: pairs by placement rules, without a search."""
+"""`qdqtune quantize`: pairs by placement rules, without a search."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qdqtune.cli import progress, tune
-from qdqtune.cli.command import AS_JSON as PRINT_JSON
 from qdqtune.cli.command import HTML, Parameter, command, command_line, switch, write_page
 from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude, with_flags_in_notes
 from qdqtune.commands.quantize import Quantized, quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.tune import TuneOptions
-from qdqtune.engines.formats import FORMATS
 from qdqtune.errors import BadOption
 from qdqtune.explanation.formatting import placed, samples
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import data_of, nbytes
 from qdqtune.numerics.closeness import closeness, integers_differ
 from qdqtune.numerics.losses import few_changed, loss_high
-from qdqtune.options import TEXT, MaybeText, Option, Options, choice, given_in, option
-from qdqtune.placement import engine_rules
+from qdqtune.options import TEXT, Option, given_in
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.tuning.folder import check_run
-from qdqtune.types import QuantType
 
 UNLIKE = frozenset({"report", "evaluate", "labels", "metric", "weight_rounding"})
 """Options of quantize that have another meaning in tune."""
@@ -58,7 +53,7 @@ def quantize_command(
 ) -> int:
     """Quantize MODEL by placement rules: calibrated Q/DQ pairs in one pass, with no search and no timing.
 
-    The rules say where an engine gains from 8 bits as a rule (qdqtune rules lists them); tune measures it. Of forty
+    The rules say where an engine gains from 8 bits as a rule; tune measures it. Of forty
     samples or more every fifth is held out of calibration, and the result is compared with MODEL on the first 32 of
     those; of fewer, on all. compare, debug and apply compare outputs on the same ones.
 
@@ -139,26 +134,3 @@ def _lines(options: QuantizeOptions, done: Quantized) -> Iterator[str]:
         most = "" if high is None else f"; loss at most {max(high, 0):.2g} (95 %)"
         most += "" if few is None else f"; {few}"
         yield f"{name}: {before.value:g} before, {after.value:g} after{most}"
-
-
-@dataclass(kw_only=True)
-class RulesOptions(Options):
-    """The options of `rules`."""
-
-    engine: MaybeText = option(choice(*sorted(FORMATS)), None, "Only the rules of this engine.", "Engine")
-    quant_type: Option[QuantType | None, QuantType | None] = option(
-        choice("int8", "fp8"), None, "Only the rules of this type.", "Model", short="numbers of the pairs"
-    )
-
-
-@command("rules", RulesOptions, PRINT_JSON)
-def rules_command(options: RulesOptions, as_machine: bool) -> None:
-    """List the placement rules of quantize: what each does, why, for which engines, and who says so."""
-    chosen = engine_rules.rules_of(options.engine, options.quant_type)
-    if as_machine:
-        print_json([engine_rules.as_json(rule) for rule in chosen])
-        return
-    for rule in chosen:
-        print(f"{rule.name} ({engine_rules.effect(rule)})")
-        print(f"    {rule.reason}")
-        print(f"    {', '.join(sorted(rule.engines))}; {', '.join(sorted(rule.quant_types))}; {rule.source}")

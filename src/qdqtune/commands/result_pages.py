@@ -125,7 +125,7 @@ def of_quantize(options: QuantizeOptions, done: Quantized, model: Model, typed: 
     if not done.is_finite:
         exact = "not finite"
     hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
-    listings = [_listing("What each rule did", "qdqtune rules has their reasons.", done.table(), 1)]
+    listings = [_listing("What each rule did", "The reference has their reasons.", done.table(), 1)]
     if done.damages:
         lead = "Rounding this tensor alone would leave so much."
         listings.append(_listing("What hurts most", lead, done.damage_table(), 2, 3))

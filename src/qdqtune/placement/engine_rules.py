@@ -199,18 +199,6 @@ def effect(rule: PlacementRule) -> str:
     return "keeps in float" if isinstance(rule, KeepFloat) else "places pairs"
 
 
-def as_json(rule: PlacementRule) -> dict[str, object]:
-    """A rule as `qdqtune rules --json` prints it."""
-    return {
-        "name": rule.name,
-        "effect": effect(rule),
-        "reason": rule.reason,
-        "engines": sorted(rule.engines),
-        "quant_types": sorted(rule.quant_types),
-        "source": rule.source,
-    }
-
-
 def place_implicit(model: Model, possible: frozenset[Edge], quant_type: QuantType) -> PlacedByRules:
     """The tensors that TensorRT 8 to 10 ran in 8 bits with `--int8` and a calibration cache, where all had scales.
 
