@@ -76,7 +76,7 @@ def made_up(count: int) -> Report:
     }
     drawn = draw(model, grouped.groups, (), rans[0], rans[1], {}, whys)
     verdict = Headline(f"{count} nodes", "A made-up network.", True)
-    return Report(f"{count} nodes", "tune", verdict, bars=bars(drawn), map=drawn)
+    return Report(f"{count} nodes", verdict, bars=bars(drawn), map=drawn)
 
 
 def look(browser: Browser, file: Path, repeats: int = 5) -> tuple[float, float, float, int, int, int]:

@@ -582,7 +582,7 @@ def _of_names(rng: random.Random, base: Path, folder: Path) -> Case:
     model, placement = str(base / "mixed.onnx"), str(base / "cut" / "placement.yaml")
     quantized, fake = str(base / "mixed_quantized.onnx"), ["--engine", "fake"]
     commands = [
-        ["quantize", model, *data, *out, "--html", str(folder / f"{OUT}.html")],
+        ["quantize", model, *data, *out],
         ["quantize", model, "--calibration-cache", str(folder / "cache"), *out],
         ["quantize", model, *data, *out, "--evaluate", f"{folder / 'given.py'}:f"],
         ["tune", model, *FAKE, *data, "--builds", "3", "-o", str(folder / OUT)],
@@ -594,8 +594,8 @@ def _of_names(rng: random.Random, base: Path, folder: Path) -> Case:
          str(folder / "nodes")],
         ["apply", model, *data, "--placement", placement, *out],
         ["inspect", model],
-        ["check", quantized, *fake, "--html", str(folder / f"{OUT}.html")],
-        ["layers", model, *fake, "--html", str(folder / f"{OUT}.html")],
+        ["check", quantized, *fake],
+        ["layers", model, *fake],
         ["layers", "--graph-json", str(folder / "graph"), "--profile-json", str(folder / "profile")],
         ["compare", model, quantized, *fake, "--calibration-data", str(base / "mixed.npz")],
         ["compare", model, quantized, *fake, "--workload", f"{base / 'mixed.npz'}:1"],

@@ -132,10 +132,8 @@ def test_a_simulator_is_not_timed(call, tuned, monkeypatch, tmp_path):
     assert code == 0
     assert re.search(rf"^ {final} +not timed +[\d.]+ *$", out, re.MULTILINE)
     assert f"fake is a simulator on this machine, whose times mean nothing: outputs are against {tuned} on ONNX" in err
-    page = tmp_path / "page.html"
-    told = call("compare", tuned, final, "--engine", "fake", "--json", "--html", page)[1]
+    told = call("compare", tuned, final, "--engine", "fake", "--json")[1]
     (row,) = json.loads(told)["others"]
-    assert "Nothing was timed." in page.read_text()
     assert (row["ratio"], row["ms"], row["reason"]) == (None, None, "")
     assert row["sqnr_db"] > 10
 

@@ -61,7 +61,7 @@ def large(count: int) -> Report:
         for n, node in enumerate(nodes)
     )
     drawn = Map(nodes, groups, flows, blocks([(name,) for name in names], names, flows), "tuned")
-    return Report("large.onnx", "tune", Headline("large.onnx", "", True), map=drawn)
+    return Report("large.onnx", Headline("large.onnx", "", True), map=drawn)
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (360, "light")])

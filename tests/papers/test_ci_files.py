@@ -144,4 +144,4 @@ def test_the_hook_refuses_a_model_whose_pairs_are_not_fused(call: Call, tuned: P
     assert f"{bad} on onnxruntime: " in out
     assert call(*words, tuned, tuned)[0] == 0
     assert len(json.loads(call(*words, tuned, tuned, "--json")[1])) == 2
-    assert call(*words, tuned, tuned, "--html", tmp_path / "page.html")[0] == 2
+    assert call(*words, tuned, tuned, "--graph-json", tmp_path / "layers.json")[0] == 2

@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from qdqtune.cli import progress
-from qdqtune.cli.command import AS_JSON, HTML, command, command_line, write_page
+from qdqtune.cli.command import AS_JSON, command
 from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude, with_flags_in_notes
 from qdqtune.commands.check import CheckOptions, check_file
 from qdqtune.commands.debug import DebugOptions, debug
@@ -33,7 +33,7 @@ from qdqtune.commands.probes import UNKNOWN_NOISE, WrongPart
 from qdqtune.commands.shown import Table
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable, escaped
 from qdqtune.explanation.findings import Finding
-from qdqtune.explanation.formatting import counted, placed, samples, title
+from qdqtune.explanation.formatting import counted, placed, samples
 from qdqtune.explanation.reasons_by_graph import is_low
 from qdqtune.graph.model import Model
 from qdqtune.options import REQUIRED, Files, given_in, option
@@ -57,8 +57,8 @@ class CheckArguments(CheckOptions):
     model: Any = option(Files(MODEL), REQUIRED, "ONNX files.", is_positional=True, is_repeated=True, metavar="MODEL...")
 
 
-@command("check", CheckArguments, HTML, AS_JSON)
-def check_command(options: CheckArguments, html: Path | None, as_machine: bool) -> int:
+@command("check", CheckArguments, AS_JSON)
+def check_command(options: CheckArguments, as_machine: bool) -> int:
     """Check that the engine fuses the Q/DQ pairs of MODEL, and say what it does not fuse and why.
 
     Found are pairs that run as kernels of their own, operators that stay in float although their inputs carry pairs,
@@ -71,8 +71,8 @@ def check_command(options: CheckArguments, html: Path | None, as_machine: bool) 
     qdqtune check model.qdq.onnx --graph-json layers.json --profile-json profile.json
     """
     models: tuple[Path, ...] = options.model
-    if len(models) > 1 and (html is not None or options.graph_json is not None):
-        raise BadOption("`html` and `graph_json` are about one model: name that alone")
+    if len(models) > 1 and options.graph_json is not None:
+        raise BadOption("`graph_json` is about one model: name that alone")
     checked = []
     for model in models:
         done = check_file(CheckOptions(**given_in(options, CheckOptions) | {"model": model}))
@@ -82,7 +82,6 @@ def check_command(options: CheckArguments, html: Path | None, as_machine: bool) 
             lines = _lines(model, done.ran_on, done.graph, done.layers, done.findings)
             left = () if done.fallback is None else (done.fallback.in_words(),)
             print_lines((*lines, *left, *_advice(done.findings, done.measured)))
-    write_page(html, lambda pages: pages.of_check(title(models[0]), checked[0], command_line()))
     if as_machine:
         print_json(checked[0].to_dict() if len(models) == 1 else [done.to_dict() for done in checked])
     return 0 if all(done.passes for done in checked) else ConstraintUnmet.exit_code
@@ -251,8 +250,8 @@ def _range(ends: tuple[float, float]) -> str:
     return f"{ends[0]:.4g} .. {ends[1]:.4g}"
 
 
-@command("doctor", DoctorOptions, HTML, AS_JSON)
-def doctor_command(options: DoctorOptions, html: Path | None, as_machine: bool) -> int:
+@command("doctor", DoctorOptions, AS_JSON)
+def doctor_command(options: DoctorOptions, as_machine: bool) -> int:
     """Show which engines work on this machine, on what hardware, and what to install for the others.
 
     Exit code 5 only if none does. With --on: the same of another machine, or what is missing there. With --ray: on
@@ -265,8 +264,8 @@ def doctor_command(options: DoctorOptions, html: Path | None, as_machine: bool) 
     qdqtune doctor --qualify --engine tensorrt
     """
     if options.qualify:
-        return _qualify(options, html, as_machine)
-    if html is not None or options.output is not None:
+        return _qualify(options, as_machine)
+    if options.output is not None:
         raise BadOption("there is a file to write with `qualify` only")
     with temporary_folder() as folder:
         if options.ray is not None:
@@ -284,7 +283,7 @@ def doctor_command(options: DoctorOptions, html: Path | None, as_machine: bool) 
     return 0 if found.is_usable else EngineUnavailable.exit_code
 
 
-def _qualify(options: DoctorOptions, html: Path | None, as_machine: bool) -> int:
+def _qualify(options: DoctorOptions, as_machine: bool) -> int:
     """Check the claims about an engine, and write what held to a file. Gives the exit code."""
     from qdqtune.commands.qualification.qualify import qualify  # imports most of the package
 
@@ -295,7 +294,6 @@ def _qualify(options: DoctorOptions, html: Path | None, as_machine: bool) -> int
     told = done.to_dict()
     if options.output is not None:
         write_json(options.output, told | {"mark": mark(RECORD_KIND)})
-    write_page(html, lambda pages: pages.of_qualification(done, command_line()))
     if as_machine:
         print_json(told)
     else:

@@ -10,20 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import click
 
-from qdqtune.cli.output import flags, say_notes, with_flags
+from qdqtune.cli.output import say_notes, with_flags
 from qdqtune.commands.paths import check_paths, typed
 from qdqtune.errors import QdqtuneError
-from qdqtune.options import READ, REQUIRED, SWITCH, Given, Group, Option, Options, Several, Writes, options_of
-from qdqtune.system.checks import PAGE_KIND, Output, replaceable
-
-if TYPE_CHECKING:
-    from qdqtune.explanation.report_values import Report
+from qdqtune.options import READ, REQUIRED, SWITCH, Group, Option, Options, Several, options_of
 
 NAME_COLUMNS = 32
 """Columns of an option's name."""
@@ -108,20 +102,6 @@ def switch(name: str, flags: str, help: str, group: Group = "Output", **how: Any
 AS_JSON = switch("as_machine", "--json", "Print JSON.", short="print JSON")
 
 
-def _page(path: Path, name: str, _: Given) -> list[Output]:
-    return [Output(path, name, replaceable(PAGE_KIND))]
-
-
-HTML = Parameter(
-    Option(
-        Writes(_page),
-        None,
-        "Write what is found as one HTML file as well, for a browser; it works offline.",
-        "Output",
-        short="a page to look at, offline",
-        name="html",
-    )
-)
 JSON_FOR_TABLE = switch("as_machine", "--json", "Print JSON instead of the table.", short="print JSON")
 
 
@@ -314,16 +294,3 @@ def command(name: str, kind: type[Options], *more: click.Parameter) -> Callable[
         return Command(name, callback=call, params=[*parameters(kind), *more], help=function.__doc__)
 
     return made
-
-
-def write_page(html: Path | None, page: Callable[[ModuleType], Report]) -> None:
-    """Write the page of a result to `html`, if that was asked for. `page` makes it with a function of `result_pages`.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    if html is not None:
-        from qdqtune.commands import result_pages  # imports jinja, which other commands do without
-        from qdqtune.explanation.page import write_report
-
-        write_report(page(result_pages), html, flags())

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qdqtune.cli import progress
-from qdqtune.cli.command import AS_JSON, HTML, JSON_FOR_TABLE, command, command_line, is_verbose, write_page
+from qdqtune.cli.command import AS_JSON, JSON_FOR_TABLE, command, is_verbose
 from qdqtune.cli.gate import JUNIT, MARKDOWN, failing_gate, write_gate
 from qdqtune.cli.output import (
     print_json,
@@ -31,8 +31,7 @@ from qdqtune.commands.inspect import InspectOptions, inspect
 from qdqtune.commands.layers import LayersOptions, layers
 from qdqtune.engines.options import with_timing_cache
 from qdqtune.errors import ConstraintUnmet, EngineFailure, escaped
-from qdqtune.explanation.formatting import placed, shortened, title
-from qdqtune.graph.loading import load
+from qdqtune.explanation.formatting import placed, shortened
 from qdqtune.numerics.accuracy import concern
 from qdqtune.numerics.closeness import closeness_of
 from qdqtune.options import REQUIRED, Files, Option, PathLike, option
@@ -62,8 +61,8 @@ def inspect_command(options: InspectOptions, as_machine: bool) -> None:
             print("Every region: --tree, with the names of nodes and tensors: -v")
 
 
-@command("layers", LayersOptions, HTML, JSON_FOR_TABLE)
-def layers_command(options: LayersOptions, html: Path | None, as_machine: bool) -> None:
+@command("layers", LayersOptions, JSON_FOR_TABLE)
+def layers_command(options: LayersOptions, as_machine: bool) -> None:
     """Show what the engine makes of MODEL: its layers in order, the nodes that each covers, and how long each takes.
 
     Times are of profiled inferences: they say where the time goes, and add up to more than the latency.
@@ -72,11 +71,7 @@ def layers_command(options: LayersOptions, html: Path | None, as_machine: bool) 
     qdqtune layers model.onnx --engine openvino
     qdqtune layers --graph-json model.graph.json --profile-json model.profile.json
     """
-    model = None if options.model is None else Path(str(options.model))
     found = layers(options)
-    name = f"an engine of {found.engine}" if model is None else title(model)
-    graph = None if model is None or html is None else load(model)
-    write_page(html, lambda pages: pages.of_layers(name, graph, found.engine, found.layers, command_line()))
     if as_machine:
         print_json(found.to_dict())
     else:
@@ -115,10 +110,8 @@ class CompareArguments(CompareOptions):
     )
 
 
-@command("compare", CompareArguments, HTML, JUNIT, MARKDOWN, JSON_FOR_TABLE)
-def compare_command(
-    options: CompareArguments, html: Path | None, junit: Path | None, markdown: Path | None, as_machine: bool
-) -> int:
+@command("compare", CompareArguments, JUNIT, MARKDOWN, JSON_FOR_TABLE)
+def compare_command(options: CompareArguments, junit: Path | None, markdown: Path | None, as_machine: bool) -> int:
     """Time every other of FILES against the first, in interleaved rounds on two fresh builds of both.
 
     A speedup of 2x means half of the time that the first file takes. The true one lies outside its interval at most
@@ -140,7 +133,6 @@ def compare_command(
         show(done.table())
         print_lines(one.in_words for one in done.gated if one.limit != RUNS)
     say_notes(done.notes)
-    write_page(html, lambda pages: pages.of_compare(done, options.plan, command_line()))
     for refusal in done.refusals:
         say_error(refusal)
     return EngineFailure.exit_code if done.refusals else 0 if done.passes else ConstraintUnmet.exit_code

@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.cli import progress, tune
-from qdqtune.cli.command import HTML, Parameter, command, command_line, switch, write_page
+from qdqtune.cli.command import Parameter, command, switch
 from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude, with_flags_in_notes
 from qdqtune.commands.quantize import Quantized, quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.errors import BadOption
 from qdqtune.explanation.formatting import placed, samples
-from qdqtune.graph.loading import load
 from qdqtune.graph.saving import data_of, nbytes
 from qdqtune.numerics.closeness import closeness, integers_differ
 from qdqtune.numerics.losses import few_changed, loss_high
 from qdqtune.options import TEXT, Option, given_in
-from qdqtune.placement.stripping import strip_pairs
 from qdqtune.tuning.folder import check_run
 
 UNLIKE = frozenset({"report", "evaluate", "labels", "metric", "weight_rounding"})
@@ -47,10 +45,8 @@ TUNE_ARGS = Parameter(
 AS_JSON = switch("as_machine", "--json", "Print JSON instead of text.", short="print JSON")
 
 
-@command("quantize", QuantizeOptions, IS_SEED, TUNE_ARGS, HTML, AS_JSON)
-def quantize_command(
-    options: QuantizeOptions, is_seed: bool, tune_args: str, html: Path | None, as_machine: bool
-) -> int:
+@command("quantize", QuantizeOptions, IS_SEED, TUNE_ARGS, AS_JSON)
+def quantize_command(options: QuantizeOptions, is_seed: bool, tune_args: str, as_machine: bool) -> int:
     """Quantize MODEL by placement rules: calibrated Q/DQ pairs in one pass, with no search and no timing.
 
     The rules say where an engine gains from 8 bits as a rule; tune measures it. Of forty
@@ -67,12 +63,11 @@ def quantize_command(
         raise BadOption("--tune-args goes with --tune")
     search, asked = _search(options, tune_args) if is_seed else (None, {})
     if search is not None:
-        written = [options.target, data_of(options.target), *([] if html is None else [html])]
+        written = [options.target, data_of(options.target)]
         check_run(search.settings(), {"output of quantize": written})
     with progress.shown() as observer:
         done = with_flags_in_notes(quantize(options, observer))
     say_notes(done.notes)
-    write_page(html, lambda pages: pages.of_quantize(options, done, strip_pairs(load(done.output)), command_line()))
     if not as_machine:
         if options.report:
             show(done.table())

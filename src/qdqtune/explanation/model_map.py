@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from qdqtune.explanation.reasons_by_graph import is_float, is_low
+from qdqtune.explanation.reasons_by_graph import is_float
 from qdqtune.explanation.report_values import Map, MapBlock, MapGroup, MapNode
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import ASKS_SHAPE, QDQ, REARRANGES
@@ -285,7 +285,7 @@ def draw(
             ordered.append(tuple(sorted(apart, key=model.index_of.__getitem__)))
     hidden: dict[str, Literal["shapes", "folded"]] = dict.fromkeys((n for g in shapes for n in g), "shapes")
     hidden |= dict.fromkeys(folded, "folded")
-    quantized = _quantized(model, before, after)
+    quantized = _quantized(model, after)
     numbers = {name: number for number, name in enumerate(n for group in ordered for n in group)}
     nodes = tuple(MapNode(name, op_of(model, name), name in quantized, whys.get(name, "")) for name in numbers)
     wide = frozenset(edge.node for edge in after.placement.wide) if after is not None else frozenset[str]()
@@ -319,11 +319,10 @@ def _group(
     )
 
 
-def _quantized(model: Model, before: Ran, after: Ran | None) -> frozenset[str]:
-    """Nodes that run in 8 bits: they read tensors with pairs, and their layer, if known, is not in float. Without
-    a build `after`: nodes whose layer in `before` has at most 8 bits."""
+def _quantized(model: Model, after: Ran | None) -> frozenset[str]:
+    """Nodes that run in 8 bits: they read tensors with pairs, and their layer, if known, is not in float."""
     if after is None:
-        return frozenset(name for layer in before.layers if is_low(layer.precision) for name in layer.nodes)
+        return frozenset()
     fed = {e.node for e in after.placement if e.tensor not in model.constants}
     told = {name: layer.precision for layer in after.layers for name in layer.nodes}
     return frozenset(name for name in fed if not is_float(told.get(name, "")))

@@ -58,7 +58,6 @@ def report_of_run(folder: Path) -> Report:
     drawn = _map(run, facts)
     return Report(
         title=title(Path(run.summary["model"])),
-        kind="tune",
         verdict=verdict(run),
         facts=tuple(_facts(run)),
         notes=() if run.log is None else run.log.notes,
@@ -204,7 +203,6 @@ def _bar(drawn: Map, numbers: Sequence[int]) -> Bar:
         sum(g.float_ms or 0.0 for g in groups),
         None if first.tuned_ms is None else sum(g.tuned_ms or 0.0 for g in groups),
         sum(g.conversion_ms for g in groups),
-        first.precision in ("8 bit", "16 bit"),
         len(groups),
     )
 

@@ -1,4 +1,4 @@
-"""The contents of a report as values, made of a finished run or of the result of a command. One template shows them.
+"""The contents of a report as values, made of a finished run. One template shows them.
 
 Times are in ms. A speed is a factor: 2.0 takes half the time.
 """
@@ -141,21 +141,7 @@ class Bar:
     float_ms: float
     tuned_ms: float | None
     conversion_ms: float
-    quantized: bool = False
     groups: int = 1
-
-
-@dataclass(frozen=True)
-class ReportTable:
-    """A table: names of columns, rows of texts, and the columns that hold numbers."""
-
-    title: str
-    lead: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    numbers: tuple[int, ...] = ()
-    late: bool = False
-    """Whether the table comes after the charts."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +149,6 @@ class Report:
     """A whole report, section by section; empty sections are left out."""
 
     title: str
-    kind: str
     verdict: Headline
     facts: tuple[Fact, ...] = ()
     notes: tuple[str, ...] = ()
@@ -175,6 +160,5 @@ class Report:
     has_accuracy: bool = True
     proof: tuple[Strip, ...] = ()
     candidates: tuple[Candidate, ...] = ()
-    listings: tuple[ReportTable, ...] = ()
     circumstances: tuple[Fact, ...] = ()
     commands: tuple[Fact, ...] = ()
