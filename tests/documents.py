@@ -47,8 +47,7 @@ FAKED = {r'EngineSpec\("onnxruntime"[^)]*\)': 'EngineSpec("fake")',
 """What names the engine or the size of images in Python code, and what a test puts there."""
 SHELL = ("cat", "cp", "ls", "mkdir", "printf")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-WITHOUT_ENGINE = ("inspect", "doctor", "build", "quantize", "explain", "report", "verify",
-                  "skill")  # fmt: skip
+WITHOUT_ENGINE = ("inspect", "doctor", "build", "quantize", "explain", "report", "verify")
 """Commands that take no engine, or write what the fake engine has no format for."""
 TIMING = ("tune", "compare")
 """Commands that take long on any other engine."""

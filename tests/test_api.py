@@ -127,10 +127,10 @@ DOORS: dict[str, tuple[type[Options], Callable[..., object]]] = {
     "tune": (api.TuneCall, api.tune), "quantize": (api.QuantizeCall, api.quantize),
     "compare": (api.CompareCall, api.compare), "apply": (api.ApplyCall, api.apply),
     "check": (api.CheckCall, api.check), "build": (api.BuildCall, api.build),
-    "layers": (api.LayersCall, api.layers), "inspect": (api.InspectCall, api.inspect),
+    "inspect": (api.InspectCall, api.inspect),
     "verify": (api.VerifyCall, api.verify),
 }  # fmt: skip
-ONLY_TYPED = {"junit", "markdown", "as_machine", "dry_run", "pick", "html", "is_seed", "tune_args", "files"}
+ONLY_TYPED = {"junit", "markdown", "as_machine", "dry_run", "pick", "as_layers", "is_seed", "tune_args", "files"}
 """Parameters of the command line alone."""
 
 

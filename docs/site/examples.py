@@ -45,7 +45,7 @@ def results() -> dict[str, Mapping[str, Any]]:
                 model, placement=run.folder / "placement.yaml", output=folder / "again.onnx", **numbers
             ),
             "check": qdqtune.check(folder / "rules.onnx", engine="fake", **data),
-            "layers": qdqtune.layers(run.file, engine="fake", **data),
+            "check --layers": qdqtune.layers(run.file, engine="fake", **data),
             "inspect": qdqtune.inspect(model),
             "explain": qdqtune.explain(run),
         }

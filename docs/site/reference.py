@@ -166,7 +166,8 @@ def function_part(name: str, function: Callable[..., Any]) -> str:
     """A function: what it does, and a row for each keyword."""
     told = docstring(function).partition("\nArgs:")[0]
     signature = inspect.signature(function)
-    page = f"[{code('qdqtune ' + name)}](commands/{name}.md)" if name in main.app.commands else ""
+    typed = {"layers": "check"}.get(name, name)  # `check --layers`
+    page = f"[{code('qdqtune ' + typed)}](commands/{typed}.md)" if typed in main.app.commands else ""
     rows = []
     usual = {field.name for field in dataclasses.fields(CallOptions)}
     kind = KEYWORDS.get(name)

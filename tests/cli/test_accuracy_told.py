@@ -53,7 +53,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "debug of one": ("debug", "{at}/optimized_final.onnx"),
     "debug of float": ("debug", "{at}/baseline.onnx"),
     "tune": ("tune", "{model}", *TUNE, "-o", "{new}"),
-    "layers": ("layers", "{at}/optimized_final.onnx", *FAKE),
+    "layers": ("check", "--layers", "{at}/optimized_final.onnx", *FAKE),
 }
 BESIDE = [name for name in COMMANDS if name.startswith(("compare", "debug"))]
 FORMS = ((), ("--json",))

@@ -138,5 +138,6 @@ def test_a_model_that_cannot_be_read(content, words, call, tmp_path, monkeypatch
     if content is not None:
         Path("m.onnx").write_bytes(content)
     Path("layers.json").write_text('{"Layers": ["a"]}')
-    for arguments in (("build", "m.onnx", "-o", "out.onnx"), ("layers", "m.onnx", "--graph-json", "layers.json")):
+    exported = ("check", "--layers", "m.onnx", "--graph-json", "layers.json")
+    for arguments in (("build", "m.onnx", "-o", "out.onnx"), exported):
         assert call(*arguments) == (2, "", f"error: {words}\n")

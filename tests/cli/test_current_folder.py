@@ -25,7 +25,7 @@ COMMANDS = {
     "compare": "compare a.onnx q8.onnx --engine fake",
     "debug": "debug a.onnx q8.onnx --calibration-data a.npz --engine fake",
     "doctor": "doctor",
-    "layers": "layers a.onnx --engine onnxruntime",
+    "check, layers": "check a.onnx --layers --engine onnxruntime",
     "quantize": f"quantize a.onnx --calibration-data user:samples --evaluate user:score -o q {RANGES}",
     "run": "run one.yaml",
     "run, side by side": "run jobs.yaml --workers 2",
@@ -35,7 +35,7 @@ COMMANDS = {
     "verify": "verify ran --calibration-data user:samples",
 }
 """Every command that starts processes; those that take functions of the user, with functions."""
-IN_ONE_PROCESS = ("apply", "build", "check", "compare", "debug", "layers", "run", "doctor")
+IN_ONE_PROCESS = ("apply", "build", "check", "check, layers", "compare", "debug", "run", "doctor")
 """Commands that put nothing on the search path: one process runs them in turn, each with the processes that it starts.
 """
 IN_TURN = """
@@ -47,7 +47,7 @@ for command in sys.argv[1:]:
     except SystemExit as end:
         assert end.code in (0, 3, 4), command
 """
-START_NONE = {"explain", "inspect", "report", "skill"}
+START_NONE = {"explain", "inspect", "report"}
 USER = """
 import numpy as np
 import beside

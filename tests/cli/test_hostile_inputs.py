@@ -219,8 +219,8 @@ def test_a_large_graph_is_calibrated_without_optimizing_it(model: Path, monkeypa
 @pytest.mark.parametrize(
     "command",
     [
-        ("layers", "MODEL", "--engine", "fake", "--engine-option", "a=TEXT"),
-        ("layers", "--graph-json", "FOLDER/summary.json"),
+        ("check", "--layers", "MODEL", "--engine", "fake", "--engine-option", "a=TEXT"),
+        ("check", "--layers", "MODEL", "--graph-json", "FOLDER/summary.json"),
         ("quantize", "MODEL", "--calibration-cache", "FOLDER/summary.json"),
         ("tune", "MODEL", "--pick", "24db", "-o", "FOLDER"),
         ("explain", "FOLDER"),

@@ -2,28 +2,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from rich.console import Console
-
 from qdqtune.cli import models
-from qdqtune.cli.models import layers_table
 from qdqtune.commands.apply import Applied, ApplyOptions
 from qdqtune.commands.inspect import Inspection
-from qdqtune.types import Edge, Layer, Placement
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_names_with_brackets_and_unknown_times_fit_the_table(width: int) -> None:
-    layers = [Layer("[bold]a" * 30, ("x[0]",), "", None, "compute"), Layer("b", (), "FP32", 0.0, "copy")]
-    console = Console(width=width)
-    with console.capture() as capture:
-        console.print(layers_table(layers, console.width))
-    text = capture.get()
-    assert "[bold]a" in text
-    assert "…" in text
-    assert "x[0]" in text
-    assert max(map(len, text.splitlines())) <= width
-    assert "compute" in text
+from qdqtune.types import Edge, Placement
 
 
 def test_options_of_apply_reach_it(monkeypatch, call, tuned, tmp_path):

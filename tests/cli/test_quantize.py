@@ -124,7 +124,7 @@ def test_weights_alone_are_stored_as_asked_and_the_words_say_how_many(call: Call
     code, out, _ = call("check", target)
     assert code == 0
     assert ": 2 weights are stored in fewer bits, 0 of 3" in out
-    code, out, _ = call("layers", target, "--json")
+    code, out, _ = call("check", "--layers", target, "--json")
     ran = [(layer["precision"], layer["nodes"][-1]) for layer in json.loads(out)["layers"] if layer["nodes"]]
     assert ran == [("W4", "a"), ("W4", "b"), ("FP32", "c")]
     code, _, err = call("quantize", path, "--weight-only", "w3", "-o", target)

@@ -29,9 +29,9 @@ def shell(line: str, folder: Path, **more: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     ("line", "code", "words"),
     [
-        ("QDQTUNE skill | head -1", 0, ""),
-        ("QDQTUNE skill >&-", 0, ""),
-        ("QDQTUNE skill >/dev/full", 2, "cannot write to standard output: No space left on device"),
+        ("QDQTUNE doctor --skill | head -1", 0, ""),
+        ("QDQTUNE doctor --skill >&-", 0, ""),
+        ("QDQTUNE doctor --skill >/dev/full", 2, "cannot write to standard output: No space left on device"),
         ("QDQTUNE inspect nothing.onnx 2>&-", 2, ""),
         ("QDQTUNE inspect nothing.onnx 2>/dev/full", 2, ""),
         ("QDQTUNE inspect nothing.onnx <&- >&- 2>&-", 2, ""),

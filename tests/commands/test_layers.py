@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from engine_contract import conv_model, quantized_conv_model, static
 from qdqtune.cli import main
 from qdqtune.commands.layers import Layers
+from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.types import Layer, NumericFormat, QType
 from trtexec_stand_in import stand_in
 
@@ -19,17 +21,22 @@ DATA = Path(__file__).parents[1] / "data" / "tensorrt"
 
 def run(*arguments: str | Path) -> int:
     with pytest.raises(SystemExit) as end:
-        main.main(["layers", *map(str, arguments)])
+        main.main(["check", "--layers", *map(str, arguments)])
     return end.value.code if isinstance(end.value.code, int) else 1
 
 
 @pytest.fixture
 def exports(tmp_path: Path) -> list[str | Path]:
-    found: list[str | Path] = []
+    found: list[str | Path] = [tmp_path / "m.onnx"]
     for kind in ("graph", "profile"):
         path = tmp_path / f"{kind}.json"
         path.write_bytes(gzip.decompress((DATA / f"resnet18_torch_A100_qat.{kind}.json.gz").read_bytes()))
         found += [f"--{kind}-json", path]
+    names = [name for layer in read_report(tmp_path / "graph.json", None, None) for name in layer.nodes]
+    tensors = ["x", *names]
+    nodes = [onnx.helper.make_node("Identity", [a], [b], b) for a, b in pairwise(tensors)]
+    floats = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("x", names[-1])]
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", floats[:1], floats[1:])), found[0])
     return found
 
 
@@ -47,8 +54,8 @@ def test_files_as_json(exports: list[str | Path], capsys: pytest.CaptureFixture[
 def test_files_as_a_table(exports: list[str | Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*exports) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any("quantize" in line and "0.0614" in line and "5.6" in line for line in lines)
-    assert any("37 layers" in line and "1.0957" in line for line in lines)
+    assert any("quantize" in line and "0.06144" in line for line in lines)
+    assert any("37 layers" in line and "1.096 ms" in line for line in lines)
 
 
 def test_the_table_tells_what_runs_elsewhere() -> None:
@@ -81,9 +88,8 @@ def test_trtexec_runs_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "words", "code"),
     [
-        ((), "give a MODEL, or --graph-json", 2),
         (("m.onnx", "--profile-json", "p.json"), "--profile-json goes with --graph-json", 2),
-        (("--graph-json", "none.json"), "cannot read the layer information", 2),
+        (("m.onnx", "--graph-json", "none.json"), "cannot read the layer information", 2),
         (("none.onnx", "--engine", "fake"), "none.onnx", 2),
         (("m.onnx", "--engine", "trtexec", "--engine-option", "trtexec=no-such-program"), "no-such-program", 5),
     ],

@@ -41,7 +41,7 @@ def unnamed(tmp_path: Path, engine: list[str]) -> Path:
 
 
 def test_layers_have_the_names_of_loading(call: Call, unnamed: Path, engine: list[str]) -> None:
-    code, out, _ = call("layers", unnamed, *engine, "--json")
+    code, out, _ = call("check", "--layers", unnamed, *engine, "--json")
     assert code == 0
     told = [name for layer in json.loads(out)["layers"] for name in layer["nodes"]]
     assert sorted(told) == sorted(node_names(onnx.load(unnamed).graph))

@@ -43,12 +43,12 @@ MADE_OF: dict[str, Callable[[], onnx.ModelProto]] = {
 }
 
 
-@pytest.mark.parametrize("command", ["quantize", "tune", "layers"])
+@pytest.mark.parametrize("command", ["quantize", "tune", "check --layers"])
 @pytest.mark.parametrize("kind", MADE_OF)
 def test_an_output_that_is_no_tensor_is_refused(call: Call, tmp_path: Path, kind: str, command: str) -> None:
     onnx.save(MADE_OF[kind](), tmp_path / "m.onnx")
-    where = [] if command == "layers" else ["-o", tmp_path / "out"]
-    code, out, err = call(command, tmp_path / "m.onnx", *where)
+    where = [] if command == "check --layers" else ["-o", tmp_path / "out"]
+    code, out, err = call(*command.split(), tmp_path / "m.onnx", *where)
     assert (code, out) == (2, "")
     assert f"output 's' is no tensor but of type {kind}" in err
     assert not list(tmp_path.glob("out/*.onnx"))

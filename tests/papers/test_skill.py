@@ -14,15 +14,15 @@ import pytest
 import yaml
 
 from command_lines import COMMANDS
+from conftest import Call
 from documents import ROOT, blocks, options_of_commands, prepare, quickly, run_command
+from qdqtune.cli.checks import SKILL
 from qdqtune.cli.main import EXIT_CODES
-from qdqtune.cli.skill import FOLDER
 from qdqtune.engines import MODULES
 from qdqtune.timing.ratios import Verdict
 from qdqtune.tuning.records import Shipped
 from qdqtune.tuning.summary import AtThreads, Figures, Summary
 
-SKILL = FOLDER / "SKILL.md"
 _, FRONT, BODY = SKILL.read_text().split("---\n", 2)
 LINES = [command for block in blocks(BODY) for command in block.commands]
 MADE = ("optimized_final.onnx", "summary.json", "placement.yaml")
@@ -55,6 +55,11 @@ def test_every_command_runs_and_what_it_says_of_results_is_so(folder: Path) -> N
     assert keys <= Summary.__annotations__.keys()
     assert {"threads", "verdict"} <= AtThreads.__annotations__.keys() | Figures.__annotations__.keys()
     assert {"engine", "version", "device"} <= summary["engine"].keys()
+
+
+def test_doctor_prints_it(call: Call) -> None:
+    assert call("doctor", "--skill") == (0, SKILL.read_text(), "")
+    assert json.loads(call("doctor", "--skill", "--json")[1]) == {"text": SKILL.read_text()}
 
 
 def test_every_name_exists() -> None:

@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from qdqtune.cli import progress
-from qdqtune.cli.command import AS_JSON, command
+from qdqtune.cli.command import AS_JSON, command, switch
 from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude, with_flags_in_notes
 from qdqtune.commands.check import CheckOptions, check_file
 from qdqtune.commands.debug import DebugOptions, debug
@@ -29,6 +29,7 @@ from qdqtune.commands.doctor import (
     examine_elsewhere,
 )
 from qdqtune.commands.inputs import MODEL, execution_of
+from qdqtune.commands.layers import LayersOptions, layers
 from qdqtune.commands.probes import UNKNOWN_NOISE, WrongPart
 from qdqtune.commands.shown import Table
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable, escaped
@@ -57,8 +58,17 @@ class CheckArguments(CheckOptions):
     model: Any = option(Files(MODEL), REQUIRED, "ONNX files.", is_positional=True, is_repeated=True, metavar="MODEL...")
 
 
-@command("check", CheckArguments, AS_JSON)
-def check_command(options: CheckArguments, as_machine: bool) -> int:
+AS_LAYERS = switch(
+    "as_layers",
+    "--layers",
+    "Show the layers that the engine makes of MODEL instead, the longest first, and the nodes that each covers. Times "
+    "are of profiled inferences: they say where the time goes, and add up to more than the latency.",
+    short="show the layers that the engine runs",
+)
+
+
+@command("check", CheckArguments, AS_LAYERS, AS_JSON)
+def check_command(options: CheckArguments, as_layers: bool, as_machine: bool) -> int:
     """Check that the engine fuses the Q/DQ pairs of MODEL, and say what it does not fuse and why.
 
     Found are pairs that run as kernels of their own, operators that stay in float although their inputs carry pairs,
@@ -68,11 +78,14 @@ def check_command(options: CheckArguments, as_machine: bool) -> int:
 
     \b
     qdqtune check optimized_final.onnx
+    qdqtune check model.onnx --layers --engine openvino
     qdqtune check model.qdq.onnx --graph-json layers.json --profile-json profile.json
     """
     models: tuple[Path, ...] = options.model
     if len(models) > 1 and options.graph_json is not None:
         raise BadOption("`graph_json` is about one model: name that alone")
+    if as_layers:
+        return _show_layers(options, as_machine)
     checked = []
     for model in models:
         done = check_file(CheckOptions(**given_in(options, CheckOptions) | {"model": model}))
@@ -85,6 +98,17 @@ def check_command(options: CheckArguments, as_machine: bool) -> int:
     if as_machine:
         print_json(checked[0].to_dict() if len(models) == 1 else [done.to_dict() for done in checked])
     return 0 if all(done.passes for done in checked) else ConstraintUnmet.exit_code
+
+
+def _show_layers(options: CheckArguments, as_machine: bool) -> int:
+    ran = [layers(LayersOptions(**given_in(options, LayersOptions) | {"model": model})) for model in options.model]
+    if as_machine:
+        print_json(ran[0].to_dict() if len(ran) == 1 else [done.to_dict() for done in ran])
+    else:
+        for done in ran:
+            show(done.table())
+            print_lines([done.in_words()])
+    return 0
 
 
 def _lines(
@@ -250,8 +274,18 @@ def _range(ends: tuple[float, float]) -> str:
     return f"{ends[0]:.4g} .. {ends[1]:.4g}"
 
 
-@command("doctor", DoctorOptions, AS_JSON)
-def doctor_command(options: DoctorOptions, as_machine: bool) -> int:
+SKILL = Path(__file__).parent.parent / "skill" / "SKILL.md"
+"""How an agent uses qdqtune, in the form that agents read."""
+AS_SKILL = switch(
+    "as_skill",
+    "--skill",
+    "Print how an agent uses qdqtune, as a SKILL.md: which command when, how to read results, what never to do.",
+    short="print how an agent uses qdqtune",
+)
+
+
+@command("doctor", DoctorOptions, AS_SKILL, AS_JSON)
+def doctor_command(options: DoctorOptions, as_skill: bool, as_machine: bool) -> int:
     """Show which engines work on this machine, on what hardware, and what to install for the others.
 
     Exit code 5 only if none does. With --on: the same of another machine, or what is missing there. With --ray: on
@@ -262,7 +296,15 @@ def doctor_command(options: DoctorOptions, as_machine: bool) -> int:
     \b
     qdqtune doctor --ray auto --engine onnxruntime --cores-per-worker 2
     qdqtune doctor --qualify --engine tensorrt
+    qdqtune doctor --skill > .agents/skills/qdqtune/SKILL.md     or .claude/skills/...
     """
+    if as_skill:
+        text = SKILL.read_text(encoding="utf-8")
+        if as_machine:
+            print_json({"text": text})
+        else:
+            print(text, end="")
+        return 0
     if options.qualify:
         return _qualify(options, as_machine)
     if options.output is not None:

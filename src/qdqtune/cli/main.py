@@ -121,19 +121,7 @@ def app() -> None:
     """Find where Q/DQ pairs belong in an ONNX model, by measuring on the engine that you deploy on.
 
     \b
-    qdqtune tune model.onnx --calibration-data samples.npz    search, prove, write optimized_final.onnx
-    qdqtune quantize model.onnx --calibration-data data.npz   pairs by rules, without a search
-    qdqtune compare a.onnx b.onnx                             time your own files against each other
-    qdqtune explain qdqtune_output '/layer1/*'                why nodes run in 8 bits or in float
-    qdqtune report qdqtune_output                             what a search found, as one HTML file
-    qdqtune verify qdqtune_output                             whether what was proven holds on this machine
-    qdqtune apply model.onnx --placement placement.yaml       the same pairs on retrained weights
-    qdqtune inspect model.onnx                                regions and patterns of a model
-    qdqtune layers model.onnx                                 what the engine made of it, layer by layer
-    qdqtune check quantized.onnx                              which pairs the engine does not fuse, and why
-    qdqtune debug model.onnx quantized.onnx                   which tensor breaks the outputs
-    qdqtune build model.onnx -o model.engine                  save the engine's own format
-    qdqtune doctor                                            which engines are usable here
+    qdqtune tune model.onnx --calibration-data samples.npz
     """
 
 
@@ -150,8 +138,6 @@ SUMMARIES = {
         "ONNX file.",
         "compare": "Time every other of FILES against the first, in interleaved rounds on two fresh builds of both.",
         "inspect": "Show how MODEL divides into regions, and which of them share a pattern.",
-        "layers": "Show what the engine makes of MODEL: its layers in order, the nodes that each covers, and how long "
-        "each takes.",
     },
     "checks": {
         "check": "Check that the engine fuses the Q/DQ pairs of MODEL, and say what it does not fuse and why.",
@@ -166,7 +152,6 @@ SUMMARIES = {
         "verify": "Say whether what a run has proven holds on this machine.",
     },
     "job_files": {"run": "Tune the models that a YAML file names, and say at the end what became of each."},
-    "skill": {"skill": "Print how an agent uses qdqtune: which command when, how to read results, what never to do."},
 }
 """Commands by module, each with the first sentence of its help, so that lists of commands need no import."""
 

@@ -1,14 +1,10 @@
-"""`qdqtune inspect`, `layers`, `compare`, `apply` and `build`: commands about model files."""
+"""`qdqtune inspect`, `compare`, `apply` and `build`: commands about model files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from qdqtune.cli import progress
 from qdqtune.cli.command import AS_JSON, JSON_FOR_TABLE, command, is_verbose
@@ -19,7 +15,6 @@ from qdqtune.cli.output import (
     say_error,
     say_notes,
     show,
-    width,
     with_flags_in_notes,
 )
 from qdqtune.commands.apply import ApplyOptions, apply
@@ -28,20 +23,13 @@ from qdqtune.commands.compare import CompareOptions, compare
 from qdqtune.commands.gate import RUNS
 from qdqtune.commands.inputs import MODEL, execution_of
 from qdqtune.commands.inspect import InspectOptions, inspect
-from qdqtune.commands.layers import LayersOptions, layers
 from qdqtune.engines.options import with_timing_cache
-from qdqtune.errors import ConstraintUnmet, EngineFailure, escaped
-from qdqtune.explanation.formatting import placed, shortened
+from qdqtune.errors import ConstraintUnmet, EngineFailure
+from qdqtune.explanation.formatting import placed
 from qdqtune.numerics.accuracy import concern
 from qdqtune.numerics.closeness import closeness_of
 from qdqtune.options import REQUIRED, Files, Option, PathLike, option
 from qdqtune.tuning import advice
-from qdqtune.types import Layer
-
-FIXED_WIDTH = 4 + 8 + 9 + 9 + 5 + 2 * 7
-"""Characters of a row of the table of layers except its two columns of names; gaps included."""
-LEAST_NAME = 12
-"""Least width of a column of names."""
 
 
 @command("inspect", InspectOptions, AS_JSON)
@@ -59,46 +47,6 @@ def inspect_command(options: InspectOptions, as_machine: bool) -> None:
         print_lines(found.named if is_verbose() else found.lines)
         if not (options.tree or is_verbose()):
             print("Every region: --tree, with the names of nodes and tensors: -v")
-
-
-@command("layers", LayersOptions, JSON_FOR_TABLE)
-def layers_command(options: LayersOptions, as_machine: bool) -> None:
-    """Show what the engine makes of MODEL: its layers in order, the nodes that each covers, and how long each takes.
-
-    Times are of profiled inferences: they say where the time goes, and add up to more than the latency.
-
-    \b
-    qdqtune layers model.onnx --engine openvino
-    qdqtune layers --graph-json model.graph.json --profile-json model.profile.json
-    """
-    found = layers(options)
-    if as_machine:
-        print_json(found.to_dict())
-    else:
-        show(layers_table(found.layers, width()))
-
-
-def layers_table(layers: Sequence[Layer], width: int) -> Table:
-    """The layers as a table of at most `width` characters, with the sum of their times at the end."""
-    total = sum(layer.time_ms or 0.0 for layer in layers)
-    timed = any(layer.time_ms is not None for layer in layers)
-    grid = Table(box=box.SIMPLE_HEAD, show_footer=True, pad_edge=False, collapse_padding=True)
-    left = max(width - FIXED_WIDTH, 2 * LEAST_NAME)  # names may be cut, numbers and kinds may not
-    name = min(max([LEAST_NAME, *(len(layer.name) for layer in layers)]), left // 2)
-    nodes = min(max((len(", ".join(layer.nodes)) for layer in layers), default=0), left - name)
-    grid.add_column("#", justify="right", width=4)
-    grid.add_column("nodes", f"{len(layers)} layers", no_wrap=True, overflow="ellipsis", width=nodes)
-    grid.add_column("kind", width=8)
-    grid.add_column("precision", width=9)
-    grid.add_column("ms", f"{total:.4f}" if timed else "", justify="right", width=9)
-    grid.add_column("%", justify="right", width=5)
-    grid.add_column("layer", no_wrap=True, width=name)
-    for number, layer in enumerate(layers, 1):
-        time = "" if layer.time_ms is None else f"{layer.time_ms:.4f}"
-        share = "" if layer.time_ms is None or not total else f"{100 * layer.time_ms / total:.1f}"
-        shown, covered = Text(shortened(escaped(layer.name), name)), Text(escaped(", ".join(layer.nodes)))
-        grid.add_row(str(number), covered, layer.kind, layer.precision, time, share, shown)
-    return grid
 
 
 @dataclass(kw_only=True)

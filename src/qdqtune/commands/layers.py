@@ -1,4 +1,4 @@
-"""`qdqtune layers`: the layers that an engine runs for a model."""
+"""`qdqtune check --layers`: the layers that an engine runs for a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from qdqtune.calibration.options import DataOptions, samples_option
-from qdqtune.commands.inputs import MODEL, ModelLike, SamplesLike, execution_of
+from qdqtune.commands.inputs import ModelOption, SamplesLike, execution_of
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.commands.source import data_of, prepared_for
 from qdqtune.engines.machine import MachineFacts, is_simulated
@@ -20,7 +20,7 @@ from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
 from qdqtune.explanation.reasons_by_graph import is_low
 from qdqtune.graph.loading import load, read
-from qdqtune.options import FILE, Anything, MaybeFile, MaybeText, Option, option
+from qdqtune.options import FILE, MaybeFile, MaybeText, Option, option
 from qdqtune.types import Layer, Sample
 
 
@@ -51,13 +51,9 @@ class ProfileOptions(EngineOptions, DataOptions):
     on: MaybeText = on_option()
 
 
-@dataclass
-class LayersOptions(ProfileOptions):
+@dataclass(kw_only=True)
+class LayersOptions(ProfileOptions, ModelOption):
     """The options of `layers`."""
-
-    model: Option[ModelLike | None, ModelLike | None] = option(
-        Anything(MODEL), None, "The ONNX file.", is_positional=True, metavar="[MODEL]"
-    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,15 +100,12 @@ def layers(options: LayersOptions) -> Layers:
     """The layers of a model. Model and samples lie in files (see `on_disk`).
 
     Raises:
-        BadOption: options exclude each other, or no model is given.
+        BadOption: options exclude each other.
         QdqtuneError: the engine cannot run the model, or has no layers of it.
     """
-    model = None if options.model is None else Path(str(options.model))
+    model = Path(str(options.model))
     if options.graph_json is not None:
-        nodes = None if model is None else read(model)
-        return Layers("tensorrt", read_report(options.graph_json, options.profile_json, nodes))
-    if model is None:
-        raise BadOption("there is nothing to show: give a MODEL, or `graph_json`")
+        return Layers("tensorrt", read_report(options.graph_json, options.profile_json, read(model)))
     if options.profile_json is not None:
         raise BadOption("`profile_json` goes with `graph_json`")
     spec = options.spec(options.input_shapes)

@@ -564,9 +564,9 @@ def test_what_a_file_of_a_run_does_not_fuse_is_checked_on_another_machine(
 
 
 def test_layers_are_those_of_the_other_machine(far: Far, tuned: Path, call: Callable[..., Any]) -> None:
-    code, out, _ = call("layers", tuned, "--engine", "fake", "--on", far.on, "--json")
+    code, out, _ = call("check", "--layers", tuned, "--engine", "fake", "--on", far.on, "--json")
     assert code == 0
     found = json.loads(out)
     assert (found["engine"], found["machine"]) == ("fake", "board")
-    assert found["layers"] == json.loads(call("layers", tuned, "--engine", "fake", "--json")[1])["layers"]
+    assert found["layers"] == json.loads(call("check", "--layers", tuned, "--engine", "fake", "--json")[1])["layers"]
     far.clean()
