@@ -30,7 +30,7 @@ from qdqtune.cli.command import Parameter
 from qdqtune.cli.output import with_flags
 from qdqtune.commands.compare import CompareOptions
 from qdqtune.engines import MODULES
-from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.providers import PROVIDERS
 from qdqtune.placement import engine_rules
 from qdqtune.tuning.deploy import DeploySettings
 from qdqtune.tuning.folder import FILES

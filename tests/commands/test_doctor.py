@@ -28,7 +28,7 @@ from qdqtune.commands.doctor import (
     this_processor,
 )
 from qdqtune.engines import MODULES, EngineSpec, devices
-from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import EngineUnavailable
 from runs import environment
 
@@ -188,14 +188,7 @@ def test_another_machine_may_not_take_for_ever(monkeypatch: pytest.MonkeyPatch) 
         examine_elsewhere("board")
 
 
-DIRECTML = "opset 20 at most; no memory patterns, one inference at a time"
-
-
 def test_a_provider_is_examined_where_it_can_exist(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.platform", "linux")
-    assert provider_state(PROVIDERS["directml"], tmp_path) == EngineState(
-        "directml", "missing", reason="exists on win32 only", remedy=PROVIDERS["directml"].install, takes=DIRECTML
-    )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert provider_state(PROVIDERS["qnn"], tmp_path).reason == "not installed"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
@@ -244,9 +237,10 @@ def test_the_table(monkeypatch, capsys):
 
 
 def test_the_table_of_providers_tells_what_they_take(monkeypatch, capsys):
-    providers = (EngineState("directml", "missing", takes=DIRECTML),)
+    takes = PROVIDERS["qnn"].notes
+    providers = (EngineState("qnn", "missing", takes=takes),)
     _, printed = run(monkeypatch, capsys, EnginesState((), CPU, (), "", providers))
-    assert re.search(rf"^ directml +missing +{DIRECTML} *$", printed, re.MULTILINE)
+    assert re.search(rf"^ qnn +missing +{re.escape(takes)} *$", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("status", "code"), [("usable", 0), ("builds only", 0), ("missing", 5)])

@@ -26,7 +26,7 @@ def test_importing_the_package_imports_no_engine() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (EngineSpec("nosuch"), "unknown engine 'nosuch'; there are coreml, cuda, directml, fake"),
+        (EngineSpec("nosuch"), "unknown engine 'nosuch'; there are cuda, fake"),
         (EngineSpec("onnxruntime", {"speed": 1}), "no option 'speed'; it has threads, provider"),
         (EngineSpec("onnxruntime", {"threads": 0}), "`threads`"),
         (EngineSpec("onnxruntime", {"threads": 4096}), f"4096 is too many for {os.cpu_count()} cores: give at most"),

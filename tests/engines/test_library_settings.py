@@ -9,7 +9,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import FakeOptions
 from qdqtune.engines.library_settings import PLAIN_OPTIONS, plain
 from qdqtune.engines.onnxruntime.engine import OnnxRuntimeOptions
-from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.tensorrt.options import CachedOptions
 from qdqtune.engines.tensorrt.rtx import RtxOptions
 from qdqtune.engines.tensorrt.trtexec import TrtexecOptions
@@ -27,8 +27,6 @@ FOREIGN = {
     },
     "ort-openvino": {"cache_dir": "/tmp", "load_config": "a.json", "device_type": "../x", "context": "4096"},
     "cuda": {"gpu_external_alloc": "4096", "user_compute_stream": "4096", "tunable_op_tuning_enable": "1"},
-    "coreml": {"ModelCacheDirectory": "/tmp"},
-    "webgpu": {"dawnProxyTable": "4096"},
 }  # fmt: skip
 """Options of providers that name a file, a library or an address in memory, or that nobody has looked at."""
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from models import FORMATS, attention, branching, conv_net, embedding, known, tapped
 from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
-from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.providers import PROVIDERS
 from qdqtune.placement.engine_rules import RULES, KeepFloat, effect, rules_of
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import consistent, possible_edges

@@ -17,7 +17,7 @@ from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.workloads import Sizes, WorkloadFile, common_sizes, open_workloads, samples_of
 from qdqtune.engines.execution import EXECUTION, Execution
-from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import BadOption
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import Model, graphs

@@ -11,7 +11,7 @@ from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import MODULES, TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import EngineOptions, tensorrt_cache, with_timing_cache
-from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.runner import Handle, Runner, temporary_runner
 from qdqtune.engines.tensorrt.options import check_inputs, is_plan
 from qdqtune.errors import EngineFailure

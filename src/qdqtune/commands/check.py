@@ -19,7 +19,7 @@ from qdqtune.engines.execution import Execution
 from qdqtune.engines.fallback import Fallback, fallback
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.options import on_device
-from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.engines.tensorrt.options import built_for_sample
 from qdqtune.engines.tensorrt.report import read_report

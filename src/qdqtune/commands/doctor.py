@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import platform
 import subprocess
-import sys
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,8 +22,7 @@ from qdqtune.engines.devices import nvidia_smi
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.machine import is_simulated
 from qdqtune.engines.options import EngineOptions, on_option
-from qdqtune.engines.provider_table import PROVIDERS
-from qdqtune.engines.providers.provider import Provider
+from qdqtune.engines.providers import PROVIDERS, Provider
 from qdqtune.engines.remote.connection import Destination, connected
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineUnavailable, QdqtuneError, one_line
@@ -187,10 +185,8 @@ def examine_elsewhere(on: str) -> EnginesState:
 
 
 def provider_state(table: Provider, log_dir: Path) -> EngineState:
-    """Open an execution provider, if it exists for this system and its package is here."""
+    """Open an execution provider, if its package is here."""
     missing = partial(EngineState, table.name, "missing", remedy=table.install, takes=table.notes)
-    if table.systems and sys.platform not in table.systems:
-        return missing(reason=f"exists on {' and '.join(table.systems)} only")
     if table.plugin and importlib.util.find_spec(table.plugin) is None:
         return missing(reason="not installed")
     try:

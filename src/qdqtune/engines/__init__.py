@@ -19,7 +19,7 @@ from typing import Any, Protocol, get_type_hints
 
 import msgspec
 
-from qdqtune.engines.provider_table import OF_EP, PROVIDERS
+from qdqtune.engines.providers import OF_EP, PROVIDERS
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.types import Array, Layer, Mix, NumericFormat, QuantType, Tensors
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import EXECUTION, Execution
-from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.runner import insist, temporary_runner
 from qdqtune.errors import BadModel, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import load

@@ -14,7 +14,7 @@ from pathlib import Path
 from subprocess import DEVNULL, TimeoutExpired, run
 
 from qdqtune.engines import CPU_PROVIDER, TENSORRT_FAMILY, EngineSpec
-from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import BadOption, EngineUnavailable, one_line
 
 LEASE_SECONDS = 30.0

@@ -9,8 +9,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from qdqtune.engines import MODULES, TENSORRT_FAMILY, processor
-from qdqtune.engines.provider_table import PROVIDERS
-from qdqtune.engines.providers.provider import Provider
+from qdqtune.engines.providers import PROVIDERS, Provider
 from qdqtune.errors import BadOption
 from qdqtune.types import NumericFormat, QType, QuantType, WeightFormat
 

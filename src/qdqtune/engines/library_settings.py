@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.engines import CPU_PROVIDER, DENORMALS_SETTINGS, TENSORRT_FAMILY, EngineSpec, deployed, normal
-from qdqtune.engines.provider_table import OF_EP, PROVIDERS
-from qdqtune.engines.providers.provider import Provider
+from qdqtune.engines.providers import OF_EP, PROVIDERS, Provider
 
 BETTER_DEFAULTS = 11
 """From this version on CUDA graphs, spinning, no transfers and a separate profiling run are defaults of trtexec."""

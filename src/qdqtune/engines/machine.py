@@ -11,8 +11,7 @@ from socket import gethostname
 
 from qdqtune.engines import processor
 from qdqtune.engines.devices import physical_cores, usable_cores
-from qdqtune.engines.provider_table import PROVIDERS
-from qdqtune.engines.providers.provider import Provider
+from qdqtune.engines.providers import PROVIDERS, Provider
 from qdqtune.system.operating_system import load
 
 COST_MODEL = "fake"

@@ -13,7 +13,7 @@ import click
 from qdqtune.engines import MODULES, TENSORRT_FAMILY, THREADED, EngineSpec, normal
 from qdqtune.engines.execution import TIME_LIMIT, Execution
 from qdqtune.engines.machine import MachineFacts
-from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.remote.connection import Destination, connected
 from qdqtune.engines.tensorrt.options import SHAPE_OPTIONS, timing_cache
 from qdqtune.options import (

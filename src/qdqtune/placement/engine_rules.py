@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from qdqtune.engines import TENSORRT_FAMILY
-from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.providers import PROVIDERS
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import AVERAGE_POOLS, COMPUTE
 from qdqtune.placement import carry_pairs as pairs

@@ -13,7 +13,7 @@ from typing import Any
 from qdqtune.engines import unwatched
 from qdqtune.engines.fallback import fallback
 from qdqtune.engines.machine import simulated
-from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.providers import PROVIDERS
 from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import concern
 from qdqtune.numerics.losses import Score

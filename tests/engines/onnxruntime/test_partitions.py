@@ -12,7 +12,7 @@ from qdqtune.engines import CPU_PROVIDER, EngineSpec, open_engine
 from qdqtune.engines.fallback import fallback
 from qdqtune.engines.onnxruntime.engine import OnnxRuntime, OnnxRuntimeOptions
 from qdqtune.engines.onnxruntime.partitions import elsewhere, layers, own_words
-from qdqtune.engines.provider_table import PROVIDERS
+from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import load
 
@@ -42,7 +42,6 @@ def test_a_provider_is_quoted() -> None:
 @pytest.mark.parametrize(
     ("name", "op", "words"),
     [
-        ("coreml", "QuantizeLinear", "on the CPU: CoreML's provider has no Q and DQ"),
         ("cuda", "Shape", "on the CPU: ONNX Runtime computes shapes there"),
         ("ort-openvino", "QLinearConv", "on the CPU: QLinearConv is an operator on integers of ONNX Runtime's CPU"),
         ("cuda", "NonZero", "on the CPU: CUDAExecutionProvider says no reason; https://"),

@@ -28,8 +28,7 @@ from qdqtune.engines.library_settings import provider_options, session_settings
 from qdqtune.engines.machine import is_simulated, simulated_chip
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.engines.onnxruntime import partitions
-from qdqtune.engines.provider_table import OF_EP
-from qdqtune.engines.providers.provider import SYMMETRIC, Provider
+from qdqtune.engines.providers import OF_EP, SYMMETRIC, Provider
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.loading import data_files
 from qdqtune.graph.saving import ONE_FILE_LIMIT, nbytes

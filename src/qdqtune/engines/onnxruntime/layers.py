@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from qdqtune.engines.coverage import Claim, cover, never_run
 from qdqtune.engines.onnxruntime.partitions import elsewhere
-from qdqtune.engines.providers.provider import Provider
+from qdqtune.engines.providers import Provider
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.operators import QDQ
 from qdqtune.types import Layer, LayerKind

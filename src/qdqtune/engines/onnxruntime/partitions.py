@@ -9,7 +9,7 @@ import onnx
 
 from qdqtune.engines import CPU_PROVIDER
 from qdqtune.engines.coverage import Claim, cover, never_run
-from qdqtune.engines.providers.provider import Provider
+from qdqtune.engines.providers import Provider
 from qdqtune.graph.model import graphs
 from qdqtune.graph.operators import ASKS_SHAPE, QDQ
 from qdqtune.types import Layer, LayerKind
@@ -52,8 +52,6 @@ def elsewhere(node: str, op: str, ep: str, table: Provider, told: Mapping[str, s
     where = "on the CPU" if ep == CPU_PROVIDER else f"on {ep}"
     if node in told:
         return f"{where}: {told[node]}"
-    if op in table.refuses:
-        return f"{where}: {table.refuses[op]}"
     if op.startswith("QLinear") and table.like != "onnxruntime":
         return f"{where}: {op} is an operator on integers of ONNX Runtime's CPU; {table.ep} takes pairs in its place"
     if op in ASKS_SHAPE:
