@@ -1,4 +1,4 @@
-"""What goes to an index: metadata, a source distribution with all that its tests need, and the recipe for conda."""
+"""What goes to an index: metadata, a source distribution with all that its tests need."""
 
 import re
 import shutil
@@ -8,13 +8,11 @@ import tarfile
 from pathlib import Path
 
 import pytest
-import yaml
 
 from documents import MAKEFILE, PROJECT, ROOT
 
 OF_REPOSITORY = {".ci/run", ".gitignore"}
 """Files that are of use in the repository only."""
-RECIPE = yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text())
 
 
 def test_metadata_are_complete() -> None:
@@ -39,19 +37,6 @@ def test_a_source_distribution_holds_all_that_its_tests_need(tmp_path: Path) -> 
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert files - names <= OF_REPOSITORY
     assert "examples/qdq_placement/README.md" in names
-
-
-def test_the_recipe_needs_what_the_package_needs() -> None:
-    assert RECIPE["schema_version"] == 1
-    assert RECIPE["context"]["version"] == PROJECT["version"]
-    assert RECIPE["package"] == {"name": PROJECT["name"], "version": "${{ version }}"}
-    python, *needs = (line.replace(" ", "") for line in RECIPE["requirements"]["run"])
-    assert python == f"python{PROJECT['requires-python']}"
-    assert sorted(needs) == sorted(PROJECT["dependencies"])
-    assert RECIPE["build"]["python"]["entry_points"] == [
-        f"{name} = {place}" for name, place in PROJECT["scripts"].items()
-    ]
-    assert (RECIPE["about"]["license"], RECIPE["about"]["summary"]) == (PROJECT["license"], PROJECT["description"])
 
 
 def test_distributions_are_built_in_an_environment_of_their_own() -> None:

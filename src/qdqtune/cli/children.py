@@ -33,8 +33,7 @@ from qdqtune.engines.execution import Check, Checked
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.errors import EngineUnavailable
 from qdqtune.explanation.formatting import duration
-from qdqtune.system.interpreter import python
-from qdqtune.system.operating_system import end_group, handle_of, inherited, interrupt, own_group
+from qdqtune.system.interpreter import end_group, python
 
 LOOK_SECONDS = 0.1
 """Seconds between two checks whether a child has ended or the call is cancelled. Chosen, not measured."""
@@ -58,8 +57,8 @@ def started(
     arguments of `subprocess.Popen`."""
     reads, holds = os.pipe()  # the child ends when this process closes its end, or is gone
     try:
-        words = python("-m", "qdqtune", *arguments, **variables, **{PARENT: str(handle_of(reads))})
-        child = subprocess.Popen(**words, **own_group(), **inherited(handle_of(reads), *fds), **how)
+        words = python("-m", "qdqtune", *arguments, **variables, **{PARENT: str(reads)})
+        child = subprocess.Popen(**words, process_group=0, pass_fds=(reads, *fds), **how)
     except BaseException:
         os.close(holds)
         raise
@@ -88,7 +87,7 @@ def run_on_ray() -> int:
             try:
                 run.wait()
             except KeyboardInterrupt:  # a terminal interrupts this process only
-                interrupt(run)
+                run.send_signal(signal.SIGINT)
     if run.returncode != LOST and run.returncode >= 0:
         return run.returncode
     end_group(run.pid)
@@ -232,7 +231,7 @@ def _wait(child: subprocess.Popen[str], check: Check | None) -> None:
 def _end(child: subprocess.Popen[str]) -> None:
     """Interrupt a child that still runs, and kill it if it does not end."""
     if child.poll() is None:
-        interrupt(child)
+        child.send_signal(signal.SIGINT)
         try:
             child.wait(CLEANUP_SECONDS)
         except subprocess.TimeoutExpired:

@@ -6,6 +6,7 @@ Text may hold names from models, so control characters in it are escaped.
 from __future__ import annotations
 
 import codecs
+import ctypes
 import io
 import os
 import signal
@@ -19,7 +20,6 @@ from types import FrameType
 from typing import TextIO
 
 from qdqtune.errors import escaped
-from qdqtune.system.operating_system import c_library, descriptor_of, interrupt_self, on_interrupt
 
 STDOUT, STDERR = 1, 2
 """File descriptors of the standard streams."""
@@ -174,7 +174,7 @@ def _results(stream: TextIO) -> Iterator[TextIO]:
         for written in (results, stream):
             with suppress(OSError, ValueError):
                 written.flush()
-        c_library().fflush(None)  # what C has printed, and would write at its end
+        ctypes.CDLL(None).fflush(None)  # what C has printed, and would write at its end
         os.dup2(own, STDOUT)
         os.close(own)
 
@@ -209,12 +209,12 @@ class Interrupts:
             None,
         )
         if self._is_ours:
-            on_interrupt(self._interrupt)
+            signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._is_ours:
-            on_interrupt(self._before)
+            signal.signal(signal.SIGINT, self._before)
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
         if self.happened:
@@ -235,7 +235,7 @@ def end_with_parent() -> None:
 
 def _await_end(pipe: int) -> None:
     with suppress(OSError):
-        os.read(descriptor_of(pipe), 1)  # nobody ever writes: it ends when the parent does
-    interrupt_self()
+        os.read(pipe, 1)  # nobody ever writes: it ends when the parent does
+    os.kill(os.getpid(), signal.SIGINT)  # ends a call of the system as well that the main thread waits in
     time.sleep(ENDING_SECONDS)
     os._exit(INTERRUPTED)

@@ -54,7 +54,7 @@ class Channel:
     """One end of a socket between two processes of this host. It sends and receives any object that pickle takes."""
 
     def __init__(self, fd: int) -> None:
-        """Take over the descriptor of a connected socket; on Windows, its handle."""
+        """Take over the descriptor of a connected socket."""
         self._socket = socket.socket(fileno=fd)
         self._own: list[int] = []  # descriptors of the files that this side writes, and of those that it reads
         self._others: dict[int, int] = {}
@@ -72,7 +72,7 @@ class Channel:
         data = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
         parts = [buffer.raw() for buffer in buffers]
         freed = tuple(self._freed.popleft() for _ in range(len(self._freed)))
-        if sum(part.nbytes for part in parts) < SHARED or sys.platform == "win32":  # which sends no open files
+        if sum(part.nbytes for part in parts) < SHARED:
             self._send(_Message(pickle.dumps(message, protocol=5) if parts else data, freed), deadline)
             return
         if is_new := not self._free:
@@ -93,7 +93,7 @@ class Channel:
         (length,) = LENGTH.unpack(self._received(LENGTH.size, deadline))
         message: _Message = pickle.loads(self._received(length, deadline))
         self._free += message.freed
-        if message.file is None or sys.platform == "win32":
+        if message.file is None:
             return pickle.loads(message.data)
         if message.is_new:
             _, descriptors, _, _ = self._in_time(lambda: socket.recv_fds(self._socket, 1, 1, CLOSE_ON_EXEC), deadline)

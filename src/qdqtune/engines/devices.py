@@ -92,8 +92,6 @@ def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]
 
 def _try_lease(part: str) -> socket.socket | None:
     """A socket that holds a core or a GPU; None if another process holds that."""
-    if sys.platform == "win32":
-        return None
     lease = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         lease.bind(f"\0qdqtune-{part}")
@@ -111,6 +109,14 @@ def is_free(part: str) -> bool:
     if taken is not None:
         taken.close()
     return taken is not None
+
+
+def load() -> float | None:
+    """How many processes wanted the cores in the last minute; None where the system does not say."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except OSError:
+        return None
 
 
 def needs_gpu(spec: EngineSpec) -> bool:

@@ -10,9 +10,8 @@ from pathlib import Path
 from socket import gethostname
 
 from qdqtune.engines import processor
-from qdqtune.engines.devices import physical_cores, usable_cores
+from qdqtune.engines.devices import load, physical_cores, usable_cores
 from qdqtune.engines.providers import PROVIDERS, Provider
-from qdqtune.system.operating_system import load
 
 COST_MODEL = "fake"
 """The engine whose times come from a cost model, on every processor."""

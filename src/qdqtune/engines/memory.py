@@ -7,11 +7,10 @@ they are needed.
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from qdqtune.system.operating_system import c_library
 
 LARGE_MODEL, BUDGET_FACTOR = 2**30, 1.3
 """A model of at least `LARGE_MODEL` bytes gets a budget of `BUDGET_FACTOR` times its size: room for the float build,
@@ -24,7 +23,7 @@ OUT_OF_RESOURCES = re.compile(
 )
 """How engines and systems say that memory or disk ran out, which says nothing about the model."""
 
-_LIBC = c_library()
+_LIBC = ctypes.CDLL(None)
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt, from malloc.h: how much may be free at the end of the heap, and the size from which a

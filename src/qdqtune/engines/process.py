@@ -18,8 +18,7 @@ from qdqtune.engines.execution import Check, Checked, Deadline, Execution
 from qdqtune.engines.memory import OUT_OF_RESOURCES
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
 from qdqtune.system.cleanup import cleaner
-from qdqtune.system.interpreter import python
-from qdqtune.system.operating_system import end_group, inherited, own_group
+from qdqtune.system.interpreter import end_group, python
 from qdqtune.system.writing import WORKERS, Scratch, append
 from qdqtune.types import Failure
 
@@ -107,8 +106,8 @@ class WorkerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    **own_group(),
-                    **inherited(theirs.fileno(), *held),
+                    process_group=0,
+                    pass_fds=(theirs.fileno(), *held),
                 )
             except OSError as error:
                 raise EngineUnavailable(f"no process for the engine can be started: {error.strerror}") from error

@@ -85,7 +85,7 @@ def products_saturate(machine: str | None = None, cpuinfo: str | None = None) ->
 
 def lacks_dot_products(machine: str | None = None, cpuinfo: str | None = None) -> bool:
     """Whether this is an ARM processor without dot products of 8-bit values (Cortex-A53, A57, A72, A73). Where nothing
-    is known of an ARM processor (macOS, Windows), it has them, as all that run these systems do."""
+    is known of an ARM processor (macOS), it has them, as all that run this system do."""
     features = _cpuinfo_field(cpuinfo, "Features").split()
     return architecture(machine) == "ARM" and bool(features) and "asimddp" not in features
 

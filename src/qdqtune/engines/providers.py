@@ -186,7 +186,7 @@ QNN = Provider(
         r"Validation FAILED[^\n]*\n(?P<nodes>(?:\s*Operator type:[^\n]*\n)+)\s*REASON : (?P<reason>[^\n]*)",
     ),
 )
-"""QNN: the NPU of Qualcomm's processors, and on x86 its simulator. Tried on that of onnxruntime-qnn 2.7.0, not on a chip.
+"""QNN: the NPU of Qualcomm's processors, and on x86 its simulator. Tried on that of 2.7.0, not on a chip.
 
 Observed on the simulator of 2.7.0: with a Relu between a padded convolution and a Q around 128, the values at the edges
 of the picture are wrong; without the Relu (`drop_clamps`), they are right. Of a convolution's results 1 to 5 % are one

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import os
 import signal
 import sys
 import threading
@@ -29,7 +30,7 @@ from qdqtune.engines import LAUNCHED, Built, Compiler, Engine, EngineSpec, Launc
 from qdqtune.engines.channel import Channel
 from qdqtune.engines.memory import return_free_memory, scarce_memory
 from qdqtune.errors import EngineFailure, QdqtuneError
-from qdqtune.system.operating_system import end_own_group, on_interrupt
+from qdqtune.system.interpreter import end_group
 from qdqtune.system.turns import Turn
 from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Workload
 
@@ -272,7 +273,7 @@ def _average(layers: Sequence[Layer], shares: Sequence[float]) -> Layer:
 
 def main() -> None:
     """Answer requests until the parent is gone."""
-    on_interrupt(signal.SIG_IGN)  # the parent decides what an interrupt means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     faulthandler.enable()
     channel = Channel(int(sys.argv[1]))
     requests: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
@@ -322,7 +323,8 @@ def _receive(channel: Channel, requests: SimpleQueue[Any]) -> None:
         try:
             requests.put(channel.recv())
         except (EOFError, OSError):
-            end_own_group()
+            end_group(0)
+            os._exit(1)
 
 
 def _as_array(value: Any) -> Array:

@@ -17,7 +17,6 @@ from qdqtune.graph.loading import files_of
 from qdqtune.graph.model import Constant, Model, size_of
 from qdqtune.graph.protobuf import head, parsed, refer
 from qdqtune.system.checks import Output, is_of_a_run, mark
-from qdqtune.system.operating_system import read_at
 from qdqtune.system.writing import atomic_write
 
 CONSTANTS, WEIGHTS = "constants.bin", "weights.bin"
@@ -139,7 +138,7 @@ class ConstantFile:
         if constant.key in self._spans:
             self._file.flush()
             offset, length = self._spans[constant.key]
-            return read_at(self._file, length, offset)
+            return os.pread(self._file.fileno(), length, offset)
         return constant.data() if self._known is None else self._known.data(constant)
 
     def _span(self, constant: Constant) -> tuple[str, int, int]:

@@ -7,17 +7,18 @@ process that started it has ended, even by a kill; the program then removes the 
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import os
 import shutil
 import stat
+import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
 from functools import cache
 
-from qdqtune.system import operating_system
 from qdqtune.system.interpreter import HOME, python
 
 MARK = "temporary-files-of-qdqtune"
@@ -84,13 +85,10 @@ def _others(folder: str | os.PathLike[str]) -> list[str]:
 
 def remove_locked(folder: str | os.PathLike[str], descriptor: int) -> None:
     """Remove a folder that this process has locked by this descriptor, which is closed."""
-    if not operating_system.REMOVES_OPEN_FILES:
-        os.close(descriptor)
     try:
         remove(folder)
     finally:
-        if operating_system.REMOVES_OPEN_FILES:
-            os.close(descriptor)
+        os.close(descriptor)
 
 
 def locked(folder: str | os.PathLike[str]) -> int:
@@ -99,9 +97,9 @@ def locked(folder: str | os.PathLike[str]) -> int:
     Raises:
         OSError: another process has the lock, or there is no such folder.
     """
-    descriptor = operating_system.open_to_lock(folder, MARK)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        operating_system.lock(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
         raise
@@ -139,7 +137,10 @@ class Cleaner:
                 return
             reads, writes = os.pipe()
             try:
-                operating_system.in_background(python("-I", "-S", "-c", PROGRAM, HOME), reads)
+                program, nowhere = python("-I", "-S", "-c", PROGRAM, HOME), subprocess.DEVNULL
+                subprocess.run(
+                    **program, stdin=reads, stdout=nowhere, stderr=nowhere, start_new_session=True, check=False
+                )
             except BaseException:
                 os.close(writes)
                 raise
@@ -162,7 +163,8 @@ def cleaner() -> Cleaner:
 
 def main() -> None:
     """Read places until the input ends; then remove the folders that are left there."""
-    operating_system.leave_parent()
+    if os.fork():  # go on without a parent, so that nobody waits for the end
+        os._exit(0)
     os.chdir("/")
     places = [line.rstrip(b"\n").split(b"\0") for line in sys.stdin.buffer]
     for pause in PAUSES:

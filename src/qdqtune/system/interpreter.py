@@ -1,8 +1,9 @@
-"""How this package starts Python processes."""
+"""How this package starts Python processes, and ends processes with all that they have started."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -30,3 +31,10 @@ def _is_current(folder: str) -> bool:
     with suppress(OSError):  # there is no such folder
         return os.path.samefile(folder or os.curdir, os.curdir)
     return False
+
+
+def end_group(leader: int) -> None:
+    """End a process that leads a group of its own (`process_group=0`), and what it has started; 0: this process and its
+    group. It may have ended by itself."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)

@@ -67,7 +67,7 @@ def _replaceable(path: Path) -> Path:
 
 def _flush(fresh: Path, target: Path) -> None:
     """Flush a file to the disk, so that a full disk shows before anything is renamed, and copy the old permissions."""
-    with fresh.open("r+b") as file:  # Windows flushes no file that is open for reading alone
+    with fresh.open("rb") as file:
         os.fsync(file.fileno())
     if target.exists():
         shutil.copymode(target, fresh)

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.devices import usable_cores
+from qdqtune.engines.devices import load, usable_cores
 from qdqtune.engines.machine import COST_MODEL, MachineFacts, is_simulated
 from qdqtune.graph.model import Model
 from qdqtune.search import products_left_in_float, ratios_to_float
-from qdqtune.system.operating_system import load
 from qdqtune.timing.ratios import Plan, Ratio, judge
 from qdqtune.types import Trial
 

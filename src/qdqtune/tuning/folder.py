@@ -6,6 +6,7 @@ are never overwritten or deleted: a run that would need the name of such a file 
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,7 +36,6 @@ from qdqtune.system.checks import (
     replaceable,
 )
 from qdqtune.system.cleanup import remove_left
-from qdqtune.system.operating_system import lock
 from qdqtune.system.writing import SCRATCH, write_through
 from qdqtune.tuning.price_cache import read_cache, usual_path
 from qdqtune.tuning.settings import STATE, Settings
@@ -272,7 +272,7 @@ def _locked(folder: Path) -> IO[bytes]:
     while True:
         file = (folder / LIST).open("ab", buffering=0)
         try:
-            lock(file.fileno())
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.close()
             raise BadState(f"{folder} is in use by another run: choose another `output_dir`") from error

@@ -14,8 +14,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.devices import usable_cores
-from qdqtune.system.operating_system import load
+from qdqtune.engines.devices import load, usable_cores
 from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import LOGS

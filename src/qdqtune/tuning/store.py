@@ -7,6 +7,7 @@ because a search that goes on from wrong numbers ships a wrong model.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import zlib
@@ -18,7 +19,6 @@ from typing import IO, Any, Self, cast
 
 from qdqtune.errors import BadData, BadModel, BadOption, BadState, BaselineFailed, reading, writing
 from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside, check_single
-from qdqtune.system.operating_system import lock
 from qdqtune.system.writing import write_through
 from qdqtune.tuning.records import (
     DenormalsRecord,
@@ -201,7 +201,7 @@ class Store:
 
     def _lock(self) -> None:
         try:
-            lock(self._file.fileno())
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise BadState(f"{self.path} is in use by another run: choose another `output_dir`") from error
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.accuracy import NOT_FINITE, is_finite, sqnr_db
 from qdqtune.numerics.sessions import Outputs
 from qdqtune.numerics.simulation import with_integer_softmax
-from qdqtune.system.operating_system import end_group, stop_group
+from qdqtune.system.interpreter import end_group
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest
 from qdqtune.tuning.contexts import Context
@@ -53,10 +54,15 @@ FLOAT_DESPITE_PAIRS = frozenset({"float compute", "split attention"})
 
 PLAIN, ITSELF, DEEPER = "convolutions", "a file and itself", "a file and one of four times its layers"
 
+
+def _stop_group(leader: int) -> None:
+    os.killpg(leader, signal.SIGSTOP)
+
+
 FAULTS: Mapping[str, tuple[str, Callable[[int], None], int, str]] = {
     "killed while it builds": ("build", end_group, 2, "crash"),
     "killed while it runs": ("run", end_group, 2, "crash"),
-    "stopped until the time limit": ("build", stop_group, 1, "timeout"),
+    "stopped until the time limit": ("build", _stop_group, 1, "timeout"),
 }
 """What happens to an engine process: the request during which it is ended or stopped, how often (a request that crashes
 is repeated once), and the stage of the failure."""
@@ -206,8 +212,6 @@ class Disturbed(WorkerProcess):
 
 def _survives(engine: EngineAtHand, subject: str) -> str:
     what, harm, times, stage = FAULTS[subject]
-    if harm is stop_group and sys.platform == "win32":
-        raise NotApplicableError("Windows stops no process")
     files, start = engine.files(PLAIN), partial(Disturbed, what=what, harm=harm, left=[0] * times)
     if what == "run":
         engine.insist_on_device()

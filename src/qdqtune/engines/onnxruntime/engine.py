@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -322,8 +321,7 @@ class OnnxRuntimeModel:
         is_large = saves_memory or nbytes(self._path) >= LOADED_ONCE
         with TemporaryDirectory(prefix="qdqtune-") as name:
             folder = Path(name)
-            if sys.platform != "win32":  # where links take a privilege: the file is written, and removed with the rest
-                (folder / NOWHERE).symlink_to(os.devnull)
+            (folder / NOWHERE).symlink_to(os.devnull)
             written = {"optimized_model_filepath": str(folder / "optimized.onnx"), "log_severity_level": LOG_ERROR}
             profiled = {"enable_profiling": True, "profile_file_prefix": str(folder / "profile")}
             make = partial(self._engine.session, model.SerializeToString())

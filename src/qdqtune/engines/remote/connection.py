@@ -31,7 +31,7 @@ from qdqtune.engines.remote.files import Sender
 from qdqtune.engines.remote.messages import Pipe, Reply, WorkerLocation
 from qdqtune.engines.remote.worker import NETWORK_SECONDS, LinkLostError, RemoteWorker
 from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line, parsed_json
-from qdqtune.system.operating_system import end_group, own_group
+from qdqtune.system.interpreter import end_group
 from qdqtune.version import __version__
 
 SSH = (
@@ -124,7 +124,7 @@ class Connection:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                **own_group(),  # Ctrl-C in a terminal does not reach it
+                process_group=0,  # Ctrl-C in a terminal does not reach it
             )
         except OSError as error:
             program = "ssh" if destination.serial is None else "adb"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import select
 import struct
 import threading
 from collections.abc import Mapping
@@ -17,7 +18,6 @@ from typing import IO, Any, Literal
 
 from qdqtune.engines.devices import Device
 from qdqtune.engines.execution import Check, Deadline
-from qdqtune.system.operating_system import SURELY_TAKEN, takes_bytes
 from qdqtune.types import Array
 from qdqtune.version import __version__
 
@@ -38,6 +38,13 @@ CLASSES = frozenset(
     {"qdqtune.types", "qdqtune.errors", "qdqtune.system.turns", "qdqtune.engines.devices", __name__, "ml_dtypes"}
 )
 """Modules whose classes hold values and do nothing."""
+
+
+def _takes_bytes(pipe: int, seconds: float) -> bool:
+    """Whether a pipe takes `PIPE_BUF` bytes at once, now or within so many seconds."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLOUT)
+    return bool(poll.poll(1e3 * seconds))
 
 
 @dataclass(frozen=True)
@@ -120,8 +127,8 @@ class Pipe:
     def _send_in_time(self, data: bytes, deadline: Deadline) -> None:
         left = memoryview(data)
         while left:
-            if takes_bytes(self._writes.fileno(), deadline.pause):
-                left = left[os.write(self._writes.fileno(), left[:SURELY_TAKEN]) :]
+            if _takes_bytes(self._writes.fileno(), deadline.pause):
+                left = left[os.write(self._writes.fileno(), left[: select.PIPE_BUF]) :]
             else:
                 deadline.after_pause()
 
