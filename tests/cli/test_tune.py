@@ -93,7 +93,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--scores": (["y:1,z"], lambda s: s.scores, ("y:1", "z")),
     "--front": ([], lambda s: (s.front, s.builds), (True, 25)),
     "--labels": (["l.npy"], lambda s: s.labels, "l.npy"),
-    "--metric": (["f1"], lambda s: s.metric, "f1"),
+    "--metric": (["top5"], lambda s: s.metric, "top5"),
     "--evaluate": (["metric:score"], lambda s: s.evaluate, "metric:score"),
     "--max-drop": (["0.5", "--evaluate", "metric:score"], lambda s: s.max_drop, 0.5),
     "--graph-json": (["g.json", "--mode", "subgraph"], lambda s: s.graph_json, Path("g.json")),

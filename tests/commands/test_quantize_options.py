@@ -37,7 +37,7 @@ QUANTIZE: dict[str, tuple[Sequence[str], Callable[[QuantizeOptions], object], ob
     "--fix-input": (["sr=16000"], lambda r: r.fix_inputs, {"sr": 16000}),
     "--evaluate": (["metric:score"], lambda r: r.evaluate, "metric:score"),
     "--labels": (["l.npy"], lambda r: r.label_file, Path("l.npy")),
-    "--metric": (["f1:y"], lambda r: r.metric, "f1:y"),
+    "--metric": (["top5:y"], lambda r: r.metric, "top5:y"),
     "--scores": (["y:1", "--scores", "z,w"], lambda r: r.scores, ("y:1", "z", "w")),
     "--report": ([], lambda r: r.report, True),
 }

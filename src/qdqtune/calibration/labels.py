@@ -22,11 +22,11 @@ COLUMNS = (LABELS, "label")
 
 
 def read_labels(path: Path) -> tuple[Array, ...]:
-    """The labels in a file, one array a label: a number has shape (), a row of pixels, ids or a vector its own.
+    """The labels in a file, one array a label: a number has shape (), a vector its own.
 
     A .npy, and the array `labels` of an .npz (or its only one), have the labels along the first axis. A .json holds a
     list, or labels by name in the order of the samples; a .csv has them in the column `label`, or else in the last
-    one; a .txt has one a line, or several numbers a line where a label is a sequence.
+    one; a .txt has one a line, or several numbers a line where a label is a vector.
 
     Raises:
         BadData: the file is missing or unreadable, or holds something else than numbers.
@@ -48,7 +48,7 @@ def read_labels(path: Path) -> tuple[Array, ...]:
         elif ending == ".txt":
             lines = [line.replace(",", " ").split() for line in text.splitlines() if line.strip()]
             found = [line[0] if len(line) == 1 else line for line in lines]
-            if any(isinstance(label, list) for label in found):  # a sequence of one is a sequence
+            if any(isinstance(label, list) for label in found):  # a vector of one number is a vector
                 found = [label if isinstance(label, list) else [label] for label in found]
         else:
             raise BadData(f"labels {path} are in no form that is read: give {FORMS}")

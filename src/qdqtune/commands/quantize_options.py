@@ -15,8 +15,7 @@ from qdqtune.engines.formats import FORMATS
 from qdqtune.engines.options import time_limit_option
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
-from qdqtune.numerics.label_options import LabelOptions
-from qdqtune.numerics.score_options import ScoreOption
+from qdqtune.numerics.label_options import LabelOptions, ScoreOption
 from qdqtune.options import (
     SWITCH,
     TEXT,

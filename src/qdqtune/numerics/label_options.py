@@ -1,4 +1,4 @@
-"""The options for a metric without code: a file of labels, and the name of the metric."""
+"""The options for a metric without code, and for outputs that hold scores of classes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import click
 import numpy.typing as npt
 
+from qdqtune import options
 from qdqtune.calibration.labels import FORMS
 from qdqtune.errors import BadOption
 from qdqtune.numerics.label_metrics import NAMES
-from qdqtune.options import Anything, Option, Options, PathLike, Reads, Text, option
+from qdqtune.options import Anything, Names, Option, Options, PathLike, Reads, Text, option
 
 LabelsLike = PathLike | npt.ArrayLike | Sequence[npt.ArrayLike]
 """Labels: a file, or an array or a list with one for each sample."""
@@ -38,8 +39,8 @@ class LabelOptions(Options):
     labels: Option[LabelsLike | None, LabelsLike | None] = option(
         Anything(Reads(path_type=str)),
         None,
-        "What is right for each sample of `calibration_data`, in the same order: class numbers from 0, pixels of "
-        f"classes, ids or vectors, in {FORMS}. An .npz may hold samples of its own beside its array 'labels': those "
+        "What is right for each sample of `calibration_data`, in the same order: class numbers from 0, or vectors, "
+        f"in {FORMS}. An .npz may hold samples of its own beside its array 'labels': those "
         "that calibration does not see are the fairest.",
         "Data",
         short="right answers, one for each sample",
@@ -50,11 +51,8 @@ class LabelOptions(Options):
         "auto",
         "How outputs are compared with `labels`; without labels, with what the float model says: METRIC, or "
         "METRIC:OUTPUT for an output that is not the first that fits. Higher is better. "
-        "top1, top5: the right class has the best score, or one of the best five. f1: mean over classes (of two "
-        "classes, that of class 1). miou: of pixels, without label 255. tokens: share of equal ids. wer: 1 - word "
-        "error rate, the edits per id of the label. cosine: of vectors. mse, mae: squared or absolute error with a "
-        "minus. psnr: in dB below the largest label. auto: the first that fits the shapes, of top1, miou, tokens, wer, "
-        "cosine and mse.",
+        "top1, top5: the right class has the best score, or one of the best five. cosine: of vectors. auto: top1 where "
+        "that fits the shapes, else cosine. Any other metric is a function: `evaluate`.",
         "Data",
         metavar="METRIC[:OUTPUT]",
         is_rare=True,
@@ -79,3 +77,21 @@ def check_metric(evaluate: object, options: LabelOptions) -> None:
     """
     if evaluate is not None and options.is_labelled:
         raise BadOption("`evaluate` is a metric of its own: leave `labels` and `metric` out")
+
+
+@dataclass(kw_only=True)
+class ScoreOption(Options):
+    """Which outputs hold scores of classes (see `numerics.scores`)."""
+
+    scores: Names = option(
+        options.NAMES,
+        (),
+        "Outputs that hold scores of classes, tokens or pixels, whose best class is compared with the float model's: "
+        "NAME or NAME:AXIS, by commas, where AXIS is that of the classes (1 of four, the last of three); or none. Of "
+        "raw scores of pixels the values do not tell.",
+        "Accuracy",
+        default_in_words="what the float model's values show",
+        metavar="NAME[:AXIS]",
+        is_repeated=True,
+        is_rare=True,
+    )

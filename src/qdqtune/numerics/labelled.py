@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import NOT_FINITE, is_finite
-from qdqtune.numerics.label_metrics import ON_NUMBERS, Asked, Tally, answer, check_classes, chosen, fits, parsed
+from qdqtune.numerics.label_metrics import Asked, Tally, answer, check_classes, chosen, fits, parsed
 from qdqtune.numerics.losses import Score
 from qdqtune.numerics.metric import Evaluation, evaluate
 from qdqtune.types import Array, Failure, Sample
@@ -71,8 +71,6 @@ def open_labelled(
     if output is not None and output not in model.outputs:
         raise BadOption(f"`metric` {metric} names no output: there are {', '.join(model.outputs)}")
     if labels is None:
-        if asked in ON_NUMBERS:
-            raise BadOption(f"`metric` {asked} needs `labels`: against the float model `min_sqnr` limits the error")
         if data is None:
             raise BadOption(f"`metric` {metric} needs samples: give `calibration_data`")
         samples = open_samples(data, model, execution, limit=limit, fixed=fixed, folders=folders)
@@ -151,7 +149,7 @@ def _measured(metric: Labelled, runner: Runner, handle: Handle, floats: Handle |
             raise BadOption(f"{metric.source}: output {of} of one sample has another form than that of the first")
         tally.add(told, right)
     assert tally is not None  # a source without samples is refused when it is opened
-    return replace(tally.score, name=tally.metric, answers=tuple(tally.answers))
+    return tally.score
 
 
 def _ran(runner: Runner, handle: Handle, sample: Sample) -> Mapping[str, Array] | Failure:

@@ -17,9 +17,6 @@ Z2 = NormalDist().inv_cdf(1 - ERROR) ** 2
 HITS = frozenset({"top1", "top5"})
 """Metrics whose score of a sample is 1 or 0: its answer is right or wrong."""
 
-SINGLE = HITS | {"f1"}
-"""Metrics of one answer a sample: one that changes counts whole, and few of them change."""
-
 DOUBTFUL = 0.2
 """A float model that is right less often may have been given labels of other samples. Chosen, not measured."""
 
@@ -31,18 +28,13 @@ LEAST_CHANGED = 8
 class Score:
     """A metric of a model; higher is better.
 
-    `by_sample` has the part of each labelled sample in it, in their order; empty where a function of the user gives one
-    number. For a mean it is the sample's own score, 1 or 0 where an answer is right or wrong. For a metric of all
-    samples together, such as F1, it is the pseudo-value of the jackknife, n*all - (n-1)*(all without the sample)
-    (Tukey, Annals of Mathematical Statistics 29, 1958), with which such a metric is treated as a mean. `name` is that
-    of the metric over labels. `answers` has a number for what the model says of each sample, equal for equal answers: a
-    pseudo-value changes with the answers of other samples, too.
+    `by_sample` has the score of each labelled sample, in their order, 1 or 0 where an answer is right or wrong; empty
+    where a function of the user gives one number. `name` is that of the metric over labels.
     """
 
     value: float
     by_sample: tuple[float, ...] = ()
     name: str = ""
-    answers: tuple[int, ...] = ()
 
     @property
     def is_of_hits(self) -> bool:
@@ -82,9 +74,8 @@ def loss_high(before: Score, after: Score) -> float | None:
 
 
 def _changed(before: Score, after: Score) -> int:
-    """How many samples are answered otherwise; where answers are not known, how many have another score."""
-    pairs = (before.answers, after.answers) if before.answers and after.answers else (before.by_sample, after.by_sample)
-    return sum(a != b for a, b in zip(*pairs, strict=True))
+    """How many samples have another score."""
+    return sum(a != b for a, b in zip(before.by_sample, after.by_sample, strict=True))
 
 
 def few_changed(before: Score, after: Score) -> str | None:
@@ -101,11 +92,11 @@ def samples_to_tell(score: Score, max_drop: float) -> int | None:
     """How many samples it takes until one without any change shows that the loss is within `max_drop`; None if these
     are enough, or no number is.
 
-    With right and wrong answers the interval of `n` samples without a change ends at z^2 / (n + z^2). F1 is asked for
-    as many. Other scores change a little on most samples, and Student's t can tell from `LEAST_CHANGED` on.
+    With right and wrong answers the interval of `n` samples without a change ends at z^2 / (n + z^2). Other scores
+    change a little on most samples, and Student's t can tell from `LEAST_CHANGED` on.
     """
     count = len(score.by_sample)
-    if score.name not in SINGLE:
+    if not score.is_of_hits:
         return LEAST_CHANGED if 0 < count < LEAST_CHANGED else None
     needed = ceil(Z2 * (1 - max_drop) / max_drop - 1e-9) if 0 < max_drop < 1 else 0
     return needed if count < needed else None

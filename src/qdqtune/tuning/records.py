@@ -174,12 +174,11 @@ class TrialRecord(Record, frozen=True, tag="trial"):
 
 
 class MetricRecord(Record, frozen=True, tag="metric"):
-    """The user's metric of a placement; over labels with its `name`, and part and answer of each sample."""
+    """The user's metric of a placement; over labels with its `name`, and the score of each sample."""
 
     value: float | None = None
     by_sample: tuple[float, ...] = ()
     name: str = ""
-    answers: tuple[int, ...] = ()
     failure: Failure | None = None
 
     def __post_init__(self) -> None:
@@ -191,7 +190,7 @@ class MetricRecord(Record, frozen=True, tag="metric"):
         if self.failure is not None:
             return self.failure
         assert self.value is not None  # checked when it was made
-        return Score(self.value, self.by_sample, self.name, self.answers)
+        return Score(self.value, self.by_sample, self.name)
 
 
 class LayersRecord(Record, frozen=True, tag="layers"):
