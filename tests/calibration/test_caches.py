@@ -5,7 +5,6 @@ import os
 import struct
 from pathlib import Path
 
-import flatbuffers
 import numpy as np
 import pytest
 from hypothesis import given
@@ -86,10 +85,11 @@ def test_tables_of_onnxruntime_in_all_their_forms(tmp_path: Path) -> None:
     ends = read_cache(tmp_path / "calibration.json")
     tenth = float(np.float32(0.1))
     assert ends.ranges == {"x": Range(-1.5, 2.25), "z 0:0": Range(0.0, tenth), "low": Range(-3.0, -1.0)}
-    for file in ("calibration.flatbuffers", "calibration.cache"):
-        largest = read_cache(tmp_path / file)
-        assert dict(largest.ranges) == {"x": Range(-2.25, 2.25), "z 0:0": Range(-tenth, tenth)}
-        assert {n: w.split(":")[0] for n, w in largest.unusable.items()} == {"low": "negative", "none": "zero"}
+    largest = read_cache(tmp_path / "calibration.cache")
+    assert dict(largest.ranges) == {"x": Range(-2.25, 2.25), "z 0:0": Range(-tenth, tenth)}
+    assert {n: w.split(":")[0] for n, w in largest.unusable.items()} == {"low": "negative", "none": "zero"}
+    with pytest.raises(BadData, match=r"calibration\.json"):
+        read_cache(tmp_path / "calibration.flatbuffers")
     assert read_cache(written(tmp_path, '{"x": [-1, 2]}')).ranges == {"x": Range(-1.0, 2.0)}
     whole = {"CLS": "TensorsData", "data": {"x": {"lowest": {"data": [-1.0]}, "highest": 2, "CLS": "TensorData"}}}
     assert read_cache(written(tmp_path, json.dumps(whole))).ranges == {"x": Range(-1.0, 2.0)}
@@ -98,11 +98,6 @@ def test_tables_of_onnxruntime_in_all_their_forms(tmp_path: Path) -> None:
 def test_json_of_tao_holds_largest_values(tmp_path: Path) -> None:
     cache = read_cache(written(tmp_path, '{"tensor_scales": {"x": 2.0, "y": NaN}}'))
     assert (cache.source, dict(cache.ranges), list(cache.unusable)) == ("TAO", {"x": Range(-2.0, 2.0)}, ["y"])
-
-
-def pointing(count: int, at: int) -> bytes:
-    """A flatbuffer whose vector says that it has `count` entries, the first of which leads to `at`."""
-    return struct.pack("<I3H2xiIII", 12, 6, 8, 4, 8, 4, count, at).ljust(64, b"\xff")
 
 
 @pytest.mark.parametrize(
@@ -120,10 +115,8 @@ def pointing(count: int, at: int) -> bytes:
         ('{"x": [1, "a"]}', "no number for 'x'"),
         ('{"x": [0, 1], "x": [0, 2]}', "twice"),
         ('{"x": [0, 1]', "no calibration cache, or damaged"),
-        (b"\x00" * 4096, "no calibration cache"),
-        (b"\xff" * 64, "neither text nor a table"),
-        (pointing(0xFFFFFFF, 4), "entries"),
-        (pointing(1, 0x7FFFFFFF), "cut short"),
+        (b"\x00" * 4096, "it is no text"),
+        (b"\xff" * 64, "it is no text .ONNX Runtime writes its table as calibration.json"),
     ],
 )
 def test_what_is_no_cache_is_refused_in_one_line(content: str | bytes, words: str, tmp_path: Path) -> None:
@@ -132,26 +125,6 @@ def test_what_is_no_cache_is_refused_in_one_line(content: str | bytes, words: st
         read_cache(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_texts_that_overlap_are_not_read_again_and_again(tmp_path: Path) -> None:
-    builder = flatbuffers.Builder(0)
-    shared = builder.CreateString("7" * 3000)
-    tables = []
-    for _ in range(100):
-        builder.StartObject(2)
-        builder.PrependUOffsetTRelativeSlot(0, shared, 0)
-        builder.PrependUOffsetTRelativeSlot(1, shared, 0)
-        tables.append(builder.EndObject())
-    builder.StartVector(4, len(tables), 4)
-    for table in tables:
-        builder.PrependUOffsetTRelative(table)
-    vector = builder.EndVector()
-    builder.StartObject(1)
-    builder.PrependUOffsetTRelativeSlot(0, vector, 0)
-    builder.Finish(builder.EndObject())
-    with pytest.raises(BadData, match="no end"):
-        read_cache(written(tmp_path, bytes(builder.Output())))
 
 
 def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_search_and_apply_take_it_as_well(call: Call, model: Path, tmp_path: P
         (["--calibration-cache", "missing.cache"], "cannot read calibration cache missing.cache"),
         (["--calibration-cache", "model.onnx"], "is no calibration cache"),
         (["--calibration-cache", "calib.cache", "-o", "calib.cache"], "calib.cache"),
-        (["--calibration-cache", "other.cache"], "is it another model's"),
+        (["--calibration-cache", "other.cache"], "it is of another model"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(

@@ -1,7 +1,7 @@
 """Reads calibration caches of other tools: ranges by tensor name, which `matching` applies to a model.
 
 These are the text of TensorRT's calibrators (of every algorithm and version; Polygraphy and trtexec write it too), the
-tables of ONNX Runtime (JSON, flatbuffers and text), and the JSON of TAO. Formats as in the readers and writers of
+tables of ONNX Runtime (JSON and text), and the JSON of TAO. Formats as in the readers and writers of
 TensorRT and ONNX Runtime.
 """
 
@@ -65,7 +65,7 @@ def read_cache(path: Path) -> Cache:
         data = path.read_bytes()
     try:
         source, entries = _parsed(data)
-    except (ValueError, struct.error, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise BadData(f"{path} is no calibration cache, or damaged: {why}") from error
     ranges, unusable = _without_contradictions(entries)
@@ -86,13 +86,13 @@ def _without_contradictions(entries: Iterable[tuple[str, Value]]) -> tuple[dict[
 
 
 def _parsed(data: bytes) -> tuple[str, list[tuple[str, Value]]]:
-    """The kind of file and its entries. Raises ValueError, struct.error or RecursionError if it is damaged."""
+    """The kind of file and its entries. Raises ValueError or RecursionError if it is damaged."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        return "ONNX Runtime's table", _flatbuffer(data)
+        text = "\0"
     if "\0" in text:
-        return "ONNX Runtime's table", _flatbuffer(data)
+        raise ValueError("it is no text (ONNX Runtime writes its table as calibration.json as well)")
     if text.lstrip()[:1] in ("{", "["):
         return _json(text)
     lines = [line.rstrip("\r") for line in text.split("\n")]
@@ -222,68 +222,3 @@ def _number(value: object, name: str) -> float:
         return float(np.float64(value))
     except OverflowError:
         return math.inf
-
-
-# ---- flatbuffers
-
-
-def _flatbuffer(data: bytes) -> list[tuple[str, Value]]:
-    """The entries of ONNX Runtime's `TrtTable { dict: [KeyValue { key: string; value: string }] }`.
-
-    Every offset is checked: the file may be of another kind, or malicious.
-    """
-    reader = _Reader(data)
-    vector = reader.field(reader.offset(0), 0)
-    if vector is None:
-        return []
-    count = reader.unsigned(vector)
-    if 4 * count > len(data):
-        raise ValueError(f"it counts {count} entries")
-    entries = []
-    for number in range(count):
-        table = reader.offset(vector + 4 + 4 * number)
-        name, value = (reader.text(reader.field(table, slot)) for slot in (0, 1))
-        try:
-            entries.append((name, _symmetric(float(value))))
-        except ValueError as error:
-            raise ValueError(f"it has no number for {_shown(name)}") from error
-    return entries
-
-
-class _Reader:
-    """Reads flatbuffers by their specification: little endian, a table has a table of field offsets in front."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._left = len(data)  # texts do not overlap, so that together they are shorter than the file
-
-    def unsigned(self, at: int) -> int:
-        return self._unpack("<I", at)
-
-    def offset(self, at: int) -> int:
-        """The position that the offset stored at `at` points to."""
-        return at + self.unsigned(at)
-
-    def field(self, table: int, slot: int) -> int | None:
-        """The position that a field of a table points to; None if the table lacks it."""
-        layout = table - self._unpack("<i", table)
-        size = self._unpack("<H", layout)
-        inside = self._unpack("<H", layout + 4 + 2 * slot) if 4 + 2 * slot < size else 0
-        return self.offset(table + inside) if inside else None
-
-    def text(self, at: int | None) -> str:
-        if at is None:
-            raise ValueError("it has an entry without name or value")
-        length = self.unsigned(at)
-        self._left -= length
-        if at + 4 + length > len(self._data) or self._left < 0:
-            raise ValueError("a text in it has no end")
-        return self._data[at + 4 : at + 4 + length].decode()
-
-    def _unpack(self, form: str, at: int) -> int:
-        if at < 0:
-            raise ValueError("it is neither text nor a table")
-        if at + struct.calcsize(form) > len(self._data):
-            raise ValueError("it is neither text nor a table, or it is cut short")
-        (value,) = struct.unpack_from(form, self._data, at)
-        return int(value)

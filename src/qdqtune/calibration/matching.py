@@ -7,17 +7,15 @@ values (`_renamed`). A tensor without an entry takes the range of a neighbour th
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from qdqtune.calibration.caches import Cache, read_cache
-from qdqtune.calibration.calibrate import calibrate, candidate_tensors
-from qdqtune.calibration.other_exports import contradiction, doubts, shift_of
-from qdqtune.calibration.scales import Calibration, Range, Ranges
-from qdqtune.engines.execution import EXECUTION, Execution
-from qdqtune.errors import BadData, BadModel
+from qdqtune.calibration.calibrate import candidate_tensors
+from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.errors import BadData
 from qdqtune.graph.loading import identities
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import (
@@ -30,7 +28,6 @@ from qdqtune.graph.operators import (
     is_float,
     takes_data,
 )
-from qdqtune.types import Sample
 
 UNNAMED_TENSOR = re.compile(r"\(Unnamed Layer\* \d+\) \[(.+)\]_output(?:_\d+)?")
 """The output of an unnamed TensorRT layer, with the kind of the layer."""
@@ -57,16 +54,9 @@ scale."""
 FORWARD = MOVERS | CLAMPS | {"Dropout", "GatherElements", "Tile"}
 """Operators whose output is within the range of their input."""
 
-LEAST_KNOWN_SHARE = 0.1
-"""A cache is another model's if it has fewer of the model's tensors, and the model fewer of its entries: a name such as
-`input` is in many models. Chosen, not measured."""
-
-
 CONSTANT = "a constant: weights get scales of their own"
 TENSORRTS_OWN = "a tensor of TensorRT's own, which the model does not have"
 """Reasons for unused entries that every cache has."""
-
-ANOTHER = "is it another model's? Exports of one network number tensors differently: if so, calibrate this file anew"
 
 LISTED_NAMES = 5
 """Names in a note before it is shortened."""
@@ -78,7 +68,7 @@ class Matched:
 
     `exact` are the tensors with an entry. `derived` has the source of the range for other tensors with a range.
     `lacking` are tensors without one that operators with integer kernels read, which so stay in float. `unused` has the
-    reason for each entry without a tensor. `doubts` are signs that the cache is another model's, or of another export.
+    reason for each entry without a tensor.
     """
 
     source: str
@@ -87,22 +77,6 @@ class Matched:
     derived: Mapping[str, str]
     lacking: tuple[str, ...]
     unused: Mapping[str, str]
-    doubts: tuple[str, ...] = ()
-
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether the cache may be another model's."""
-        return bool(self.doubts)
-
-    def seen_on(self, model: Model, samples: Iterable[Sample], execution: Execution = EXECUTION) -> Matched:
-        """The same with a doubt if ranges on samples contradict the entries; as it is where ONNX Runtime cannot run the
-        model."""
-        try:
-            seen = calibrate(model, samples, Calibration("minmax"), execution=execution).activations
-        except BadModel:
-            return self
-        told = contradiction({t: self.ranges.activations[t] for t in self.exact}, seen)
-        return replace(self, doubts=(*self.doubts, told)) if told else self
 
     def notes(self) -> tuple[str, ...]:
         """Notes on the entries that are used, the tensors that stay in float, and the entries that are not used."""
@@ -117,14 +91,12 @@ class Matched:
             notes.append(f"entries for constants, and for tensors that only TensorRT has, are ignored: {len(own)}")
         if strange := [name for name in self.unused if name not in own]:
             notes.append(f"other entries that are not used, {len(strange)}: {_listed(strange, self.unused)}")
-        if self.doubts:
-            notes.append(f"{'; '.join(self.doubts)}: {ANOTHER}")
         return tuple(notes)
 
     def as_json(self) -> dict[str, object]:
         """All fields except the ranges."""
         named = {"source": self.source, "exact": list(self.exact), "derived": dict(self.derived)}
-        return {**named, "lacking": list(self.lacking), "unused": dict(self.unused), "doubts": list(self.doubts)}
+        return {**named, "lacking": list(self.lacking), "unused": dict(self.unused)}
 
 
 def _listed(names: Collection[str], words: Mapping[str, str] | None = None) -> str:
@@ -151,7 +123,7 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
     model (see `loading.identities`).
 
     Raises:
-        BadData: the cache has none or hardly any of the model's tensors.
+        BadData: most of the names in the cache are no tensors of the model.
     """
     tensors = candidate_tensors(model)
     named = {n: n for n in cache.ranges} | {n: t for n, t in aliases.items() if n in cache.ranges}
@@ -163,36 +135,23 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
     for tensor, other in _casts(model, tensors):
         if other in known:
             known.setdefault(tensor, known[other])
-    names, own = {*cache.ranges, *cache.unusable}, {*tensors, *(n for n, t in aliases.items() if t in tensors)}
-    if (shift := shift_of(names, own)) is not None and shift.is_clear:
-        raise BadData(f"it is of another export of the network: {shift}. Rename them so, or calibrate this file anew")
-    strangers = [n for n in cache.ranges if n not in entries and not TENSORRT_NAME.fullmatch(n)]
-    if len(exact) < LEAST_KNOWN_SHARE * len(tensors) and len(entries) < LEAST_KNOWN_SHARE * (
-        len(entries) + len(strangers)
-    ):
-        raise BadData(_of_another_model(cache, model, len(tensors), len(exact)))
     derived: dict[str, str] = {}
     for name, tensor in _renamed(cache.ranges, model, known, tensors):
         known[tensor] = cache.ranges[name]
         derived[tensor], entries[name] = f"{name}, as TensorRT calls it", tensor
-    if not known:
-        raise BadData(_of_another_model(cache, model, len(tensors), 0))
+    of_model = [n for n in cache.ranges if n in entries or not TENSORRT_NAME.fullmatch(n)]
+    if not known or (2 * len(entries) < len(of_model) and 2 * len(exact) < len(tensors)):
+        raise BadData(
+            f"{len(entries)} of its {len(of_model)} names are tensors of the model, of whose {len(tensors)} the first "
+            f"is {next(iter(tensors), 'none')!r}: it is of another model, or of another export, where numbers name "
+            "other tensors; calibrate this file anew"
+        )
     derived |= _passed_on(model, known, tensors)
     unused = dict(cache.unusable) | {n: _why_unused(aliases.get(n, n), model) for n in cache.ranges if n not in entries}
     computed = {t for n in model.nodes if n.op in COMPUTE and not n.domain for t in n.inputs[:2] if t in tensors}
     wanted = computed.union(t for n in model.nodes if n.op in INTEGER_KERNELS and not n.domain for t in n.inputs)
     lacking = tuple(t for t in tensors if t in wanted and t not in known)
-    told = doubts(names, {t: known[t] for t in exact}, model, own, shift)
-    if 2 * len(computed - known.keys()) > len(computed):
-        told.append("most of what the model's convolutions and products read has no scale")
-    return Matched(cache.source, Ranges(known, is_given=True), exact, derived, lacking, unused, tuple(told))
-
-
-def _of_another_model(cache: Cache, model: Model, tensors: int, found: int) -> str:
-    first = next(iter(cache.ranges), None) or next(iter(cache.unusable))
-    own = next(iter(candidate_tensors(model)), "none")
-    known = f"knows {found or 'none'} of the {tensors} float tensors of the model"
-    return f"it {known}: is it another model's? Its first entry is {first!r}, the model's {own!r}"
+    return Matched(cache.source, Ranges(known, is_given=True), exact, derived, lacking, unused)
 
 
 def _casts(model: Model, tensors: Collection[str]) -> Iterator[tuple[str, str]]:

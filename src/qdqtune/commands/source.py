@@ -135,8 +135,6 @@ class SourceOptions(DataOptions, CacheOption, RewriteOption, RangeOptions, Input
             graph, notes = by_ranges(graph, self.precision or usual, cache, path)
             shaped = with_input_shapes(graph, self.input_shapes)
         matched = None if cache is None else from_file(cache, graph, path)
-        if matched is not None and prepared is not None and prepared.has_real_samples:
-            matched = matched.seen_on(shaped, prepared.judging[:1], execution)
         return PreparedModel(graph, shaped, prepared, matched, (*notes, *(matched.notes() if matched else ())))
 
 

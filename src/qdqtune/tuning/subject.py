@@ -240,8 +240,6 @@ def calibrated(
     record = store.get(RangesRecord)
     if settings.calibration_cache is not None:
         matched = from_file(settings.calibration_cache, subject.shaped, settings.model)
-        if subject.prepared.has_real_samples:
-            matched = matched.seen_on(subject.shaped, subject.prepared.judging[:1], subject.prepared.execution)
         subject = replace(subject, notes=(*subject.notes, *matched.notes()))
         record = record or store.put(RangesRecord(ranges=matched.ranges))
     for note in record.hurried if record is not None else ():
