@@ -20,7 +20,7 @@ from qdqtune.commands.apply import Applied, ApplyOptions, apply
 from qdqtune.commands.quantize import HELD_OUT, quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.engines.formats import numeric_format
-from qdqtune.errors import BadModel, BadOption, OutputError
+from qdqtune.errors import BadModel, BadOption, EngineFailure, OutputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
@@ -29,7 +29,7 @@ from qdqtune.numerics.fitting import with_known_ranges
 from qdqtune.placement.files import PlacementFile, write_placement
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement
-from qdqtune.types import Failure, Placement
+from qdqtune.types import Placement
 
 Array = npt.NDArray[Any]
 DIGITS = Path(__file__).parents[2] / "demo" / "digits.onnx"
@@ -352,7 +352,6 @@ def test_the_report_ranks_tensors_by_what_they_do_to_the_outputs(tmp_path: Path)
     ordered = [d.output_db for d in done.damages if d.output_db is not None]
     assert ordered == sorted(ordered)
     assert len(ordered) == len(found)
-    assert min(found, key=lambda t: found[t].own_db or 0.0) == "o"
     assert [d.tensor for d in done.damages].index("o") > [d.tensor for d in done.damages].index("p")
     assert [found[t].nodes for t in ("p", "o", "w")] == [("third",), ("second",), ("first",)]
     assert quantize(request(path)).damages == ()
@@ -363,9 +362,9 @@ def test_the_report_ranks_tensors_by_what_they_do_to_the_outputs(tmp_path: Path)
 def test_what_the_report_says_of_a_tensor_holds_in_a_model_with_its_pairs_only(engine, net, tmp_path):
     """Also where a pair stands for a clamp that was dropped, and where it shares its scale."""
     model = net()
-    path = written(model, tmp_path)
+    path = written(model, tmp_path, 4)
     done = quantize(request(path, engine=engine, report=True))
-    judges = feeds(model, 5)
+    judges = feeds(model, 4)
     known = read_placement(model, load(done.output)).ranges
     numbers = replace(numeric_format(engine, "int8"), shared_scale_ops=frozenset(), bias="float", drop_clamps=False)
     exact = run(model, judges)
@@ -374,8 +373,6 @@ def test_what_the_report_says_of_a_tensor_holds_in_a_model_with_its_pairs_only(e
         only = Placement.of(e for e in done.placed.placement if e.tensor == damage.tensor)
         found = sqnr_db(exact, run(insert(model, only, known, numbers), judges))
         assert damage.output_db == pytest.approx(found, abs=0.2)
-        assert damage.own_db is not None
-        assert damage.own_db > 20
 
 
 def test_keeping_the_nodes_of_the_report_in_float_takes_the_pair_away(tmp_path: Path) -> None:
@@ -386,11 +383,14 @@ def test_keeping_the_nodes_of_the_report_in_float_takes_the_pair_away(tmp_path: 
 
 
 def test_no_report_where_the_model_with_switches_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.commands.quantize.damages", lambda *_: Failure("build", "no such operator"))
+    def fails(*_: object) -> None:
+        raise EngineFailure("no such operator")
+
+    monkeypatch.setattr("qdqtune.commands.quantize.damages", fails)
     done = quantize(request(written(conv_net(), tmp_path), report=True))
     assert done.damages == ()
     assert done.sqnr_db is not None
-    assert done.notes[1:] == ("no report of single tensors, as the model with switches fails: no such operator",)
+    assert done.notes[1:] == ("no report of single tensors: no such operator",)
 
 
 def test_rounding_by_data_says_where_the_data_are_few_and_is_refused_without_stored_weights(tmp_path: Path) -> None:

@@ -90,9 +90,6 @@ def test_the_noisiest_blocks_are_halved_until_the_measurements_are_spent() -> No
     asked.clear()
     assert halved(8, noise, Limits(7)) == [1, 1, 1, 1, 1, 100, 1, 1]
     assert asked == [(0, 8), (0, 4), (4, 8), (4, 6), (6, 8), (4, 5), (5, 6)]
-    asked.clear()
-    assert halved(8, noise, Limits(100, only_worst=1)) == [1, 1, 1, 1, 1, 100, 1, 1]
-    assert asked == [(0, 8), (0, 4), (4, 8), (4, 6), (6, 8), (4, 5), (5, 6)]
     assert halved(8, noise, Limits(100, floor=4.0)) == real.tolist()
     assert halved(8, noise, Limits(100, floor=1000.0)) == [real.sum() / 8] * 8
 
@@ -157,20 +154,6 @@ def test_the_samples_are_those_to_which_rounding_does_most() -> None:
     pairs = each_value(model, ranges(model), PLAIN, possible_edges(model, ranges(model)))
     found = sensitivities(model, pairs, [*samples[:2], wide, samples[3]], effort=ONE_SAMPLE)
     assert found == sensitivities(model, pairs, [wide], effort=ONE_SAMPLE)
-
-
-@pytest.mark.parametrize("measured", [400, 16])
-def test_the_worst_are_found_one_by_one_or_by_halving(measured: int) -> None:
-    model = conv_net()
-    known = ranges(model)
-    pairs = each_value(model, known, PLAIN, possible_edges(model, known))
-    every = alone(model)
-    assert len(every) > 16
-    found = sensitivities(model, pairs, feeds(model)[:1], only_worst=2, effort=Effort(inferences=measured))
-    assert isinstance(found, dict)
-    assert max(found, key=found.__getitem__) == max(every, key=every.__getitem__)
-    largest = max(every.values())
-    assert max(found.values()) == pytest.approx(largest, rel=0.5)
 
 
 def test_outputs_that_are_not_finite() -> None:

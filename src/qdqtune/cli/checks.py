@@ -18,8 +18,7 @@ from qdqtune.cli import progress
 from qdqtune.cli.command import AS_JSON, command, switch
 from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude, with_flags_in_notes
 from qdqtune.commands.check import CheckOptions, check_file
-from qdqtune.commands.debug import DebugOptions, debug
-from qdqtune.commands.diagnosis import Diagnosis, Suspect
+from qdqtune.commands.debug import DebugOptions, Diagnosis, debug
 from qdqtune.commands.doctor import (
     ClusterState,
     DoctorOptions,
@@ -30,8 +29,8 @@ from qdqtune.commands.doctor import (
 )
 from qdqtune.commands.inputs import MODEL, execution_of
 from qdqtune.commands.layers import LayersOptions, layers
-from qdqtune.commands.probes import UNKNOWN_NOISE, WrongPart
 from qdqtune.commands.shown import Table
+from qdqtune.commands.worst_tensors import UNKNOWN_NOISE, Damage
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable, escaped
 from qdqtune.explanation.findings import Finding
 from qdqtune.explanation.formatting import counted, placed, samples
@@ -166,26 +165,23 @@ def _sum(timed: Sequence[Layer] | Sequence[Finding]) -> float | None:
 
 @command("debug", DebugOptions, AS_JSON)
 def debug_command(options: DebugOptions, as_machine: bool) -> int:
-    """Find which tensor breaks the outputs of a quantized model, or which nodes an engine computes wrongly.
+    """Find which tensor breaks the outputs of a quantized model.
 
     \b
     MODEL QUANTIZED   the pairs of QUANTIZED are examined, with their very scales, zero points and integers
     MODEL             with Q/DQ pairs: the same, against MODEL without them; its weights count as right
-    MODEL             without pairs: its parts on the engine, against ONNX Runtime without optimization
 
-    First it asks what the pairs do as ONNX defines them: one build with a switch at every pair, then halving, at most
-    2 log2(pairs) + 5 runs for one guilty tensor. If the engine makes worse of them, it builds with some of the pairs,
-    and halves. What is found is taken out, and the rest searched again, until it is healthy or nobody stands out: then
-    the damage is spread, which it says, and names the largest. A tensor is guilty if the error without it is half of
-    what it was, or if it alone breaks the limit.
+    The tensors are ranked by the error that the pairs of each alone make, as ONNX defines them. The worst are taken out
+    until the outputs are healthy. A tensor is guilty if the error halves without it, or if it alone breaks the limit.
+    If none stands out, the largest are named. If the engine computes something else than the pairs define, that is
+    said.
 
-    Exit code 0: the outputs are healthy; 4: they are not, whether or not somebody is guilty; 5: the engine does not run
-    the float model.
+    Exit code 0: the outputs are healthy; 4: they are not, whether or not a tensor is guilty; 5: ONNX Runtime does not
+    run the float model.
 
     \b
     qdqtune debug model.onnx quantized.onnx --calibration-data samples.npz
     qdqtune debug model.onnx model.qdq.onnx --engine tensorrt --json
-    qdqtune debug model.onnx --engine openvino
     """
     with progress.shown() as observer:
         done = with_flags_in_notes(debug(options, observer))
@@ -223,9 +219,8 @@ def _show(done: Diagnosis) -> None:
 
 
 def _ending(engine: str, done: Diagnosis) -> Iterator[str]:
-    for suspect in done.guilty:
-        yield f"{suspect.tensor}: {suspect.reason}"
-    yield from (line for part in done.wrong_parts for line in _part(engine, part))
+    for damage in done.guilty:
+        yield f"{damage.tensor}: {damage.reason}"
     if done.largest:
         yield (
             "the damage that is left is spread over many tensors, none is guilty; the largest alone are listed: "
@@ -249,14 +244,7 @@ def _flags(done: Diagnosis) -> str:
     return excluded if done.weight_only is None or not excluded else f"--weight-only {done.weight_only} {excluded}"
 
 
-def _part(engine: str, part: WrongPart) -> Iterator[str]:
-    many = " together" if len(part.nodes) > 1 else ""
-    why = f": {part.reason}" if part.reason else ""
-    yield f"{engine} computes these nodes wrongly{many}, fed with right values ({_level(part.noise)}{why}):"
-    yield from (f"    {node}" for node in part.nodes)
-
-
-def _table(suspects: Sequence[Suspect], title: str) -> RichTable:
+def _table(suspects: Sequence[Damage], title: str) -> RichTable:
     grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column(f"{title}, and nodes to exclude", overflow="fold", ratio=1)
     grid.add_column("range", no_wrap=True)
@@ -264,8 +252,9 @@ def _table(suspects: Sequence[Suspect], title: str) -> RichTable:
     for suspect in suspects:
         names = Text("\n  ".join(map(escaped, (suspect.tensor, *suspect.nodes))))
         ranges = f"float {_range(suspect.float_range)}\npair  {_range(suspect.quantized_range)}"
-        company = f"among {suspect.company}" if suspect.company > 1 else "alone"
-        levels = f"with    {_level(suspect.noise)}\nwithout {_level(suspect.without)}\n{company}"
+        levels = f"alone   {_level(suspect.noise)}"
+        if suspect.without is not None:
+            levels += f"\nwithout {_level(suspect.without)}"
         grid.add_row(names, ranges, levels)
     return grid
 

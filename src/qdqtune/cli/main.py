@@ -141,8 +141,7 @@ SUMMARIES = {
     },
     "checks": {
         "check": "Check that the engine fuses the Q/DQ pairs of MODEL, and say what it does not fuse and why.",
-        "debug": "Find which tensor breaks the outputs of a quantized model, or which nodes an engine computes "
-        "wrongly.",
+        "debug": "Find which tensor breaks the outputs of a quantized model.",
         "doctor": "Show which engines work on this machine, on what hardware, and what to install for the others.",
     },
     "runs": {

@@ -1,66 +1,63 @@
-"""`qdqtune debug`: which tensor breaks the outputs of a quantized model, or which nodes an engine computes wrongly.
+"""`qdqtune debug`: which tensor breaks the outputs of a quantized model.
 
-First it measures what the pairs do as ONNX defines them: one build of the float model, with a switch at every pair,
-serves all sets of pairs. Then it measures whether the engine computes what the pairs define, which takes a build for
-each set. If the engine is wrong without any pair, parts of the float model are compared instead.
+It ranks tensors by what their pairs alone do to the outputs, as ONNX defines them, and takes the worst out until the
+outputs are healthy. Then it measures what the engine computes of the pairs that are left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from onnx import TensorProto
 
 from qdqtune.calibration.equalization import scaled
 from qdqtune.calibration.inputs import fixed_inputs
-from qdqtune.calibration.observe import observe
 from qdqtune.calibration.options import DataOptions, FixOption, samples_option
 from qdqtune.calibration.prepare import prepare
-from qdqtune.commands.diagnosis import Cause, Diagnosis, Suspect
 from qdqtune.commands.inputs import MODEL, ModelLike, ModelOption, SamplesLike, execution_of
-from qdqtune.commands.probes import CutOff, Probe, WrongPart, reference_spec, wrong_parts
 from qdqtune.commands.source import data_of
-from qdqtune.engines import EngineSpec
+from qdqtune.commands.worst_tensors import (
+    UNKNOWN_NOISE,
+    WORST,
+    Damage,
+    SwitchedPairs,
+    described,
+    noise,
+    switched_pairs,
+)
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
-from qdqtune.errors import BadModel, BadOption
+from qdqtune.errors import BadModel, BadOption, EngineFailure
 from qdqtune.graph.float16 import Precision, kept_in, load_for, to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import REARRANGES
 from qdqtune.graph.rewrites import Rewrites, between
-from qdqtune.numerics.accuracy import FLOOR_DB
-from qdqtune.numerics.bisection import BisectionResult, Culprit, Parts, culprits
+from qdqtune.graph.saving import ConstantFile
+from qdqtune.numerics.accuracy import FLOOR_DB, accuracy
+from qdqtune.numerics.scores import NO_SCORES
+from qdqtune.numerics.sessions import Outputs, onnxruntime_session
+from qdqtune.numerics.slices import loss_of_slice
+from qdqtune.numerics.stripped import check_stripped
 from qdqtune.options import Anything, Number, Option, option
-from qdqtune.placement.file_pairs import FilePair, file_pairs, representable
+from qdqtune.placement.file_pairs import FilePair, file_pairs, with_file_pairs
 from qdqtune.placement.reading import dynamic_products_of, is_quantized, placement_in, tables_of, twins_of
 from qdqtune.placement.stripping import moved_channels, strip_pairs
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.types import Placement, Sample, noise_of
+from qdqtune.types import Failure, Placement, noise_of, sqnr_of
 
 # The limits below are chosen, not measured.
 
-FLOAT_LIMIT = 30.0
-"""Output SQNR in dB that a float model has to reach: engines that compute in 16 bits do. Chosen, not measured."""
-
-
-MOST_EXAMINED = 4
-"""Most samples that the search for guilty tensors uses: those with the largest error."""
-
-RANKED = 400
-"""Most pairs that are measured one by one if no pair stands out."""
-
 NAMED = 5
 """How many pairs are named if none stands out: those with the most noise alone."""
+
+LEFT_SHARE = 0.5
+"""A tensor is guilty if without it at most this share of the noise is left: 3 dB."""
 
 WORSE = 2.0
 """The engine is at fault if its noise is this many times that of the pairs as ONNX defines them: 3 dB."""
@@ -79,7 +76,7 @@ class DebugOptions(EngineOptions, DataOptions, FixOption, ModelOption):
         "Output SQNR from which on the outputs count as healthy, in dB; 20 is an error of a tenth.",
         "Accuracy",
         short="least signal to error at the outputs",
-        default_in_words=f"{FLOOR_DB:g}; {FLOAT_LIMIT:g} for a float model alone",
+        default_in_words=f"{FLOOR_DB:g}",
         metavar="DB",
     )
     calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
@@ -95,9 +92,87 @@ class DebugOptions(EngineOptions, DataOptions, FixOption, ModelOption):
         return None if self.quantized is None else Path(str(self.quantized))
 
 
+@dataclass(frozen=True)
+class Diagnosis:
+    """The result of `debug`. Noise is relative to the signal, of the worst output; see `worst_tensors.noise`.
+
+    `noise` is that of `file` on the `engine` on all `samples`. The next values are measured on the `examined` worst
+    samples: `noise_there` of the file, `by_numbers` of its pairs as ONNX defines them, and `rest` without the guilty
+    pairs. `largest` is filled where `rest` is above the limit and no pair stands out. `pairs` counts examined pairs,
+    those on biases included, and `unexamined` what else is quantized in a file that is not healthy; `runs` counts how
+    often samples went through a model.
+    """
+
+    pairs: int
+    samples: int
+    limit: float
+    noise: float
+    examined: int = 0
+    noise_there: float = 0.0
+    by_numbers: float | None = None
+    rest: float | None = None
+    guilty: tuple[Damage, ...] = ()
+    largest: tuple[Damage, ...] = ()
+    unexamined: int = 0
+    notes: tuple[str, ...] = ()
+    placement: Placement = field(default_factory=Placement)
+    is_held_out: bool = False
+    file: Path = Path()
+    engine: str = ""
+    runs: int = 0
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the outputs are as close as asked for."""
+        return self.noise <= self.limit
+
+    @property
+    def unexplained(self) -> bool:
+        """Whether the outputs are broken and nothing was found that breaks them."""
+        return not (self.is_healthy or self.guilty)
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """The nodes to keep in float, which removes all guilty pairs."""
+        return tuple(dict.fromkeys(node for damage in self.guilty for node in damage.nodes))
+
+    @property
+    def weight_only(self) -> str | None:
+        """The `weight_only` of `quantize` that stores weights as the file does; None where it has pairs."""
+        formats = {weight_format for _, weight_format in self.placement.weight_only}
+        if self.placement.edges or not formats:
+            return None
+        names = {each.name for each in formats}
+        return min(names if len(names) == 1 else {each.family for each in formats})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values. SQNR in dB, None for equal outputs, -30 if outputs are not finite."""
+        return {
+            "model": str(self.file),
+            "engine": self.engine,
+            "edges": len(self.placement),
+            "weights": len(self.placement.weight_only),
+            "pairs": self.pairs,
+            "unexamined": self.unexamined,
+            "samples": self.samples,
+            "held_out": self.is_held_out,
+            "runs": self.runs,
+            "min_sqnr_db": sqnr_of(self.limit),
+            "healthy": self.is_healthy,
+            "output_sqnr_db": sqnr_of(self.noise),
+            "finite": self.noise < UNKNOWN_NOISE,
+            "examined": {"samples": self.examined, "output_sqnr_db": sqnr_of(self.noise_there)},
+            "sqnr_db_as_defined": None if self.by_numbers is None else sqnr_of(self.by_numbers),
+            "rest_sqnr_db": None if self.rest is None else sqnr_of(self.rest),
+            "guilty": [damage.to_dict() for damage in self.guilty],
+            "largest": [damage.to_dict() for damage in self.largest],
+            "nodes_to_exclude": self.excluded,
+            "notes": self.notes,
+        }
+
+
 def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
-    """Find what breaks the outputs of a quantized model, or of a float one. Models and samples lie in files (see
-    `on_disk`).
+    """Find what breaks the outputs of a quantized model. Models and samples lie in files (see `on_disk`).
 
     Raises:
         InputError: models or data cannot be used, or not together, or there are no data.
@@ -107,20 +182,20 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
     observer, model = observer or Silent(), options.model_file
     observer.stage(f"reading {model.name}")
     plain, file, quantized = _models(options)
-    pairs, unmatched = file_pairs(plain, quantized) if quantized is not None else ((), ())
-    is_alone = quantized is not None and options.quantized is None
+    pairs, unmatched = file_pairs(plain, quantized)
+    is_alone = options.quantized is None
     if is_alone:
         every, pairs = pairs, tuple(p for p in pairs if p.kind == "activation")
         if every and not pairs:
             raise BadModel(f"{file} has its weights alone quantized: to examine them, give the float model first")
-    if quantized is not None and not pairs and any(True for _ in dynamic_products_of(quantized)):
+    if not pairs and any(True for _ in dynamic_products_of(quantized)):
         raise BadModel(
             f"{file} has dynamic quantization alone, which is not examined: exclude nodes from it, and compare"
         )
-    if quantized is not None and not pairs:
+    if not pairs:
         raise BadModel(f"{file} has no pair on a tensor of the float model: is it a version of {model}?")
-    engine = options.spec(options.input_shapes)
-    check_inputs(engine, plain)
+    spec = options.spec(options.input_shapes)
+    check_inputs(spec, plain)
     execution = execution_of(options)
     data = data_of(options, execution, options.quantized_file, model)
     prepared = prepare(plain, data, execution, fixed=options.fix_inputs)
@@ -128,17 +203,124 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
         raise BadOption("random inputs say nothing of a model's outputs: give `calibration_data`")
     fixed = fixed_inputs(model, options.fix_inputs)
     samples = [sample | fixed for sample in prepared.judging]
-    with _probe(engine, execution, plain, quantized or plain, pairs, samples) as probe:
-        if is_alone and quantized is not None:
-            probe.check_stripped(file)
-        done = _Debugging(probe, file, engine.name, options.min_sqnr, observer, execution).done(unmatched)
-    placement = Placement() if quantized is None else placement_in(plain, quantized)
-    done = replace(done, placement=placement, is_held_out=prepared.is_held_out)
-    if quantized is not None and not done.is_healthy:
-        done = replace(done, notes=(*done.notes, *_unexamined(quantized)))
+    if is_alone:
+        instead = "give the float model first, and this file second"
+        with onnxruntime_session(execution, fuse=False) as session:
+            check_stripped(plain, quantized, session, samples[0], str(file), instead)
+    with (
+        temporary_folder() as folder,
+        Runner(spec, execution=execution, log_dir=folder) as runner,
+        switched_pairs(plain, quantized, pairs, samples, execution) as switched,
+    ):
+        search = _Search(plain, quantized, pairs, switched, runner, spec.name, folder, execution, observer)
+        done = search.diagnosis(file, noise_of(FLOOR_DB if options.min_sqnr is None else options.min_sqnr))
+    notes = [*done.notes]
+    if unmatched:
+        many = f"{len(unmatched)} pairs are" if len(unmatched) > 1 else "a pair is"
+        notes.insert(0, f"{many} on no tensor of the float model, and not examined, the first: {unmatched[0]}")
+    if not done.is_healthy:
+        if all(pair.kind == "activation" for pair in pairs):
+            notes.append(
+                "constants are taken as the file has them: give the float model as well, to have them examined"
+            )
+        notes += _unexamined(quantized)
         products = sum(1 for _ in dynamic_products_of(quantized))
         done = replace(done, unexamined=len(unmatched) + sum(1 for _ in tables_of(quantized)) + products)
-    return replace(done, file=file, engine=engine.name)
+    placement = placement_in(plain, quantized)
+    return replace(done, placement=placement, is_held_out=prepared.is_held_out, notes=tuple(notes))
+
+
+@dataclass
+class _Search:
+    """Looks for guilty tensors. `runs` counts the runs on the engine."""
+
+    plain: Model
+    quantized: Model
+    pairs: Sequence[FilePair]
+    switched: SwitchedPairs
+    runner: Runner
+    engine: str
+    folder: Path
+    execution: Execution
+    observer: Observer
+    runs: int = 0
+
+    def diagnosis(self, file: Path, limit: float) -> Diagnosis:
+        """Run `file` on the engine, and find the tensors that take its noise above `limit`."""
+        switched, engine, judged = self.switched, self.engine, len(self.switched.samples)
+        self.observer.stage(f"running {file.name} on {engine}")
+        outputs = self._on_engine(file)
+        loss, notes = noise(switched.reference, outputs), list[str]()
+        if isinstance(outputs, Failure):
+            notes.append(f"{engine} does not run {file.name}: {outputs.reason}")
+        elif loss < UNKNOWN_NOISE and (part := loss_of_slice(accuracy(switched.reference, outputs, NO_SCORES))):
+            notes.append(part)
+        done = Diagnosis(len(self.pairs), judged, limit, loss, notes=tuple(notes), file=file, engine=engine)
+        if loss <= limit:
+            return replace(done, examined=judged, noise_there=loss, runs=self.runs + switched.runs)
+        self.observer.stage("measuring the pairs of each tensor alone")
+        left = loss = switched.narrow(outputs, limit)
+        defined = numbers = switched.noise(switched.tensors)
+        ranking = switched.ranking() if WORSE * numbers > limit else {}
+        without: dict[str, float] = {}
+        for tensor in list(ranking)[:WORST]:
+            if defined <= limit:
+                break
+            rest = switched.noise(set(switched.tensors) - without.keys() - {tensor})
+            if rest <= LEFT_SHARE * defined or (ranking[tensor] > limit and rest <= defined):
+                without[tensor] = defined = rest
+        if without:
+            left = self._noise_of_rest(without.keys())
+        largest: dict[str, float] = {}
+        if left > max(limit, WORSE * defined) and not isinstance(outputs, Failure):
+            level, as_defined = (f"{sqnr_of(max(value, 1e-20)):.1f} dB" for value in (left, defined))
+            notes.append(f"{engine} computes other values than the pairs define: {level} where these have {as_defined}")
+        elif left > limit and ranking:
+            largest = {tensor: ranking[tensor] for tensor in ranking if tensor not in without}
+            notes.append(_spread(list(largest.values())))
+            largest = dict(list(largest.items())[:NAMED])
+        guilty = {tensor: ranking[tensor] for tensor in without}
+        suspects = described(self.plain, self.pairs, guilty | largest, switched.samples, self.execution)
+        return replace(
+            done,
+            examined=len(switched.samples),
+            noise_there=loss,
+            by_numbers=numbers,
+            rest=left,
+            guilty=tuple(replace(s, without=without[s.tensor]) for s in suspects if s.tensor in without),
+            largest=tuple(s for s in suspects if s.tensor in largest),
+            notes=tuple(notes),
+            runs=self.runs + switched.runs,
+        )
+
+    def _on_engine(self, file: Path) -> Outputs | Failure:
+        """The outputs of a file on the engine, those that the float model has."""
+        self.runs += 1
+        outputs, first = self.runner.outputs_of(file, self.switched.samples), self.switched.reference[0]
+        if isinstance(outputs, Failure):
+            return outputs
+        if missing := first.keys() - outputs[0].keys():
+            raise EngineFailure(f"{file.name} has no output {sorted(missing)[0]!r} as the float model has")
+        return [{name: each[name] for name in first} for each in outputs]
+
+    def _noise_of_rest(self, guilty: Set[str]) -> float:
+        """The noise of the float model with the pairs of all other tensors on the engine; takes a build."""
+        rest = [pair for pair in self.pairs if pair.tensor not in guilty]
+        if not rest:
+            return 0.0
+        file = self.folder / "rest.onnx"
+        with ConstantFile(self.folder / "rest.bin") as constants:
+            constants.save(with_file_pairs(self.plain, rest, self.quantized), file)
+        return noise(self.switched.reference, self._on_engine(file))
+
+
+def _spread(noises: Sequence[float]) -> str:
+    """How many of the pairs, the worst first, make half of the noise of all."""
+    total, summed, half = sum(noises), 0.0, 0
+    while half < len(noises) and summed < total / 2:
+        summed += noises[half]
+        half += 1
+    return f"half of the damage that is left is spread over {half} of {len(noises)} tensors"
 
 
 def _unexamined(quantized: Model) -> Iterator[str]:
@@ -151,19 +333,17 @@ def _unexamined(quantized: Model) -> Iterator[str]:
         yield f"products with dynamic quantization stay unexamined ({products}): {how}"
 
 
-def _models(options: DebugOptions) -> tuple[Model, Path, Model | None]:
-    """The float model, the file to examine, and the quantized model in that file; None if it holds a float one."""
+def _models(options: DebugOptions) -> tuple[Model, Path, Model]:
+    """The float model, the file to examine, and the quantized model in that file."""
     model, file = options.model_file, options.quantized_file or options.model_file
     given = load(file)
     if here := {name: value for name, value in options.fix_inputs.items() if name in given.inputs}:
         given = load(file, fix_inputs=here)
     if not is_quantized(given):
-        if options.quantized is not None:
-            if is_quantized(load(model)):
-                raise BadModel(f"{file} has no Q/DQ pairs: give the quantized model second, the float model first")
-            either = "neither file has" if file != model else f"{file}, given twice, has no"
-            raise BadModel(f"{either} Q/DQ pairs: nothing is quantized that could break the outputs")
-        return given, file, None
+        if file != model and is_quantized(load(model)):
+            raise BadModel(f"{file} has no Q/DQ pairs: give the quantized model second, the float model first")
+        either = "neither file has" if file != model else f"{file} has no"
+        raise BadModel(f"{either} Q/DQ pairs: nothing is quantized that could break the outputs")
     if options.quantized is None:
         return strip_pairs(given), file, given
     given = Rewrites().of(given)
@@ -186,199 +366,3 @@ def _models(options: DebugOptions) -> tuple[Model, Path, Model | None]:
     if plain.inputs != given.inputs and set(plain.inputs) != set(given.inputs):
         raise BadModel(f"{file} takes other inputs than {model}")
     return plain, file, given
-
-
-@contextmanager
-def _probe(
-    spec: EngineSpec,
-    execution: Execution,
-    plain: Model,
-    quantized: Model,
-    pairs: Sequence[FilePair],
-    samples: Sequence[Sample],
-) -> Iterator[Probe]:
-    with (
-        temporary_folder() as folder,
-        Runner(spec, execution=execution, log_dir=folder / "engine") as engine,
-        Runner(reference_spec(), execution=execution, log_dir=folder / "exact") as exact,
-    ):
-        yield Probe(plain, quantized, pairs, samples, engine, exact, folder)
-
-
-class _Debugging:
-    """Makes one diagnosis, and collects `_notes` on the way."""
-
-    def __init__(
-        self,
-        probe: Probe,
-        file: Path,
-        engine: str,
-        min_sqnr: float | None,
-        observer: Observer,
-        execution: Execution,
-    ) -> None:
-        self._probe, self._file, self._observer = probe, file, observer
-        self._name, self._execution = engine, execution
-        usual = FLOOR_DB if probe.pairs else FLOAT_LIMIT
-        self._limit = noise_of(usual if min_sqnr is None else min_sqnr)
-        self._all: Parts = tuple(range(len(probe.pairs)))
-        self._judged, self._loss = len(probe.samples), 0.0
-        self._notes: list[str] = []
-
-    def done(self, unmatched: Sequence[str]) -> Diagnosis:
-        probe, whole = self._probe, self._all
-        self._observer.stage(f"running {self._file.name} on {self._name}")
-        self._loss = loss = probe.of_file(self._file)
-        if unmatched:
-            many = f"{len(unmatched)} pairs are" if len(unmatched) > 1 else "a pair is"
-            self._notes.append(f"{many} on no tensor of the float model, and not examined, the first: {unmatched[0]}")
-        if probe.failures:
-            self._notes.append(f"{self._name} does not run {self._file.name}: {probe.failures[0].reason}")
-        if (part := probe.lost_part()) is not None:
-            self._notes.append(part)
-        if loss <= self._limit:
-            return self._diagnosis(loss)
-        loss = probe.narrow(MOST_EXAMINED, self._limit)
-        if whole and all(pair.kind == "activation" for pair in probe.pairs):
-            self._notes.append(
-                "constants are taken as the file has them: give the float model as well, to have them examined"
-            )
-        if not whole:
-            return self._diagnosis(loss, wrong_parts=self._wrong_parts())
-        self._observer.stage("switching pairs")
-        numbers = probe.by_numbers(whole)
-        found = BisectionResult((), whole, numbers)
-        if numbers > self._limit:
-            found = culprits(whole, lambda on: numbers if on == whole else probe.by_numbers(on), self._limit)
-        guilty = self._suspects(found.culprits, "numbers")
-        left = loss if not guilty else probe.on_engine(found.rest) if found.rest else 0.0
-        if left <= self._limit:
-            return self._diagnosis(loss, numbers, left, guilty=guilty)
-        bound = max(self._limit, WORSE * found.damage)
-        if left > bound:
-            return self._engine_faults(loss, numbers, left, guilty, found, bound)
-        return self._diagnosis(loss, numbers, left, guilty=guilty, largest=self._largest(found.rest))
-
-    def _engine_faults(
-        self,
-        loss: float,
-        numbers: float,
-        left: float,
-        guilty: tuple[Suspect, ...],
-        before: BisectionResult,
-        bound: float,
-    ) -> Diagnosis:
-        """Search `before.rest`, pairs that make more noise on the engine than as ONNX defines them, for wrong ones."""
-        probe, rest = self._probe, before.rest
-        self._observer.stage(f"building with some of the pairs on {self._name}")
-        if probe.on_engine(rest) <= bound:
-            differ = "" if probe.failures else ": the two graphs differ otherwise"
-            self._notes.append(f"the same pairs on the float model are healthy there{differ}")
-            return self._diagnosis(loss, numbers, left, guilty=guilty)
-        found = culprits(rest, probe.on_engine, bound)
-        blamed = self._suspects(found.culprits, "engine")
-        if found.damage > bound and probe.on_engine(()) > self._limit:
-            self._notes.append(f"{self._name} is wrong without any pair: nodes of the float model are to blame")
-            return self._diagnosis(loss, numbers, left, guilty=guilty, wrong_parts=self._wrong_parts())
-        if not blamed:
-            self._notes.append(f"{self._name} makes more noise of the pairs than ONNX defines, but none alone does")
-        elif found.damage > self._limit:
-            largest = self._largest(found.rest)
-            return self._diagnosis(loss, numbers, found.damage, guilty=(*guilty, *blamed), largest=largest)
-        return self._diagnosis(loss, numbers, found.damage, guilty=(*guilty, *blamed))
-
-    def _wrong_parts(self) -> tuple[WrongPart, ...]:
-        probe = self._probe
-        self._observer.stage(f"comparing parts of the float model with {self._name}")
-        cut = CutOff(probe.float_model, probe.samples, probe.engine, probe.exact, probe.folder)
-        found = wrong_parts(cut, self._limit)
-        probe.runs += cut.runs
-        if not found:
-            self._notes.append(f"every part of the model that was tried alone is right on {self._name}")
-        return found
-
-    def _suspects(self, found: Sequence[Culprit], cause: Cause) -> tuple[Suspect, ...]:
-        model, pairs = self._probe.float_model, [self._probe.pairs[c.part] for c in found]
-        joined = {pair.tensor: _joined(model, pair.tensor) for pair in pairs}
-        ranges = self._float_ranges(list(dict.fromkeys([*joined, *chain(*joined.values())])))
-        return tuple(
-            Suspect(
-                pair.tensor,
-                pair.kind,
-                cause,
-                _nodes(model, pair),
-                culprit.damage,
-                culprit.without,
-                culprit.tested,
-                ranges[pair.tensor],
-                representable(pair),
-                _min_max(pair.scale),
-                _min_max(pair.zero_point),
-                {name: ranges[name] for name in joined[pair.tensor]},
-            )
-            for culprit, pair in zip(found, pairs, strict=True)
-        )
-
-    def _float_ranges(self, tensors: Sequence[str]) -> Mapping[str, tuple[float, float]]:
-        """The least and the largest value of each tensor on the samples."""
-        model = self._probe.float_model
-        found = {name: _min_max(model.constants[name].array()) for name in tensors if name in model.constants}
-        if computed := [name for name in tensors if name not in found]:
-            self._probe.runs += 1
-            for tensor, values in observe(model, computed, self._probe.samples, execution=self._execution):
-                low, high = _min_max(values)
-                before = found.get(tensor, (low, high))
-                found[tensor] = min(low, before[0]), max(high, before[1])
-        return found
-
-    def _largest(self, rest: Parts) -> tuple[Suspect, ...]:
-        """The pairs that make most noise alone, for when no pair stands out."""
-        if len(rest) > RANKED:
-            self._notes.append(f"{len(rest)} pairs are too many to measure one by one: see `report` of quantize")
-            return ()
-        self._observer.stage("measuring the pairs one by one")
-        alone = {part: self._probe.by_numbers((part,)) for part in rest}
-        order = sorted(rest, key=lambda part: -alone[part])
-        total, summed, half = sum(alone.values()), 0.0, 0
-        while half < len(order) and summed < total / 2:
-            summed += alone[order[half]]
-            half += 1
-        self._notes.append(f"half of the damage that is left is spread over {half} of {len(rest)} pairs")
-        return self._suspects([Culprit(part, alone[part], 0.0, 1) for part in order[:NAMED]], "numbers")
-
-    def _diagnosis(
-        self, loss: float, numbers: float | None = None, rest: float | None = None, **found: Any
-    ) -> Diagnosis:
-        """The diagnosis. `found` are its fields `guilty`, `largest` and `wrong_parts`."""
-        probe = self._probe
-        return Diagnosis(
-            pairs=len(probe.pairs),
-            samples=self._judged,
-            runs=probe.runs,
-            limit=self._limit,
-            noise=self._loss,
-            examined=len(probe.samples),
-            noise_there=loss,
-            by_numbers=numbers,
-            rest=rest,
-            notes=tuple(self._notes),
-            **found,
-        )
-
-
-def _nodes(model: Model, pair: FilePair) -> tuple[str, ...]:
-    readers = tuple(dict.fromkeys(e.node for e in pair.edges if e.node))
-    return readers or (model.nodes[model.producers[pair.tensor]].name,)
-
-
-def _joined(model: Model, tensor: str) -> tuple[str, ...]:
-    """The tensors that a Concat joins to this one, whose pair gives all of them one scale; empty without a Concat."""
-    maker = model.maker(tensor)
-    while maker is not None and maker.op in REARRANGES:
-        maker = model.maker(maker.inputs[0])
-    return maker.inputs if maker is not None and maker.op == "Concat" else ()
-
-
-def _min_max(values: np.ndarray) -> tuple[float, float]:
-    wide = values.astype(np.float64)
-    return float(wide.min()), float(wide.max())

@@ -7,8 +7,8 @@ there are enough samples on some that calibration has not seen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from qdqtune.engines.formats import (
 )
 from qdqtune.engines.reused_workers import reused_workers
 from qdqtune.engines.runner import Handle, Runner, insist
-from qdqtune.errors import BadModel, BadOption
+from qdqtune.errors import BadModel, BadOption, EngineFailure
 from qdqtune.explanation.formatting import placed
 from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.loading import load
@@ -117,8 +117,8 @@ class Quantized(Shown):
 
     def damage_table(self) -> Table:
         """The tensors whose rounding alone changes the outputs most, and the nodes that read them in 8 bits."""
-        rows = [(d.tensor, ", ".join(d.nodes), decibels(d.output_db), decibels(d.own_db)) for d in self.damages]
-        return Table(("rounded alone", "read by", "output SQNR", "own SQNR"), rows, left=("rounded alone", "read by"))
+        rows = [(d.tensor, ", ".join(d.nodes), decibels(d.output_db), d.reason) for d in self.damages]
+        return Table(("rounded alone", "read by", "output SQNR", "why"), rows, left=("rounded alone", "read by", "why"))
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
@@ -136,7 +136,7 @@ class Quantized(Shown):
             "samples": self.judged,
             "held_out": self.is_held_out,
             "metric": None if self.measured is None else _metric_row(*self.measured),
-            "pairs": [asdict(damage) for damage in self.damages],
+            "pairs": [damage.to_dict() for damage in self.damages],
             "nodes_to_exclude": self.loudest,
             "notes": list(self.notes),
             **({} if self.matched is None else {"cache": self.matched.as_json()}),
@@ -232,8 +232,12 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
     if prepared is not None and options.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
         plain = scaled(ready.graph, ranges.factors)  # equalized like the model with pairs
-        report = damages(plain, quantized, placed.placement, prepared.judging, execution)
-        done = _with_report(done, report, lambda nodes: bool(placed_by_rules(ranges, nodes).placement))
+        try:
+            report = damages(plain, quantized, prepared.judging, execution)
+            loudest = to_exclude(report, done.sqnr_db, lambda nodes: bool(placed_by_rules(ranges, nodes).placement))
+            done = replace(done, damages=tuple(report), loudest=loudest)
+        except EngineFailure as error:
+            done = replace(done, notes=(*done.notes, f"no report of single tensors: {error}"))
     return replace(done, output=options.target, notes=(*notes, *done.notes), matched=ready.matched)
 
 
@@ -317,16 +321,6 @@ def _compared(
     elif not prepared.is_held_out and options.sees_data:
         notes.append(f"fewer than {HELD_OUT * LEAST_JUDGED} samples: the SQNR is that of the calibration data")
     return replace(done, is_held_out=prepared.is_held_out, notes=tuple(notes))
-
-
-def _with_report(
-    done: Quantized, report: Sequence[Damage] | Failure, leaves_some: Callable[[tuple[str, ...]], bool]
-) -> Quantized:
-    """The result with the report on single tensors, or with a note why there is none."""
-    if isinstance(report, Failure):
-        told = f"no report of single tensors, as the model with switches fails: {report.reason}"
-        return replace(done, notes=(*done.notes, told))
-    return replace(done, damages=tuple(report), loudest=to_exclude(report, done.sqnr_db, leaves_some))
 
 
 def _quantized_parts(model: Model) -> str:

@@ -1,8 +1,7 @@
 """What rounding each tensor alone does to the outputs: one build of the float model with a switch at every tensor.
 
 Blocks of neighbouring tensors are switched on together, and the block with the most noise is halved, until a number of
-inferences is spent. The tensors of a block that was not halved share its noise. A caller that wants only the worst
-tensors has each measured alone, if they are not too many.
+inferences is spent. The tensors of a block that was not halved share its noise.
 """
 
 from __future__ import annotations
@@ -82,7 +81,6 @@ def sensitivities(
     samples: Sequence[Sample],
     *,
     floor: float = 0.0,
-    only_worst: int | None = None,
     listener: Listener | None = None,
     deadline: float | None = None,
     workers: int = 1,
@@ -98,8 +96,6 @@ def sensitivities(
     are not finite; and a transient one as soon as one occurs.
 
     - `floor`: blocks with less noise are not halved.
-    - `only_worst`: only so many tensors matter. Up to `effort.inferences` tensors are then measured one by one, on as
-      many samples as that leaves; among more, blocks are halved until so many tensors stand alone.
     - `deadline`: no block is halved once `time.monotonic` is past it. Where it leaves time for fewer measurements,
       `on_fewer` is called with that number, the number wanted, and the seconds of one measurement.
     - `workers`: processes that measure a block each; the result is the same.
@@ -117,17 +113,13 @@ def sensitivities(
         running_in_several(switched, workers, execution, fuse=False, budget=budget) as runs,
         WorkerPool(runs, repeat_after=None, check=execution.check, checking=ModelRun.checking) as pool,
     ):
-        plan = _plan(pool, len(roundings), samples, only_worst, deadline, effort or EFFORT, on_fewer)
+        plan = _plan(pool, len(roundings), samples, deadline, effort or EFFORT, on_fewer)
         if isinstance(plan, Failure):
             return plan
         measured = InferenceCount(listener or Deaf(), plan.measurements)
         noise = partial(_noise, pool, plan, measured)
         try:
-            if only_worst is not None and len(roundings) <= plan.measurements:
-                shares = noise([(i, i + 1) for i in range(len(roundings))])
-            else:
-                limits = Limits(plan.measurements, floor, only_worst, deadline)
-                shares = halved(len(roundings), noise, limits, workers)
+            shares = halved(len(roundings), noise, Limits(plan.measurements, floor, deadline), workers)
         except _NotMeasured as stopped:
             return stopped.failure
     return {rounding.tensor: share for rounding, share in zip(roundings, shares, strict=True)}
@@ -158,14 +150,12 @@ def _plan(
     pool: WorkerPool[ModelRun],
     count: int,
     samples: Sequence[Sample],
-    only_worst: int | None,
     deadline: float | None,
     effort: Effort,
     on_fewer: Callable[[int, int, float], None],
 ) -> _Plan | Failure:
-    wanted = min(2 * count, effort.measurements) if only_worst is None else min(count, effort.inferences)
-    most = len(samples) if only_worst is not None else effort.samples
-    each = max(1, min(most, effort.inferences // wanted))
+    wanted = min(2 * count, effort.measurements)
+    each = max(1, min(effort.samples, effort.inferences // wanted))
     outputs = partial(_outputs, run=pool.first)
     if deadline is not None:
         outputs(count, NONE, samples[:1])  # builds the model, so that the next inferences show how long one takes
@@ -215,12 +205,11 @@ def _noise(pool: WorkerPool[ModelRun], plan: _Plan, measured: InferenceCount, bl
 
 @dataclass(frozen=True)
 class Limits:
-    """When halving ends: after so many `measurements`, below the noise `floor`, when `only_worst` tensors stand alone,
-    or when `time.monotonic` is past `deadline`."""
+    """When halving ends: after so many `measurements`, below the noise `floor`, or when `time.monotonic` is past
+    `deadline`."""
 
     measurements: int
     floor: float = 0.0
-    only_worst: int | None = None
     deadline: float | None = None
 
 
@@ -236,7 +225,7 @@ def halved(
     single: list[tuple[float, int, int]] = []
     known: dict[Block, float] = {}
     done = 1
-    while blocks and done + 2 <= limits.measurements and _goes_on(limits, -blocks[0][0], len(single)):
+    while blocks and done + 2 <= limits.measurements and _goes_on(limits, -blocks[0][0]):
         if not known.keys() >= (halves := _halves(blocks[0])):
             ahead = min(-(-width // 2), (limits.measurements - done) // 2)
             likely = (half for block in heapq.nsmallest(ahead, blocks) for half in sorted(_halves(block)))
@@ -255,9 +244,9 @@ def halved(
     return shares
 
 
-def _goes_on(limits: Limits, most_noise: float, single: int) -> bool:
+def _goes_on(limits: Limits, most_noise: float) -> bool:
     is_late = limits.deadline is not None and time.monotonic() > limits.deadline
-    return most_noise > limits.floor and single != limits.only_worst and not is_late
+    return most_noise > limits.floor and not is_late
 
 
 def _halves(block: tuple[float, int, int]) -> set[Block]:
