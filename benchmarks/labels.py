@@ -1,7 +1,7 @@
 """What decibels and agreement say about the loss of a metric, on models with labels.
 
 python benchmarks/labelled_models.py DIR        # trains fourteen small networks; any others may lie beside them
-python benchmarks/labels.py --models DIR --keep rows.json --draw docs/labels.svg
+python benchmarks/labels.py --models DIR --keep rows.json
 
 DIR holds NAME/model.onnx, NAME/calib.npz, and NAME/labelled.npz: samples that calibration does not see, with `labels`.
 Each model is quantized in some twenty ways, good and bad ones: by every method, with few samples, with samples that are
@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 import zoo
-from labels_picture import picture
 from quantizers import write_static
 
 from qdqtune.calibration.prepare import Data, prepare
@@ -301,11 +300,9 @@ def tables(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    """Measure what is missing, print tables, draw."""
     arguments = zoo.parser(__doc__, ())
     arguments.add_argument("--keep", type=Path, required=True, metavar="FILE", help="rows so far, one a file")
     arguments.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help="default: all")
-    arguments.add_argument("--draw", type=Path, metavar="FILE", help="the SVG to write")
     given: Namespace = arguments.parse_args()
     logging.disable(logging.WARNING)  # advice of quantize_static
     rows = [Row(**row) for row in json.loads(given.keep.read_text())] if given.keep.exists() else []
@@ -319,9 +316,6 @@ def main() -> None:
         if ways := [way for way in given.ways if way not in known]:
             measure(entry, ways, keep)
     tables(rows)
-    if given.draw is not None:
-        dots = [(row.kind, row.sqnr, row.agreement, row.loss) for row in rows]
-        given.draw.write_text(picture(dots, FLOOR_DB, MOST_EQUAL, ALLOWED))
 
 
 if __name__ == "__main__":

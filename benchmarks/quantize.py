@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import zoo
-from parity import LESS_ACCURATE, as_fast
 from quantizers import write_static
 
 from qdqtune.calibration.prepare import Data, prepare
@@ -32,11 +31,13 @@ from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
-from qdqtune.timing.ratios import Plan
+from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.types import Array, Failure, Sample
 
 COLUMNS = ("model", "float ms", "theirs ms", "ours ms", "ours/theirs", "theirs dB", "ours dB", "as fast", "as accurate",
            "top 1: float, theirs, ours")  # fmt: skip
+SLOWER, LESS_ACCURATE = 1.02, 0.5
+"""Ratio of latencies and dB of output SQNR that count as parity."""
 
 
 def row(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Namespace) -> list[str]:
@@ -64,6 +65,12 @@ def row(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Namespac
         as_fast(parity.ratio), "yes" if means[0] - means[1] <= LESS_ACCURATE else "NO",
         top_one(entry.path.with_name("labels.json"), [outputs(file, runner, samples) for file in files]),
     ]  # fmt: skip
+
+
+def as_fast(found: Ratio) -> str:
+    if found.median <= SLOWER:
+        return "yes"
+    return "NO" if found.low is not None and found.low > SLOWER else "unclear"
 
 
 def rotated(samples: Sequence[Sample], by: int, path: Path) -> Path:

@@ -1,6 +1,6 @@
 """Reasons about attention: why an engine of the TensorRT family runs it in several kernels.
 
-The conditions are those under which TensorRT-RTX 1.7 fuses attention for sm89 (measured with benchmarks/attention.py),
+The conditions are those under which TensorRT-RTX 1.7 fuses attention for sm89 (benchmarks/findings.md),
 and those of NVIDIA's guide on multi-head attention. In float16, heads have a size of at most 256. In FP8 there are also
 pairs on queries, keys, values and probabilities. In INT8, heads have a size of 16, 32 or 64, there are at most 512
 positions, and a pair also stands behind the second product.

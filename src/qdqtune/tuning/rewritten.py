@@ -44,7 +44,7 @@ FORMS: Mapping[str, tuple[Form, ...]] = {
 """The rewrites that a run tries by itself, in this order, each in these forms until one is faster.
 
 Others are made only if the user names them: on ONNX Runtime and OpenVINO on the CPU they made no model faster, in float
-or with pairs (benchmarks/rewrites.py), since these engines do the same fusions by themselves.
+or with pairs (benchmarks/findings.md), since these engines do the same fusions by themselves.
 """
 
 MOST_REWRITE_BUILDS = 6
