@@ -89,13 +89,6 @@ def test_a_reader_that_shares_its_pair_with_a_float_one():
     assert words == {
         "add (Add) runs in float: no Add of this model runs in 8 bits: this engine seems to have no such kernel"
     }
-    more = net(FIRST, "[conv] c = Conv <pads=[1,1,1,1]>(b, wf) [cq] c1 = QuantizeLinear(c, s, z) "
-               "[cd] c2 = DequantizeLinear(c1, s, z) [add] d = Add(c2, b) [dq] d1 = QuantizeLinear(d, s, z) "
-               "[dd] d2 = DequantizeLinear(d1, s, z) [add2] y = Add(d2, d2)")  # fmt: skip
-    given = ("xd: FP32", "conv: FP32", "cq: INT8", "cd + add + dq: FP32", "dd + add2: INT8")
-    assert {f.reason for f in failing(more, *given) if f.cause == "add"} == {
-        "add (Add) runs in float: it shares xd with conv (Conv), which runs in float as well"
-    }
 
 
 @pytest.mark.parametrize(("numbers", "words"), [

@@ -122,7 +122,7 @@ def test_nothing_is_said_about_speed(done, folder: Path) -> None:
 def test_nodes_are_explained(done, folder: Path) -> None:
     explained = explain_run(folder / "out")
     assert {tally.runs_in for tally in explained.tallies} >= {"8 bits", "16 bits"}
-    assert all(row.why in ("rule", "wide", "no time") for row in explained.rows)
+    assert all(row.why in ("placement", "inaccurate", "no time") for row in explained.rows)
 
 
 @SIMULATOR

@@ -14,7 +14,7 @@ from qdqtune.commands.inputs import ModelOption, execution_of
 from qdqtune.commands.layers import ProfileOptions, profiled
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.commands.source import data_of, prepared_for
-from qdqtune.engines import TENSORRT_FAMILY, unwatched
+from qdqtune.engines import unwatched
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.fallback import Fallback, fallback
 from qdqtune.engines.machine import MachineFacts
@@ -174,7 +174,7 @@ def check_file(options: CheckOptions) -> Checked:
         if engine in PROVIDERS:
             sizes = {name: np.shape(array) for name, array in sample.items() if name in graph.inputs}
             left = fallback(with_input_shapes(graph, sizes), layers)
-    found = check(graph, layers, numbers, fuses_attention=engine in TENSORRT_FAMILY)
+    found = check(graph, layers, numbers)
     where = None if machine is None else machine.where
     told += _overflows(graph, numbers, "here" if where is None else f"on {where}")
     measured = described is not None and is_measured(path, graph, described)

@@ -12,31 +12,23 @@ from typing import Any, Literal
 from qdqtune.types import WeightFormat
 
 Why = Literal[
-    "faster", "slower", "close", "placement", "inaccurate", "no kernel", "elsewhere", "failed", "unproven", "untried",
-    "unsupported", "excluded", "no time", "rule", "wide",
+    "faster", "slower", "placement", "inaccurate", "no kernel", "elsewhere", "unproven", "unsupported", "no time"
 ]  # fmt: skip
-"""What decided, in this order: prices or measurements ("faster", "slower", or "close" if they hardly differ); the
-measured placement as a whole, against the prices; the accuracy of the outputs; that the engine has no such kernel,
-leaves the node to another execution provider, or refused the candidate; that no candidate was proven faster, or none
-tried it; that no pair can stand there; the user; or that the node takes no time. Where nothing was timed: costs by rule
-("rule"), or accuracy that takes 16 bits ("wide")."""
+"""What decided, in this order: prices or measurements; the placement as a whole, measured or the cheapest by rule; the
+accuracy of the outputs, which takes float or 16 bits; that the engine has no such kernel, or leaves the node to another
+execution provider; that no candidate was proven faster; that no pair can stand there, or the user wants none; or that
+the node takes no time."""
 
 IN_WORDS: Mapping[Why, str] = {
     "faster": "faster so",
     "slower": "8 bits alone there take longer",
-    "close": "both ways take about the same time",
-    "placement": "part of a placement that was measured as a whole",
+    "placement": "part of the placement that ships",
     "inaccurate": "8 bits would do too much to the outputs",
-    "no kernel": "the engine runs it in float, with pairs as well",
+    "no kernel": "the engine does not run it in 8 bits, with pairs as well",
     "elsewhere": "the engine leaves it to another execution provider",
-    "failed": "the engine refused a candidate with it in 8 bits",
     "unproven": "no candidate proved faster",
-    "untried": "no candidate tried it",
-    "unsupported": "no pair can stand there",
-    "excluded": "excluded by the user",
+    "unsupported": "no pair can stand there, or you have excluded it",
     "no time": "takes no time of its own",
-    "rule": "the cheapest by rule; nothing was timed",
-    "wide": "8 bits would do too much to the outputs",
 }
 
 
@@ -70,16 +62,6 @@ START_ORIGINS = ("compute", "residual", "islands", "static", "everything")
 def origin_in_words(origin: str) -> str:
     """Where a candidate comes from, as text for people."""
     return ORIGINS.get(origin, f"the rule {origin!r}" if origin in START_ORIGINS else f"the candidate {origin!r}")
-
-
-NOT_SHIPPED = {
-    "faster": "but did not ship",
-    "slower": "which is slower",
-    "undecided": "which is not clearly faster",
-    "inaccurate": "but missed the limits on accuracy",
-    "failed": "but failed",
-}
-"""Why a candidate did not ship, by its outcome."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +120,7 @@ class Tally:
             return "8 bits, dynamic" if self.family.startswith("d") else f"{self.family[1:]}-bit weights"
         if self.why == "elsewhere":
             return "elsewhere"
-        if self.why == "wide":
+        if self.quantized and self.why == "inaccurate":
             return "16 bits"
         return "8 bits" if self.quantized and self.why != "no kernel" else "float"
 

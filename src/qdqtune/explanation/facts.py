@@ -7,7 +7,7 @@ the engine's layers, scaled so that they add up to the measured latencies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -36,18 +36,9 @@ from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.fingerprint import Fingerprint
 from qdqtune.tuning.finished import FinishedRun
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT
-from qdqtune.tuning.records import GroupOutcome, PricesRecord, RangesRecord
+from qdqtune.tuning.records import PricesRecord, RangesRecord
 from qdqtune.tuning.subject import edges_within, filtered
 from qdqtune.types import CostsByRule, Edge, Layer, Placement, Trial
-
-
-@dataclass(frozen=True)
-class Alone:
-    """A group that subgraph mode has timed by itself: its verdict, its time in float, and its best time in 8 bits."""
-
-    why: str
-    float_ms: float
-    quantized_ms: float | None
 
 
 @dataclass(frozen=True)
@@ -58,8 +49,8 @@ class Facts:
     of `possible`. `placement` is the shipped one; `shipped` says whether that is the tuned model, the baseline, or the
     user's own Q/DQ model ("given"). The times of `float_layers` add up to the latency of the float model, those of
     `final_layers` to `final_ms`, which is None where only the search has measured the shipped model. `noise` is set
-    where the run measured the noise of single tensors. `alone` is what subgraph mode measured, by node. `in_float` says
-    why the engine runs nodes of the shipped model in float although they have pairs.
+    where the run measured the noise of single tensors. `in_float` says why the engine runs nodes of the shipped model
+    in float although they have pairs.
     """
 
     model: Model
@@ -76,7 +67,6 @@ class Facts:
     plan: Plan = field(default_factory=Plan)
     noise: Noise | None = None
     prior: Prior = NO_PRIOR
-    alone: Mapping[str, Alone] = field(default_factory=dict)
     in_float: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -176,7 +166,6 @@ def facts_of(run: FinishedRun) -> Facts:
         plan=run.plan,
         noise=Noise(shaped, run.alone, limits.max_noise) if run.alone else None,
         prior=NO_PRIOR if known is None else unpacked(known.prices),
-        alone=dict(_alone(summary.get("groups", ()))),
     )
     return _with_float_reasons(facts, folder / FINAL, recorded.engine)
 
@@ -187,14 +176,6 @@ def _edges_of_listed_nodes(model: Model, fingerprint: Fingerprint) -> frozenset[
         return every_edge(model)
     regions = discovery.find(model, fingerprint.regions)
     return edges_within(filtered(model, patterns.group(model, regions), fingerprint.node_filter))
-
-
-def _alone(groups: Iterable[GroupOutcome]) -> Iterator[tuple[str, Alone]]:
-    """The groups that subgraph mode has timed, by node."""
-    for group in groups:
-        if group.kind is not None:
-            for node in group.nodes:
-                yield node, Alone(group.why, group.float_ms, group.quantized_ms)
 
 
 def _with_float_reasons(facts: Facts, final: Path, engine: str) -> Facts:

@@ -11,8 +11,7 @@ from typing import Literal
 from qdqtune.calibration.observe import running
 from qdqtune.engines.execution import Execution
 from qdqtune.errors import InputError, parsed_json
-from qdqtune.explanation.reasons_by_graph import UNKNOWN, Reason, Reasons, is_conversion, is_float, is_low, named
-from qdqtune.explanation.reasons_for_attention import Split, splits
+from qdqtune.explanation.reasons_by_graph import UNKNOWN, Reason, Reasons, is_conversion, is_float, is_low
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import COMPUTE, FUSED_BEHIND
@@ -23,7 +22,7 @@ from qdqtune.placement.stripping import strip_pairs
 from qdqtune.tuning.folder import BASELINE
 from qdqtune.types import Accuracy, Failure, Layer, NumericFormat, Sample
 
-Symptom = Literal["standalone pair", "float compute", "split attention", "reformat", "elsewhere", "boundary"]
+Symptom = Literal["standalone pair", "float compute", "reformat", "elsewhere", "boundary"]
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,11 @@ class Finding:
     """A layer that a better placement might avoid, if it `fails`; otherwise a note.
 
     Kinds: "standalone pair", a Q or a DQ that runs as a kernel of its own; "float compute", an operator that runs in
-    float although its inputs carry pairs; "split attention", two products and a Softmax in several kernels where the
-    engine has one (it fails if any of them carries a pair); "reformat", a layer beside a quantized one that only moves
-    values (it fails if the other side is float); "elsewhere", nodes that an execution provider leaves to another (it
-    fails if they carry pairs); "boundary", a conversion that is needed because the model's inputs and outputs are
-    float, or that the user allows. `nodes` are the ONNX nodes of the layer; `cause` is the node that
-    `reason` is about: findings with one cause belong together.
+    float although its inputs carry pairs; "reformat", a layer beside a quantized one that only moves values (it fails
+    if the other side is float); "elsewhere", nodes that an execution provider leaves to another (it fails if they carry
+    pairs); "boundary", a conversion that is needed because the model's inputs and outputs are float, or that the user
+    allows. `nodes` are the ONNX nodes of the layer; `cause` is the node that `reason` is about: findings with one cause
+    belong together.
     """
 
     kind: Symptom
@@ -48,29 +46,14 @@ class Finding:
     fails: bool = True
 
 
-def check(
-    model: Model, layers: Sequence[Layer], numbers: NumericFormat | None = None, *, fuses_attention: bool = False
-) -> tuple[Finding, ...]:
+def check(model: Model, layers: Sequence[Layer], numbers: NumericFormat | None = None) -> tuple[Finding, ...]:
     """The findings about a Q/DQ model, in the order of the engine's layers.
 
     `layers` name nodes of `model`; other names are ignored. `numbers` is the numeric format of the engine: with it,
-    pairs in another format are given as a reason. `fuses_attention` is for engines of the TensorRT family: attention in
-    several kernels is one finding in place of those about its two products.
+    pairs in another format are given as a reason.
     """
     checker = _Checker(model, layers, Reasons(model, layers, numbers))
-    findings = [f for number in range(len(layers)) if (f := checker.finding(number)) is not None]
-    split = tuple(splits(model, layers)) if fuses_attention else ()
-    explained = {name for s in split for name in s.nodes}
-    kept = (f for f in findings if f.kind != "float compute" or not explained.issuperset(f.nodes))
-    return (*(_of_attention(s, layers) for s in split), *kept)
-
-
-def _of_attention(split: Split, layers: Sequence[Layer]) -> Finding:
-    own = [layer for layer in layers if not set(split.nodes).isdisjoint(layer.nodes)]
-    times = [layer.time_ms for layer in own if layer.time_ms is not None]
-    reason = f"attention around {split.softmax} runs in {len(own)} kernels: {split.reason}"
-    spent = sum(times) if times else None
-    return Finding("split attention", own[0].name, split.nodes, spent, reason, split.scores, split.has_pairs)
+    return tuple(f for number in range(len(layers)) if (f := checker.finding(number)) is not None)
 
 
 def allow(findings: Iterable[Finding], wildcards: Sequence[str]) -> tuple[Finding, ...]:
@@ -173,8 +156,8 @@ class _Checker:
             return None
         first = next((n for n in meant if n.op in COMPUTE), meant[0])
         kind: Symptom = "float compute" if layer.kind == "compute" else "reformat"
-        reason = f"{named(first)} runs in float: {self._reasons.of_float(first)}"
-        return Finding(kind, layer.name, _names(meant), layer.time_ms, reason, first.name)
+        reason = self._reasons.in_float(first)
+        return Finding(kind, layer.name, _names(meant), layer.time_ms, reason.text, reason.cause)
 
     def _is_meant_for_8_bits(self, node: Node) -> bool:
         """Whether a convolution or product has a pair; or another operator has pairs on all inputs, and

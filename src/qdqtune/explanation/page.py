@@ -84,7 +84,6 @@ def compact(drawn: Map, flags: Mapping[str, str]) -> dict[str, Any]:
             _rounded(g.tuned_ms),
             _rounded(g.conversion_ms),
             None if g.error_db is None else round(min(g.error_db, EQUAL_DB), 1),
-            [number(note) for note in g.notes],
         ]
         for g in drawn.groups
     ]

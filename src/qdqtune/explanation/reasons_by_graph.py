@@ -156,9 +156,14 @@ class Reasons:
         return replace(first, text=first.text + told_too)
 
     def _in_float(self, node: Node) -> Reason:
+        """Why a node, or the one in front of it that engines fuse it with, runs in float."""
         before = self._model.maker(node.inputs[0]) if node.op in FUSED_BEHIND else None
         if before is not None and not is_conversion(before) and not self.runs_in_8_bits(before):
             return self._in_float(before)
+        return self.in_float(node)
+
+    def in_float(self, node: Node) -> Reason:
+        """That an operator runs in float, and why."""
         return Reason(f"{named(node)} runs in float: {self.of_float(node)}", node.name)
 
     def of_float(self, node: Node) -> str:
@@ -171,10 +176,8 @@ class Reasons:
             return _partial(node, operands)
         usual = (self._clamp_before, self._scales, self._clamp_behind, self._types, self._bias, self._bias_scale)
         causes = [*usual, self._output, self._kernel, self._attention]
-        if node.op not in COMPUTE:
-            causes.append(self._shared)
         if node.op not in USUAL:
-            causes = [self._clamp_before, self._kernel, self._scales, self._types, self._output, self._shared]
+            causes = [self._clamp_before, self._kernel, self._scales, self._types, self._output]
         return next((reason for cause in causes if (reason := cause(node))), UNKNOWN)
 
     def _clamp_before(self, node: Node) -> str:
@@ -315,15 +318,6 @@ class Reasons:
         if self._numbers is not None and self._numbers.symmetric:
             return f"{which}: this engine fuses them in float16, or in FP8 with pairs on q, k, v and behind the Softmax"
         return f"{which}: not every engine runs them in 8 bits"
-
-    def _shared(self, node: Node) -> str:
-        """A text about another reader of one of its DQs that runs in float for a reason of its own."""
-        for dq in [operand.dq for operand in self.operands(node) if operand.dq is not None]:
-            for other in self._readers(dq.outputs[0]):
-                lacks = other.op in COMPUTE or any(operand.dq is None for operand in self.operands(other))
-                if other.index != node.index and lacks and not self.runs_in_8_bits(other):
-                    return f"it shares {dq.name} with {named(other)}, which runs in float as well"
-        return ""
 
     def _meets_softmax(self, node: Node, *, forward: bool) -> bool:
         seen, stack = {node.index}, [node]

@@ -14,9 +14,8 @@ from math import log10
 
 from onnx import TensorProto
 
-from qdqtune.explanation.explanations import NOT_SHIPPED, Explanation, Tally, tally
+from qdqtune.explanation.explanations import Explanation, Tally, tally
 from qdqtune.explanation.facts import Facts
-from qdqtune.explanation.formatting import counted
 from qdqtune.explanation.reasons_by_graph import is_float, is_low
 from qdqtune.graph.model import Node
 from qdqtune.placement.possible import refusal
@@ -24,11 +23,9 @@ from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.attribution import NodeTime
 from qdqtune.search.costs.unit_decisions import cheapest_formats, decision_of, is_shown_by, margin, nearest, other
 from qdqtune.search.costs.units import Decision, Partition, Unit, partition, usual_groups
-from qdqtune.search.cut import CLOSE_SHARE
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import judge, speed
-from qdqtune.tuning.rule_results import bits_of
-from qdqtune.types import CostsByRule, Failure, Layer, Placement, Trial, WeightFormat
+from qdqtune.types import Failure, Layer, Placement, Trial, WeightFormat
 
 PREDICTED = frozenset({"cut", "front", "polish"})
 """Origins of candidates that prices have proposed, with a predicted ratio."""
@@ -42,21 +39,9 @@ def headline(facts: Facts) -> str:
         if not facts.history:
             return "the float model ships: nothing was tried"
         return f"the float model ships: of {len(facts.history)} candidates none was proven faster within the limits"
-    trial, ratios = facts.trial, ratios_to_float(facts.history, facts.plan)
-    bits = bits_of(facts.model, facts.placement)
-    wide = f"{counted(bits['tensors_16'], 'activation')} and {counted(bits['weights_16'], 'weight')} in 16 bits"
-    if trial and isinstance(trial.result, CostsByRule):
-        told = f"the cheapest by rule that holds the limits, with {wide}"
-        return f"what ships is {facts.origin}: {told}; nothing was timed"
-    share = f", {speed(ratios[facts.placement])} as fast as float in the search" if trial else ""
-    text = f"what ships is {facts.origin}{share}" + (f", with {wide}" if facts.placement.wide else "")
-    if trial and trial.proposal.origin not in PREDICTED:
-        cuts = [t for t in facts.history if t.proposal.origin == "cut" and t.placement in ratios]
-        if cuts:
-            best = min(cuts, key=lambda t: ratios[t.placement])
-            came = NOT_SHIPPED[outcome(best, facts.plan)]
-            text += f"; the best cut of the prices was {speed(ratios[best.placement])} as fast, {came}"
-    return text
+    ratio = None if facts.is_by_rule else ratios_to_float(facts.history, facts.plan).get(facts.placement)
+    share = "" if ratio is None else f", {speed(ratio)} as fast as float in the search"
+    return f"what ships is {facts.origin}{share}"
 
 
 def tallied(facts: Facts) -> tuple[tuple[Explanation, ...], tuple[Tally, ...]]:
@@ -130,7 +115,7 @@ class _Explainer:
             precision=self._precision(node, verdict),
             weight_format=verdict.weight_format if has_format else "",
         )
-        if verdict.why == "wide":
+        if verdict.quantized and verdict.why == "inaccurate":
             row = replace(row, precision="uint16")
         layer = self._facts.layers.get(node.name)
         if layer is not None and layer.elsewhere:
@@ -165,7 +150,7 @@ class _Explainer:
             unit=names,
             quantized=quantized,
             precision="",
-            why="close",
+            why="unproven",
             reason="",
             ms=_time_of(names, self._facts.spent),
             float_ms=_time_of(names, self._facts.float_spent),
@@ -184,7 +169,7 @@ class _Explainer:
         if self._facts.is_by_rule:
             return self._by_rule(verdict)
         if costs is None:
-            return self._by_trials(unit, replace(verdict, why="untried"))
+            return self._by_trials(unit, verdict)
         more, is_shown = margin(costs, self._decision, unit), is_shown_by(costs, self._decision, unit)
         verdict = replace(verdict, margin_ms=more, measured=is_shown)
         if quantized:
@@ -205,14 +190,14 @@ class _Explainer:
         if not verdict.quantized:
             told = f"nothing that was tried has it in 8 or 16 bits and holds {self._limit}"
             return replace(verdict, why="inaccurate", reason=told)
-        return replace(verdict, why="rule", reason=f"8 bits cost the least, and the outputs hold {self._limit}")
+        return replace(verdict, why="placement", reason=f"8 bits cost the least, and the outputs hold {self._limit}")
 
     def _in_16_bits(self, unit: Unit, verdict: Explanation) -> Explanation:
         best, noise = "cheapest" if self._facts.is_by_rule else "fastest", self._facts.noise
         alone = 0.0 if noise is None else sum(noise.of_value(noise.value(tensor)) for tensor in unit.outputs)
         told = f": rounding its results alone to 8 bits leaves {_db(alone)}" if alone else ""
         told = f"with 8 bits here too, the {best} found would miss {self._limit}{told}"
-        return replace(verdict, why="wide", quantized=True, reason=told)
+        return replace(verdict, why="inaccurate", quantized=True, reason=told)
 
     def _weight_only(self, unit: Unit, weight_format: WeightFormat, verdict: Explanation) -> Explanation:
         """Explain a unit in float whose weights have a weight format."""
@@ -233,7 +218,7 @@ class _Explainer:
         names = {n.name for n in nodes}
         if any(e.node in names and e not in facts.possible for e in facts.able):
             told = "the nodes that you have listed leave it in float"
-            return replace(verdict, quantized=False, why="excluded", reason=told, unknown=told)
+            return replace(verdict, quantized=False, why="unsupported", reason=told, unknown=told)
         if any(e in facts.placement for e in unit.weights):
             told = f"only its constant carries a pair, as part of {facts.origin}"
             return replace(verdict, quantized=True, why="placement", reason=told, unknown=told)
@@ -273,15 +258,11 @@ class _Explainer:
         if verdict.margin_ms > 0:
             return replace(verdict, why="faster", reason=told)
         whole = f"{told}; it is part of {self._facts.origin}, which was measured as a whole"
-        if self._is_close(verdict):
-            return replace(verdict, why="close", reason=f"{whole}, and the two hardly differ")
         return replace(verdict, why="placement", reason=whole)
 
     def _in_float(self, unit: Unit, verdict: Explanation) -> Explanation:
         assert verdict.margin_ms is not None
         told = "; ".join(_times_text(verdict, "in float it"))
-        if alone := self._facts.alone.get(verdict.unit[0]):
-            told += f"; alone: {alone.why}"
         if self._is_free(unit, verdict):
             return replace(verdict, why="no time", reason="it takes no time either way, and follows its neighbours")
         if kernel := self._without_kernel(unit):
@@ -292,12 +273,10 @@ class _Explainer:
         if noise := self._lost_accuracy(unit):
             return replace(verdict, why="inaccurate", reason=f"{noise}; {told}")
         tried = self._by_trials(unit, verdict)
-        if tried.why in ("failed", "inaccurate"):
+        if tried.why in ("no kernel", "inaccurate"):
             return replace(tried, reason=f"{tried.reason}; {told}")
-        if self._is_close(verdict):
-            return replace(verdict, why="close", reason=f"{told}: too little to tell them apart")
         if not self._facts.placement:
-            return replace(verdict, why="unproven" if self._facts.history else "untried", reason=told)
+            return replace(verdict, reason=told)
         trial, is_own = self._facts.trial, self._facts.shipped == "given"
         is_known = is_own or (trial is not None and trial.proposal.origin not in PREDICTED)
         if tried.why == "slower" or not is_known:
@@ -309,11 +288,6 @@ class _Explainer:
     def _is_free(self, unit: Unit, verdict: Explanation) -> bool:
         assert self._costs is not None
         return self._costs.prices[unit.number].as_float == 0 and not verdict.ms and not verdict.margin_ms
-
-    def _is_close(self, verdict: Explanation) -> bool:
-        """Whether float and 8 bits differ by less than the smallest difference that the search regards."""
-        assert verdict.margin_ms is not None
-        return abs(verdict.margin_ms) <= CLOSE_SHARE * self._facts.float_ms / 2
 
     def _without_kernel(self, unit: Unit) -> str:
         """A text if the engine ran the unit in float in every build that had pairs around it; else empty."""
@@ -373,20 +347,20 @@ class _Explainer:
         ]
         telling = [flip for flip in flips if flip[3] != (outcome(flip[2], facts.plan) == "faster")]
         if not flips:
-            return replace(verdict, why="untried", reason="no candidate ran it in 8 bits within the builds of this run")
+            return replace(verdict, reason="no candidate ran it in 8 bits within the builds of this run")
         changed, _, trial, into_8_bits = min(telling or flips)
         others = "" if changed == 1 else f" with {changed - 1} more unit{'s' if changed > 2 else ''}"
         way = "in 8 bits" if into_8_bits else "in float again"
         name = f"a candidate that ran it {way}{others} ({trial.proposal.origin!r})"
         if isinstance(trial.result, Failure):
-            return replace(verdict, why="failed", reason=f"{name} failed: {trial.result.reason}")
+            return replace(verdict, why="no kernel", reason=f"{name} failed: {trial.result.reason}")
         said, ratio = outcome(trial, facts.plan), judge(trial, facts.plan)
         if said == "inaccurate":
             missed = facts.limits.why_refused(trial) or "it misses the limits on accuracy"
             return replace(verdict, why="inaccurate", reason=f"{name} was refused: {missed}")
         took = "" if ratio is None else f" was {speed(ratio.median)} as fast as its opponent"
         if into_8_bits and said == "faster":
-            return replace(verdict, why="unproven", reason=f"{name}{took} and won, but did not ship")
+            return replace(verdict, reason=f"{name}{took} and won, but did not ship")
         words = "" if said != "undecided" else ": not clearly faster"
         return replace(verdict, why="slower", reason=f"{name}{took}{words}")
 

@@ -64,7 +64,6 @@ class MapGroup:
     tuned_ms: float | None
     conversion_ms: float
     error_db: float | None
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import onnx
 from qdqtune.commands.qualification import graphs
 from qdqtune.commands.qualification.engine_at_hand import QUICKLY, BrokenError, EngineAtHand, NotApplicableError
 from qdqtune.commands.tune import TuneOptions, tune
-from qdqtune.engines import LAUNCHED, TENSORRT_FAMILY, execution
+from qdqtune.engines import LAUNCHED, execution
 from qdqtune.engines.devices import Device
 from qdqtune.engines.process import WorkerProcess
 from qdqtune.engines.runner import Runner, as_workloads, insist
@@ -48,9 +48,6 @@ ROUNDS, LAUNCHED_ROUNDS = 24, 12
 
 STRANGE = 0.1
 """The largest share of the time that rows of a profile may take that fit no layer. Chosen, not measured."""
-
-FLOAT_DESPITE_PAIRS = frozenset({"float compute", "split attention"})
-"""Kinds of findings about what runs in float although it carries pairs."""
 
 PLAIN, ITSELF, DEEPER = "convolutions", "a file and itself", "a file and one of four times its layers"
 
@@ -127,12 +124,10 @@ def _keeps_8_bits(engine: EngineAtHand, name: str) -> str:
     model, layers, numbers = load(file), engine.layers(file, engine.files(name).samples[0]), None
     if "weight_only" not in how:
         numbers = engine.runner.numeric_format(how.get("quant_type", "int8"))
-    found = check(model, layers, numbers, fuses_attention=engine.spec.name in TENSORRT_FAMILY)
+    found = check(model, layers, numbers)
     failing = [finding for finding in found if finding.fails]
     products = {node.name for node in model.nodes if node.op in COMPUTE}
-    lost = [
-        f for f in failing if numbers is None or (f.kind in FLOAT_DESPITE_PAIRS and not products.isdisjoint(f.nodes))
-    ]
+    lost = [f for f in failing if numbers is None or (f.kind == "float compute" and not products.isdisjoint(f.nodes))]
     running = [layer for layer in layers if layer.kind != "folded"]
     low = sum(is_low(layer.precision) for layer in running)
     if lost:

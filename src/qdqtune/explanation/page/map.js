@@ -16,8 +16,8 @@
   const data = JSON.parse(source.textContent);
   const text = (n) => data.texts[n];
   const [NAME, OP, EIGHT, WHY] = [0, 1, 2, 3];
-  const groups = data.groups.map(([first, count, label, precision, before, after, conversion, error, notes]) =>
-    ({ first, count, label: text(label), precision: text(precision), before, after, conversion, error, notes: notes.map(text) }));
+  const groups = data.groups.map(([first, count, label, precision, before, after, conversion, error]) =>
+    ({ first, count, label: text(label), precision: text(precision), before, after, conversion, error }));
   const HIDDEN = { folded: "computed in advance", shapes: "shapes alone" };
   const running = groups.filter((g) => !(g.precision in HIDDEN)).length;
   const groupOf = new Int32Array(data.nodes.length);
@@ -339,7 +339,6 @@
     line.append(tag);
     if (precise || g.precision in HIDDEN) panel.append(line);
     rows(times({ ...g }));
-    for (const note of g.notes) panel.append(make("p", "", note));
     panel.append(make("h4", "", g.count === 1 ? "Node" : `${g.count} nodes`));
     const list = make("ul");
     for (const node of data.nodes.slice(g.first, g.first + Math.min(g.count, 100))) {
