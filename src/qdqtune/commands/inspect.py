@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +22,8 @@ from qdqtune.search.regions.region import Region, RegionType
 from qdqtune.tuning.options import Division, regions_option
 from qdqtune.tuning.subject import tuned_graph
 
-MOST_FREQUENT, FEW = 10, 5
-"""How many patterns are listed: `MOST_FREQUENT` below the tree, `FEW` in the summary."""
-
-MOST_BARS = 8
-"""Most bars of the histogram in the summary."""
+MOST_FREQUENT = 10
+"""How many patterns are listed."""
 
 LONGEST_BAR = 40
 """Width of the longest histogram bar, in characters."""
@@ -54,11 +50,6 @@ class Inspection(Shown):
     told: Mapping[str, Any]
     lines: tuple[str, ...]
     named: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        """`lines` as one text."""
-        return "\n".join(self.lines)
 
     def in_words(self) -> str:
         """How many regions and patterns."""
@@ -111,8 +102,7 @@ def render(
     patterns = patterns if include_all_regions else tunable(model, patterns)
     summary = _Summary.of(model, regions)
     if not tree:
-        below = [*_histogram(summary, MOST_BARS), "", *_pattern_lines(patterns, FEW)]
-        return [*_head(summary, regions), "", *below]
+        return [*_head(summary, regions), "", *_pattern_lines(patterns)]
     pattern_of = {region: p for p in patterns for region in p.instances}
     shown = [r for r in regions.walk() if include_all_regions or is_quantizable(model, r)]
     lines = [*_head(summary, regions), ""]
@@ -120,7 +110,7 @@ def render(
         lines += _tree_lines(model, region, pattern_of.get(region), verbose)
     if hidden := summary.regions - len(shown):
         lines += ["", f"Hidden: {counted(hidden, 'region')} without quantizable operators (`include_all_regions`)"]
-    return [*lines, "", *_histogram(summary, len(summary.histogram)), "", *_pattern_lines(patterns, MOST_FREQUENT)]
+    return [*lines, "", *_histogram(summary), "", *_pattern_lines(patterns)]
 
 
 def as_json(
@@ -220,22 +210,18 @@ def _tree_lines(model: Model, region: Region, pattern: Pattern | None, verbose: 
         yield f"{outer}│  {mark}{fact}"
 
 
-def _histogram(summary: _Summary, bars: int) -> Iterator[str]:
-    """A histogram of at most `bars` bars; if there are more sizes, neighbouring ones share a bar."""
+def _histogram(summary: _Summary) -> Iterator[str]:
     yield "LEAF region size histogram:"
-    width = max(1, math.ceil(len(summary.histogram) / max(1, bars)))
-    together = [summary.histogram[first : first + width] for first in range(0, len(summary.histogram), width)]
-    numbers = [sum(number for _, number in several) for several in together]
-    for ((low, _), *more), number in zip(together, numbers, strict=True):
-        sizes = f"{low}-{more[-1][0]}" if more else f"{low}"
-        yield f"{sizes:>5} | {'█' * max(1, LONGEST_BAR * number // max(numbers))} {number}"
+    most = max((number for _, number in summary.histogram), default=1)
+    for size, number in summary.histogram:
+        yield f"{size:>5} | {'█' * max(1, LONGEST_BAR * number // most)} {number}"
 
 
-def _pattern_lines(patterns: Sequence[Pattern], most: int) -> Iterator[str]:
+def _pattern_lines(patterns: Sequence[Pattern]) -> Iterator[str]:
     leaf = sum(p.type is RegionType.LEAF for p in patterns)
     regions = counted(sum(len(p.instances) for p in patterns), "region")
     yield f"Patterns: {len(patterns)} ({leaf} LEAF, {len(patterns) - leaf} COMPOSITE), in {regions}"
-    frequent = sorted(patterns, key=lambda p: -len(p.instances))[:most]
+    frequent = sorted(patterns, key=lambda p: -len(p.instances))[:MOST_FREQUENT]
     for p in frequent:
         ops = ", ".join(p.ops[:8]) + (f", ... ({len(p.ops)} nodes)" if len(p.ops) > 8 else "")
         counts = f"{counted(len(p.instances), 'instance')}, {counted(len(p.points), 'point')}"
