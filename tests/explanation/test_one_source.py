@@ -133,7 +133,7 @@ def test_the_page_and_explain_tell_the_same_of_every_node(folder: Path) -> None:
                 assert after == pytest.approx(sum(unit[1] for unit in units), **ROUNDED)
     assert report.map is not None
     assert {n.name: n.why for n in report.map.nodes} == {row.node: row.reason for row in explained.rows}
-    assert all(row.margin_ms is not None or row.unknown for row in explained.rows)
+    assert all(row.reason for row in explained.rows)
 
 
 def test_sums_are_what_was_measured(folder: Path) -> None:

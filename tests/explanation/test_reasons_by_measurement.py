@@ -51,7 +51,7 @@ def test_prices_decide_and_are_told(tuned: tuple[Path, Result]) -> None:
     assert (rows["third"].why, rows["third"].precision) == ("slower", "fp32")
     assert rows["first"].unit == rows["relu"].unit == ("first", "relu")
     assert all(row.margin_ms is not None and row.margin_ms > 0 for row in rows.values() if row.why != "no kernel")
-    assert all(row.margin_ms is None and row.unknown for row in rows.values() if row.why == "no kernel")
+    assert all(row.margin_ms is None for row in rows.values() if row.why == "no kernel")
     second = rows["second"]
     assert f"{second.ms:.3g} ms" in second.reason
     assert f"in the float model {second.float_ms:.3g} ms" in second.reason
@@ -96,7 +96,8 @@ def test_nothing_faster_is_told_of_the_float_model(tmp_path: Path) -> None:
 def test_a_search_without_layers_tells_what_candidates_took(tmp_path: Path) -> None:
     explained = run(tmp_path, mode="region", engine=EngineSpec("fake", {"hide_times": True}))
     rows = by_name(explained)
-    assert all(row.margin_ms is None and "no layer times" in row.unknown for row in explained.rows)
+    assert all(row.margin_ms is None for row in explained.rows)
+    assert "no layer times" in explained.table().caption
     assert rows["second"].quantized
     assert "x as fast as float" in rows["second"].reason
     assert rows["softmax"].why == "slower"
@@ -117,7 +118,7 @@ def test_a_region_search_knows_the_layers_of_float_and_of_what_ships(tmp_path: P
 def test_what_the_user_excludes_is_excluded(tmp_path: Path) -> None:
     rows = by_name(run(tmp_path, mode="cut", builds=4, node_filter=("first",)))
     assert rows["third"].why == "unsupported"
-    assert "you have listed" in rows["third"].unknown
+    assert "you have listed" in rows["third"].reason
     assert rows["first"].quantized
     assert (rows["second"].why, rows["second"].precision) == ("no kernel", "fp32")
     assert "its weight w1 does not" in rows["second"].reason
@@ -130,8 +131,7 @@ def test_where_no_pair_can_stand_the_reason_is_the_tensors(tmp_path: Path) -> No
         tune(settings(write(build(text, {"w": normal(64, 64)}), tmp_path), mode="cut", builds=4))
     rows = by_name(explain_run(tmp_path / "out"))
     assert rows["twice"].why == "unsupported"
-    assert "on its input s0: it is not known to be a float tensor" in rows["twice"].unknown
-    assert all(row.margin_ms is not None or row.unknown for row in rows.values())
+    assert "on its input s0: it is not known to be a float tensor" in rows["twice"].reason
 
 
 def test_a_pick_of_another_placement_needs_no_new_prices(tuned: tuple[Path, Result]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from rich.text import Text
 from qdqtune.cli import progress
 from qdqtune.cli.command import AS_JSON, command, switch
 from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude, with_flags_in_notes
-from qdqtune.commands.check import CheckOptions, check_file
+from qdqtune.commands.check import Checked, CheckOptions, check_file, time_of
 from qdqtune.commands.debug import DebugOptions, Diagnosis, debug
 from qdqtune.commands.doctor import (
     ClusterState,
@@ -34,20 +33,13 @@ from qdqtune.commands.worst_tensors import UNKNOWN_NOISE, Damage
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable, escaped
 from qdqtune.explanation.findings import Finding
 from qdqtune.explanation.formatting import counted, placed, samples
-from qdqtune.explanation.reasons_by_graph import is_low
-from qdqtune.graph.model import Model
 from qdqtune.options import REQUIRED, Files, given_in, option
-from qdqtune.placement.reading import placement_in
-from qdqtune.placement.stripping import strip_pairs
 from qdqtune.system.checks import RECORD_KIND, mark
 from qdqtune.system.writing import temporary_folder, write_json
-from qdqtune.types import Layer, sqnr_of
+from qdqtune.types import sqnr_of
 
 ORDER = ("float compute", "standalone pair", "reformat", "elsewhere", "boundary")
 """The order in which findings with one cause are listed, by kind: the cause itself, then its consequences."""
-
-OF_WEIGHTS = re.compile(r"[wW][48]")
-"""Matches the precision of a layer that reads weights of 4 or 8 bits."""
 
 
 @dataclass(kw_only=True)
@@ -91,9 +83,8 @@ def check_command(options: CheckArguments, as_layers: bool, as_machine: bool) ->
         checked.append(done)
         say_notes(done.notes)
         if not as_machine:
-            lines = _lines(model, done.ran_on, done.graph, done.layers, done.findings)
             left = () if done.fallback is None else (done.fallback.in_words(),)
-            print_lines((*lines, *left, *_advice(done.findings, done.measured)))
+            print_lines((*_lines(done), *left, *_advice(done.findings, done.measured)))
     if as_machine:
         print_json(checked[0].to_dict() if len(models) == 1 else [done.to_dict() for done in checked])
     return 0 if all(done.passes for done in checked) else ConstraintUnmet.exit_code
@@ -110,31 +101,17 @@ def _show_layers(options: CheckArguments, as_machine: bool) -> int:
     return 0
 
 
-def _lines(
-    model: Path, engine: str, graph: Model, layers: Sequence[Layer], findings: Sequence[Finding]
-) -> Iterator[str]:
-    if not layers:
-        yield f"{model}: no pairs, nothing to check"
-        return
-    for group in _groups(findings):
+def _lines(done: Checked) -> Iterator[str]:
+    for group in _groups(done.findings):
         yield group[0].reason
         for finding in group:
             time = "" if finding.time_ms is None else f"{finding.time_ms:.4f} ms"
             yield f"    {finding.kind:15}  {time:>10}  {', '.join(finding.nodes) or finding.layer}"
-    if unknown := [layer for layer in layers if layer.kind == "unknown"]:
-        spent_there = _sum(unknown) or 0.0
+    if unknown := [layer for layer in done.layers if layer.kind == "unknown"]:
+        spent_there = time_of(unknown) or 0.0
         first = f"{unknown[0].name:.60}"
         yield f"{len(unknown)} rows of the profile ({spent_there:.3f} ms) fit no layer, the first: {first}"
-    failing = [finding for finding in findings if finding.fails]
-    running = [layer for layer in layers if layer.kind != "folded"]
-    total, spent = _sum(running), _sum(failing)
-    share = f", {spent:.3f} of {total:.3f} ms" if total and spent is not None else ""
-    low = sum(is_low(layer.precision) for layer in running)
-    on_weights = sum(bool(OF_WEIGHTS.fullmatch(layer.precision)) for layer in running)
-    also = f", {on_weights} on weights in fewer bits" if on_weights else ""
-    ran = f"{placed(placement_in(strip_pairs(graph), graph))}, {low} of {len(running)} layers in 8 bits{also}"
-    notes = counted(len(findings) - len(failing), "note")
-    yield f"{model} on {engine}: {ran}; {counted(len(failing), 'finding')}{share}, {notes}"
+    yield done.in_words()
 
 
 def _advice(findings: Sequence[Finding], measured: bool) -> Iterator[str]:
@@ -155,12 +132,7 @@ def _groups(findings: Sequence[Finding]) -> list[list[Finding]]:
     groups: dict[tuple[bool, str], list[Finding]] = {}
     for finding in sorted(findings, key=lambda f: ORDER.index(f.kind)):
         groups.setdefault((finding.fails, finding.cause or finding.reason), []).append(finding)
-    return sorted(groups.values(), key=lambda group: -(_sum(group) or 0.0) if group[0].fails else 1.0)
-
-
-def _sum(timed: Sequence[Layer] | Sequence[Finding]) -> float | None:
-    times = [item.time_ms for item in timed if item.time_ms is not None]
-    return sum(times) if times else None
+    return sorted(groups.values(), key=lambda group: -(time_of(group) or 0.0) if group[0].fails else 1.0)
 
 
 @command("debug", DebugOptions, AS_JSON)

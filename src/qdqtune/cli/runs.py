@@ -43,15 +43,12 @@ def explain_command(options: ExplainOptions, as_machine: bool) -> None:
 
 
 def by_node(rows: Sequence[Explanation]) -> Iterator[str]:
-    """Two lines for each node, and a third if there is no price for deciding it the other way."""
     for row in rows:
         others = [name for name in row.unit if name != row.node]
         together = f", decided together with {', '.join(others)}" if others else ""
         stored = f", its weights stored as {row.weight_format}" if row.weight_format else ""
         yield f"{row.node} ({row.op}): runs in {row.precision}{stored}{together}"
         yield f"    {IN_WORDS[row.why]}: {row.reason}"
-        if row.margin_ms is None:
-            yield f"    no price of the other way: {row.unknown}"
 
 
 def _record(text: str) -> list[Path]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from qdqtune.engines.tensorrt.options import built_for_sample
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
 from qdqtune.explanation.findings import Finding, allow, check, excuse, is_measured, lost_by_pairs
+from qdqtune.explanation.formatting import counted, placed
 from qdqtune.explanation.reasons_by_graph import is_low
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load, read
@@ -32,7 +34,8 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.accuracy import concern
 from qdqtune.options import WORDS, Names, option
-from qdqtune.placement.reading import is_quantized
+from qdqtune.placement.reading import is_quantized, placement_in
+from qdqtune.placement.stripping import strip_pairs
 from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.types import Layer, NumericFormat, QType, QuantType
 
@@ -47,6 +50,9 @@ DQ = "DequantizeLinear"
 
 SEVEN_BITS = 64
 """The largest weight of 7 bits."""
+
+OF_WEIGHTS = re.compile(r"[wW][48]")
+"""Matches the precision of a layer that reads weights of 4 or 8 bits."""
 
 
 @dataclass(kw_only=True)
@@ -99,14 +105,26 @@ class Checked(Shown):
     @property
     def time_ms(self) -> float | None:
         """The time of these layers; None if the engine gives none."""
-        times = [layer.time_ms for layer in self.running if layer.time_ms is not None]
-        return sum(times) if times else None
+        return time_of(self.running)
+
+    @property
+    def layers_in_8_bits(self) -> int:
+        """How many of the layers run in 8 bits."""
+        return sum(is_low(layer.precision) for layer in self.running)
 
     def in_words(self) -> str:
-        """Whether the model passes, and how many findings fail."""
-        failing = sum(finding.fails for finding in self.findings)
-        verdict = "passes" if self.passes else "fails"
-        return f"{verdict} on {self.ran_on}: {failing} findings of {len(self.layers)} layers"
+        """What runs in 8 bits, and how many findings fail."""
+        if not self.layers:
+            return f"{self.model}: no pairs, nothing to check"
+        failing = [finding for finding in self.findings if finding.fails]
+        total, spent = self.time_ms, time_of(failing)
+        share = f", {spent:.3f} of {total:.3f} ms" if total and spent is not None else ""
+        on_weights = sum(bool(OF_WEIGHTS.fullmatch(layer.precision)) for layer in self.running)
+        also = f", {on_weights} on weights in fewer bits" if on_weights else ""
+        count = f"{self.layers_in_8_bits} of {len(self.running)} layers in 8 bits{also}"
+        ran = f"{placed(placement_in(strip_pairs(self.graph), self.graph))}, {count}"
+        notes = counted(len(self.findings) - len(failing), "note")
+        return f"{self.model} on {self.ran_on}: {ran}; {counted(len(failing), 'finding')}{share}, {notes}"
 
     def table(self) -> Table:
         """The findings, those that fail first."""
@@ -132,7 +150,7 @@ class Checked(Shown):
             **({} if self.machine is None else {"machine": self.machine}),
             "pairs": sum(node.op == "DequantizeLinear" for node in self.graph.nodes),
             "layers": len(self.running),
-            "layers_in_8_bits": sum(is_low(layer.precision) for layer in self.running),
+            "layers_in_8_bits": self.layers_in_8_bits,
             "time_ms": self.time_ms,
             "failing": sum(finding.fails for finding in findings),
             "findings": [asdict(finding) for finding in findings],
@@ -140,6 +158,12 @@ class Checked(Shown):
             "measured": self.measured,
             **({} if self.fallback is None else {"fallback": self.fallback.to_dict()}),
         }
+
+
+def time_of(timed: Sequence[Layer] | Sequence[Finding]) -> float | None:
+    """The time of layers or findings in ms; None if the engine gives none."""
+    times = [each.time_ms for each in timed if each.time_ms is not None]
+    return sum(times) if times else None
 
 
 def check_file(options: CheckOptions) -> Checked:

@@ -64,10 +64,10 @@ class Explained(Shown):
         sums = (_ms(total([t.ms for t in self.tallies])), _ms(total([t.float_ms for t in self.tallies])))
         rows.append((str(len(self.rows)), "", *sums, "", "all nodes", ""))
         columns = ("nodes", "runs in", "ms", "float, ms", "otherwise", "why", "such as")
-        unknown = next((row.unknown for row in self.rows if row.ms is None and row.unknown), "")
         caption = "otherwise: what the model would take more if all of them were decided the other way"
         caption += "; ?: a guess in part, as no build ran all of them so" * any(" ?" in row[4] for row in rows)
-        caption = f"no ms: {unknown}" if unknown else caption
+        if any(row.ms is None for row in self.rows):
+            caption = "no ms: the builds of this run have no layer times, so that single nodes have no price"
         return Table(columns, rows, caption, left=("runs in", "why", "such as"))
 
     def matching(self, pattern: str) -> tuple[Explanation, ...]:

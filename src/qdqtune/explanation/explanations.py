@@ -71,7 +71,7 @@ class Explanation:
     `ms` is the time of the unit in the shipped model, conversions included (each counts with one unit), and `float_ms`
     its time in the float model. Summed over all units they give the measured latencies. `margin_ms` is the extra time
     of the whole model if this unit alone had the opposite decision (`otherwise`); below 0 if it would save time.
-    `measured` is False where that time is partly a guess. Where a time is None, `unknown` says why.
+    `measured` is False where that time is partly a guess. A time is None where it is unknown.
 
     `precision` is that of the engine's report on the shipped build, or else follows from the pairs. `weight_format` is
     the weight format of its weights where these alone are quantized, "" if there are none.
@@ -88,7 +88,6 @@ class Explanation:
     float_ms: float | None
     margin_ms: float | None
     measured: bool
-    unknown: str = ""
     weight_format: str = ""
     otherwise: str = ""
 

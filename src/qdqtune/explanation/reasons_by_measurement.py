@@ -158,8 +158,6 @@ class _Explainer:
             measured=False,
             otherwise="8 bits",
         )
-        if costs is None or verdict.ms is None:
-            verdict = replace(verdict, unknown=_UNTIMED)
         if (weight_format := self._decision.format_of.get(unit.number)) is not None and not quantized:
             return self._weight_only(unit, weight_format, verdict)
         if not unit.inputs:
@@ -218,12 +216,12 @@ class _Explainer:
         names = {n.name for n in nodes}
         if any(e.node in names and e not in facts.possible for e in facts.able):
             told = "the nodes that you have listed leave it in float"
-            return replace(verdict, quantized=False, why="unsupported", reason=told, unknown=told)
+            return replace(verdict, quantized=False, why="unsupported", reason=told)
         if any(e in facts.placement for e in unit.weights):
             told = f"only its constant carries a pair, as part of {facts.origin}"
-            return replace(verdict, quantized=True, why="placement", reason=told, unknown=told)
+            return replace(verdict, quantized=True, why="placement", reason=told)
         told = self._refused(nodes, unit)
-        return replace(verdict, why="unsupported", reason=told, unknown=f"no pair can stand there, {told}")
+        return replace(verdict, why="unsupported", reason=told)
 
     def _refused(self, nodes: Sequence[Node], unit: Unit) -> str:
         """Why no pair can stand on the inputs of a unit, apart from constants."""
@@ -267,7 +265,7 @@ class _Explainer:
             return replace(verdict, why="no time", reason="it takes no time either way, and follows its neighbours")
         if kernel := self._without_kernel(unit):
             told = "; ".join([kernel, *_times_text(replace(verdict, margin_ms=None), "it")])
-            return replace(verdict, margin_ms=None, why="no kernel", reason=told, unknown=kernel)
+            return replace(verdict, margin_ms=None, why="no kernel", reason=told)
         if verdict.margin_ms > 0:
             return replace(verdict, why="slower", reason=told)
         if noise := self._lost_accuracy(unit):
@@ -363,9 +361,6 @@ class _Explainer:
             return replace(verdict, reason=f"{name}{took} and won, but did not ship")
         words = "" if said != "undecided" else ": not clearly faster"
         return replace(verdict, why="slower", reason=f"{name}{took}{words}")
-
-
-_UNTIMED = "the builds of this run have no layer times, so that single nodes have no price"
 
 
 def _time_of(names: Sequence[str], spent: Mapping[str, NodeTime]) -> float | None:
