@@ -327,7 +327,7 @@ def test_a_file_that_the_engine_refuses(conv: Files, workers: Workers) -> None:
 def test_files_that_are_no_pair(conv: Files, tmp_path: Path) -> None:
     for options, why in (
         (DebugOptions(conv.float, quantized=conv.float), "has no Q/DQ pairs: nothing is quantized"),
-        (DebugOptions(conv.float), "has no Q/DQ pairs: nothing is quantized"),
+        (DebugOptions(conv.float), "has no Q/DQ pairs: give the quantized model second"),
         (DebugOptions(conv.quantized, quantized=conv.float), "give the quantized model second"),
         (DebugOptions(conv.quantized, quantized=conv.quantized), "give the float model first"),
         (DebugOptions(tmp_path / "missing.onnx"), "missing.onnx"),

@@ -340,7 +340,7 @@ def _models(options: DebugOptions) -> tuple[Model, Path, Model]:
     if here := {name: value for name, value in options.fix_inputs.items() if name in given.inputs}:
         given = load(file, fix_inputs=here)
     if not is_quantized(given):
-        if file != model and is_quantized(load(model)):
+        if options.quantized is None or (file != model and is_quantized(load(model))):
             raise BadModel(f"{file} has no Q/DQ pairs: give the quantized model second, the float model first")
         either = "neither file has" if file != model else f"{file} has no"
         raise BadModel(f"{either} Q/DQ pairs: nothing is quantized that could break the outputs")
