@@ -59,6 +59,9 @@ NAMED = 5
 LEFT_SHARE = 0.5
 """A tensor is guilty if without it at most this share of the noise is left: 3 dB."""
 
+EXACT = 1e-20
+"""Noise below it is told as this: it has a logarithm."""
+
 WORSE = 2.0
 """The engine is at fault if its noise is this many times that of the pairs as ONNX defines them: 3 dB."""
 
@@ -272,9 +275,10 @@ class _Search:
         if without:
             left = self._noise_of_rest(without.keys())
         largest: dict[str, float] = {}
-        if left > max(limit, WORSE * defined) and not isinstance(outputs, Failure):
-            level, as_defined = (f"{sqnr_of(max(value, 1e-20)):.1f} dB" for value in (left, defined))
-            notes.append(f"{engine} computes other values than the pairs define: {level} where these have {as_defined}")
+        if left > max(limit, WORSE * defined):
+            if not isinstance(outputs, Failure):
+                levels = " where these have ".join(f"{sqnr_of(max(value, EXACT)):.1f} dB" for value in (left, defined))
+                notes.append(f"{engine} computes other values than the pairs define: {levels}")
         elif left > limit and ranking:
             largest = {tensor: ranking[tensor] for tensor in ranking if tensor not in without}
             notes.append(_spread(list(largest.values())))
