@@ -60,7 +60,6 @@ COMMANDS = {
     "quantize": ("quantize", "MODEL", "-o", "OUT.onnx", "--calibration-method", "minmax", "--no-bias-correction"),
     "tune": ("tune", "MODEL", "--engine", "fake", "--builds", "3", "-o", "OUT", "-q"),
     "compare": ("compare", "MODEL", "MODEL", "--engine", "fake"),
-    "debug": ("debug", "MODEL", "--engine", "fake"),
 }
 
 
