@@ -29,7 +29,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import DEVNULL, CalledProcessError, run
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import zoo
@@ -38,7 +38,7 @@ from quantizers import write_nncf, write_static
 
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import HELD_OUT
-from qdqtune.calibration.scales import AUTO, DEFAULT_CALIBRATION, Calibration
+from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration, Method
 from qdqtune.commands.compare import compare_files
 from qdqtune.commands.quantize import quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
@@ -65,8 +65,8 @@ PEERS: Mapping[str, Quantizer] = {
     "nncf slow": partial(write_nncf, fast_bias_correction=False),
 }
 OURS: Mapping[str, Calibration] = {
-    **{method: Calibration(method) for method in AUTO},
-    **{f"{method}, biases": Calibration(method, bias_correction=True) for method in AUTO},
+    **{method: Calibration(method) for method in get_args(Method)},
+    **{f"{method}, biases": Calibration(method, bias_correction=True) for method in get_args(Method)},
     "defaults": DEFAULT_CALIBRATION,
 }
 

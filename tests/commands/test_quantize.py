@@ -13,7 +13,6 @@ import onnx
 import pytest
 
 import qdqtune
-from fitted_nets import Heard
 from models import attention, build, conv_net, embedding, feeds, joined, normal, run
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.commands.apply import Applied, ApplyOptions, apply
@@ -241,9 +240,9 @@ def test_what_a_softmax_makes_has_the_range_from_0_to_1_in_uint8_if_it_comes_hal
     model = attention()
     for high, expected in ((0.6, Range(0, 1)), (0.4, Range(0.1, 0.4))):
         found = Ranges({"p": Range(0.1, high), "q": Range(-1, 1)})
-        known = with_known_ranges(model, found, numeric_format("onnxruntime", "int8"), found).activations
+        known = with_known_ranges(model, found, numeric_format("onnxruntime", "int8")).activations
         assert known == {"p": expected, "q": Range(-1, 1)}
-        assert with_known_ranges(model, found, numeric_format("tensorrt", "int8"), found) == found
+        assert with_known_ranges(model, found, numeric_format("tensorrt", "int8")) == found
 
 
 def consumers(done: Any) -> set[str]:
@@ -425,20 +424,6 @@ def test_weights_that_were_rounded_by_data_are_rounded_so_again(tmp_path: Path) 
     path = written(build(text, {"w": normal(32, 32)}), tmp_path)
     (note,) = applied("gptq", None).notes
     assert "`calibration_data` would tell" in note
-
-
-def test_quick_compares_no_ways_to_calibrate_unless_it_is_told_to(tmp_path: Path) -> None:
-    net = conv_net()
-    path = written(net, tmp_path, 40)
-    heard = Heard()
-    quantize(request(path, quick=True), heard)
-    assert "trying to make channels alike" not in [text for text, _ in heard.stages]
-    usual, quick = request(path).calibration, request(path, quick=True).calibration
-    assert (quick.method, quick.equalization, quick.bias_correction) == ("mse", False, True)
-    assert request(path, quick=True, calibration_method="entropy", equalize=True).calibration == replace(
-        usual, method="entropy"
-    )
-    assert request(path, quick=True, bias_correction=False).calibration == replace(quick, bias_correction=False)
 
 
 def test_portable_files_have_weights_of_seven_bits_and_say_what_they_cost(tmp_path: Path) -> None:

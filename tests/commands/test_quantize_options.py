@@ -24,7 +24,6 @@ QUANTIZE: dict[str, tuple[Sequence[str], Callable[[QuantizeOptions], object], ob
     "--calibration-samples": (["7"], lambda r: r.calibration_samples, 7),
     "--input-shape": (["a:1x3"], lambda r: r.input_shapes, {"a": (1, 3)}),
     "--seed": (["5"], lambda r: r.seed, 5),
-    "--quick": ([], lambda r: r.quick, True),
     "--calibration-method": (["mse"], lambda r: r.calibration, Calibration("mse", 99.99, True, True)),
     "--no-bias-correction": ([], lambda r: r.calibration.bias_correction, False),
     "--no-equalize": ([], lambda r: r.calibration.equalization, False),

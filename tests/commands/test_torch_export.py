@@ -103,7 +103,6 @@ def test_a_module_is_quantized_and_compared(tmp_path: Path) -> None:
             output=tmp_path / "q.onnx",
             example_inputs=torch.zeros(1, 3, 8, 8),
             calibration_data=samples,
-            quick=True,
         )
         found = qdqtune.compare(
             Classifier(), done.output, example_inputs=torch.zeros(1, 3, 8, 8), engine="fake", calibration_data=samples

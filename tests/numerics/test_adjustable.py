@@ -213,7 +213,7 @@ def test_a_failure_of_the_machine_raises_as_one(workers: Workers) -> None:
     workers.refused = refused
     model = build("net (float[2,4] x) => (float[2,4] y) { h = MatMul(x, w) y = Relu(h) }", {"w": normal(4, 4)})
     with (
-        pytest.raises(EngineFailure, match="ways to calibrate cannot be compared"),
+        pytest.raises(EngineFailure, match="biases cannot be corrected"),
         adjustable_placement(model, Placement(), INT8, Ranges({}), [{"x": normal(2, 4)}]),
     ):
         pass

@@ -7,7 +7,7 @@ import pytest
 
 from fitted_nets import Heard, db, inputs_of, prepared
 from models import INT8, UINT8, Arrays, build, conv_net, feeds, normal, run
-from qdqtune.calibration.scales import AUTO, Calibration, Method, Range, Ranges
+from qdqtune.calibration.scales import Calibration, Method, Range, Ranges
 from qdqtune.graph.model import Model
 from qdqtune.numerics.fitting import fitted
 from qdqtune.placement.insertion import insert
@@ -33,57 +33,7 @@ def heavy_tailed(count: int = 4) -> list[Arrays]:
     return feeds
 
 
-def test_auto_cuts_off_what_the_outputs_do_not_see() -> None:
-    """A Sigmoid takes 5 and 120 for the same, so the range that holds 120 is the worst, though exact for all values."""
-    net, feeds = squashed("Sigmoid"), heavy_tailed()
-    heard = Heard()
-    place = inputs_of(net, "squash")
-    found = fitted(prepared(net, feeds), Calibration("auto"), UINT8, place, listener=heard)
-    assert [text for text, _ in heard.stages] == ["calibrating on test", "comparing ways to calibrate"]
-    assert found.activations["x"].high < 20
-
-
-def test_auto_keeps_what_the_outputs_see() -> None:
-    feeds = heavy_tailed()
-    net = build("net (float[1,256] x) => (float[1,4] y) { [last] y = MatMul(x, w) }", {"w": normal(256, 4)})
-    found = fitted(prepared(net, feeds), Calibration("auto"), UINT8, inputs_of(net, "last"))
-    assert found.activations["x"].high > 100
-
-
-def test_auto_takes_different_methods_where_tensors_need_them() -> None:
-    """A Sigmoid does not tell 5 from 120, the product of the same values does."""
-    text = """net (float[1,256] x, float[1,256] z) => (float[1,4] y) {
-        [squash] s = Sigmoid(x)
-        [last] a = MatMul(s, w)
-        [plain] b = MatMul(z, w)
-        y = Add(a, b)
-    }"""
-    net = build(text, {"w": normal(256, 4)})
-    feeds = [{"x": 10 * feed["x"], "z": feed["x"] / 40} for feed in heavy_tailed()]
-    found = fitted(prepared(net, feeds), Calibration("auto"), UINT8, inputs_of(net, "squash", "plain"))
-    assert found.activations["x"].high < 200  # of 1200
-    assert found.activations["z"].high > 2.5  # of 3
-    assert found.method == "auto"
-    alike = fitted(prepared(net, feeds), Calibration("minmax"), UINT8, inputs_of(net, "squash", "plain"))
-    exact = run(net, feeds)
-    mixed, plain = (db(exact, run(insert(net, inputs_of(net, "squash", "plain")(r), r, UINT8), feeds))
-                    for r in (found, alike))  # fmt: skip
-    assert mixed > plain + 3
-
-
-def test_auto_is_never_worse_than_any_method_on_what_it_has_seen() -> None:
-    net, feeds = squashed("Tanh"), heavy_tailed()
-    exact = run(net, feeds)
-    place = inputs_of(net, "squash", "last")
-
-    def outcome(method: object) -> float:
-        found = fitted(prepared(net, feeds), Calibration(method), INT8, place)  # type: ignore[arg-type]
-        return db(exact, run(insert(net, place(found), found, INT8), feeds))
-
-    assert outcome("auto") >= max(outcome(method) for method in AUTO) - 0.01
-
-
-@pytest.mark.parametrize("method", ["auto", "mse", "percentile", "minmax"])
+@pytest.mark.parametrize("method", ["mse", "percentile", "minmax"])
 def test_probabilities_have_the_range_that_they_can_have(method: Method) -> None:
     net = build("net (float[1,64] x) => (float[1,64] y) { [soft] p = Softmax(x) [last] y = Relu(p) }", {})
     feeds = [{"x": 12 * normal(1, 64, seed=i)} for i in range(6)]  # nearly all is next to zero, and what counts is not
@@ -121,20 +71,16 @@ def test_biases_are_corrected_where_the_outputs_gain_by_it_and_only_if_asked() -
 
 def test_nothing_is_run_for_an_empty_placement() -> None:
     net, feeds = squashed("Tanh"), heavy_tailed()
-    found = fitted(prepared(net, feeds), Calibration("auto", bias_correction=True), UINT8, lambda _: Placement())
+    found = fitted(prepared(net, feeds), Calibration("mse", bias_correction=True), UINT8, lambda _: Placement())
     assert not found.shifts
     assert found.activations.keys() == {"x", "s", "y"}
 
 
-@pytest.mark.parametrize(
-    ("method", "bias_correction", "equalization", "count"),
-    [*product(("auto", "minmax"), (False, True), (False, True), (2, 5))],
-)
-def test_what_takes_long_tells_how_far_it_is(
-    method: Method, bias_correction: bool, equalization: bool, count: int
-) -> None:
+@pytest.mark.parametrize(("bias_correction", "equalization"), [*product((False, True), (False, True))])
+@pytest.mark.parametrize("count", [2, 5])
+def test_what_takes_long_tells_how_far_it_is(bias_correction: bool, equalization: bool, count: int) -> None:
     net, heard = conv_net(), Heard()
-    how = Calibration(method, bias_correction=bias_correction, equalization=equalization)
+    how = Calibration("mse", bias_correction=bias_correction, equalization=equalization)
     fitted(
         prepared(net, feeds(net, count)),
         how,
@@ -143,7 +89,7 @@ def test_what_takes_long_tells_how_far_it_is(
         listener=heard,
     )
     told = {text: steps for text, steps in heard.stages if not text.startswith("calibrating on")}
-    assert ("comparing ways to calibrate" in told) is (method == "auto" or bias_correction)
+    assert ("correcting biases" in told) is bias_correction
     for steps in told.values():
         assert len(steps) > 1
         totals = {total for _, total in steps}

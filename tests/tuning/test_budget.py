@@ -142,7 +142,7 @@ def test_nothing_is_proven_if_nothing_was_tried(model: Path, workers: Workers) -
     assert (result.shipped, result.history, result.summary["proof_builds"]) == ("baseline", (), 0)
     assert result.summary["baseline_ms"] == pytest.approx(3800, rel=0.01)
     assert any(note.startswith("`time_budget` had no room for a candidate: one and its proof") for note in result.notes)
-    assert any("no room to compare ways to calibrate" in note for note in notes.notes)
+    assert any("no room to correct biases" in note for note in notes.notes)
     assert len([note for note in notes.notes if "no room for all calibration samples" in note]) == 1
     shipped = onnx.load(model.parent / "out" / "optimized_final.onnx")
     assert {node.op_type for node in shipped.graph.node}.isdisjoint({"QuantizeLinear", "DequantizeLinear"})
@@ -217,6 +217,6 @@ def test_a_run_that_goes_on_says_again_that_calibration_was_cut_short(model: Pat
     _, notes = slow_run(model, workers, 0.2, 60.0)
     told = [note for note in notes.notes if "`restart` with more time calibrates anew" in note]
     assert [note.split(":")[0] for note in told] == [
-        "`time_budget` has no room to compare ways to calibrate",
+        "`time_budget` has no room to correct biases",
         "`time_budget` has no room for all calibration samples",
     ]

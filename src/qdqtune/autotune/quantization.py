@@ -299,7 +299,7 @@ FLAGS = (
     option("--quantize-mode", "Numbers of the pairs.", choice("int8", "fp8"), default="int8"),
     option("--calibration-data-path calibration_data", "Samples: .npz or .npy. Random ones without it.",
            Reads(files_named, path_type=str), metavar="FILE"),
-    option("--calibration-method", "max is minmax.  [default: auto]", metavar="METHOD"),
+    option("--calibration-method", "max is minmax.  [default: mse]", metavar="METHOD"),
     option("--calibration-cache-path", "Scales from a calibration cache.", FILE),
     option("--calibration-shapes", "Sizes of open inputs: input0:1x3x224x224,input1:1x8.", metavar="SHAPES"),
     option("--override-shapes", "The same.", metavar="SHAPES"),

@@ -27,7 +27,7 @@ def subgraph_autotuning_workflow(
     incremental_validation: bool = True,
     quantizable_ops: Collection[str] | None = None,
     calibration_data: SamplesLike | None = None,
-    calibration_method: Literal["max", "entropy", "minmax", "percentile", "mse", "auto"] = "auto",
+    calibration_method: Literal["max", "entropy", "minmax", "percentile", "mse"] = "mse",
     high_precision_dtype: Literal["fp32", "fp16"] | None = None,
 ) -> str:
     """Tune a model by its fusion groups, as `qdqtune tune --mode subgraph` does. Gives the path of the final model.

@@ -7,7 +7,6 @@ Minimum and maximum are reduced inside the graph. The other methods count each t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import assert_never
 
 import numpy as np
@@ -16,7 +15,7 @@ from onnx import TensorProto, helper
 
 from qdqtune.calibration.histograms import Histogram
 from qdqtune.calibration.observe import observe, outputs_on, with_outputs
-from qdqtune.calibration.scales import AUTO, Calibration, Method, Range, Ranges
+from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.graph.model import Model
 from qdqtune.types import NumericFormat, Placement, QType, Sample
@@ -67,43 +66,15 @@ def calibrate(
         BadModel: ONNX Runtime cannot run the model.
     """
     how = how or Calibration()
-    methods: tuple[Method, ...] = ("mse",) if how.method == "auto" else (how.method,)
-    return _calibrated(model, samples, how, methods, numbers, tensors, execution)[0]
-
-
-def calibrate_by_every_method(
-    model: Model,
-    samples: Iterable[Sample],
-    how: Calibration,
-    *,
-    numbers: NumericFormat = ASYMMETRIC,
-    tensors: Sequence[str] | None = None,
-    execution: Execution = EXECUTION,
-) -> list[Ranges]:
-    """The ranges by each method that `how` allows, in one pass; see `calibrate`."""
-    methods = AUTO if how.method == "auto" else (how.method,)
-    return _calibrated(model, samples, how, methods, numbers, tensors, execution)
-
-
-def _calibrated(
-    model: Model,
-    samples: Iterable[Sample],
-    how: Calibration,
-    methods: Sequence[Method],
-    numbers: NumericFormat,
-    wanted: Sequence[str] | None,
-    execution: Execution,
-) -> list[Ranges]:
-    tensors = candidate_tensors(model) if wanted is None else wanted
+    tensors = candidate_tensors(model) if tensors is None else tensors
     if not tensors:
-        return [Ranges({})]
-    if methods == ("minmax",):
-        found = [_minmax(model, tensors, samples, execution)]
+        return Ranges({})
+    if how.method == "minmax":
+        ranges = _minmax(model, tensors, samples, execution)
     else:
-        counted = _histograms(model, tensors, samples, execution)
-        found = [{t: _chosen(h, replace(how, method=m), numbers) for t, h in counted.items()} for m in methods]
-    known = [{t: r for t, r in ranges.items() if r is not None} for ranges in found]
-    return [Ranges(ranges, method=m) for m, ranges in zip(methods, known, strict=True)]
+        histograms = _histograms(model, tensors, samples, execution)
+        ranges = {tensor: _chosen(histogram, how, numbers) for tensor, histogram in histograms.items()}
+    return Ranges({tensor: each for tensor, each in ranges.items() if each is not None})
 
 
 def _minmax(
@@ -150,7 +121,5 @@ def _chosen(histogram: Histogram, how: Calibration, numbers: NumericFormat) -> R
             return histogram.whole
         case "percentile":
             return histogram.range(how.percentile)
-        case "auto":
-            raise AssertionError("the methods that it compares stand in its place")
         case _:
             assert_never(how.method)

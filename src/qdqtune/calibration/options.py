@@ -89,8 +89,7 @@ class RangeOptions(Options):
         choice(*get_args(Method)),
         None,
         "How ranges are found. minmax: all values; percentile: without outliers; entropy: with the least loss of "
-        "information; mse: with the least squared error; auto: whichever of these keeps the outputs of the calibration "
-        "samples closest to the float model's.",
+        "information; mse: with the least squared error.",
         "Accuracy",
         default_in_words=DEFAULT_CALIBRATION.method,
         is_rare=True,
@@ -110,7 +109,7 @@ class RangeOptions(Options):
         "Move what is uneven between channels into the weights behind them, if samples that set no scale gain by it.",
         "Model",
         is_rare=True,
-        default_in_words="yes",
+        default_in_words="no",
     )
     percentile: Option[float | None, float | None] = option(
         Number(50, 100, min_open=True),

@@ -132,9 +132,9 @@ class Prepared:
         note = f"{table.ep} takes fixed sizes only: what ships has those of the samples"
         return replace(self, model=shaped, shaped=shaped), (note,)
 
-    def ranges(self, how: Calibration | None, numbers: NumericFormat) -> Ranges:
-        """Calibrate in one pass over the samples (see `calibrate`)."""
-        return calibrate(self.shaped, self.calibration, how, numbers=numbers, execution=self.execution)
+    def ranges(self, how: Calibration | None, numbers: NumericFormat, tensors: Sequence[str] | None = None) -> Ranges:
+        """Calibrate (see `calibrate`): the ranges of these `tensors`, or of all."""
+        return calibrate(self.shaped, self.calibration, how, numbers=numbers, tensors=tensors, execution=self.execution)
 
 
 def prepare(

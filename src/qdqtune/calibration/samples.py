@@ -102,10 +102,6 @@ class Samples:
         wanted = {total * i // count for i in range(count)}
         return [sample for number, sample in enumerate(self) if number in wanted]
 
-    def at_most(self, count: int) -> Samples:
-        """The source of `spread`, which is asked for them at each pass."""
-        return replace(self, produce=lambda: iter(self.spread(count)))
-
     def first(self, count: int) -> list[Sample]:
         """The first `count` samples, or all if there are fewer.
 

@@ -57,26 +57,21 @@ class Ranges:
     """The result of calibration: `activations` has the range of each activation.
 
     For a model that came with Q/DQ pairs it also has the ranges of other constants, and `weights` the scales of
-    weights. `shifts`, by output channel, are added to the bias of a node whose input and weight carry pairs. `method`
-    is the method that was used or chosen, auto where it differs by tensor, empty if unknown. `is_given`: the ranges are
-    the user's, and no tensor gets a wider one to share its scale with others. `factors` equalize channels; ranges are
-    those of the model that is scaled by them. `wide` has the ranges of activations in 16 bits, which hold every value:
-    clipping gains nothing there. A tensor without one takes that of `activations`.
+    weights. `shifts`, by output channel, are added to the bias of a node whose input and weight carry pairs.
+    `is_given`: the ranges are the user's, and no tensor gets a wider one to share its scale with others. `factors`
+    equalize channels; ranges are those of the model that is scaled by them. `wide` has the ranges of activations in 16
+    bits, which hold every value: clipping gains nothing there. A tensor without one takes that of `activations`.
     """
 
     activations: Mapping[str, Range]
     weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     shifts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    method: str = ""
     is_given: bool = False
     factors: tuple[Factor, ...] = ()
     wide: Mapping[str, Range] = field(default_factory=dict)
 
 
-Method = Literal["minmax", "percentile", "entropy", "mse", "auto"]
-
-AUTO: tuple[Method, ...] = ("mse", "percentile", "minmax", "entropy")
-"""The methods that auto chooses from."""
+Method = Literal["minmax", "percentile", "entropy", "mse"]
 
 
 @dataclass(frozen=True)
@@ -84,9 +79,8 @@ class Calibration:
     """How ranges are found.
 
     minmax: all values. percentile: `percentile` % of the values, without outliers at both ends. entropy: the least
-    divergence of the distribution. mse: the least squared error. auto: the method that keeps outputs closest to the
-    float model's, or mse where outputs are not compared. `bias_correction` keeps the means of the outputs of quantized
-    layers, `equalization` may scale channels first (see `numerics.fitting`).
+    divergence of the distribution. mse: the least squared error. `bias_correction` keeps the means of the outputs of
+    quantized layers, `equalization` may scale channels first (see `numerics.fitting`).
     """
 
     method: Method = "minmax"
@@ -104,18 +98,16 @@ class Calibration:
                 raise ValueError(f"{name} is true or false, not {getattr(self, name)!r}")
 
     def chosen(self, ranges: Ranges) -> Calibration:
-        """This calibration with the method that gave `ranges`, without corrections that were tried and not used."""
-        named: Mapping[str, Method] = {m: m for m in get_args(Method)}
-        method = named.get(ranges.method, self.method)
-        return replace(self, method=method, bias_correction=bool(ranges.shifts), equalization=bool(ranges.factors))
+        """This calibration without corrections that were tried and not used for `ranges`."""
+        return replace(self, bias_correction=bool(ranges.shifts), equalization=bool(ranges.factors))
 
     def __str__(self) -> str:
         percentile = f" {self.percentile}" if self.method == "percentile" else ""
         return self.method + percentile + (" with bias correction" if self.bias_correction else "")
 
 
-DEFAULT_CALIBRATION = Calibration("auto", bias_correction=True, equalization=True)
-"""How commands calibrate by default: outputs come closest to the float model's."""
+DEFAULT_CALIBRATION = Calibration("mse", bias_correction=True)
+"""How commands calibrate by default."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from qdqtune.calibration.rounding import moments
 from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.inputs import execution_of
-from qdqtune.commands.quantize_options import QUICK_SAMPLES, QuantizeOptions
+from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.worst_tensors import Damage, damages, to_exclude
 from qdqtune.engines import MERGED, EngineSpec
@@ -206,9 +206,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
 
     ranges = Ranges({})
     if options.weight_only is None:
-        how = options.calibration
-        given = ready.on_at_most(QUICK_SAMPLES) if options.quick else ready
-        ranges = given.ranges(how, numbers, lambda found: placed_by_rules(found).placement, observer)
+        ranges = ready.ranges(options.calibration, numbers, lambda found: placed_by_rules(found).placement, observer)
     placed = placed_by_rules(ranges)
     if not placed.placement:
         chosen = " among the nodes that you chose" if options.chooses_nodes else ""

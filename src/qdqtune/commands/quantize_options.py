@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from qdqtune.calibration.options import FixOption
-from qdqtune.calibration.scales import Calibration
 from qdqtune.commands.inputs import METRIC, MetricLike
 from qdqtune.commands.source import SourceOptions
 from qdqtune.engines.formats import FORMATS
@@ -32,9 +31,6 @@ from qdqtune.options import (
 )
 from qdqtune.tuning.options import Rounding, portable_option, quant_type_option
 from qdqtune.types import Edge, QuantType
-
-QUICK_SAMPLES = 32
-"""Samples that set ranges with `quick`, at most. Chosen, not measured."""
 
 Likeness = Literal["rules", "implicit"]
 
@@ -115,23 +111,7 @@ class QuantizeOptions(LabelOptions, ScoreOption, FixOption, SourceOptions):
         short="your own function, higher is better",
         metavar="MODULE:CALLABLE",
     )
-    quick: Flag = option(
-        SWITCH,
-        False,
-        f"One way to calibrate: ranges of the least squared error on at most {QUICK_SAMPLES} samples, and corrected "
-        "biases. Left out are the other methods, mixtures of them and `equalize`, unless you ask for one.",
-        "Accuracy",
-        short="do not compare ways to calibrate",
-    )
     time_limit: Duration = time_limit_option()
-
-    @property
-    def calibration(self) -> Calibration:
-        """How ranges are found; with `quick`, in one way where none is given."""
-        found = super().calibration
-        if not self.quick:
-            return found
-        return replace(found, method=self.calibration_method or "mse", equalization=bool(self.equalize))
 
     @property
     def is_run(self) -> bool:

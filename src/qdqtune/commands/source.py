@@ -44,13 +44,6 @@ class PreparedModel:
     matched: Matched | None
     notes: tuple[str, ...]
 
-    def on_at_most(self, count: int) -> PreparedModel:
-        """The same, with at most `count` samples to calibrate on, at even distances."""
-        if self.prepared is None or self.matched is not None:
-            return self
-        fewer = self.prepared.calibration.at_most(count)
-        return replace(self, prepared=replace(self.prepared, calibration=fewer))
-
     def sized_for(self, engine: str) -> PreparedModel:
         """The same with the sizes that an engine needs, see `Prepared.sized_for`."""
         if self.prepared is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
@@ -50,10 +50,6 @@ class OutputNoise:
     signal: Array
     noise: Array
     parts: tuple[int, ...]
-
-    def of(self, rows: Sequence[int]) -> OutputNoise:
-        """The noise on some of the samples."""
-        return replace(self, signal=self.signal[list(rows)], noise=self.noise[list(rows)])
 
     def db(self) -> float:
         """SQNR in dB over all samples: for each output the mean over its values, then the least of all outputs;
@@ -92,14 +88,13 @@ class AdjustablePlacement:
         self.layers = biased_layers(model, placement)
         self._session, self._ran = session, ran
         self._model, self._placement, self._samples = model, placement, samples
-        self._all = range(len(samples))
         groups = compared_values(model)
         self._shown, self._parts = tuple(chain.from_iterable(groups)), tuple(map(len, groups))
         self._quantizer = Quantizer(model, ranges, numbers)
         self._activations, self._constants = self._quantizer.scales(placement)
         self._loaded: dict[Mode, Loaded] = {}
         self._exact = _checked(session.outputs(self._written("means"), "means", samples))
-        self.tell(len(self._exact))
+        ran(len(samples))
         self._signals = [{n: _power(e) for n, e in outputs.items() if n != MOVES} for outputs in self._exact]
         self._means = [outputs.pop(MOVES) for outputs in self._exact] if self.layers else []
 
@@ -108,41 +103,25 @@ class AdjustablePlacement:
         """Whether an output is float: else there is nothing to compare."""
         return bool(self._shown)
 
-    @property
-    def count(self) -> int:
-        """How many samples there are."""
-        return len(self._samples)
-
-    def tell(self, inferences: int) -> None:
-        """Tell `ran` of inferences on chosen samples, of which it is not told otherwise."""
-        self._ran(inferences)
-
-    def noise(self, ranges: Ranges, offsets: Array | None = None, chosen: Sequence[int] | None = None) -> OutputNoise:
-        """The noise that `ranges` bring to the outputs, on the samples with the `chosen` numbers, or on all. With
-        `offsets` of these samples, the biases for each are corrected by the offsets of all others."""
-        numbers = self._all if chosen is None else chosen
+    def noise(self, ranges: Ranges, offsets: Array | None = None) -> OutputNoise:
+        """The noise that `ranges` bring to the outputs. With `offsets`, the biases for each sample are corrected by the
+        offsets of all others."""
         given = self._scales(ranges)
-        shifts = self._shifts_by_others(offsets, len(numbers))
-        found = self._run("shifted", [given | {CHANNELS: shift} for shift in shifts], numbers)
-        if chosen is None:
-            self.tell(len(found))
+        found = self._run("shifted", [given | {CHANNELS: shift} for shift in self._shifts_by_others(offsets)])
         rows = []
-        for number, actual in zip(numbers, found, strict=True):
-            exact = self._exact[number]
+        for exact, signals, actual in zip(self._exact, self._signals, found, strict=True):
             with np.errstate(all="ignore"):
-                rows.append([(self._signals[number][n], _power(exact[n], actual[n])) for n in exact])
+                rows.append([(signals[n], _power(exact[n], actual[n])) for n in exact])
         signal, noise = np.moveaxis(np.array(rows), 2, 0)
         return OutputNoise(signal, np.where(np.isfinite(noise), noise, np.inf), self._parts)
 
     def offsets(self, ranges: Ranges) -> Array:
         """By how much the means of channels are off with `ranges`, [samples, channels]."""
         if not self.layers:
-            return np.zeros((self.count, 0), np.float32)
+            return np.zeros((len(self._samples), 0), np.float32)
         given = self._scales(ranges)
         means = [given | {CHANNELS: mean} for mean in self._means]
-        found = self._run("centred", means, self._all)
-        self.tell(len(found))
-        return np.stack([outputs[MOVES] for outputs in found])
+        return np.stack([outputs[MOVES] for outputs in self._run("centred", means)])
 
     def shifts(self, offsets: Array) -> Mapping[str, tuple[float, ...]]:
         """The corrections that the offsets of all samples give, as `Ranges` hold them."""
@@ -151,7 +130,8 @@ class AdjustablePlacement:
         parts = zip(self.layers, np.split(shift, ends[:-1]), strict=True) if self.layers else ()
         return {layer.node: tuple(part.tolist()) for layer, part in parts if np.isfinite(part).all()}
 
-    def _shifts_by_others(self, offsets: Array | None, count: int) -> list[Array]:
+    def _shifts_by_others(self, offsets: Array | None) -> list[Array]:
+        count = len(self._samples)
         if offsets is None:
             return [np.zeros(sum(layer.channels for layer in self.layers), np.float32)] * count
         exact = offsets.astype(np.float64)
@@ -162,11 +142,13 @@ class AdjustablePlacement:
         activations, _ = self._quantizer.with_ranges(ranges).scales(self._placement)
         return feeds({tensor: activations[tensor] for tensor in self._activations})
 
-    def _run(self, mode: Mode, added: Sequence[Mapping[str, Array]], numbers: Sequence[int]) -> Outputs:
+    def _run(self, mode: Mode, added: Sequence[Mapping[str, Array]]) -> Outputs:
         if mode not in self._loaded:
             self._loaded[mode] = _checked(self._session.load(self._written(mode), mode))
-        given = [{**self._samples[number], **more} for number, more in zip(numbers, added, strict=True)]
-        return _checked(self._loaded[mode](given))
+        given = [{**sample, **more} for sample, more in zip(self._samples, added, strict=True)]
+        outputs = _checked(self._loaded[mode](given))
+        self._ran(len(outputs))
+        return outputs
 
     def _written(self, mode: Mode) -> Model:
         shown = () if mode == "centred" else self._shown
@@ -209,10 +191,7 @@ def _checked(found: T | Failure) -> T:
         return found
     if not found.is_transient:
         raise NotRunnableError(found.reason)
-    raise EngineFailure(
-        f"ways to calibrate cannot be compared: {found.reason}. Try again; `calibration_method` minmax without "
-        "`bias_correction` and `equalize` compares none"
-    )
+    raise EngineFailure(f"biases cannot be corrected: {found.reason}. Try again, or switch `bias_correction` off")
 
 
 def _power(values: Array, others: Array | None = None) -> float:

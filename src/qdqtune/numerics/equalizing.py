@@ -57,13 +57,12 @@ def paying_factors(
     numbers: NumericFormat,
     placed: Callable[[Ranges], Placement],
     most: int,
-    is_late: Callable[[], bool],
     listener: Listener,
 ) -> tuple[Factor, ...]:
     """The factors that bring the outputs of a placement closer to the float model's, on at most `most` samples.
 
     Layers behind normalizations are tried together, and all others together. `placed` gives the placement for ranges;
-    nothing further is tried once it `is_late`; the `listener` is told the progress.
+    the `listener` is told the progress.
 
     Raises:
         BadData: no sample.
@@ -71,7 +70,7 @@ def paying_factors(
     """
     model, found = prepared.shaped, sites(prepared.shaped)
     samples = prepared.calibration.spread(min(most, EQUALIZING_SAMPLES)) if found else []
-    if len(samples) < 2 or is_late():
+    if len(samples) < 2:
         return ()
     placement = placed(unknown_ranges(model))
     used = [site for site in found if any(model.nodes[r].into[0] in placement for r in site.readers)]
@@ -83,7 +82,7 @@ def paying_factors(
     paying: list[Site] = []
     try:
         for number, kind in enumerate(kinds, 1):
-            if not is_late() and validation.improves(kind):
+            if validation.improves(kind):
                 paying += kind
             count.reach(count.most * number // len(kinds))
     except NotRunnableError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +12,7 @@ from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Calibration
 from qdqtune.calibration.user_code import TooSlow
-from qdqtune.engines.devices import usable_cores
-from qdqtune.graph.operators import work
+from qdqtune.numerics.fitting import BIAS_RUNS, BIAS_SAMPLES, LEAST_SAMPLES
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.front import MAX_POINTS
 from qdqtune.timing.ratios import BUILD_LOOKS, PAIRS, Plan, judge, least_rounds
@@ -39,26 +37,12 @@ Chosen, not measured."""
 FITTING_SHARE = 0.25
 """Calibration may take this share of the time that is left when it begins. Chosen, not measured."""
 
-COMPARING_INFERENCES = 16 * 48
-"""Inferences that comparing calibration methods takes: samples times what is tried on each."""
-
 REDUCED_BYTES, COUNTED_BYTES = 1e9, 4e8
 """Bytes of values a second whose ends ONNX Runtime finds, and that are counted in histograms. On two cores, seven
 networks: 0.7 to 2 GB/s, and 0.2 to 0.9."""
 
-LEAST_SAMPLES = 4
-"""Calibration takes so many samples however short the time is: ranges of one alone clip what others hold. Chosen, not
-measured."""
-
-LEAST_COUNTED = 8
-"""On fewer samples the ends of all values are the ranges: histograms cost more than other samples give. Chosen, not
-measured."""
-
-FASTEST = 6e10
-"""Multiplications a second that no core exceeds on a whole model. Chosen as too high for all."""
-
-HURRIED_SECONDS = 5.0
-"""Where calibration may take less, even timing an inference costs a good part of it. Chosen, not measured."""
+PAIRED = 2.0
+"""The time of an inference with pairs that nothing fuses, in plain inferences. Estimated, not measured."""
 
 
 @dataclass(frozen=True)
@@ -223,11 +207,11 @@ def affordable_proof(
 
 @dataclass(frozen=True)
 class Calibrating:
-    """How ranges are found, and on which data; comparing calibration methods ends once it `is_late`."""
+    """How ranges are found, and on which data; `bias_samples` of them, at most, correct biases."""
 
     prepared: Prepared
     how: Calibration
-    is_late: Callable[[], bool]
+    bias_samples: int = BIAS_SAMPLES
 
 
 @dataclass
@@ -257,29 +241,22 @@ class _SamplesInTime:
 def affordable_calibration(
     prepared: Prepared, how: Calibration, ends: float | None, note: Callable[[str], None]
 ) -> Calibrating:
-    """Calibration as it was asked for; where a time budget has no room for that, by one method in place of comparing
-    several, and on fewer samples, as `note` then says."""
+    """Calibration as it was asked for; where a time budget has no room for that, on fewer samples, and without
+    corrected biases, as `note` then says."""
     if ends is None:
-        return Calibrating(prepared, how, lambda: False)
-    begun = time.monotonic()
-    left = max(0.0, FITTING_SHARE * (ends - begun))
-    model, share, is_auto = prepared.shaped, 0.5, how.method == "auto"
-    least = COMPARING_INFERENCES * sum(work(model, node) for node in model.nodes) / (FASTEST * usable_cores())
-    seconds = None if is_auto and left < min(least, HURRIED_SECONDS) else pace(prepared)[1]
-    if is_auto and (seconds is None or COMPARING_INFERENCES * seconds > left):
-        mse, minmax = Calibration("mse", how.percentile), Calibration("minmax")
-        is_enough = seconds is not None and LEAST_COUNTED * sample_seconds(prepared, mse, seconds) <= share * left
-        how = mse if is_enough else minmax
-        no_room = "`time_budget` has no room to compare ways to calibrate"
-        note(f"{no_room}: ranges by {how.method}, without bias correction")
-    most = sys.maxsize
-    if seconds is not None:
-        each = max(sample_seconds(prepared, how, seconds), sys.float_info.epsilon)  # clocks may be coarse
-        most = max(LEAST_SAMPLES, int(share * left / each))
-    each_pass = share * left / (1 if how.method == "minmax" else _passes(prepared))
-    produce = _SamplesInTime(prepared.calibration, most, each_pass, note)
-    limited = replace(prepared.calibration, produce=produce)
-    return Calibrating(replace(prepared, calibration=limited), how, lambda: time.monotonic() > begun + left)
+        return Calibrating(prepared, how)
+    half = 0.5 * max(0.0, FITTING_SHARE * (ends - time.monotonic()))
+    seconds = pace(prepared)[1]
+    each = max(sample_seconds(prepared, how, seconds), sys.float_info.epsilon)  # clocks may be coarse
+    most = max(LEAST_SAMPLES, int(half / each))
+    each_pass = half / (1 if how.method == "minmax" else _passes(prepared))
+    limited = replace(prepared.calibration, produce=_SamplesInTime(prepared.calibration, most, each_pass, note))
+    bias_seconds = BIAS_RUNS * PAIRED * seconds
+    bias_samples = BIAS_SAMPLES if BIAS_SAMPLES * bias_seconds <= half else int(half / bias_seconds)
+    if how.bias_correction and bias_samples < LEAST_SAMPLES:
+        note("`time_budget` has no room to correct biases: outputs come less close to the float model's")
+        how = replace(how, bias_correction=False)
+    return Calibrating(replace(prepared, calibration=limited), how, bias_samples)
 
 
 def _until_too_slow(samples: Samples) -> Iterator[Sample]:

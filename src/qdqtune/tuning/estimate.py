@@ -17,7 +17,7 @@ from qdqtune.errors import BadOption, BaselineFailed
 from qdqtune.numerics.fitting import inferences
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.bench import REPEATED
-from qdqtune.tuning.budget import pace, sample_seconds
+from qdqtune.tuning.budget import PAIRED, pace, sample_seconds
 from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
@@ -29,9 +29,6 @@ from qdqtune.tuning.trial_worker import profiled_runs, trial_seconds, trial_star
 
 NOISE_INFERENCES = 50
 """Inferences presumed for measuring the noise of single tensors: none if all pairs hold the limits, else up to 256."""
-
-PAIRED = 2.0
-"""The time of an inference with pairs that nothing fuses, in plain inferences. Estimated, not measured."""
 
 FITTED_BUILDS = 3
 """Builds that fitting takes: of the model without pairs, with pairs, and with what biases lack."""

@@ -142,13 +142,12 @@ class RunLogWriter(Silent):
     def content(self, history: Sequence[Trial], run: Run, notes: tuple[str, ...]) -> Mapping[str, Any]:
         """The JSON values of run.json."""
         settings = run.settings
-        method = settings.calibration.chosen(run.subject.ranges).method
         log = RunLog(
             begun=self._begun.isoformat(timespec="seconds"),
             command=settings.command,
             settings=changed(settings),
             engine=settings.engine,
-            calibration=f"{method} on {run.subject.prepared.samples.origin}",
+            calibration=f"{settings.calibration.method} on {run.subject.prepared.samples.origin}",
             machine=_measuring(settings, self._load),
             plan=settings.plan,
             proof=settings.proof,

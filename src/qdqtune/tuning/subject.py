@@ -260,7 +260,9 @@ def calibrated(
         samples = _counted(affordable.prepared.calibration, observer)
         prepared = replace(affordable.prepared, calibration=samples)
         placed = partial(_placement_by_rules, subject, settings)
-        found = fitted(prepared, affordable.how, subject.numbers, placed, affordable.is_late, observer)
+        found = fitted(
+            prepared, affordable.how, subject.numbers, placed, observer, bias_samples=affordable.bias_samples
+        )
         whole = with_wide(prepared, found, subject.numbers)
         record = store.put(RangesRecord(ranges=whole, hurried=tuple(hurried)))
     ranges = record.ranges
