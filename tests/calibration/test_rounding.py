@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qdqtune.calibration.rounding import LazyMapping, compensated, error_propagation, integer_ends, rounded_weight
+from qdqtune.calibration.rounding import integer_ends, rounded_weight
 from qdqtune.types import WeightFormat
 
 WEIGHT = np.random.default_rng(0).standard_normal((64, 24)).astype(np.float32)
@@ -54,38 +54,3 @@ def test_weights_that_are_zero_stay_zero_and_scales_are_what_the_type_holds() ->
 def test_what_is_no_weight_format_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"weight format|blocks"):
         WeightFormat.named(name)
-
-
-@pytest.mark.parametrize("name", ["w4b32", "w4b32a", "w8"])
-def test_errors_are_compensated_where_inputs_are_correlated(name: str) -> None:
-    """By the outputs of the product, on inputs that the rounding has not seen."""
-    random = np.random.default_rng(3)
-    mixing = random.standard_normal((64, 64)) @ np.diag(np.logspace(0, -1.5, 64))
-    seen, unseen = (random.standard_normal((n, 64)) @ mixing.T for n in (400, 200))
-    weight_format = WeightFormat.named(name)
-
-    def noise(values: np.ndarray) -> float:
-        return float(np.square(unseen @ (values - WEIGHT)).sum() / np.square(unseen @ WEIGHT).sum())
-
-    usual, better = (
-        rounded_weight(WEIGHT, weight_format),
-        compensated(WEIGHT, weight_format, error_propagation(seen.T @ seen)),
-    )
-    assert noise(better.values()) < 0.6 * noise(usual.values())
-    assert np.array_equal(better.scale, usual.scale)
-    assert better.integers.dtype == usual.integers.dtype
-
-
-def test_inputs_that_are_never_met_do_no_harm() -> None:
-    moment = np.zeros((64, 64))
-    moment[:8, :8] = np.eye(8)
-    assert np.isfinite(compensated(WEIGHT, WeightFormat(4, 32), error_propagation(moment)).values()).all()
-
-
-def test_a_missing_key_of_the_computation_is_no_missing_key_of_the_mapping() -> None:
-    def find() -> dict[str, int]:
-        return {"a": dict[str, int]()["b"]}
-
-    assert LazyMapping("a", find).get("c") is None
-    with pytest.raises(KeyError, match="b"):
-        LazyMapping("a", find).get("a")

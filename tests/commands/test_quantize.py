@@ -15,7 +15,7 @@ import pytest
 import qdqtune
 from models import attention, build, conv_net, embedding, feeds, joined, normal, run
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.commands.apply import Applied, ApplyOptions, apply
+from qdqtune.commands.apply import ApplyOptions, apply
 from qdqtune.commands.quantize import HELD_OUT, quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.engines.formats import numeric_format
@@ -390,40 +390,6 @@ def test_no_report_where_the_model_with_switches_does_not_run(tmp_path: Path, mo
     assert done.damages == ()
     assert done.sqnr_db is not None
     assert done.notes[1:] == ("no report of single tensors: no such operator",)
-
-
-def test_rounding_by_data_says_where_the_data_are_few_and_is_refused_without_stored_weights(tmp_path: Path) -> None:
-    text = "net (float[1,32] x) => (float[1,32] y) { [m] y = MatMul(x, w) }"
-    path = written(build(text, {"w": normal(32, 32)}), tmp_path)
-    asked = request(path, engine="onnxruntime", weight_only="w4", weight_rounding="gptq")
-    assert any("met 5 rows (tokens) where products have up to 32" in note for note in quantize(asked).notes)
-    with pytest.raises(BadOption, match="goes with `weight_only`"):
-        quantize(replace(asked, weight_only=None))
-
-
-def test_weights_that_were_rounded_by_data_are_rounded_so_again(tmp_path: Path) -> None:
-    text = "net (float[1,32] x) => (float[1,32] y) { [m] y = MatMul(x, w) }"
-    path = written(build(text, {"w": normal(32, 32)}), tmp_path)
-    asked = request(path, engine="onnxruntime", weight_only="w4b32", weight_rounding="gptq")
-    placement = quantize(asked).placed.placement
-
-    def applied(rounding: str, data: str | None) -> Applied:
-        file = tmp_path / "placement.yaml"
-        write_placement(file, PlacementFile(placement, "int8", "onnxruntime", {}, weight_rounding=rounding), "net.onnx")
-        again = tmp_path / f"{rounding}.onnx"
-        return apply(ApplyOptions(path, output=again, calibration_data=data, placement=file))
-
-    found = [applied(rounding, asked.calibration_data) for rounding in ("nearest", "gptq")]
-    assert [done.notes for done in found] == [(), ()]
-    near, same, wanted = (load(p) for p in (tmp_path / "nearest.onnx", tmp_path / "gptq.onnx", asked.output))
-    integers = [model.constants["w_quantized"].array() for model in (near, same, wanted)]
-    assert [np.array_equal(each, integers[-1]) for each in integers] == [False, True, True]
-    other = written(build(text.replace("[m]", "[other]"), {"w": normal(32, 32)}), tmp_path)
-    with pytest.raises(BadModel, match="none of the 1 edges"):
-        apply(ApplyOptions(other, output=tmp_path / "no.onnx", placement=tmp_path / "placement.yaml"))
-    path = written(build(text, {"w": normal(32, 32)}), tmp_path)
-    (note,) = applied("gptq", None).notes
-    assert "`calibration_data` would tell" in note
 
 
 def test_portable_files_have_weights_of_seven_bits_and_say_what_they_cost(tmp_path: Path) -> None:

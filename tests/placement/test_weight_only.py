@@ -9,8 +9,6 @@ import pytest
 from onnxruntime.quantization import quantize_dynamic
 
 from models import Arrays, build, normal, run, sqnr
-from qdqtune.calibration import rounding
-from qdqtune.calibration.rounding import moments
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.formats import numeric_format, weight_formats_like
 from qdqtune.graph.loading import load
@@ -163,29 +161,3 @@ def test_a_placement_file_holds_them_and_one_without_is_as_it_was(tmp_path: Path
     write_placement(path, PlacementFile(Placement.of([Edge("x", "up", 0)]), "int8", "onnxruntime", {}), "net.onnx")
     assert "weights" not in path.read_text()
     assert Placement.of([Edge("x", "up", 0)]).digest == "57be96cd787cd543"
-
-
-def test_what_a_moment_says_is_found_once_for_all_storages(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, asked = net(), []
-    met = {name: np.eye(32) for name in ("t", "f", "b")}
-    monkeypatch.setattr(rounding, "error_propagation", lambda moment: asked.append(1) or np.eye(32, dtype=np.float32))
-    rounded = Inserter(model, Ranges({}), numeric_format("onnxruntime", "int8"), lambda _: met)
-    for name in ("w4b32", "w8b32"):
-        for constant in rounded.insert(placed(model, name)).large.values():
-            constant.array()
-    assert len(asked) == len(met)
-
-
-def test_rounding_that_accounts_for_what_products_meet_makes_other_files_and_smaller_errors() -> None:
-    model = net()
-    placement = placed(model, "w4b32")
-    random = np.random.default_rng(5)
-    samples = [{"ids": random.integers(0, 40, (1, 3))} for _ in range(30)]
-    met = moments(model, ["t", "f", "b"], samples)
-    assert {name: matrix.shape for name, matrix in met.items()} == dict.fromkeys(("t", "f", "b"), (32, 32))
-    nearest = inserter(model).insert(placement)
-    better = Inserter(model, Ranges({}), numeric_format("onnxruntime", "int8"), lambda _: met).insert(placement)
-    integers = [{c.key for n, c in m.large.items() if n.endswith("_quantized")} for m in (nearest, better)]
-    assert len(integers[0] & integers[1]) == 1  # the table's rows
-    floats = run(model, samples)
-    assert sqnr(floats, run(better, samples)) > sqnr(floats, run(nearest, samples)) + 1

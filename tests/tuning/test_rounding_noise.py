@@ -15,7 +15,7 @@ from qdqtune.numerics.sensitivity import quantized_weights
 from qdqtune.tuning import rounding_noise
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
-from qdqtune.tuning.rounding_noise import noise_of
+from qdqtune.tuning.rounding_noise import LazyMapping, noise_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.store import Store
 from qdqtune.types import WeightFormat
@@ -73,3 +73,12 @@ def test_that_of_dynamic_quantization_includes_the_activations(tmp_path: Path) -
     assert noise is not None
     for edge in SHARES:
         assert 1.1 * noise.of_weight(edge, W8) < noise.of_weight(edge, dynamic) < 10 * noise.of_weight(edge, W8)
+
+
+def test_a_missing_key_of_the_computation_is_no_missing_key_of_the_mapping() -> None:
+    def find() -> dict[str, int]:
+        return {"a": dict[str, int]()["b"]}
+
+    assert LazyMapping("a", find).get("c") is None
+    with pytest.raises(KeyError, match="b"):
+        LazyMapping("a", find).get("a")

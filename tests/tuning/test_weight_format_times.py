@@ -8,22 +8,16 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 import pytest
 import yaml
 
 from models import build, normal, ranges
-from qdqtune.calibration.rounding import no_moments
-from qdqtune.calibration.scales import Calibration, Ranges
-from qdqtune.calibration.workloads import WorkloadFile
+from qdqtune.calibration.scales import Calibration
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.execution import EXECUTION
 from qdqtune.engines.formats import numeric_format, weight_formats
 from qdqtune.engines.runner import Runner, as_workloads
-from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.placement.files import read_placement_file
-from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning import weight_format_times as asked
@@ -227,42 +221,3 @@ def test_a_run_of_weights_alone_ends_to_end_and_goes_on(tmp_path: Path) -> None:
     assert [t.placement for t in again.history] == [t.placement for t in result.history]
     head = yaml.safe_load((tmp_path / "out" / "autotuner_state.yaml").read_text())[0]
     assert head["fingerprint"]["formats"] == ["w8", "w4"]
-
-
-def test_moments_are_computed_when_the_first_weight_is_rounded(tmp_path: Path) -> None:
-    graph, looked = model(), []
-
-    class Looked(list[Any]):
-        def __iter__(self) -> Any:
-            looked.append(1)
-            return super().__iter__()
-
-    random = np.random.default_rng(3)
-    samples = Looked({"x": random.standard_normal((1, SIZE), np.float32)} for _ in range(4))
-    own = cast(
-        Subject, SimpleNamespace(shaped=graph, prepared=SimpleNamespace(calibration=samples, execution=EXECUTION))
-    )
-    numbers, w4 = numeric_format("onnxruntime", "int8"), WeightFormat(4, 128)
-    stored = Placement.of((), [(Edge(f"w{i}", f"m{i}", 1), w4) for i in range(2)])
-    told = Settings(Path("m.onnx"), calibration_data="d.npz", weight_rounding="gptq")
-    inserter = Inserter(graph, Ranges({}), numbers, asked.products_of(told, own))
-    inserter.insert(Placement())
-    better = inserter.insert(stored)
-    assert not looked
-    integers = better.constants["w0_quantized"].array()
-    better.constants["w1_quantized"].array()
-    assert looked == [1]
-    assert (integers != Inserter(graph, Ranges({}), numbers).insert(stored).constants["w0_quantized"].array()).any()
-    nearest = Settings(Path("m.onnx"))
-    assert asked.products_of(nearest, own) is no_moments
-    with pytest.raises(BadOption, match="give `calibration_data`"):
-        Settings(Path("m.onnx"), weight_rounding="gptq")
-    called = Settings(Path("m.onnx"), workloads=(WorkloadFile(Path("d.npz"), 1.0),), weight_rounding="gptq")
-    assert asked.products_of(called, own) is not no_moments, "workloads are data as well"
-
-
-def test_moments_have_to_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asked, "MOST_MOMENTS", 2 * 8 * SIZE**2 - 1)
-    told = Settings(Path("m.onnx"), calibration_data="d.npz", weight_rounding="gptq")
-    with pytest.raises(BadOption, match=r"would hold 0\.0 GB of second moments of activations"):
-        asked.products_of(told, subject(model()))

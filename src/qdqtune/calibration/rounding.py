@@ -1,35 +1,22 @@
 """Rounding of weights to their weight formats (`types.WeightFormat`).
 
 A block is `WeightFormat.block` weights that are summed into one output; its scale and zero point are those with the
-least squared error. Scales from the largest value alone would be too coarse where a few weights are large. With second
-moments of the inputs, `compensated` rounds so that the outputs change least (GPTQ, arXiv 2210.17323).
+least squared error. Scales from the largest value alone would be too coarse where a few weights are large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from types import MappingProxyType
-from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 
-from qdqtune.calibration.observe import observe
-from qdqtune.engines.execution import EXECUTION, Execution
-from qdqtune.graph.model import Model
-from qdqtune.types import Array, Sample, WeightFormat
+from qdqtune.types import Array, WeightFormat
 
 SHRINKS = (1.0, 0.93, 0.86, 0.78, 0.68)
 """Shares of a block's range that are tried with 4 bits; weights beyond saturate, which pays where few are large. With 8
 bits the whole range is as good. Chosen, not measured."""
-
-DAMPING = 0.01
-"""Share of the mean diagonal that is added to a moment's diagonal, so that it can be inverted: as in GPTQ."""
-
-PANEL = 128
-"""Inputs after which the errors are passed to all later ones at once: as in GPTQ."""
 
 CACHED_WEIGHTS = 2**18
 """Weights that are processed at a time, so that they and the work arrays fit into a CPU cache. Chosen, not measured."""
@@ -160,106 +147,3 @@ def _candidate_scales(weight: Array, weight_format: WeightFormat) -> Iterator[tu
         span = (top - bottom) * share / high
         scale = np.where(span == 0, 1, span)
         yield scale, np.clip(np.rint(-bottom * share / scale), low, high)
-
-
-def error_propagation(moment: Array) -> Array:
-    """How the rounding error of each input is passed to later ones: the upper Cholesky factor [in, in] of the inverse
-    of `moment`, in float32. `moment` [in, in] is the mean of x x^T over the inputs x of a product.
-    """
-    damped = np.asarray(moment, np.float64).copy()
-    damped[np.diag_indices(len(damped))] += DAMPING * np.trace(damped) / len(damped) + np.finfo(np.float32).tiny
-    return np.asarray(np.linalg.cholesky(np.linalg.inv(damped)).T.astype(np.float32))
-
-
-def compensated(weight: Array, weight_format: WeightFormat, upper: Array) -> RoundedWeight:
-    """A weight [in, out], rounded so that the squared error of the product's outputs is small (GPTQ, arXiv 2210.17323).
-
-    Inputs are rounded one after the other, with the scales of `rounded_weight`. The error of each is passed to the
-    later ones by `upper` (see `error_propagation`), which helps where inputs are correlated.
-    """
-    start = rounded_weight(weight, weight_format)
-    (rows, columns), (low, high) = weight.shape, integer_ends(weight_format)
-    block = weight_format.block or rows
-    scale = start.scale.astype(np.float32).reshape(-1, columns)
-    zero = (
-        np.zeros_like(scale) if start.zero_point is None else start.zero_point.astype(np.float32).reshape(-1, columns)
-    )
-    left, integers = np.array(weight, np.float32), np.empty((rows, columns), np.int16)
-    for first in range(0, rows, PANEL):
-        last = min(first + PANEL, rows)
-        errors = np.empty((last - first, columns), np.float32)
-        for i in range(first, last):
-            own, centre = scale[i // block], zero[i // block]
-            integers[i] = np.clip(np.rint(left[i] / own) + centre, low, high)
-            errors[i - first] = (left[i] - (integers[i] - centre) * own) / upper[i, i]
-            left[i + 1 : last] -= upper[i, i + 1 : last, None] * errors[i - first]
-        left[last:] -= upper[first:last, last:].T @ errors
-    return RoundedWeight(integers.astype(start.integers.dtype), start.scale, start.zero_point)
-
-
-Key = TypeVar("Key")
-Found = TypeVar("Found")
-
-Moments = Callable[[Model], Mapping[str, Array]]
-"""Gives the moments of tensors that products of a model read, by tensor, for a model or its equalized form."""
-
-
-def no_moments(_: Model) -> Mapping[str, Array]:
-    """No moments: every weight is rounded to the nearest."""
-    return MappingProxyType({})
-
-
-class LazyMapping(Mapping[Key, Found]):
-    """A mapping with known keys whose values are computed, all at once, when the first is read."""
-
-    def __init__(self, keys: Iterable[Key], find: Callable[[], Mapping[Key, Found]]) -> None:
-        self._keys, self._find = dict.fromkeys(keys), find
-
-    @cached_property
-    def _found(self) -> Mapping[Key, Found]:
-        return self._find()
-
-    def __getitem__(self, key: Key) -> Found:
-        return self._found[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """As of every mapping, but a KeyError of the computation is not taken for a key that is missing."""
-        if key not in self._keys:
-            return default
-        return self[key]
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-
-def moments(
-    model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution = EXECUTION
-) -> dict[str, Array]:
-    """The mean of x x^T over the rows x of each tensor [..., in] and all samples, [in, in] in float64.
-
-    Few rows tell little of the correlation of inputs. The mean is shrunk towards a multiple of the identity by the
-    share in / (in + rows), so that rounding with it is no worse than rounding to the nearest.
-
-    Raises:
-        BadData: no sample.
-        BadModel: ONNX Runtime cannot run the model.
-    """
-    sums: dict[str, Array] = {}
-    rows: dict[str, int] = {}
-    for tensor, values in observe(model, list(tensors), samples, execution=execution):
-        flat = np.asarray(values, np.float64).reshape(-1, values.shape[-1])
-        sums[tensor] = sums[tensor] + flat.T @ flat if tensor in sums else flat.T @ flat
-        rows[tensor] = rows.get(tensor, 0) + len(flat)
-    return {tensor: _shrunk(total / rows[tensor], rows[tensor]) for tensor, total in sums.items()}
-
-
-def _shrunk(mean: Array, rows: int) -> Array:
-    inputs = len(mean)
-    share = inputs / (inputs + rows)
-    return np.asarray((1 - share) * mean + share * np.trace(mean) / inputs * np.eye(inputs))

@@ -21,7 +21,7 @@ from qdqtune.numerics.losses import few_changed, loss_high
 from qdqtune.options import TEXT, Option, given_in
 from qdqtune.tuning.folder import check_run
 
-UNLIKE = frozenset({"report", "evaluate", "labels", "metric", "weight_rounding"})
+UNLIKE = frozenset({"report", "evaluate", "labels", "metric"})
 """Options of quantize that have another meaning in tune."""
 
 IS_SEED = switch(

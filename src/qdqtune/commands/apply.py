@@ -9,7 +9,6 @@ from typing import Any
 
 from qdqtune.calibration.matching import Matched
 from qdqtune.calibration.options import check_cache
-from qdqtune.calibration.rounding import Moments, moments, no_moments
 from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.inputs import ModelOption, execution_of
 from qdqtune.commands.shown import Shown, Table
@@ -29,9 +28,9 @@ from qdqtune.numerics.label_options import ScoreOption
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.options import FILE, REQUIRED, TEXT, Duration, File, MaybeText, option
-from qdqtune.placement.files import PlacementFile, every_edge, existing, read_placement_file
+from qdqtune.placement.files import every_edge, existing, read_placement_file
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import possible_edges, product_inputs
+from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.placement.widths import NO_WIDE
 from qdqtune.tuning.deploy import of_other_processor
@@ -143,37 +142,25 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     placed, lost = known(ranges)
     if recorded.placement and not placed:
         raise BadModel(f"on none of the edges of {options.placement} can a pair stand in {path}")
-    met, notes = _moments(recorded, ready, placed)
+    foreign = of_other_processor(str(options.placement), recorded.processor, is_portable=recorded.portable)
+    notes = [*ready.notes, *filter(None, [foreign if engine == recorded.engine else ""])]
     if (narrow := recorded.placement.wide & placed.edges - placed.wide) and numbers.wide is not None:
         names = counted(len({edge.tensor for edge in narrow}), "weight")
-        notes = (*notes, f"{names} of 16 bits beside activations of 8 have 8, too: no engine computes with both")
-    foreign = of_other_processor(str(options.placement), recorded.processor, is_portable=recorded.portable)
-    notes = (*filter(None, [foreign if engine == recorded.engine else ""]), *notes)
+        notes.append(f"{names} of 16 bits beside activations of 8 have 8, too: no engine computes with both")
     if placed.wide and numbers.wide is None:
-        notes = (*notes, NO_WIDE.format(engine))
+        notes.append(NO_WIDE.format(engine))
         placed = replace(placed, wide=frozenset())
     elif placed.wide and ready.prepared is not None:
         ranges = with_wide(ready.prepared, ranges, numbers)
-    inserter = Inserter(ready.graph, ranges, numbers, met)
+    inserter = Inserter(ready.graph, ranges, numbers)
     with checked_output(options.target, engine, execution) as fresh:
         save(finished(inserter.insert(placed), precision), fresh)
         judged, scores = _judged(ready, inserter, placed, engine, options.scores)  # nothing is written if it refuses
     is_random = ready.prepared is not None and not ready.prepared.has_real_samples
     if isinstance(judged, Failure):
-        notes, judged = (*notes, f"outputs were not compared: {judged.reason}"), None
-    return Applied(options.target, placed, lost, is_random, judged, ready.matched, (*ready.notes, *notes), scores)
-
-
-def _moments(recorded: PlacementFile, ready: PreparedModel, placement: Placement) -> tuple[Moments, tuple[str, ...]]:
-    """Second moments of the inputs of products, by which gptq rounds weights; a note if gptq lacks calibration data."""
-    tensors = sorted(product_inputs(ready.shaped, placement.weight_formats))
-    if recorded.weight_rounding == "nearest" or not tensors:
-        return no_moments, ()
-    prepared = ready.prepared
-    if prepared is None or not prepared.has_real_samples:
-        told = "weights were rounded by what products meet (gptq), and are rounded to the nearest here"
-        return no_moments, (f"{told}: `calibration_data` would tell",)
-    return lambda model: moments(model, tensors, prepared.calibration, prepared.execution), ()
+        notes.append(f"outputs were not compared: {judged.reason}")
+        judged = None
+    return Applied(options.target, placed, lost, is_random, judged, ready.matched, tuple(notes), scores)
 
 
 def _judged(

@@ -7,7 +7,7 @@ there are enough samples on some that calibration has not seen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from qdqtune.calibration.matching import Matched
 from qdqtune.calibration.observe import MOST_OPTIMIZED
 from qdqtune.calibration.options import check_cache
 from qdqtune.calibration.prepare import LEAST_JUDGED, Prepared, hidden_work
-from qdqtune.calibration.rounding import moments
 from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.inputs import execution_of
@@ -43,7 +42,7 @@ from qdqtune.explanation.formatting import placed
 from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import elements, integer_operators
+from qdqtune.graph.operators import integer_operators
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.graph.saving import one_constant_file, save
 from qdqtune.numerics.accuracy import accuracy, concern, cosine, is_finite
@@ -59,11 +58,11 @@ from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import possible_edges, product_inputs, weight_only_edges
+from qdqtune.placement.possible import possible_edges, weight_only_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.types import Array, Failure, NumericFormat, Placement
+from qdqtune.types import Failure, NumericFormat, Placement
 
 REFUSED = "ONNX Runtime cannot run the model"
 
@@ -213,9 +212,8 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         what = f"the rules of {options.engine} find nothing to quantize in {path}{chosen}"
         hidden = None if prepared is None else hidden_work(ready.graph, prepared.samples)
         raise BadModel(what + _float_rules(placed) + (f"; {hidden}" if hidden else ""))
-    met = _moments(options, shaped, placed.placement, prepared, observer)
-    notes = (*ready.notes, *_few_rows(options, shaped, placed.placement, prepared))
-    quantized = Inserter(ready.graph, ranges, numbers, lambda _: met).insert(placed.placement)
+    notes = ready.notes
+    quantized = Inserter(ready.graph, ranges, numbers).insert(placed.placement)
     done = Quantized(options.target, placed, None, None, 0, False)
     with checked_output(options.target, options.engine, execution, is_run=prepared is not None) as fresh:
         save(quantized, fresh)
@@ -257,46 +255,14 @@ def _check_options(options: QuantizeOptions) -> None:
     if options.weight_only is None:
         if options.report and options.calibration_data is None:
             raise BadOption("`report` says what rounding does to outputs on your data: give `calibration_data`")
-        if options.weight_rounding != "nearest":
-            raise BadOption(f"`weight_rounding` {options.weight_rounding} goes with `weight_only`")
         return
     checked_weight_format(options.engine, options.weight_only)
-    if options.weight_rounding == "gptq" and options.calibration_data is None:
-        raise BadOption("`weight_rounding` gptq makes up for errors on your data: give `calibration_data`")
     if options.portable:
         raise BadOption("`portable` is about the numbers of pairs, of which `weight_only` places none")
     if options.report:
         raise BadOption("`report` is about pairs, of which `weight_only` places none")
     if options.calibration_cache is not None or options.placement_like == "implicit":
         raise BadOption("`weight_only` takes no scales of activations, and places no pairs: leave the other option out")
-
-
-def _moments(
-    options: QuantizeOptions, model: Model, placement: Placement, prepared: Prepared | None, observer: Observer
-) -> Mapping[str, Array]:
-    """Second moments of the inputs of products whose weights get a weight format, for gptq; empty without gptq."""
-    if options.weight_rounding == "nearest" or prepared is None:
-        return {}
-    observer.stage(f"looking at what products meet on {prepared.samples.origin}")
-    tensors = sorted(product_inputs(model, placement.weight_formats))
-    return moments(model, tensors, prepared.calibration, prepared.execution)
-
-
-def _few_rows(
-    options: QuantizeOptions, model: Model, placement: Placement, prepared: Prepared | None
-) -> tuple[str, ...]:
-    """A note where the data have fewer rows than products have inputs: gptq gains little from them."""
-    met = {} if options.weight_rounding == "nearest" else product_inputs(model, placement.weight_formats)
-    if not met or prepared is None:
-        return ()
-    tensor = max(met, key=lambda name: met[name])
-    if any(not size for size in model.tensors[tensor].shape or (None,)):  # a size that depends on the sample
-        return ()
-    rows = sum(1 for _ in prepared.calibration) * max(1, int(elements(model, tensor)) // met[tensor])
-    if rows >= met[tensor]:
-        return ()
-    told = f"`weight_rounding` gptq met {rows} rows (tokens) where products have up to {met[tensor]} inputs"
-    return (f"{told}: it gains little below as many; give more samples, or longer ones",)
 
 
 def _weight_only(options: QuantizeOptions, model: Model, wanted: str) -> PlacedByRules:

@@ -29,7 +29,7 @@ from qdqtune.options import (
     choice,
     option,
 )
-from qdqtune.tuning.options import Rounding, portable_option, quant_type_option
+from qdqtune.tuning.options import portable_option, quant_type_option
 from qdqtune.types import Edge, QuantType
 
 Likeness = Literal["rules", "implicit"]
@@ -72,14 +72,6 @@ class QuantizeOptions(LabelOptions, ScoreOption, FixOption, SourceOptions):
         short="activations stay in float: w4, w8, w4b32",
         metavar="FORMAT",
     )
-    weight_rounding: Option[Rounding, Rounding] = option(
-        choice("nearest", "gptq"),
-        "nearest",
-        "With `weight_only`: nearest, or gptq, which makes up for the error of each weight in those behind it, as your "
-        "calibration data meet them; some thousand rows (tokens) tell enough.",
-        "Model",
-        is_rare=True,
-    )
     report: Flag = option(
         SWITCH,
         False,
@@ -121,7 +113,7 @@ class QuantizeOptions(LabelOptions, ScoreOption, FixOption, SourceOptions):
     @property
     def sees_data(self) -> bool:
         """Whether what is written depends on the calibration data."""
-        return self.calibration_cache is None and (self.weight_only is None or self.weight_rounding == "gptq")
+        return self.calibration_cache is None and self.weight_only is None
 
     @property
     def chooses_nodes(self) -> bool:

@@ -34,8 +34,8 @@ QUANT_TYPES: tuple[QuantType, ...] = get_args(QuantType)
 
 @dataclass(frozen=True)
 class PlacementFile:
-    """The content of placement.yaml. `weight_rounding`: how weights with a weight format were rounded. `processor`: the
-    architecture that the numbers were chosen for; "" where they depend on none, and in files of earlier versions."""
+    """The content of placement.yaml. `processor`: the architecture that the numbers were chosen for; "" where they
+    depend on none, and in files of earlier versions."""
 
     placement: Placement
     quant_type: str
@@ -43,7 +43,6 @@ class PlacementFile:
     fix_inputs: Mapping[str, float | int | str]
     calibration: Calibration = field(default_factory=Calibration)
     rewrites: Rewrites = field(default_factory=Rewrites)
-    weight_rounding: str = "nearest"
     processor: str = ""
     portable: bool = False
 
@@ -77,7 +76,7 @@ def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
                 name: made if isinstance(made, bool) else list(made) for name, made in asdict(recorded.rewrites).items()
             },
             "edges": edges,
-            **({"weight_rounding": recorded.weight_rounding, "weights": weights} if weights else {}),
+            **({"weights": weights} if weights else {}),
             **({"processor": recorded.processor} if recorded.processor else {}),
             **({"portable": True} if recorded.portable else {}),
         },
@@ -107,7 +106,6 @@ def read_placement_file(path: Path) -> PlacementFile:
             dict(content.get("fix_inputs") or {}),
             Calibration(**content.get("calibration", {})),
             _rewrites(**content.get("rewrites", {})),
-            content.get("weight_rounding", "nearest"),
             str(content.get("processor", "")),
             content.get("portable", False) is True,
         )
@@ -119,8 +117,6 @@ def read_placement_file(path: Path) -> PlacementFile:
         raise BadOption(f"{path} is no placement file: an edge, the quant_type or a fixed input is none")
     if not isinstance(recorded.engine, str):
         raise BadOption(f"{path} is no placement file: {recorded.engine!r} is no engine")
-    if recorded.weight_rounding not in ("nearest", "gptq"):
-        raise BadOption(f"{path} is no placement file: there is no weight_rounding {recorded.weight_rounding!r}")
     return recorded
 
 

@@ -16,7 +16,6 @@ from onnx import TensorProto
 
 from qdqtune.calibration import scales
 from qdqtune.calibration.equalization import scaled
-from qdqtune.calibration.rounding import Moments, no_moments
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.loading import with_opset
@@ -60,14 +59,12 @@ def insert(model: Model, placement: Placement, ranges: Ranges, fmt: NumericForma
 
 
 class Inserter:
-    """Writes candidates of one model; caches scales, quantized weights and written pairs, which most candidates share.
+    """Writes candidates of one model; caches scales, quantized weights and written pairs, which most candidates
+    share."""
 
-    `moments` gives second moments of matrix products' inputs, to round weights that have a weight format.
-    """
-
-    def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat, moments: Moments = no_moments) -> None:
+    def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
         self._given, self._model = model, scaled(model, ranges.factors)
-        self._ranges, self._format, self._moments = ranges, fmt, moments
+        self._ranges, self._format = ranges, fmt
         self._forms: dict[tuple[object, ...], Constant] = {}
         self._checked = frozenset[Edge]()
         self._fragments: dict[object, Fragment] = {}
@@ -75,8 +72,7 @@ class Inserter:
         self._latest: dict[int, Made] = {}
         self._quantizer = Quantizer(self._model, ranges, fmt)
         self._names = names_in(model.proto.graph) | set(model.index_of)
-        self._tensor_moments = moments(self._model)
-        self._weight_writer = WeightOnlyWriter(self._model, self._tensor_moments)
+        self._weight_writer = WeightOnlyWriter(self._model)
 
     def insert(self, placement: Placement) -> Model:
         """The model with the pairs and weight formats of `placement`; raises what the function `insert` does."""
@@ -91,12 +87,12 @@ class Inserter:
     def _raised(self) -> Inserter:
         """An inserter of the same model in BLOCK_OPSET, which scales of blocks need, and pairs of 16 bits."""
         raised, ranges = with_opset(self._model, BLOCK_OPSET), replace(self._ranges, factors=())
-        return Inserter(raised, ranges, self._format, lambda _: self._tensor_moments)
+        return Inserter(raised, ranges, self._format)
 
     @cached_property
     def _unequalized(self) -> Inserter:
         """An inserter of the user's model with unscaled channels, for placements without pairs."""
-        return Inserter(self._given, replace(self._ranges, factors=()), self._format, self._moments)
+        return Inserter(self._given, replace(self._ranges, factors=()), self._format)
 
     def _check(self, placement: Placement) -> None:
         """Raise ValueError unless each edge exists, and can carry its pair or have its weight format."""

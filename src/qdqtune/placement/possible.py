@@ -7,7 +7,6 @@ can. `biased_layers` finds the layers whose bias can be corrected.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -227,12 +226,6 @@ def clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:
             return None
         ends.append(float(model.constants[name].array().reshape(())) if name else float(default))
     return (ends[0], ends[1])
-
-
-def product_inputs(model: Model, edges: Iterable[Edge]) -> dict[str, int]:
-    """The tensors that products multiply with the weights at these edges, each with its number of channels."""
-    weights = (weight_at(model, edge) for edge in edges)
-    return {w.node.inputs[0]: w.shape[0] for w in weights if w is not None and w.node.op != "Gather"}
 
 
 @dataclass(frozen=True)

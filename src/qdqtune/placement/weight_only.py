@@ -10,16 +10,13 @@ and the Mul that make floats of its sums behind it: the nodes that ONNX Runtime 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property, partial
-from types import MappingProxyType
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qdqtune.calibration import rounding as blocks
-from qdqtune.calibration.rounding import INTEGER_TYPE, RoundedWeight
+from qdqtune.calibration.rounding import INTEGER_TYPE, RoundedWeight, rounded_weight
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.placement.graph_builder import GraphBuilder
@@ -35,16 +32,11 @@ file, so they are computed once."""
 
 
 class WeightOnlyWriter:
-    """Writes weights of one model in weight formats into candidates; caches small scales, which each candidate needs.
+    """Writes weights of one model in weight formats; caches small scales, which each candidate needs."""
 
-    `moments` has second moments [in, in] of inputs of products, by tensor: the weight of such a product is rounded so
-    that the outputs change least (`calibration.rounding`).
-    """
-
-    def __init__(self, model: Model, moments: Mapping[str, Array] = MappingProxyType({})) -> None:
-        self._model, self._moments = model, moments
+    def __init__(self, model: Model) -> None:
+        self._model = model
         self._scales: dict[str, tuple[Array, Array | None]] = {}
-        self._passed_on: dict[str, Array] = {}
         self._latest: tuple[str, RoundedWeight] | None = None
 
     @cached_property
@@ -152,8 +144,6 @@ class WeightOnlyWriter:
         when they are written."""
         source, is_table = weight.constant, weight.node.op == "Gather"
         key = f"{source.key}:{weight_format.name}:{weight.transposed:d}{is_table:d}"
-        if not is_table and weight.node.inputs[0] in self._moments:
-            key += f":{weight.node.inputs[0]}"  # its rounding depends on the moments of this tensor
         integers = helper.np_dtype_to_tensor_dtype(np.dtype(INTEGER_TYPE[weight_format.bits, weight_format.symmetric]))
         rows, columns = weight.shape
         scaled = (rows // (weight_format.block or rows), columns) if weight_format.block or is_table else (columns,)
@@ -177,21 +167,13 @@ class WeightOnlyWriter:
             builder.made[made] = "\n".join(names)
         return tuple(builder.made[made].split("\n"))
 
-    def _rounded(self, weight: Weight, weight_format: WeightFormat) -> RoundedWeight:
-        tensor = weight.node.inputs[0]
-        if weight.node.op == "Gather" or tensor not in self._moments:
-            return blocks.rounded_weight(weight.array(), weight_format)
-        if tensor not in self._passed_on:
-            self._passed_on[tensor] = blocks.error_propagation(self._moments[tensor])
-        return blocks.compensated(weight.array(), weight_format, self._passed_on[tensor])
-
     def _part(
         self, number: int, key: str, weight: Weight, weight_format: WeightFormat, shape: tuple[int, ...]
     ) -> Array:
         """Part `number` of a weight: 0 integers, 1 scales, 2 zero points. They are read one after the other."""
         if number == 0 or key not in self._scales:
             if self._latest is None or self._latest[0] != key:
-                self._latest = key, self._rounded(weight, weight_format)
+                self._latest = key, rounded_weight(weight.array(), weight_format)
             latest = self._latest[1]
             parts = latest.integers, latest.scale, latest.zero_point
             if latest.scale.nbytes < SHARED_SCALES:

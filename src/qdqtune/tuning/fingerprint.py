@@ -36,7 +36,6 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     quant_type: str
     rewrites: str
     formats: tuple[str, ...] | None
-    weight_rounding: str
     equalization: bool
     seed: int
     regions: Literal["auto", "names", "topology"]
@@ -68,7 +67,6 @@ def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, st
         quant_type=settings.quant_type,
         rewrites=settings.rewrites,
         formats=None if formats is None else tuple("pairs" if f == settings.quant_type else f for f in formats),
-        weight_rounding=settings.weight_rounding,
         equalization=settings.calibration.equalization,
         seed=settings.seed,
         regions=settings.regions,

@@ -34,7 +34,6 @@ from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_b
 from qdqtune.tuning.rule_results import summary_by_rule
 from qdqtune.tuning.run import Run, rule_costs
 from qdqtune.tuning.subgraphs.prepare import Profiled, outcomes, profile
-from qdqtune.tuning.weight_format_times import products_of
 from qdqtune.types import Placement, Trial
 
 KNOWN_PRICES = "times from earlier runs covered {:.0%} of what can be quantized{}; `price_cache` none ignores them"
@@ -202,8 +201,7 @@ class RegionModels(Silent):
     def __init__(self, run: Run) -> None:
         self._output, subject = run.output, run.subject
         self._folder = run.output.clear(REGION_MODELS)
-        rounding = products_of(run.settings, subject)
-        self._inserter = Inserter(subject.model, subject.ranges, subject.numbers, rounding)
+        self._inserter = Inserter(subject.model, subject.ranges, subject.numbers)
         regions = ((pattern.digest, pattern.instances[0]) for pattern in subject.tuned)
         self._names = {digest: f"region_{region.id}_level_{region.level}.onnx" for digest, region in regions}
         self._written: dict[str, Placement] = {}

@@ -39,7 +39,6 @@ from qdqtune.options import (
 from qdqtune.types import QuantType
 
 Mode = Literal["cut", "region", "subgraph"]
-Rounding = Literal["nearest", "gptq"]
 Division = Literal["auto", "names", "topology"]
 FloatType = Literal["float16", "float32", "bfloat16"]
 Switched = Literal["auto"] | float | None
@@ -225,14 +224,6 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         "Model",
         default_in_words="all that the engine has",
         metavar="NAMES",
-        is_rare=True,
-    )
-    weight_rounding: Option[Rounding, Rounding] = option(
-        choice("nearest", "gptq"),
-        "nearest",
-        "Of weights that alone are stored in fewer bits: nearest, or gptq, which makes up for the error of each weight "
-        "in those behind it, as your calibration data meet them.",
-        "Model",
         is_rare=True,
     )
     portable: Flag = portable_option()

@@ -205,9 +205,8 @@ def write_placement_of(placement: Placement, path: Path, run: Run) -> None:
     """
     settings = run.settings
     engine, calibration = settings.engine.name, settings.calibration.chosen(run.subject.ranges)
-    how = calibration, run.subject.rewrites, settings.weight_rounding
-    made_for = processor_of(settings), settings.portable
-    recorded = files.PlacementFile(placement, settings.quant_type, engine, settings.fix_inputs, *how, *made_for)
+    how = calibration, run.subject.rewrites, processor_of(settings), settings.portable
+    recorded = files.PlacementFile(placement, settings.quant_type, engine, settings.fix_inputs, *how)
     files.write_placement(path, recorded, settings.model.name)
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 
 from qdqtune.calibration.equalization import scaled
-from qdqtune.calibration.rounding import LazyMapping, rounded_weight
+from qdqtune.calibration.rounding import rounded_weight
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.engines.devices import usable_cores
 from qdqtune.graph.loading import bytes_of_files
@@ -26,6 +28,9 @@ from qdqtune.tuning.observer import SEARCHING
 from qdqtune.tuning.records import NoiseRecord, PredictionRecord, WeightNoiseRecord
 from qdqtune.tuning.run import Run
 from qdqtune.types import Accuracy, Edge, Failure, NumericFormat, Placement, WeightFormat
+
+Key = TypeVar("Key")
+Found = TypeVar("Found")
 
 NEGLIGIBLE_SHARE = 0.01
 """Share of the noise that a limit allows: tensors that together cause less are not measured one by one. Chosen, not
@@ -53,6 +58,35 @@ TINY = 1e-12
 
 FRONT_FLOOR = 1e-7
 """Noise (70 dB) down to which tensors are told apart for a front. Chosen, not measured."""
+
+
+class LazyMapping(Mapping[Key, Found]):
+    """A mapping with known keys whose values are computed, all at once, when the first is read."""
+
+    def __init__(self, keys: Iterable[Key], find: Callable[[], Mapping[Key, Found]]) -> None:
+        self._keys, self._find = dict.fromkeys(keys), find
+
+    @cached_property
+    def _found(self) -> Mapping[Key, Found]:
+        return self._find()
+
+    def __getitem__(self, key: Key) -> Found:
+        return self._found[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of every mapping, but a KeyError of the computation is not taken for a key that is missing."""
+        if key not in self._keys:
+            return default
+        return self[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 def binding_noise_of(run: Run) -> Noise | None:

@@ -51,7 +51,7 @@ from qdqtune.tuning.shipping import SLOWER
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject, calibrated, open_subject
 from qdqtune.tuning.trial_worker import ByRule, Conditions, TrialWorker
-from qdqtune.tuning.weight_format_times import format_shares, products_of
+from qdqtune.tuning.weight_format_times import format_shares
 from qdqtune.types import Placement, Trial
 
 CANDIDATE_FOLDER = "candidates"
@@ -257,7 +257,7 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
             check_same_kind([runner, *ready.others])
         for one in (runner, *ready.others):
             one.feed(at_each(subject.mix, settings.thread_counts))
-        inserter = Inserter(subject.model, subject.ranges, subject.numbers, products_of(settings, subject))
+        inserter = Inserter(subject.model, subject.ranges, subject.numbers)
         candidates = Candidates(inserter, constants)
         simulated_as = settings.engine.name, runner.memory, execution
         simulation = stack.enter_context(Simulation(inserter, subject.accuracy, *simulated_as, settings.scores))

@@ -163,10 +163,6 @@ class Settings(SearchOptions):
                         checked_weight_format(self.engine.name, name, narrow=self.has_narrow_products)
                     except BadOption as error:
                         raise BadOption(f"`formats`: {error}, and {self.quant_type} for pairs") from error
-        if self.weight_rounding == "gptq" and not self.has_samples:
-            raise BadOption(
-                "`weight_rounding` gptq makes up for errors on your data: give `calibration_data` or `workloads`"
-            )
         if self.deploy_threads is not None:
             counts_of(self.engine, self.deploy_threads, is_here=self.ray is None, machine=self.machine)
         if not self.is_timed and (self.mode != "cut" or self.front or self.formats is not None or self.from_qdq):

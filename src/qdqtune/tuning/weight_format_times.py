@@ -17,18 +17,17 @@ from statistics import median
 import numpy as np
 from onnx import TensorProto, helper
 
-from qdqtune.calibration.rounding import LazyMapping, Moments, moments, no_moments
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import unwatched
 from qdqtune.engines.formats import weight_formats, weight_formats_like
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import BadOption, writing
+from qdqtune.errors import writing
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.operators import elements
 from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import Weight, format_refusal, product_inputs, weight_at, weight_only_edges
+from qdqtune.placement.possible import Weight, format_refusal, weight_at, weight_only_edges
 from qdqtune.search.costs.attribution import DYNAMIC_CONVERSION, TimedBuild, attribute
 from qdqtune.search.costs.units import FormatShares
 from qdqtune.system.writing import temporary_folder
@@ -37,7 +36,7 @@ from qdqtune.tuning.records import WeightFormatsRecord
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject
-from qdqtune.types import Array, Edge, Failure, Layer, Placement, WeightFormat, Workload
+from qdqtune.types import Edge, Failure, Layer, Placement, WeightFormat, Workload
 
 LEAST_BYTES = 2**20
 """Weights of fewer bytes in all fit in a cache: reading less of them gains nothing. Estimated, not measured."""
@@ -64,9 +63,6 @@ PRODUCT_RUNS = (4, 24)
 
 OPERATIONS = 2e10
 """Multiply-adds that all inferences for one size of product may take together: about a second."""
-
-MOST_MOMENTS = 2**31
-"""Bytes of second moments of activations that are held for `weight_rounding` gptq."""
 
 UNTIMED = 0.5
 """Share of the float product's time that a weight format is assumed to take if the engine reports no times."""
@@ -151,30 +147,6 @@ def wanted_formats(settings: Settings) -> tuple[WeightFormat, ...]:
         return weight_formats(engine, narrow=settings.has_narrow_products)
     like = partial(weight_formats_like, engine, narrow=settings.has_narrow_products)
     return tuple(dict.fromkeys(s for name in settings.formats for s in like(name)))
-
-
-def products_of(settings: Settings, subject: Subject) -> Moments:
-    """The second moments of the activations of products, for rounding their weights by `gptq`: found on the calibration
-    data when the first weight is written. Nothing if weights are rounded to the nearest.
-
-    Raises:
-        BadOption: that would take too much memory.
-    """
-    if settings.weight_rounding == "nearest":
-        return no_moments
-    sizes = product_inputs(subject.shaped, weight_only_edges(subject.shaped))
-    needed = sum(12 * inputs**2 for inputs in sizes.values())  # a moment in float64, a factor of its inverse in float32
-    if needed > MOST_MOMENTS:
-        raise BadOption(
-            f"`weight_rounding` gptq would hold {needed / 1e9:.1f} GB of second moments of activations: round to the "
-            "nearest instead"
-        )
-    tensors, prepared = sorted(sizes), subject.prepared
-
-    def moments_of(model: Model) -> LazyMapping[str, Array]:
-        return LazyMapping(tensors, lambda: moments(model, tensors, prepared.calibration, prepared.execution))
-
-    return moments_of
 
 
 def _spent(model: Model, layers: Sequence[Layer], weights: Mapping[Edge, Weight]) -> dict[Edge, float]:
