@@ -115,8 +115,8 @@ def stacked(samples: Sequence[Sample]) -> dict[str, Array]:
 
 def said(how: Calibration) -> dict[str, Any]:
     """A way to calibrate, as options of `quantize`."""
-    names = ("calibration_method", "percentile", "bias_correction", "equalize")
-    return dict(zip(names, (how.method, how.percentile, how.bias_correction, how.equalization), strict=True))
+    names = ("calibration_method", "percentile", "bias_correction")
+    return dict(zip(names, (how.method, how.percentile, how.bias_correction), strict=True))
 
 
 def latency(entry: zoo.Entry, runner: Runner, folder: Path, sample: Sequence[Sample]) -> str:

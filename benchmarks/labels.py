@@ -45,22 +45,22 @@ from qdqtune.numerics.losses import Score, loss_high
 from qdqtune.timing.limits import Limits
 from qdqtune.types import Array, Failure
 
-PLAIN: Mapping[str, Any] = {"bias_correction": False, "equalize": False}
+PLAIN: Mapping[str, Any] = {"bias_correction": False}
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "defaults": {},
     "quick": {"quick": True},
     **{method: {"calibration_method": method, **PLAIN} for method in ("minmax", "percentile", "mse", "entropy")},
     "minmax, 4 samples": {"calibration_method": "minmax", "calibration_samples": 4, **PLAIN},
-    "mse, 4 samples, biases": {"calibration_method": "mse", "calibration_samples": 4, "equalize": False},
+    "mse, 4 samples, biases": {"calibration_method": "mse", "calibration_samples": 4},
     "minmax, per tensor": {"calibration_method": "minmax", "per_channel": False, **PLAIN},
-    "percentile 99, biases": {"calibration_method": "percentile", "percentile": 99.0, "equalize": False},
+    "percentile 99, biases": {"calibration_method": "percentile", "percentile": 99.0},
     "percentile 99.9, per tensor": {
         "calibration_method": "percentile", "percentile": 99.9, "per_channel": False, **PLAIN,
     },
     "percentile 99.5": {"calibration_method": "percentile", "percentile": 99.5, **PLAIN},
     "percentile 98": {"calibration_method": "percentile", "percentile": 98.0, **PLAIN},
     **{f"inputs x {times}": {"calibration_method": "minmax", **PLAIN} for times in (0.5, 4, 8, 16)},
-    "first half": {"calibration_method": "mse", "equalize": False},
+    "first half": {"calibration_method": "mse"},
     "last half": {"calibration_method": "minmax", **PLAIN},
     "w4": {"weight_only": "w4"},
     "static": {},

@@ -34,7 +34,7 @@ def test_no_times_are_claimed() -> None:
 
 
 def test_the_whole_path_runs_without_times(tmp_path: Path) -> None:
-    quick = ("--calibration-method", "minmax", "--no-equalize", "--no-bias-correction")
+    quick = ("--calibration-method", "minmax", "--no-bias-correction")
     code, text = told("tune", MODEL, *DATA, *quick, "--portable", "-o", tmp_path / "out")
     assert code == 0, text
     assert f"{EMULATED}: nothing was timed, and no speed is claimed" in text

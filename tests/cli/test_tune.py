@@ -62,9 +62,8 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--calibration-samples": (["7"], lambda s: s.calibration_samples, 7),
     "--input-shape": (["a:b:1x3x224"], lambda s: s.input_shapes, {"a:b": (1, 3, 224)}),
     "--seed": (["5"], lambda s: s.seed, 5),
-    "--calibration-method": (["percentile"], lambda s: s.calibration, Calibration("percentile", 99.99, True, False)),
+    "--calibration-method": (["percentile"], lambda s: s.calibration, Calibration("percentile", 99.99, True)),
     "--no-bias-correction": ([], lambda s: s.calibration.bias_correction, False),
-    "--equalize": ([], lambda s: s.calibration.equalization, True),
     "--percentile": (["99.5"], lambda s: s.calibration.percentile, 99.5),
     "--rewrites": (["off"], lambda s: s.rewrites, "off"),
     "--formats": (["int8,w4"], lambda s: s.formats, ("int8", "w4")),
@@ -305,7 +304,7 @@ def test_candidates_that_hang_alike_have_one_reason(call, model, tmp_path, worke
 
     workers.refused = hangs
     data = ["--calibration-data", model.with_suffix(".npz"), "--calibration-method", "minmax"]
-    data += ["--no-bias-correction", "--no-equalize"]  # else comparing ways to calibrate hangs before
+    data += ["--no-bias-correction"]  # else correcting biases hangs before
     limit = ["--time-limit", "1", "--builds", "3", "--json"]
     code, _, err = call("tune", model, *QUICK, *data, *limit, "-o", tmp_path / "out")
     assert code == 3

@@ -44,7 +44,7 @@ def written(model: Model, folder: Path, count: int = 5) -> Path:
     return path
 
 
-MINMAX: dict[str, Any] = {"calibration_method": "minmax", "bias_correction": False, "equalize": False}
+MINMAX: dict[str, Any] = {"calibration_method": "minmax", "bias_correction": False}
 
 
 def request(path: Path, **changes: Any) -> QuantizeOptions:

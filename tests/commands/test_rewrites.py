@@ -23,7 +23,7 @@ from qdqtune.placement.files import PlacementFile, read_placement_file, write_pl
 pytestmark = pytest.mark.usefixtures("workers")
 
 MINMAX = Calibration("minmax")
-PLAIN: dict[str, Any] = {"calibration_method": "minmax", "bias_correction": False, "equalize": False}
+PLAIN: dict[str, Any] = {"calibration_method": "minmax", "bias_correction": False}
 """The same as options."""
 
 
@@ -127,42 +127,4 @@ def test_debug_takes_the_float_model_as_the_quantizer_has_rewritten_it(said: str
     broken = looking(request, 60.0)
     done = debug(broken)
     assert done.by_numbers is not None
-    assert done.by_numbers == pytest.approx(done.noise, rel=0.5)
-
-
-def uneven(seed: int = 0) -> Model:
-    """Three channels behind a normalization are larger than the others, and matter less."""
-    gain = np.ones(32, np.float32)
-    gain[:3] = 64.0
-    text = """net (float[4,32] x) => (float[4,16] y) {
-        [norm] n = LayerNormalization <axis = -1> (x, g, h)
-        [last] y = MatMul(n, w)
-    }"""
-    weights = {"g": gain, "h": np.zeros(32, np.float32), "w": normal(32, 16, seed=seed) / gain[:, None]}
-    return build(text, weights)
-
-
-def test_channels_are_made_alike_and_apply_does_it_to_retrained_weights(tmp_path: Path) -> None:
-    alike = Calibration("minmax", equalization=True)
-    request = replace(written(uneven(), tmp_path), equalize=True, report=True)
-    done = quantize(request)
-    plain = quantize(replace(request, equalize=False, output=tmp_path / "plain.onnx"))
-    assert done.sqnr_db is not None
-    assert plain.sqnr_db is not None
-    assert done.sqnr_db > plain.sqnr_db + 6
-    assert all(d.output_db is None or d.output_db > done.sqnr_db - 1 for d in done.damages)  # none alone is worse
-    recorded = PlacementFile(done.placed.placement, "int8", "onnxruntime", {}, alike, Rewrites())
-    write_placement(tmp_path / "placement.yaml", recorded, "model.onnx")
-    retrained = written(uneven(seed=7), tmp_path, "retrained")
-    target = tmp_path / "applied.onnx"
-    again = apply(asked(retrained, target))
-    assert again.accuracy is not None
-    assert again.accuracy.sqnr_db is not None
-    assert again.accuracy.sqnr_db > plain.sqnr_db + 6
-
-
-def test_debug_finds_the_channels_that_a_quantizer_has_moved(tmp_path: Path) -> None:
-    request = replace(written(uneven(), tmp_path), equalize=True)
-    quantize(request)
-    done = debug(looking(request, 80.0))
     assert done.by_numbers == pytest.approx(done.noise, rel=0.5)

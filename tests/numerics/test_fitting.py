@@ -1,7 +1,5 @@
 """Numbers are chosen by what they do to the outputs, and biases are corrected where that helps."""
 
-from itertools import product
-
 import numpy as np
 import pytest
 
@@ -76,11 +74,11 @@ def test_nothing_is_run_for_an_empty_placement() -> None:
     assert found.activations.keys() == {"x", "s", "y"}
 
 
-@pytest.mark.parametrize(("bias_correction", "equalization"), [*product((False, True), (False, True))])
+@pytest.mark.parametrize("bias_correction", [False, True])
 @pytest.mark.parametrize("count", [2, 5])
-def test_what_takes_long_tells_how_far_it_is(bias_correction: bool, equalization: bool, count: int) -> None:
+def test_what_takes_long_tells_how_far_it_is(bias_correction: bool, count: int) -> None:
     net, heard = conv_net(), Heard()
-    how = Calibration("mse", bias_correction=bias_correction, equalization=equalization)
+    how = Calibration("mse", bias_correction=bias_correction)
     fitted(
         prepared(net, feeds(net, count)),
         how,

@@ -42,7 +42,6 @@ CHANGES: dict[str, Any] = {
     "seed": {"seed": 1},
     "quant type": {"quant_type": "fp8"},
     "rewrites": {"rewrites": "off"},
-    "equalization": {"calibration": Calibration(equalization=True)},
     "engine numbers": {"engine": EngineSpec("fake", {"asymmetric": True})},
     "regions": {"regions": "topology"},
     "node filter": {"node_filter": ("first",)},

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqtune.calibration.equalization import Factor
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.search.costs.priors import Prices
 from qdqtune.search.costs.unit_decisions import UnitPrice
@@ -58,8 +57,7 @@ def test_placements_survive(edges: frozenset[Edge]) -> None:
 
 @given(st.dictionaries(st.text(), st.tuples(finite, finite).map(sorted)), st.dictionaries(st.text(), st.tuples(finite)))
 def test_ranges_survive_bit_by_bit(ends: dict[str, list[float]], weights: dict[str, tuple[float, ...]]) -> None:
-    factors = (Factor(Edge("w", "layer", 1), (2, 1), (-3, 2)),)
-    ranges = Ranges({t: Range(*e) for t, e in ends.items()}, weights, factors=factors)
+    ranges = Ranges({t: Range(*e) for t, e in ends.items()}, weights)
     record = again(RangesRecord(ranges=ranges))
     assert isinstance(record, RangesRecord)
     assert {t: (bits(r.low), bits(r.high)) for t, r in record.ranges.activations.items()} == {

@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(folder: Path, name: str, **more) -> TuneOptions:
     data = {"calibration_data": str(folder / "samples.npz"), "output_dir": folder / name}
-    return TuneOptions(model=folder / "m.onnx", engine="qnn", equalize=False, **{**data, **more})
+    return TuneOptions(model=folder / "m.onnx", engine="qnn", **{**data, **more})
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_outputs_on_the_cpu_and_on_the_simulator_are_compared_with_the_same_mode
 def test_the_rules_give_the_first_candidate(done, folder: Path) -> None:
     written = folder / "rules.onnx"
     made = quantize(
-        folder / "m.onnx", output=written, calibration_data=str(folder / "samples.npz"), engine="qnn", equalize=False
+        folder / "m.onnx", output=written, calibration_data=str(folder / "samples.npz"), engine="qnn"
     )
     assert made.placed.placement == done.history[0].placement
 
@@ -254,7 +254,7 @@ def test_poor_outputs_in_8_bits_are_told_where_16_help(missed, folder: Path) -> 
     x[1] *= 1000  # a sample of calibration, beside whose values all others are rounded to nothing
     np.savez(folder / "outlier.npz", x=x)
     data = str(folder / "outlier.npz")
-    how = {"calibration_method": "minmax", "equalize": False}
+    how = {"calibration_method": "minmax"}
     made = quantize(folder / "m.onnx", output=folder / "poor.onnx", calibration_data=data, engine="qnn", **how)
     assert made.sqnr_db < 20
     assert "tune with `engine` qnn finds the tensors that need 16 bits" in " ".join(made.notes)

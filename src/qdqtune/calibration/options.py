@@ -103,14 +103,6 @@ class RangeOptions(Options):
         is_rare=True,
         default_in_words="yes",
     )
-    equalize: Option[bool | None, bool | None] = option(
-        SWITCH,
-        None,
-        "Move what is uneven between channels into the weights behind them, if samples that set no scale gain by it.",
-        "Model",
-        is_rare=True,
-        default_in_words="no",
-    )
     percentile: Option[float | None, float | None] = option(
         Number(50, 100, min_open=True),
         None,
@@ -132,13 +124,12 @@ class RangeOptions(Options):
             DEFAULT_CALIBRATION.method,
             DEFAULT_CALIBRATION.percentile,
             DEFAULT_CALIBRATION.bias_correction,
-            DEFAULT_CALIBRATION.equalization,
         )
         return Calibration(*(u if given is None else given for given, u in zip(self._given, usual, strict=True)))  # type: ignore[arg-type]
 
     @property
     def _given(self) -> tuple[object, ...]:
-        return self.calibration_method, self.percentile, self.bias_correction, self.equalize
+        return self.calibration_method, self.percentile, self.bias_correction
 
 
 @dataclass(kw_only=True)
@@ -164,7 +155,7 @@ def check_cache(ranges: RangeOptions, cache: CacheOption) -> None:
         BadOption: both are given.
     """
     if cache.calibration_cache is not None and ranges.says_how:
-        names = "`calibration_method`, `bias_correction`, `equalize`, `percentile`"
+        names = "`calibration_method`, `bias_correction`, `percentile`"
         raise BadOption(f"`calibration_cache` brings the scales: leave {names} out")
 
 

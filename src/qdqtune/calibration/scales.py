@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 import ml_dtypes
 import numpy as np
 
-from qdqtune.calibration.equalization import Factor
 from qdqtune.types import Array, NumericFormat, QType
 
 NUMPY_TYPE: Mapping[QType, Any] = MappingProxyType(
@@ -58,16 +57,15 @@ class Ranges:
 
     For a model that came with Q/DQ pairs it also has the ranges of other constants, and `weights` the scales of
     weights. `shifts`, by output channel, are added to the bias of a node whose input and weight carry pairs.
-    `is_given`: the ranges are the user's, and no tensor gets a wider one to share its scale with others. `factors`
-    equalize channels; ranges are those of the model that is scaled by them. `wide` has the ranges of activations in 16
-    bits, which hold every value: clipping gains nothing there. A tensor without one takes that of `activations`.
+    `is_given`: the ranges are the user's, and no tensor gets a wider one to share its scale with others. `wide` has the
+    ranges of activations in 16 bits, which hold every value: clipping gains nothing there. A tensor without one takes
+    that of `activations`.
     """
 
     activations: Mapping[str, Range]
     weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     shifts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     is_given: bool = False
-    factors: tuple[Factor, ...] = ()
     wide: Mapping[str, Range] = field(default_factory=dict)
 
 
@@ -80,26 +78,24 @@ class Calibration:
 
     minmax: all values. percentile: `percentile` % of the values, without outliers at both ends. entropy: the least
     divergence of the distribution. mse: the least squared error. `bias_correction` keeps the means of the outputs of
-    quantized layers, `equalization` may scale channels first (see `numerics.fitting`).
+    quantized layers (see `numerics.fitting`).
     """
 
     method: Method = "minmax"
     percentile: float = 99.99
     bias_correction: bool = False
-    equalization: bool = False
 
     def __post_init__(self) -> None:
         if not 50 < self.percentile <= 100:
             raise ValueError("percentile lies in (50, 100]")
         if self.method not in get_args(Method):
             raise ValueError(f"no calibration method is called {self.method!r}")
-        for name in ("bias_correction", "equalization"):  # a file may hold another type
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is true or false, not {getattr(self, name)!r}")
+        if not isinstance(self.bias_correction, bool):  # a file may hold another type
+            raise ValueError(f"bias_correction is true or false, not {self.bias_correction!r}")
 
     def chosen(self, ranges: Ranges) -> Calibration:
-        """This calibration without corrections that were tried and not used for `ranges`."""
-        return replace(self, bias_correction=bool(ranges.shifts), equalization=bool(ranges.factors))
+        """This calibration, without bias correction if it was tried and not used for `ranges`."""
+        return replace(self, bias_correction=bool(ranges.shifts))
 
     def __str__(self) -> str:
         percentile = f" {self.percentile}" if self.method == "percentile" else ""

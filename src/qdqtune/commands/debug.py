@@ -13,7 +13,6 @@ from typing import Any
 
 from onnx import TensorProto
 
-from qdqtune.calibration.equalization import scaled
 from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.calibration.options import DataOptions, FixOption, samples_option
 from qdqtune.calibration.prepare import prepare
@@ -46,7 +45,7 @@ from qdqtune.numerics.stripped import check_stripped
 from qdqtune.options import Anything, Number, Option, option
 from qdqtune.placement.file_pairs import FilePair, file_pairs, with_file_pairs
 from qdqtune.placement.reading import dynamic_products_of, is_quantized, placement_in, tables_of, twins_of
-from qdqtune.placement.stripping import moved_channels, strip_pairs
+from qdqtune.placement.stripping import strip_pairs
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Failure, Placement, noise_of, sqnr_of
@@ -366,7 +365,6 @@ def _models(options: DebugOptions) -> tuple[Model, Path, Model]:
         plain = to_float16(plain, kept_in(given, plain))
     if is_quantized(plain):
         raise BadModel(f"{model} has Q/DQ pairs: give the float model first, or the quantized model alone")
-    plain = scaled(plain, moved_channels(plain, given))
     if plain.inputs != given.inputs and set(plain.inputs) != set(given.inputs):
         raise BadModel(f"{file} takes other inputs than {model}")
     return plain, file, given

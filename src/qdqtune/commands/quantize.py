@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qdqtune.calibration.equalization import scaled
 from qdqtune.calibration.matching import Matched
 from qdqtune.calibration.observe import MOST_OPTIMIZED
 from qdqtune.calibration.options import check_cache
@@ -227,9 +226,8 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         notes = (*notes, _cost(options, numbers, ranges, placed.placement, prepared))
     if prepared is not None and options.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
-        plain = scaled(ready.graph, ranges.factors)  # equalized like the model with pairs
         try:
-            report = damages(plain, quantized, prepared.judging, execution)
+            report = damages(ready.graph, quantized, prepared.judging, execution)
             loudest = to_exclude(report, done.sqnr_db, lambda nodes: bool(placed_by_rules(ranges, nodes).placement))
             done = replace(done, damages=tuple(report), loudest=loudest)
         except EngineFailure as error:

@@ -16,7 +16,6 @@ from functools import partial
 from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 
 from qdqtune.errors import BadModel, BadOption
@@ -292,7 +291,7 @@ def _with_changed_layers(model: Model, changed: dict[int, _Layer], gone: set[int
             weight, bias = node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else ""
             inputs = [node.inputs[0], free(weight, weight), free(bias, f"{node.name}.bias")]
             before = model.constants[weight]
-            added[inputs[1]] = times(before, along_outputs(node, before.shape, layer.scale))
+            added[inputs[1]] = _times(before, _along_outputs(node, before.shape, layer.scale))
             added[inputs[2]] = Constant.of(layer.shift.astype(onnx.helper.tensor_dtype_to_np_dtype(before.dtype)))
             del copy.input[:]
             copy.input.extend(inputs)
@@ -303,7 +302,7 @@ def _with_changed_layers(model: Model, changed: dict[int, _Layer], gone: set[int
     return rebuild(model, nodes, added)
 
 
-def along_outputs(node: Node, shape: Sequence[int], scale: Array) -> Array:
+def _along_outputs(node: Node, shape: Sequence[int], scale: Array) -> Array:
     """Numbers for the output channels of a layer, in a shape that broadcasts over its weights."""
     if node.op == "ConvTranspose":  # [in, out / group, ...], the inputs group by group
         group = node.attributes.get("group", 1)
@@ -313,12 +312,12 @@ def along_outputs(node: Node, shape: Sequence[int], scale: Array) -> Array:
     return scale.reshape([-1 if i == axis else 1 for i in range(len(shape))])
 
 
-def times(constant: Constant, factor: Array, dtype: npt.DTypeLike = np.float64) -> Constant:
-    """A float constant times a float64 `factor` that broadcasts over it, multiplied in `dtype` when it is read."""
+def _times(constant: Constant, factor: Array) -> Constant:
+    """A float constant times a float64 `factor` that broadcasts over it, computed when it is read."""
     key = hashlib.sha256(f"{constant.key}{factor.shape}".encode() + factor.tobytes()).hexdigest()[:32]
 
     def product() -> Array:
         values = constant.array()
-        return np.asarray((values * factor.astype(dtype)).astype(values.dtype, copy=False))
+        return np.asarray((values * factor).astype(values.dtype, copy=False))
 
     return Constant(key, constant.dtype, constant.shape, product)

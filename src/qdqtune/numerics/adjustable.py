@@ -37,10 +37,6 @@ T = TypeVar("T")
 SQUASHES = frozenset({"ArgMax", "ArgMin", "HardSigmoid", "Hardmax", "LogSoftmax", "Sigmoid", "Softmax", "TopK"})
 """Operators that turn scores into probabilities or decisions."""
 
-BETTER_DB = 0.1
-"""By how much a change of ranges or biases has to raise the SQNR to be kept: less may be chance. Chosen, not
-measured."""
-
 
 @dataclass(frozen=True, eq=False)
 class OutputNoise:
@@ -58,12 +54,6 @@ class OutputNoise:
         with np.errstate(divide="ignore", invalid="ignore"):
             single = 10 * np.log10(np.maximum(signal, np.finfo(np.float64).tiny) / noise)
         return min(float(np.mean(part)) for part in np.split(single, np.cumsum(self.parts)[:-1]))
-
-
-def together(found: Sequence[OutputNoise]) -> OutputNoise:
-    """The noise on the samples of all of `found`, in their order."""
-    signal, noise = (np.concatenate([getattr(o, name) for o in found]) for name in ("signal", "noise"))
-    return OutputNoise(signal, noise, found[0].parts)
 
 
 class NotRunnableError(Exception):

@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from qdqtune.calibration.calibrate import calibrate, tensors_with_pairs, unknown_ranges
-from qdqtune.calibration.equalization import Factor, scaled, sites
+from qdqtune.calibration.calibrate import tensors_with_pairs, unknown_ranges
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.reused_workers import reused_workers
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
 from qdqtune.numerics.adjustable import NotRunnableError, adjustable_placement
-from qdqtune.numerics.equalizing import EQUALIZING_RUNS, EQUALIZING_SAMPLES, paying_factors
 from qdqtune.numerics.sessions import InferenceCount
 from qdqtune.system.listener import Deaf, Listener
 from qdqtune.types import NumericFormat, Placement
@@ -46,8 +44,7 @@ def fitted(
     bias_samples: int = BIAS_SAMPLES,
     only_placed: bool = False,
 ) -> Ranges:
-    """Ranges by `how`, with factors of channels and corrected biases where these bring the outputs closer to the float
-    model's.
+    """Ranges by `how`, with corrected biases where these bring the outputs closer to the float model's.
 
     `placed` gives the placement for ranges; a placement of fewer pairs uses the same ranges. With `only_placed` no
     other tensors need have ranges, which saves time. `bias_samples` at most correct biases. The `listener` is told
@@ -57,21 +54,15 @@ def fitted(
         BadData: no sample.
         BadModel: ONNX Runtime cannot run the model.
     """
-    factors, listener = tuple[Factor, ...](), listener or Deaf()
+    model, listener = prepared.shaped, listener or Deaf()
     with reused_workers(prepared.execution) as execution:
         prepared = replace(prepared, execution=execution)
-        if how.equalization and sites(prepared.shaped):
-            listener.stage("trying to make channels alike")
-            most = _affordable_samples(prepared.shaped, EQUALIZING_RUNS, EQUALIZING_SAMPLES)
-            factors = paying_factors(prepared, numbers, placed, most, listener)
-            prepared = replace(prepared, shaped=scaled(prepared.shaped, factors))
-        model = prepared.shaped
         tensors = tensors_with_pairs(model, placed(unknown_ranges(model))) if only_placed else None
         listener.stage(f"calibrating on {prepared.samples.origin}")
         ranges = prepared.ranges(how, numbers, tensors)
         if tensors and not all(tensor in ranges.activations for tensor in tensors):
             ranges = prepared.ranges(how, numbers)  # rules may place others in their stead
-        ranges = replace(with_known_ranges(model, ranges, numbers), factors=factors)
+        ranges = with_known_ranges(model, ranges, numbers)
         placement = placed(ranges)
         if not how.bias_correction or not placement.edges:
             return ranges
@@ -83,9 +74,7 @@ def with_wide(prepared: Prepared, found: Ranges, numbers: NumericFormat) -> Rang
     """The ranges with those of activations in 16 bits, where an engine has them: all values that samples show."""
     if numbers.wide is None:
         return found
-    model = scaled(prepared.shaped, found.factors)
-    whole = calibrate(model, prepared.calibration, Calibration("minmax"), execution=prepared.execution)
-    return replace(found, wide=whole.activations)
+    return replace(found, wide=prepared.ranges(Calibration("minmax"), numbers).activations)
 
 
 def corrected_for(prepared: Prepared, numbers: NumericFormat, ranges: Ranges, placement: Placement) -> Ranges:
@@ -93,8 +82,7 @@ def corrected_for(prepared: Prepared, numbers: NumericFormat, ranges: Ranges, pl
     corrected, or ONNX Runtime cannot run the model."""
     if not ranges.shifts:
         return ranges
-    shaped = scaled(prepared.shaped, ranges.factors)
-    return _with_biases(replace(prepared, shaped=shaped), numbers, replace(ranges, shifts={}), placement, Deaf())
+    return _with_biases(prepared, numbers, replace(ranges, shifts={}), placement, Deaf())
 
 
 def _with_biases(
@@ -108,7 +96,7 @@ def _with_biases(
     """`ranges` with corrected biases, if the outputs gain by them; judged on each sample with the biases that the
     others give."""
     model = prepared.shaped
-    samples = prepared.calibration.spread(_affordable_samples(model, BIAS_RUNS, most))
+    samples = prepared.calibration.spread(_affordable_samples(model, most))
     ran = InferenceCount(listener, BIAS_RUNS * len(samples)).add
     try:
         with adjustable_placement(model, placement, numbers, ranges, samples, ran, prepared.execution) as adjustable:
@@ -125,17 +113,12 @@ def _with_biases(
 def inferences(model: Model, how: Calibration, samples: int) -> int:
     """About how many inferences of the model with its pairs `fitted` takes, beside calibration on that many
     samples."""
-    runs = 0
-    if how.equalization and sites(model):
-        runs += EQUALIZING_RUNS * min(samples, _affordable_samples(model, EQUALIZING_RUNS, EQUALIZING_SAMPLES))
-    if how.bias_correction:
-        runs += BIAS_RUNS * min(samples, _affordable_samples(model, BIAS_RUNS, BIAS_SAMPLES))
-    return runs
+    return BIAS_RUNS * min(samples, _affordable_samples(model, BIAS_SAMPLES)) if how.bias_correction else 0
 
 
-def _affordable_samples(model: Model, runs: int, most: int) -> int:
-    """How many samples `WORK` allows, `most` at most, if each is run so many times."""
-    each = runs * sum(work(model, node) + OVERHEAD for node in model.nodes)
+def _affordable_samples(model: Model, most: int) -> int:
+    """On how many samples `WORK` allows to correct biases, `most` at most."""
+    each = BIAS_RUNS * sum(work(model, node) + OVERHEAD for node in model.nodes)
     return max(LEAST_SAMPLES, min(most, int(WORK / max(each, 1.0))))
 
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import replace
 from functools import cached_property, partial
 
 import numpy as np
 from onnx import TensorProto
 
 from qdqtune.calibration import scales
-from qdqtune.calibration.equalization import scaled
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.loading import with_opset
@@ -63,8 +61,7 @@ class Inserter:
     share."""
 
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
-        self._given, self._model = model, scaled(model, ranges.factors)
-        self._ranges, self._format = ranges, fmt
+        self._model, self._ranges, self._format = model, ranges, fmt
         self._forms: dict[tuple[object, ...], Constant] = {}
         self._checked = frozenset[Edge]()
         self._fragments: dict[object, Fragment] = {}
@@ -76,8 +73,6 @@ class Inserter:
 
     def insert(self, placement: Placement) -> Model:
         """The model with the pairs and weight formats of `placement`; raises what the function `insert` does."""
-        if self._ranges.factors and not placement.edges:
-            return self._unequalized.insert(placement)
         if self._model.opset < max(self._weight_writer.opset(placement), WIDE_OPSET if placement.wide else 0):
             return self._raised.insert(placement)
         self._check(placement)
@@ -86,13 +81,7 @@ class Inserter:
     @cached_property
     def _raised(self) -> Inserter:
         """An inserter of the same model in BLOCK_OPSET, which scales of blocks need, and pairs of 16 bits."""
-        raised, ranges = with_opset(self._model, BLOCK_OPSET), replace(self._ranges, factors=())
-        return Inserter(raised, ranges, self._format)
-
-    @cached_property
-    def _unequalized(self) -> Inserter:
-        """An inserter of the user's model with unscaled channels, for placements without pairs."""
-        return Inserter(self._given, replace(self._ranges, factors=()), self._format)
+        return Inserter(with_opset(self._model, BLOCK_OPSET), self._ranges, self._format)
 
     def _check(self, placement: Placement) -> None:
         """Raise ValueError unless each edge exists, and can carry its pair or have its weight format."""

@@ -1,15 +1,14 @@
-"""Recovers the float model from a Q/DQ model, and finds the channels that the Q/DQ model has scaled."""
+"""Recovers the float model from a Q/DQ model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 
 import numpy as np
 import onnx
 from onnx import helper
 
-from qdqtune.calibration.equalization import Factor, Site, factors, sites
 from qdqtune.graph.inference import infer
 from qdqtune.graph.model import FLOATS, GRAPH, Constant, Model, rebuild
 from qdqtune.graph.operators import KEEPS_SIGN, LOWER_BOUNDS
@@ -23,10 +22,6 @@ from qdqtune.placement.reading import (
     without_blocks,
 )
 from qdqtune.types import Array
-
-WHOLE_EXPONENT = 0.1
-"""Largest distance of log2(ratio of two weights) from a whole number at which the ratio counts as a power of two:
-rounding changes the largest weight a little. Chosen, not measured."""
 
 
 def strip_pairs(model: Model) -> Model:
@@ -240,61 +235,3 @@ def _float_weight(model: Model, product: DynamicProduct) -> Constant:
         return np.asarray(integers.array().astype(np.float32) * scale.array())
 
     return Constant(f"{integers.key}:product:{scale.key}", scale.dtype, integers.shape, read)
-
-
-def moved_channels(float_model: Model, qdq_model: Model) -> tuple[Factor, ...]:
-    """The factors by which `qdq_model` has scaled channels of `float_model`; none where weights differ otherwise.
-
-    Quantization keeps the largest magnitude of each channel of a weight, so the ratio of both models' magnitudes is the
-    factor. A `Site` counts only if most of its constants were scaled: the producer by the factor, the readers back.
-    """
-    plain = strip_pairs(qdq_model)
-    found: list[tuple[Factor, ...]] = []
-    for site in sites(float_model):
-        exponents = _exponents(float_model, plain, site)
-        if any(exponents):
-            found.append(tuple(factors(float_model, site, exponents)))
-    every = [factor for of_site in found for factor in of_site]
-    agreeing = (f for f in found if 2 * sum(_agrees(float_model, plain, one, every) for one in f) > len(f))
-    return tuple(factor for of_site in agreeing for factor in of_site)
-
-
-def _agrees(before: Model, after: Model, factor: Factor, every: Sequence[Factor]) -> bool:
-    """Whether a constant of `after` is nearer to its value in `before` times `factor` than to that value without the
-    factor; both include the other factors in `every` on the same edge."""
-    constant, known = _scaled_constant(after, factor), before.constants[factor.edge.tensor]
-    if constant is None or constant.shape != known.shape:
-        return False
-    values, scaled = constant.array().astype(np.float64), known.array().astype(np.float64)
-    for one in every:
-        scaled = scaled * one.array() if one.edge == factor.edge else scaled
-    off = [float(np.abs(values - expected).sum()) for expected in (scaled, scaled / factor.array())]
-    return off[0] <= off[1]
-
-
-def _scaled_constant(model: Model, factor: Factor) -> Constant | None:
-    """The constant of a model that a factor scales."""
-    index = model.index_of.get(factor.edge.node)
-    inputs = () if index is None else model.nodes[index].inputs
-    return model.constants.get(inputs[factor.edge.index]) if factor.edge.index < len(inputs) else None
-
-
-def _exponents(before: Model, after: Model, site: Site) -> list[int]:
-    unmoved = [0] * site.channels
-    made = factors(before, site, unmoved)[0]
-    constant = _scaled_constant(after, made)
-    known = before.constants[made.edge.tensor]
-    if constant is None or constant.shape != known.shape or len(made.exponents) != site.channels:
-        return unmoved
-    one, other = (_largest(c.array(), made.shape) for c in (known, constant))
-    filled = (one > 0) & (other > 0)
-    steps = np.log2(np.where(filled, one, 1.0)) - np.log2(np.where(filled, other, 1.0))
-    whole = np.rint(steps)
-    return [int(e) for e in whole] if (np.abs(steps - whole) < WHOLE_EXPONENT).all() else unmoved
-
-
-def _largest(values: Array, shape: tuple[int, ...]) -> Array:
-    """The largest magnitude of each channel; channels lie along the axis whose size in a factor's `shape` is not 1."""
-    padded = (1,) * (values.ndim - len(shape)) + shape
-    others = tuple(i for i, size in enumerate(padded) if size == 1)
-    return np.asarray(np.abs(values.astype(np.float64)).max(axis=others, initial=0.0))

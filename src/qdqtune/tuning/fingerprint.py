@@ -36,7 +36,6 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     quant_type: str
     rewrites: str
     formats: tuple[str, ...] | None
-    equalization: bool
     seed: int
     regions: Literal["auto", "names", "topology"]
     node_filter: tuple[str, ...]
@@ -67,7 +66,6 @@ def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, st
         quant_type=settings.quant_type,
         rewrites=settings.rewrites,
         formats=None if formats is None else tuple("pairs" if f == settings.quant_type else f for f in formats),
-        equalization=settings.calibration.equalization,
         seed=settings.seed,
         regions=settings.regions,
         node_filter=settings.node_filter,

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from qdqtune.calibration.equalization import scaled
 from qdqtune.calibration.rounding import rounded_weight
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.engines.devices import usable_cores
@@ -193,9 +192,8 @@ def _wide_noise(run: Run, narrow: Mapping[str, float], floor: float) -> Mapping[
     subject, of = run.subject, f"wide:{floor:.3g}"
     record = run.store.get(NoiseRecord, of)
     if record is None:
-        model = scaled(subject.shaped, subject.ranges.factors)
-        values = each_value(model, subject.ranges, subject.numbers, subject.possible, wide=True)
-        measured = _measured(run, "rounding each tensor to 16 bits", model, values, floor, TIME_SHARE)
+        values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible, wide=True)
+        measured = _measured(run, "rounding each tensor to 16 bits", subject.shaped, values, floor, TIME_SHARE)
         steps = {tensor: noise / STEPS_IN_ONE**2 for tensor, noise in narrow.items()}
         alone, failure = steps | (measured.alone or {}), measured.failure
         record = run.store.put(NoiseRecord(of=of, alone=alone, failure=failure, is_cut_short=measured.is_cut_short))
@@ -222,9 +220,8 @@ def _tensor_noise(run: Run, tensors: Iterable[str], floor: float, share: float) 
     subject, of = run.subject, f"{floor:.3g}"
     record = run.store.get(NoiseRecord, of)
     if record is None:
-        model = scaled(subject.shaped, subject.ranges.factors)  # the ranges are those of the equalized model
-        values = each_value(model, subject.ranges, subject.numbers, subject.possible)
-        measured = _measured(run, "rounding each tensor", model, values, floor, share)
+        values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible)
+        measured = _measured(run, "rounding each tensor", subject.shaped, values, floor, share)
         noise = dict.fromkeys(tensors, 1.0) if measured.alone is None else measured.alone
         failure, is_cut_short = measured.failure, measured.is_cut_short
         record = run.store.put(NoiseRecord(of=of, alone=noise, failure=failure, is_cut_short=is_cut_short))

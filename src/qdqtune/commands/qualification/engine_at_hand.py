@@ -27,7 +27,7 @@ from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer
 from qdqtune.types import Layer, Sample
 
-QUICKLY: Mapping[str, Any] = {"calibration_method": "minmax", "bias_correction": False, "equalize": False}
+QUICKLY: Mapping[str, Any] = {"calibration_method": "minmax", "bias_correction": False}
 """How ranges are found: their accuracy is not what is checked."""
 
 FP8_SINCE = 8.9
