@@ -14,7 +14,7 @@ from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.reused_workers import reused_workers
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
-from qdqtune.numerics.adjustable import NotRunnableError, adjustable_placement
+from qdqtune.numerics.biases import NotRunnableError, biased_placement
 from qdqtune.numerics.sessions import InferenceCount
 from qdqtune.system.listener import Deaf, Listener
 from qdqtune.types import NumericFormat, Placement
@@ -99,13 +99,13 @@ def _with_biases(
     samples = prepared.calibration.spread(_affordable_samples(model, most))
     ran = InferenceCount(listener, BIAS_RUNS * len(samples)).add
     try:
-        with adjustable_placement(model, placement, numbers, ranges, samples, ran, prepared.execution) as adjustable:
-            if not adjustable.has_outputs or not adjustable.layers:
+        with biased_placement(model, placement, numbers, ranges, samples, ran, prepared.execution) as biased:
+            if not biased.is_correctable:
                 return ranges
-            plain, offsets = adjustable.noise(ranges), adjustable.offsets(ranges)
-            if adjustable.noise(ranges, offsets).db() <= plain.db():
+            offsets = biased.offsets()
+            if biased.noise(offsets).db() <= biased.noise().db():
                 return ranges
-            return replace(ranges, shifts=adjustable.shifts(offsets))
+            return replace(ranges, shifts=biased.shifts(offsets))
     except NotRunnableError:
         return ranges
 
