@@ -1,6 +1,5 @@
 """`quantize`: what is written, exact against a float64 reference, and what is said about it."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -392,13 +391,9 @@ def test_no_report_where_the_model_with_switches_does_not_run(tmp_path: Path, mo
     assert done.notes[1:] == ("no report of single tensors: no such operator",)
 
 
-def test_portable_files_have_weights_of_seven_bits_and_say_what_they_cost(tmp_path: Path) -> None:
+def test_portable_files_have_weights_of_seven_bits(tmp_path: Path) -> None:
     path = written(conv_net(), tmp_path, 40)
     done = quantize(request(path, engine="onnxruntime", portable=True, **MINMAX))
-    (told,) = (note for note in done.notes if "`portable`" in note)
-    assert re.fullmatch(r"`portable`: weights have 7 bits, outputs [\d.]+ dB; with 8 bits, .*, [\d.]+ dB \(.*\)", told)
-    seven, eight = map(float, re.findall(r"([\d.]+) dB", told))
-    assert seven < eight
     stored = load(done.output).constants
     weights = [stored[name].array() for name in stored if name.endswith("_quantized") and stored[name].array().ndim > 1]
     assert weights

@@ -183,15 +183,14 @@ def test_onnx_runtime_is_verified(call: Call, tmp_path: Path) -> None:
     assert found["differences"] == {}
 
 
-def test_a_portable_run_says_what_its_numbers_cost_and_is_told_apart(call: Call, tmp_path: Path) -> None:
+def test_a_portable_run_is_told_apart(call: Call, tmp_path: Path) -> None:
     model, out = write(mixed(), tmp_path), tmp_path / "out"
     data = ("--calibration-data", model.with_suffix(".npz"), "--threads", 1)
     given = ("tune", model, *data, "-o", out, "--builds", 2, "--no-report", "--min-sqnr", "none")
-    code, told, err = call(*given, "--portable")
+    call(*given, "--portable")
     placement = read_placement_file(out / "placement.yaml")
     assert (placement.processor, placement.portable) == (architecture(), True)
     assert json.loads((out / "deploy" / "settings.json").read_text())["portable"] is True
-    assert ("--portable: weights have 7 bits, outputs " in " ".join((told + err).split())) is (code == 0)
     assert "with portable True, now it is unset" in errors(call(*given))[1]
     refused = errors(call(*given, "--engine", "fake", "--portable", "--restart"))
     assert refused == (2, "fake takes the same numbers with every processor: leave --portable out")

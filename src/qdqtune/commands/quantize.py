@@ -51,9 +51,7 @@ from qdqtune.numerics.label_options import check_metric
 from qdqtune.numerics.labelled import Metric, measure, open_labelled, option_of
 from qdqtune.numerics.losses import Score, doubt, loss_high
 from qdqtune.numerics.metric import load_evaluation
-from qdqtune.numerics.portability import cost_of_portable
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
-from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules
 from qdqtune.placement.insertion import Inserter
@@ -61,7 +59,7 @@ from qdqtune.placement.possible import possible_edges, weight_only_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.types import Failure, NumericFormat, Placement
+from qdqtune.types import Failure, NumericFormat
 
 REFUSED = "ONNX Runtime cannot run the model"
 
@@ -211,7 +209,6 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         what = f"the rules of {options.engine} find nothing to quantize in {path}{chosen}"
         hidden = None if prepared is None else hidden_work(ready.graph, prepared.samples)
         raise BadModel(what + _float_rules(placed) + (f"; {hidden}" if hidden else ""))
-    notes = ready.notes
     quantized = Inserter(ready.graph, ranges, numbers).insert(placed.placement)
     done = Quantized(options.target, placed, None, None, 0, False)
     with checked_output(options.target, options.engine, execution, is_run=prepared is not None) as fresh:
@@ -221,9 +218,6 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
             done = _compared(options, fresh, placed, prepared, metric)
         if precision == "bf16":  # which ONNX Runtime cannot run
             save(finished(quantized, precision), fresh)
-    if options.portable and prepared is not None and prepared.has_real_samples:
-        observer.stage("comparing weights of 7 and of 8 bits")
-        notes = (*notes, _cost(options, numbers, ranges, placed.placement, prepared))
     if prepared is not None and options.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
         try:
@@ -232,18 +226,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
             done = replace(done, damages=tuple(report), loudest=loudest)
         except EngineFailure as error:
             done = replace(done, notes=(*done.notes, f"no report of single tensors: {error}"))
-    return replace(done, output=options.target, notes=(*notes, *done.notes), matched=ready.matched)
-
-
-def _cost(
-    options: QuantizeOptions, numbers: NumericFormat, ranges: Ranges, placement: Placement, prepared: Prepared
-) -> str:
-    """What portable numbers cost, in a sentence."""
-    inserter, execution = Inserter(prepared.model, ranges, numbers), prepared.execution
-    with Simulation(
-        inserter, prepared.judging, options.engine, execution=execution, scores=options.scores
-    ) as simulated:
-        return cost_of_portable(simulated, prepared, ranges, numbers, placement)
+    return replace(done, output=options.target, notes=(*ready.notes, *done.notes), matched=ready.matched)
 
 
 def _check_options(options: QuantizeOptions) -> None:

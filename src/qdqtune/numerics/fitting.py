@@ -77,21 +77,13 @@ def with_wide(prepared: Prepared, found: Ranges, numbers: NumericFormat) -> Rang
     return replace(found, wide=prepared.ranges(Calibration("minmax"), numbers).activations)
 
 
-def corrected_for(prepared: Prepared, numbers: NumericFormat, ranges: Ranges, placement: Placement) -> Ranges:
-    """`ranges` that were fitted with other numbers, with biases corrected for these; the same where no bias was
-    corrected, or ONNX Runtime cannot run the model."""
-    if not ranges.shifts:
-        return ranges
-    return _with_biases(prepared, numbers, replace(ranges, shifts={}), placement, Deaf())
-
-
 def _with_biases(
     prepared: Prepared,
     numbers: NumericFormat,
     ranges: Ranges,
     placement: Placement,
     listener: Listener,
-    most: int = BIAS_SAMPLES,
+    most: int,
 ) -> Ranges:
     """`ranges` with corrected biases, if the outputs gain by them; judged on each sample with the biases that the
     others give."""

@@ -55,13 +55,13 @@ class Simulation:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def accuracy(self, placement: Placement, inserter: Inserter | None = None) -> Accuracy | Failure:
+    def accuracy(self, placement: Placement) -> Accuracy | Failure:
         """How far the outputs of a placement are from the float model's; a failure if ONNX Runtime does not run it, or
-        outputs are not finite. `inserter` has other ranges for the same model."""
+        outputs are not finite."""
         reference = self.reference
         if isinstance(reference, Failure):
             return reference
-        outputs = self._outputs((inserter or self._inserter).insert(placement), placement.digest)
+        outputs = self._outputs(self._inserter.insert(placement), placement.digest)
         return outputs if isinstance(outputs, Failure) else accuracy(reference, outputs, self.scores)
 
     @cached_property

@@ -56,7 +56,7 @@ def portable_option() -> Any:
         SWITCH,
         False,
         "Numbers with which no sum of products overflows on any processor, x86 without VNNI and ARM included: weights "
-        "of 7 bits. Says what they cost against 8 bits. For onnxruntime and openvino.",
+        "of 7 bits. For onnxruntime and openvino.",
         "Model",
         short="numbers for x86 and ARM alike",
         is_rare=True,

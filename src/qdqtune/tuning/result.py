@@ -17,7 +17,6 @@ from qdqtune.engines.providers import PROVIDERS
 from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import concern
 from qdqtune.numerics.losses import Score
-from qdqtune.numerics.portability import cost_of_portable
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement import files
 from qdqtune.placement.reading import count_pairs
@@ -162,9 +161,6 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
         yield f"{simulated(settings.engine.name, settings.machine)}: nothing was timed, and no speed is claimed"
     shipped = None if proof.trial is None or not settings.has_samples else proof.trial.accuracy
     yield from slower_workloads(standings, run.subject.mix)
-    subject = run.subject
-    if settings.portable and proof.placement.edges and subject.prepared.has_real_samples:
-        yield cost_of_portable(run.simulation, subject.prepared, subject.ranges, subject.numbers, proof.placement)
     doubts = [None if shipped is None else concern(shipped), shortfall]
     doubts.append(advice.no_kernels(history, run.subject.shaped, settings.plan))
     if not settings.is_timed:
