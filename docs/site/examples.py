@@ -38,7 +38,7 @@ def results() -> dict[str, Mapping[str, Any]]:
             **numbers,
         )  # fmt: skip
         given: dict[str, Any] = {
-            "quantize": qdqtune.quantize(model, output=folder / "rules.onnx", quick=True, **data),
+            "quantize": qdqtune.quantize(model, output=folder / "rules.onnx", **data),
             "compare": qdqtune.compare(model, run.file, engine="fake", timing_runs=12, **data),
             "verify": qdqtune.verify(run.folder, timing_runs=12, **data),
             "apply": qdqtune.apply(

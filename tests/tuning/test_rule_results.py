@@ -162,9 +162,7 @@ def test_outputs_on_the_cpu_and_on_the_simulator_are_compared_with_the_same_mode
 @SIMULATOR
 def test_the_rules_give_the_first_candidate(done, folder: Path) -> None:
     written = folder / "rules.onnx"
-    made = quantize(
-        folder / "m.onnx", output=written, calibration_data=str(folder / "samples.npz"), engine="qnn"
-    )
+    made = quantize(folder / "m.onnx", output=written, calibration_data=str(folder / "samples.npz"), engine="qnn")
     assert made.placed.placement == done.history[0].placement
 
 
