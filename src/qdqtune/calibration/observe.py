@@ -56,22 +56,21 @@ def observe(
     tensors: Sequence[str],
     samples: Iterable[Sample],
     *,
-    widen: bool = True,
-    memory: int | None = BATCH_BYTES,
+    memory: int = BATCH_BYTES,
     execution: Execution = EXECUTION,
 ) -> Iterator[tuple[str, Array]]:
     """Each of the tensors with its value on each sample, in memory that does not grow with their number.
 
     Tensors come in batches, in order, and each batch sample by sample. A batch has as many tensors as fit into `memory`
-    bytes (by the first sample, where shapes are dynamic; None: all). Each batch takes a pass over the samples, so these
-    must not be an iterator. float16 and bfloat16 values are converted to float32 unless `widen` is False.
+    bytes (by the first sample, where shapes are dynamic). Each batch takes a pass over the samples, so these must not
+    be an iterator. float16 and bfloat16 values are converted to float32.
 
     Raises:
         BadData: no sample.
         BadModel: ONNX Runtime cannot run the model.
     """
     for batch in _batches(model, tensors, samples, memory, execution):
-        shown = _showing(model, batch, widen=widen)
+        shown = _showing(model, batch, widen=True)
         for outputs in outputs_on(shown, samples, execution=execution):
             for tensor, name in zip(batch, shown.outputs, strict=True):
                 yield tensor, outputs.pop(name)
@@ -188,10 +187,10 @@ def _showing(model: Model, tensors: Sequence[str], *, widen: bool) -> Model:
 
 
 def _batches(
-    model: Model, tensors: Sequence[str], samples: Iterable[Sample], memory: int | None, execution: Execution
+    model: Model, tensors: Sequence[str], samples: Iterable[Sample], memory: int, execution: Execution
 ) -> Iterator[tuple[str, ...]]:
     """The tensors in order, in batches of at most `memory` bytes (but at least one tensor)."""
-    if memory is None or len(tensors) < 2:
+    if len(tensors) < 2:
         yield from filter(None, [tuple(tensors)])
         return
     sizes = _sizes(model, tensors, samples, execution)
