@@ -48,7 +48,6 @@ from qdqtune.types import Array, Failure
 PLAIN: Mapping[str, Any] = {"bias_correction": False}
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "defaults": {},
-    "quick": {"quick": True},
     **{method: {"calibration_method": method, **PLAIN} for method in ("minmax", "percentile", "mse", "entropy")},
     "minmax, 4 samples": {"calibration_method": "minmax", "calibration_samples": 4, **PLAIN},
     "mse, 4 samples, biases": {"calibration_method": "mse", "calibration_samples": 4},

@@ -80,8 +80,7 @@ def blocks(text: str) -> list[Block]:
 
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ONNX Runtime compute what the fake engine gives out: it takes milliseconds. It fuses nothing, since fused
-    products of 8 bits saturate on some processors. Numbers are fitted on the fewest samples, in the fewest parts, and
-    channels are left as they are.
+    products of 8 bits saturate on some processors. Biases are corrected on the fewest samples.
     """
 
     options = onnxruntime.SessionOptions()
@@ -101,7 +100,6 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FakeModel, "run", run)
     monkeypatch.setattr("qdqtune.numerics.fitting.WORK", 0)
-    monkeypatch.setattr("qdqtune.numerics.fitting.paying_factors", lambda *_: ())
     monkeypatch.setattr("qdqtune.numerics.sensitivity.EFFORT", Effort(samples=1))
 
 
