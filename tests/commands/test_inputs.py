@@ -71,7 +71,7 @@ def test_a_metric_is_a_function_known_by_its_code() -> None:
     for function in (small, smaller, small):
         with metric_source(function) as source:
             assert source is not None
-            evaluation = load_evaluation(source)
+            evaluation = load_evaluation(source, EXECUTION)
             assert evaluation.function is function
             names.append(evaluation.digest)
     assert names[0] == names[2] != names[1]
