@@ -11,6 +11,7 @@ if sys.dont_write_bytecode:  # or each of the many processes of a run compiles a
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of NumPy: several spin where each core has its tests
 
+import importlib.util
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from command_lines import QUICK
+from models import build
 from qdqtune.cli import main
 from qdqtune.engines import devices
 from qdqtune.engines.runner import Runner
@@ -67,6 +69,16 @@ def unsafe_files() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def denormal_numbers_stay() -> None:
+    """An engine that a test opens here would make denormal numbers zero in all tests that follow: it is the first
+    session of a process that decides."""
+    if importlib.util.find_spec("onnxruntime") is not None:
+        runtime = importlib.import_module("onnxruntime")
+        model = build("net (float[1] x) => (float[1] y) { y = Relu(x) }")
+        runtime.InferenceSession(model.proto.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from engine_contract import IMAGE, conv_model, quantized_conv_model
+from models import build
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.channel import Channel
 from qdqtune.engines.execution import Execution
@@ -23,7 +25,7 @@ from qdqtune.engines.fake import latency
 from qdqtune.engines.memory import MemoryBudget, scarce_memory
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
-from qdqtune.graph.saving import nbytes
+from qdqtune.graph.saving import nbytes, save
 from qdqtune.types import Failure, Measurement, NumericFormat, QType
 from runs import environment
 from trtexec_stand_in import stand_in
@@ -463,3 +465,19 @@ class TestMemoryBudget:
         with Runner(spec, execution=Execution(60), log_dir=logs, start=workers, memory=memory) as runner:
             runner.feed(IMAGE)
             yield runner
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="ONNX Runtime and OpenVINO set this on x86 only")
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("options", [{}, {"denormals_as_zero": False}])
+def test_denormal_numbers_are_zero_unless_the_option_says_otherwise(
+    engine: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    pytest.importorskip(engine)
+    save(build("net (float[64] x) => (float[64] y) { p = Mul(x, x) y = Mul(p, s) }", {"s": np.float32(1e30)}),
+         tmp_path / "model.onnx")  # fmt: skip
+    with opened(tmp_path, engine=engine, **options) as runner:
+        outputs = runner.outputs_of(tmp_path / "model.onnx", [{"x": np.full(64, 1e-20, np.float32)}])
+        assert runner.describe().get("denormals_as_zero") == ("no" if options else None)
+    assert isinstance(outputs, list)
+    np.testing.assert_allclose(outputs[0]["y"], 1e-10 if options else 0.0, rtol=1e-3)

@@ -100,7 +100,6 @@ EVERY: tuple[Record, ...] = (
     MetricRecord(failure=Failure("run", "no")),
     LayersRecord(of="p", layers=LAYERS),
     kinds.RepeatabilityRecord(accuracy=Accuracy()),
-    kinds.DenormalsRecord(as_zero=True, note="n"),
     kinds.MachineRecord(where="me@board"),
     kinds.RewriteRecord(of="hardswish:float", result=MEASURED, builds=2),
     kinds.RewritesRecord(

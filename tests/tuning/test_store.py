@@ -16,15 +16,15 @@ from qdqtune.errors import BadOption, BadState, BaselineFailed, Cancelled, Outpu
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.records import (
     ComparisonRecord,
-    DenormalsRecord,
     MetricRecord,
     NoiseRecord,
     Outcome,
     RangesRecord,
     Record,
+    RepeatabilityRecord,
 )
 from qdqtune.tuning.store import Store, read_journal
-from qdqtune.types import Failure, Measurement
+from qdqtune.types import Accuracy, Failure, Measurement
 from runs import room_for, rows
 from state_records import MORE, RECORDS
 
@@ -287,17 +287,17 @@ def test_what_the_machine_ends_keeps_its_file(path: Path) -> None:
 
 
 def test_what_was_cut_short_is_measured_again_by_the_next_session(path: Path) -> None:
-    left = DenormalsRecord(is_cut_short=True)
+    left = RepeatabilityRecord(accuracy=Accuracy(), is_cut_short=True)
     with Store(path, RUN) as store:
         store.put(left)
-        assert store.get(DenormalsRecord) == left
+        assert store.get(RepeatabilityRecord) == left
     with Store(path, RUN) as store:
-        assert store.get(DenormalsRecord) is None
-        assert store.left(DenormalsRecord) == left
-        store.put(DenormalsRecord())
+        assert store.get(RepeatabilityRecord) is None
+        assert store.left(RepeatabilityRecord) == left
+        store.put(RepeatabilityRecord(accuracy=Accuracy()))
     with Store(path, RUN) as store:
-        assert store.get(DenormalsRecord) == DenormalsRecord()
-        assert store.left(DenormalsRecord) is None
+        assert store.get(RepeatabilityRecord) == RepeatabilityRecord(accuracy=Accuracy())
+        assert store.left(RepeatabilityRecord) is None
 
 
 def test_a_store_forgets_what_was_measured_and_keeps_what_the_run_is(path: Path) -> None:

@@ -135,12 +135,6 @@ class Compiler(Engine, Protocol):
 THREADED = frozenset({"onnxruntime", "openvino", *(name for name, table in PROVIDERS.items() if table.uses_threads)})
 """Engines that compute on threads of the CPU, unless an execution provider is set that computes elsewhere."""
 
-DENORMALS_SETTINGS: Mapping[str, str] = {
-    "onnxruntime": "session.set_denormal_as_zero",
-    "openvino": "CPU_DENORMALS_OPTIMIZATION",
-}
-"""By engine with an option `denormals_as_zero`: the setting of the vendor's library that it stands for."""
-
 MERGED: Mapping[str, tuple[str, ...]] = {"onnxruntime": ("gelu",), "qnn": ("gelu", "dilations", "division")}
 """By engine: the rewrites (`graph.rewrites`) that it makes of a float model by itself, but not, or not well, where a
 pair stands in front of the nodes. ONNX Runtime gives each reader of a DequantizeLinear one of its own, so that Div and

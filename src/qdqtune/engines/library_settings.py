@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qdqtune.engines import CPU_PROVIDER, DENORMALS_SETTINGS, TENSORRT_FAMILY, EngineSpec, deployed, normal
+from qdqtune.engines import CPU_PROVIDER, TENSORRT_FAMILY, EngineSpec, deployed, normal
 from qdqtune.engines.providers import OF_EP, PROVIDERS, Provider
+
+DENORMALS_AS_ZERO = "session.set_denormal_as_zero"
 
 BETTER_DEFAULTS = 11
 """From this version on CUDA graphs, spinning, no transfers and a separate profiling run are defaults of trtexec."""
@@ -44,7 +46,7 @@ def openvino_configuration(threads: int, precision: str, *, denormals_as_zero: b
         "INFERENCE_PRECISION_HINT": precision,
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # activations are quantized at Q/DQ pairs only
         "ENABLE_CPU_PINNING": False,
-        DENORMALS_SETTINGS["openvino"]: denormals_as_zero,
+        "CPU_DENORMALS_OPTIMIZATION": denormals_as_zero,
     }
 
 
@@ -55,7 +57,7 @@ def library_settings(
     says of itself, `sizes` are those of dynamic inputs. The fake engine has no library: its files run on ONNX
     Runtime."""
     options, threads = spec.options, int(spec.options.get("threads", 1))
-    as_zero = "denormals_as_zero" in described
+    as_zero = described.get("denormals_as_zero") != "no"
     if spec.name == "openvino":
         precision = described.get("precision", "f32")
         return {"configuration": openvino_configuration(threads, precision, denormals_as_zero=as_zero)}
@@ -73,7 +75,7 @@ def library_settings(
         "plugin": "" if table is None else table.plugin,
         "provider_library": options.get("library") or "",
         **session_settings(threads),
-        "config_entries": {DENORMALS_SETTINGS["onnxruntime"]: "1"} if as_zero else {},
+        "config_entries": {DENORMALS_AS_ZERO: "1"} if as_zero else {},
     }
 
 

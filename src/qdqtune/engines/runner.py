@@ -114,13 +114,6 @@ class Runner:
         """End the worker at once. Loaded models are built again if the runner is used again."""
         self._connection.close()
 
-    def reopen(self, spec: EngineSpec) -> None:
-        """Use this engine from now on, such as the same one with another option. The worker ends at once, and loaded
-        models are built again when they are needed."""
-        self.close()
-        self._turns.clear()
-        self._spec = self._connection.spec = spec
-
     @property
     def engine_seconds(self) -> float:
         """Wall time that callers have spent waiting for the engine."""

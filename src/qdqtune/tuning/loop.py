@@ -15,7 +15,6 @@ from qdqtune.search import Strategy, as_predicted, best_of, products_left_in_flo
 from qdqtune.search.front import FrontSearch
 from qdqtune.timing.limits import outcome
 from qdqtune.tuning import advice
-from qdqtune.tuning.denormals import with_denormals_as_zero
 from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.tuning.finished import recalled, remember
 from qdqtune.tuning.folder import FRONT
@@ -56,9 +55,7 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
         if note := tuned_elsewhere(settings.model, FLOAT_INSTEAD, settings.machine):
             observer.note(note)
         with written_once(ready) as constants:
-            chosen = ready
-            if settings.is_timed:
-                chosen = with_rewrites(with_denormals_as_zero(ready, constants), constants)
+            chosen = with_rewrites(ready, constants) if settings.is_timed else ready
             with open_run(chosen, constants) as run:
                 result, is_done = _searched_and_proven(run, log)
         if is_done:

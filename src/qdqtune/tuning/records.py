@@ -212,13 +212,6 @@ class RepeatabilityRecord(Record, frozen=True, tag="repeatability"):
     accuracy: Accuracy
 
 
-class DenormalsRecord(Record, frozen=True, tag="denormals"):
-    """Whether the run takes denormal numbers as zero, and a note for the user if they slow the float model."""
-
-    as_zero: bool = False
-    note: str = ""
-
-
 class RewriteRecord(Record, frozen=True, tag="rewrite"):
     """A model with one more rewrite compared with the model without it, and the builds that this took."""
 

@@ -21,8 +21,12 @@ from qdqtune.types import Placement, QType
 pytest.importorskip("openvino")
 
 
+SPEC = EngineSpec("openvino", {"denormals_as_zero": False})
+"""OpenVINO would make denormal numbers zero in this process, and in all tests that follow."""
+
+
 class TestOpenVino(EngineContract):
-    spec = EngineSpec("openvino")
+    spec = SPEC
     saved = "saved.xml"
 
 
@@ -30,7 +34,7 @@ def test_a_missing_openvino_says_how_to_install_it(monkeypatch: pytest.MonkeyPat
     absent(monkeypatch, "openvino")
     forgotten(monkeypatch, "qdqtune.engines.openvino.engine")
     with pytest.raises(EngineUnavailable, match=r"pip install 'qdqtune\[openvino\]'"):
-        open_engine(EngineSpec("openvino"))
+        open_engine(SPEC)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +51,7 @@ def test_bad_options_of_openvino_are_named(options: dict[str, object], words: st
 
 
 def test_openvino_says_its_precision_and_wants_symmetric_numbers() -> None:
-    engine = open_engine(EngineSpec("openvino", {"precision": "bf16", "threads": 2}))
+    engine = open_engine(EngineSpec("openvino", {"precision": "bf16", "threads": 2} | SPEC.options))
     assert (engine.describe()["precision"], engine.describe()["threads"]) == ("bf16", "2")
     numbers = engine.numeric_format("int8")
     assert (numbers.activation, numbers.symmetric, numbers.reduced_weights) == (QType.INT8, True, products_saturate())
@@ -59,7 +63,7 @@ def test_openvino_says_its_precision_and_wants_symmetric_numbers() -> None:
 def test_openvino_refuses_in_its_own_words_without_its_source_places(tmp_path: Path) -> None:
     onnx.save(model_of([helper.make_node("NoSuchOp", ["x"], ["y"])], [1], {}), tmp_path / "m.onnx")
     with pytest.raises(EngineFailure, match=r"^OpenVINO: Model wasn't fully converted.*NoSuchOp") as refusal:
-        open_engine(EngineSpec("openvino")).build(tmp_path / "m.onnx", tmp_path / "log")
+        open_engine(SPEC).build(tmp_path / "m.onnx", tmp_path / "log")
     assert ".cpp" not in str(refusal.value)
     assert ".cpp" in (tmp_path / "log").read_text()
 
@@ -71,7 +75,7 @@ def test_openvino_computes_what_pairs_between_a_concat_and_a_convolution_say(tmp
         [read] y = Conv <pads=[1,1,1,1]> (c, w)
     }"""
     model = build(text, {"w": normal(6, 16, 3, 3)})
-    samples, engine = feeds(model), open_engine(EngineSpec("openvino"))
+    samples, engine = feeds(model), open_engine(SPEC)
     found = ranges(model, samples)
     placement = Placement(frozenset(e for e in possible_edges(model, found) if e.tensor in "cw"))
     quantized = insert(model, placement, found, engine.numeric_format("int8"))
@@ -82,7 +86,7 @@ def test_openvino_computes_what_pairs_between_a_concat_and_a_convolution_say(tmp
 
 def test_openvino_saves_an_ir_with_float32_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     onnx.save(text_model(RESIDUAL, RESIDUAL_WEIGHTS), tmp_path / "m.onnx")
-    built = open_engine(EngineSpec("openvino")).build(tmp_path / "m.onnx", tmp_path / "log")
+    built = open_engine(SPEC).build(tmp_path / "m.onnx", tmp_path / "log")
     built.save(tmp_path / "s.xml")
     weights = sum(np.asarray(v).nbytes for v in RESIDUAL_WEIGHTS.values())
     assert (tmp_path / "s.bin").stat().st_size >= weights

@@ -41,7 +41,7 @@ class OpenVinoOptions:
 
     threads: int = 1
     precision: str = "f32"
-    denormals_as_zero: bool = False
+    denormals_as_zero: bool = True
 
     def __post_init__(self) -> None:
         if self.threads < 1:
@@ -78,7 +78,7 @@ class OpenVino:
             "precision": self._options.precision,
             "device": processor.processor_name(),
             "isa": " ".join(processor.instruction_sets()),
-            **({"denormals_as_zero": "yes"} if self._options.denormals_as_zero else {}),
+            **({} if self._options.denormals_as_zero else {"denormals_as_zero": "no"}),
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
