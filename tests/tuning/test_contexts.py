@@ -11,9 +11,7 @@ import pytest
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadOption, BadState
-from qdqtune.tuning import front
 from qdqtune.tuning.contexts import counts_of
-from qdqtune.tuning.deploy import read_settings
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
@@ -51,7 +49,7 @@ def test_a_result_is_proven_at_each_number_of_threads(model: Path) -> None:
         assert row["ratio"] == pytest.approx(expected)
         assert row["low"] < expected < row["high"]
         assert row["baseline_ms"] == pytest.approx(1e3 * cost(model, row["threads"]))
-    assert rows[0]["ratio"] < rows[1]["ratio"]
+    assert rows[0]["ratio"] < rows[1]["ratio"] < 1
     assert rows[0]["verdict"] == "faster"
     assert (result.summary["ratio"], result.summary["proof_builds"]) == (rows[0]["ratio"], 8)
 
@@ -166,27 +164,6 @@ def test_the_usual_numbers_are_the_engines_and_one() -> None:
 def test_numbers_that_nothing_can_be_proven_at(model: Path, engine: str, asked: tuple[int, ...], said: str) -> None:
     with pytest.raises(BadOption, match=said):
         settings(model, engine=EngineSpec(engine), deploy_threads=asked)
-
-
-def test_where_no_file_serves_every_number_the_best_for_each_is_ready(model: Path, workers: Workers) -> None:
-    def slower(build: Build) -> float:
-        return 3.0 if b"QuantizeLinear" in build.path.read_bytes() and build.threads == 4 else 1.0
-
-    workers.slower = slower
-    result, out = run(model), model.parent / "out"
-    assert result.shipped == "baseline"
-    (row,) = result.summary["front"]
-    assert (row["name"], row["shipped"]) == ("1_thread", False)
-    one, four = row["by_threads"]
-    assert (one["verdict"], four["verdict"]) == ("faster", "slower")
-    assert cost(out / row["file"], 1) / cost(model, 1) == pytest.approx(one["ratio"], rel=0.01)
-    assert front.NONE_FOR_ALL in result.notes
-    assert run(model).summary == result.summary  # finished already
-    pick(out, "1_thread")
-    assert (out / "optimized_final.onnx").read_bytes() == (out / row["file"]).read_bytes()
-    kit = read_settings(out)
-    assert (kit.proven.threads, kit.spec.options["threads"], kit.library["intra_op_num_threads"]) == ((1,), 1, 1)
-    assert " as fast as the float model at 1 thread, on fake" in kit.told
 
 
 def test_where_the_optimum_of_all_is_slower_at_a_number_one_that_is_slower_at_none_is_found(

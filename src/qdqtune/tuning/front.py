@@ -20,10 +20,8 @@ from qdqtune.search import best_of
 from qdqtune.search.front import TARGET_POINTS, FrontSearch, MeasuredPoint, named
 from qdqtune.system.checks import content_digest
 from qdqtune.system.writing import atomic_write, write_json
-from qdqtune.timing.ratios import PAIRS
-from qdqtune.tuning.comparison import Comparer, ComparisonRequest
-from qdqtune.tuning.comparison_results import Compared, judged_together, rows_by_threads, rows_by_workload
-from qdqtune.tuning.contexts import measured_at, open_contexts, ratios_at
+from qdqtune.tuning.comparison_results import judged_together, rows_by_threads, rows_by_workload
+from qdqtune.tuning.contexts import measured_at
 from qdqtune.tuning.deploy import renew_kit
 from qdqtune.tuning.folder import (
     BASELINE,
@@ -43,7 +41,7 @@ from qdqtune.tuning.proof_notes import FrontCounts, short_front
 from qdqtune.tuning.records import plain
 from qdqtune.tuning.result import write_placement_of
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.shipping import CLEARLY_FASTER, is_proven
+from qdqtune.tuning.shipping import is_proven
 from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
 from qdqtune.types import Failure, Mix, Placement, Trial
 
@@ -122,56 +120,6 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     placement, measured = best.trial.placement, (best.ratio, None, *seconds)
     proof = Proof("tuned", placement, *measured, notes, builds, best.contexts, placement, best.trial)
     return Front(proof, tuple(points), compared.trials)
-
-
-NONE_FOR_ALL = "no candidate serves every number of threads: of the best for each, `pick` NAME makes one what ships"
-
-
-def prove_apart(history: Sequence[Trial], proof: Proof, run: Run) -> Front | None:
-    """If no file ships because none serves every number of threads: the best file for each number, as a point that is
-    named after it. It is proven faster there, and compared at the others. None if there is none, or no time.
-
-    Raises:
-        OutputError: a file cannot be written.
-    """
-    settings, mix, counts = run.settings, run.subject.mix, run.settings.thread_counts
-    if proof.shipped == "tuned" or len(counts) == 1 or settings.from_qdq or settings.fix_inputs:
-        return None
-    if settings.withholds_pairs:
-        return None
-    ratios, chosen = ratios_at(history, mix, counts), dict[Placement, tuple[int, Trial]]()
-    able = [t for t in history if t.placement in ratios and t.holds is not False and t.accuracy is not None]
-    for number in range(len(counts)):
-        ranked = sorted((ratios[trial.placement][number], trial.number, trial) for trial in able)
-        if ranked and ranked[0][0] < CLEARLY_FASTER:
-            chosen.setdefault(ranked[0][2].placement, (number, ranked[0][2]))
-    folder, points = run.output.clear(FRONT), list[ProvenPoint]()
-    with open_contexts(counts, run.runner, mix) as contexts:
-        for placement, (number, trial) in chosen.items():
-            if run.budget.lacks(run.budget.proof_seconds):
-                break
-            name = f"{counts[number]}_thread{'s' * (counts[number] != 1)}"
-            file = run.output.claim(folder / f"{name}.onnx")
-            run.output.claim(data_of(file))
-            with writing(folder):
-                folder.mkdir(exist_ok=True)
-            run.candidates.write_whole(placement, file)
-            asked = [ComparisonRequest(f"given:{placement.digest}", settings.model, file, c) for c in contexts]
-            told = [Comparer.of(run).compare(one) for one in asked]
-            compared = tuple(one for one in told if isinstance(one, Compared))
-            is_faster = len(compared) == len(told) and compared[number].ratio.verdict == "faster"
-            if is_faster and (trial := run.limits.with_metric(trial, run.bench.metric)).holds:
-                write_placement_of(placement, run.output.claim(file.with_suffix(".yaml")), run)
-                content = content_digest(files_of(file))
-                points.append(ProvenPoint(trial, compared, PAIRS, True, trial.metric, name, content))
-            else:
-                for part in (file, data_of(file)):
-                    part.unlink(missing_ok=True)
-    if not points:
-        run.output.clear(FRONT)
-        return None
-    builds = proof.builds + sum(one.builds for point in points for one in point.contexts)
-    return Front(replace(proof, builds=builds, notes=(*proof.notes, NONE_FOR_ALL)), tuple(points))
 
 
 def _short_front(

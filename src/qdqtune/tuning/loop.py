@@ -18,7 +18,7 @@ from qdqtune.tuning import advice
 from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.tuning.finished import recalled, remember
 from qdqtune.tuning.folder import FRONT
-from qdqtune.tuning.front import prove_apart, prove_front
+from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes import MODES
 from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent
 from qdqtune.tuning.proof import Proof, begin_proof, chosen_by_rule, prove
@@ -80,8 +80,6 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> tuple[Result, bool]:
     by_points = mode.strategy if isinstance(mode.strategy, FrontSearch) and history else None
     front = prove_front(history, run, by_points) if settings.front else None
     proof = front.proof if front else prove(history, run) if settings.is_timed else chosen_by_rule(history, run)
-    if front is None and settings.is_timed and (front := prove_apart(history, proof, run)) is not None:
-        proof = front.proof
     run.runner.build_queue.close()
     history = [*history, *front.trials] if front else history
     history = [_with_metric_of_proof(trial, run) for trial in history]
