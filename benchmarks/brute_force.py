@@ -145,7 +145,7 @@ def row(name: str, folder: Path) -> list[str]:
     engine, how = EngineSpec("onnxruntime", {"threads": 1}), Calibration("minmax", bias_correction=False)
     settings = Settings(
         path, output_dir=folder / "out", engine=engine,
-        seed=1, calibration=how, min_sqnr=None, min_agreement=None, deploy_threads=(1,),
+        seed=1, calibration=how, min_sqnr=None, min_agreement=None, threads=(1,),
         rewrites="off", formats=("int8",),
     )  # fmt: skip
     result = tune(settings)

@@ -55,7 +55,7 @@ def rows(entry: zoo.Entry, folder: Path, seconds: float | None) -> list[list[str
         out = folder / way.replace(" ", "_")
         if not (out / "summary.json").exists():
             tune(Settings(
-                entry.path, output_dir=out, engine=ENGINE, calibration_data=entry.data, deploy_threads=(1,),
+                entry.path, output_dir=out, engine=ENGINE, calibration_data=entry.data, threads=(1,),
                 time_budget=seconds, price_cache=None, **limits,
             ))  # fmt: skip
         known[way] = out / FINAL, json.loads((out / "summary.json").read_text())

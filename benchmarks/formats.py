@@ -67,7 +67,7 @@ class Job:
             engine=EngineSpec(self.engine, {"threads": self.threads}), formats=formats,
             calibration_data=self.entry.data, accuracy_samples=SAMPLES, min_sqnr=floor, time_budget=self.seconds,
             calibration=Calibration("minmax", bias_correction=False), fix_inputs=self.entry.fixed,
-            deploy_threads=(self.threads,),
+            threads=(self.threads,),
         )  # fmt: skip
 
 

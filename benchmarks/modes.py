@@ -93,7 +93,7 @@ def tuned(entry: zoo.Entry, task: Task, mode: Mode, folder: Path) -> Facts:
     settings = Settings(
         entry.path, output_dir=folder, engine=task.engine, mode=mode, builds=EFFORTS["default"].builds[mode],
         time_budget=task.limit, fix_inputs=entry.fixed, calibration_data=entry.data, calibration_samples=task.samples,
-        cut_seed=False, deploy_threads=task.engine.options["threads"],
+        cut_seed=False, threads=(int(task.engine.options["threads"]),),
     )  # fmt: skip
     summary = folder / "summary.json"
     facts = json.loads(summary.read_text()) if summary.exists() else tune(settings).summary

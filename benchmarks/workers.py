@@ -55,7 +55,7 @@ def searched(folder: Path) -> tuple[int, float]:
 
 def by_workers(entry: Entry, counts: list[int], kept: Path, given: argparse.Namespace) -> None:
     """One search a number of workers; then all finals against that of the first, in interleaved rounds."""
-    how = ("--threads", given.cores, "--deploy-threads", given.cores, "--cores-per-worker", given.cores)
+    how = ("--threads", given.cores, "--cores-per-worker", given.cores)
     paces: list[float] = []
     rows: list[list[str]] = []
     for count in counts:
@@ -90,7 +90,7 @@ def fleet(entries: list[Entry], counts: list[int], kept: Path, given: argparse.N
     for count in counts:
         begun = time.monotonic()
         asked = ("--mode", given.mode, "--builds", given.builds, "--workers", count, "--cores-per-worker", given.cores)
-        told = ("--threads", given.cores, "--deploy-threads", given.cores, *QUICK, *given.tune)
+        told = ("--threads", given.cores, *QUICK, *given.tune)
         out = qdqtune("tune", folder, "-o", kept / f"fleet_{count}", "-q", "--json", *asked, *told).stdout
         seconds = time.monotonic() - begun
         gains = [row["ratio"] for row in json.loads(out)]

@@ -48,8 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results are proven at the threads of the search alone: no test opens all cores."""
-    monkeypatch.setattr("qdqtune.commands.tune.usual_threads", lambda: 1)
+    """By default engines take one thread: no test opens all cores."""
+    for command in ("tune", "compare"):
+        monkeypatch.setattr(f"qdqtune.commands.{command}.usual_threads", lambda _=None: 1)
 
 
 @pytest.fixture(autouse=True)

@@ -35,17 +35,17 @@ def test_values_of_python_mean_what_text_means() -> None:
         "-model.onnx",
         input_shapes=["x:0:1x3", "s:"], fix_inputs=["n=2", "s=a=b"], engine_options=["streams=2", "mode=x"],
         plugin_libraries=["a.so", "b.so"], min_sqnr="none", min_agreement="auto",  # type: ignore[arg-type]
-        time_budget="90s", deploy_threads="1,4", workloads=["a.npz:2"],
+        time_budget="90s", threads="1,4", workloads=["a.npz:2"],
     )  # fmt: skip
     held = TuneOptions(
         "-model.onnx",
         input_shapes={"x:0": (1, 3), "s": ()}, fix_inputs={"n": 2, "s": "a=b"},
         engine_options={"streams": 2, "mode": "x"},
-        plugin_libraries=("a.so", "b.so"), min_sqnr=None, time_budget=90, deploy_threads=[1, 4], workloads={"a.npz": 2},
+        plugin_libraries=("a.so", "b.so"), min_sqnr=None, time_budget=90, threads=[1, 4], workloads={"a.npz": 2},
     )  # fmt: skip
     assert typed == held
     assert held.input_shapes == {"x:0": (1, 3), "s": ()}
     assert held.fix_inputs == {"n": 2, "s": "a=b"}
-    assert (held.min_sqnr, held.time_budget, held.deploy_threads) == (None, 90.0, (1, 4))
+    assert (held.min_sqnr, held.time_budget, held.threads) == (None, 90.0, (1, 4))
     with pytest.raises(FrozenInstanceError):
         held.builds = 3

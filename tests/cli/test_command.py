@@ -62,7 +62,7 @@ def test_quiet_is_for_every_command(call, model):
         (["m", "--percentile", "nan"], "'nan' is no finite number"),
         (["m", "--min-sqnr", "inf"], "'inf' is no finite number"),
         (["m", "--evaluate", "a:b", "--max-drop", "nan"], "'nan' is no finite number"),
-        (["m", "--threads", "9999999999999999"], "9999999999999999 is not in the range"),
+        (["m", "--threads", "9999999999999999"], "'9999999999999999' is no number of threads"),
         (["m", "--input-shape", "1x3"], "'1x3' is no shape"),
         (["m", "--fix-input", "sr"], "'sr' fixes nothing"),
         (["m", "--engine-option", "noise"], "'noise' sets nothing"),

@@ -123,7 +123,7 @@ def test_a_wrong_file_ends_the_command_before_anything_begins(call, tmp_path, mo
     monkeypatch.setattr(subprocess, "run", None)
     file = tmp_path / "jobs.yaml"
     for text, words in {
-        "jobs: [{model: a.onnx}, {model: b.onnx, threads: '²'}]": "job 2: threads takes a whole number, not '²'",
+        "jobs: [{model: a.onnx}, {model: b.onnx, builds: '²'}]": "job 2: builds takes a whole number, not '²'",
         "jobs: [{model: a.onnx, rewrites: off}]": "job 1: rewrites takes text",
         "jobs: [{model: --help}]": "job 1: model takes the name of a file that does not begin with -",
         "jobs: [{model: a.onnx, time-budget: 10x}]": "job 1 (a.onnx): Invalid value for '--time-budget': '10x'",

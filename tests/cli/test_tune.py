@@ -40,8 +40,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--quant-type": (["fp8"], lambda s: s.quant_type, "fp8"),
     "--precision": (["fp16"], lambda s: s.precision, "fp16"),
     "--engine": (["fake"], lambda s: s.engine, EngineSpec("fake")),
-    "--threads": (["3", "--deploy-threads", "1"], lambda s: s.engine.options.get("threads"), 3),
-    "--deploy-threads": (["1"], lambda s: s.deploy_threads, (1,)),
+    "--threads": (["3", "--ray", "auto"], lambda s: (s.engine.options.get("threads"), s.threads), (3, (3,))),
     "--workers": (["3"], lambda s: s.workers, 3),
     "--ray": (["auto"], lambda s: s.ray, "auto"),
     "--cores-per-worker": (["2"], lambda s: s.cores_per_worker, 2),
@@ -152,7 +151,7 @@ def test_every_field_of_the_settings_has_an_option(monkeypatch, tmp_path):
     for option, (values, _, _) in TUNE.items():
         given = settings_of(option, *values)
         reached |= {name for name, value in vars(given).items() if value != getattr(usual, name)}
-    others = {"model", "accuracy_samples", "proof_threads", "on", "machine"}
+    others = {"model", "accuracy_samples", "on", "machine"}
     assert reached == {field.name for field in fields(Settings)} - others
 
 
@@ -162,9 +161,8 @@ def test_defaults_are_those_of_settings():
 
 
 def test_a_search_runs_at_the_largest_number_of_threads_that_is_deployed():
-    for asked, counts in (((), (16, 1, 4)), (("--threads", 4), (4, 1, 16))):
-        given = settings_of("--deploy-threads", "1,4,16", "--ray", "auto", *asked)  # whose nodes may have as many
-        assert (given.engine.options["threads"], given.thread_counts) == (counts[0], counts)
+    given = settings_of("--threads", "1,4,16", "--ray", "auto")  # whose nodes may have as many
+    assert (given.engine.options["threads"], given.thread_counts) == (16, (16, 1, 4))
 
 
 def test_explicit_options_win_over_the_preset():

@@ -74,14 +74,14 @@ def test_compare_prints_a_table(call, tuned):
 
 def test_compare_tells_each_number_of_threads(call, tuned):
     final = tuned.parent / "out" / "optimized_final.onnx"
-    at = ("--engine", "fake", "--engine-option", "threads=1", "--deploy-threads", "1,4")
+    at = ("--engine", "fake", "--engine-option", "threads=1", "--threads", "1,4")
     code, out, _ = call("compare", tuned, final, *at)
     assert code == 0
     assert re.search(rf"{final}, 1 thread .*faster", out)
     assert re.search(rf"{final}, 4 threads .*faster", out)
     code, out, _ = call("compare", tuned, final, *at, "--json")
     assert [row["threads"] for row in json.loads(out)["others"]] == [1, 4]
-    assert call("compare", tuned, final, "--engine", "fake", "--deploy-threads", "1;4")[0] == 2
+    assert call("compare", tuned, final, "--engine", "fake", "--threads", "1;4")[0] == 2
 
 
 def test_compare_goes_on_behind_a_file_that_the_engine_refuses(call, tuned):

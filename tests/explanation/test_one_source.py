@@ -88,7 +88,7 @@ RUNS: Mapping[str, tuple[Callable[[], Model], Mapping[str, Any]]] = {
     "fixed": (scaled, {"mode": "cut", "fix_inputs": {"k": 2}, **FEW}),
     "no times": (mixed, {"mode": "region", "engine": EngineSpec("fake", {"hide_times": True}), **FEW}),
     "several threads": (mixed, {"mode": "cut", "engine": EngineSpec("fake", {"threads": 1}),
-                                "deploy_threads": (1, 2), **FEW}),
+                                "threads": (1, 2), **FEW}),
     "nothing tried": (mixed, {"mode": "cut", "time_budget": 1e-3, **FEW}),
     "no pair on most": (mixed, {"mode": "cut", "node_filter": ("first",), **FEW}),
     "not exact enough": (mixed, {"mode": "cut", "min_sqnr": 45.0, **FEW}),
@@ -105,7 +105,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made, changes = RUNS[request.param]
     model = write(made(), tmp_path_factory.mktemp("run"))
     with in_process(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qdqtune.commands.tune.usual_threads", lambda: 1)
+        patch.setattr("qdqtune.commands.tune.usual_threads", lambda _=None: 1)
         tune(settings(model, **changes))
     return model.parent / "out"
 

@@ -77,7 +77,7 @@ def test_a_time_budget_bounds_the_whole_run(model, clock, workers, each, budget)
 
 
 FRONT = {"front": True, "builds": 20}
-THREADS = {"engine": EngineSpec("fake", {"threads": 1}), "deploy_threads": (1, 4)}
+THREADS = {"engine": EngineSpec("fake", {"threads": 1}), "threads": (1, 4)}
 
 
 @pytest.mark.parametrize("more", [{"min_sqnr": 45.0}, {"mode": "region"}, FRONT, THREADS, THREADS | FRONT])
@@ -165,16 +165,6 @@ def test_all_samples_are_seen_where_there_is_time(model: Path, workers: Workers)
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize(("budget", "rows"), [(55.0, 1), (600.0, 2)])
-def test_a_proof_at_the_usual_threads_leaves_time_for_the_search(model, workers, monkeypatch, budget, rows):
-    monkeypatch.setattr("qdqtune.tuning.settings.counts_of", lambda _, asked, **__: asked or (1, 4))
-    result, notes = slow_run(model, workers, 0.2, budget, engine=THREADS["engine"])
-    assert len(result.summary["by_threads"]) == rows
-    told = any("at 1 thread only, not at 4: " in n and n.endswith("`deploy_threads` 1,4 insists") for n in notes.notes)
-    assert told == (rows == 1)
-
-
-@pytest.mark.usefixtures("clock")
 def test_a_search_that_ran_out_of_time_notes_it(model: Path, workers: Workers) -> None:
     result, _ = slow_run(model, workers, 0.2, 60.0, builds=12)
     spent = 1 + len(result.history)
@@ -192,7 +182,7 @@ def budget(seconds: float | None, latency: float, build: float = 1.0) -> Budget:
         trial_seconds=first,
         brief_trial_seconds=first,
     )
-    settings = Settings(Path("m"), time_budget=seconds, deploy_threads=(1,))
+    settings = Settings(Path("m"), time_budget=seconds, threads=(1,))
     return Budget.of(settings, cast(Bench, bench), None if seconds is None else time.monotonic() + seconds)
 
 

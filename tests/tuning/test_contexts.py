@@ -8,10 +8,14 @@ import numpy as np
 import onnx
 import pytest
 
+from qdqtune.commands.compare import CompareOptions
+from qdqtune.commands.tune_tables import result_table
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
+from qdqtune.engines.options import EngineOptions
 from qdqtune.errors import BadOption, BadState
-from qdqtune.tuning.contexts import counts_of
+from qdqtune.explanation.report import report_of_run
+from qdqtune.tuning.contexts import counts_of, tuned_for
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
@@ -23,7 +27,7 @@ ONE = EngineSpec("fake", {"threads": 1})
 
 
 def run(model: Path, counts: tuple[int, ...] | None = (1, 4), **changes: Any) -> Result:
-    return tune(settings(model, **{"engine": ONE, "mode": "cut", "builds": 8, "deploy_threads": counts, **changes}))
+    return tune(settings(model, **{"engine": ONE, "mode": "cut", "builds": 8, "threads": counts, **changes}))
 
 
 def cost(path: Path, count: int) -> float:
@@ -59,7 +63,7 @@ def test_what_was_proven_is_not_measured_again_and_other_numbers_are_another_run
     workers.builds.clear()
     assert run(model).summary["by_threads"] == first.summary["by_threads"]
     assert not workers.builds
-    with pytest.raises(BadState, match=r"deploy threads \[1, 4\], now it is \[1, 2, 4\]"):
+    with pytest.raises(BadState, match=r"threads \[1, 4\], now it is \[1, 2, 4\]"):
         run(model, (1, 2, 4))
 
 
@@ -138,15 +142,14 @@ def test_engines_without_threads_are_asked_nothing(model: Path) -> None:
 
 
 def test_the_error_is_shared_by_the_numbers_at_which_a_file_may_win(model: Path) -> None:
-    one, two = settings(model, engine=ONE), settings(model, engine=ONE, deploy_threads=(1, 2))
+    one, two = settings(model, engine=ONE), settings(model, engine=ONE, threads=(1, 2))
     assert two.proof_plan.error == one.proof_plan.error / 2
     assert two.proof_plan.looks[0] >= one.proof_plan.looks[0]
 
 
-def test_the_usual_numbers_are_the_engines_and_one() -> None:
+def test_the_usual_number_is_the_engines() -> None:
     assert counts_of(EngineSpec("onnxruntime"), None) == (1,)
-    assert counts_of(EngineSpec("openvino", {"threads": 8}), None) == (8, 1)
-    assert counts_of(EngineSpec("openvino", {"threads": 8}), None, is_here=False) == (8,)
+    assert counts_of(EngineSpec("openvino", {"threads": 8}), None) == (8,)
     assert counts_of(EngineSpec("onnxruntime", {"threads": 4}), (16, 1, 4), is_here=False) == (4, 1, 16)
     assert counts_of(EngineSpec("tensorrt"), None) == (None,)
     gpu = EngineSpec("onnxruntime", {"threads": 1, "provider": "CUDAExecutionProvider"})
@@ -158,12 +161,12 @@ def test_the_usual_numbers_are_the_engines_and_one() -> None:
     [
         ("onnxruntime", (1, 9999), r"9999 threads: this process may use \d+ cores?"),
         ("onnxruntime", (), "such as 1,4,16"),
-        ("tensorrt", (1,), "is about the threads of a CPU"),
+        ("tensorrt", (1, 4), "is about the threads of a CPU"),
     ],
 )
 def test_numbers_that_nothing_can_be_proven_at(model: Path, engine: str, asked: tuple[int, ...], said: str) -> None:
     with pytest.raises(BadOption, match=said):
-        settings(model, engine=EngineSpec(engine), deploy_threads=asked)
+        settings(model, engine=EngineSpec(engine), threads=asked)
 
 
 def test_where_the_optimum_of_all_is_slower_at_a_number_one_that_is_slower_at_none_is_found(
@@ -178,3 +181,53 @@ def test_where_the_optimum_of_all_is_slower_at_a_number_one_that_is_slower_at_no
     result = run(model, builds=20)
     assert result.shipped == "tuned"
     assert all(row["ratio"] < 1 for row in result.summary["by_threads"])
+
+
+# What is told
+
+
+@pytest.mark.usefixtures("workers")
+def test_the_result_says_what_it_was_tuned_for(model: Path) -> None:
+    result = run(model)
+    assert result.summary["tuned_for"] == "1 and 4 threads; other numbers were not measured"
+    assert "tuned for 1 and 4 threads; other numbers were not measured" in result_table(result).caption
+    facts = {fact.name: fact.value for fact in report_of_run(model.parent / "out").circumstances}
+    assert facts["tuned for"] == result.summary["tuned_for"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "is_default", "said"),
+    [
+        ((8,), True, "8 threads, the default here; other numbers were not measured"),
+        ((1,), False, "1 thread; other numbers were not measured"),
+        ((16, 1, 4), False, "16, 1 and 4 threads; other numbers were not measured"),
+        ((None,), True, None),
+    ],
+)
+def test_what_was_tuned_for_in_words(counts: tuple[int | None, ...], is_default: bool, said: str | None) -> None:
+    assert tuned_for(counts, is_default=is_default) == said
+
+
+@pytest.mark.parametrize(("at_four", "threads", "is_told"), [(8.0, None, True), (8.0, (4,), False), (1.0, None, False)])
+def test_a_float_model_that_is_faster_at_one_thread_is_told_of(
+    model: Path,
+    workers: Workers,
+    monkeypatch: pytest.MonkeyPatch,
+    at_four: float,
+    threads: tuple[int, ...] | None,
+    is_told: bool,
+) -> None:
+    monkeypatch.setattr("qdqtune.tuning.run.THREADED", {"fake"})
+    workers.slower = lambda build: at_four if build.threads == 4 else 1.0
+    result = run(model, threads, engine=EngineSpec("fake", {"threads": 4}), builds=3)
+    one, four = 1e3 * cost(model, 1), 1e3 * cost(model, 4) * at_four
+    told = f"the float model takes {one:.3g} ms at one thread and {four:.3g} ms at 4: `threads` 1 tunes for one"
+    assert (told in result.notes) is is_told
+    assert any("at one thread" in note for note in result.notes) is is_told
+    assert [build.threads for build in workers.builds if build.log.stem == "glance"] == ([] if threads else [4, 1])
+
+
+def test_only_commands_that_time_files_take_several_numbers_of_threads() -> None:
+    assert CompareOptions(threads="1,4").spec().options["threads"] == 4
+    with pytest.raises(BadOption, match="`threads` takes one number here"):
+        EngineOptions(threads="1,4").spec()

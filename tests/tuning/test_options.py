@@ -5,7 +5,8 @@ from pathlib import Path
 import click
 import pytest
 
-from qdqtune.tuning.options import ThreadCounts, Wildcards
+from qdqtune.engines.options import ThreadCounts
+from qdqtune.tuning.options import Wildcards
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_why_a_front_is_short() -> None:
     counts = FrontCounts(points=1, candidates=6, of_search=4, new=2, slow=2, elsewhere=1)
     assert short_front(counts, "`builds` 25") == (
         "the front has 1 point: of 6 candidates that were compared with your model (4 of the search, 2 made for the "
-        "front) 2 did not prove faster than float, 1 did not hold at another number of threads (`deploy_threads`), 2 "
+        "front) 2 did not prove faster than float, 1 did not hold at another number of threads (`threads`), 2 "
         "lost to others or on a second pair of builds; `builds` 25 has no room for others: give more"
     )
     only = FrontCounts(points=0, candidates=1, of_search=1, new=0, slow=0, elsewhere=1)

@@ -205,7 +205,7 @@ def test_a_run_of_weights_alone_ends_to_end_and_goes_on(tmp_path: Path) -> None:
         "plan": Plan((12,), turn_seconds=0.001),
         "proof": (12,),
         "calibration": Calibration(),
-        "deploy_threads": (1,),
+        "threads": (1,),
     }
     settings = Settings(
         path, output_dir=tmp_path / "out", formats=("w8", "w4"), builds=6, min_sqnr=15.0, rewrites="off", **quick

@@ -23,6 +23,7 @@ from qdqtune.commands.compare import CompareOptions, compare
 from qdqtune.commands.gate import RUNS
 from qdqtune.commands.inputs import MODEL, execution_of
 from qdqtune.commands.inspect import InspectOptions, inspect
+from qdqtune.engines.devices import usual_threads
 from qdqtune.engines.options import with_timing_cache
 from qdqtune.errors import ConstraintUnmet, EngineFailure
 from qdqtune.explanation.formatting import placed
@@ -70,7 +71,8 @@ def compare_command(options: CompareArguments, junit: Path | None, markdown: Pat
     qdqtune compare model.onnx model.qdq.onnx --fail-below 1.2 --junit gate.xml --markdown gate.md
     """
     files = options.files
-    if options.on is None and (busy := advice.busy(options.spec(options.input_shapes))) is not None:
+    spec = options.spec(options.input_shapes, threads=usual_threads())
+    if options.on is None and (busy := advice.busy(spec)) is not None:
         say_notes([busy])
     with progress.shown() as observer, failing_gate(str(files[0]), junit, markdown):
         done = with_flags_in_notes(compare(files, options, observer))

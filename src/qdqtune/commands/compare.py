@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import click
 
@@ -22,6 +22,7 @@ from qdqtune.commands.inputs import SamplesLike, execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for, data_of, prepared_for, told_of_inputs
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.devices import usual_threads
 from qdqtune.engines.machine import is_simulated, simulated
 from qdqtune.engines.options import EngineOptions, on_device, on_option
 from qdqtune.engines.runner import Runner, temporary_runner
@@ -42,7 +43,6 @@ from qdqtune.tuning.comparison_results import Compared
 from qdqtune.tuning.contexts import Context, at_each, counts_of
 from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.tuning.options import deploy_threads_option
 from qdqtune.tuning.settings import EFFORTS
 from qdqtune.types import Accuracy, Array, Failure, Measurement, Mix, Sample, Workload
 
@@ -55,7 +55,6 @@ class MeasureOptions(GateOptions, ScoreOption, DataOptions):
     """How files are compared, and what they have to hold."""
 
     calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
-    deploy_threads: Option[int | str | Sequence[int] | None, tuple[int, ...] | None] = deploy_threads_option()
     workloads: WorkloadsOption = workloads_option()
     fix_inputs: ValuesByInput = option(
         Assignments("fixes nothing", numbers_only=True),
@@ -88,6 +87,8 @@ class MeasureOptions(GateOptions, ScoreOption, DataOptions):
 @dataclass(kw_only=True)
 class CompareOptions(EngineOptions, MeasureOptions):
     """The options of `compare`, besides its files."""
+
+    takes_several_threads: ClassVar[bool] = True
 
     on: MaybeText = on_option()
 
@@ -177,7 +178,8 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
     """
     with on_device(options.on, execution_of(options)) as (execution, machine):
         workloads = tuple(file for file in options.workloads if isinstance(file, WorkloadFile))
-        spec = built_for(options.spec(options.input_shapes), workloads)
+        usual = usual_threads() if machine is None else machine.physical_cores
+        spec = built_for(options.spec(options.input_shapes, threads=usual), workloads)
         is_timed = not is_simulated(spec.name, machine)
         data = data_of(options, execution, *files)
         if options.fail_below is not None and not is_timed:
@@ -188,8 +190,8 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
         if options.gate.needs_samples and not prepared.has_real_samples:
             raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
-        threads = options.deploy_threads
-        counts = None if threads is None else counts_of(spec, threads, machine=machine)
+        threads = options.threads or ()
+        counts = counts_of(spec, threads, machine=machine) if len(threads) > 1 else None
         told: dict[str, Any] = {"seed": options.seed, "observer": observer, "asked": options.scores}
         told["given"] = dict(ChainMap(*given))
         rows = compare_at(files, spec, counts, prepared, options.plan, is_timed=is_timed, **told)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import click
 
@@ -18,20 +18,18 @@ from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for
 from qdqtune.commands.tune_tables import is_judged, result_table
 from qdqtune.engines import LAUNCHED, EngineSpec, threads_of
+from qdqtune.engines.devices import usual_threads
 from qdqtune.engines.execution import Check
 from qdqtune.engines.machine import is_simulated
-from qdqtune.engines.memory import LARGE_MODEL
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.remote.connection import facts_of
 from qdqtune.engines.tensorrt.options import usual_shapes
-from qdqtune.graph.loading import bytes_of_files
 from qdqtune.numerics.closeness import closeness
 from qdqtune.numerics.scores import equal_share
 from qdqtune.options import SWITCH, Anything, Flag, MaybeFile, MaybeInt, OfRun, Option, choice, option
 from qdqtune.search.region import Config
 from qdqtune.timing.ratios import Plan, least_rounds, speed
 from qdqtune.tuning import loop, result
-from qdqtune.tuning.contexts import usual_threads
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import SearchOptions
@@ -120,6 +118,8 @@ def search_plan(looks: tuple[int, ...], last: int | None, warmup: int, *, has_fe
 class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
     """The options of `tune`."""
 
+    takes_several_threads: ClassVar[bool] = True
+
     workloads: WorkloadsOption = workloads_option()
     evaluate: Option[MetricLike | None, MetricLike | None] = option(
         Anything(METRIC),
@@ -166,10 +166,10 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             builds = max(builds, builds_for(schemes, len(tuned)))
         files = tuple(file for file in self.workloads if isinstance(file, WorkloadFile))
         data = None if self.calibration_data is None else str(self.calibration_data)
-        own = usual_threads()
+        own = usual_threads(self.cores_per_worker)
         if machine is not None:
             own = min(machine.physical_cores, self.cores_per_worker or machine.cores)
-        usual = max(self.deploy_threads or [1 if self.ray else own])
+        usual = 1 if self.ray else own
         spec = built_for(self.spec(self.input_shapes, threads=usual), files, self.fix_inputs)
         is_short = self.time_budget is not None and self.time_budget <= SHORT_BUDGET
         # Among the hundreds of candidates of region mode, one in fifty would win by luck.
@@ -186,7 +186,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             "proof": effort.proof,
             "precision_seconds": 0.0 if spec.name in LAUNCHED else effort.precision_seconds,  # a start for each turn
             "builds": builds if self.builds is None else self.builds,
-            "deploy_threads": self._thread_counts(spec),
+            "threads": self._thread_counts(spec),
             "time_limit": self.time_limit,
             "price_cache": self._price_file(),
             "evaluate": None if self.evaluate is None else str(self.evaluate),
@@ -201,14 +201,10 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         return Settings(**(told | more))
 
     def _thread_counts(self, spec: EngineSpec) -> tuple[int, ...] | None:
-        """The numbers of threads that are asked for: those of `deploy_threads`, or that of `threads`. A large model
-        runs at one number, as a build for each takes its size in memory."""
-        if self.deploy_threads is not None:
-            return self.deploy_threads
+        """The numbers of threads that the user names, in one of three places; None for the default."""
         count = threads_of(spec)
-        model = Path(str(self.model))
-        is_large = model.is_file() and bytes_of_files(model) >= LARGE_MODEL
-        return None if count is None or (self.threads is None and not is_large) else (count,)
+        is_named = isinstance(self.engine, EngineSpec) or "threads" in self.engine_options
+        return (count,) if self.threads is None and is_named and count is not None else self.threads
 
     def _price_file(self) -> Path | None:
         """The price file: the named one (None for `none`), else one beside the named timing cache, else the usual

@@ -35,6 +35,8 @@ def result_table(found: Result) -> Table:
     besides = (f"{number} {what}" for number, what in ((failed, "failed"), (between, "made for the front")) if number)
     candidates = f"candidates: {summary['trials']}" + (f" ({told})" if (told := ", ".join(besides)) else "")
     caption = f"{candidates}, builds: {built(summary)}, time: {duration(summary['seconds'])}"
+    if summary["tuned_for"]:
+        caption += f"\ntuned for {summary['tuned_for']}"
     without = summary["fastest_without_limits"]
     if without is not None and (missed := without.get("missed")):
         caption += f"\nthe fastest without limits was not taken: {missed}"

@@ -16,7 +16,7 @@ from qdqtune.engines import THREADED, EngineSpec, threads_of
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.library_settings import plain
-from qdqtune.engines.options import on_device, on_option, time_limit_option
+from qdqtune.engines.options import Threads, on_device, on_option, threads_option, time_limit_option
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.options import REQUIRED, Assignments, Duration, File, MaybeText, OfRun, Option, Options, option, options_of
 from qdqtune.timing.ratios import overlap
@@ -40,6 +40,7 @@ class FolderOption(Options):
 class VerifyOptions(MeasureOptions, FolderOption):
     """The options of `verify`."""
 
+    threads: Threads = threads_option("those of the proof for which there are cores")
     engine_options: Option[Mapping[str, Any] | None, Mapping[str, Any]] = option(
         Assignments("sets nothing"),
         None,
@@ -136,7 +137,7 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     counts = _counts(spec, settings, options, cores)
     if not counts:
         took = f"the proof took {min(settings.proven.threads)} threads"
-        return found("cannot tell", f"{took}, and {at} are {cores} cores to use: give `deploy_threads`")
+        return found("cannot tell", f"{took}, and {at} are {cores} cores to use: give `threads`")
     files = folder / settings.baseline, folder / settings.model
     done = compare(files, _as_compare(options, settings, spec, counts, execution), observer)
     asked, proven = options.gate, settings.proven
@@ -161,8 +162,8 @@ def _spec(settings: DeploySettings, options: VerifyOptions) -> tuple[EngineSpec,
 
 def _counts(spec: EngineSpec, settings: DeploySettings, options: VerifyOptions, cores: int) -> tuple[int | None, ...]:
     """The numbers of threads to compare at: those of the proof for which there are cores, or those asked for."""
-    if options.deploy_threads is not None:
-        return options.deploy_threads
+    if options.threads is not None:
+        return options.threads
     if threads_of(spec) is None or not settings.proven.threads:
         return (None,)
     most = cores if spec.name in THREADED else max(settings.proven.threads)
@@ -182,7 +183,7 @@ def _as_compare(
     given["fix_inputs"] = {**settings.fix_inputs, **options.fix_inputs}
     threads = [count for count in counts if count is not None]
     if threads:
-        given["deploy_threads"] = threads
+        given["threads"] = threads
         spec = EngineSpec(spec.name, {**spec.options, "threads": threads[0]})
     is_fed = options.calibration_data is not None or any(isinstance(w, WorkloadFile) for w in options.workloads)
     if not is_fed and not options.input_shapes and data_beside(options.folder / settings.model, execution) is None:

@@ -196,6 +196,13 @@ def physical_cores() -> list[list[int]]:
     return [cores[key] for key in sorted(cores)]
 
 
+def usual_threads(most: int | None = None) -> int:
+    """How many threads an engine uses by default: one for each physical core that this process may use, of `most` cores
+    of a worker. (ONNX Runtime counts those of the whole machine, even where the process is pinned to fewer.)"""
+    cores = len(physical_cores())
+    return min(cores, most or cores)
+
+
 def gpus_here() -> tuple[str, ...]:
     """CUDA's numbers of the GPUs that this process may use."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:

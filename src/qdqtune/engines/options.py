@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
@@ -16,6 +17,7 @@ from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.remote.connection import Destination, connected
 from qdqtune.engines.tensorrt.options import SHAPE_OPTIONS, timing_cache
+from qdqtune.errors import BadOption
 from qdqtune.options import (
     ANYTHING,
     COUNT,
@@ -32,6 +34,7 @@ from qdqtune.options import (
     Options,
     PathLike,
     Reads,
+    Several,
     ShapesByInput,
     Texts,
     Writes,
@@ -67,12 +70,49 @@ def tensorrt_cache(path: Path, name: str, _: Given) -> list[Output]:
     return [timing_cache(path, name)]
 
 
+class ThreadCounts(Several):
+    """Reads numbers of threads, such as 1,4,16; None if the option is not given."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...] | None:
+        """Convert numbers, or text with commas between them."""
+        given = [value] if isinstance(value, str | int) else value or ()
+        counts = [count for one in given for count in str(one).replace(" ", "").split(",")]
+        if wrong := [count for count in counts if not re.fullmatch(r"[1-9][0-9]{0,3}", count)]:
+            self.fail(f"{wrong[0]!r} is no number of threads: give 1,4,16", param, ctx)
+        if value is not None and not counts:
+            self.fail("no number of threads is named: give some, such as 1,4,16", param, ctx)
+        return tuple(dict.fromkeys(map(int, counts))) or None
+
+
+Threads = Option[int | str | Sequence[int] | None, tuple[int, ...] | None]
+
+
+def threads_option(default: str) -> Any:
+    """The option `threads`: the numbers of threads that files are timed at, by `default` in words."""
+    return option(
+        ThreadCounts(),
+        None,
+        "CPU threads of onnxruntime and openvino. One gives the most stable timing. tune, compare and verify take "
+        "several, such as 1,4: what tune ships is slower at none of them and faster at one.",
+        "Engine",
+        short="of a CPU; one is the steadiest",
+        default_in_words=default,
+        metavar="1,4,16",
+        is_repeated=True,
+    )
+
+
 TIMING_CACHE = Writes(tensorrt_cache, path_type=str)
 
 
 @dataclass(kw_only=True)
 class EngineOptions(Options):
     """Options that choose an engine and set how it runs."""
+
+    takes_several_threads: ClassVar[bool] = False
+    """Whether the command takes several numbers of `threads`."""
 
     engine: Option[str | EngineSpec, str | EngineSpec] = option(
         ANYTHING,
@@ -82,13 +122,8 @@ class EngineOptions(Options):
         short="what to build and time on",
         metavar="NAME",
     )
-    threads: MaybeInt = option(
-        click.IntRange(1, 4096),
-        None,
-        "CPU threads of onnxruntime and openvino. One gives the most stable timing.",
-        "Engine",
-        short="of a CPU; one is the steadiest",
-        default_in_words="1; a search takes the largest of `deploy_threads`",
+    threads: Threads = threads_option(
+        "tune and compare: a thread for each physical core, as engines take by themselves; else 1"
     )
     provider: MaybeText = option(
         TEXT, None, "onnxruntime: an execution provider, by ONNX Runtime's name for it.", "Engine", is_rare=True
@@ -148,7 +183,12 @@ class EngineOptions(Options):
 
         `threads` is the default of that option for an engine on the CPU (None: 1). `input_shapes`, the shapes that the
         model is measured with, are the default of `opt_shapes`.
+
+        Raises:
+            BadOption: several numbers of threads are given, and the command takes one.
         """
+        if len(self.threads or ()) > 1 and not self.takes_several_threads:
+            raise BadOption("`threads` takes one number here; several are for tune, compare and verify")
         if isinstance(self.engine, EngineSpec):
             return normal(self.engine)
         names = (name for name in options_of(EngineOptions) if name not in TRANSLATED)
@@ -161,7 +201,7 @@ class EngineOptions(Options):
             if name in chosen:
                 chosen[name] = {tensor: list(shape) for tensor, shape in chosen[name].items()}
         if spec.name in THREADED:
-            chosen.setdefault("threads", self.threads or threads or 1)
+            chosen.setdefault("threads", max(self.threads or [threads or 1]))
         if "plugin_libraries" in chosen:
             chosen["plugin_libraries"] = list(chosen["plugin_libraries"])
         return EngineSpec(spec.name, chosen)

@@ -462,21 +462,25 @@ def _compare_command(run: FinishedRun) -> Fact:
     if gone := [name for name in (*named, *(text.rpartition(":")[0] for text in workloads)) if not Path(name).exists()]:
         hints.append(f"{', '.join(gone)} is gone: name a file with your samples instead")
     spec = EngineSpec(run.summary["engine"]["engine"]) if run.log is None else run.log.engine
-    words = ["qdqtune", "compare", str(first), str(run.folder / FINAL), *_engine(spec), *options]
+    counts = [row["threads"] for row in run.summary["by_threads"]]
+    words = ["qdqtune", "compare", str(first), str(run.folder / FINAL), *_engine(spec, counts), *options]
     return Fact("measure the result again", shlex.join(words), "; ".join(hints))
 
 
-def _engine(spec: EngineSpec) -> Iterator[str]:
+def _engine(spec: EngineSpec, counts: Sequence[int]) -> Iterator[str]:
+    """The options of `compare` for the engine, at these numbers of threads."""
     yield from ("--engine", spec.name)
+    if len(counts) > 1:
+        yield from ("--threads", ",".join(map(str, counts)))
+    elif spec.name in THREADED and "threads" in spec.options:
+        yield from ("--threads", str(spec.options["threads"]))
     for name, value in spec.options.items():
-        if name == "threads" and spec.name in THREADED:
-            yield from ("--threads", str(value))
-        else:
+        if name != "threads" or spec.name not in THREADED:
             yield from ("--engine-option", f"{name}={json.dumps(value)}")
 
 
 def _input_options(settings: Mapping[str, Any], run: FinishedRun) -> Iterator[str]:
-    """The options of `compare` for inputs and numbers of threads."""
+    """The options of `compare` for inputs."""
     for name in SAME_NAMES:
         if name in settings:
             yield from (f"--{name.replace('_', '-')}", f"{settings[name]:g}")
@@ -484,17 +488,17 @@ def _input_options(settings: Mapping[str, Any], run: FinishedRun) -> Iterator[st
         yield from ("--input-shape", f"{name}:{'x'.join(map(str, sizes))}")
     for name, value in settings.get("fix_inputs", {}).items():
         yield from ("--fix-input", f"{name}={value}")
-    if len(rows := run.summary["by_threads"]) > 1:
-        yield from ("--deploy-threads", ",".join(str(row["threads"]) for row in rows))
 
 
 def circumstances(run: FinishedRun) -> Iterator[Fact]:
     """The engine, the machine and the settings of a run."""
     summary, log = run.summary, run.log
     engine = summary["engine"]
-    for name in ("engine", "version", "provider", "plugin", "device", "driver", "isa", "threads", "denormals_as_zero"):
+    for name in ("engine", "version", "provider", "plugin", "device", "driver", "isa"):
         if engine.get(name):
             yield Fact({"isa": "instruction sets"}.get(name, name.replace("_", " ")), engine[name])
+    if summary["tuned_for"]:
+        yield Fact("tuned for", summary["tuned_for"])
     if log is not None:
         yield Fact("cores", str(log.machine.cores))
         loads = [f"{load:g}" for load in log.machine.load if load is not None]

@@ -76,24 +76,21 @@ class Budget:
         each = bench.floats.turn_seconds, bench.floats.start_seconds
         each_round = settings.plan.round_seconds(*each)
         opponents = 1 + bool(settings.from_qdq or settings.fix_inputs)  # the float model, and then the user's file
-        # A round, and a build, is one at all numbers of threads, and so is a comparison of a front.
-        share_of_counts = 1.0 if settings.front else len(settings.proof_counts) / len(settings.thread_counts)
-        counts = opponents * share_of_counts
         if settings.time_budget is None or ends is None:
-            takes = 2 * counts * (2 * bench.floats.build_seconds + each_round * settings.proof[0])
+            takes = 2 * opponents * (2 * bench.floats.build_seconds + each_round * settings.proof[0])
             return Budget(settings.search_builds, settings.trial_builds, None, settings.proof, proof_seconds=takes)
         share, files = PROOF_SHARE, 1
         if settings.front:
-            least = 2 * counts * (bench.floats.build_seconds + LEAST_ROUNDS * each_round)
+            least = 2 * opponents * (bench.floats.build_seconds + LEAST_ROUNDS * each_round)
             share, files = FRONT_SHARE, max(2, min(MAX_POINTS, int(FRONT_SHARE * settings.time_budget / least)))
-        most = int(share * settings.time_budget / (2 * counts * files * each_round))
+        most = int(share * settings.time_budget / (2 * opponents * files * each_round))
         proof = tuple(n for n in settings.proof if n <= most) or (max(LEAST_ROUNDS, min(most, settings.proof[0])),)
         rounds = each_round * proof[0] + settings.plan.warmup_seconds(*each)
         comparison = (1 + files) * bench.floats.build_seconds + files * rounds
         # Two pairs of builds decide gains of 1.5x; four, where they are cheap, decide gains of a tenth.
-        pairs = next((n for n in BUILD_LOOKS[1::-1] if n * counts * comparison <= share * settings.time_budget), PAIRS)
-        proving = (PAIRS if settings.front else pairs) * counts * comparison
-        parts = PAIRS * counts * (comparison - files * rounds), PAIRS * counts * files * rounds
+        fitting = (n for n in BUILD_LOOKS[1::-1] if n * opponents * comparison <= share * settings.time_budget)
+        proving = (PAIRS if settings.front else next(fitting, PAIRS)) * opponents * comparison
+        parts = PAIRS * opponents * (comparison - files * rounds), PAIRS * opponents * files * rounds
         return Budget(
             builds=settings.search_builds,
             each=settings.trial_builds,
@@ -184,23 +181,6 @@ def _least_proof(parts: tuple[float, float], ratio: float) -> float:
 def builds_of(trials: Sequence[Trial]) -> int:
     """The builds that trials have spent."""
     return sum(t.builds for t in trials)
-
-
-def affordable_proof(
-    settings: Settings, bench: Bench, ends: float | None, note: Callable[[str], None]
-) -> tuple[Settings, Budget]:
-    """The settings of a run with the proof that its time budget allows, and the budget. The proof may have fewer
-    rounds; if the user names no numbers of threads, it may run at the engine's own alone, as `note` then says."""
-    budget, (own, *others) = Budget.of(settings, bench, ends), settings.thread_counts
-    share = FRONT_SHARE if settings.front else PROOF_SHARE
-    is_too_long = settings.time_budget is not None and budget.proof_seconds > share * settings.time_budget
-    if own is not None and others and settings.deploy_threads is None and is_too_long:
-        alone, more = f"{own} thread{'s' * (own != 1)}", " and ".join(map(str, others))
-        every = ",".join(map(str, settings.thread_counts))
-        note(f"`time_budget` has room for a proof at {alone} only, not at {more}: `deploy_threads` {every} insists")
-        settings = replace(settings, proof_threads=(own,))
-        budget = Budget.of(settings, bench, ends)
-    return replace(settings, proof=budget.proof), budget
 
 
 # ---------------------------------------------------------------- calibration

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from qdqtune.engines import THREADED, EngineSpec, threads_of
-from qdqtune.engines.devices import physical_cores, usable_cores
+from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.machine import MachineFacts
-from qdqtune.engines.runner import Runner, as_workloads
+from qdqtune.engines.runner import Handle, Runner, as_workloads
 from qdqtune.errors import BadOption
-from qdqtune.types import Measurement, Mix, Placement, Trial
+from qdqtune.types import Failure, Measurement, Mix, Placement, Trial
+
+GLANCE_ROUNDS = 3
+"""Rounds of the glance at one thread; each takes four inferences. Chosen, not measured."""
+
+CLEARLY_LESS = 0.9
+"""The most of the time at all threads that one thread may take to be told of. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -36,50 +43,63 @@ class Context:
         return self.suffix.replace(":", "_")
 
 
-def usual_threads() -> int:
-    """How many threads an engine uses by default: one for each physical core that this process may use. (ONNX Runtime
-    counts those of the whole machine, even where the process is pinned to fewer.)"""
-    return len(physical_cores())
-
-
 def counts_of(
     engine: EngineSpec, asked: Sequence[int] | None, *, is_here: bool = True, machine: MachineFacts | None = None
 ) -> tuple[int | None, ...]:
-    """The numbers of threads at which a result has to hold, that of the engine first: those `asked` for; by default the
-    engine's and one, which is left out where it runs on any of several machines (not `is_here`). `machine` is the other
-    one that it runs on. Just None for an engine that does not compute on a CPU's threads.
+    """The numbers of threads at which a result has to hold, that of the engine first: those `asked` for, by default the
+    engine's. It may run on any of several machines (not `is_here`), or on another `machine`. Just None for an engine
+    that does not compute on a CPU's threads.
 
     Raises:
         BadOption: the engine has no threads to be told, or this process has no room for so many.
     """
     own = threads_of(engine)
     if own is None:
-        if asked:
-            raise BadOption(f"`deploy_threads` is about the threads of a CPU, and {engine.name} is not told any here")
+        if asked is not None and len(asked) > 1:
+            raise BadOption(f"`threads` is about the threads of a CPU, and {engine.name} is not told any here")
         return (None,)
-    is_real = engine.name in THREADED
     if asked is None:
-        return tuple(dict.fromkeys((own, 1))) if is_real and is_here else (own,)
-    if machine is not None and is_real and max(asked, default=0) > machine.cores:
+        return (own,)
+    if not asked or min(asked) < 1:
+        raise BadOption("`threads` wants whole numbers from 1 on, such as 1,4,16")
+    is_real = engine.name in THREADED
+    if machine is not None and is_real and max(asked) > machine.cores:
         raise BadOption(f"{max(asked)} threads: {machine.where} has {machine.cores} cores for us")
-    is_bound = is_real and is_here and machine is None
-    check_counts(asked, usable_cores() if is_bound else max(asked, default=0))
+    if machine is None and is_real and is_here and max(asked) > (cores := usable_cores()):
+        raise BadOption(
+            f"{max(asked)} threads: this process may use {cores} core{'s' * (cores > 1)} (what the machine has, "
+            "or taskset or a container leaves): what holds at more threads has to be tried where there are as many"
+        )
     return tuple(sorted(set(asked), key=lambda count: (count != own, count)))
 
 
-def check_counts(asked: Sequence[int], here: int) -> None:
-    """Refuse numbers of threads below 1 or above the number of cores `here`.
+def tuned_for(counts: Sequence[int | None], *, is_default: bool) -> str | None:
+    """The numbers of threads that a result was tuned for, in words; None for an engine that has none."""
+    numbers = [str(count) for count in counts if count is not None]
+    if not numbers:
+        return None
+    listed = " and ".join(filter(None, (", ".join(numbers[:-1]), numbers[-1])))
+    by_default = ", the default here" if is_default else ""
+    return f"{listed} thread{'s' * (numbers != ['1'])}{by_default}; other numbers were not measured"
 
-    Raises:
-        BadOption: there are none, or one is out of range.
-    """
-    if not asked or min(asked) < 1:
-        raise BadOption("`deploy_threads` wants whole numbers from 1 on, such as 1,4,16")
-    if max(asked) > here:
-        raise BadOption(
-            f"{max(asked)} threads: this process may use {here} core{'s' * (here > 1)} (what the machine has, "
-            "or taskset or a container leaves): what holds at more threads has to be tried where there are as many"
-        )
+
+def glance_at_one_thread(runner: Runner, file: Path, mix: Mix, count: int) -> str | None:
+    """A note for the user if the float model in `file` is faster at one thread than at `count`, as a dozen inferences
+    at each tell; None where the engine fails."""
+    before, counts = runner.mix, (count, 1)
+    runner.feed(at_each(mix, counts))
+    handle = runner.load(file, "glance")
+    measured: Measurement | Failure | None = None
+    if isinstance(handle, Handle):
+        measured = runner.rounds(handle, handle, GLANCE_ROUNDS, seed=0, first_round=0, turn_seconds=0.0, warmup=1)
+        runner.unload(handle)
+    runner.feed(before)
+    if not isinstance(measured, Measurement):
+        return None
+    usual, one = (1e3 * float(np.median(part.a + part.b)) for part in measured_at(measured, mix, counts))
+    if one > CLEARLY_LESS * usual:
+        return None
+    return f"the float model takes {one:.3g} ms at one thread and {usual:.3g} ms at {count}: `threads` 1 tunes for one"
 
 
 def at_each(mix: Mix, counts: Sequence[int | None]) -> Mix:

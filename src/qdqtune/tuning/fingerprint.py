@@ -43,7 +43,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     workloads: str | None
     input_shapes: dict[str, tuple[int | None, ...]]
     engine: dict[str, str]
-    deploy_threads: tuple[int, ...]
+    threads: tuple[int, ...]
     portable: bool | None = None
     numeric_format: NumericFormat
     model: str
@@ -71,7 +71,7 @@ def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, st
         node_filter=settings.node_filter,
         from_qdq=settings.from_qdq,
         workloads=description(subject.mix) if settings.workloads else None,
-        deploy_threads=tuple(count for count in settings.thread_counts if count is not None),
+        threads=tuple(count for count in settings.thread_counts if count is not None),
         portable=settings.portable or None,
         input_shapes={name: tuple(sizes) for name, sizes in sorted(subject.prepared.sizes.items())},
         engine=dict(engine),

@@ -349,7 +349,7 @@ def _answer_keys(ready: Ready) -> tuple[str, str]:
     asked = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in IRRELEVANT_SETTINGS}
     more = (path for path in (settings.qdq_baseline, settings.pattern_cache) if path is not None and path.is_file())
     asked |= {
-        "deploy_threads": settings.thread_counts,
+        "threads": settings.thread_counts,
         "machine": settings.measured_on,
         "metric": ready.evaluation.digest if ready.evaluation else None,
         "files": content_digest([*files_of(settings.model), *more]),

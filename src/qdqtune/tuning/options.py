@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,37 +84,6 @@ def regions_option() -> Any:
         "Divide the graph by node names, by topology, or by what fits.",
         "Search",
         is_rare=True,
-    )
-
-
-class ThreadCounts(Several):
-    """Reads numbers of threads, such as 1,4,16; None if the option is not given."""
-
-    name = "text"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...] | None:
-        """Convert numbers, or text with commas between them."""
-        given = [value] if isinstance(value, str | int) else value or ()
-        counts = [count for one in given for count in str(one).replace(" ", "").split(",")]
-        if wrong := [count for count in counts if not re.fullmatch(r"[1-9][0-9]{0,3}", count)]:
-            self.fail(f"{wrong[0]!r} is no number of threads: give 1,4,16", param, ctx)
-        if value is not None and not counts:
-            self.fail("no number of threads is named: give some, such as 1,4,16", param, ctx)
-        return tuple(dict.fromkeys(map(int, counts))) or None
-
-
-def deploy_threads_option() -> Any:
-    """The option `deploy_threads`: the numbers of threads at which a result has to hold."""
-    return option(
-        ThreadCounts(),
-        None,
-        "Numbers of threads that the model will run with: candidates are measured at each, and what ships is slower at "
-        "none of them and faster at one.",
-        "Engine",
-        default_in_words="`threads`; or a thread a core, which the engine takes by itself, and one",
-        metavar="1,4,16",
-        is_rare=True,
-        is_repeated=True,
     )
 
 
@@ -228,7 +196,6 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
     )
     portable: Flag = portable_option()
     precision: Option[Precision | None, Precision | None] = precision_option()
-    deploy_threads: Option[int | str | Sequence[int] | None, tuple[int, ...] | None] = deploy_threads_option()
     min_sqnr: Option[Switched, Switched] = option(
         Limit(),
         "auto",

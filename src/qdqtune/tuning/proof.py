@@ -118,7 +118,7 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     if run.budget.lacks_proof(history, settings.plan):
         queue = shipping.Finalists(tries_float=False)
     attempts: list[Attempt] = []
-    with open_contexts(settings.proof_counts, run.runner, run.subject.mix) as contexts:
+    with open_contexts(settings.thread_counts, run.runner, run.subject.mix) as contexts:
         while True:
             lacks_time = run.budget.lacks(attempts[-1].seconds if attempts else 0.0)
             if (placement := shipping.next_finalist(queue, attempts, lacks_time=lacks_time)) is None:

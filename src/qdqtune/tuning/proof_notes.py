@@ -81,7 +81,7 @@ def short_front(counts: FrontCounts, spent: str | None) -> str:
     was predicted."""
     reasons = {
         "did not prove faster than float": counts.slow,
-        "did not hold at another number of threads (`deploy_threads`)": counts.elsewhere,
+        "did not hold at another number of threads (`threads`)": counts.elsewhere,
         "lost to others or on a second pair of builds": counts.beaten,
     }
     is_single = counts.candidates == 1

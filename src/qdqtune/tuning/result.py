@@ -28,6 +28,7 @@ from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning import advice
 from qdqtune.tuning.comparison_results import rows_by_threads, rows_by_workload
+from qdqtune.tuning.contexts import tuned_for
 from qdqtune.tuning.deploy import copy_companions, processor_of, write_kit
 from qdqtune.tuning.folder import FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.proof import Proof
@@ -216,6 +217,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "format": FORMAT,
         "model": str(settings.model),
         "engine": description | ({} if settings.machine is None else {"machine": settings.machine.where}),
+        "tuned_for": tuned_for(settings.thread_counts, is_default=settings.threads is None),
         "mode": settings.mode,
         "state_file": None if settings.state_file is None else str(settings.state.absolute()),
         "rewrites": _rewrites(run, proof),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from qdqtune.calibration.scales import Ranges
+from qdqtune.engines import THREADED
 from qdqtune.engines.allocation import allocate_workers, check_same_kind
 from qdqtune.engines.build_queue import BuildQueue, Urgency
 from qdqtune.engines.devices import ANYWHERE, Device
@@ -38,9 +39,9 @@ from qdqtune.system.writing import Scratch, temporary_folder
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.pairing import FRESH, begin_pairs
 from qdqtune.tuning.bench import Bench
-from qdqtune.tuning.budget import Budget, affordable_proof
+from qdqtune.tuning.budget import Budget
 from qdqtune.tuning.candidates import Candidates
-from qdqtune.tuning.contexts import at_each, ratios_at
+from qdqtune.tuning.contexts import GLANCE_ROUNDS, at_each, glance_at_one_thread, ratios_at
 from qdqtune.tuning.fingerprint import fingerprint_of
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
 from qdqtune.tuning.observer import Observer
@@ -61,6 +62,9 @@ FIRST, LESSONS = 3, 2
 """Builds of the first batch, which prices every fusion group; and batches that are to follow it in a search that learns
 from each batch, so that many workers do not spend all builds right after the first. Measured by benchmarks/batches.py:
 with two the files are at most 0.4 % slower than by one build at a time, with one up to 4 %."""
+
+GLANCE_SHARE = 0.05
+"""The share of the time left of a time budget that the glance at one thread may take. Chosen, not measured."""
 
 FORMATS_SHARE = 0.1
 """The share of the time left of a time budget in which weight formats are timed. Chosen, not measured."""
@@ -275,12 +279,14 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
         pool = WorkerPool(workers, observer.note, check=execution.check, checking=TrialWorker.checking)
         bench = Bench(stack.enter_context(pool), store, conditions)
         observer.stage("measuring the float model" if settings.is_timed else "running the float model on the CPU")
-        settings, budget = affordable_proof(settings, bench, ready.ends, observer.note)
+        budget = Budget.of(settings, bench, ready.ends)
+        settings = replace(settings, proof=budget.proof)
+        notes = (*ready.notes, *filter(None, [_at_one_thread(ready, bench, constants)]))
         bench.deadline = budget.deadline
         limits = _limits(settings, ready.evaluation, bench, budget, observer)
         width, learning_width = _widths(ready)
         yield Run(
-            **{**vars(ready), "settings": settings, "subject": subject},
+            **{**vars(ready), "settings": settings, "subject": subject, "notes": notes},
             candidates=candidates,
             bench=bench,
             simulation=simulation,
@@ -289,6 +295,23 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
             width=width,
             learning_width=learning_width,
         )
+
+
+def _at_one_thread(ready: Ready, bench: Bench, constants: ConstantFile) -> str | None:
+    """A note if the float model is faster at one thread than at those that the engine takes by default. Not looked at
+    where the user names the threads, for large models, or where time is short."""
+    settings, runner, count = ready.settings, ready.runner, ready.settings.thread_counts[0]
+    is_usual = settings.threads is None and settings.engine.name in THREADED and settings.is_timed
+    if count in (None, 1) or not is_usual or runner.memory is not None:
+        return None
+    floats = bench.floats
+    takes = 2 * floats.build_seconds + 4 * GLANCE_ROUNDS * (1 + count) * floats.seconds
+    if ready.ends is not None and takes > GLANCE_SHARE * (ready.ends - time.monotonic()):
+        return None
+    file = constants.write(ready.subject.model, "glance")
+    note = glance_at_one_thread(runner, file, ready.subject.mix, count)
+    file.unlink()
+    return note
 
 
 def rule_costs(settings: Settings, subject: Subject) -> RuleCosts:

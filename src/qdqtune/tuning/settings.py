@@ -105,7 +105,8 @@ class Settings(SearchOptions):
     `workloads` are calls of different shapes that are timed as one mix; they are the samples if there are no
     `calibration_data`.
     `command` is the command line, for the run log only.
-    `proof_threads` are the numbers of threads of the proof, where time is too short for all of `thread_counts`.
+    `threads` are the numbers of threads that the model will run with: what ships is slower at none of them, and faster
+    at one. None: that of the `engine`, which the user did not name.
     `machine` is the other machine that measures (`on`); None: this one, or a cluster.
 
     Raises:
@@ -127,7 +128,7 @@ class Settings(SearchOptions):
     evaluate: str | None = None
     command: tuple[str, ...] = field(default=(), compare=False)
     workloads: tuple[WorkloadFile, ...] = ()
-    proof_threads: tuple[int | None, ...] | None = None
+    threads: tuple[int, ...] | None = None
     machine: MachineFacts | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -163,8 +164,8 @@ class Settings(SearchOptions):
                         checked_weight_format(self.engine.name, name, narrow=self.has_narrow_products)
                     except BadOption as error:
                         raise BadOption(f"`formats`: {error}, and {self.quant_type} for pairs") from error
-        if self.deploy_threads is not None:
-            counts_of(self.engine, self.deploy_threads, is_here=self.ray is None, machine=self.machine)
+        if self.threads is not None:
+            counts_of(self.engine, self.threads, is_here=self.ray is None, machine=self.machine)
         if not self.is_timed and (self.mode != "cut" or self.front or self.formats is not None or self.from_qdq):
             raise BadOption(
                 f"{simulated(self.engine.name, self.machine)}: a search there is by rule, with `mode` cut, for float "
@@ -238,18 +239,13 @@ class Settings(SearchOptions):
     @property
     def thread_counts(self) -> tuple[int | None, ...]:
         """The numbers of threads at which candidates are measured, see `contexts.counts_of`."""
-        return counts_of(self.engine, self.deploy_threads, is_here=self.ray is None, machine=self.machine)
-
-    @property
-    def proof_counts(self) -> tuple[int | None, ...]:
-        """The numbers of threads at which the result is proven."""
-        return self.thread_counts if self.proof_threads is None else self.proof_threads
+        return counts_of(self.engine, self.threads, is_here=self.ray is None, machine=self.machine)
 
     @property
     def proof_plan(self) -> Plan:
         """The rounds of the proof: its first look is at the least number of rounds that can decide. The error of a
         comparison is divided among the numbers of threads, as a file may win at each."""
-        error, rest = min(self.plan.error, Plan.error) / len(self.proof_counts), self.proof[1:]
+        error, rest = min(self.plan.error, Plan.error) / len(self.thread_counts), self.proof[1:]
         first = max(self.proof[0], least_rounds(error, 1 + len(rest)))
         return replace(self.plan, looks=(first, *(n for n in rest if n > first)), error=error)
 

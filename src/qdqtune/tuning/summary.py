@@ -143,6 +143,7 @@ class Summary(TypedDict):
     format: int
     model: str
     engine: dict[str, str]
+    tuned_for: str | None
     mode: Mode
     state_file: str | None
     rewrites: Rewritten

@@ -160,9 +160,9 @@ def test_a_result_is_proven_at_other_threads_where_there_are_as_many_cores(
     one = EngineSpec("fake", {"threads": 1})
     told = {"engine": one, "ray": cluster.address, "workers": 1, "mode": "cut", "builds": 6}
     with pytest.raises(BadOption, match="2 threads: no node of the cluster has as many CPUs"):
-        tune(asked(expected[0], "threads", deploy_threads=(1, 2), **told))
+        tune(asked(expected[0], "threads", threads=(1, 2), **told))
     node = cluster.add(num_cpus=2)
-    result = tune(asked(expected[0], "threads", deploy_threads=(1, 2), **told))  # there are only two cores in all
+    result = tune(asked(expected[0], "threads", threads=(1, 2), **told))  # there are only two cores in all
     assert [(row["threads"], row["verdict"]) for row in result.summary["by_threads"]] == [(1, "faster"), (2, "faster")]
     cluster.remove(node)
 
