@@ -5,7 +5,7 @@ import pytest
 from qdqtune.engines.runner import as_workloads
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.comparison_results import Compared
-from qdqtune.tuning.proof_notes import FrontCounts, notes_of, short_front, slower_workloads
+from qdqtune.tuning.proof_notes import notes_of, slower_workloads
 from qdqtune.tuning.shipping import Attempt, AttemptVerdict, InContext
 from qdqtune.types import Edge, Failure, Placement, Workload
 
@@ -39,20 +39,6 @@ def test_a_users_file_that_the_engine_does_not_run_is_told() -> None:
     attempt = Attempt(Placement(), (InContext(Failure("build", "no kernel"), FAST),), "ships")
     (note,) = notes_of(attempt, "m.onnx", "")
     assert note == "the engine does not run m.onnx as it is, so it was not compared: no kernel"
-
-
-def test_why_a_front_is_short() -> None:
-    counts = FrontCounts(points=1, candidates=6, of_search=4, new=2, slow=2, elsewhere=1)
-    assert short_front(counts, "`builds` 25") == (
-        "the front has 1 point: of 6 candidates that were compared with your model (4 of the search, 2 made for the "
-        "front) 2 did not prove faster than float, 1 did not hold at another number of threads (`threads`), 2 "
-        "lost to others or on a second pair of builds; `builds` 25 has no room for others: give more"
-    )
-    only = FrontCounts(points=0, candidates=1, of_search=1, new=0, slow=0, elsewhere=1)
-    assert "0 points: the only candidate did not hold at another number of threads" in short_front(only, None)
-    none = FrontCounts(points=0, candidates=0, of_search=0, new=0, slow=0, elsewhere=0)
-    assert short_front(none, None).startswith("the front has 0 points: no others are predicted that differ")
-    assert short_front(none, "`builds` 14").endswith("`builds` 14 has no room for any: give more")
 
 
 def test_a_workload_that_got_slower_is_noted() -> None:

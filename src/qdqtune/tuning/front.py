@@ -17,7 +17,7 @@ from qdqtune.graph.saving import data_of
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
-from qdqtune.search.front import TARGET_POINTS, FrontSearch, MeasuredPoint, named
+from qdqtune.search.front import TARGET_POINTS, WORTHWHILE_RATIO, FrontSearch, MeasuredPoint, named
 from qdqtune.system.checks import content_digest
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.tuning.comparison_results import judged_together, rows_by_threads, rows_by_workload
@@ -37,7 +37,6 @@ from qdqtune.tuning.folder import (
 from qdqtune.tuning.front_candidates import FrontCandidates, compare_candidates
 from qdqtune.tuning.front_decisions import FrontCandidate, ProvenPoint, front_of, shipped_point
 from qdqtune.tuning.proof import Proof, copy_model, prove
-from qdqtune.tuning.proof_notes import FrontCounts, short_front
 from qdqtune.tuning.records import plain
 from qdqtune.tuning.result import write_placement_of
 from qdqtune.tuning.run import Run
@@ -105,7 +104,7 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     if not points:
         run.output.clear(FRONT)
     builds = compared.builds - len(compared.trials)
-    notes = () if len(points) >= TARGET_POINTS else (_short_front(compared, proven, held, len(points), run),)
+    notes = () if len(points) >= TARGET_POINTS else (_short_front(compared, len(points), run),)
     if (best := shipped_point(points)) is None:
         again = best_of(history)  # tried as without a front, unless it is known to be slower
         candidates = compared.by_placement.values()
@@ -122,23 +121,15 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     return Front(proof, tuple(points), compared.trials)
 
 
-def _short_front(
-    compared: FrontCandidates, proven: Sequence[ProvenPoint], held: Sequence[ProvenPoint], points: int, run: Run
-) -> str:
-    """Why the front has so few points."""
-    candidates, settings, spent = compared.by_placement.values(), run.settings, None
-    if (is_late := run.budget.is_late) or compared.has_more():
-        is_timed = settings.time_budget is not None and (is_late or compared.has_builds)
-        spent = "`time_budget`" if is_timed else f"`builds` {settings.builds}"
-    counts = FrontCounts(
-        points=points,
-        candidates=len(candidates),
-        of_search=sum(not c.is_new for c in candidates),
-        new=len(compared.trials),
-        slow=sum(not c.is_faster for c in candidates),
-        elsewhere=max(0, sum(p.ratio.verdict == "faster" for p in proven) - len(held)),
-    )
-    return short_front(counts, spent)
+def _short_front(compared: FrontCandidates, points: int, run: Run) -> str:
+    """Whether more builds or time would give a front more points."""
+    settings, is_late = run.settings, run.budget.is_late
+    count = len(compared.by_placement)
+    told = f"the front has {points} point{'s' * (points != 1)} of {count} candidate{'s' * (count != 1)}"
+    if not is_late and not compared.has_more():
+        return f"{told}: no others are predicted that differ and take at most {WORTHWHILE_RATIO:.1%} of float's time"
+    is_timed = settings.time_budget is not None and (is_late or compared.has_builds)
+    return f"{told}: {'`time_budget`' if is_timed else f'`builds` {settings.builds}'} has no room for others: give more"
 
 
 def _named(points: Sequence[ProvenPoint], files: Mapping[Placement, Path], run: Run) -> list[ProvenPoint]:

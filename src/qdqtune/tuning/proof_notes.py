@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from qdqtune.search.front import WORTHWHILE_RATIO
 from qdqtune.tuning import advice
 from qdqtune.tuning.comparison_results import Compared, first_faster
 from qdqtune.tuning.shipping import Attempt, is_slower
@@ -54,46 +52,3 @@ def slower_workloads(contexts: Sequence[Compared], mix: Mix) -> Iterator[str]:
                 f"{workload.name} alone ({workload.share:.0%} of the calls) got slower: {worst.ratio.speedup} the "
                 f"speed of float{at}; the others gain more than it loses"
             )
-
-
-@dataclass(frozen=True)
-class FrontCounts:
-    """How many points a front has, and what became of the other candidates."""
-
-    points: int
-    candidates: int
-    of_search: int
-    """Candidates that the search had built."""
-    new: int
-    """Candidates that the search had not built."""
-    slow: int
-    elsewhere: int
-    """Candidates that were slower in another context only."""
-
-    @property
-    def beaten(self) -> int:
-        """Candidates that lost to others, or on a second pair of builds."""
-        return self.candidates - self.points - self.slow - self.elsewhere
-
-
-def short_front(counts: FrontCounts, spent: str | None) -> str:
-    """Why a front has so few points. `spent` is the option that left no room for another candidate, None if no other
-    was predicted."""
-    reasons = {
-        "did not prove faster than float": counts.slow,
-        "did not hold at another number of threads (`threads`)": counts.elsewhere,
-        "lost to others or on a second pair of builds": counts.beaten,
-    }
-    is_single = counts.candidates == 1
-    of_each = [(number, what) for what, number in reasons.items() if number > 0]
-    lost = ", ".join(what if is_single else f"{number} {what}" for number, what in of_each)
-    sources = {"of the search": counts.of_search, "made for the front": counts.new}
-    came = ", ".join(f"{number} {what}" for what, number in sources.items() if number)
-    many = f"of {counts.candidates} candidates that were compared with your model ({came})"
-    compared = lost and f"{'the only candidate' if is_single else many} {lost}"
-    if spent is None:
-        rest = f"no others are predicted that differ and take at most {WORTHWHILE_RATIO:.1%} of the float model's time"
-    else:
-        rest = f"{spent} has no room for {'others' if counts.candidates else 'any'}: give more"
-    plural = "s" * (counts.points != 1)
-    return f"the front has {counts.points} point{plural}: {'; '.join(filter(None, (compared, rest)))}"
