@@ -54,7 +54,7 @@ LATE_BUILDS = 24
 """How many builds may begin after the end of a time budget: the best so far is proven by two comparisons of four
 builds, and those that a worker has lost are made again. Some room is left for a front, whose files are several."""
 
-VARYING = ("run.json", "seconds.json", "logs/", ".qdqtune", "autotune_cache.json", "subgraphs/", "region_models/")
+VARYING = ("run.json", "logs/", ".qdqtune", "autotune_cache.json", "subgraphs/", "region_models/")
 """Files in the output folder whose content tells when things happened, or in which order."""
 
 

@@ -43,7 +43,7 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
         QdqtuneError: see `errors`; BaselineFailed if the engine cannot run the float model.
         KeyboardInterrupt: everything measured so far is in the state file.
     """
-    log = RunLogWriter(settings)
+    log = RunLogWriter()
     observer = Observers((log, observer or Silent()))
     with prepared(settings, observer, check) as ready:
         if (before := recalled(ready)) is not None:

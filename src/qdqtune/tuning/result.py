@@ -133,7 +133,7 @@ def conclude(
             found = fallback(load(run.settings.output_dir / FINAL), layers)
             summary["fallback"] = found.to_dict()
             left.append(found.in_words())
-    summary |= {**recorded.summary, "seconds": round(log.all_seconds, 3)}
+    summary |= {**recorded.summary, "seconds": round(log.seconds, 3)}
     notes = (*left, *run.notes, *run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes)
     notes = (*notes, *_doubts(history, proof, run, shortfall))
     contents = {SUMMARY: summary, RUN: log.content(history, run, notes), **recorded.files}

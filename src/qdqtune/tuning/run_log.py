@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
-from math import isfinite
 from typing import Any, TypedDict
 
 import msgspec
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import load, usable_cores
-from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan
-from qdqtune.tuning.folder import LOGS
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.records import JudgedTrial, job_of, plain
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.summary import FORMAT
 from qdqtune.types import Trial
-
-SECONDS_FILE = "seconds.json"
-"""The file among the logs with the seconds that the run has taken so far, earlier sessions included."""
-
-UPDATE_SECONDS = 1.0
-"""Seconds between two updates of that file, at the least."""
 
 ELSEWHERE = frozenset(
     {"model", "output_dir", "engine", "calibration", "config", "plan", "state_file", "command", "restart", "machine"}
@@ -101,43 +91,26 @@ def judgement_of(trial: Trial) -> dict[str, Any]:
 
 
 class RunLogWriter(Silent):
-    """An observer that records when each stage began and each trial ended, in seconds since it was made.
+    """An observer that records when each stage began and each trial ended, in seconds since it was made."""
 
-    It also writes to disk how long the run has taken, so that a run which is ended and resumed counts all its time.
-    """
-
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self) -> None:
         self._begun, self._clock = datetime.now(UTC), time.monotonic()
         self._load = load()
         self._stages: list[tuple[str, float]] = []
         self._times: dict[int, tuple[float, bool]] = {}
-        self._path, self._written = settings.output_dir / LOGS / SECONDS_FILE, self._clock
-        is_resumed = settings.state.exists() and not settings.restart
-        self._earlier = self._read() if is_resumed else 0.0
 
     @property
     def seconds(self) -> float:
         """Seconds of this session."""
         return time.monotonic() - self._clock
 
-    @property
-    def all_seconds(self) -> float:
-        """Seconds of all sessions of the run."""
-        return self._earlier + self.seconds
-
     def stage(self, text: str) -> None:
         """Record when a stage begins."""
         self._stages.append((text, self.seconds))
-        self._write()
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """Record when a trial ends."""
         self._times[trial.number] = self.seconds, state.replayed
-        self._write()
-
-    def progress(self, done: int, total: int | None) -> None:
-        """Update the file of seconds."""
-        self._write()
 
     def content(self, history: Sequence[Trial], run: Run, notes: tuple[str, ...]) -> Mapping[str, Any]:
         """The JSON values of run.json."""
@@ -163,19 +136,6 @@ class RunLogWriter(Silent):
         seconds, replayed = self._times.get(trial.number, (None, False))
         rounded = None if seconds is None else round(seconds, 2)
         return LoggedTrial(**judgement_of(trial), seconds=rounded, replayed=replayed)
-
-    def _write(self) -> None:
-        now = time.monotonic()
-        if now - self._written >= UPDATE_SECONDS and self._path.parent.is_dir():
-            write_json(self._path, {"seconds": round(self._earlier + now - self._clock, 1)})
-            self._written = now
-
-    def _read(self) -> float:
-        try:
-            seconds = json.loads(self._path.read_text(encoding="utf-8"))["seconds"]
-        except (OSError, ValueError, RecursionError, KeyError, TypeError):
-            return 0.0  # damaged, or deleted
-        return float(seconds) if isinstance(seconds, float | int) and isfinite(seconds) and seconds >= 0 else 0.0
 
 
 def _measuring(settings: Settings, load_before: float | None) -> Machine:
