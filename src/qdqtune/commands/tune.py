@@ -18,7 +18,7 @@ from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for
 from qdqtune.commands.tune_tables import is_judged, result_table
 from qdqtune.engines import LAUNCHED, EngineSpec, threads_of
-from qdqtune.engines.devices import usual_threads
+from qdqtune.engines.devices import usable_cores, usual_threads
 from qdqtune.engines.execution import Check
 from qdqtune.engines.machine import is_simulated
 from qdqtune.engines.options import EngineOptions, with_timing_cache
@@ -166,7 +166,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             builds = max(builds, builds_for(schemes, len(tuned)))
         files = tuple(file for file in self.workloads if isinstance(file, WorkloadFile))
         data = None if self.calibration_data is None else str(self.calibration_data)
-        own = usual_threads(self.cores_per_worker)
+        own = usual_threads(self.cores_per_worker or max(1, usable_cores() // (self.workers or 1)))
         if machine is not None:
             own = min(machine.physical_cores, self.cores_per_worker or machine.cores)
         usual = 1 if self.ray else own
