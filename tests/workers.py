@@ -140,14 +140,6 @@ class Watched:
             raise EngineFailure(refusal)
         return WatchedModel(self._workers, self._engine.build(model, log), self._workers.slower(build))
 
-    def compile(self, model: Path, log: Path, plan: Path) -> None:
-        self.build(model, log)
-        plan.write_text(model.name)
-
-    def load(self, plan: Path, model: Path, log: Path) -> Built:
-        assert plan.read_text() == model.name
-        return WatchedModel(self._workers, self._engine.build(model, log), 1.0)
-
 
 @dataclass(frozen=True)
 class WatchedModel:

@@ -11,12 +11,11 @@ import pytest
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.memory import OUT_OF_RESOURCES
-from qdqtune.engines.runner import Runner, as_workloads
+from qdqtune.engines.runner import as_workloads
 from qdqtune.engines.worker import Model, Session, answer, average_layers
 from qdqtune.errors import EngineFailure
 from qdqtune.system.turns import Turn
-from qdqtune.types import Failure, Layer, Workload
-from workers import Workers
+from qdqtune.types import Layer, Workload
 
 
 class _Scripted:
@@ -114,11 +113,3 @@ def test_a_file_that_cannot_be_written_is_a_failure_for_lack_of_resources() -> N
     assert (good, type(error)) == (False, EngineFailure)
     assert str(error) == "the engine process cannot use candidate.log: No space left on device"
     assert OUT_OF_RESOURCES.search(str(error))
-
-
-def test_a_refused_compile_is_a_failed_build(tmp_path: Path) -> None:
-    workers = Workers(refused=lambda build: "no such kernel")
-    with Runner(EngineSpec("fake"), log_dir=tmp_path, start=workers) as runner:
-        assert runner.compile(tmp_path / "m.onnx", tmp_path / "m.log", tmp_path / "m.plan") == Failure(
-            "build", "no such kernel"
-        )

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from models import build, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.graph.model import Model
-from qdqtune.search import TwoStage, as_predicted, best_of, products_left_in_float, upcoming_placements
+from qdqtune.search import TwoStage, products_left_in_float
 from qdqtune.search.region import Config
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
@@ -181,32 +180,3 @@ def test_without_layer_times_the_rules_come_first(model: Path) -> None:
     seeded = tuned(model, "seeded", builds=10, hide_times=True)
     assert seeded.history == tuned(model, "rules", builds=10, cut_seed=False, hide_times=True).history
     assert not OF_THE_CUT & {t.proposal.origin for t in seeded.history}
-
-
-def named(name: str, predicted: float | None = None, *, wants_layers: bool = False) -> Proposal:
-    return Proposal(name, Placement.of([Edge(name)]), predicted=predicted, wants_layers=wants_layers)
-
-
-class Around:
-    """Proposes variants of the best so far, one at a time."""
-
-    def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        best = next((t.proposal.origin for t in history if t.placement == best_of(history)), "float")
-        return (named(f"{best}.{len(history)}"),)
-
-
-@pytest.mark.parametrize(
-    ("proposal", "expected"),
-    [
-        (named("cut", 0.9, wants_layers=True), ["cut.1", "cut.2"]),  # it is foretold to become the best
-        (named("polish", 1.01, wants_layers=True), ["float.1", "float.2"]),
-        (named("variant"), ["float.1", "float.2"]),
-        (named("fused units", wants_layers=True), []),  # what comes next, its layers will tell
-    ],
-)
-def test_upcoming_placements_assume_predictions_and_stop_at_builds_without_one(
-    proposal: Proposal, expected: list[str]
-) -> None:
-    coming = islice(upcoming_placements(Around(), [], [proposal], Plan()), 2)
-    assert list(coming) == [named(name).placement for name in expected]
-    assert (best_of(as_predicted([], [proposal], Plan())) == proposal.placement) == (expected[:1] == ["cut.1"])

@@ -115,7 +115,7 @@ class Process:
 
     def _result(self, name: str, arguments: tuple[Any, ...]) -> Any:
         clock = self.machine.clock
-        clock.advance(0.05 if name in ("build", "compile") else 0.001)
+        clock.advance(0.05 if name == "build" else 0.001)
         if name == "open":
             self.session = worker.Session(*arguments, self.machine.engine)
             return None
@@ -241,7 +241,7 @@ class Machine:
         """What goes wrong with a request to a worker."""
         if self.clock.now > self._ends_at:
             self.late[name] += 1
-        kind = {"build": "build", "compile": "build", "rounds": "rounds"}.get(name)
+        kind = name if name in ("build", "rounds") else None
         fault = self._fault("message") or (self._fault(kind) if kind else None)
         if fault in ("no memory", "no room") and name in ("unload", "feed", "save_memory", "describe"):
             fault = None  # they take none

@@ -15,7 +15,6 @@ import pytest
 
 from models import feeds, ranges
 from qdqtune.engines import formats
-from qdqtune.engines.build_queue import BuildQueue
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed, EngineFailure, EngineUnavailable, OutputError
@@ -48,7 +47,6 @@ class Script:
     contents: dict[Path, bytes] = field(default_factory=dict)
     present: set[Handle] = field(default_factory=set)
     timed: int = 0
-    build_queue = BuildQueue()
     check = None
     mix: Mix = ()
 

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import pytest
 
-from qdqtune.engines.build_queue import BuildQueue
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed
 from qdqtune.graph.saving import save
@@ -33,7 +32,6 @@ class Script:
     present: set[Handle] = field(default_factory=set)
     most: int = 0
     seeds: list[int] = field(default_factory=list)
-    build_queue = BuildQueue()
     check = None
 
     def load(self, path: Path, log_name: str, *, fresh: bool) -> Handle | Failure:

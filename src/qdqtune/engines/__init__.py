@@ -120,18 +120,6 @@ TENSORRT_FAMILY = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
 """Engines of NVIDIA's: they run on its GPUs, build for given input sizes, and usually start from a float16 model."""
 
 
-class Compiler(Engine, Protocol):
-    """An engine whose builds have two steps: `compile` takes long and writes a plan, `load` reads it. Other processes
-    may run `compile` without disturbing what this one times; the option `builds_aside` says how many at once. Both
-    raise what `build` raises."""
-
-    def compile(self, model: Path, log: Path, plan: Path) -> None:
-        """Write the plan of a model to the file `plan`."""
-
-    def load(self, plan: Path, model: Path, log: Path) -> Built:
-        """Load the plan of a model."""
-
-
 THREADED = frozenset({"onnxruntime", "openvino", *(name for name, table in PROVIDERS.items() if table.uses_threads)})
 """Engines that compute on threads of the CPU, unless an execution provider is set that computes elsewhere."""
 

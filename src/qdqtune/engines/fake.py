@@ -80,7 +80,6 @@ class FakeOptions:
     hide_times: layer reports have no times, like those of engines that cannot time layers.
     float_only: no operator has an integer kernel.
     threads: multiply-adds are divided among so many; all else takes as long as on one.
-    builds_aside: how many builds are made at once in processes beside the one that times.
     """
 
     seed: int = 0
@@ -94,12 +93,11 @@ class FakeOptions:
     hide_times: bool = False
     float_only: bool = False
     threads: int = 1
-    builds_aside: int = 0
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.faults or {}) - set(FAULTS)):
             raise BadOption(f"engine 'fake' knows no fault {unknown[0]!r}; it has {', '.join(FAULTS)}")
-        numbers = self.noise, self.drift, self.spikes, self.build_seconds, self.seed, self.builds_aside
+        numbers = self.noise, self.drift, self.spikes, self.build_seconds, self.seed
         if min(*numbers, self.threads - 1) < 0:
             raise BadOption("engine 'fake' takes no negative numbers")
         if self.wide and not self.asymmetric:
@@ -144,14 +142,6 @@ class Fake:
             EngineFailure: the model is invalid, or the option `faults` has it refused.
         """
         time.sleep(self._options.build_seconds)
-        return self.load(model, model, log)
-
-    def compile(self, model: Path, log: Path, plan: Path) -> None:
-        """Take as long as a build, and refuse the same models. There is no plan to write."""
-        self.build(model, log)
-
-    def load(self, plan: Path, model: Path, log: Path) -> FakeModel:
-        """`build` without its time."""
         log.write_bytes(b"")
         append(log, f"building {model}\n")
         try:

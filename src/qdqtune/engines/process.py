@@ -221,7 +221,7 @@ class WorkerConnection(Checked):
             printed = last_lines(log) if log else ""
             if OUT_OF_RESOURCES.search(str(error)):
                 return Failure("resources", str(error), printed)
-            return Failure("build" if name in ("build", "compile") else "run", str(error), printed)
+            return Failure("build" if name == "build" else "run", str(error), printed)
 
     def open(self) -> None:
         """Start a worker, unless there is one, and open the engine there.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,6 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from qdqtune.engines import LAUNCHED, EngineSpec, builds_for
-from qdqtune.engines.build_queue import BuildQueue
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.execution import EXECUTION, Check, Execution
 from qdqtune.engines.memory import MemoryBudget
@@ -84,8 +82,6 @@ class Runner:
         memory: MemoryBudget | None = None,
     ) -> None:
         self.log_dir, self.device, self.memory, self._unpacked = log_dir, device, memory, unpacked
-        self.build_queue = BuildQueue()
-        """Builds that other processes make for this runner."""
         self.before_start: Callable[[], None] = lambda: None
         """Called before a worker starts."""
         self._spec, self._start_worker = spec, start or start_worker
@@ -141,15 +137,9 @@ class Runner:
         """
         if self.device != ANYWHERE:
             self.close()
-        return self._like(spec, log_dir, self.device, self.memory if has_budget else None)
-
-    def on_device(self, spec: EngineSpec, device: Device) -> Runner:
-        """A runner of another engine on another device, started in the same way as this one."""
-        return self._like(spec, self.log_dir, device, self.memory)
-
-    def _like(self, spec: EngineSpec, log_dir: Path, device: Device, memory: MemoryBudget | None) -> Runner:
         execution, start = Execution(self._connection.limit, check=self.check), self._start_worker
-        return Runner(spec, log_dir=log_dir, execution=execution, start=start, device=device, memory=memory)
+        memory = self.memory if has_budget else None
+        return Runner(spec, log_dir=log_dir, execution=execution, start=start, device=self.device, memory=memory)
 
     # The engine
 
@@ -203,10 +193,6 @@ class Runner:
         handle = Handle(path, number, seconds)
         self._logs[handle] = log
         return handle
-
-    def compile(self, path: Path, log: Path, plan: Path) -> float | Failure:
-        """`Compiler.compile`: write the plan of a model to the file `plan`; the seconds that it took."""
-        return twice(lambda: self._connection.ask("compile", path, log, plan, what=f"building {path.name}", log=log))
 
     def unload(self, handle: Handle) -> None:
         """Free one build, if the worker holds it."""
@@ -353,28 +339,19 @@ class Runner:
         return None
 
     def _build(self, number: int, path: Path, log: Path, needed: frozenset[int] = frozenset()) -> float | Failure:
-        """Build a file within the memory budget, or load the plan that a builder made of it; the seconds that took.
-        Builds that are `needed` now are not freed."""
+        """Build a file within the memory budget, without freeing builds that are `needed` now; the seconds it took."""
         size = 0 if self.memory is None else builds_for(self._mix) * (nbytes(path) + self._unpacked)
         if self.memory is not None:
             self.memory.make_room(size, frozenset((id(self), build) for build in needed))
-        before, begun = self._connection.seconds, time.monotonic()
-        made = self.build_queue.take(path, log, self)
-        self._connection.seconds = before + time.monotonic() - begun
-        if isinstance(made, Failure):
-            return made
-        plan, seconds = made or (None, 0.0)
         result: float | Failure = self._connection.ask(
-            "build", number, path, log, plan, what=f"building {path.name}", log=log
+            "build", number, path, log, what=f"building {path.name}", log=log
         )
-        if plan is not None:
-            plan.unlink(missing_ok=True)
         if isinstance(result, Failure):
             return result
         self._present.add(number)
         if self.memory is not None:
             self.memory.add((id(self), number), size, lambda: self._free(number))
-        return result + seconds
+        return result
 
     def _free(self, number: int) -> None:
         """Free a build in the worker."""

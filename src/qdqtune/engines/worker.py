@@ -26,7 +26,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from qdqtune.engines import LAUNCHED, Built, Compiler, Engine, EngineSpec, Launched, builds_for, open_engine, threads_of
+from qdqtune.engines import LAUNCHED, Built, Engine, EngineSpec, Launched, builds_for, open_engine, threads_of
 from qdqtune.engines.channel import Channel
 from qdqtune.engines.memory import return_free_memory, scarce_memory
 from qdqtune.errors import EngineFailure, QdqtuneError
@@ -81,22 +81,12 @@ class Session:
     def _building(self) -> AbstractContextManager[None]:
         return scarce_memory() if self._saves_memory else nullcontext()
 
-    def compile(self, path: Path, log: Path, plan: Path) -> float:
-        """`Compiler.compile`; the seconds that it took."""
-        start = time.perf_counter()
-        cast(Compiler, self._engine).compile(path, log, plan)
-        return time.perf_counter() - start
-
-    def build(self, number: int, path: Path, log: Path, plan: Path | None = None) -> float:
-        """Build a model, or load its plan, and keep it under a number; the seconds that it took."""
+    def build(self, number: int, path: Path, log: Path) -> float:
+        """Build a model and keep it under a number; the seconds that it took."""
         start, self._models[number] = time.perf_counter(), Model(path, log)
         try:
-            if plan is None:
-                for workload in self._mix:
-                    self._built(number, workload.threads)
-            else:
-                with self._building():
-                    self._models[number].builds[None] = cast(Compiler, self._engine).load(plan, path, log)
+            for workload in self._mix:
+                self._built(number, workload.threads)
         except (QdqtuneError, OSError):
             self.unload(number)
             raise

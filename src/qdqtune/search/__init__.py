@@ -9,7 +9,7 @@ from typing import Protocol
 from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import CLAMPS, COMPUTE
 from qdqtune.timing.ratios import Plan, judge
-from qdqtune.types import LOW_PRECISIONS, CostsByRule, Measurement, Placement, Proposal, Trial
+from qdqtune.types import LOW_PRECISIONS, CostsByRule, Placement, Proposal, Trial
 
 MOST_PRODUCTS = 0.5
 """Pairs at this share of the products of a model show whether an engine has 8-bit kernels for any. Chosen, not
@@ -64,29 +64,6 @@ def _results(model: Model, product: Node) -> Iterator[str]:
         yield tensor
         readers = (model.nodes[use.node] for use in model.uses(tensor) if use.node != GRAPH)
         yield from (reader.outputs[0] for reader in readers if reader.op in CLAMPS)
-
-
-def as_predicted(history: Sequence[Trial], batch: Sequence[Proposal], plan: Plan) -> list[Trial]:
-    """The history extended by a batch, as if each build took its predicted ratio, or 1.0 where nothing is predicted.
-    The first of the batch counts as accepted if it is predicted to be faster."""
-    imagined, best, ratios = list(history), best_of(history), ratios_to_float(history, plan)
-    for proposal in batch:
-        ratio = 1.0 if proposal.predicted is None else proposal.predicted / ratios.get(best, 1.0)
-        rounds = Measurement((1.0,) * plan.looks[0], (ratio,) * plan.looks[0])
-        is_better = ratio < 1 and proposal is batch[0]
-        imagined.append(Trial(len(imagined) + 1, proposal, best, rounds, accepted=is_better))
-    return imagined
-
-
-def upcoming_placements(
-    strategy: Strategy, history: Sequence[Trial], batch: Sequence[Proposal], plan: Plan
-) -> Iterator[Placement]:
-    """The placements that a strategy would propose after a batch, the soonest first, if the batch turned out
-    `as_predicted`. Nothing comes after a proposal without a prediction whose layers the strategy wants to see."""
-    while batch and all(p.predicted is not None or not p.wants_layers for p in batch):
-        history = as_predicted(history, batch, plan)
-        batch = strategy.propose(history)
-        yield from (proposal.placement for proposal in batch)
 
 
 @dataclass(frozen=True)

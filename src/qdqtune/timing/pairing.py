@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from qdqtune.engines.build_queue import Urgency
 from qdqtune.engines.execution import Check
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
@@ -119,12 +118,6 @@ def fresh_builds(runner: Runner, a: Path, b: Path, log_name: str) -> Iterator[tu
         yield handles[1], handles[0]
 
 
-def begin_pairs(runner: Runner, file: Path, log_names: Sequence[str], urgency: Urgency) -> None:
-    """Queue the builds of a file that `fresh_pairs` is going to take by these names."""
-    for log_name in log_names:
-        runner.build_queue.add(file, f"{log_name}_{file.stem}", urgency)
-
-
 def fresh_pairs(
     runner: Runner,
     a: Path,
@@ -138,9 +131,6 @@ def fresh_pairs(
     """Build both files several times, each pair with a seed and a name, and compare all pairs in turns until they are
     decided: see `ratios.compare_pairs`."""
     with ExitStack() as stack:
-        runner.build_queue.withdraw(Urgency.NOW)
-        begin_pairs(runner, b, log_names[1:], Urgency.NOW)  # the first is built here
-        begin_pairs(runner, a, log_names, Urgency.NOW)
         pairs = []
         for seed, log_name in zip(seeds, log_names, strict=True):
             pair = stack.enter_context(fresh_builds(runner, a, b, log_name))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
 from qdqtune.engines import builds_for
-from qdqtune.engines.build_queue import Urgency
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Runner, insist
 from qdqtune.errors import BaselineFailed
@@ -93,12 +92,9 @@ class Bench:
         parts = floats.build_seconds, floats.seconds, floats.turn_seconds, judged, floats.start_seconds
         return trial_seconds(plan, *parts, profiled)
 
-    def measured(
-        self, number: int, proposals: Sequence[Proposal], against: Placement, foresee: Callable[[], None] = lambda: None
-    ) -> Generator[tuple[Trial, bool]]:
+    def measured(self, number: int, proposals: Sequence[Proposal], against: Placement) -> Generator[tuple[Trial, bool]]:
         """Time candidates against another placement, on several devices side by side. Gives the trials in the order of
-        the proposals, numbered from `number`, each with whether its result was in the store. `foresee` is called to
-        queue builds of later candidates.
+        the proposals, numbered from `number`, each with whether its result was in the store.
 
         Results are stored at once. Closing the iterator ends the measurements that are running.
 
@@ -114,7 +110,7 @@ class Bench:
                 done[place] = known, True
             else:
                 jobs.append(TrialJob(number + place, proposal, against, known))
-        with closing(self._answers(jobs, foresee)) as results:
+        with closing(self._answers(jobs)) as results:
             # The user's metric runs on the first device after each trial: measure the whole batch before.
             is_gathered = len(self._pool) > 1 and self._conditions.evaluation is not None
             fresh = iter(list(results)) if is_gathered else results
@@ -124,26 +120,17 @@ class Bench:
                     done[trial.number - number] = trial, False
                 yield done.pop(place)
 
-    def _answers(self, jobs: Sequence[TrialJob], foresee: Callable[[], None]) -> Generator[Trial]:
+    def _answers(self, jobs: Sequence[TrialJob]) -> Generator[Trial]:
         """The trial of each job, as it is done."""
         if not jobs:
             return
         reference = self.floats.outputs
-        if self._runner.build_queue.builders:
-            self.begin((job.proposal.placement for job in jobs[1:]), Urgency.NOW)  # the first is built here
-            foresee()
         batch = Batch(reference, self.scores, self.deadline, self._pool if len(self._pool) > 1 else None)
         ask = [partial(TrialWorker.trial, job=job, batch=batch) for job in jobs]
         with closing(self._pool.results(ask)) as results:
             for _, trial in results:
                 self._store.put(_record(trial))
                 yield trial
-
-    def begin(self, placements: Iterable[Placement], urgency: Urgency) -> None:
-        """Queue the builds of these placements, in place of queued ones of the same urgency."""
-        self._runner.build_queue.withdraw(urgency)
-        for placement in placements:
-            self._loaded.begin(placement, urgency)
 
     def _known(self, number: int, proposal: Proposal, against: Placement) -> Trial | None:
         """The trial of a candidate that an earlier run has measured."""

@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 from threading import Lock
 
-from qdqtune.engines.build_queue import Urgency
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.graph.saving import ConstantFile, save
 from qdqtune.placement.insertion import Inserter
@@ -78,11 +77,6 @@ class Loaded:
                 return handle
             self._loaded[placement] = handle
         return self._loaded[placement]
-
-    def begin(self, placement: Placement, urgency: Urgency) -> None:
-        """Have a placement built ahead; see `BuildQueue.add`."""
-        if placement not in self._loaded:
-            self._runner.build_queue.add(self._candidates.file(placement), urgency=urgency)
 
     def drop(self, placement: Placement) -> None:
         """Unload a placement and delete its file, if it is loaded."""

@@ -6,12 +6,9 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
-from itertools import islice
 
-from qdqtune.engines.build_queue import Urgency
 from qdqtune.engines.execution import Check
-from qdqtune.search import Strategy, as_predicted, best_of, products_left_in_float, upcoming_placements
+from qdqtune.search import Strategy, best_of, products_left_in_float
 from qdqtune.search.front import FrontSearch
 from qdqtune.timing.limits import outcome
 from qdqtune.tuning import advice
@@ -21,14 +18,14 @@ from qdqtune.tuning.folder import FRONT
 from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes import MODES
 from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent
-from qdqtune.tuning.proof import Proof, begin_proof, chosen_by_rule, prove
+from qdqtune.tuning.proof import Proof, chosen_by_rule, prove
 from qdqtune.tuning.result import Result, conclude
 from qdqtune.tuning.rewritten import with_rewrites
 from qdqtune.tuning.run import Run, open_run, prepared, written_once
 from qdqtune.tuning.run_log import RunLogWriter
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import accepted
-from qdqtune.types import Placement, Proposal, Trial
+from qdqtune.types import Trial
 
 FLOAT_INSTEAD = "tune the float model for numbers of the processor that runs it"
 
@@ -80,7 +77,6 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> tuple[Result, bool]:
     by_points = mode.strategy if isinstance(mode.strategy, FrontSearch) and history else None
     front = prove_front(history, run, by_points) if settings.front else None
     proof = front.proof if front else prove(history, run) if settings.is_timed else chosen_by_rule(history, run)
-    run.runner.build_queue.close()
     history = [*history, *front.trials] if front else history
     history = [_with_metric_of_proof(trial, run) for trial in history]
     recorded = mode.record(history, proof)
@@ -114,8 +110,7 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> list[Trial]:
         best = next((t for t in reversed(history) if t.accepted), None)
         trials: list[Trial] = []
         batch = batch[: budget.room(history)]
-        build_ahead = partial(_build_ahead, strategy, history, batch, run)
-        with closing(run.bench.measured(len(history) + 1, batch, best_of(history), build_ahead)) as measured:
+        with closing(run.bench.measured(len(history) + 1, batch, best_of(history))) as measured:
             for trial, replayed in measured:
                 trials.append(run.limits.judged(trial, trials, plan, run.bench.metric))
                 known = [*history, *accepted(trials, plan, best, run.slower([*history, *trials]))]
@@ -128,13 +123,3 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> list[Trial]:
         history += accepted(trials, plan, best, run.slower([*history, *trials]))
         run.bench.keep_only(best_of(history))
     return history
-
-
-def _build_ahead(strategy: Strategy, history: Sequence[Trial], batch: Sequence[Proposal], run: Run) -> None:
-    """Give idle builders the candidates that are likely to come next; failing that, the files that the proof will need
-    if the best candidate expected so far stays the best."""
-    room, plan = run.budget.room(history) - len(batch), run.settings.plan
-    room = max(0, min(builders := run.runner.build_queue.builders, room))
-    coming = tuple(islice(upcoming_placements(strategy, history, batch, plan), room))
-    run.bench.begin(coming, Urgency.NEXT)
-    begin_proof(best_of(as_predicted(history, batch, plan)) if len(coming) < builders else Placement(), run)

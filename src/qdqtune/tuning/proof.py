@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qdqtune.calibration.inputs import fixed_inputs
-from qdqtune.engines.build_queue import Urgency
 from qdqtune.engines.runner import insist
 from qdqtune.errors import BaselineFailed, writing
 from qdqtune.graph.loading import data_files, load
@@ -20,7 +19,6 @@ from qdqtune.graph.saving import data_of
 from qdqtune.numerics.losses import Score
 from qdqtune.search import best_of
 from qdqtune.system.writing import atomic_write, rename_all
-from qdqtune.timing.pairing import FRESH, begin_pairs
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import shipping
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest
@@ -187,13 +185,6 @@ def _proof(won: Attempt, trial: Trial | None, notes: tuple[str, ...], builds: in
     times = best.a_seconds, best.b_seconds
     measured = best.ratio, to_given, *times
     return Proof("tuned", won.placement, *measured, notes, builds, won.to_float, won.placement, trial)
-
-
-def begin_proof(placement: Placement, run: Run) -> None:
-    """Queue builds of the file of a placement that may ship, if it has pairs, in place of those of another one."""
-    run.runner.build_queue.withdraw(Urgency.BEST)
-    if placement and not run.settings.front:
-        begin_pairs(run.runner, _unproven(placement, run), FRESH, Urgency.BEST)
 
 
 def _attempt(placement: Placement, contexts: Sequence[Context], run: Run, terms: Terms) -> Attempt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -14,8 +14,6 @@ from typing import Any, Self
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import THREADED
 from qdqtune.engines.allocation import allocate_workers, check_same_kind
-from qdqtune.engines.build_queue import BuildQueue, Urgency
-from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.execution import Check, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.options import on_device
@@ -35,9 +33,8 @@ from qdqtune.search.costs.priors import NO_PRIOR, Prior
 from qdqtune.search.costs.rule_costs import RuleCosts
 from qdqtune.search.costs.units import FormatShares
 from qdqtune.system.checks import Stamps
-from qdqtune.system.writing import Scratch, temporary_folder
+from qdqtune.system.writing import Scratch
 from qdqtune.timing.limits import Limits
-from qdqtune.timing.pairing import FRESH, begin_pairs
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.budget import Budget
 from qdqtune.tuning.candidates import Candidates
@@ -203,7 +200,6 @@ def prepared(settings: Settings, observer: Observer, check: Check | None = None)
 
 @contextmanager
 def _engines(settings: Settings, logs: Path, observer: Observer, execution: Execution) -> Iterator[list[Runner]]:
-    """The engine on each device of the run; the first one has builders beside it if its option builds_aside says so."""
     engine, most_threads = settings.engine, max(count or 0 for count in settings.thread_counts)
     size = bytes_of_files(settings.model)
     with ExitStack() as stack:
@@ -214,12 +210,6 @@ def _engines(settings: Settings, logs: Path, observer: Observer, execution: Exec
             memory = MemoryBudget.for_model(size)  # one each: a thread must not free builds that another one uses
             where: Any = {"device": device, "start": allocation.start, "memory": memory}
             runners.append(stack.enter_context(Runner(engine, log_dir=logs, execution=execution, **where)))
-        first, count = runners[0], engine.options.get("builds_aside")
-        if isinstance(count, int) and allocation.devices == (ANYWHERE,) and not (allocation.start or first.memory):
-            beside = [first.on_device(engine, Device(f"builder-{n + 1}")) for n in range(count)]
-            builders = [stack.enter_context(one) for one in beside]
-            queue = BuildQueue(stack.enter_context(temporary_folder()), builders, observer.note, execution.check)
-            first.build_queue = stack.enter_context(closing(queue))
         yield runners
 
 
@@ -251,10 +241,6 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
     store.check_candidates()
     with ExitStack() as stack:
         constants.keep(ready.subject.model)
-        if runner.build_queue.builders:  # float files need no ranges: build them while the model is calibrated
-            inserter = Inserter(ready.subject.model, Ranges({}), ready.subject.numbers)
-            runner.build_queue.add(Candidates(inserter, constants).file(Placement()), urgency=Urgency.NEXT)
-            begin_pairs(runner, settings.model, () if settings.front else FRESH, Urgency.PROOF)
         subject = calibrated(ready.subject, settings, store, observer, ready.ends)
         if ready.others:
             observer.stage(f"starting {1 + len(ready.others)} workers")

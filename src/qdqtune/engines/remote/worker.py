@@ -49,7 +49,7 @@ class RemoteWorker:
         log = target = None
         try:
             if name == "build":
-                number, path, log, _ = arguments  # there is no plan: builds are not made ahead for other hosts
+                number, path, log = arguments
                 arguments = (number, self._sender.model(path), None)
             elif name == "save":
                 _, target = arguments

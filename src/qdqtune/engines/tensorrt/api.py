@@ -81,16 +81,6 @@ class TensorRt:
             plan = build_plan(self._trt, model, self._options, self._times)
             return TensorRtModel(self._trt, self._cuda, plan, model)
 
-    def compile(self, model: Path, log: Path, plan: Path) -> None:
-        """`Compiler.compile`: the plan is a serialized engine."""
-        with output_to(log), translated(self._cuda):
-            save_plan(build_plan(self._trt, model, self._options, self._times), plan)
-
-    def load(self, plan: Path, model: Path, log: Path) -> Built:
-        """Implements `Compiler.load`."""
-        with translated(self._cuda):
-            return TensorRtModel(self._trt, self._cuda, plan.read_bytes(), model)
-
 
 def numeric_format(trt: Any, quant_type: QuantType) -> NumericFormat:
     """See `formats.tensorrt`.

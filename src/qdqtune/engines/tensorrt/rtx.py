@@ -31,11 +31,9 @@ class RtxOptions(TensorRtOptions):
     """Options of TensorRT-RTX.
 
     target: the architecture to build for: sm75, sm80, sm86, sm89, sm120 or sm121.
-    builds_aside: how many builds the CPU may make at once while the GPU times others.
     """
 
     target: str | None = None
-    builds_aside: int = 0
 
 
 def create(options: RtxOptions) -> TensorRt | AheadOfTime:
