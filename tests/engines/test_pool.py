@@ -1,4 +1,4 @@
-"""A pool of workers: tasks are done in order of priority, and again where a worker is lost or slow."""
+"""A pool of workers: each task is done once, and again where a worker is lost or slow."""
 
 import threading
 from collections import Counter
@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from processes import until
 from qdqtune.engines.execution import CHECK_SECONDS, Check, Checked
 from qdqtune.engines.pool import SLOW_SECONDS, WorkerPool
 from qdqtune.errors import EngineFailure, EngineUnavailable
@@ -142,22 +141,6 @@ class TestResults:
 
 
 class TestTasks:
-    def test_tasks_are_done_by_priority_and_age(self) -> None:
-        done: list[str] = []
-        go = threading.Event()
-        with waiting("a") as pool:
-            first = pool.submit(lambda worker: worker.wait(go))
-            until(lambda: first.running > 0)
-            tasks = [pool.submit(lambda _, n=n: done.append(n), p) for n, p in (("x", 2), ("y", 1), ("z", 1), ("w", 3))]
-            assert pool.withdraw(tasks[3])
-            assert pool.do_one(Waiter("here"), 1)
-            assert not pool.do_one(Waiter("here"), 0)
-            tasks[2].priority = 4
-            go.set()
-            pool.wait(lambda: all(task.result.done() for task in tasks))
-            assert not pool.withdraw(tasks[0])
-        assert done == ["y", "x", "z"]
-
     def test_a_closed_pool_begins_again_with_the_next_task(self) -> None:
         pool = WorkerPool(["a", "b"])
         for _ in range(2):
@@ -166,93 +149,28 @@ class TestTasks:
             pool.close()
         assert not pool._threads
 
-    def test_an_interrupt_is_raised_in_the_thread_that_does_the_task(self) -> None:
-        def interrupted(_: Waiter) -> None:
-            raise KeyboardInterrupt
 
-        with waiting("a") as pool:
-            go = threading.Event()
-            pool.submit(lambda worker: worker.wait(go))
-            until(lambda: not pool._waiting)
-            pool.submit(interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                pool.do_one(Waiter("here"), 0)
-
-
-class TestParts:
-    def test_parts_of_a_task_are_done_by_idle_workers(self) -> None:
-        barrier = threading.Barrier(3)
-
-        def waits_for_others(worker: str) -> str:
-            barrier.wait(timeout=60)
-            return worker
-
-        def ask(worker: str) -> tuple[str, list[str | None]]:
-            until(lambda: pool.idle_per_task() == 2)
-            return pool.shared(lambda: waits_for_others(worker), [waits_for_others] * 2)
-
-        with WorkerPool(["a", "b", "c"]) as pool:
-            ((_, (own, others)),) = pool.results([ask])
-        assert {own, *others} == {"a", "b", "c"}
-
-    def test_parts_that_no_worker_has_done_are_none(self) -> None:
-        gone = threading.Event()
-
-        def part(_: str) -> str:
-            gone.set()
-            raise EngineUnavailable("its node is gone")
-
-        def ask(_: str) -> list[str | None]:
-            until(lambda: pool.idle_per_task() == 1)
-            return pool.shared(lambda: gone.wait(timeout=60), [part, lambda _: "never begun"])[1]
-
-        notes: list[str] = []
-        with WorkerPool(["a", "b"], notes.append) as pool:
-            assert list(pool.results([ask])) == [(0, [None, None])]
-        assert len(notes) == 1
-
-    def test_a_task_that_fails_cancels_its_parts(self) -> None:
-        never = threading.Event()
-
-        def fail() -> None:
-            until(lambda: pool.idle_per_task() == 0)
-            raise EngineFailure("refused")
-
-        with waiting("a", "b") as pool, pytest.raises(EngineFailure, match="refused"):
-            list(pool.results([lambda _: pool.shared(fail, [lambda worker: worker.wait(never)])]))
-        assert not pool._running
-
-
-@given(
-    count=st.integers(1, 5),
-    losses=st.lists(st.integers(0, 11), max_size=4, unique=True),
-    urgencies=st.lists(st.integers(0, 3), min_size=1, max_size=12),
-    parts=st.integers(0, 3),
-)
-def test_with_lost_workers_each_task_ends_once_and_no_thread_stays(
-    count: int, losses: list[int], urgencies: list[int], parts: int
-) -> None:
-    """A worker is lost at some tasks; each task also hands parts to workers that may be idle."""
+@given(count=st.integers(1, 5), losses=st.lists(st.integers(0, 11), max_size=4, unique=True), jobs=st.integers(1, 12))
+def test_with_lost_workers_each_task_ends_once_and_no_thread_stays(count: int, losses: list[int], jobs: int) -> None:
     before, lock, gone, calls = threading.active_count(), threading.Lock(), set[int](), Counter[int]()
 
-    def ask(worker: int, number: int) -> list[int]:
+    def ask(_: int, number: int) -> int:
         with lock:
             calls[number] += 1
             is_lost = number in losses and number not in gone and len(pool) > 1
             gone.add(number) if is_lost else None
         if is_lost:
             raise EngineUnavailable(str(number))
-        mine, others = pool.shared(lambda: number, [lambda _: number] * parts)
-        return [mine, *(number if other is None else other for other in others)]
+        return number
 
     with WorkerPool(range(count)) as pool:
-        tasks = [pool.submit(partial(ask, number=n), urgency) for n, urgency in enumerate(urgencies)]
+        tasks = [pool.submit(partial(ask, number=n)) for n in range(jobs)]
         pool.wait(lambda: all(task.result.done() for task in tasks))
         failed = [n for n, task in enumerate(tasks) if task.result.exception() is not None]
         assert not failed or len(pool) == 1  # only the last worker fails at a task
         for n, task in enumerate(tasks):
             if n not in failed:
-                assert task.result.result() == [n] * (1 + parts)
+                assert task.result.result() == n
             assert calls[n] == 1 + (n in gone and n not in failed)
         assert len(pool) == count - len(gone) + len(failed)
         assert not pool._running

@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any, cast
 
-from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.timing.pairing import compare_builds, fresh_builds, shared_rounds
+from qdqtune.timing.pairing import compare_builds, fresh_builds
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Failure, Measurement
 
@@ -48,19 +47,3 @@ def test_a_comparison_goes_on_where_the_look_before_it_ended() -> None:
     assert isinstance(found, Measurement)
     assert (found.a, found.b) == ((1.0,) * 12, (0.5,) * 12)
     assert engine.asked == [(7, 0, 8), (7, 8, 4)]
-
-
-def test_without_idle_workers_all_rounds_are_taken_here_a_few_at_a_time() -> None:
-    asked: list[tuple[int, int]] = []
-
-    def own(first: int, count: int) -> Measurement | Failure:
-        asked.append((first, count))
-        return Failure("run", "no") if first >= 8 else Measurement((1.0,) * count, (2.0,) * count)
-
-    def elsewhere(worker: object, /, *, first: int, count: int) -> Measurement:
-        raise AssertionError("there is no other worker")
-
-    rounds = shared_rounds(own, elsewhere, WorkerPool([object()]), 0.1, Plan(turn_seconds=0.01))
-    assert rounds(0, 7) == Measurement((1.0,) * 7, (2.0,) * 7)
-    assert rounds(7, 6) == Failure("run", "no")
-    assert asked == [(0, 4), (4, 3), (7, 4), (11, 2)]

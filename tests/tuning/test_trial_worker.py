@@ -18,7 +18,6 @@ from qdqtune.tuning.loop import tune
 from qdqtune.tuning.proof import prove
 from qdqtune.tuning.records import R, TrialRecord
 from qdqtune.tuning.store import Store
-from qdqtune.types import Measurement
 from runs import cost, rows, settings
 from workers import Build, Workers
 
@@ -114,25 +113,6 @@ def test_jobs_of_a_lost_worker_are_done_by_the_others(model, monkeypatch, many_c
     found = tune(replace(asked, output_dir=model.parent / "lost"), notes)
     assert found.history == expected.history
     assert [note for note in notes.notes if "its driver is gone" in note]
-
-
-@pytest.mark.parametrize("mode", ["cut", "region"])
-def test_workers_without_a_candidate_take_rounds_of_others(model: Path, mode: str, many_cores: Workers) -> None:
-    """Results are those of workers that do not; a build that fails there is no result."""
-
-    def refused(build: Build) -> str | None:
-        return "not here" if build.log.name.startswith("beside_") and build.number % 3 == 0 else None
-
-    asked = settings(model, workers=5, **MODES[mode])
-    expected = tune(asked)
-    assert not [build for build in many_cores.builds if build.log.name.startswith("beside_")]
-    many_cores.refused = refused
-    helped = tune(replace(asked, output_dir=model.parent / "helped", plan=replace(asked.plan, turn_seconds=60.0)))
-    assert [build for build in many_cores.builds if build.log.name.startswith("beside_")]
-    assert [(t.placement, t.accepted, t.check is None) for t in helped.history] == [
-        (t.placement, t.accepted, t.check is None) for t in expected.history
-    ]
-    assert all(len(t.result.a) in asked.plan.looks for t in helped.history if isinstance(t.result, Measurement))
 
 
 def test_the_proof_runs_alone(model: Path, monkeypatch: pytest.MonkeyPatch, many_cores: Workers) -> None:

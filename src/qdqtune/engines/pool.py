@@ -1,4 +1,4 @@
-"""A pool of workers that do tasks in parallel, the most urgent first.
+"""A pool of workers that do tasks in parallel.
 
 Each worker has a thread of its own and does one task at a time. A worker that raises `EngineUnavailable` is lost: it
 leaves the pool, and its task is queued again.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from math import ceil, inf
+from math import inf
 from typing import Any, Generic, Self, TypeVar
 
 from qdqtune.engines.execution import CHECK_SECONDS, Check
@@ -20,7 +20,6 @@ from qdqtune.errors import EngineUnavailable
 
 W = TypeVar("W")
 T = TypeVar("T")
-U = TypeVar("U")
 
 SLOW_FACTOR, SLOW_SECONDS = 3.0, 10.0
 """A task that runs `SLOW_FACTOR` times as long as any finished one, and at least `SLOW_SECONDS`, is given to a second
@@ -33,17 +32,10 @@ class _Cancelled(BaseException):
 
 @dataclass(eq=False)
 class Task(Generic[W, T]):
-    """One call of `do` with a worker. The next task is one with the lowest `priority`, and of these the oldest.
-
-    A task that `is_part` of another one is not repeated: it is cancelled if its worker is lost, and waited for if its
-    worker is slow. `check` can cancel it.
-    """
+    """One call of `do` with a worker."""
 
     do: Callable[[W], T]
-    priority: int = 0
-    is_part: bool = False
     result: Future[T] = field(default_factory=Future)
-    check: Check | None = None
     started: float = inf
     running: int = 0
     """How many workers do it now."""
@@ -78,7 +70,7 @@ class WorkerPool(Generic[W]):
         self._threads: list[threading.Thread] = []
         self._lost: list[BaseException | None] = []
         self._longest: float | None = None  # seconds of the longest finished task of the batch
-        self._idle, self._is_closed = 0, False
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -97,11 +89,9 @@ class WorkerPool(Generic[W]):
         """The worker for callers that need a single one. Use it only while no task runs."""
         return self._workers[0]
 
-    def submit(self, do: Callable[[W], T], priority: int = 0) -> Task[W, T]:
+    def submit(self, do: Callable[[W], T]) -> Task[W, T]:
         """Queue a call of `do` with the next worker that is free."""
-        return self._queued(Task(do, priority, check=self._check))
-
-    def _queued(self, task: Task[W, T]) -> Task[W, T]:
+        task = Task(do)
         with self._changed:
             self._waiting.append(task)
             if not self._threads:
@@ -111,14 +101,6 @@ class WorkerPool(Generic[W]):
                     thread.start()
             self._changed.notify_all()
         return task
-
-    def withdraw(self, task: Task[W, Any]) -> bool:
-        """Cancel a task if no worker has begun it. Returns whether it was cancelled."""
-        with self._changed:
-            if task not in self._waiting:
-                return False
-            self._waiting.remove(task)
-            return task.result.cancel()
 
     def cancel(self, tasks: Iterable[Task[W, Any]]) -> None:
         """Cancel tasks, and return when no worker does any of them. A worker that waits for an engine ends that
@@ -130,27 +112,14 @@ class WorkerPool(Generic[W]):
                 task.result.cancel()
             self._changed.wait_for(lambda: not any(task.running for task in tasks))
 
-    def wait(self, is_over: Callable[[], bool], check: Check | None = None) -> None:
-        """Wait until `is_over` is true, which tasks of this pool bring about, or until `check` raises."""
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Wait until `is_over` is true, which tasks of this pool bring about, or until the pool's `check` raises."""
         while True:
             with self._changed:
                 if self._changed.wait_for(is_over, CHECK_SECONDS):
                     return
-            if check is not None:
-                check()
-
-    def do_one(self, worker: W, priority: int) -> bool:
-        """Do a queued task of at most this `priority` in this thread, with the caller's worker. Returns whether there
-        was one."""
-        with self._changed:
-            task = self._begin_next(priority)
-        if task is None:
-            return False
-        self._do(task, worker)
-        error = task.result.exception()
-        if error is not None and not isinstance(error, Exception):  # an interrupt is meant for the caller
-            raise error
-        return True
+            if self._check is not None:
+                self._check()
 
     def results(self, jobs: Sequence[Callable[[W], T]]) -> Generator[tuple[int, T]]:
         """The number of each job with its result, as they end. Closing the iterator cancels the other jobs.
@@ -170,35 +139,13 @@ class WorkerPool(Generic[W]):
         tasks = list(waited_for.values())
         try:
             while waited_for:
-                self.wait(lambda: bool(self._lost) or any(t.result.done() for t in waited_for.values()), self._check)
+                self.wait(lambda: bool(self._lost) or any(t.result.done() for t in waited_for.values()))
                 self._notify_lost()
                 for number in [number for number, task in waited_for.items() if task.result.done()]:
                     yield number, waited_for.pop(number).result.result()
         finally:
             self.cancel(tasks)
             self._notify_lost()
-
-    def idle_per_task(self) -> int:
-        """How many workers are idle for each task that runs, rounded up."""
-        with self._changed:
-            busy = sum(not task.is_part and not task.result.done() for task in self._running)
-            return max(0, ceil((self._idle - len(self._waiting)) / max(1, busy)))
-
-    def shared(
-        self, own: Callable[[], T], parts: Sequence[Callable[[W], U]], check: Check | None = None
-    ) -> tuple[T, list[U | None]]:
-        """Do `own` in this thread while idle workers do `parts`; the results, None for a part that no worker did.
-        `check` is that of the task in this thread, and can cancel the parts."""
-        tasks = [self._queued(Task(part, is_part=True, check=check)) for part in parts]
-        try:
-            mine = own()
-            for task in tasks:
-                self.withdraw(task)
-            self.wait(lambda: all(task.result.done() for task in tasks), check)
-        except BaseException:
-            self.cancel(tasks)
-            raise
-        return mine, [None if task.result.cancelled() else task.result.result() for task in tasks]
 
     def close(self) -> None:
         """Cancel all tasks, and end the threads."""
@@ -219,29 +166,19 @@ class WorkerPool(Generic[W]):
         """Wait for the next task; None when the pool is closed."""
         with self._changed:
             while not self._is_closed:
-                if (task := self._begin_next() or self._begin_slow()) is not None:
-                    return task
-                self._idle += 1
+                task = self._waiting.pop(0) if self._waiting else self._slow_task()
+                if task is not None:
+                    return self._mark_begun(task)
                 self._changed.wait(CHECK_SECONDS if self._running and self._repeat_after is not None else None)
-                self._idle -= 1
         return None
 
-    def _begin_next(self, priority: float = inf) -> Task[W, Any] | None:
-        """Begin the queued task with the lowest priority, if that is at most `priority`; None if there is none."""
-        task = min(self._waiting, key=lambda task: task.priority, default=None)
-        if task is None or task.priority > priority:
-            return None
-        self._waiting.remove(task)
-        return self._mark_begun(task)
-
-    def _begin_slow(self) -> Task[W, Any] | None:
-        """Begin a task once more that has kept one worker much longer than others took."""
+    def _slow_task(self) -> Task[W, Any] | None:
+        """A task that has kept one worker much longer than others took, so that another one does it, too."""
         if self._repeat_after is None or self._longest is None:
             return None
         latest = time.monotonic() - max(self._repeat_after, SLOW_FACTOR * self._longest)
-        alone = (t for t in self._running if t.running == 1 and not t.is_part and not t.result.done())
-        slow = next((task for task in alone if task.started < latest), None)
-        return None if slow is None else self._mark_begun(slow)
+        alone = (t for t in self._running if t.running == 1 and not t.result.done())
+        return next((task for task in alone if task.started < latest), None)
 
     def _mark_begun(self, task: Task[W, Any]) -> Task[W, Any]:
         task.started = min(task.started, time.monotonic())
@@ -266,8 +203,7 @@ class WorkerPool(Generic[W]):
             if is_lost:
                 self._remove(worker, task, error)
             elif not task.result.done():
-                if not task.is_part:
-                    self._longest = max(self._longest or 0.0, time.monotonic() - task.started)
+                self._longest = max(self._longest or 0.0, time.monotonic() - task.started)
                 task.result.set_exception(error) if error is not None else task.result.set_result(result)
             self._changed.notify_all()
         return is_lost
@@ -278,19 +214,17 @@ class WorkerPool(Generic[W]):
         def check() -> None:
             if task.result.done():
                 raise _Cancelled
-            if task.check is not None:
-                task.check()
+            if self._check is not None:
+                self._check()
 
         with self._checking(worker, check):
             return task.do(worker)
 
     def _remove(self, worker: W, task: Task[W, Any], error: BaseException | None) -> None:
-        """Remove a lost worker, and queue its task again; a part goes back to the task that it belongs to."""
+        """Remove a lost worker, and queue its task again."""
         self._workers.remove(worker)
         self._lost.append(error)
-        if task.is_part:
-            task.result.cancel()
-        elif not task.running and not task.result.done():
+        if not task.running and not task.result.done():
             self._waiting.insert(0, task)
 
     def _notify_lost(self) -> None:

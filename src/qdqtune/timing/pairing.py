@@ -1,34 +1,18 @@
-"""Takes rounds on the engine: of two builds, shared with idle workers, or of fresh builds of two files."""
+"""Takes rounds on the engine: of two builds, or of fresh builds of two files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
 
-from qdqtune.engines.execution import Check
-from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.system.listener import Listener
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Rounds, compare, compare_pairs
 from qdqtune.types import Failure, Measurement, Tensors
 
-W = TypeVar("W", contravariant=True)
-
 FRESH = tuple(f"final_{number}" for number in range(PAIRS))
 """The log names of the first builds of a proof."""
-
-FEW = 4
-"""Rounds that are taken until the next look for idle workers, if there are none. Chosen, not measured."""
-
-
-class RoundsElsewhere(Protocol[W]):
-    """Takes rounds of the same two files on another worker, which builds both."""
-
-    def __call__(self, worker: W, /, *, first: int, count: int) -> Measurement | Failure:
-        """`count` rounds from the number `first` on."""
 
 
 def rounds_of(runner: Runner, a: Handle, b: Handle, plan: Plan, seed: int, samples: Sequence[Tensors] = ()) -> Rounds:
@@ -50,56 +34,6 @@ def compare_builds(
 ) -> Measurement | Failure:
     """Rounds of two builds until a look decides: see `ratios.compare`."""
     return compare(rounds_of(runner, a, b, plan, seed), plan, decided=decided)
-
-
-def shared_rounds(
-    own: Rounds,
-    elsewhere: RoundsElsewhere[W],
-    pool: WorkerPool[W],
-    build_seconds: float,
-    plan: Plan,
-    *,
-    check: Check | None = None,
-    is_built: bool = False,
-) -> Rounds:
-    """Rounds of which idle workers of the pool take a part, if that is faster: each has to build both files, which
-    takes `build_seconds`, unless they are built there (`is_built`) when rounds begin. `own` takes all other rounds.
-    `check` can cancel them."""
-    seconds = 4 * plan.turn_seconds  # the least that a round takes
-
-    def rounds(first: int, count: int) -> Measurement | Failure:
-        """A few at a time, so that workers that have become idle can take a part of the next ones."""
-        total, end, lead = None, first + count, 0.0 if is_built and first == 0 else build_seconds
-        while first < end:
-            left, share, helpers = end - first, 0, pool.idle_per_task()
-            if helpers and seconds:
-                share = max(0, int((left - lead / seconds) / (1 + helpers)))
-            mine = left - helpers * share if share else min(left, FEW)
-            starts = range(first + mine, end, share) if share else range(0)
-            parts = [partial(elsewhere, first=start, count=share) for start in starts]
-            here, others = pool.shared(partial(own, first, mine), parts, check)
-            part = _sum(own, here, dict(zip(starts, others, strict=True)), share)
-            if isinstance(part, Failure):
-                return part
-            total = part if total is None else total + part
-            first += len(part.a)
-        assert total is not None  # a look takes rounds
-        return total
-
-    return rounds
-
-
-def _sum(
-    own: Rounds, total: Measurement | Failure, others: Mapping[int, Measurement | Failure | None], share: int
-) -> Measurement | Failure:
-    """Rounds taken here, and after them `share` of each of the `others`, by the number of their first one. `own` takes
-    those that no other worker has taken."""
-    for start, other in others.items():
-        more = own(start, share) if other is None or isinstance(other, Failure) else other
-        if isinstance(total, Failure) or isinstance(more, Failure):
-            return total if isinstance(total, Failure) else more
-        total += more
-    return total
 
 
 @contextmanager

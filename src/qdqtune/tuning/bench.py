@@ -125,7 +125,7 @@ class Bench:
         if not jobs:
             return
         reference = self.floats.outputs
-        batch = Batch(reference, self.scores, self.deadline, self._pool if len(self._pool) > 1 else None)
+        batch = Batch(reference, self.scores, self.deadline)
         ask = [partial(TrialWorker.trial, job=job, batch=batch) for job in jobs]
         with closing(self._pool.results(ask)) as results:
             for _, trial in results:

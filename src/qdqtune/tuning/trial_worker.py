@@ -1,7 +1,4 @@
-"""Times candidates on one device, each against another placement that is built on the same device.
-
-A worker that is idle takes rounds of the candidate of another worker, on builds of its own.
-"""
+"""Times candidates on one device, each against another placement that is built on the same device."""
 
 from __future__ import annotations
 
@@ -9,13 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import ceil
 
 import numpy as np
 
 from qdqtune.engines.execution import Check
-from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import EngineFailure
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
@@ -23,8 +18,8 @@ from qdqtune.numerics.labelled import Metric
 from qdqtune.numerics.scores import Scores
 from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.timing.limits import Limits
-from qdqtune.timing.pairing import RoundsElsewhere, fresh_builds, rounds_of, shared_rounds
-from qdqtune.timing.ratios import Plan, Rounds, compare, judge, settled
+from qdqtune.timing.pairing import compare_builds, fresh_builds, rounds_of
+from qdqtune.timing.ratios import Plan, compare, judge, settled
 from qdqtune.tuning.candidates import Candidates, Loaded
 from qdqtune.types import Array, CostsByRule, Failure, Measurement, Placement, Proposal, Sample, Trial
 
@@ -104,13 +99,11 @@ class TrialJob:
 @dataclass(frozen=True)
 class Batch:
     """What the trials of a batch share: the outputs of the float model as `reference`, the `scores` of classes in them,
-    the time of `time.monotonic` at which comparisons end with the rounds that they have, and the pool whose idle
-    workers take rounds."""
+    and the time of `time.monotonic` at which comparisons end with the rounds that they have."""
 
     reference: Sequence[dict[str, Array]]
     scores: Scores
     deadline: float | None = None
-    pool: WorkerPool[TrialWorker] | None = None
 
 
 class TrialWorker:
@@ -142,7 +135,7 @@ class TrialWorker:
         by_rule = self._conditions.by_rule
         trial = job.known or (self._measured(job, batch) if by_rule is None else self._ruled(job, batch, by_rule))
         if self._conditions.needs_check(trial):
-            trial = replace(trial, check=self._checked(trial, batch))
+            trial = replace(trial, check=self._checked(trial))
         if not self._conditions.may_be_taken(trial):
             self.loaded.drop(trial.placement)
         return trial
@@ -152,18 +145,15 @@ class TrialWorker:
         opponent = self._opponent(job)
         if isinstance(opponent, Failure):  # it was built before, so the candidate is not to blame
             raise EngineFailure(f"the engine does not build the best model so far again: {opponent.reason}")
-        (candidate, outputs), is_built = self._built(job, batch)
+        candidate, outputs = self._ran(job)
         if isinstance(candidate, Failure):
             return Trial(*asked, candidate)
         if isinstance(outputs, Failure):
             return Trial(*asked, outputs)
         if not is_finite(outputs):
             return Trial(*asked, NOT_FINITE)
-        elsewhere = partial(TrialWorker.rounds, job=job)
         samples = () if outputs else conditions.samples
-        rounds = self._rounds(
-            opponent, candidate, conditions.seed, elsewhere, batch, is_built=is_built, samples=samples
-        )
+        rounds = rounds_of(self.runner, opponent, candidate, conditions.plan, conditions.seed, samples)
         begun = time.monotonic()
         is_brief = batch.deadline is not None and begun > batch.deadline
         plan = replace(conditions.plan, looks=(BRIEF_ROUNDS,)) if is_brief else conditions.plan
@@ -223,22 +213,13 @@ class TrialWorker:
             self._costs[placement] = by_rule.costs.cost(placement, () if isinstance(layers, Failure) else layers)
         return self._costs[placement]
 
-    def _checked(self, trial: Trial, batch: Batch) -> Measurement | Failure:
-        with self._fresh(trial, "trial") as pair:
+    def _checked(self, trial: Trial) -> Measurement | Failure:
+        files = self._candidates.file(trial.against), self._candidates.file(trial.placement)
+        with fresh_builds(self.runner, *files, f"trial_{trial.number:03}{self._mark}") as pair:
             if isinstance(pair, Failure):
                 return pair
-            elsewhere = partial(TrialWorker.check_rounds, trial=trial)
-            rounds = self._rounds(*pair, self._conditions.seed + 1, elsewhere, batch)
-            return compare(rounds, self._conditions.plan, decided=settled)
-
-    def _built(self, job: TrialJob, batch: Batch) -> tuple[Ran, bool]:
-        """A build of a candidate with its outputs, and whether idle workers have built both files meanwhile."""
-        self._candidates.file(job.proposal.placement)  # written before, so that workers without a task are idle by then
-        if batch.pool is None or not self._conditions.plan.turn_seconds:
-            return self._ran(job), False
-        elsewhere = [partial(TrialWorker.pair, job=job)] * batch.pool.idle_per_task()
-        ran, pairs = batch.pool.shared(partial(self._ran, job), elsewhere, self.runner.check)
-        return ran, any(isinstance(pair, tuple) for pair in pairs)
+            plan, seed = self._conditions.plan, self._conditions.seed + 1
+            return compare_builds(self.runner, *pair, plan, seed, settled)
 
     def _ran(self, job: TrialJob) -> Ran:
         candidate = self.loaded.load(job.proposal.placement, f"trial_{job.number:03}")
@@ -248,49 +229,8 @@ class TrialWorker:
             return candidate, []  # rounds give outputs, too
         return candidate, self.runner.outputs(candidate, self._conditions.samples)
 
-    def pair(self, job: TrialJob) -> tuple[Handle, Handle] | Failure:
-        """Builds of both files of another worker's candidate; they stay loaded until the batch ends."""
-        opponent = self._opponent(job)
-        if isinstance(opponent, Failure):
-            return opponent
-        candidate = self.loaded.load(job.proposal.placement, f"beside_{job.number:03}{self._mark}")
-        return candidate if isinstance(candidate, Failure) else (opponent, candidate)
-
-    def rounds(self, first: int, count: int, job: TrialJob) -> Measurement | Failure:
-        """Rounds of another worker's candidate, from the number `first` on."""
-        pair = self.pair(job)
-        return pair if isinstance(pair, Failure) else self._rounds(*pair, self._conditions.seed)(first, count)
-
-    def check_rounds(self, first: int, count: int, trial: Trial) -> Measurement | Failure:
-        """Rounds of the check of another worker's candidate, on fresh builds."""
-        with self._fresh(trial, "beside") as pair:
-            return pair if isinstance(pair, Failure) else self._rounds(*pair, self._conditions.seed + 1)(first, count)
-
     def _opponent(self, job: TrialJob) -> Handle | Failure:
         return self.loaded.load(job.against, f"best{self._mark}")
-
-    def _fresh(self, trial: Trial, log_name: str) -> AbstractContextManager[tuple[Handle, Handle] | Failure]:
-        files = self._candidates.file(trial.against), self._candidates.file(trial.placement)
-        return fresh_builds(self.runner, *files, f"{log_name}_{trial.number:03}{self._mark}")
-
-    def _rounds(
-        self,
-        a: Handle,
-        b: Handle,
-        seed: int,
-        elsewhere: RoundsElsewhere[TrialWorker] | None = None,
-        batch: Batch | None = None,
-        *,
-        is_built: bool = False,
-        samples: Sequence[Sample] = (),
-    ) -> Rounds:
-        """A function that takes rounds of two builds here; idle workers of the batch's pool take a part of them."""
-        plan = self._conditions.plan
-        own = rounds_of(self.runner, a, b, plan, seed, samples)
-        if elsewhere is None or batch is None or batch.pool is None:
-            return own
-        seconds, check = a.build_seconds + b.build_seconds, self.runner.check
-        return shared_rounds(own, elsewhere, batch.pool, seconds, plan, check=check, is_built=is_built)
 
 
 def trial_seconds(
