@@ -1,7 +1,6 @@
 """What proposing several candidates at a time does to the cut: the finals after so many builds, and how many batches
-they take, by the number of workers. With --left-out: the cut of each model before any build, by the prices of the
-others, to the best that a search finds without them. Nothing is built: times are those of the fake engine's cost model,
-with a hidden factor for each kind of layer in float and in 8 bits (--apart: for each layer); builds differ a bit.
+they take, by the number of workers. Nothing is built: times are those of the fake engine's cost model, with a hidden
+factor for each kind of layer in float and in 8 bits (--apart: for each layer); builds differ a bit.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from qdqtune.graph.saving import save
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.cheapest_decision import cut
-from qdqtune.search.costs.priors import NO_PRIOR, Prior
 from qdqtune.search.cut import CutSearch
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Layer, Measurement, Placement, Trial
@@ -82,24 +79,20 @@ class World:
 
 @dataclass(frozen=True)
 class Found:
-    """The true times of the best candidate, and of the cut before any build, to that of the float model; the number of
-    batches, the prices that the search has learned, and the share of the time whose prices it knew before."""
+    """The true time of the best candidate to that of the float model, and the number of batches."""
 
     best: float
-    first_cut: float
     batches: int
-    prices: Prior
-    covered: float
 
 
-def run(world: World, width: int, builds: int, seed: int, prior: Prior = NO_PRIOR) -> Found:
+def run(world: World, width: int, builds: int, seed: int) -> Found:
     """One search."""
     rng = np.random.default_rng((seed, width))
     seeds = {"static": start_placements.static(world.model, world.possible)}
     seeds["compute"] = start_placements.compute_inputs(world.model, world.possible)
     plan = Plan()
     layers = world.built(Placement(), rng)
-    search = CutSearch(world.model, world.possible, layers, seeds=seeds, plan=plan, width=width, prior=prior)
+    search = CutSearch(world.model, world.possible, layers, seeds=seeds, plan=plan, width=width)
     history: list[Trial] = []
     batches = 0
     best, base = Placement(), world.ms(Placement())
@@ -115,9 +108,7 @@ def run(world: World, width: int, builds: int, seed: int, prior: Prior = NO_PRIO
         if world.ms(fastest.placement) < 0.995 * world.ms(best):
             best = fastest.placement
             history[history.index(fastest)] = replace(fastest, accepted=True)
-    costs = search.costs(())
-    first = world.ms(costs.partition.placement(cut(costs))) / base
-    return Found(world.ms(best) / base, first, batches, search.learned_prior(history), search.covered_share)
+    return Found(world.ms(best) / base, batches)
 
 
 def rows(entries: Sequence[zoo.Entry], given: argparse.Namespace) -> Iterator[list[str]]:
@@ -144,27 +135,6 @@ def rows(entries: Sequence[zoo.Entry], given: argparse.Namespace) -> Iterator[li
                 ]
 
 
-def left_out(entries: Sequence[zoo.Entry], given: argparse.Namespace) -> Iterator[list[str]]:
-    """A line for each model: its first cut by the prices of all others, to its best without them."""
-    found: dict[str, list[tuple[float, float, float, float]]] = {entry.name: [] for entry in entries}
-    for seed in range(given.worlds):
-        with tempfile.TemporaryDirectory() as folder:
-            known = {entry.name: World(entry, seed, Path(folder), given.spread) for entry in entries}
-            alone = {name: run(world, 1, given.builds, seed) for name, world in known.items()}
-            for name, world in known.items():
-                prior = NO_PRIOR
-                for other in (o for o in known if o != name):
-                    prior = prior.updated(alone[other].prices)
-                with_prices = run(world, 1, given.builds, seed, prior)
-                ratios = with_prices.first_cut / alone[name].best, with_prices.best / alone[name].best
-                found[name].append((*ratios, with_prices.covered, alone[name].first_cut / alone[name].best))
-    for name, worlds_of in found.items():
-        first, best, covered, guessed = zip(*worlds_of, strict=True)
-        means = map(statistics.geometric_mean, (guessed, first, best))
-        by_guess, by_prices, end = (f"{mean:.3f}" for mean in means)
-        yield [name, f"{statistics.mean(covered):.0%}", by_guess, by_prices, f"{max(first):.3f}", end]
-
-
 def main() -> None:
     parser: argparse.ArgumentParser = zoo.parser(__doc__, ())
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 8])
@@ -172,14 +142,9 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, default=10, help="how many hidden times are drawn for each model")
     parser.add_argument("--spread", type=float, default=0.35, help="of the hidden factors, as a logarithm")
     parser.add_argument("--apart", action="store_true", help="a factor of its own for each layer")
-    parser.add_argument("--left-out", action="store_true", help="models left out one by one")
     given = parser.parse_args()
     entries = zoo.find(given.models, given.names)
     print(f"\n{given.builds} builds, {given.worlds} worlds a model\n")
-    if given.left_out:
-        header = ["model", "priced", "first cut by guesses", "by prices of others", "the worst", "best in the end"]
-        zoo.print_table(header, list(left_out(entries, given)))
-        return
     header = ["model", "workers", "batches", "final to float", "to that of one worker", "the worst"]
     zoo.print_table(header, list(rows(entries, given)))
 

@@ -56,7 +56,7 @@ def rows(entry: zoo.Entry, folder: Path, seconds: float | None) -> list[list[str
         if not (out / "summary.json").exists():
             tune(Settings(
                 entry.path, output_dir=out, engine=ENGINE, calibration_data=entry.data, threads=(1,),
-                time_budget=seconds, price_cache=None, **limits,
+                time_budget=seconds, **limits,
             ))  # fmt: skip
         known[way] = out / FINAL, json.loads((out / "summary.json").read_text())
     found = []

@@ -21,10 +21,8 @@ from digits import INPUT_NAME, Images, load
 ROOT = Path(__file__).parent.parent
 MODEL = Path(__file__).with_name("digits.onnx")
 SAMPLES = Path(__file__).with_name("samples.npz")
-BUDGET = ("--effort", "quick", "--time-budget", "2m", "--threads", "1", "--price-cache", "none")
-"""Half a minute on a quiet machine. At one thread, where other processes disturb the fewest rounds. Each run starts
-without the prices of earlier ones.
-"""
+BUDGET = ("--effort", "quick", "--time-budget", "2m", "--threads", "1")
+"""Half a minute on a quiet machine. At one thread, where other processes disturb the fewest rounds."""
 
 TUNED, UNCHANGED = 0, 3
 

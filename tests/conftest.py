@@ -33,7 +33,6 @@ Call = Callable[..., tuple[int, str, str]]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background: so would what the tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-os.environ["XDG_CACHE_HOME"] = "/dev/null"  # no test begins with prices that another has left, or leaves any
 
 settings.register_profile("unhurried", max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")  # how long an example takes says nothing where many processes share the cores

@@ -587,7 +587,7 @@ def _of_names(rng: random.Random, base: Path, folder: Path) -> Case:
         ["quantize", model, *data, *out, "--evaluate", f"{folder / 'given.py'}:f"],
         ["tune", model, *FAKE, *data, "--builds", "3", "-o", str(folder / OUT)],
         ["tune", model, *FAKE, *data, "--builds", "3", "-o", str(folder / OUT), "--state-file", str(folder / OUT / "s"),
-         "--pattern-cache", str(folder / "pattern"), "--price-cache", str(folder / OUT / "prices")],
+         "--pattern-cache", str(folder / "pattern")],
         ["tune", model, *FAKE, *data, "--builds", "3", "-o", str(folder / OUT), "--mode", "subgraph", "--graph-json",
          str(folder / "graph")],
         ["tune", model, *FAKE, *data, "--builds", "3", "-o", str(folder / OUT), "--node-filter-list",

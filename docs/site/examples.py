@@ -34,7 +34,7 @@ def results() -> dict[str, Mapping[str, Any]]:
         data = {"calibration_data": {"image": random.standard_normal((4, 3, 8, 8), np.float32)}}
         numbers = {**data, "calibration_method": "minmax"}
         run = qdqtune.tune(
-            model, engine="fake", output_dir=folder / "run", builds=4, report=False, price_cache="none",
+            model, engine="fake", output_dir=folder / "run", builds=4, report=False,
             **numbers,
         )  # fmt: skip
         given: dict[str, Any] = {

@@ -17,7 +17,7 @@ from qdqtune.engines import devices
 from runs import environment, hopeless, mixed, write
 
 RANGES = "--calibration-method minmax --no-bias-correction"
-QUICK = f"--engine fake --builds 2 {RANGES} --no-report --price-cache none"
+QUICK = f"--engine fake --builds 2 {RANGES} --no-report"
 COMMANDS = {
     "apply": f"apply a.onnx --placement placement.yaml --calibration-data a.npz -o q.onnx {RANGES}",
     "build": "build a.onnx --engine onnxruntime -o built.onnx",
@@ -79,7 +79,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ran = f"tune a.onnx -o ran {QUICK.replace('--builds 2', '--builds 4')} --calibration-data a.npz"
     ours(here, "-c", IN_TURN, made, ran).check_returncode()
     (here / "placement.yaml").write_text("{version: 1, engine: fake, quant_type: int8, edges: []}")
-    quick = {"engine": "fake", "builds": 2, "report": False, "price-cache": "none"}
+    quick = {"engine": "fake", "builds": 2, "report": False}
     quick |= {"calibration-method": "minmax", "bias-correction": False}
     jobs = {"defaults": quick, "jobs": [{"model": model} for model in ("a.onnx", "b.onnx")]}
     (here / "jobs.yaml").write_text(yaml.safe_dump(jobs))

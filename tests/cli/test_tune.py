@@ -82,7 +82,6 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--from-qdq": ([], lambda s: s.from_qdq, True),
     "--portable": ([], lambda s: s.portable, True),
     "--pattern-cache": (["c.yaml", "--mode", "region"], lambda s: s.pattern_cache, Path("c.yaml")),
-    "--price-cache": (["p.json"], lambda s: s.price_cache, Path("p.json")),
     "--state-file": (["s.yaml"], lambda s: s.state, Path("s.yaml")),
     "--min-sqnr": (["20.5"], lambda s: s.min_sqnr, 20.5),
     "--min-sqnr-worst": (["12"], lambda s: s.min_sqnr_worst, 12.0),
@@ -99,19 +98,6 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--workload": (["a.b/decode.npz:0.8"], lambda s: s.workloads, (WorkloadFile(Path("a.b/decode.npz"), 0.8),)),
 }  # fmt: skip
 """Option to values, what to look at in the settings, and what is expected there."""
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ([], Path("/caches/qdqtune/prices.json")),
-        (["--price-cache", "none"], None),
-        (["--timing-cache", "gpu/t.cache"], Path("gpu/t.prices.json")),
-    ],
-)
-def test_prices_go_beside_the_timing_cache_or_to_the_users_caches(given, expected, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert settings_of(*given).price_cache == expected
 
 
 SHOWN = {"--dry-run", "--report", "--pick", "--json", "--on"}
@@ -156,7 +142,7 @@ def test_every_field_of_the_settings_has_an_option(monkeypatch, tmp_path):
 
 
 def test_defaults_are_those_of_settings():
-    given = settings_of("--price-cache", "none")
+    given = settings_of()
     assert given == Settings(Path("m.onnx"), engine=EngineSpec("onnxruntime", {"threads": 1}))
 
 

@@ -221,7 +221,7 @@ def test_what_a_command_has_written_it_writes_again(files, tmp_path, capfd):
         ("apply", [model, *data, "--placement", tmp_path / "o" / "placement.yaml", "-o", tmp_path / "a.onnx"]),
         ("report", [tmp_path / "o", "-o", tmp_path / "r.html"]),
         ("report", [tmp_path / "o"]),
-        ("tune", [model, *QUICK, "--state-file", tmp_path / "s.yaml", "--price-cache", tmp_path / "p.json",
+        ("tune", [model, *QUICK, "--state-file", tmp_path / "s.yaml",
                   "-o", tmp_path / "t"]),
     ]  # fmt: skip
     for name, arguments in (*asked, *asked):

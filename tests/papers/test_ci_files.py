@@ -95,7 +95,7 @@ def test_compare_fails_by_its_limits_and_leaves_its_files(folder: Path, tuned: P
 
 
 def test_tune_finds_a_model_and_compares_it(folder: Path, tuned: Path) -> None:
-    data = {"calibration-data": str(tuned.with_suffix(".npz")), "args": "--builds 4 --no-report --price-cache none"}
+    data = {"calibration-data": str(tuned.with_suffix(".npz")), "args": "--builds 4 --no-report"}
     runner = Runner(folder, {"command": "tune", "model": str(tuned), "engine": "fake", "fail-below": "1.01", **data})
     done = runner.step("Measure")
     assert runner.outputs["code"] == "0", done.stderr

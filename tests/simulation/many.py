@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-os.environ["XDG_CACHE_HOME"] = os.devnull  # no prices of other runs
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # which would warn that it finds no folder
 
 from simulation.scenario import Stage, play, scenario_of

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.search.costs.priors import Prices
 from qdqtune.search.costs.unit_decisions import UnitPrice
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import records as kinds
@@ -49,10 +48,14 @@ def again(record: Record) -> Record:
     )
 )
 def test_placements_survive(edges: frozenset[Edge]) -> None:
-    record = again(kinds.PricesRecord(prices=NO_PRICES, found=StoredPlacement.of(Placement(edges))))
-    assert isinstance(record, kinds.PricesRecord)
-    assert record.found is not None
-    assert record.found.placement == Placement(edges)
+    stored = StoredPlacement.of(Placement(edges))
+    record = again(
+        kinds.TrialRecord(
+            of=kinds.job_of(Placement(edges).digest, "0"), origin="cut", against="0", placement=stored, result=TIMED
+        )
+    )
+    assert isinstance(record, kinds.TrialRecord)
+    assert record.placement.placement == Placement(edges)
 
 
 @given(st.dictionaries(st.text(), st.tuples(finite, finite).map(sorted)), st.dictionaries(st.text(), st.tuples(finite)))
@@ -84,7 +87,6 @@ def test_failures_survive(failure: Failure) -> None:
     assert again(LayersRecord(failure=failure)) == LayersRecord(failure=failure)
 
 
-NO_PRICES = Prices((("k", "MatMul", "float", "", 0.5),), (("a", "b", 8.0, 0.1),), (("k", (1, 2), 0.5),), False)
 MEASURED = Outcome(samples=Measurement((1.0, 2.0), (2.0, 1.0), (Measurement((1.0, 1.0), (1.0, 1.0)),)))
 TIMED = kinds.TrialOutcome(samples=MEASURED.samples)
 LAYERS = (Layer("a", ("n", "m"), "int8", 0.5, "compute"), Layer("b", (), "", None, "unknown"))
@@ -106,7 +108,6 @@ EVERY: tuple[Record, ...] = (
         found=kinds.TriedRewrites((kinds.Tried("h", "float", Ratio(0.5, None, 0.6), True),), 2, ("n",))
     ),
     kinds.BatchRecord(width=4, learning=2),
-    kinds.PricesRecord(prices=NO_PRICES, found=STORED),
     kinds.WeightNoiseRecord(of="0.1", noise=(("w", "w8", 1e-05),), failure=Failure("run", "no", "log")),
     kinds.PredictionRecord(of="p", accuracy=Accuracy(20.5)),
     ComparisonRecord(of="proof:p:0", result=Outcome(failure=Failure("build", "no")), files=("a", "b")),

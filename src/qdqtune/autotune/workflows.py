@@ -76,7 +76,6 @@ def region_pattern_autotuning_workflow(
         schemes_per_region=num_schemes_per_region or None,
         min_sqnr=None,
         min_agreement=None,
-        price_cache="none",
         pattern_cache=pattern_cache_file,
         state_file=state_file,
         qdq_baseline=qdq_baseline_model,

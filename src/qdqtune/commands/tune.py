@@ -26,14 +26,13 @@ from qdqtune.engines.remote.connection import facts_of
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.numerics.closeness import closeness
 from qdqtune.numerics.scores import equal_share
-from qdqtune.options import SWITCH, Anything, Flag, MaybeFile, MaybeInt, OfRun, Option, choice, option
+from qdqtune.options import SWITCH, Anything, Flag, MaybeInt, Option, choice, option
 from qdqtune.search.region import Config
 from qdqtune.timing.ratios import Plan, least_rounds, speed
 from qdqtune.tuning import loop, result
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import SearchOptions
-from qdqtune.tuning.price_cache import usual_path
 from qdqtune.tuning.settings import (
     BY_RULE_BUILDS,
     EFFORTS,
@@ -130,15 +129,6 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         short="your own function, higher is better",
         metavar="MODULE:CALLABLE",
     )
-    price_cache: MaybeFile = option(
-        OfRun(),
-        None,
-        "File in which runs on one engine and chip leave their prices of units for the next model; none uses none.",
-        "Search",
-        default_in_words="beside `timing_cache`, or qdqtune/prices.json in the user's cache folder",
-        metavar="FILE",
-        is_rare=True,
-    )
     report: Flag = option(
         SWITCH,
         True,
@@ -188,7 +178,6 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             "builds": builds if self.builds is None else self.builds,
             "threads": self._thread_counts(spec),
             "time_limit": self.time_limit,
-            "price_cache": self._price_file(),
             "evaluate": None if self.evaluate is None else str(self.evaluate),
             "workloads": files,
             "command": command,
@@ -205,13 +194,6 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         count = threads_of(spec)
         is_named = isinstance(self.engine, EngineSpec) or "threads" in self.engine_options
         return (count,) if self.threads is None and is_named and count is not None else self.threads
-
-    def _price_file(self) -> Path | None:
-        """The price file: the named one (None for `none`), else one beside the named timing cache, else the usual
-        one."""
-        if self.price_cache is not None:
-            return None if str(self.price_cache) == "none" else self.price_cache
-        return usual_path() if self.timing_cache is None else Path(self.timing_cache).with_suffix(".prices.json")
 
 
 @dataclass(frozen=True, repr=False)

@@ -42,7 +42,6 @@ ORIGINS: Mapping[str, str] = {
     "weights in 8 bits": "weights of products in 8 bits, and no pairs",
     "dynamic quantization": "products with scales found at run time, and no pairs",
     "weights in fewer bits": "weights of products in several formats, and no pairs",
-    "earlier run": "what an earlier run has found for this model",
     "imported": "the pairs of your Q/DQ model",
     "within the limits": "the least noise for what prices of operators suggest",
     "mutated": "region search",

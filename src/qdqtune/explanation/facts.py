@@ -27,7 +27,6 @@ from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.attribution import NodeTime, node_times
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs
-from qdqtune.search.costs.priors import NO_PRIOR, Prior, unpacked
 from qdqtune.search.costs.units import formats_in
 from qdqtune.search.cut import CutSearch
 from qdqtune.search.regions import discovery, patterns
@@ -36,7 +35,7 @@ from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.fingerprint import Fingerprint
 from qdqtune.tuning.finished import FinishedRun
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT
-from qdqtune.tuning.records import PricesRecord, RangesRecord
+from qdqtune.tuning.records import RangesRecord
 from qdqtune.tuning.subject import edges_within, filtered
 from qdqtune.types import CostsByRule, Edge, Layer, Placement, Trial
 
@@ -66,7 +65,6 @@ class Facts:
     limits: Limits = field(default_factory=Limits)
     plan: Plan = field(default_factory=Plan)
     noise: Noise | None = None
-    prior: Prior = NO_PRIOR
     in_float: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -121,9 +119,7 @@ class Facts:
         if not any(layer.time_ms for layer in self.float_layers):
             return None
         formats = formats_in([self.placement, *(t.placement for t in self.history)])
-        search = CutSearch(
-            self.model, self.possible, self.float_layers, plan=self.plan, format_shares=formats, prior=self.prior
-        )
+        search = CutSearch(self.model, self.possible, self.float_layers, plan=self.plan, format_shares=formats)
         return search.costs(self.history, self.placement)
 
     @cached_property
@@ -150,7 +146,7 @@ def facts_of(run: FinishedRun) -> Facts:
         raise BadState(f"{folder} records a pair at {min(map(str, strange))}, which its {BASELINE} does not have")
     if (calibrated := run.records.get(RangesRecord)) is None:
         raise BadState(f"the state file of {folder} ends before the calibration: run qdqtune tune to its end")
-    able, known = possible_edges(shaped, calibrated.ranges) | seen, run.records.get(PricesRecord)
+    able = possible_edges(shaped, calibrated.ranges) | seen
     facts = Facts(
         model=shaped,
         able=able,
@@ -165,7 +161,6 @@ def facts_of(run: FinishedRun) -> Facts:
         limits=limits,
         plan=run.plan,
         noise=Noise(shaped, run.alone, limits.max_noise) if run.alone else None,
-        prior=NO_PRIOR if known is None else unpacked(known.prices),
     )
     return _with_float_reasons(facts, folder / FINAL, recorded.engine)
 

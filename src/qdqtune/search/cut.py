@@ -43,8 +43,7 @@ from qdqtune.search import best_of, products_left_in_float, ratios_to_float
 from qdqtune.search.costs.attribution import CONVERSION, BuildTimes, attribute, group_ms, timed_builds, with_float_times
 from qdqtune.search.costs.cheapest_decision import cut, cut_holding, cut_within, everything
 from qdqtune.search.costs.output_noise import RESERVE, Noise
-from qdqtune.search.costs.prices import Costs, learn, learned_prior
-from qdqtune.search.costs.priors import NO_PRIOR, Prior, Split, digest
+from qdqtune.search.costs.prices import Costs, learn
 from qdqtune.search.costs.unit_decisions import decision_of, flip, margins
 from qdqtune.search.costs.units import (
     Decision,
@@ -77,10 +76,6 @@ FUSED_UNITS = "fused units"
 ONLY_PRICES = frozenset({"compute", FUSED_UNITS})
 """Origins of proposals of the first batch that seldom ship: they price what the others leave open."""
 
-COVERED_SHARE = 0.9
-"""If earlier runs know the prices of units with this share of the quantizable float time, the cut comes first, and
-builds that only measure prices come last. Chosen, not measured."""
-
 BUILD_SPREAD = 0.1
 """Builds of one file differ by a little less than this share."""
 
@@ -94,8 +89,7 @@ class CutSearch:
     """Cut search (see the module). `float_layers` is the layer report of the float build; `seeds` are placements to
     build first, and `fallbacks` those to build when the prices lead no further. `width` is how many to propose at a
     time: the optimum, then placements close to the best so far, so that each build prices other units. `format_shares`
-    are the weight formats that weights may have. `prior` is what earlier runs have learned, `shipped_before` what one
-    has shipped for this model. `is_hurried`: there is time for a few candidates only.
+    are the weight formats that weights may have. `is_hurried`: there is time for a few candidates only.
 
     With several `contexts`, prices are those of the average call. Each context is given by the share of each part of a
     measurement in it (see `types.Measurement`); a placement has to be slower than float in none."""
@@ -110,8 +104,6 @@ class CutSearch:
     fallbacks: Mapping[str, Placement] = field(default_factory=dict)
     width: int = 1
     format_shares: FormatShares = field(default_factory=dict)
-    prior: Prior = NO_PRIOR
-    shipped_before: Mapping[str, Placement] = field(default_factory=dict)
     contexts: Sequence[Sequence[float]] = ()
     is_hurried: bool = False
 
@@ -119,16 +111,12 @@ class CutSearch:
         """The next batch, see `Strategy`. The first batch prices every unit: the seeds, and everything quantized in the
         groups that the engine fuses in float. After the first cut comes everything quantized in single nodes, which
         hardly changes the cut (benchmarks/findings.md): last if it may miss the limits, never if the engine fuses in 8
-        bits as in float. Where earlier runs have priced nearly all units, only `shipped_before` precedes the cut; what
-        else may ship follows it, since prices of another day may be wrong. Where a build has shown that the engine has
-        no 8-bit kernels, only weight formats are left."""
+        bits as in float. Where a build has shown that the engine has no 8-bit kernels, only weight formats are left."""
         if self.possible and any(products_left_in_float(trial, self.model, self.plan) for trial in history):
-            return replace(self, possible=frozenset(), seeds={}, shipped_before={}, fallbacks={}).propose(history)
+            return replace(self, possible=frozenset(), seeds={}, fallbacks={}).propose(history)
         has_cut = any(t.proposal.predicted is not None for t in history)
         apart = [p for p in self._apart(history) if self._is_free or self._may_hold(p.placement)] if has_cut else []
-        known = _named(self.shipped_before) if self.is_covered else (*self._first_batch, *apart)
-        if self.is_hurried and not self.is_covered:
-            known = self._hurried_batch
+        known = self._hurried_batch if self.is_hurried else (*self._first_batch, *apart)
         if first := _untried(known, history):
             return first
         tried = {t.placement for t in history} | {Placement()}
@@ -139,26 +127,6 @@ class CutSearch:
             if len(fresh) == self.width:
                 break
         return tuple(fresh.values())
-
-    @cached_property
-    def is_covered(self) -> bool:
-        """Whether earlier runs have priced units with nearly all of the quantizable float time."""
-        return self.covered_share >= COVERED_SHARE
-
-    @cached_property
-    def covered_share(self) -> float:
-        """The share of the float time of units that can be quantized whose prices earlier runs have learned."""
-        if not self.prior:
-            return 0.0
-        costs = self._prior_costs
-        able = [(p.as_float, p.seen) for u, p in zip(costs.partition.units, costs.prices, strict=True) if u.inputs]
-        whole = sum(ms for ms, _ in able)
-        return sum(ms for ms, seen in able if seen) / whole if whole else 0.0
-
-    @cached_property
-    def _prior_costs(self) -> Costs:
-        """Prices from earlier runs alone."""
-        return self.costs(())
 
     @cached_property
     def float_ms(self) -> float:
@@ -172,12 +140,12 @@ class CutSearch:
 
     @cached_property
     def _first_batch(self) -> tuple[Proposal, ...]:
-        """What earlier runs have shipped, all weights in a weight format, the seeds, and everything quantized in fused
+        """All weights in a weight format, the seeds, and everything quantized in fused
         units. Placements that may ship come first, in case the time ends; weight formats come last where they
         are expected to gain less than pairs usually do."""
         bits = self._weight_placements()
         rest = {name: p for name, p in bits.items() if expected_share(self.format_shares, p) >= USUAL_SHARE}
-        seeds = dict(self.shipped_before) | {n: p for n, p in bits.items() if n not in rest} | dict(self.seeds)
+        seeds = {n: p for n, p in bits.items() if n not in rest} | dict(self.seeds)
         return (*_named(seeds), self._whole(FUSED_UNITS, self.groups), *_named(rest))
 
     @property
@@ -203,7 +171,7 @@ class CutSearch:
 
     def _mixed(self, shares: FormatShares, noise: Noise, limit: float) -> Placement:
         """The cheapest weight formats by the given shares within a limit on noise, without pairs."""
-        costs = self._prior_costs if shares is self.format_shares else replace(self, format_shares=shares)._prior_costs
+        costs = replace(self, format_shares=shares).costs(())
         floats = tuple(replace(p, as_quantized=inf) for p in costs.prices)
         costs = replace(costs, prices=floats)
         return costs.partition.placement(cut_within(costs, noise, limit))
@@ -345,21 +313,7 @@ class CutSearch:
         over all, and its groups become the units."""
         times = self._times(history, shipped)
         parts = partition(self.model, self.possible, list(self._units(times, shipped)), self.format_shares)
-        return learn(parts, times, self.prior)
-
-    def learned_prior(self, history: Sequence[Trial]) -> Prior:
-        """What the builds so far have measured, for later runs: prices of units, and of fusion groups by split."""
-        times = self._times(history)
-        parts = partition(self.model, self.possible, list(self._units(times, None)), self.format_shares)
-        floats = {kind: sum(times[0].nodes.get(n, 0.0) for n in group) for group, _, kind in self._members}
-        divided = self._ms_by_split(times)
-        splits = {
-            digest(known): {how: spent / floats[kind] for how, spent in divided[kind].items()}
-            for sized in (False, True)
-            for group, _, kind in self._members
-            if kind in divided and floats[kind] > 0 and (known := self._kind(group, sized=sized))
-        }
-        return replace(learned_prior(parts, times), splits=splits)
+        return learn(parts, times)
 
     def _times(self, history: Sequence[Trial], shipped: Placement | None = None) -> list[BuildTimes]:
         """The times of the builds so far in rising precedence, the float build's first."""
@@ -385,21 +339,13 @@ class CutSearch:
             if shipped is not None and not paired.isdisjoint(group):
                 yield from split(self.model, group, {e for e in edges if e in shipped})
                 continue
-            before = sum(times[0].nodes.get(node, 0.0) for node in group)
-            known = {how: share * before for how, share in self._earlier_shares_by_split(group).items()}
-            prices = known | divided.get(kind, {})
+            prices = divided.get(kind, {})
             best = min(prices, key=lambda o: (prices[o], len(o), sorted(o)), default=frozenset[int]())
             yield from split(self.model, group, {edges[i] for i in best if i < len(edges)})
 
-    def _earlier_shares_by_split(self, group: Group) -> Mapping[Split, float]:
-        """By split of a group, the share of its float time that earlier runs have measured."""
-        known = self.prior.splits
-        alike = (digest(self._kind(group, sized=sized)) for sized in (True, False) if known)
-        return next((known[one] for one in alike if one in known), {})
-
-    def _ms_by_split(self, times: Sequence[BuildTimes]) -> dict[str, dict[Split, float]]:
+    def _ms_by_split(self, times: Sequence[BuildTimes]) -> dict[str, dict[frozenset[int], float]]:
         """By kind of fusion group, the least ms in any build for each split (the inner edges that carry pairs)."""
-        found: dict[str, dict[Split, float]] = {}
+        found: dict[str, dict[frozenset[int], float]] = {}
         for group, edges, kind in self._members:
             for build in times:
                 spent = group_ms(self.model, group, build)
@@ -409,8 +355,8 @@ class CutSearch:
                     own[chosen] = min(spent, own.get(chosen, spent))
         return found
 
-    def _kind(self, group: Group, *, sized: bool = True) -> str:
-        return kind_of(self.model, tuple(self.model.index_of[name] for name in group), sized=sized)
+    def _kind(self, group: Group) -> str:
+        return kind_of(self.model, tuple(self.model.index_of[name] for name in group))
 
 
 def _layers_at(shares: Sequence[float], layers: Sequence[Layer]) -> tuple[Layer, ...]:

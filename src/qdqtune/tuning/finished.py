@@ -75,7 +75,6 @@ IRRELEVANT_SETTINGS = {
     "time_budget",
     "time_limit",
     "command",
-    "price_cache",
 }
 """Settings that may differ when the stored result of a finished run is returned. `_answer_keys` treats the machine and
 the time budget separately: a search that ran out of time may have missed something."""

@@ -37,7 +37,6 @@ from qdqtune.system.checks import (
 )
 from qdqtune.system.cleanup import remove_left
 from qdqtune.system.writing import SCRATCH, write_through
-from qdqtune.tuning.price_cache import read_cache, usual_path
 from qdqtune.tuning.settings import STATE, Settings
 from qdqtune.tuning.store import BEGINNING, may_continue
 
@@ -222,12 +221,10 @@ def _state_option(settings: Settings) -> str:
 
 def _elsewhere(settings: Settings) -> Iterator[Output]:
     """The files that a run writes and that need not lie in its folder."""
-    state, prices, times = settings.state, settings.price_cache, settings.engine.options.get("timing_cache")
+    state, times = settings.state, settings.engine.options.get("timing_cache")
     option = _state_option(settings)
     yield Output(state, option, may_continue, is_appended=True, makes_folder=True)
     yield Output(pattern_cache_of(state), option, replaceable(RECORD_KIND), makes_folder=True)
-    if prices is not None and prices != usual_path():  # if that at the usual path is damaged, the run only notes it
-        yield Output(prices, "`price_cache`", lambda file: read_cache(file) is not None, makes_folder=True)
     if isinstance(times, str):
         yield timing_cache(Path(times), "`timing_cache`")
 

@@ -17,13 +17,12 @@ from qdqtune.search.by_latency import LatencySearch, placement_within
 from qdqtune.search.by_rule import RuleSearch
 from qdqtune.search.costs import unit_decisions
 from qdqtune.search.costs.output_noise import Noise
-from qdqtune.search.costs.priors import NO_PRIOR
 from qdqtune.search.costs.units import weights_by_family
 from qdqtune.search.cut import CutSearch
 from qdqtune.search.front import FrontSearch
 from qdqtune.search.region import WITHIN_LIMITS, RegionSearch
 from qdqtune.search.regions import cache
-from qdqtune.search.subgraph import SubgraphSearch, with_quiet_seeds
+from qdqtune.search.subgraph import with_quiet_seeds
 from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.contexts import shares_at
 from qdqtune.tuning.folder import RAW, REGION_MODELS, UNITS
@@ -35,10 +34,6 @@ from qdqtune.tuning.rule_results import summary_by_rule
 from qdqtune.tuning.run import Run, rule_costs
 from qdqtune.tuning.subgraphs.prepare import Profiled, outcomes, profile
 from qdqtune.types import Placement, Trial
-
-KNOWN_PRICES = "times from earlier runs covered {:.0%} of what can be quantized{}; `price_cache` none ignores them"
-
-BEGUN_BY_PRICES = ", so the search began with what they say is fastest"
 
 UNHURRIED = 2.0
 """A search hurries if less time is left than this many times the shortest time of all its builds. Chosen, not
@@ -69,7 +64,7 @@ def cut(run: Run) -> Mode:
         return by_rule(run)
     subject, noise = run.subject, noise_of(run)
     if (by_layers := cut_search(run, noise)) is not None:
-        record = partial(_record_units, run, by_layers)
+        record = partial(_record_units, by_layers)
         if not run.settings.front or noise is None:
             return Mode(by_layers, record)
         builds = run.settings.builds - run.found.builds
@@ -77,11 +72,11 @@ def cut(run: Run) -> Mode:
     suggestions = subject.suggestions()
     if noise is not None and not noise.is_harmless:
         suggestions[WITHIN_LIMITS] = placement_within(subject.shaped, subject.possible, noise)(noise.levels(())[0])
-    seeds = {**run.earlier.found, **subject.foremost(), **suggestions, **weights_by_family(run.format_shares)}
+    seeds = {**subject.foremost(), **suggestions, **weights_by_family(run.format_shares)}
     strategy: Strategy = LatencySearch(subject.shaped, subject.possible, seeds, run.width)
     if subject.numbers.wide is not None and not run.budget.is_late:
         strategy = TwoStage(rule_search(run), strategy, run.budget.builds)
-    return Mode(strategy, partial(_record_placement, run))
+    return Mode(strategy, _record_nothing)
 
 
 def rule_search(run: Run) -> RuleSearch:
@@ -123,27 +118,18 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
         fallbacks=fallbacks,
         width=run.learning_width,
         format_shares=run.format_shares,
-        prior=NO_PRIOR if run.settings.front else run.earlier.prices,  # a front needs builds of its own
-        shipped_before=run.earlier.found,
         contexts=shares_at(subject.mix, run.settings.thread_counts),
         is_hurried=left is not None and left < needed and not run.settings.front,
     )
 
 
-def _record_units(run: Run, by_layers: CutSearch, history: Sequence[Trial], proof: Proof) -> ModeResult:
-    """What each fusion group costs with pairs and in float, and how it runs in the file that ships; prices and a tuned
-    placement go to the price cache."""
-    run.add_prices(proof.placement, by_layers.learned_prior(history) if history else NO_PRIOR)
+def _record_units(by_layers: CutSearch, history: Sequence[Trial], proof: Proof) -> ModeResult:
+    """What each fusion group costs with pairs and in float, and how it runs in the file that ships."""
     units = unit_decisions.explain(by_layers.costs(history, proof.in_file), proof.in_file)
-    known = by_layers.covered_share
-    began = BEGUN_BY_PRICES if by_layers.is_covered else ""
-    notes = (KNOWN_PRICES.format(known, began),) if known and history else ()
-    return ModeResult(units, files={UNITS: {"units": unit_decisions.record(units)}}, notes=notes)
+    return ModeResult(units, files={UNITS: {"units": unit_decisions.record(units)}})
 
 
-def _record_placement(run: Run, history: Sequence[Trial], proof: Proof) -> ModeResult:
-    """Add a tuned placement to the price cache; such a search has no rows."""
-    run.add_prices(proof.placement)
+def _record_nothing(history: Sequence[Trial], proof: Proof) -> ModeResult:
     return ModeResult()
 
 
@@ -160,7 +146,6 @@ def region(run: Run) -> Mode:
         patterns=subject.tuned,
         possible=subject.possible,
         seeds={
-            **run.earlier.found,
             **subject.suggestions(),
             **weights_by_family(run.format_shares, lambda p: noise is None or noise.fits(p, ())),
         },
@@ -175,13 +160,13 @@ def region(run: Run) -> Mode:
     )
     strategy: Strategy = by_region
     if settings.seed_builds > 0 and (by_cut := cut_search(run, noise)) is not None:
-        by_cut = replace(by_cut, shipped_before=by_region.from_cache() | dict(by_cut.shipped_before))
+        by_cut = replace(by_cut, seeds={**by_region.from_cache(), **by_cut.seeds})
         strategy = TwoStage(by_cut, by_region, settings.seed_builds)
     models = RegionModels(run)
 
     def record(history: Sequence[Trial], proof: Proof) -> ModeResult:
         models.finish(history)
-        return _record_placement(run, history, proof)
+        return ModeResult()
 
     return Mode(strategy, record, (models,))
 
@@ -242,18 +227,14 @@ def subgraph(run: Run) -> Mode:
     profiled = profile(run)
     run.candidates.write_whole(profiled.search.all_accepted, run.settings.output_dir / RAW)
     search, noise = profiled.search, binding_noise_of(run)
-    seeds = {**run.earlier.found, **search.seeds}
-    search = replace(search, seeds=seeds, by_cut=cut_search(run, noise) if search.incremental else None)
+    search = replace(search, by_cut=cut_search(run, noise) if search.incremental else None)
     strategy = with_quiet_seeds(search, noise)
-    record = partial(_record_groups, run, strategy, profiled)
+    record = partial(_record_groups, profiled)
     return Mode(strategy, record, (profiled.progress,), profiled.shortfall)
 
 
-def _record_groups(
-    run: Run, search: SubgraphSearch, profiled: Profiled, history: Sequence[Trial], proof: Proof
-) -> ModeResult:
-    """What became of every fusion group; prices and a tuned placement go to the price cache."""
-    run.add_prices(proof.placement, search.by_cut.learned_prior(history) if search.by_cut and history else NO_PRIOR)
+def _record_groups(profiled: Profiled, history: Sequence[Trial], proof: Proof) -> ModeResult:
+    """What became of every fusion group."""
     rows = outcomes(profiled, history, proof.in_file)
     summary = profiled.summary() | {"groups": [asdict(row) for row in rows]}
     return ModeResult(rows, summary, notes=profiled.notes)

@@ -19,7 +19,6 @@ import msgspec
 
 from qdqtune.calibration.scales import Ranges
 from qdqtune.numerics.losses import Score
-from qdqtune.search.costs.priors import Prices
 from qdqtune.search.costs.unit_decisions import UnitPrice
 from qdqtune.timing.ratios import Ratio
 from qdqtune.types import (
@@ -266,13 +265,6 @@ class BatchRecord(Record, frozen=True, tag="batch"):
 
     width: int
     learning: int
-
-
-class PricesRecord(Record, frozen=True, tag="prices"):
-    """What the run took from the price cache: prices, and the placement that an earlier run found for the model."""
-
-    prices: Prices
-    found: StoredPlacement | None = None
 
 
 class NoiseRecord(Record, frozen=True, tag="noise"):

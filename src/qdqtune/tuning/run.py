@@ -29,7 +29,6 @@ from qdqtune.numerics.scores import check_named
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import Inserter
-from qdqtune.search.costs.priors import NO_PRIOR, Prior
 from qdqtune.search.costs.rule_costs import RuleCosts
 from qdqtune.search.costs.units import FormatShares
 from qdqtune.system.checks import Stamps
@@ -42,7 +41,6 @@ from qdqtune.tuning.contexts import GLANCE_ROUNDS, at_each, glance_at_one_thread
 from qdqtune.tuning.fingerprint import fingerprint_of
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
 from qdqtune.tuning.observer import Observer
-from qdqtune.tuning.price_cache import Earlier, PriceConditions, add, earlier
 from qdqtune.tuning.records import NO_REWRITES, BatchRecord, TrialRecord, TriedRewrites
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import SLOWER
@@ -130,29 +128,11 @@ class Run(Ready):
         measured = self.subject, self.settings, self.runner, self.store, self.bench.layers
         return format_shares(*measured, lambda: time.monotonic() > ends)
 
-    @cached_property
-    def earlier(self) -> Earlier:
-        """What earlier runs have left in the price cache."""
-        path, subject = self.settings.price_cache, self.subject
-        return earlier(path, self._price_conditions, subject, self.store, self.observer.note)
-
-    def add_prices(self, final: Placement, learned: Prior = NO_PRIOR) -> None:
-        """Leave in the price cache what this run ships, and the prices that it has learned."""
-        path, model = self.settings.price_cache, self.subject.model.fingerprint
-        add(path, self._price_conditions, model, final, learned, self.observer.note)
-
     def slower(self, history: Sequence[Trial]) -> frozenset[Placement]:
         """The placements that are slower than float at one of several numbers of threads."""
         counts = self.settings.thread_counts
         ratios = ratios_at(history, self.subject.mix, counts) if len(counts) > 1 else {}
         return frozenset(placement for placement, own in ratios.items() if max(own) > SLOWER)
-
-    @property
-    def _price_conditions(self) -> PriceConditions:
-        described, counts = self.runner.describe(), self.settings.thread_counts
-        if len(counts) > 1:
-            described["threads"] = ",".join(map(str, counts))
-        return PriceConditions(described, self.settings.quant_type, self.subject.numbers)
 
 
 @contextmanager

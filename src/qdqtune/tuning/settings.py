@@ -101,7 +101,6 @@ class Settings(SearchOptions):
     a `front` it is what search and proof may spend together.
     `evaluate` names the user's metric (see `numerics.metric`), in place of `labels` and `metric`.
     `accuracy_samples` is the most samples on which outputs are compared.
-    `price_cache` is the file in which runs leave prices for each other.
     `workloads` are calls of different shapes that are timed as one mix; they are the samples if there are no
     `calibration_data`.
     `command` is the command line, for the run log only.
@@ -124,7 +123,6 @@ class Settings(SearchOptions):
     precision_seconds: float = EFFORTS["default"].precision_seconds
     builds: int = EFFORTS["default"].builds["cut"]
     time_limit: float = TIME_LIMIT
-    price_cache: Path | None = None
     evaluate: str | None = None
     command: tuple[str, ...] = field(default=(), compare=False)
     workloads: tuple[WorkloadFile, ...] = ()

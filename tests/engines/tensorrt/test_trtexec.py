@@ -441,7 +441,7 @@ def test_a_file_seldom_wins_against_itself(tmp_path: Path, workers: Workers) -> 
 
 def test_a_whole_search_starts_few_processes_and_says_so_before(tmp_path: Path, workers: Workers) -> None:
     model = write(mixed(), tmp_path)
-    options = {"engine": "trtexec", "trtexec": stand_in(tmp_path, "10.16"), "price_cache": "none", "report": False}
+    options = {"engine": "trtexec", "trtexec": stand_in(tmp_path, "10.16"), "report": False}
 
     def asked(folder: str) -> Settings:
         data = model.with_suffix(".npz")

@@ -240,7 +240,7 @@ def _tunes(engine: EngineAtHand, mode: str) -> str:
     engine.insist_on_device()
     files, folder = engine.files(PLAIN), engine.folder / f"tune_{mode}"
     given: dict[str, Any] = {"engine": engine.spec, "mode": mode, "effort": "quick", "time_budget": TUNE_SECONDS}
-    given |= {"calibration_data": files.data, "output_dir": folder, "price_cache": Path("none"), **QUICKLY}
+    given |= {"calibration_data": files.data, "output_dir": folder, **QUICKLY}
     done = tune(TuneOptions(files.plain, **given).settings(), engine.observer)
     if done.improved and (done.ratio is None or done.ratio.verdict != "faster"):
         raise BrokenError(f"a file ships that is not proven to be faster: {done.ratio}")

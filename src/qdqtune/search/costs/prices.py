@@ -17,8 +17,7 @@ front of a float unit its price `dequantize`.
 Conversions that run although the units on both sides are quantized belong to the unit that did not absorb them.
 
 Prices that no build has measured are guessed low, so that the search tries them: equal units share prices, conversions
-take a + b * bytes, and the `EXTRAS` are the same share of float time as in other units with the same operators. Prices
-that earlier runs have learned for equal units (`priors`) take precedence over such guesses.
+take a + b * bytes, and the `EXTRAS` are the same share of float time as in other units with the same operators.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ import numpy as np
 
 from qdqtune.search.costs.attribution import BuildTimes
 from qdqtune.search.costs.observations import Behind, Conversion, Observations, State, UnitKey, bytes_of, observe
-from qdqtune.search.costs.priors import DISTURBED, LOW_QUANTILE, NO_PRIOR, PriceKey, Prior, digest
-from qdqtune.search.costs.units import Decision, Partition, Unit, kind_of
+from qdqtune.search.costs.units import Decision, Partition, Unit
 from qdqtune.types import WeightFormat
 
 WITHIN: tuple[Behind, ...] = ("quantized", "both")
@@ -43,8 +41,12 @@ BEHIND: tuple[Behind, ...] = ("float",)
 """What a unit behind float units reads, as in `UnitKey`."""
 
 UNMEASURED_SHARE = 0.25
-"""The guessed share of its float time that a quantized unit takes, where no unit with the same operators was measured.
-Low, so that it is tried; chosen, not measured."""
+"""The guessed share of its float time that a quantized unit takes, where no equal unit was measured. Low, so that it is
+tried; chosen, not measured."""
+
+LOW_QUANTILE = 0.25
+"""An extra of a kind without a measurement is this quantile of those of kinds with the same operators: a low guess is
+tried and corrected by its build, one that is too high never is. Chosen, not measured."""
 
 EXTRAS = ("disturbed", "behind_float", "handing")
 """Fields of a price that are guessed from other kinds of units."""
@@ -67,7 +69,7 @@ class Price:
     """Extra ms of a quantized unit for each output that it writes as floats. Negative where storing in 8 bits takes
     longer: an engine may move the Q behind a Concat to each input of the Concat."""
     seen: bool = False
-    """Whether its quantized price was measured, in this run or an earlier one."""
+    """Whether its quantized price was measured."""
     by_format: Mapping[WeightFormat, float] = field(default_factory=dict)
     """By weight format, the ms as a float unit with its weights in that format, in place of `as_float`."""
     guessed: frozenset[str] = frozenset()
@@ -156,115 +158,24 @@ class Costs:
         return tensor in partition.edges and any(u in decision.quantized for u in partition.users[tensor])
 
 
-def learn(partition: Partition, builds: Sequence[BuildTimes], prior: Prior = NO_PRIOR) -> Costs:
+def learn(partition: Partition, builds: Sequence[BuildTimes]) -> Costs:
     """Prices from the builds so far, the float model's first. Later builds take precedence, since they are nearer to
-    the solution; `prior` gives prices that no build has measured."""
+    the solution."""
     partition, observed = observe(partition, builds)
-    return _priced(partition, observed, prior)
-
-
-def learned_prior(partition: Partition, builds: Sequence[BuildTimes]) -> Prior:
-    """The prices that some builds have measured, as a prior for later runs."""
-    partition, observed = observe(partition, builds)
-    seen = {key: median(times) for key, times in observed.units.items() if times}
-    floats: dict[str, float] = {}
-    for reads in ("quantized", "float"):  # a unit that reads graph inputs only counts as reading 8-bit tensors
-        floats |= {kind: ms for (kind, state, b), ms in seen.items() if (state, b) == ("float", reads) and ms > 0}
-    taken: dict[PriceKey, float] = {
-        (k, state, b): ms / floats[k] for (k, state, b), ms in seen.items() if k in floats and state != "float"
-    }
-    taken |= {(k, DISTURBED, ""): ms / floats[k] for k, ms in observed.disturbed.items() if k in floats}
-    prior = NO_PRIOR
-    for names in reversed(_names_of_kinds(partition)):
-        shares: dict[PriceKey, float] = {(digest(names[k]), state, b): x for (k, state, b), x in taken.items()}
-        operators = {digest(names[u.kind]): operators_of(u, partition) for u in partition.units if u.kind in floats}
-        conversions = {
-            (op, _neighbours(partition, tensor, names)): (bytes_of(partition.model, tensor), ms)
-            for op, paid in (("quantize", observed.quantize), ("dequantize", observed.dequantize))
-            for tensor, ms in paid.items()
-        }
-        prior = prior.updated(Prior(shares, operators, conversions, per_consumer=observed.per_consumer))
-    return prior
-
-
-def _names_of_kinds(partition: Partition) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """By kind, its name in other runs, with the sizes of tensors and without. It lacks the number that this run appends
-    where it splits a kind by float times."""
-    kinds = {unit.kind: unit.nodes for unit in partition.units}
-    same, others = (
-        {kind: kind_of(partition.model, nodes, sized=sized) for kind, nodes in kinds.items()} for sized in (True, False)
-    )
-    return same, others
-
-
-def operators_of(unit: Unit, partition: Partition) -> str:
-    """The operators of a unit's nodes, in their order."""
-    return ",".join(partition.model.nodes[n].op for n in unit.nodes)
-
-
-def _neighbours(partition: Partition, tensor: str, names: Mapping[str, str]) -> str:
-    """A digest of the kinds of the units that write and read a tensor, as `names` spells them."""
-
-    def kind(number: int | None) -> str:
-        return "" if number is None else names[partition.units[number].kind]
-
-    users = sorted(map(kind, partition.users[tensor]))
-    return digest("\n".join([kind(partition.producer.get(tensor)), *users]))
-
-
-@dataclass(frozen=True)
-class _PriorLookup:
-    """Looks up prices of earlier runs for a partition: from models with equal tensor sizes, or else with others."""
-
-    partition: Partition
-    prior: Prior
-
-    @cached_property
-    def _names(self) -> Sequence[Mapping[str, str]]:
-        return _names_of_kinds(self.partition) if self.prior else ()
-
-    @cached_property
-    def _digests(self) -> Sequence[Mapping[str, str]]:
-        return [{kind: digest(text) for kind, text in names.items()} for names in self._names]
-
-    def share(self, unit: Unit, state: str, *reads: str) -> float | None:
-        """The share of its float time that a unit took in a state, for the first of `reads` that is known."""
-        keys = ((names[unit.kind], state, b) for names in self._digests for b in reads)
-        return next((self.prior.shares[key] for key in keys if key in self.prior.shares), None)
-
-    def conversion(self, tensor: str, op: Conversion, size: float) -> float | None:
-        """The ms of a tensor's conversion, scaled to its size in bytes."""
-        for names in self._names:
-            if (paid := self.prior.conversions.get((op, _neighbours(self.partition, tensor, names)))) is not None:
-                before, ms = paid
-                return ms * size / before if before > 0 else ms
-        return None
-
-    def guess(self, unit: Unit) -> float:
-        """The share of its float time that a quantized unit is guessed to take, from units with the same operators."""
-        operators = operators_of(unit, self.partition)
-        keys = ((operators, "quantized", reads) for reads in ("quantized", "both", "float"))
-        return next((self.prior.by_operators[key] for key in keys if key in self.prior.by_operators), UNMEASURED_SHARE)
-
-
-def _priced(partition: Partition, observed: Observations, prior: Prior) -> Costs:
-    fixed, per_byte = _fitted_line(observed.sizes or prior.sizes)
-    earlier, guessed = _PriorLookup(partition, prior), set[tuple[Conversion, str]]()
+    fixed, per_byte = _fitted_line(observed.sizes)
+    guessed = set[tuple[Conversion, str]]()
 
     def conversion(tensor: str, op: Conversion, seen: Mapping[str, float]) -> float:
         if tensor in seen:
             return seen[tensor]
-        if (before := earlier.conversion(tensor, op, sizes[tensor])) is not None:
-            return before
         guessed.add((op, tensor))
-        return fixed + per_byte * sizes[tensor]
+        return fixed + per_byte * bytes_of(partition.model, tensor)
 
     medians = {key: median(times) for key, times in observed.units.items() if times}
-    sizes = {t: bytes_of(partition.model, t) for t in partition.edges}
     quantize = {t: conversion(t, "quantize", observed.quantize) for t in partition.edges}
     dequantize = {t: conversion(t, "dequantize", observed.dequantize) for t in partition.edges}
     kinds = {unit.kind: unit for unit in partition.units}
-    prices_of = {kind: _kind_prices(unit, medians, observed, earlier) for kind, unit in kinds.items()}
+    prices_of = {kind: _kind_prices(unit, medians, observed) for kind, unit in kinds.items()}
     corrections = _format_corrections(partition, observed)
     known: list[tuple[Price, Extras]] = []
     for unit in partition.units:
@@ -277,8 +188,8 @@ def _priced(partition: Partition, observed: Observations, prior: Prior) -> Costs
     doubt: dict[str, float] = {}
     for (kind, _, _), times in observed.medians.items():
         doubt[kind] = doubt.get(kind, 0.0) + max(times) - min(times)
-    per_consumer = observed.per_consumer or prior.per_consumer
-    return Costs(partition, _completed(partition, known), quantize, dequantize, per_consumer, doubt, frozenset(guessed))
+    prices = _completed(partition, known)
+    return Costs(partition, prices, quantize, dequantize, observed.per_consumer, doubt, frozenset(guessed))
 
 
 def _split_price(
@@ -290,7 +201,7 @@ def _split_price(
     behind_float = None if own.behind_floats is None else own.behind_floats / max(1, len(entering))
     for_floats = (behind_float or 0.0) * len(entering)
     if seen is None:
-        quantized = own.guess * own.as_float
+        quantized = UNMEASURED_SHARE * own.as_float
     else:
         quantized = max(0.0, seen - for_floats) if own.inside is None else seen
     disturbed, handing = own.disturbed, None
@@ -305,7 +216,7 @@ def _split_price(
 
 
 class _KindPrices(NamedTuple):
-    """The times of a kind of unit in ms by state, from builds or else from earlier runs; None where neither has any."""
+    """The times of a kind of unit in ms by state; None where no build has measured it."""
 
     as_float: float
     inside: float | None
@@ -318,22 +229,13 @@ class _KindPrices(NamedTuple):
     behind_floats: float | None
     """The extra time behind float units, in state quantized or handing."""
     disturbed: float | None
-    guess: float
-    """The share of its float time that it is guessed to take quantized, if that was not measured."""
 
 
-def _kind_prices(
-    unit: Unit, medians: Mapping[UnitKey, float], observed: Observations, earlier: _PriorLookup
-) -> _KindPrices:
-    def measured(state: State, *reads: Behind) -> float | None:
+def _kind_prices(unit: Unit, medians: Mapping[UnitKey, float], observed: Observations) -> _KindPrices:
+    def price(state: State, *reads: Behind) -> float | None:
         return next((medians[key] for b in reads if (key := (unit.kind, state, b)) in medians), None)
 
-    def price(state: State, *reads: Behind) -> float | None:
-        ms = measured(state, *reads)
-        share = earlier.share(unit, state, *reads) if ms is None else None
-        return ms if share is None else share * as_float
-
-    as_float = measured("float", "float", "quantized") or 0.0
+    as_float = price("float", "float", "quantized") or 0.0
     inside, outside = price("quantized", *WITHIN), price("quantized", *BEHIND)
     handing_inside, handing = price("handing", *WITHIN), price("handing", *WITHIN, *BEHIND)
     pairs = ((outside, inside), (price("handing", *BEHIND), handing_inside))
@@ -341,15 +243,17 @@ def _kind_prices(
     if more is None and ((outside is not None and inside is None) or (handing is not None and handing_inside is None)):
         more = 0.0  # the time behind floats is all that is known: nothing is added to it
     disturbed = observed.disturbed.get(unit.kind)
-    if disturbed is None and (share := earlier.share(unit, DISTURBED, "")) is not None:
-        disturbed = as_float * share
-    return _KindPrices(as_float, inside, outside, handing_inside, handing, more, disturbed, earlier.guess(unit))
+    return _KindPrices(as_float, inside, outside, handing_inside, handing, more, disturbed)
+
+
+def _operators_of(unit: Unit, partition: Partition) -> str:
+    return ",".join(partition.model.nodes[n].op for n in unit.nodes)
 
 
 def _completed(partition: Partition, known: Sequence[tuple[Price, Extras]]) -> tuple[Price, ...]:
     """Prices with all their extras. An extra without a measurement is the share of float time that it takes in other
     kinds of units with the same operators: whether a kernel reads 8 bits or writes floats does not depend on shapes."""
-    names = [operators_of(unit, partition) for unit in partition.units]
+    names = [_operators_of(unit, partition) for unit in partition.units]
     shares: dict[tuple[str, str], dict[str, float]] = {}
     for unit, operators, (price, extras) in zip(partition.units, names, known, strict=True):
         for name, ms in extras.items():

@@ -248,15 +248,14 @@ def _unit(model: Model, by_node: Mapping[str, Sequence[Edge]], number: int, node
     return Unit(number, nodes, entering, weights, inner, leaving, kind_of(model, nodes))
 
 
-def kind_of(model: Model, nodes: tuple[int, ...], *, sized: bool = True) -> str:
-    """The operators, attributes and shapes of some nodes as text: equal kinds take equal time. Without `sized`, shapes
-    of activations are left out: such kinds take equal shares of their float time in models with other inputs."""
+def kind_of(model: Model, nodes: tuple[int, ...]) -> str:
+    """The operators, attributes and shapes of some nodes as text: equal kinds take equal time."""
 
     def shape(tensor: str) -> str:
         info = model.tensors.get(tensor)
         if info is None:
             return "?"
-        return f"{info.dtype}{info.shape if sized or tensor in model.constants else ''}"
+        return f"{info.dtype}{info.shape}"
 
     return ";".join(
         f"{n.domain}:{n.op}{sorted((k, str(v)) for k, v in n.attributes.items())}"
