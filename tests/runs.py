@@ -2,9 +2,10 @@
 
 import json
 import os
+import re
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,16 @@ def settings(model: Path, /, **changes: Any) -> Settings:
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def timeless(state: bytes) -> bytes:
+    """A state file without the times of the float model, which differ from run to run."""
+    return re.sub(rb'^- {"kind": "float".*$', b'- {"kind": "float"}', state, flags=re.MULTILINE)
+
+
+def without_seconds(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """summary.json without what differs from run to run."""
+    return {key: value for key, value in summary.items() if not key.endswith("seconds")}
 
 
 def rows(state: Path) -> list[dict[str, Any]]:

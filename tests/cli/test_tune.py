@@ -227,9 +227,6 @@ def test_tune_prints_a_table_and_tells_its_progress_in_plain_lines(call, model, 
 
 def test_the_same_command_goes_on(call, tuned):
     command = ["tune", tuned, *QUICK, "--calibration-data", tuned.with_suffix(".npz"), "-o", tuned.parent / "out"]
-    code, _, err = call(*command, "-v")
-    assert code == 0
-    assert "this run has finished before: nothing is measured again" in err
     state = tuned.parent / "out" / "autotuner_state.yaml"
     state.write_bytes(b"".join(state.read_bytes().splitlines(keepends=True)[:-1]))
     code, _, err = call(*command, "-v")

@@ -86,9 +86,7 @@ def test_a_repeated_command_leaves_the_folder_and_writes_it_again_if_it_is_gone(
     base = ("tune", tuned, *QUICK, "--calibration-data", tuned.with_suffix(".npz"), "-o", folder, "--no-report")
     assert call(*base)[0] == 0
     before = contents(folder / "deploy")
-    code, _, err = call(*base)
-    assert code == 0
-    assert "nothing is measured again" in err
+    assert call(*base)[0] == 0
     assert contents(folder / "deploy") == before
     shutil.rmtree(folder / "deploy")
     assert call(*base)[0] == 0

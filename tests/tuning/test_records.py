@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.search.costs.unit_decisions import UnitPrice
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import records as kinds
 from qdqtune.tuning.records import (
@@ -102,6 +101,10 @@ EVERY: tuple[Record, ...] = (
     MetricRecord(failure=Failure("run", "no")),
     LayersRecord(of="p", layers=LAYERS),
     kinds.RepeatabilityRecord(accuracy=Accuracy()),
+    kinds.FloatRecord(
+        of="4 samples", seconds=0.1, turn_seconds=0.2, build_seconds=1.5, start_seconds=0.0, kinds=("f", "i"),
+        axis={"y": 1}, classes={"y": 10}, why_no_scores="none",
+    ),
     kinds.MachineRecord(where="me@board"),
     kinds.RewriteRecord(of="hardswish:float", result=MEASURED, builds=2),
     kinds.RewritesRecord(
@@ -115,15 +118,6 @@ EVERY: tuple[Record, ...] = (
     kinds.PartRecord(of="k", layers=LAYERS),
     kinds.SchemeRecord(of="k:p", result=MEASURED, layers=LAYERS),
     kinds.WeightFormatsRecord(shares={"1x2x3 1": {"w8": 0.5}}),
-    kinds.AnswerRecord(
-        of="q", shipped="tuned", placement=STORED, ratio=Ratio(0.5, 0.4, None), notes=("n",),
-        summary="s", files={"f": "d"},
-        trials=(kinds.AnsweredTrial(
-            of="t", origin="cut", predicted=0.5, accepted=True, holds=None, metric=None, pattern="", wants_layers=True
-        ),),
-        units=(UnitPrice(("n",), ("MatMul",), 1.0, 0.5, 0.1, 0.1, 0.0, 0.2, True, None, True, format_ms={"w8": 0.1}),),
-        groups=(kinds.GroupOutcome(("n",), ("MatMul",), 1, None, 1.0, None, None, False, "slower alone"),),
-    ),
     kinds.ConversationRecord(
         baseline_ms=1.0, best=kinds.TimedPlacement(STORED, None), measured={"p": None}, patterns={"d": ()}
     ),

@@ -5,24 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
 
 from qdqtune.engines import builds_for
 from qdqtune.engines.pool import WorkerPool
-from qdqtune.engines.runner import Runner, insist
+from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import BaselineFailed
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
-from qdqtune.numerics.labelled import measure
+from qdqtune.numerics.labelled import Metric, measure
 from qdqtune.numerics.losses import Score
 from qdqtune.numerics.scores import Scores, scores_of
 from qdqtune.timing.ratios import Plan, is_cut_short
 from qdqtune.tuning.candidates import Loaded
 from qdqtune.tuning.records import (
+    FloatRecord,
     LayersRecord,
     MetricRecord,
     Outcome,
+    PointRecord,
     RepeatabilityRecord,
     StoredPlacement,
     TrialOutcome,
@@ -43,24 +45,10 @@ from qdqtune.types import Accuracy, Array, Failure, Layer, Placement, Proposal, 
 
 FLOAT = Placement()
 
+CANNOT_RUN = "the engine cannot run the float model", BaselineFailed
+
 REPEATED = 2
 """Samples on which the float model is run again if each run starts a process. Chosen, not measured."""
-
-
-@dataclass(frozen=True)
-class FloatRun:
-    """The float model's outputs on the samples, and the seconds of one inference (roughly), of its build, and of
-    starting a process, if each turn of a round starts one.
-
-    `turn_seconds` is a fourth of a round of two such builds: one inference of each workload at each number of threads;
-    and half as much again with several workloads, because the shapes change.
-    """
-
-    outputs: Sequence[dict[str, Array]]
-    seconds: float
-    turn_seconds: float
-    build_seconds: float
-    start_seconds: float = 0.0
 
 
 class Bench:
@@ -124,7 +112,7 @@ class Bench:
         """The trial of each job, as it is done."""
         if not jobs:
             return
-        reference = self.floats.outputs
+        reference = self.reference
         batch = Batch(reference, self.scores, self.deadline)
         ask = [partial(TrialWorker.trial, job=job, batch=batch) for job in jobs]
         with closing(self._pool.results(ask)) as results:
@@ -175,14 +163,16 @@ class Bench:
         record = self._store.get(MetricRecord, of)
         if record is None:
             handle = self._loaded.load(placement, f"metric_{placement.digest}")
-            floats = partial(self._loaded.load, FLOAT, "baseline")
-            found = handle if isinstance(handle, Failure) else measure(evaluation, self._runner, handle, floats)
-            record = self._store.put(
-                MetricRecord(of=of, failure=found)
-                if isinstance(found, Failure)
-                else MetricRecord(of=of, **asdict(found))
-            )
+            record = self._put_metric(of, evaluation, handle)
         return record.result
+
+    def _put_metric(self, of: str, evaluation: Metric, handle: Handle | Failure) -> MetricRecord:
+        """Measure the user's metric of a build, and store it."""
+        floats = partial(self._loaded.load, FLOAT, "baseline")
+        found = handle if isinstance(handle, Failure) else measure(evaluation, self._runner, handle, floats)
+        if isinstance(found, Failure):
+            return self._store.put(MetricRecord(of=of, failure=found))
+        return self._store.put(MetricRecord(of=of, **asdict(found)))
 
     def knows_metric(self, placement: Placement) -> bool:
         """Whether the user's metric of a placement was computed before."""
@@ -198,23 +188,33 @@ class Bench:
             BadOption: the user's function fails.
             BaselineFailed: the engine cannot run the float model.
         """
-        handle = self._runner.load(file, "given_outputs")
-        if isinstance(handle, Failure):
-            return handle
-        try:
-            outputs = self._runner.outputs(handle, [{**sample, **fixed} for sample in self._conditions.samples])
-            if isinstance(outputs, Failure):
-                return outputs
-            reference = self.floats.outputs
-            outputs = [{name: one[name] for name in reference[0]} for one in outputs]
-            if not is_finite(outputs):
-                return NOT_FINITE
-            evaluation, metric = self._conditions.evaluation, None
-            if evaluation is not None:
-                metric = measure(evaluation, self._runner, handle, partial(self._loaded.load, FLOAT, "baseline"))
-            return accuracy(reference, outputs, self.scores), metric
-        finally:
-            self._runner.unload(handle)
+        evaluation, of = self._conditions.evaluation, f"given, {len(self._conditions.samples)} samples"
+        of_metric = "" if evaluation is None else f"{evaluation.digest}:given"
+        point, metric = self._store.get(PointRecord, of), self._store.get(MetricRecord, of_metric)
+        lacks_metric = evaluation is not None and metric is None and (point is None or point.failure is None)
+        if point is None or lacks_metric:
+            handle = self._runner.load(file, "given_outputs")
+            try:
+                point = self._store.put(self._given_point(of, handle, fixed))
+                if evaluation is not None and point.failure is None:
+                    metric = self._put_metric(of_metric, evaluation, handle)
+            finally:
+                if not isinstance(handle, Failure):
+                    self._runner.unload(handle)
+        if point.accuracy is None:
+            return point.failure or NOT_FINITE
+        return point.accuracy, None if metric is None else metric.result
+
+    def _given_point(self, of: str, handle: Handle | Failure, fixed: Sample) -> PointRecord:
+        samples = [{**sample, **fixed} for sample in self._conditions.samples]
+        outputs = handle if isinstance(handle, Failure) else self._runner.outputs(handle, samples)
+        if isinstance(outputs, Failure):
+            return PointRecord(of=of, failure=outputs)
+        reference = self.reference
+        outputs = [{name: one[name] for name in reference[0]} for one in outputs]
+        if not is_finite(outputs):
+            return PointRecord(of=of, failure=NOT_FINITE)
+        return PointRecord(of=of, accuracy=accuracy(reference, outputs, self.scores))
 
     def layers(self, placement: Placement = FLOAT) -> tuple[Layer, ...]:
         """The layer report of the float model, or of a placement that was measured; empty if the engine has none.
@@ -252,7 +252,7 @@ class Bench:
             handle = self._loaded.load(Placement(), "baseline")
             found = handle if isinstance(handle, Failure) else self._runner.outputs(handle, samples)
             again = insist(found, "the engine cannot run the float model again", BaselineFailed)
-            reference, scores = self.floats.outputs[: len(samples)], self.scores.first(len(samples))
+            reference, scores = self.reference[: len(samples)], self.scores.first(len(samples))
             record = self._store.put(RepeatabilityRecord(accuracy=accuracy(reference, again, scores)))
         return record.accuracy
 
@@ -270,50 +270,63 @@ class Bench:
         return self._worker.loaded
 
     @cached_property
-    def scores(self) -> Scores:
-        """The scores of classes among the float model's outputs.
+    def floats(self) -> FloatRecord:
+        """The float model as it was built and run when the run began.
 
         Raises:
-            BadOption: an output that the user names holds none.
-            BaselineFailed: the engine cannot build or run the float model.
+            BadOption: an output that the user names as scores holds none.
+            BaselineFailed: the engine cannot build or run it.
         """
-        return scores_of(self.floats.outputs, self._conditions.scores)
+        calls = ",".join(f"{call.threads}:{call.share:.3f}" for call in self._runner.mix)
+        of = f"{len(self._conditions.samples)} samples, {calls}"
+        record = self._store.get(FloatRecord, of)
+        return self._store.put(self._measured_float(of)) if record is None else record
+
+    def _measured_float(self, of: str) -> FloatRecord:
+        begun = time.monotonic()
+        outputs = self.reference
+        if self._conditions.by_rule is not None:
+            each = (time.monotonic() - begun) / len(outputs)
+            seconds, turn, build, start = each, each, each, 0.0
+        else:
+            handle = insist(self._loaded.load(FLOAT, "baseline"), *CANNOT_RUN)
+            rounds = self._runner.rounds(handle, handle, 1, seed=0, first_round=0, turn_seconds=0.0, warmup=0)
+            timed = insist(rounds, "the engine cannot time the float model", BaselineFailed)
+            untimed = 1.5 if len(timed.parts) > builds_for(self._runner.mix) else 1.0
+            seconds, turn = timed.a[0], untimed * sum(part.a[0] for part in timed.parts) or timed.a[0]
+            build, start = handle.build_seconds, self._runner.start_seconds(handle)
+        return FloatRecord(
+            of=of,
+            seconds=seconds,
+            turn_seconds=turn,
+            build_seconds=build,
+            start_seconds=start,
+            kinds=tuple(array.dtype.kind for array in outputs[0].values()),
+            axis=dict(self.scores.axis),
+            classes=dict(self.scores.classes),
+            why_no_scores=self.scores.why_not,
+        )
 
     @cached_property
-    def floats(self) -> FloatRun:
-        """The float model, built and run.
+    def reference(self) -> list[dict[str, Array]]:
+        """The outputs of the float model on the samples; where times mean nothing, as the CPU computes them.
 
         Raises:
             BaselineFailed: the engine cannot build or run it.
         """
-        if self._conditions.by_rule is not None:
-            return self._floats_on_cpu()
-        refused = "the engine cannot run the float model", BaselineFailed
-        handle = insist(self._loaded.load(Placement(), "baseline"), *refused)
-        outputs = insist(self._runner.outputs(handle, self._conditions.samples), *refused)
-        rounds = self._runner.rounds(handle, handle, 1, seed=0, first_round=0, turn_seconds=0.0, warmup=0)
-        timed = insist(rounds, "the engine cannot time the float model", BaselineFailed)
+        if (by_rule := self._conditions.by_rule) is not None:
+            outputs = insist(by_rule.reference(), "ONNX Runtime cannot run the float model", BaselineFailed)
+        else:
+            handle = insist(self._loaded.load(FLOAT, "baseline"), *CANNOT_RUN)
+            outputs = insist(self._runner.outputs(handle, self._conditions.samples), *CANNOT_RUN)
         if not is_finite(outputs):
             raise BaselineFailed("the float model's outputs hold NaN or infinite values on the calibration data")
-        untimed = 1.5 if len(timed.parts) > builds_for(self._runner.mix) else 1.0
-        turn = untimed * sum(part.a[0] for part in timed.parts) or timed.a[0]
-        start = self._runner.start_seconds(handle)
-        return FloatRun(outputs, timed.a[0], turn, handle.build_seconds, start)
+        return outputs
 
-    def _floats_on_cpu(self) -> FloatRun:
-        """The float model, run exactly on the CPU: where times mean nothing, it need not run on the engine.
-
-        Raises:
-            BaselineFailed: ONNX Runtime cannot run it.
-        """
-        by_rule, samples = self._conditions.by_rule, self._conditions.samples
-        assert by_rule is not None  # it is asked for without times only
-        begun = time.monotonic()
-        outputs = insist(by_rule.reference(), "ONNX Runtime cannot run the float model", BaselineFailed)
-        if not is_finite(outputs):
-            raise BaselineFailed("the float model's outputs hold NaN or infinite values on the calibration data")
-        seconds = (time.monotonic() - begun) / len(samples)
-        return FloatRun(outputs, seconds, seconds, seconds)
+    @cached_property
+    def scores(self) -> Scores:
+        """The scores of classes among the float model's outputs, with the best classes. Raises as `floats`."""
+        return scores_of(self.reference, self._conditions.scores)
 
 
 def _record(trial: Trial) -> TrialRecord:

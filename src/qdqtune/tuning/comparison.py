@@ -203,7 +203,7 @@ class SharedBuilds:
         self, number: int, digest: str, file: Path, look: Callable[[Handle], None] | None = None
     ) -> Measurement | Failure:
         """Rounds of a fresh build of a file, of the placement with that digest, against the build of that number; from
-        the store where it has them, unless the build is to be shown to `look`.
+        the store where it has them, unless the build is to be shown to `look` and the engine makes it.
 
         Raises:
             BaselineFailed: the engine does not build the float model again.
@@ -215,8 +215,8 @@ class SharedBuilds:
         self.builds += 1
         key = f"front:{digest}{self._context.suffix}:{number}"
         files = self._comparer.contents(self._given, file)
-        known = self._comparer.recorded(key, files) if look is None else None
-        if known is not None:
+        known = self._comparer.recorded(key, files)
+        if isinstance(known, Failure) or (known is not None and look is None):
             return known
         result = self._comparer.repeated(partial(self._fresh, number, file, look))
         return self._comparer.record(key, files, result)

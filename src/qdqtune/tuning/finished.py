@@ -1,83 +1,41 @@
-"""Reads a finished run from its folder: summary.json, run.json, placement.yaml, and the records of its state file.
-
-The report, `explain` and other commands read runs here. `tune` does, too: when a command is repeated whose run has
-finished, it returns the stored result (`recalled`), if the settings (all but `IRRELEVANT_SETTINGS`), the model and the
-files that the run left are unchanged.
-"""
+"""Reads a finished run from its folder: summary.json, run.json, placement.yaml, and the records of its state file."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from qdqtune.calibration.prepare import Data
 from qdqtune.calibration.samples import digest_of
 from qdqtune.engines.execution import Execution
-from qdqtune.errors import BadState, InputError, QdqtuneError, parsed_json
-from qdqtune.graph.loading import files_of
+from qdqtune.errors import BadState, InputError
 from qdqtune.numerics.losses import Score
 from qdqtune.placement.files import read_placement_file
-from qdqtune.search.costs.unit_decisions import UnitPrice
-from qdqtune.system.checks import content_digest
 from qdqtune.timing.limits import Limits, wins
 from qdqtune.timing.ratios import MOST_PAIRS, PAIRS, Plan
 from qdqtune.tuning.bench import trial_of
 from qdqtune.tuning.fingerprint import Fingerprint
 from qdqtune.tuning.folder import (
     FRONT,
-    GROUP_MODELS,
-    LOGS,
     PLACEMENT,
-    PROGRESS,
-    REGION_MODELS,
-    REPORT,
     RUN,
-    SUMMARY,
-    pattern_cache_of,
 )
 from qdqtune.tuning.records import (
-    AnsweredTrial,
-    AnswerRecord,
     ComparisonRecord,
-    GroupOutcome,
     LayersRecord,
     MetricRecord,
     NoiseRecord,
-    Record,
-    StoredPlacement,
     TrialRecord,
-    plain,
 )
-from qdqtune.tuning.result import ModeResult, Result
-from qdqtune.tuning.run import Ready
-from qdqtune.tuning.run_log import RunLog, judgement_of
+from qdqtune.tuning.run_log import RunLog
 from qdqtune.tuning.settings import STATE
-from qdqtune.tuning.store import Journal, is_transient, read_journal
+from qdqtune.tuning.store import Journal, read_journal
 from qdqtune.tuning.summary import AtThreads, Summary, read_json, read_summary
-from qdqtune.types import Failure, Layer, Measurement, Placement, Proposal, Trial
-
-IRRELEVANT_SETTINGS = {
-    "workers",
-    "cores_per_worker",
-    "ray",
-    "on",
-    "machine",
-    "output_dir",
-    "state_file",
-    "restart",
-    "time_budget",
-    "time_limit",
-    "command",
-}
-"""Settings that may differ when the stored result of a finished run is returned. `_answer_keys` treats the machine and
-the time budget separately: a search that ran out of time may have missed something."""
+from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
 
 
 @dataclass(frozen=True)
@@ -231,9 +189,6 @@ def measured_trials(records: Journal) -> dict[str, Trial]:
     return trials
 
 
-# ---------------------------------------------------------------- reading
-
-
 def read_run(folder: Path, state: Path | None = None) -> FinishedRun:
     """Read a finished run; `state` is its state file, by default the one that summary.json names, or else the folder's.
 
@@ -275,110 +230,3 @@ def data_beside(file: Path, execution: Execution) -> Data | None:
     given = run.fingerprint.input_shapes
     shapes = {name: tuple(size for size in sizes if size is not None) for name, sizes in given.items()}
     return Data(source, input_shapes=shapes, folders=folders) if is_same and shapes == given else None
-
-
-# ---------------------------------------------------------------- the answer to the same command
-
-
-def remember(result: Result, ready: Ready) -> None:
-    """Store the result of a run for `recalled`; not if a failure was transient: a repeated run would try again.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    if any(map(is_transient, ready.store.of(Record))):
-        return
-    rows, (of, _) = result.recorded.rows, _answer_keys(ready)
-    record = AnswerRecord(
-        of=of,
-        shipped=result.shipped,
-        placement=StoredPlacement.of(result.placement),
-        ratio=result.ratio,
-        notes=result.notes,
-        trials=tuple(
-            AnsweredTrial(**judgement_of(t), pattern=t.proposal.pattern, wants_layers=t.proposal.wants_layers)
-            for t in result.history
-        ),
-        summary=_summary_digest(result.summary),
-        files=dict(_files(ready)),
-        units=tuple(row for row in rows if isinstance(row, UnitPrice)),
-        groups=tuple(row for row in rows if isinstance(row, GroupOutcome)),
-    )
-    if ready.store.get(AnswerRecord, of) != record:
-        ready.store.put(record)
-
-
-def recalled(ready: Ready) -> Result | None:
-    """The stored result of the same command; None if there is none, or if files have changed since."""
-    found = (ready.store.get(AnswerRecord, of) for of in _answer_keys(ready))
-    if (record := next(filter(None, found), None)) is None:
-        return None
-    try:
-        summary = parsed_json((ready.output.path / SUMMARY).read_text(encoding="utf-8"))
-        files = dict(_files(ready))
-    except (OSError, ValueError, QdqtuneError):
-        return None
-    if files != record.files or not isinstance(summary, dict) or _summary_digest(summary) != record.summary:
-        return None
-    trials = measured_trials(ready.store.journal)
-    if not all(row.of in trials for row in record.trials):
-        return None
-    history = tuple(_answered(n, row, trials[row.of]) for n, row in enumerate(record.trials, 1))
-    ready.observer.stage("this run has finished before: nothing is measured again")
-    return Result(
-        shipped=record.shipped,
-        placement=record.placement.placement,
-        ratio=record.ratio,
-        summary=summary,
-        history=history,
-        notes=record.notes,
-        recorded=ModeResult(record.units or record.groups),
-    )
-
-
-def _answered(number: int, row: AnsweredTrial, trial: Trial) -> Trial:
-    proposal = Proposal(row.origin, trial.placement, row.pattern, row.predicted, row.wants_layers)
-    return replace(trial, number=number, proposal=proposal, metric=row.metric, holds=row.holds, accepted=row.accepted)
-
-
-def _answer_keys(ready: Ready) -> tuple[str, str]:
-    """The keys of a run's result: digests of the settings that matter and of the files that they name, with the time
-    budget and without one. A result found without a time budget also serves a command with one."""
-    settings = ready.settings
-    asked = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in IRRELEVANT_SETTINGS}
-    more = (path for path in (settings.qdq_baseline, settings.pattern_cache) if path is not None and path.is_file())
-    asked |= {
-        "threads": settings.thread_counts,
-        "machine": settings.measured_on,
-        "metric": ready.evaluation.digest if ready.evaluation else None,
-        "files": content_digest([*files_of(settings.model), *more]),
-    }
-    bounded, free = (
-        hashlib.sha256(json.dumps(plain({**asked, **limit}, "deterministic")).encode()).hexdigest()[:16]
-        for limit in ({"time_budget": settings.time_budget}, {"time_budget": None})
-    )
-    return bounded, free
-
-
-def _files(ready: Ready) -> Iterator[tuple[str, str]]:
-    """The files that a run leaves, by name, with digests of their content. Logs and files that hold seconds are left
-    out.
-
-    The digest is empty for files that only have to exist: models of regions and groups, whose constants lie in one file
-    in the order of writing, and the progress file, which is older than the state file whose lines it holds.
-
-    Raises:
-        BadModel: one cannot be read.
-    """
-    for name in sorted(ready.output.ours):
-        path, top = ready.output.path / name, Path(name).parts[0]
-        if path.is_file() and top not in (SUMMARY, RUN, REPORT, LOGS):
-            yield name, "" if top in (REGION_MODELS, GROUP_MODELS, PROGRESS) else content_digest([path])
-    if (patterns := pattern_cache_of(ready.settings.state)).is_file():
-        yield "pattern cache", content_digest([patterns])
-
-
-def _summary_digest(summary: Mapping[str, Any]) -> str:
-    """16 hex digits of the content of summary.json; values in seconds may change, but have to be numbers."""
-    kept = {name: isinstance(v, int | float) if name.endswith("seconds") else v for name, v in summary.items()}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]

@@ -288,7 +288,7 @@ class _Comparing:
         if isinstance(layers, Failure) and layers.is_transient:
             return PointRecord(of=of, failure=layers)
         told = () if isinstance(layers, Failure) else layers
-        return PointRecord(of=of, accuracy=accuracy(bench.floats.outputs, outputs, bench.scores), layers=told)
+        return PointRecord(of=of, accuracy=accuracy(bench.reference, outputs, bench.scores), layers=told)
 
 
 def _with_scaled_a(measured: Measurement, by: float) -> Measurement:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -13,12 +12,11 @@ from qdqtune.search.front import FrontSearch
 from qdqtune.timing.limits import outcome
 from qdqtune.tuning import advice
 from qdqtune.tuning.deploy import tuned_elsewhere
-from qdqtune.tuning.finished import recalled, remember
 from qdqtune.tuning.folder import FRONT
 from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes import MODES
 from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent
-from qdqtune.tuning.proof import Proof, chosen_by_rule, prove
+from qdqtune.tuning.proof import chosen_by_rule, prove
 from qdqtune.tuning.result import Result, conclude
 from qdqtune.tuning.rewritten import with_rewrites
 from qdqtune.tuning.run import Run, open_run, prepared, written_once
@@ -43,8 +41,6 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
     log = RunLogWriter()
     observer = Observers((log, observer or Silent()))
     with prepared(settings, observer, check) as ready:
-        if (before := recalled(ready)) is not None:
-            return before
         if (note := advice.busy(settings.engine, settings.machine)) is not None:
             observer.note(note)
         if note := ready.store.measuring_on(settings.measured_on):
@@ -54,14 +50,11 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
         with written_once(ready) as constants:
             chosen = with_rewrites(ready, constants) if settings.is_timed else ready
             with open_run(chosen, constants) as run:
-                result, is_done = _searched_and_proven(run, log)
-        if is_done:
-            remember(result, ready)
-        return result
+                return _searched_and_proven(run, log)
 
 
-def _searched_and_proven(run: Run, log: RunLogWriter) -> tuple[Result, bool]:
-    """Run a mode, write its result to the folder, and tell whether the same command again would find nothing more."""
+def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
+    """Run a mode, and write its result to the folder."""
     settings, budget = run.settings, run.budget
     if not budget.is_late:
         run.bench.layers()  # while the float build is loaded; kept in the state file for the report
@@ -81,18 +74,11 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> tuple[Result, bool]:
     history = [_with_metric_of_proof(trial, run) for trial in history]
     recorded = mode.record(history, proof)
     rows = front.rows(run.subject.mix) if front else None
-    result = conclude(run, history, proof, recorded, front=rows, shortfall=shortfall, log=log)
-    return result, shortfall is None and (not budget.is_late or _is_proven(proof, history, run))
+    return conclude(run, history, proof, recorded, front=rows, shortfall=shortfall, log=log)
 
 
 def _with_metric_of_proof(trial: Trial, run: Run) -> Trial:
     return run.limits.with_metric(trial, run.bench.metric) if run.bench.knows_metric(trial.placement) else trial
-
-
-def _is_proven(proof: Proof, history: Sequence[Trial], run: Run) -> bool:
-    """Whether the best candidate of the search ships, so that more time for the proof would change nothing."""
-    is_decided = proof.ratio is not None or not run.subject.changes or not run.settings.is_timed
-    return bool(history) and is_decided and proof.placement == best_of(history) and not run.settings.front
 
 
 def search(strategy: Strategy, run: Run, observer: Observer) -> list[Trial]:

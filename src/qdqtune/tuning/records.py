@@ -19,7 +19,7 @@ import msgspec
 
 from qdqtune.calibration.scales import Ranges
 from qdqtune.numerics.losses import Score
-from qdqtune.search.costs.unit_decisions import UnitPrice
+from qdqtune.numerics.scores import Scores
 from qdqtune.timing.ratios import Ratio
 from qdqtune.types import (
     Accuracy,
@@ -205,6 +205,30 @@ class MachineRecord(Record, frozen=True, tag="machine"):
     where: str = ""
 
 
+class FloatRecord(Record, frozen=True, tag="float"):
+    """The float model: the seconds of one inference (roughly), of its build, and of starting a process, if each turn of
+    a round starts one; the kinds of its outputs (NumPy's `dtype.kind`); and those that hold scores of classes, with the
+    axis and the number of the classes.
+
+    `turn_seconds` is a fourth of a round of two such builds: one inference of each workload at each number of threads;
+    and half as much again with several workloads, because the shapes change.
+    """
+
+    seconds: float
+    turn_seconds: float
+    build_seconds: float
+    start_seconds: float
+    kinds: tuple[str, ...]
+    axis: dict[str, int]
+    classes: dict[str, int]
+    why_no_scores: str = ""
+
+    @property
+    def scores(self) -> Scores:
+        """The outputs that hold scores of classes, without the best class at each position."""
+        return Scores(self.axis, self.classes, {}, why_not=self.why_no_scores)
+
+
 class RepeatabilityRecord(Record, frozen=True, tag="repeatability"):
     """The outputs of the float model compared with those of a second run of the same build."""
 
@@ -331,9 +355,6 @@ class WeightFormatsRecord(Record, frozen=True, tag="weight formats"):
     failure: Failure | None = None
 
 
-# ---------------------------------------------------------------- the result of a finished run
-
-
 @dataclass(frozen=True)
 class GroupOutcome:
     """A row of subgraph mode's table: one fusion group. Times in ms; those of the group alone leave out the conversions
@@ -358,38 +379,6 @@ class GroupOutcome:
     def gain_alone(self) -> float | None:
         """The ms that the scheme saved alone."""
         return None if self.quantized_ms is None else self.float_ms - self.quantized_ms
-
-
-class JudgedTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """How a trial was proposed and judged. Its rounds are in the `TrialRecord` with the same `of`."""
-
-    of: str
-    origin: str
-    predicted: float | None
-    accepted: bool
-    holds: bool | None
-    metric: float | None
-
-
-class AnsweredTrial(JudgedTrial, frozen=True, kw_only=True):
-    """A trial in the stored result of a finished run, with the rest of its proposal."""
-
-    pattern: str
-    wants_layers: bool
-
-
-class AnswerRecord(Record, frozen=True, tag="finished"):
-    """The result of a finished run, with digests of summary.json and of the files that the run left."""
-
-    shipped: Shipped
-    placement: StoredPlacement
-    ratio: Ratio | None
-    notes: tuple[str, ...]
-    trials: tuple[AnsweredTrial, ...]
-    summary: str
-    files: dict[str, str]
-    units: tuple[UnitPrice, ...] = ()
-    groups: tuple[GroupOutcome, ...] = ()
 
 
 class TimedPlacement(msgspec.Struct, frozen=True):

@@ -306,14 +306,14 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
         BadOption: a limit cannot be held, or is about outputs that the model does not have.
         BaselineFailed: the user's metric fails on the float model.
     """
-    holds_floats = any(array.dtype.kind == "f" for array in bench.floats.outputs[0].values())
+    holds_floats = "f" in bench.floats.kinds
     for name in ("min_sqnr", "min_sqnr_worst"):
         if isinstance(getattr(settings, name), float) and not holds_floats:
             other = "use `min_agreement` or `evaluate`"
             raise BadOption(f"`{name}` is about float outputs, and the model has none: {other}")
     limits = _about(bench, settings.limits)
     if isinstance(settings.min_agreement, float) and settings.has_samples and limits.min_agreement is None:
-        observer.note(f"no output holds integers, and {bench.scores.told}. `min_agreement` has no effect")
+        observer.note(f"no output holds integers, and {bench.floats.scores.told}. `min_agreement` has no effect")
     if not budget.is_late and settings.is_timed:  # a simulator computes the same again, and floats slowly
         _check_repeatability(limits, bench)
     if evaluation is None or (budget.is_spent(()) and not settings.from_qdq):  # no candidate follows that may ship
@@ -337,9 +337,9 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
 
 def _about(bench: Bench, limits: Limits) -> Limits:
     """Those of the limits that are about outputs which the model has: floats, scores of classes, integers."""
-    kinds = [array.dtype.kind for array in bench.floats.outputs[0].values()]
+    kinds = bench.floats.kinds
     limits = limits if "f" in kinds else replace(limits, min_sqnr=None, min_sqnr_worst=None)
-    if all(kind == "f" for kind in kinds) and not bench.scores.axis:
+    if all(kind == "f" for kind in kinds) and not bench.floats.axis:
         limits = replace(limits, min_agreement=None)
     return limits
 

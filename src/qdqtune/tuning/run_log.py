@@ -15,7 +15,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import load, usable_cores
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.observer import Silent, State
-from qdqtune.tuning.records import JudgedTrial, job_of, plain
+from qdqtune.tuning.records import job_of, plain
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.summary import FORMAT
@@ -37,10 +37,17 @@ class Machine(msgspec.Struct, frozen=True):
     where: str = ""
 
 
-class LoggedTrial(JudgedTrial, frozen=True, kw_only=True):
-    """A trial in the order of the search, and when it ended, in seconds from the beginning of the session. `replayed`:
-    it was read from the state file of an earlier session."""
+class LoggedTrial(msgspec.Struct, frozen=True, kw_only=True):
+    """A trial in the order of the search, how it was judged, and when it ended, in seconds from the beginning of the
+    session. `replayed`: it was read from the state file of an earlier session. Its rounds are in the `TrialRecord` with
+    the same `of`."""
 
+    of: str
+    origin: str
+    predicted: float | None
+    accepted: bool
+    holds: bool | None
+    metric: float | None
     seconds: float | None
     replayed: bool
 
@@ -76,18 +83,6 @@ class RunLog(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         msgspec.convert(self.settings, ReadSettings)  # raises if one has another type
-
-
-def judgement_of(trial: Trial) -> dict[str, Any]:
-    """The values of the fields of a trial's `JudgedTrial`, by name."""
-    return {
-        "of": job_of(trial.placement.digest, trial.against.digest),
-        "origin": trial.proposal.origin,
-        "predicted": trial.proposal.predicted,
-        "accepted": trial.accepted,
-        "holds": trial.holds,
-        "metric": trial.metric,
-    }
 
 
 class RunLogWriter(Silent):
@@ -135,7 +130,16 @@ class RunLogWriter(Silent):
     def _logged(self, trial: Trial) -> LoggedTrial:
         seconds, replayed = self._times.get(trial.number, (None, False))
         rounded = None if seconds is None else round(seconds, 2)
-        return LoggedTrial(**judgement_of(trial), seconds=rounded, replayed=replayed)
+        return LoggedTrial(
+            of=job_of(trial.placement.digest, trial.against.digest),
+            origin=trial.proposal.origin,
+            predicted=trial.proposal.predicted,
+            accepted=trial.accepted,
+            holds=trial.holds,
+            metric=trial.metric,
+            seconds=rounded,
+            replayed=replayed,
+        )
 
 
 def _measuring(settings: Settings, load_before: float | None) -> Machine:

@@ -21,6 +21,7 @@ from qdqtune.errors import BadData, BadModel, BadOption, BadState, BaselineFaile
 from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside, check_single
 from qdqtune.system.writing import write_through
 from qdqtune.tuning.records import (
+    FloatRecord,
     HeadRecord,
     MachineRecord,
     MetricRecord,
@@ -45,7 +46,7 @@ BEGINNING = RECORD_START + b'run", '
 WRONG_INPUT = BadOption, BadData, BadModel, BaselineFailed
 """Errors after which users change what the fingerprint holds: an option, the samples or the model."""
 
-OF_THE_START = MachineRecord, RangesRecord, RepeatabilityRecord, MetricRecord
+OF_THE_START = MachineRecord, RangesRecord, FloatRecord, RepeatabilityRecord, MetricRecord
 """Records from before the first candidate."""
 
 BARE_EXPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|\d+\.\d+|(\d+)e')
