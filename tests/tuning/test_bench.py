@@ -25,10 +25,9 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.system.writing import Scratch
 from qdqtune.timing.ratios import Plan, judge, ratio
 from qdqtune.tuning.bench import Bench
-from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.records import job_of
 from qdqtune.tuning.store import Store
-from qdqtune.tuning.trial_worker import Conditions, TrialWorker, profiled_runs
+from qdqtune.tuning.trial_worker import Candidates, Conditions, TrialWorker, profiled_runs
 from qdqtune.types import Edge, Failure, Measurement, Mix, Placement, Proposal
 from runs import mixed, room_for
 

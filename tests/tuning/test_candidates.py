@@ -13,7 +13,7 @@ from qdqtune.errors import OutputError
 from qdqtune.graph.saving import one_constant_file
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
-from qdqtune.tuning.candidates import Candidates
+from qdqtune.tuning.trial_worker import Candidates
 from qdqtune.types import Placement
 from runs import mixed
 

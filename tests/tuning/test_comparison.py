@@ -13,8 +13,8 @@ from qdqtune.graph.saving import save
 from qdqtune.timing.ratios import Plan, Ratio, across_builds
 from qdqtune.tuning import comparison
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest, SharedBuilds
-from qdqtune.tuning.comparison_results import Compared
 from qdqtune.tuning.contexts import Context
+from qdqtune.tuning.shipping import Compared
 from qdqtune.tuning.store import Store
 from qdqtune.types import Failure, Measurement, Mix
 from runs import hopeless, mixed

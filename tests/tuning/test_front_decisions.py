@@ -7,7 +7,6 @@ import pytest
 from qdqtune.search.front import Tradeoff
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, Ratio
-from qdqtune.tuning.comparison_results import Compared
 from qdqtune.tuning.front_decisions import (
     FrontCandidate,
     FrontTerms,
@@ -20,6 +19,7 @@ from qdqtune.tuning.front_decisions import (
     shipped_point,
     to_compare_again,
 )
+from qdqtune.tuning.shipping import Compared
 from qdqtune.types import Accuracy, Edge, Failure, Measurement, Placement, Proposal, Trial
 
 TERMS = FrontTerms(Plan((12,), turn_seconds=0.0), Limits(min_sqnr=30.0), builds=20)

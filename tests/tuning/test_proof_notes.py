@@ -4,9 +4,8 @@ import pytest
 
 from qdqtune.engines.runner import as_workloads
 from qdqtune.timing.ratios import Ratio
-from qdqtune.tuning.comparison_results import Compared
 from qdqtune.tuning.proof_notes import notes_of, slower_workloads
-from qdqtune.tuning.shipping import Attempt, AttemptVerdict, InContext
+from qdqtune.tuning.shipping import Attempt, AttemptVerdict, Compared, InContext
 from qdqtune.types import Edge, Failure, Placement, Workload
 
 FAST, SLOW = Compared(Ratio(0.5, 0.4, 0.625), 1.0, 0.5, 1), Compared(Ratio(2.0, 1.6, 2.5), 1.0, 2.0, 4)

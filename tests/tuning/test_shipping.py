@@ -6,15 +6,16 @@ from typing import Any, cast
 import pytest
 
 from qdqtune.timing.ratios import Plan, Ratio
-from qdqtune.tuning.comparison_results import Compared, first_faster
 from qdqtune.tuning.shipping import (
     Attempt,
     AttemptVerdict,
+    Compared,
     Finalists,
     InContext,
     Terms,
     accepted,
     finalists,
+    first_faster,
     given_to_float,
     is_proven,
     keeps_given,
@@ -229,3 +230,10 @@ def test_the_time_of_the_users_file_follows_from_a_file_that_was_compared_with_b
     assert given_to_float([tried("is float")]) == 1.0  # the user's file is the float model
     assert given_to_float(attempts[1:]) is None
     assert given_to_float([]) is None
+
+
+def test_times_agree_with_the_ratio_where_the_machine_drifts() -> None:
+    """Both models take ten times as long in the last round, and b runs in it twice: the medians alone would mislead."""
+    rounds = Measurement((1.0, 1.0, 10.0, 10.0), (0.9, 9.0, 9.0, 9.0))
+    found = Compared.of([rounds, rounds], Plan((2,)))
+    assert found.b_seconds / found.a_seconds == pytest.approx(found.ratio.median)

@@ -39,11 +39,11 @@ from qdqtune.system.checks import content_digest
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict
 from qdqtune.tuning import advice
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest
-from qdqtune.tuning.comparison_results import Compared
 from qdqtune.tuning.contexts import Context, at_each, counts_of
 from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.settings import EFFORTS
+from qdqtune.tuning.shipping import Compared
 from qdqtune.types import Accuracy, Array, Failure, Measurement, Mix, Sample, Workload
 
 DEFAULT_ROUNDS = 24

@@ -18,7 +18,6 @@ from qdqtune.numerics.labelled import Metric, measure
 from qdqtune.numerics.losses import Score
 from qdqtune.numerics.scores import Scores, scores_of
 from qdqtune.timing.ratios import Plan, is_cut_short
-from qdqtune.tuning.candidates import Loaded
 from qdqtune.tuning.records import (
     FloatRecord,
     LayersRecord,
@@ -36,6 +35,7 @@ from qdqtune.tuning.trial_worker import (
     BRIEF_ROUNDS,
     Batch,
     Conditions,
+    Loaded,
     TrialJob,
     TrialWorker,
     profiled_runs,

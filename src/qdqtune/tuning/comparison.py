@@ -31,10 +31,10 @@ from qdqtune.timing.ratios import (
     on_these_builds,
     wants_builds,
 )
-from qdqtune.tuning.comparison_results import Compared
 from qdqtune.tuning.contexts import Context
 from qdqtune.tuning.records import ComparisonRecord, Outcome
 from qdqtune.tuning.run import Run
+from qdqtune.tuning.shipping import Compared
 from qdqtune.tuning.store import Store
 from qdqtune.types import Failure, Measurement
 

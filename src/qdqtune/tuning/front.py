@@ -20,7 +20,6 @@ from qdqtune.search import best_of
 from qdqtune.search.front import TARGET_POINTS, WORTHWHILE_RATIO, FrontSearch, MeasuredPoint, named
 from qdqtune.system.checks import content_digest
 from qdqtune.system.writing import atomic_write, write_json
-from qdqtune.tuning.comparison_results import judged_together, rows_by_threads, rows_by_workload
 from qdqtune.tuning.contexts import measured_at
 from qdqtune.tuning.deploy import renew_kit
 from qdqtune.tuning.folder import (
@@ -40,7 +39,7 @@ from qdqtune.tuning.proof import Proof, copy_model, prove
 from qdqtune.tuning.records import plain
 from qdqtune.tuning.result import write_placement_of
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.shipping import is_proven
+from qdqtune.tuning.shipping import is_proven, judged_together, rows_by_threads, rows_by_workload
 from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
 from qdqtune.types import Failure, Mix, Placement, Trial
 

@@ -33,7 +33,6 @@ from qdqtune.search.front import (
 from qdqtune.timing.ratios import PAIRS, Ratio, as_many_pairs_as_needed, wants_builds
 from qdqtune.tuning.budget import builds_of
 from qdqtune.tuning.comparison import Comparer, SharedBuilds
-from qdqtune.tuning.comparison_results import LOOKS
 from qdqtune.tuning.contexts import Context
 from qdqtune.tuning.folder import BASELINE, FRONT
 from qdqtune.tuning.front_decisions import (
@@ -46,6 +45,7 @@ from qdqtune.tuning.front_decisions import (
 )
 from qdqtune.tuning.records import PointRecord
 from qdqtune.tuning.run import Run
+from qdqtune.tuning.shipping import LOOKS
 from qdqtune.tuning.trial_worker import profiled_runs
 from qdqtune.types import EQUAL_DB, Failure, Measurement, Placement, Proposal, Trial
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from qdqtune.search.front import DISTANCE_UNITS, Tradeoff
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, on_these_builds, ratio
-from qdqtune.tuning.comparison_results import Compared, first_faster, judged_together
 from qdqtune.tuning.settings import PROOF_BUILDS
-from qdqtune.tuning.shipping import is_alike
+from qdqtune.tuning.shipping import Compared, first_faster, is_alike, judged_together
 from qdqtune.types import Failure, Measurement, Placement, Trial
 
 OBVIOUS = 0.8

@@ -22,13 +22,12 @@ from qdqtune.system.writing import atomic_write, rename_all
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import shipping
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest
-from qdqtune.tuning.comparison_results import Compared, first_faster
 from qdqtune.tuning.contexts import Context, open_contexts
 from qdqtune.tuning.folder import BASELINE, FINAL
 from qdqtune.tuning.proof_notes import CHANGES_ALONE, notes_of
 from qdqtune.tuning.records import Shipped
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.shipping import Attempt, InContext, Terms, is_slower
+from qdqtune.tuning.shipping import Attempt, Compared, InContext, Terms, first_faster, is_slower
 from qdqtune.types import Failure, Placement, Proposal, Trial
 
 

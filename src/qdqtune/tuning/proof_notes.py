@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from qdqtune.tuning import advice
-from qdqtune.tuning.comparison_results import Compared, first_faster
-from qdqtune.tuning.shipping import Attempt, is_slower
+from qdqtune.tuning.shipping import Attempt, Compared, first_faster, is_slower
 from qdqtune.types import Failure, Mix
 
 CHANGES_ALONE = "no pair is worth its time here: what ships is the float model {}"

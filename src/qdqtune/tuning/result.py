@@ -27,7 +27,6 @@ from qdqtune.search.regions import cache
 from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning import advice
-from qdqtune.tuning.comparison_results import rows_by_threads, rows_by_workload
 from qdqtune.tuning.contexts import tuned_for
 from qdqtune.tuning.deploy import copy_companions, processor_of, write_kit
 from qdqtune.tuning.folder import FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
@@ -37,6 +36,7 @@ from qdqtune.tuning.records import GroupOutcome, Shipped, Tried
 from qdqtune.tuning.rule_results import bits_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.run_log import RunLogWriter
+from qdqtune.tuning.shipping import rows_by_threads, rows_by_workload
 from qdqtune.tuning.summary import FORMAT
 from qdqtune.types import Failure, Placement, Trial
 from qdqtune.version import __version__

@@ -36,7 +36,6 @@ from qdqtune.system.writing import Scratch
 from qdqtune.timing.limits import Limits
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.budget import Budget
-from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.contexts import GLANCE_ROUNDS, at_each, glance_at_one_thread, ratios_at
 from qdqtune.tuning.fingerprint import fingerprint_of
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
@@ -46,7 +45,7 @@ from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import SLOWER
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject, calibrated, open_subject
-from qdqtune.tuning.trial_worker import ByRule, Conditions, TrialWorker
+from qdqtune.tuning.trial_worker import ByRule, Candidates, Conditions, TrialWorker
 from qdqtune.tuning.weight_format_times import format_shares
 from qdqtune.types import Placement, Trial
 
