@@ -11,7 +11,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, Self
 
-from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import THREADED
 from qdqtune.engines.allocation import allocate_workers, check_same_kind
 from qdqtune.engines.execution import Check, Execution
