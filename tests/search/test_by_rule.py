@@ -43,8 +43,8 @@ def chain(steps: int) -> RuleCosts:
     return RuleCosts(model, engine_rules.place_everywhere(model, possible_edges(model, ranges(model)), "int8"))
 
 
-def costs() -> RuleCosts:
-    return chain(STEPS)
+def costs(steps: int = STEPS) -> RuleCosts:
+    return chain(steps)
 
 
 Answer = Callable[[RuleCosts, Placement], tuple[float, tuple[Layer, ...]] | Failure]
@@ -97,16 +97,18 @@ def cheapest(found: RuleCosts, answer: Answer) -> float:
     return min(found.total(labels) for labels in every if answer(found, found.placement(labels))[0] <= LIMIT)
 
 
-@pytest.mark.parametrize("factor", [0.4, 0.8, 1.5, 3.0])
-def test_the_cheapest_that_holds_is_found(factor: float) -> None:
+@pytest.mark.parametrize("factor", [0.4, 1.5, 3.0])
+def test_the_cheapest_that_holds_is_found_and_a_resumed_search_goes_on_alike(factor: float) -> None:
     found, answer = costs(), by_table(factor)
     history = simulated(RuleSearch(found, NoiseOfBits(NOISE, {}), LIMIT), answer)
     assert found.cost(best(history)) <= 1.25 * cheapest(found, answer)
     assert len(history) <= 20
     assert len({t.placement for t in history}) == len(history)
+    resumed = RuleSearch(costs(), NoiseOfBits(NOISE, {}), LIMIT)
+    assert [resumed.propose(history[:n])[0] for n in (-1, 2)] == [history[n].proposal for n in (-1, 2)]
 
 
-@pytest.mark.parametrize("factor", [0.8, 1.0, 1.5])
+@pytest.mark.parametrize("factor", [0.8, 1.5])
 def test_few_builds_are_needed_where_onnx_runtime_tells_the_noise(factor: float) -> None:
     found, answer, asked = costs(), by_table(factor), list[Placement]()
 
@@ -153,7 +155,7 @@ def test_a_node_that_is_left_in_both_becomes_float() -> None:
         left = [f"n{i}" for i, label in enumerate(labels) if label != FLOAT]
         return 1e-6, report(found.model, *left)
 
-    found = costs()
+    found = costs(3)
     history = simulated(RuleSearch(found, NoiseOfBits(NOISE, {}), LIMIT), answer)
     assert all(t.proposal.placement for t in history)
     assert not any(t.accepted for t in history)  # the float model leaves none
@@ -193,18 +195,18 @@ def test_floats_are_tried_where_16_bits_miss_the_limit() -> None:
         return (1e-2 if labels[0] != FLOAT else 1e-5), report(found.model)
 
     noise = NoiseOfBits({**NOISE, "w0": 1e-2}, {"w0": 1e-6})
-    found = costs()
+    found = costs(4)
     labels = found.labels(best(simulated(RuleSearch(found, noise, LIMIT), answer)))
     assert labels[0] == FLOAT
     assert FLOAT not in labels[2:]
 
 
 def test_operators_that_the_engine_alone_computes_badly_become_float() -> None:
-    before = "".join(f"[c{i}] t{i + 1} = Conv(t{i}, w{i})" for i in range(6))
-    text = f"{before} [l] b = Log(t6) [e] d = Exp(b) [c6] g = Conv(d, w6) [s] y = Sqrt(g)"
+    before = "".join(f"[c{i}] t{i + 1} = Conv(t{i}, w{i})" for i in range(2))
+    text = f"{before} [l] b = Log(t2) [e] d = Exp(b) [c2] g = Conv(d, w2) [s] y = Sqrt(g)"
     model = build(
         f"n (float[1,4,8,8] t0) => (float[1,4,8,8] y) {{ {text} }}",
-        {f"w{i}": np.abs(normal(4, 4, 1, 1, seed=i)) for i in range(7)},
+        {f"w{i}": np.abs(normal(4, 4, 1, 1, seed=i)) for i in range(3)},
     )
     known = ranges(model, [{"t0": np.ones((1, 4, 8, 8), np.float32)}])
     found = RuleCosts(model, engine_rules.place_everywhere(model, possible_edges(model, known), "int8"))
@@ -220,7 +222,7 @@ def test_operators_that_the_engine_alone_computes_badly_become_float() -> None:
     history = simulated(RuleSearch(found, NoiseOfBits(quiet, {}), LIMIT), answer)
     *narrow, log, _, _, root = found.labels(best(history))
     assert (log, root) == (FLOAT, FLOAT)
-    assert narrow[:5] == [W8A8] * 5
+    assert narrow == [W8A8] * 2
     assert len(history) <= 20
 
 
@@ -231,14 +233,6 @@ def test_at_the_end_several_parts_get_fewer_bits_at_once() -> None:
     trial = Trial(1, Proposal(ALL_16, wide), Placement(), CostsByRule(2.0, 1.0), accuracy=Accuracy(30.5), accepted=True)
     narrowed = [found.labels(p.placement).count(W8A16) for p in search._narrowed(found, [trial])]
     assert narrowed[:3] == [5, 2, 1]
-
-
-def test_the_same_history_gives_the_same_proposals() -> None:
-    search = RuleSearch(costs(), NoiseOfBits(NOISE, {}), LIMIT)
-    history = simulated(search, by_table(1.5))
-    for length in range(len(history)):
-        (proposal,) = search.propose(history[:length])
-        assert proposal == history[length].proposal
 
 
 def timed(search: RuleSearch, seconds: Callable[[Placement], float], holds: Callable[[Placement], bool]) -> list[Trial]:
@@ -257,11 +251,11 @@ def timed(search: RuleSearch, seconds: Callable[[Placement], float], holds: Call
     return history
 
 
-SLOWER_IN_16 = {"by rule": Rates(), "cheap conversions": Rates(4.0, 9.0, 0.2), "fast floats": Rates(3.0, 1.0, 1.0)}
-
-
-@pytest.mark.parametrize("rates", SLOWER_IN_16.values(), ids=SLOWER_IN_16)
-@pytest.mark.parametrize("limit", [2e-3, 1.2e-3, 6e-4])
+@pytest.mark.parametrize(("rates", "limit"), [
+    (Rates(), 2e-3),
+    (Rates(4.0, 9.0, 0.2), 1.2e-3),  # conversions are cheap
+    (Rates(3.0, 1.0, 1.0), 6e-4),  # floats are fast
+])  # fmt: skip
 def test_by_time_16_bits_stand_where_they_cost_least(rates: Rates, limit: float) -> None:
     found, table = costs(), NoiseOfBits(NOISE, {})
     real = replace(found, rates=rates)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from math import isfinite, sqrt
 from operator import ge
 
@@ -107,8 +108,9 @@ class RuleSearch:
             return
         float_too = leaves or is_short or self.plan is not None
         alike = [t for t in history if costs.keeps_floats(t.placement)]
-        yield from self._simulated(costs, alike, float_too=float_too)
-        yield from self._between(costs, alike, float_too=float_too)
+        path = cache(partial(self._path, costs, float_too=float_too))
+        yield from self._simulated(costs, alike, path)
+        yield from self._between(costs, alike, path)
         yield from self._without_operators(costs, history, wide)
         yield from self._narrowed(costs, history)
 
@@ -134,13 +136,15 @@ class RuleSearch:
 
     # ------------------------------------------------ on ONNX Runtime
 
-    def _simulated(self, costs: RuleCosts, history: Sequence[Trial], *, float_too: bool) -> Iterator[Proposal]:
+    def _simulated(
+        self, costs: RuleCosts, history: Sequence[Trial], path_of: Callable[[], list[Labels]]
+    ) -> Iterator[Proposal]:
         """The cheapest placement that is found with as much noise on ONNX Runtime as should hold the limit here."""
         built = [t for t in history if t.proposal.origin == BY_RULE and failure(t) is None]
         if self.limit is None or len(built) >= AIMS:
             return
         aim = self._expected(built, self.limit)
-        path = self._path(costs, float_too=float_too)
+        path = path_of()
         low, high = 0, len(path) - 1
         while low < high:
             middle = (low + high) // 2
@@ -186,7 +190,9 @@ class RuleSearch:
 
     # ------------------------------------------------ between 8 and 16 bits
 
-    def _between(self, costs: RuleCosts, history: Sequence[Trial], *, float_too: bool) -> Iterator[Proposal]:
+    def _between(
+        self, costs: RuleCosts, history: Sequence[Trial], path_of: Callable[[], list[Labels]]
+    ) -> Iterator[Proposal]:
         """The cheapest placements at several prices on noise that are cheaper than the best so far and are expected to
         be quieter than all that miss the limits; the one first that is expected to hold them with the least reserve,
         then the middle one."""
@@ -197,7 +203,7 @@ class RuleSearch:
         tried = {t.placement for t in history} | {Placement()}
         able = [
             labels
-            for labels in self._path(costs, float_too=float_too)
+            for labels in path_of()
             if costs.total(labels) < most
             and costs.noise(labels, self.noise) < noisiest
             and costs.placement(labels) not in tried
