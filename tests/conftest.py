@@ -34,7 +34,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background: so w
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-settings.register_profile("unhurried", max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("unhurried", max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")  # how long an example takes says nothing where many processes share the cores
 
 

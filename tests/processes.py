@@ -3,8 +3,10 @@
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +34,17 @@ def family(folder: Path) -> list[int]:
         if os.fsencode(folder) in told and int(path.name) != os.getpid():
             found.append(int(path.name))
     return found
+
+
+def poison(folder: Path) -> None:
+    """Put a module by the name of each that there is into a folder. A process that executes one leaves its name in the
+    file `executed` beside the folder, which is empty before."""
+    (folder.parent / "executed").touch()
+    installed = {*packages_distributions(), *sys.stdlib_module_names} - set(sys.builtin_module_names)
+    for name in {"qdqtune", *installed}:
+        if name.isidentifier():
+            left = f"open(__file__.rpartition('/')[0] + '/../executed', 'a').write({name + ' '!r})"
+            (folder / f"{name}.py").write_text(f"{left}\nraise ImportError")
 
 
 def ran(monkeypatch: pytest.MonkeyPatch, codes: list[int]) -> list[list[str]]:

@@ -80,18 +80,18 @@ def test_nothing_is_left_of_a_fleet_that_is_killed(models: Path, tmp_path: Path)
 
 @NEEDS_TWO
 @on_all_cores
-@pytest.mark.parametrize("who", ["Ctrl-C", "driver", "worker"])
+@pytest.mark.parametrize("who", ["Ctrl-C", "worker"])
 def test_nothing_is_left_of_workers_side_by_side(models: Path, tmp_path: Path, who: str) -> None:
     out = tmp_path / "out"
-    run = begin([models / "fast.onnx", "--workers", 2, "--builds", 12, "--mode", "region", *UNCHECKED], out)
+    run = begin([models / "fast.onnx", "--workers", 2, "--builds", 6, "--mode", "region", *UNCHECKED], out)
     told = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family(tmp_path)}
     engines = [pid for pid, words in told.items() if b"qdqtune.engines.worker" in words]
     assert len(engines) >= 2
     if who == "worker":
         os.kill(engines[0], signal.SIGKILL)
     else:
-        run.send_signal(signal.SIGINT if who == "Ctrl-C" else signal.SIGKILL)
-    assert run.wait() == {"Ctrl-C": 130, "driver": -signal.SIGKILL, "worker": 0}[who], said(out).read_text()
+        run.send_signal(signal.SIGINT)
+    assert run.wait() == {"Ctrl-C": 130, "worker": 0}[who], said(out).read_text()
     until(lambda: not family(tmp_path))
     assert not left(tmp_path)
     until(lambda: all(devices.is_free(f"core-{cores[0]}") for cores in devices.physical_cores()))

@@ -29,7 +29,7 @@ MODES = {
     "front": {"builds": 14, "front": True},
 }
 ENGINES = ("onnxruntime", "openvino")
-EACH = 9
+EACH = 14
 """Every so many steps of a driver are looked at in every run of the tests."""
 
 DRIVER = """

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import mutations
 
-CASES = 20
+CASES = 12
 """Cases in every run of the tests: always the same."""
 
 PATIENCE = 600.0

@@ -17,7 +17,7 @@ from simulation.machine import Fault
 from simulation.many import IN_MEMORY
 from simulation.scenario import Scenario, Stage, World, drawn, play, scenario_of
 
-EXAMPLES = 12
+EXAMPLES = 7
 """Scenarios of each world in every run of the tests: always the same."""
 
 WORLDS = {

@@ -347,7 +347,7 @@ def proofs(gain: float, differ: float, count: int, plan: Plan) -> dict[str, int]
     return found
 
 
-@pytest.mark.parametrize("differ", [0.005, 0.025, 0.08, 0.17])
+@pytest.mark.parametrize("differ", [0.005, 0.08])
 def test_builds_that_differ_for_good_win_no_more_often_than_promised(differ: float) -> None:
     """Equal files: that two builds agree says little."""
     plan, count = Plan((12, 24)), 2000

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from loaded_modules import absent
-from processes import family, on_all_cores, until
+from processes import family, on_all_cores, poison, until
 from qdqtune.cli import main
 from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.allocation import allocate_workers
@@ -194,13 +194,18 @@ tune(asked(Path({str(model)!r}), "driver", ray={cluster.address!r}, engine=slow)
 
 
 def test_a_lost_node_ends_the_run_with_a_message_and_leaves_no_files(tmp_path: Path) -> None:
-    """Ray ends whoever was connected through it."""
+    """Ray ends whoever was connected through it. No actor executes a module that lies in the current folder."""
+    here = tmp_path / "here"
+    here.mkdir()
+    poison(here)
     out, said = tmp_path / "out", tmp_path / "said"
     words = f"tune {write(mixed(), tmp_path)} -o {out} --ray local --workers 1 --engine fake --builds 60"
     quick = ["--calibration-method", "minmax", "--no-bias-correction", "--engine-option", "build_seconds=0.3", "-q"]
     told = environment() | {"TMPDIR": str(tmp_path)}
     with said.open("wb") as errors:
-        run = subprocess.Popen([sys.executable, "-m", "qdqtune", *words.split(), *quick], env=told, stderr=errors)
+        run = subprocess.Popen(
+            [sys.executable, "-P", "-m", "qdqtune", *words.split(), *quick], env=told, stderr=errors, cwd=here
+        )
     state = out / "autotuner_state.yaml"
     until(lambda: run.poll() is not None or (state.exists() and b'"kind": "trial"' in state.read_bytes()), 300)
     assert run.poll() is None, said.read_text()
@@ -212,6 +217,7 @@ def test_a_lost_node_ends_the_run_with_a_message_and_leaves_no_files(tmp_path: P
         "on from what was measured\n"
     )
     until(lambda: not family(tmp_path) and not leftovers(out, tmp_path), 300)
+    assert (tmp_path / "executed").read_text() == ""
 
 
 def test_without_a_cluster_or_without_ray_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
