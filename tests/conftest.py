@@ -42,7 +42,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The long runs of tests/fuzz."""
     parser.addoption("--fuzz", type=int, default=0, metavar="N", help="run N mutated files")
     parser.addoption("--fuzz-from", type=int, default=1, metavar="SEED", help="the first seed of --fuzz")
-    parser.addoption("--kills", type=int, default=0, metavar="N", help="kill real engines and their drivers N times")
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,9 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import click
 import pytest
-import yaml
 
 from documents import ROOT, blocks
 from qdqtune.cli.main import app
@@ -44,13 +42,3 @@ def test_commands_of_ray_take_what_they_are_given() -> None:
     for words in calls:
         command: click.Command = {"start": scripts.start, "stop": scripts.stop}[words[0]]
         command.make_context(words[0], words[1:])
-
-
-def test_the_cluster_of_kubernetes_is_one() -> None:
-    (text,) = (block.text for block in blocks(TEXT) if block.text.startswith("apiVersion"))
-    spec = yaml.safe_load(text)["spec"]
-    assert spec["headGroupSpec"]["template"]["spec"]["containers"]
-    (group,) = spec["workerGroupSpecs"]
-    (worker,) = group["template"]["spec"]["containers"]
-    assert worker["resources"]["limits"] == worker["resources"]["requests"]
-    assert Path("cluster.yaml").name in TEXT

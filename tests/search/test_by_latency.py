@@ -20,6 +20,7 @@ from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
 from qdqtune.types import Measurement, Placement, Trial
 from runs import mixed, settings, write
+from workers import in_process
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -58,31 +59,38 @@ def deep(folder: Path) -> Path:
     return write(build(DEEP, weights), folder)
 
 
-def test_an_engine_with_16_bits_gets_them_where_8_miss_the_limit(tmp_path: Path) -> None:
-    path = deep(tmp_path)
-    short = {"mode": "cut", "engine": SIXTEEN_BITS}
-    found = tune(settings(path, builds=12, min_sqnr=40.0, **short))
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """A model, and what a search found whose limit 8 bits miss, on an engine with 16."""
+    path = deep(tmp_path_factory.mktemp("wide"))
+    with in_process():
+        return path, tune(settings(path, mode="cut", engine=SIXTEEN_BITS, builds=12, min_sqnr=40.0))
+
+
+def test_an_engine_with_16_bits_gets_them_where_8_miss_the_limit(wide: tuple[Path, Result], tmp_path: Path) -> None:
+    path, found = wide
     assert found.improved
     assert found.summary["output_sqnr_db"] >= 40
     assert found.summary["bits"]["tensors_16"] > 0
     assert found.summary["bits"]["weights_16"] > 0
-    shown = report_of_run(tmp_path / "out").map
+    shown = report_of_run(path.parent / "out").map
     assert shown is not None
     assert "16 bit" in {group.precision for group in shown.groups}
-    regions = settings(path, builds=4, min_sqnr=40.0, output_dir=tmp_path / "b", engine=SIXTEEN_BITS)
+    regions = settings(path, builds=2, min_sqnr=40.0, output_dir=tmp_path / "b", engine=SIXTEEN_BITS)
     tune(regions, told := Log())
     assert any("`mode` region places pairs of 8 bits only" in note for note in told.notes)
-    narrow = tune(settings(path, builds=12, min_sqnr=30.0, restart=True, **short))
+    narrow = tune(settings(path, mode="cut", engine=SIXTEEN_BITS, builds=6, min_sqnr=30.0, output_dir=tmp_path / "c"))
     assert narrow.summary["final_ms"] < found.summary["final_ms"]
     assert not narrow.placement.wide
 
 
-def test_pairs_of_16_bits_have_8_on_an_engine_without(tmp_path: Path) -> None:
-    path = deep(tmp_path)
-    assert tune(settings(path, mode="cut", engine=SIXTEEN_BITS, builds=12, min_sqnr=40.0)).placement.wide
-    wide = tmp_path / "out" / "optimized_final.onnx"
-    shutil.copy(path.with_suffix(".npz"), wide.with_suffix(".npz"))
-    own = tune(settings(wide, mode="cut", engine=EngineSpec("fake"), builds=4, from_qdq=True, min_sqnr=None))
+def test_pairs_of_16_bits_have_8_on_an_engine_without(wide: tuple[Path, Result], tmp_path: Path) -> None:
+    path, found = wide
+    assert found.placement.wide
+    ours = tmp_path / "wide.onnx"
+    shutil.copy(found.file, ours)
+    shutil.copy(path.with_suffix(".npz"), ours.with_suffix(".npz"))
+    own = tune(settings(ours, mode="cut", engine=EngineSpec("fake"), builds=4, from_qdq=True, min_sqnr=None))
     assert any("no 16 bits: pairs of 16 bits have 8" in note for note in own.notes)
 
 

@@ -75,8 +75,6 @@ class WorkerProcess:
     """
 
     location = ""
-    PROGRAM = "qdqtune.engines.worker"
-    """The module that answers requests."""
 
     def __init__(self, log: Path, device: Device = ANYWHERE, check: Check | None = None) -> None:
         """Start the process. Nothing is waited for, so `check` is not called.
@@ -102,7 +100,13 @@ class WorkerProcess:
                 # A process group of its own: Ctrl-C in a terminal does not reach the worker, and one kill ends it with
                 # all that the engine has started.
                 self._process = subprocess.Popen(
-                    **python("-m", self.PROGRAM, str(theirs.fileno()), TMPDIR=str(self._scratch.path), **environment),
+                    **python(
+                        "-m",
+                        "qdqtune.engines.worker",
+                        str(theirs.fileno()),
+                        TMPDIR=str(self._scratch.path),
+                        **environment,
+                    ),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

@@ -445,14 +445,9 @@ sys.path += {tests!r}
 from test_connection import asked, facts_of
 from qdqtune.engines import EngineSpec
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.observer import Silent
-
-class Steps(Silent):
-    def stage(self, *_): print("step", flush=True)
-    trial = progress = stage
 
 slow = EngineSpec("fake", {{"build_seconds": 0.1}})
-tune(asked(Path({model!r}), {name!r}, on={on!r}, machine=facts_of({on!r}), engine=slow), Steps())
+tune(asked(Path({model!r}), {name!r}, on={on!r}, machine=facts_of({on!r}), engine=slow))
 """
 TESTS = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
@@ -463,13 +458,7 @@ def started(far: Far, model: Path, name: str) -> subprocess.Popen[bytes]:
     here = far.folder / "here"
     here.mkdir(exist_ok=True)
     told = environment() | {"TMPDIR": str(here)}
-    with (here.parent / f"{name}.steps").open("wb") as steps:
-        return subprocess.Popen([sys.executable, "-c", script], env=told, stdout=steps, stderr=subprocess.DEVNULL)
-
-
-def steps(far: Far, name: str) -> int:
-    """How many steps such a run has begun."""
-    return len((far.folder / f"{name}.steps").read_text().splitlines())
+    return subprocess.Popen([sys.executable, "-c", script], env=told, stderr=subprocess.DEVNULL)
 
 
 def nothing_is_left(far: Far, folder: Path) -> None:
@@ -493,38 +482,6 @@ def test_a_killed_driver_leaves_nothing_on_either_side_and_the_run_goes_on(
     with in_process():
         assert tune(asked(model, "driver", on=far.on, machine=machine)).history == history
     far.clean()
-
-
-def test_kills_all_over_a_run_leave_nothing_and_change_nothing(
-    far: Far, expected: tuple[Path, tuple[Trial, ...]], request: pytest.FixtureRequest
-) -> None:
-    """Kills in turn the driver, `ssh`, the agent and the engine, in steps from the first to the last of a run."""
-    count = request.config.getoption("--kills")
-    if not count:
-        pytest.skip("a long run: --kills N")
-    model, history = expected
-    assert started(far, model, "undisturbed").wait() == 0
-    whole, struck = steps(far, "undisturbed"), 0
-    for number in range(count):
-        name, whom = f"kill_{number}", ("driver", "ways", "agents", "engines")[number % 4]
-        driver = started(far, model, name)
-        at = 1 + number * (whole - 1) // count
-        while driver.poll() is None and steps(far, name) < at:
-            time.sleep(0.01)
-        victims = [driver.pid] if whom == "driver" else getattr(far, whom)()
-        for pid in victims if driver.poll() is None else ():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                struck += 1
-        code = driver.wait()
-        nothing_is_left(far, model.parent / name)
-        if code:
-            assert started(far, model, name).wait() == 0
-        with in_process():
-            found = tune(asked(model, name))  # reads the state file
-        print(f"{number}: {whom} at step {at} of {whole}, exit code {code}, {len(victims)} killed")
-        assert found.history == history
-    assert struck >= count - 2
 
 
 def known(state: Path) -> int:
