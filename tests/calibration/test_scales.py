@@ -187,7 +187,7 @@ def operators(values: Array, how: Quantization) -> list[Array]:
 
 
 @pytest.mark.parametrize("fmt", [PLAIN, SIGNED, INT8, FP8])
-@settings(derandomize=True, max_examples=25, deadline=None)
+@settings(derandomize=True, max_examples=15, deadline=None)
 @given(values=intervals, seed=st.integers(0, 2**32))
 def test_quantize_equals_the_operator(fmt: NumericFormat, values: Range, seed: int) -> None:
     how = of_range(values, fmt)

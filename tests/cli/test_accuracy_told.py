@@ -54,8 +54,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "tune": ("tune", "{model}", *TUNE, "-o", "{new}"),
     "layers": ("check", "--layers", "{at}/optimized_final.onnx", *FAKE),
 }
-BESIDE = [name for name in COMMANDS if name.startswith(("compare", "debug"))]
-FORMS = ((), ("--json",))
+TEXT, JSON = (), ("--json",)
+MADE_UP = [*product(COMMANDS, [TEXT]), *product(("compare", "quantize", "apply"), [JSON])]
+BESIDE = [("compare", TEXT), ("compare", JSON), ("debug", JSON), ("debug of one", TEXT), ("debug of float", JSON)]
 
 
 def line(name: str, form: tuple[str, ...], ran: Ran, at: Path, new: Path) -> list[str]:
@@ -72,7 +73,7 @@ def accuracies(value: Any) -> list[object]:
     return own + [found for part in value.values() for found in accuracies(part)]
 
 
-@pytest.mark.parametrize(("name", "form"), [*product(COMMANDS, FORMS)])
+@pytest.mark.parametrize(("name", "form"), MADE_UP)
 def test_random_inputs_tell_no_accuracy(name: str, form: tuple[str, ...], ran: Ran, tmp_path: Path, call: Call) -> None:
     code, out, err = call(*line(name, form, ran, ran.alone, tmp_path / "new.onnx"))
     assert " dB" not in out + err
@@ -83,7 +84,7 @@ def test_random_inputs_tell_no_accuracy(name: str, form: tuple[str, ...], ran: R
     assert "--calibration-data" in err or name in ("layers", "check")
 
 
-@pytest.mark.parametrize(("name", "form"), [*product(BESIDE, FORMS)])
+@pytest.mark.parametrize(("name", "form"), BESIDE)
 def test_beside_a_run_the_inputs_are_its_own(
     name: str, form: tuple[str, ...], ran: Ran, tmp_path: Path, call: Call
 ) -> None:

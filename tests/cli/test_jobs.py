@@ -59,20 +59,23 @@ def test_a_model_that_fails_does_not_end_the_others_and_all_go_on(call, tmp_path
     first, second = write(mixed(), models, "fast"), write(hopeless(), models, "slow")
     (models / "broken.onnx").write_bytes(normal(4).tobytes())
     asked = ["tune", models, "-o", tmp_path / "out", *QUICK, *UNCHECKED]
-    code, out, _ = call(*asked, "--json")
-    rows = {Path(row["model"]).stem: row for row in json.loads(out)}
-    assert code == 2
-    assert {name: row["exit_code"] for name, row in rows.items()} == {"broken": 2, first.stem: 0, second.stem: 3}
-    states = [tmp_path / "out" / name / "autotuner_state.yaml" for name in ("fast", "slow")]
-    before = [state.read_bytes() for state in states]
 
     def here(args: list[str], **_: object) -> SimpleNamespace:
         """What a process of its own does, without one."""
         code, out, _ = call(*args[4:])
         return SimpleNamespace(returncode=code, stdout=out)
 
-    monkeypatch.setattr(subprocess, "run", here)
-    _, again, _ = call(*asked)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", here)
+        code, out, _ = call(*asked, "--json")
+    rows = {Path(row["model"]).stem: row for row in json.loads(out)}
+    assert code == 2
+    assert {name: row["exit_code"] for name, row in rows.items()} == {"broken": 2, first.stem: 0, second.stem: 3}
+    states = [tmp_path / "out" / name / "autotuner_state.yaml" for name in ("fast", "slow")]
+    before = [state.read_bytes() for state in states]
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", here)
+        _, again, _ = call(*asked)
     assert [state.read_bytes() for state in states] == before
     assert [line.split()[1] for line in again.splitlines() if ".onnx" in line] == ["failed", "tuned", "baseline"]
     assert again.count("not measured") == 2

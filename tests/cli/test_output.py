@@ -31,7 +31,7 @@ def hostile(model: Path) -> Path:
     return model
 
 
-@pytest.mark.parametrize("command", ["inspect", "check --layers", "check", "quantize", "tune"])
+@pytest.mark.parametrize("command", ["inspect", "check --layers", "check", "tune"])
 def test_names_cannot_command_a_terminal(call: Call, model: Path, tmp_path: Path, command: str) -> None:
     data = ["--calibration-data", hostile(model).with_suffix(".npz")]
     quick = ["--calibration-method", "minmax", "--no-bias-correction"]

@@ -30,10 +30,7 @@ def shell(line: str, folder: Path, **more: str) -> tuple[int, str, str]:
     ("line", "code", "words"),
     [
         ("QDQTUNE doctor --skill | head -1", 0, ""),
-        ("QDQTUNE doctor --skill >&-", 0, ""),
         ("QDQTUNE doctor --skill >/dev/full", 2, "cannot write to standard output: No space left on device"),
-        ("QDQTUNE inspect nothing.onnx 2>&-", 2, ""),
-        ("QDQTUNE inspect nothing.onnx 2>/dev/full", 2, ""),
         ("QDQTUNE inspect nothing.onnx <&- >&- 2>&-", 2, ""),
         ("QDQTUNE inspect nothing.onnx 2>&1 >/dev/null | true; exit ${PIPESTATUS[0]}", 2, ""),
         ("QDQTUNE --help >/dev/full", 2, "No space left"),
@@ -170,12 +167,6 @@ def test_a_moving_picture_still_moves(tmp_path: Path, model: Path) -> None:
     assert b"\x1b[31m" in os.read(ours, 10_000)
     os.close(ours)
     assert main.DEFECT == 70
-
-
-def test_no_text_is_read_as_the_terminal_has_it() -> None:
-    """Where the locale is C, Python reads files as ASCII unless it is told otherwise."""
-    sources = Path(main.__file__).parents[1].rglob("*.py")
-    assert not [path.name for path in sources if ".read_text()" in path.read_text(encoding="utf-8")]
 
 
 def test_results_of_a_run_on_a_cluster_reach_standard_output(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import platform
 import re
 import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -30,7 +29,6 @@ from qdqtune.commands.doctor import (
 from qdqtune.engines import MODULES, EngineSpec, devices
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import EngineUnavailable
-from runs import environment
 
 # Processors
 
@@ -251,21 +249,3 @@ def test_the_exit_code_tells_whether_any_engine_is_usable(status, code, monkeypa
     told = json.loads(printed)
     assert [e["status"] for e in told["engines"]] == ["usable", status]
     assert (told["processor"]["isa"], told["gpus"], told["gpu_note"]) == (["avx2"], [], "no driver")
-
-
-# Imports
-
-
-def test_importing_qdqtune_imports_no_engine():
-    text = """
-import pkgutil, sys
-import qdqtune
-own = {"qdqtune.__main__", "qdqtune.engines.onnxruntime.engine", "qdqtune.engines.openvino.engine"}
-for module in pkgutil.walk_packages(qdqtune.__path__, "qdqtune."):
-    if module.name not in own and not module.name.startswith("qdqtune.engines.deployed."):  # scripts
-        __import__(module.name)
-vendors = {"onnxruntime", "openvino", "tensorrt", "tensorrt_bindings", "tensorrt_rtx", "tensorrt_rtx_bindings", "cuda"}
-print(*sorted(vendors & set(sys.modules)), "qdqtune.cli.main" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", text], env=environment(), capture_output=True, text=True, check=True)
-    assert done.stdout == "True\n"

@@ -84,7 +84,6 @@ RUNS: Mapping[str, tuple[Callable[[], Model], Mapping[str, Any]]] = {
     "rewrites alone": (lambda: swishing(8), {"mode": "cut", "rewrites": "auto", **FEW}),
     "dynamic": (lambda: mixed(batch=None), {"mode": "cut", "calibration_data": None, "seed": 3,
                                             "input_shapes": {"x": (4, 64, 64)}, **FEW}),
-    "dynamic, by samples": (lambda: mixed(batch=None), {"mode": "cut", "calibration_samples": 2, **FEW}),
     "fixed": (scaled, {"mode": "cut", "fix_inputs": {"k": 2}, **FEW}),
     "no times": (mixed, {"mode": "region", "engine": EngineSpec("fake", {"hide_times": True}), **FEW}),
     "several threads": (mixed, {"mode": "cut", "engine": EngineSpec("fake", {"threads": 1}),
@@ -94,7 +93,6 @@ RUNS: Mapping[str, tuple[Callable[[], Model], Mapping[str, Any]]] = {
     "not exact enough": (mixed, {"mode": "cut", "min_sqnr": 45.0, **FEW}),
     "onnxruntime": (mixed, {"mode": "cut", **ORT}),
     "own pairs": (paired, OWN_PAIRS),
-    "own pairs by region": (paired, {**OWN_PAIRS, "mode": "region", "builds": 4}),
     "own pairs on onnxruntime": (paired, {**ORT, **OWN_PAIRS}),
 }  # fmt: skip
 

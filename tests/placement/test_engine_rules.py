@@ -35,7 +35,7 @@ def test_every_placement_is_whole_and_can_be_inserted(name: str, engine: str, qu
         onnx.checker.check_model(done.to_proto(), full_check=True)
 
 
-@settings(derandomize=True, max_examples=30, deadline=None)
+@settings(derandomize=True, max_examples=15, deadline=None)
 @given(networks())
 def test_rules_take_any_graph(network) -> None:  # type: ignore[no-untyped-def]
     model = network.model()

@@ -33,7 +33,7 @@ printable = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_
 
 
 @given(st.frozensets(st.builds(Edge, printable, printable | st.just(""), small)))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12, deadline=None)
 def test_a_placement_survives_with_what_it_was_made_for(tmp_path: Path, edges: frozenset[Edge]) -> None:
     recorded = PlacementFile(Placement(edges), "fp8", "tensorrt", {"sr": 16000, "scale": 0.5, "mode": "fast"},
                         Calibration("percentile", 99.5, bias_correction=True), Rewrites(folded=True))  # fmt: skip
@@ -56,7 +56,7 @@ def test_only_edges_that_can_carry_a_pair_are_kept_and_the_others_told() -> None
 
 
 @given(st.lists(st.frozensets(points), min_size=1, max_size=4))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12, deadline=None)
 def test_a_cache_survives_in_its_order(tmp_path: Path, schemes: list[frozenset[NodeInput]]) -> None:
     entries = {p.digest: [(Scheme(s), 0.5 + k / 8) for k, s in enumerate(schemes)] for p in GROUPED[1:]}
     write_cache(tmp_path / "cache.yaml", entries, GROUPED)

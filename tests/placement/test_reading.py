@@ -51,7 +51,7 @@ def sorted_nodes(model: Model) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(derandomize=True, max_examples=15, deadline=None)
+@settings(derandomize=True, max_examples=8, deadline=None)
 @given(data=st.data())
 def test_our_own_models_are_read_exactly(name: str, data: st.DataObject) -> None:
     """Placement, scales and zero points: inserted again, the same model comes out, bit for bit."""
@@ -66,7 +66,7 @@ def test_our_own_models_are_read_exactly(name: str, data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(derandomize=True, max_examples=15, deadline=None)
+@settings(derandomize=True, max_examples=8, deadline=None)
 @given(data=st.data())
 def test_stripping_gives_the_float_model_back(name: str, data: st.DataObject) -> None:
     model, samples, found, _, outputs = case(name)
@@ -85,7 +85,7 @@ def test_stripping_gives_the_float_model_back(name: str, data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("name", ["conv_net", "attention", "tapped", "conv_net_half"])
-@settings(derandomize=True, max_examples=10, deadline=None)
+@settings(derandomize=True, max_examples=6, deadline=None)
 @given(data=st.data())
 def test_pairs_can_be_put_back_on_a_stripped_model(name: str, data: st.DataObject) -> None:
     """What `--from-qdq` does: strip, read against the stripped model, insert with the scales that came."""
@@ -174,7 +174,7 @@ def test_a_signed_pair_in_front_does_not_hide_a_lost_clamp() -> None:
 
 
 @pytest.mark.parametrize("name", ["conv_net", "attention", "tapped", "embedding"])
-@pytest.mark.parametrize("options", [(), ("per_channel",), ("per_channel", "reduce_range")])
+@pytest.mark.parametrize("options", [(), ("per_channel", "reduce_range")])
 def test_quantize_static_is_read_and_reached(name: str, options: tuple[str, ...]) -> None:
     """Every pair is found; inserted again it gives as many Q and DQ and the same accuracy."""
     model, quantized = static(name, **dict.fromkeys(options, True))

@@ -249,7 +249,7 @@ def test_guesses_of_a_model_without_compute_operators_are_not_empty_placements()
     assert guesses == {"everything": Placement.of(edges("x exp 0"))}
 
 
-@settings(derandomize=True, max_examples=30, deadline=None)
+@settings(derandomize=True, max_examples=15, deadline=None)
 @given(networks())
 def test_rules_take_any_graph(network) -> None:  # type: ignore[no-untyped-def]
     model = network.model()

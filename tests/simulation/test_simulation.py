@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulation.engines import MEMORY
 from simulation.machine import Fault
 from simulation.many import IN_MEMORY
 from simulation.scenario import Scenario, Stage, World, drawn, play, scenario_of
@@ -110,12 +109,3 @@ def test_a_seed_gives_the_same_run_again(stage: Stage) -> None:
     first, second = (play(scenario_of(7, stage.reference), stage) for _ in range(2))
     assert (first.scenario, first.happened, first.ends) == (second.scenario, second.happened, second.ends)
     assert [text.splitlines()[-1] for text in first.told] == [text.splitlines()[-1] for text in second.told]
-
-
-def test_the_memory_of_engines_only_saves_time(stage: Stage) -> None:
-    world = World("cut")
-    before = stage.reference(world)
-    MEMORY.clear()
-    stage.whole.clear()
-    after = stage.reference(world)
-    assert (before.history, before.files, before.events) == (after.history, after.files, after.events)

@@ -584,13 +584,13 @@ NOISE = {"noise": 0.03, "drift": 0.1, "spikes": 0.02}
 
 @pytest.mark.usefixtures("workers")
 def test_where_no_placement_changes_the_latency_noise_ships_nothing(tmp_path: Path, workers: Workers) -> None:
-    """At one false win per thousand comparisons and a repetition of each win, hundreds of comparisons give none."""
+    """At one false win per thousand comparisons and a repetition of each win, a hundred comparisons give none."""
     workers.slower = lambda build: 1e-4 / cost(build.path)
     products = "[m0] a = MatMul(x, w) [t0] b = Tanh(a) [m1] c = MatMul(b, w) [a1] d = Add(c, b) [m2] y = MatMul(d, w)"
     network = build(f"net (float[2,8] x) => (float[2,8] y) {{ {products} }}", {"w": normal(8, 8)})
     model = write(network, tmp_path)
     comparisons = wins = accepted = 0
-    for number in range(12):
+    for number in range(8):
         engine = EngineSpec("fake", {"seed": number, **NOISE})
         result = tune(settings(model, engine=engine, seed=number, builds=28, restart=True))
         verdicts = [t for t in result.history if isinstance(t.result, Measurement)]
@@ -598,7 +598,7 @@ def test_where_no_placement_changes_the_latency_noise_ships_nothing(tmp_path: Pa
         wins += sum(t.check is not None for t in verdicts)
         accepted += sum(t.accepted for t in verdicts)
         assert result.shipped == "baseline"
-    assert comparisons > 200
+    assert comparisons > 130
     assert wins <= 3
     assert accepted == 0
 

@@ -31,7 +31,7 @@ def unit_of(parts: Partition, name: str):
 
 
 @given(networks(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_node_is_in_one_unit(net, data: st.DataObject) -> None:
     """Whatever the groups are: overlapping, unknown names, disconnected."""
     model = net.model()

@@ -1,10 +1,6 @@
 """Whole runs of subgraph mode: what they write, that they go on where they were, and what goes wrong on the way."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -26,7 +22,7 @@ from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.result import Result
-from runs import cost, environment, hopeless, mixed, settings, write
+from runs import cost, hopeless, mixed, settings, write
 from trtexec_stand_in import calls, stand_in
 from workers import Workers
 
@@ -113,30 +109,6 @@ def test_a_run_goes_on_from_the_file_of_progress_alone(tmp_path: Path, workers: 
     (out / "autotune_cache.json").write_text(kept.replace('"crc', '"crd', 5))
     with pytest.raises(BadState, match="is damaged"):
         subgraph_run(tmp_path)
-
-
-def test_a_killed_run_goes_on_without_measuring_twice(tmp_path: Path, call: Call) -> None:
-    model, state = write(mixed(), tmp_path), tmp_path / "out" / "autotuner_state.yaml"
-    command = ["tune", str(model), "-o", str(tmp_path / "out"), "--mode", "subgraph", "--engine", "fake", "--no-report",
-               "--calibration-data", str(model.with_suffix(".npz")), "--calibration-method", "minmax",
-               "--no-bias-correction"]  # fmt: skip
-    stuck = 'faults={"hang": "third"}'  # so that it is still there when it is killed, however late that is
-    first = [sys.executable, "-m", "qdqtune", *command, "--engine-option", stuck]
-    with subprocess.Popen(first, env=environment(), stderr=subprocess.DEVNULL) as killed:
-        cache = tmp_path / "out" / "autotune_cache.json"
-        while not cache.exists() or state.read_bytes().count(b'{"kind": "part", ') < 4:
-            assert killed.poll() is None, "it ended too early"
-            time.sleep(0.02)
-        killed.send_signal(signal.SIGKILL)
-    held = state.read_bytes()
-    assert json.loads((tmp_path / "out" / "autotune_cache.json").read_text())["phase"] == "timing groups alone"
-    code, _, err = call(*command)
-    assert code == 0, err
-    after = state.read_bytes()
-    assert after.startswith(held[: held.rfind(b"\n") + 1])
-    told = [json.loads(line.removeprefix(b"- ")) for line in after.splitlines()]
-    keys = [(record["kind"], record.get("of")) for record in told]
-    assert len(keys) == len(set(keys))
 
 
 def test_nothing_faster_ships_the_baseline(tmp_path: Path) -> None:
