@@ -28,7 +28,6 @@ from documents import (
     imported,
     installed_with_the_package,
     options_of_commands,
-    prepare,
     quickly,
     run_command,
     run_notebook,
@@ -58,16 +57,6 @@ SCHEDULERS = {"nodes", "ntasks", "ntasks-per-node", "gpus", "gpus-per-node", "cp
 """Options of SLURM in the text about clusters; those of Ray are asked for in test_cluster.py."""
 RAY = {"head", "port", "address", "num-gpus", "num-cpus", "block"}
 OPTION = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*)")
-
-
-@pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("documents")
-    prepare(folder)
-    (folder / "demo").mkdir()
-    for made, bundled in (("model.onnx", "digits.onnx"), ("samples.npz", "samples.npz")):
-        shutil.copy(folder / made, folder / "demo" / bundled)
-    return folder
 
 
 def with_tensorrt(release: str, folder: Path, patch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import yaml
 
 from command_lines import COMMANDS
 from conftest import Call
-from documents import ROOT, blocks, options_of_commands, prepare, quickly, run_command
+from documents import ROOT, blocks, options_of_commands, quickly, run_command
 from qdqtune.cli.checks import SKILL
 from qdqtune.cli.main import EXIT_CODES
 from qdqtune.engines import MODULES
@@ -30,11 +30,10 @@ MADE = ("optimized_final.onnx", "summary.json", "placement.yaml")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder in which all commands of the skill have run, in the order of the text."""
-    folder = tmp_path_factory.mktemp("skill")
-    prepare(folder)
-    shutil.rmtree(folder / "qdqtune_output")
+    folder = tmp_path_factory.mktemp("skill") / "here"
+    shutil.copytree(prepared, folder, ignore=shutil.ignore_patterns("qdqtune_output"))
     with pytest.MonkeyPatch.context() as patch:
         quickly(patch)
         patch.chdir(folder)
