@@ -6,15 +6,18 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from qdqtune.engines import devices, process
+from qdqtune.engines import EngineSpec, devices, process
 from qdqtune.engines.channel import Channel
 from qdqtune.engines.devices import Device, pinned
-from qdqtune.engines.process import WorkerProcess
+from qdqtune.engines.execution import OVERTIME, Execution
+from qdqtune.engines.process import WorkerConnection, WorkerProcess
 from qdqtune.errors import EngineUnavailable
 from qdqtune.system.cleanup import Cleaner
 
@@ -47,6 +50,24 @@ def test_a_process_that_cannot_be_started_leaves_nothing(tmp_path: Path, monkeyp
         WorkerProcess(tmp_path / "worker.log")
     assert [path.name for path in tmp_path.iterdir()] == ["worker.log"]
     assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+@pytest.mark.parametrize(("left", "limit"), [(None, 600.0), (300.0, 300.0), (0.0, OVERTIME), (-5.0, OVERTIME)])
+def test_a_time_budget_ends_requests_to_an_engine_that_hangs(left: float | None, limit: float) -> None:
+    """While a measurement in hand may be finished."""
+    limits = list[float]()
+
+    class Recorded:
+        alive = True
+
+        def request(self, name: str, arguments: object, limit: float, check: object) -> tuple[bool, None]:
+            limits.append(limit)
+            return True, None
+
+    execution = Execution(600.0, None if left is None else time.monotonic() + left)
+    kind: Any = {"start": Recorded, "first_requests": lambda: (), "ended": lambda: None}
+    WorkerConnection(EngineSpec("fake"), execution, **kind).ask("describe", what="answering")
+    assert limits[-1] == pytest.approx(limit, abs=60.0 if left == 300.0 else 0.0)
 
 
 @pytest.mark.parametrize("size", [1_000, 250_000, 1_000_000, 10_000_000])

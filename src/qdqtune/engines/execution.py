@@ -14,6 +14,10 @@ from qdqtune.system.writing import temporary_folder
 TIME_LIMIT = 600.0
 """Seconds that a build or an inference may take unless the user gives a limit."""
 
+OVERTIME = 60.0
+"""Seconds that a request to an engine may take whatever is left of a time budget: the measurement in hand is finished,
+and only one that hangs is ended. Chosen, not measured."""
+
 CHECK_SECONDS = 0.1
 """How often a thread that waits calls its `Check`. Chosen, not measured."""
 
@@ -65,11 +69,12 @@ class Checked:
 class Execution:
     """How a command runs models and code of the user.
 
-    A request to an engine may take `seconds`, as may a pass over samples, which also has to finish before the time
-    `ends` of `time.monotonic`. `check` can cancel all waits. The stages of the command write constants of their models
-    to `constants`, so that weights are written once. `start`, a `process.StartWorker`, starts the workers in which
-    models are looked at and not timed (see `reused_workers`); without it they start as those of any `Runner`. `device`
-    starts those that run and time models on the user's engine, if that is on another machine.
+    A request to an engine may take `seconds`, as may a pass over samples. The time budget is over at the time `ends` of
+    `time.monotonic`: it ends passes over samples, and requests after `OVERTIME`. `check` can cancel all waits. The
+    stages of the command write constants of their models to `constants`, so that weights are written once. `start`, a
+    `process.StartWorker`, starts the workers in which models are looked at and not timed (see `reused_workers`);
+    without it they start as those of any `Runner`. `device` starts those that run and time models on the user's
+    engine, if that is on another machine.
     """
 
     seconds: float = TIME_LIMIT
@@ -78,6 +83,10 @@ class Execution:
     constants: ConstantFile | None = None
     start: Callable[..., Any] | None = None
     device: Callable[..., Any] | None = None
+
+    def within_budget(self, seconds: float) -> float:
+        """How many of these seconds a request that begins now may take."""
+        return seconds if self.ends is None else min(seconds, max(self.ends - time.monotonic(), OVERTIME))
 
     @contextmanager
     def constant_file(self) -> Iterator[ConstantFile]:

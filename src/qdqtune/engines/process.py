@@ -176,8 +176,8 @@ class WorkerConnection(Checked):
     """Sends requests to a worker, which is started before the first request, and replaced after it was lost.
 
     `start` starts one. `first_requests` are sent to each new worker once its engine is open. `ended` is called when a
-    worker has ended, and with it the builds that it held. Each request has the time limit of `execution`, whose `check`
-    is called while one is waited for.
+    worker has ended, and with it the builds that it held. Each request has the time limits of `execution`, whose
+    `check` is called while one is waited for.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class WorkerConnection(Checked):
         self.seconds = 0.0
         """Wall time spent waiting for answers."""
         self.worker: Worker | None = None
-        self.spec, self.limit = spec, execution.seconds
+        self.spec, self.limit, self.execution = spec, execution.seconds, execution
         self._start, self._first_requests, self._ended = start, first_requests, ended
 
     @property
@@ -258,7 +258,7 @@ class WorkerConnection(Checked):
             WorkerLostError: the worker gave no answer.
             QdqtuneError: the error that it answered with.
         """
-        worker, limit = self.worker, self.limit if limit is None else limit
+        worker, limit = self.worker, self.execution.within_budget(self.limit if limit is None else limit)
         assert worker is not None
         begun, answered = time.monotonic(), False
         try:

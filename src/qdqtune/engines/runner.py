@@ -137,8 +137,9 @@ class Runner:
         """
         if self.device != ANYWHERE:
             self.close()
-        execution, start = Execution(self._connection.limit, check=self.check), self._start_worker
+        execution = Execution(self._connection.limit, self._connection.execution.ends, self.check)
         memory = self.memory if has_budget else None
+        start = self._start_worker
         return Runner(spec, log_dir=log_dir, execution=execution, start=start, device=self.device, memory=memory)
 
     # The engine

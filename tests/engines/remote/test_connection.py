@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import select
 import signal
 import struct
 import subprocess
@@ -29,10 +30,10 @@ from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.machine import MachineFacts, this_machine
 from qdqtune.engines.options import on_device
-from qdqtune.engines.remote import agent
+from qdqtune.engines.remote import agent, messages
 from qdqtune.engines.remote import connection as connections
 from qdqtune.engines.remote.agent import GREETING, Store
-from qdqtune.engines.remote.connection import Destination, RemoteMachine, connected, facts_of, why_not
+from qdqtune.engines.remote.connection import ConnectedLink, Destination, RemoteMachine, connected, facts_of, why_not
 from qdqtune.engines.remote.messages import Pipe, Reply
 from qdqtune.engines.remote.worker import LinkLostError
 from qdqtune.engines.runner import Runner, temporary_runner
@@ -232,6 +233,62 @@ def test_a_message_with_a_deadline_arrives_whole() -> None:
         arrived = other.submit(Pipe(source, way, values_only=True).receive)
         Pipe(source, way, values_only=True).send(np.arange(10**5), 60.0)
         assert np.array_equal(arrived.result(), np.arange(10**5))
+
+
+def test_a_message_over_a_slow_way_arrives_as_long_as_something_of_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Deadline:
+        pause = 0.0
+
+        def __init__(self, *_: object) -> None:
+            self.pauses = 0
+
+        def after_pause(self) -> None:
+            self.pauses += 1
+            if self.pauses == 3:
+                raise TimeoutError
+
+    taken = iter([False, False, True] * 10)
+    monkeypatch.setattr(messages, "Deadline", Deadline)
+    monkeypatch.setattr(messages, "_takes_bytes", lambda *_: next(taken))
+    reads, writes = os.pipe()
+    with os.fdopen(reads, "rb") as source, os.fdopen(writes, "wb") as way:
+        pipe = Pipe(source, way, values_only=True)
+        pipe.send(b"x" * 3 * select.PIPE_BUF, 1.0)
+        assert pipe.receive() == b"x" * 3 * select.PIPE_BUF
+
+
+def waiting(pipe: SimpleNamespace) -> connections.Connection:
+    """A connection that waits for an answer of the worker 1 through this pipe."""
+    connection = object.__new__(connections.Connection)
+    connection._answers, connection.lost, connection._pipe = {1: SimpleQueue()}, None, pipe  # type: ignore[assignment]
+    return connection
+
+
+def test_an_answer_is_waited_for_after_its_time_only_while_it_comes_in() -> None:
+    connection = waiting(SimpleNamespace(is_receiving=False, heard=time.monotonic()))
+    with pytest.raises(TimeoutError):
+        connection.answer(1, 0.0, None)
+    connection = waiting(SimpleNamespace(is_receiving=True, heard=time.monotonic() + 3600))
+    assert connection.answer(1, 0.0, lambda: connection._answers[1].put("late")) == "late"
+    connection = waiting(SimpleNamespace(is_receiving=True, heard=time.monotonic() - 3600))
+    with pytest.raises(TimeoutError):
+        connection.answer(1, 0.0, None)
+
+
+def test_a_request_to_another_machine_ends_a_second_after_its_limit() -> None:
+    limits = list[float]()
+
+    class Recorded:
+        def send(self, number: int, kind: str, content: object, limit: float, check: object) -> None:
+            limits.append(limit)
+
+        def answer(self, number: int, seconds: float, check: object) -> Reply:
+            limits.append(seconds)
+            return Reply("answer", True)
+
+    recorded: Any = Recorded()
+    ConnectedLink(recorded, 1).ask("run", (), 5.0, None)
+    assert limits == [5.0, 6.0]
 
 
 class Late(dict[int, Any]):

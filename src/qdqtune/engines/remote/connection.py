@@ -24,7 +24,7 @@ import msgspec
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import ANYWHERE, LEASE_SECONDS, Device
-from qdqtune.engines.execution import CHECK_SECONDS, Check
+from qdqtune.engines.execution import CHECK_SECONDS, EXECUTION, Check, Execution
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.remote.agent import GREETING, PULSE_SECONDS, SILENT_SECONDS
 from qdqtune.engines.remote.files import Sender
@@ -55,8 +55,8 @@ START_SECONDS = 90.0
 ENDING_SECONDS = 10.0
 """How long the other side may take to remove its files before the program is ended. Chosen, not measured."""
 
-SLOWEST = 1e5
-"""Bytes a second that every network carries. Chosen, not measured."""
+ANSWER_SECONDS = 1.0
+"""How long after the limit of a request its answer may come, or go on to come. Chosen, not measured."""
 
 MOST_KEPT = 2**30
 """Bytes of inputs that are kept there. Chosen, not measured."""
@@ -111,13 +111,13 @@ class Destination:
 class Connection:
     """A running `ssh` or `adb` with an agent at its other end, which starts workers and answers for them."""
 
-    def __init__(self, destination: Destination) -> None:
-        """Connect.
+    def __init__(self, destination: Destination, execution: Execution = EXECUTION) -> None:
+        """Connect. `execution` limits the time to send constants and inputs.
 
         Raises:
             EngineUnavailable: there is no way, no Python, or no qdqtune of this version.
         """
-        self.destination = destination
+        self.destination, self._execution = destination, execution
         try:
             self._program = subprocess.Popen(
                 destination.command("qdqtune.engines.remote.agent"),
@@ -217,7 +217,8 @@ class Connection:
                 return
 
     def _store(self, digest: str, values: Any) -> str:
-        self.send(0, "content", (digest, values), NETWORK_SECONDS + values.nbytes / SLOWEST)
+        limit = self._execution.within_budget(self._execution.seconds)
+        self.send(0, "content", (digest, values), limit, self._execution.check)
         return digest
 
     def _forget(self, digest: str) -> None:
@@ -230,15 +231,15 @@ class Connection:
     def send(
         self, number: int, kind: str, content: Any, limit: float = NETWORK_SECONDS, check: Check | None = None
     ) -> None:
-        """Send a message to the agent within `limit` seconds. What `check` raises ends the wait.
+        """Send a message to the agent. What `check` raises ends the wait.
 
         Raises:
-            LinkLostError: the connection is lost, also because nobody takes the message.
+            LinkLostError: the connection is lost, also because nobody has taken anything for `limit` seconds.
         """
         try:
             self._pipe.send((number, kind, content), limit, check)
         except TimeoutError as error:
-            self.lost = f"{self.destination.host} has not taken a message within {limit:.4g} s"
+            self.lost = f"{self.destination.host} has taken nothing for {limit:.4g} s"
             end_group(self._program.pid)
             raise LinkLostError(self.lost) from error
         except (OSError, ValueError) as error:
@@ -249,7 +250,7 @@ class Connection:
         """The next answer of a worker. What `check` raises ends the wait.
 
         Raises:
-            TimeoutError: none came in time.
+            TimeoutError: none came in time, and no message is coming in.
             LinkLostError: the connection is lost.
         """
         ends = time.monotonic() + seconds
@@ -264,13 +265,17 @@ class Connection:
                 return found
             if check is not None:
                 check()
-            if time.monotonic() >= ends:
+            if time.monotonic() >= ends and not self._is_coming:
                 raise TimeoutError
+
+    @property
+    def _is_coming(self) -> bool:
+        return self._pipe.is_receiving and time.monotonic() - self._pipe.heard < ANSWER_SECONDS
 
     def stop(self, number: int) -> None:
         """End a worker."""
         with suppress(LinkLostError):
-            self.send(number, "stop", None)
+            self.send(number, "stop", None, ANSWER_SECONDS)
         self._answers.pop(number, None)
 
     def close(self) -> None:
@@ -300,8 +305,8 @@ class ConnectedLink:
         Raises:
             QdqtuneError: what the agent answers with.
         """
-        self.connection.send(self.number, "request", (name, arguments, limit), limit + NETWORK_SECONDS, check)
-        reply = self.connection.answer(self.number, limit + NETWORK_SECONDS, check)
+        self.connection.send(self.number, "request", (name, arguments, limit), limit, check)
+        reply = self.connection.answer(self.number, limit + ANSWER_SECONDS, check)
         if isinstance(reply, QdqtuneError):
             raise reply
         assert isinstance(reply, Reply)
@@ -315,10 +320,10 @@ class ConnectedLink:
 class RemoteMachine:
     """Starts workers on another machine, and connects again where a connection was lost."""
 
-    def __init__(self, destination: Destination) -> None:
-        self._destination, self._lock = destination, threading.Lock()
+    def __init__(self, destination: Destination, execution: Execution) -> None:
+        self._destination, self._execution, self._lock = destination, execution, threading.Lock()
         self._numbers = itertools.count(1)
-        self._connection = Connection(destination)
+        self._connection = Connection(destination, execution)
 
     @property
     def facts(self) -> MachineFacts:
@@ -361,7 +366,7 @@ class RemoteMachine:
         with self._lock:
             if self._connection.lost is not None:
                 self._connection.close()
-                self._connection = Connection(self._destination)
+                self._connection = Connection(self._destination, self._execution)
             return self._connection
 
     def close(self) -> None:
@@ -370,13 +375,13 @@ class RemoteMachine:
 
 
 @contextmanager
-def connected(on: str) -> Iterator[RemoteMachine]:
-    """Connect to the machine that the option `on` names.
+def connected(on: str, execution: Execution = EXECUTION) -> Iterator[RemoteMachine]:
+    """Connect to the machine that the option `on` names; `execution` limits the time to send constants and inputs.
 
     Raises:
         EngineUnavailable: see `Connection`.
     """
-    machine = RemoteMachine(Destination.parsed(on))
+    machine = RemoteMachine(Destination.parsed(on), execution)
     try:
         yield machine
     finally:

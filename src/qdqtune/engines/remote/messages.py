@@ -24,7 +24,7 @@ from qdqtune.version import __version__
 LENGTH = struct.Struct(">Q")
 """The length of a message, in front of it."""
 
-CHUNK = 2**20
+CHUNK = 2**16
 """Bytes that are read at once, so that a long message shows that the other side lives. Chosen, not measured."""
 
 VALUES = {
@@ -100,13 +100,14 @@ class Pipe:
         self._lock, self._is_cut = threading.Lock(), False
         self.heard = monotonic()
         """When something last came from the other side."""
+        self.is_receiving = False
+        """Whether a part of a message has come, and not yet all of it."""
 
     def send(self, message: object, limit: float | None = None, check: Check | None = None) -> None:
-        """Send an object, within `limit` seconds from when other threads have sent theirs. What `check` raises ends the
-        wait.
+        """Send an object, after those of other threads. What `check` raises ends the wait.
 
         Raises:
-            TimeoutError: the other side has not taken all of it; nothing can be sent any more.
+            TimeoutError: the other side has taken nothing for `limit` seconds; nothing can be sent any more.
             OSError: the other side has closed, or an earlier message was cut.
         """
         data = pickle.dumps(message, protocol=5)
@@ -119,16 +120,16 @@ class Pipe:
                 self._writes.write(data)
                 self._writes.flush()
             else:
-                deadline = Deadline(limit, check)
                 for part in (LENGTH.pack(len(data)), data):
-                    self._send_in_time(part, deadline)
+                    self._send_in_time(part, limit, check)
             self._is_cut = False
 
-    def _send_in_time(self, data: bytes, deadline: Deadline) -> None:
-        left = memoryview(data)
+    def _send_in_time(self, data: bytes, limit: float, check: Check | None) -> None:
+        left, deadline = memoryview(data), Deadline(limit, check)
         while left:
             if _takes_bytes(self._writes.fileno(), deadline.pause):
                 left = left[os.write(self._writes.fileno(), left[: select.PIPE_BUF]) :]
+                deadline = Deadline(limit, check)  # a slow network takes long, but does not stop
             else:
                 deadline.after_pause()
 
@@ -139,7 +140,9 @@ class Pipe:
             EOFError, OSError: the other side has closed.
             pickle.UnpicklingError: it is no value.
         """
+        self.is_receiving = False
         (length,) = LENGTH.unpack(self._read(LENGTH.size))
+        self.is_receiving = True
         return self._load(self._read(length))
 
     def _read(self, length: int) -> bytearray:

@@ -11,7 +11,7 @@ from qdqtune.engines.remote.messages import Reply, WorkerLocation
 from qdqtune.errors import BadOption, EngineUnavailable
 
 NETWORK_SECONDS = 60.0
-"""Seconds added to the limit of each request for the way to another host and back. Chosen, not measured."""
+"""How long messages may take on the way to another host and back, beside what is asked for. Chosen, not measured."""
 
 
 class LinkLostError(Exception):
@@ -25,7 +25,7 @@ class Link(Protocol):
         """`WorkerActor.request`. What `check` raises ends the wait.
 
         Raises:
-            TimeoutError: no answer within `limit` and `NETWORK_SECONDS`.
+            TimeoutError: no answer within `limit`, or some time after it that the way may take.
             LinkLostError: see there.
         """
 
