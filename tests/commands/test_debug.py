@@ -419,6 +419,17 @@ def test_a_verdict_does_not_hide_what_was_not_examined(tmp_path: Path, workers: 
     assert "not examined, the first: d2" in err
 
 
+def test_a_file_that_the_engine_refuses_is_not_called_free_of_guilty_tensors(
+    conv: Files, workers: Workers, call: Call
+) -> None:
+    workers.refused = lambda build: "no kernel" if build.path == conv.quantized else None
+    code, out, err = call("debug", conv.float, conv.quantized, "--engine", "fake", "--calibration-data", conv.data)
+    assert code == 4
+    assert "the file could not be examined as a whole, as fake does not run it: see the notes" in out
+    assert "no single tensor" not in out
+    assert "no kernel" in err
+
+
 def test_a_file_that_is_not_read_rightly_is_refused(conv: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a float model that was made of it wrongly would call right pairs guilty."""
 

@@ -199,7 +199,9 @@ def _ending(engine: str, done: Diagnosis) -> Iterator[str]:
             "calibrate otherwise, or exclude several (quantize --report)"
         )
     if done.unexplained and not done.largest:
-        if done.unexamined:
+        if done.is_refused:
+            yield f"the file could not be examined as a whole, as {engine} does not run it: see the notes"
+        elif done.unexamined:
             many = f"{done.unexamined} were" if done.unexamined > 1 else "1 was"
             yield f"no examined tensor is guilty, but {many} not examined: see the notes"
         else:

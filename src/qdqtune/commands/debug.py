@@ -102,7 +102,7 @@ class Diagnosis:
     samples: `noise_there` of the file, `by_numbers` of its pairs as ONNX defines them, and `rest` without the guilty
     pairs. `largest` is filled where `rest` is above the limit and no pair stands out. `pairs` counts examined pairs,
     those on biases included, and `unexamined` what else is quantized in a file that is not healthy; `runs` counts how
-    often samples went through a model.
+    often samples went through a model. `is_refused`: the engine does not run the file.
     """
 
     pairs: int
@@ -116,6 +116,7 @@ class Diagnosis:
     guilty: tuple[Damage, ...] = ()
     largest: tuple[Damage, ...] = ()
     unexamined: int = 0
+    is_refused: bool = False
     notes: tuple[str, ...] = ()
     placement: Placement = field(default_factory=Placement)
     is_held_out: bool = False
@@ -156,6 +157,7 @@ class Diagnosis:
             "weights": len(self.placement.weight_only),
             "pairs": self.pairs,
             "unexamined": self.unexamined,
+            "refused": self.is_refused,
             "samples": self.samples,
             "held_out": self.is_held_out,
             "runs": self.runs,
@@ -257,7 +259,10 @@ class _Search:
             notes.append(f"{engine} does not run {file.name}: {outputs.reason}")
         elif loss < UNKNOWN_NOISE and (part := loss_of_slice(accuracy(switched.reference, outputs, NO_SCORES))):
             notes.append(part)
-        done = Diagnosis(len(self.pairs), judged, limit, loss, notes=tuple(notes), file=file, engine=engine)
+        is_refused = isinstance(outputs, Failure)
+        done = Diagnosis(
+            len(self.pairs), judged, limit, loss, is_refused=is_refused, notes=tuple(notes), file=file, engine=engine
+        )
         if loss <= limit:
             return replace(done, examined=judged, noise_there=loss, runs=self.runs + switched.runs)
         self.observer.stage("measuring the pairs of each tensor alone")
