@@ -75,6 +75,17 @@ def test_a_file_that_missed_the_limits_of_its_run_does_not_hold(call: Call, targ
     assert "does not hold: optimized_final.onnx misses the limits on accuracy" in out
 
 
+def test_what_nobody_has_checked_is_told(call: Call, target: Path, tuned: Path) -> None:
+    out = target / "out"
+    assert call("tune", tuned, *QUICK, "--min-sqnr", "none", "-o", out)[0] == 0
+    assert json.loads((out / "deploy" / "settings.json").read_text())["proven"]["unchecked"] is True
+    code, _, err = call("verify", out)
+    assert code == 0
+    assert "note: nobody has checked the accuracy of optimized_final.onnx: give --calibration-data" in err
+    assert "nobody has checked" not in call("verify", out, "--calibration-data", tuned.with_suffix(".npz"))[2]
+    assert "nobody has checked" not in call("verify", target)[2]
+
+
 def test_another_engine_is_told_and_a_smaller_gain_too(call: Call, target: Path) -> None:
     changed(target, lambda content: content["engine"].update(version="0", isa="amx"))
     changed(target, lambda content: content["proven"].update(ratio=0.01, low=0.009, high=0.011))

@@ -120,6 +120,8 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     if left:
         whose = f"not taken from {folder}, where it may name a file or library"
         notes.append(f"{', '.join(left)}: {whose}; `engine_options` gives it again")
+    if settings.proven.unchecked and options.calibration_data is None:
+        notes.append(f"nobody has checked the accuracy of {settings.model}: give `calibration_data`")
     foreign = of_other_processor(settings.model, settings.processor, is_portable=settings.portable, machine=machine)
 
     def found(finding: Finding, why: str, *more: str, **measured: Any) -> Verified:

@@ -41,7 +41,8 @@ FORMAT = 1
 class Proven:
     """What was proven: time over that of the float model with its interval, the numbers of threads at which it is not
     slower; the output SQNR in dB, None if exact or unknown, and the limits on outputs. `ratio` is None where float
-    ships, or nothing was timed (`timed`). `constraint_met`: whether the tuned file holds the limits on accuracy."""
+    ships, or nothing was timed (`timed`). `constraint_met`: whether the tuned file holds the limits on accuracy.
+    `unchecked`: nobody has compared its outputs with those of float."""
 
     ratio: Positive | None
     low: Positive | None
@@ -52,6 +53,7 @@ class Proven:
     min_agreement: float | None
     timed: bool = True
     constraint_met: bool | None = None
+    unchecked: bool = False
 
     @classmethod
     def of(cls, summary: Mapping[str, Any]) -> Proven:
@@ -60,7 +62,17 @@ class Proven:
         ratio, low, high = (summary[n] if is_tuned else None for n in ("ratio", "ratio_low", "ratio_high"))
         counts = tuple(row["threads"] for row in summary["by_threads"] if row["verdict"] != "slower")
         is_met = summary["constraint_met"] if is_tuned else None
-        return cls(ratio, low, high, counts, summary["output_sqnr_db"], *limits, summary.get("timed", True), is_met)
+        return cls(
+            ratio,
+            low,
+            high,
+            counts,
+            summary["output_sqnr_db"],
+            *limits,
+            summary.get("timed", True),
+            is_met,
+            summary["unchecked"],
+        )
 
     @property
     def speed(self) -> Ratio | None:
