@@ -33,6 +33,7 @@ from qdqtune.graph.rewrites import Rewrites
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import is_quantized, read_placement
+from qdqtune.placement.start_placements import everything
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.types import Edge, Placement
 
@@ -407,6 +408,38 @@ def test_scales_of_weights_are_kept_if_they_serve_symmetric_channels(
     reading = read_placement(model, build(text, numbers))
     assert Edge("w", "mm", 1) in reading.placement
     assert ("w" in reading.ranges.weights) == kept
+
+
+def fp8_pairs() -> tuple[Model, Model]:
+    model, scales = build(FLOAT, WEIGHTS), ranges(build(FLOAT, WEIGHTS))
+    return model, insert(model, everything(model, possible_edges(model, scales)), scales, FP8)
+
+
+def test_scales_of_fp8_weights_are_taken_anew_for_integers() -> None:
+    """E4M3 reaches 448 times its scale, and 8-bit integers 127 times."""
+    model, quantized = fp8_pairs()
+    kept = read_placement(model, quantized, "fp8")
+    assert kept.ranges.weights
+    anew = read_placement(model, quantized, "int8")
+    assert not anew.ranges.weights
+    assert (anew.placement, anew.ranges.activations) == (kept.placement, kept.ranges.activations)
+    integers = insert(model, kept.placement, ranges(model), INT8)
+    assert read_placement(model, integers).ranges.weights
+    assert not read_placement(model, integers, "fp8").ranges.weights
+
+
+@pytest.mark.parametrize("block", ["", ", block_size=2"])
+def test_an_activation_with_several_scales_is_refused(block: str) -> None:
+    text = f"""net (float[2,4] x) => (float[2,4] y) {{
+        q = QuantizeLinear <axis=1{block}> (x, s, z)
+        d = DequantizeLinear <axis=1{block}> (q, s, z)
+        [mm] y = MatMul(d, w)
+    }}"""
+    shape = (2, 2) if block else (4,)
+    numbers = {"s": np.ones(shape, np.float32), "z": np.zeros(shape, np.int8), "w": normal(4, 4)}
+    quantized = build(text, numbers, opset=21)
+    with pytest.raises(BadModel, match="the pair on x has a scale for each channel or block"):
+        read_placement(strip_pairs(quantized), quantized)
 
 
 def test_a_model_with_bodies() -> None:

@@ -17,7 +17,7 @@ from qdqtune.graph.model import GRAPH, Model, Node, Use
 from qdqtune.graph.operators import CLAMPS, COPIES, QDQ
 from qdqtune.placement.insertion import HALF_ROUNDING
 from qdqtune.placement.possible import WEIGHT_ONLY_OPS, weight_at, weight_role
-from qdqtune.types import Array, Edge, Placement, WeightFormat
+from qdqtune.types import Array, Edge, Placement, QuantType, WeightFormat
 
 COPIED = ("Identity", "Cast")
 """Operators that `strip_pairs` leaves in place of a pair."""
@@ -86,18 +86,19 @@ def is_quantized(model: Model) -> bool:
     return any(n.op in QDQ for n in model.nodes) or any(True for _ in dynamic_products_of(model))
 
 
-def read_placement(float_model: Model, qdq_model: Model) -> Reading:
+def read_placement(float_model: Model, qdq_model: Model, quant_type: QuantType = "int8") -> Reading:
     """The edges of `float_model` on which `qdq_model` has pairs.
 
     Nodes are matched by name, then by the name of an output tensor; the edge is the float node's own input. Pairs of
     int32 biases are left out, as they follow from the other pairs. Weights that are quantized without their activation
     are the placement's `weight_only`.
 
-    Scales of weights are kept if symmetric integers of 8 bits with these steps hold the same numbers; others follow
+    Scales of weights are kept if symmetric numbers of `quant_type` with these steps hold the same values; others follow
     from the weights.
 
     Raises:
-        BadModel: a scale is no finite number, or below zero; or a Q has other numbers than its DQ.
+        BadModel: a scale is no finite number, or below zero; a Q has other numbers than its DQ; or an activation has
+            several scales.
     """
     found, unmatched, formats = _matched(float_model, qdq_model)
     activations: dict[str, Range] = {}
@@ -112,8 +113,14 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
         if role is not None:
             readers = [qdq_model.nodes[use.node].op for use in qdq_model.uses(pair.dq.outputs[0]) if use.node != GRAPH]
             is_moved = float_model.node(edge.node).op not in readers  # its channels may lie along another axis
-            if not is_moved and _has_steps_of_weights(pair, role.axis, len(float_model.constants[edge.tensor].shape)):
+            rank = len(float_model.constants[edge.tensor].shape)
+            if not is_moved and _has_steps_of_weights(pair, role.axis, rank, quant_type):
                 weights[edge.tensor] = tuple(float(s) for s in pair.scale.reshape(-1))
+        elif pair.scale.size > 1 and not pair.is_constant:
+            raise BadModel(
+                f"the pair on {edge.tensor} has a scale for each channel or block, and activations get one scale here: "
+                "give the float model"
+            )
         elif pair.is_wide:
             wide[edge.tensor] = pair.range
         else:
@@ -122,13 +129,14 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
     return Reading(_placement(found, formats), ranges, tuple(unmatched))
 
 
-def _has_steps_of_weights(pair: Pair, axis: int | None, rank: int) -> bool:
-    """Whether symmetric integers of 8 bits with the same scales, one or one for each channel, reach as far as a pair:
-    those of a pair of 16 bits, or with an uneven zero point, would cut the weight off."""
+def _has_steps_of_weights(pair: Pair, axis: int | None, rank: int, quant_type: QuantType) -> bool:
+    """Whether symmetric numbers of `quant_type` with the same scales, one or one for each channel, reach as far as a
+    pair: 8-bit integers with those of a pair of 16 bits or of FP8, or with an uneven zero point, would cut the weight
+    off."""
     if pair.block is not None or (pair.scale.size > 1 and (axis is None or pair.axis % rank != axis)):
         return False
-    if "float" in pair.zero_point.dtype.name:
-        return True
+    if quant_type == "fp8" or "float" in pair.zero_point.dtype.name:
+        return quant_type == "fp8" and pair.zero_point.dtype.name == "float8_e4m3fn"
     zero = pair.zero_point.astype(np.int64)
     low, high = ends(pair.zero_point.dtype)
     return bool((low - zero >= -128).all() and (high - zero <= 127).all())

@@ -172,7 +172,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     usual = _usual_precision(settings, runner)
     wanted: Precision = settings.precision or usual
     model, quantized, made = _loaded(settings, numbers, wanted, rewrites)
-    imported = None if quantized is None else read_placement(model, quantized)
+    imported = None if quantized is None else read_placement(model, quantized, settings.quant_type)
     check_inputs(settings.engine, model)
     source = settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed
     data = Data(*source, settings.workloads, (settings.model.parent,))
@@ -346,7 +346,7 @@ def _baseline(settings: Settings, model: Model, precision: Precision, kept: Coll
     baseline = load(settings.qdq_baseline)
     if precision != "fp32":
         baseline = converted(load(settings.qdq_baseline, min_opset=OPSET), precision, kept)
-    reading = read_placement(model, Rewrites().of(baseline))
+    reading = read_placement(model, Rewrites().of(baseline), settings.quant_type)
     if not reading.placement:
         raise BadModel(
             f"{settings.qdq_baseline} has no Q/DQ pair that fits {settings.model}: "
