@@ -160,6 +160,16 @@ def summary(model: Path) -> dict:
     return json.loads((model.parent / "out" / "summary.json").read_text())
 
 
+@pytest.mark.parametrize(("is_over", "kind"), [(True, BadOption), (False, BaselineFailed)])
+def test_a_metric_of_the_float_model_that_the_time_budget_cuts_is_no_failure_of_the_engine(
+    is_over: bool, kind: type[Exception], model: Path, metric: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qdqtune.tuning.bench.measure", lambda *_: Failure("timeout", "took too long"))
+    monkeypatch.setattr(Budget, "lacks", lambda *_: is_over)
+    with pytest.raises(kind, match="fails on the float model: took too long"):
+        tune(evaluated(model))
+
+
 @pytest.fixture(scope="session")
 def every() -> list[tuple[float, float]]:
     """Ratio to the float model and output SQNR of every placement of the mixed model."""

@@ -46,7 +46,7 @@ from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject, calibrated, open_subject
 from qdqtune.tuning.trial_worker import ByRule, Candidates, Conditions, TrialWorker
 from qdqtune.tuning.weight_format_times import format_shares
-from qdqtune.types import Placement, Trial
+from qdqtune.types import Failure, Placement, Trial
 
 CANDIDATE_FOLDER = "candidates"
 """The folder for files of candidates, in a folder that is deleted when the run ends."""
@@ -301,7 +301,8 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
     """The limits on accuracy, with the metric of the float model.
 
     Raises:
-        BadOption: a limit cannot be held, or is about outputs that the model does not have.
+        BadOption: a limit cannot be held, or is about outputs that the model does not have, or the time budget has
+            ended before the float model has its metric.
         BaselineFailed: the user's metric fails on the float model.
     """
     holds_floats = "f" in bench.floats.kinds
@@ -317,7 +318,11 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
     if evaluation is None or (budget.is_spent(()) and not settings.from_qdq):  # no candidate follows that may ship
         return limits
     observer.stage(f"evaluating the float model with {evaluation.source}")
-    before = insist(bench.metric(Placement()), f"{option_of(evaluation)} fails on the float model", BaselineFailed)
+    metric = bench.metric(Placement())
+    is_cut = isinstance(metric, Failure) and metric.stage == "timeout" and budget.lacks(0.0)
+    before = insist(
+        metric, f"{option_of(evaluation)} fails on the float model", BadOption if is_cut else BaselineFailed
+    )
     if doubtful := doubt(before):
         observer.note(doubtful)
     max_drop = DROP * abs(before.value) if settings.max_drop == "auto" else limits.max_drop
