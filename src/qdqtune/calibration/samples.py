@@ -62,7 +62,8 @@ UNREADABLE = (
 @dataclass(frozen=True)
 class Samples:
     """A source of samples that can be iterated several times. `digest` identifies its content; `origin` is for
-    messages. `others` gives so many of those that a limit leaves out; None if there are none, or who knows how many."""
+    messages. `others` gives at most so many of those that a limit leaves out; None without a limit, and of a callable,
+    which may never end."""
 
     origin: str
     digest: str
@@ -153,7 +154,7 @@ def open_samples(
         total = cache(lambda: sum(1 for _ in of_files(files)))
 
         def produce(others: int | None = None) -> Iterator[Sample]:
-            if limit is not None and 1 < len(files) >= limit:  # then not all of them are read
+            if limit is not None and len(files) > 1 and len(files) >= limit:  # then not all of them are read
                 chosen = spread_rows(lambda: len(files), limit, others)
                 return of_files((path for number, path in enumerate(files) if number in chosen), 1)
             numbers = spread_rows(total, limit, others)

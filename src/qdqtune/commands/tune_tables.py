@@ -166,8 +166,8 @@ def front_table(summary: Mapping[str, Any]) -> Table:
         compared = row["by_threads"] if len(counts) > 1 else [row]
         ends = (Ratio(at["ratio"], at["low"], at["high"]).speedup for at in compared)
         metric = "" if row["metric"] is None else f"{row['metric']:g}"
-        told = _db(row, has_accuracy), _share(row["agreement"]), metric, _carry(row), _mark(row)
-        cells.append((row["name"], *ends, *told))
+        sqnr, agreement = _db(row, has_accuracy), _share(row["agreement"])
+        cells.append((row["name"], *ends, sqnr, agreement, metric, _carry(row), _mark(row)))
     speedups = [f"at {n} thread{'s' * (n != 1)}" for n in counts] if len(counts) > 1 else ["speedup [interval]"]
     columns = ("point", *speedups, "SQNR, dB", "agreement", "metric", "tensors", "")
     caption = "each point is front/NAME.onnx; `pick` NAME makes another one optimized_final.onnx"

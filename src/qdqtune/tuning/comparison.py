@@ -69,8 +69,8 @@ class Comparer:
 
     `store` keeps results and is asked first; results of files whose content has changed do not count. `lacks` tells
     whether work of so many seconds would end too late. After a transient failure a comparison is tried again, up to
-    `tries` times in all. Unless b is slower, a wide interval is made narrower with up to
-    `precise_pairs` pairs of builds.
+    `tries` times in all. Unless b is slower, a wide interval is made narrower with
+    up to `precise_pairs` pairs of builds.
     """
 
     plan: Plan

@@ -265,6 +265,6 @@ def read_settings(folder: Path) -> DeploySettings:
     if settings.format != FORMAT:
         raise BadOption(f"{folder / DEPLOY_SETTINGS} has format {settings.format}, not {FORMAT}: tune again")
     for name in (settings.model, settings.baseline):
-        if not name or Path(name).name != name:
+        if name in ("", "..") or Path(name).name != name:
             raise BadOption(f"{folder / DEPLOY_SETTINGS} names {name!r}, which is no file in {folder}: tune again")
     return settings
