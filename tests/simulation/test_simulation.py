@@ -54,6 +54,11 @@ KEPT = {
         ((Fault("message", "cancel", 9),), (Fault("message", "delay", 16, 3),)),
         seed=41200,
     ),
+    "no memory for rounds of a proof before another file's metric was asked for": Scenario(
+        World("subgraph", "plain", "minmax", workers=2, asks="function"),
+        ((Fault("rounds", "no memory", 6),),),
+        seed=5085,
+    ),
     "no room for the layers of a point of a front": Scenario(
         World("front", noise=1), ((Fault("message", "no room", 108),),)
     ),

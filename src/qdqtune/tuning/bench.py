@@ -57,6 +57,7 @@ class Bench:
     def __init__(self, pool: WorkerPool[TrialWorker], store: Store, conditions: Conditions) -> None:
         self._pool, self._store, self._conditions = pool, store, conditions
         self._first, self._is_alone = pool.first, False
+        self._asked_metrics = set[Placement]()
         self.deadline: float | None = None
         """The time of `time.monotonic` at which comparisons end with the rounds that they have."""
 
@@ -159,6 +160,7 @@ class Bench:
         """
         evaluation = self._conditions.evaluation
         assert evaluation is not None  # it is asked for with `evaluate`, `labels` or `metric` only
+        self._asked_metrics.add(placement)
         of = f"{evaluation.digest}:{placement.digest}"
         record = self._store.get(MetricRecord, of)
         if record is None:
@@ -174,11 +176,10 @@ class Bench:
             return self._store.put(MetricRecord(of=of, failure=found))
         return self._store.put(MetricRecord(of=of, **asdict(found)))
 
-    def knows_metric(self, placement: Placement) -> bool:
-        """Whether the user's metric of a placement was computed before."""
-        evaluation = self._conditions.evaluation
-        of = "" if evaluation is None else f"{evaluation.digest}:{placement.digest}"
-        return self._store.get(MetricRecord, of) is not None
+    def asked_metric(self, placement: Placement) -> bool:
+        """Whether this session has asked for the user's metric of a placement. What an earlier one left does not count:
+        after a failure it may have asked for others."""
+        return placement in self._asked_metrics
 
     def given_file(self, file: Path, fixed: Sample) -> tuple[Accuracy, Score | Failure | None] | Failure:
         """How near the outputs of the user's own Q/DQ file are to the float model's, and the user's metric of it, None

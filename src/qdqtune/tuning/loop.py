@@ -78,7 +78,7 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
 
 
 def _with_metric_of_proof(trial: Trial, run: Run) -> Trial:
-    return run.limits.with_metric(trial, run.bench.metric) if run.bench.knows_metric(trial.placement) else trial
+    return run.limits.with_metric(trial, run.bench.metric) if run.bench.asked_metric(trial.placement) else trial
 
 
 def search(strategy: Strategy, run: Run, observer: Observer) -> list[Trial]:
