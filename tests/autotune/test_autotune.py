@@ -174,8 +174,8 @@ def test_the_benchmark_comes_first_and_says_so() -> None:
 def test_calls_come_in_order() -> None:
     autotuner = QDQAutotuner(onnx.load(DIGITS))
     calls: list[Callable[[], object]] = [
-        autotuner.export_onnx, autotuner.generate, autotuner.get_ort_quantization_config,
-        autotuner.get_resolved_insertion_points, lambda: autotuner.import_insertion_points({"x"}),
+        autotuner.export_onnx, autotuner.generate, autotuner.get_resolved_insertion_points,
+        lambda: autotuner.import_insertion_points({"x"}),
         lambda: autotuner.load_state("state.yaml"), lambda: autotuner.save_state("state.yaml"),
         lambda: autotuner.set_profile_region(None), lambda: autotuner.submit(1.0),
     ]  # fmt: skip

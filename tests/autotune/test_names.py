@@ -304,15 +304,6 @@ def test_what_was_submitted_is_current_and_in_the_cache(begun: QDQAutotunerBase)
         begun.submit(4.0)
 
 
-def test_placements_are_told_as_quantizers_want_them(begun: QDQAutotunerBase) -> None:
-    nodes, ops, bare, activated = begun.get_ort_quantization_config()
-    assert "first" in nodes
-    assert "MatMul" in ops
-    assert all(tensor in node.inputs and tensor in maker.outputs for maker, node, tensor in bare)
-    assert set(activated) <= {"MatMul"}
-    assert QDQAutotunerBase(small()).initialize() is None
-
-
 def test_the_script_has_the_last_word_on_a_model(begun: QDQAutotunerBase, tmp_path: Path) -> None:
     def renamed(model: onnx.ModelProto) -> onnx.ModelProto:
         model.graph.name = "mine"
@@ -333,16 +324,6 @@ def test_what_cannot_be_timed_takes_infinitely_long(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert benchmark.TrtExecBenchmark()(content) == float("inf")
     assert "trtexec" in caplog.text
-
-
-def test_sizes_can_be_told_to_a_benchmark() -> None:
-    timed = benchmark.TrtExecBenchmark(trtexec_args=["--profilingVerbosity=a b", "--optShapes=y:1x2"])
-    timed.set_shapes("x", [1, 8], [4, 8], [16, 8])
-    assert timed.spec.options["trtexec_args"] == "'--profilingVerbosity=a b'"
-    assert timed.spec.options["max_shapes"] == {"y": [1, 2], "x": [16, 8]}
-    for wrong in ([8, 8], [1]):
-        with pytest.raises(AutotunerError, match="x: smallest, usual and largest sizes must rise"):
-            timed.set_shapes("x", wrong, [4, 8], [16, 8])
 
 
 def test_names_stand_in_the_modules_where_scripts_import_them() -> None:

@@ -8,8 +8,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from models import normal
+from qdqtune.autotune.graphs import patterns_of
 from qdqtune.autotune.region_search import CombinedRegionSearch
-from qdqtune.autotune.regions import Grouping
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph import operators
 from qdqtune.graph.model import GRAPH, Model
@@ -103,8 +103,8 @@ def test_all_callers_agree_on_every_operator() -> None:
     assert insertable(model, edges) == scaled
     found = patterns.group(model, discovery.find(model))
     assert {e for p in found for own in p.edges.values() for some in own.values() for e in some} == by_structure
-    grouping = Grouping.of(model, CombinedRegionSearch(model).search_regions())
-    guests = {e for p in grouping.patterns.values() for own in p.edges.values() for some in own.values() for e in some}
+    guest_patterns = patterns_of(model, CombinedRegionSearch(model).search_regions()).values()
+    guests = {e for p in guest_patterns for own in p.edges.values() for some in own.values() for e in some}
     assert guests == by_structure
 
 

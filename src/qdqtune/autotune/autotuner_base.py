@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import reduce
 from itertools import chain, combinations
 from math import inf, isfinite
 from pathlib import Path
@@ -21,25 +20,26 @@ from typing import Any
 import onnx
 
 from qdqtune.autotune.benchmark import instance_or_default
-from qdqtune.autotune.common import Config, PatternCache, PatternSchemes
-from qdqtune.autotune.errors import AutotunerNotInitializedError, InvalidSchemeError
-from qdqtune.autotune.graphs import Surgeon, as_proto
-from qdqtune.autotune.insertion_points import (
+from qdqtune.autotune.common import (
+    AutotunerNotInitializedError,
+    Config,
     InsertionScheme,
+    InvalidSchemeError,
+    PatternCache,
+    PatternSchemes,
+    Region,
+    RegionPattern,
     ResolvedInsertionPoint,
-    get_autotuner_quantizable_ops,
-    with_weights,
 )
-from qdqtune.autotune.region_pattern import RegionPattern
-from qdqtune.autotune.regions import Grouping, Region
+from qdqtune.autotune.graphs import GraphLike, as_proto, patterns_of
+from qdqtune.autotune.insertion_points import uses_at, with_weights
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel, BadState, BaselineFailed
-from qdqtune.graph import operators
 from qdqtune.graph.float16 import HALF, OPSET
 from qdqtune.graph.inference import with_float_type
 from qdqtune.graph.loading import load_proto
-from qdqtune.graph.model import Model, Node
+from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
@@ -50,25 +50,22 @@ from qdqtune.search import ratios_to_float
 from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import patterns
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.search.regions.region import Point, Scheme
+from qdqtune.search.regions.region import Scheme
 from qdqtune.system.checks import RECORD_KIND, Output, check_outputs, replaceable
 from qdqtune.timing.ratios import Plan
-from qdqtune.tuning.records import ConversationRecord, StoredPlacement, TimedPlacement
+from qdqtune.tuning.records import ConversationRecord, StoredPlacement
 from qdqtune.tuning.result import Result
-from qdqtune.tuning.store import Store, may_continue
+from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import FLOAT_TYPES
 from qdqtune.types import Edge, Placement
 
 log = logging.getLogger("qdqtune.autotune")
 
-ACTIVATIONS = frozenset({"Clip", "Elu", "HardSwish", "LeakyRelu", "PRelu", "Relu", "Sigmoid", "Softmax", "Tanh"})
-"""Operators in front of which a quantizer must be told to round the result of the one before."""
-
 
 class QDQAutotunerBase:
     """The conversation about `regions`, which a subclass or the script sets. `initialize` is the first call."""
 
-    def __init__(self, model: onnx.ModelProto | Surgeon) -> None:
+    def __init__(self, model: GraphLike) -> None:
         self.onnx_model = as_proto(model)
         self.graph: Model = load_proto(self.onnx_model)
         self.regions: list[Region] = []
@@ -108,12 +105,11 @@ class QDQAutotunerBase:
         self._measured: dict[str, float] = {}
         """Latency in ms by digest of the placement."""
         self._made: tuple[Inserter, RegionSearch] | None = None
-        self._groups: Grouping | None = None
+        self._divided: tuple[list[Region], dict[Region, Pattern]] = [], {}
 
-    def _known_graph(self) -> Model:
+    def _check_initialized(self) -> None:
         if not self.initialized:
             raise AutotunerNotInitializedError("call initialize() first")
-        return self.graph
 
     @property
     def _tools(self) -> tuple[Inserter, RegionSearch]:
@@ -123,8 +119,9 @@ class QDQAutotunerBase:
             AutotunerNotInitializedError: see there.
             QdqtuneError: the engine cannot be opened, or has no kernels for the quantization type.
         """
+        self._check_initialized()
         if self._made is None:
-            config, graph, benchmark = self.config, self._known_graph(), instance_or_default()
+            config, graph, benchmark = self.config, self.graph, instance_or_default()
             numbers = benchmark.numeric_format(config.default_quant_type)
             try:
                 ranges = benchmark.prepared(graph, config.calibration_data).ranges(None, numbers)
@@ -133,18 +130,24 @@ class QDQAutotunerBase:
                 ends = ((end - config.default_q_zero_point) * config.default_q_scale for end in (-127, 127))
                 ranges = Ranges(dict.fromkeys(candidate_tensors(graph), Range(*ends)))
             possible = possible_edges(graph, ranges)
-            search = RegionSearch(
-                graph, (), possible, start_placements.placements(graph, possible), config=config.check()
+            seeds = start_placements.placements(graph, possible)
+            self._made = (
+                Inserter(graph, ranges, numbers),
+                RegionSearch(graph, (), possible, seeds, config=config.check()),
             )
-            self._made = Inserter(graph, ranges, numbers), search
         return self._made
 
     @property
-    def _grouping(self) -> Grouping:
-        """That of `regions` as they are now."""
-        if self._groups is None or self._groups.regions != tuple(self.regions):
-            self._groups = Grouping.of(self._known_graph(), self.regions)
-        return self._groups
+    def _pattern_of(self) -> dict[Region, Pattern]:
+        """The patterns of `regions` as they are now, and of all regions below."""
+        if self._divided[0] != self.regions:
+            self._divided = [*self.regions], patterns_of(self.graph, self.regions)
+        return self._divided[1]
+
+    @property
+    def _patterns(self) -> dict[str, Pattern]:
+        """The patterns in which a pair can stand, by digest."""
+        return {pattern.digest: pattern for pattern in self._pattern_of.values() if pattern.points}
 
     def set_profile_region(self, region: Region | None, commit: bool = True) -> None:
         """Turn to a region, or to none; `commit` ends the one before it, the best of its schemes stays if it is faster.
@@ -154,25 +157,24 @@ class QDQAutotunerBase:
         Raises:
             InvalidSchemeError: the region is none of `regions`.
         """
-        self._known_graph()
-        for current in self._tried() if commit else ():
-            self._best = self._improved(self._best, current)
-            self.profiled_patterns.append(current)
-            self.pattern_cache.add_pattern_schemes(current)
+        self._check_initialized()
+        if commit:
+            self._best = self._standing()
+            self.profiled_patterns += self._tried()
         self.current_profile_region = self.current_profile_pattern_schemes = self.current_insertion_scheme_index = None
         self._is_waiting = False
         if region is None:
             return
-        if region not in self._grouping.cores:
+        if region not in self._pattern_of:
             raise InvalidSchemeError(f"{region} is none of the autotuner's regions")
-        found = self._grouping.pattern_of(self.graph, region)
-        pattern = RegionPattern.of(found)
-        if found.points and all(done.pattern != pattern for done in self.profiled_patterns):
-            known = self.pattern_cache.get_pattern_schemes(pattern)
-            points = frozenset(found.points)  # a cache, or a scheme that the caller put there, may name others
-            schemes = (Scheme(scheme.core.points & points) for scheme in known.schemes) if known else ()
-            waiting = [InsertionScheme.of(scheme) for scheme in dict.fromkeys(schemes)]
-            self.current_profile_region, self.current_profile_pattern_schemes = region, PatternSchemes(pattern, waiting)
+        points = frozenset(self._pattern_of[region].points)
+        pattern = RegionPattern.of(self._pattern_of[region])
+        if points and all(done.pattern != pattern for done in self.profiled_patterns):
+            cached = self.pattern_cache.get_pattern_schemes(pattern) or PatternSchemes(pattern)
+            # a cache, or a scheme that the script put there, may name other points
+            schemes = dict.fromkeys(Scheme(scheme.core.points & points) for scheme in cached.schemes)
+            self.current_profile_region = region
+            self.current_profile_pattern_schemes = PatternSchemes(pattern, [*map(InsertionScheme.of, schemes)])
 
     def generate(self) -> int:
         """The index, in the current pattern's schemes, of one with a placement yet to be measured; -1 if there is none.
@@ -182,19 +184,20 @@ class QDQAutotunerBase:
         Raises:
             InvalidSchemeError: there is no current pattern.
         """
-        self._known_graph()
-        if (current := self.current_profile_pattern_schemes) is None:
+        self._check_initialized()
+        current = self.current_profile_pattern_schemes
+        if current is None:
             raise InvalidSchemeError("no region with a pattern is set: call set_profile_region() first")
         waiting = [scheme for scheme in current.schemes if not scheme.is_profiled]
         for scheme in chain(waiting, self._ideas(current)):
-            known = self._measured.get(self._on_top(self._best[0], current, scheme).digest)
-            if known is None:
+            latency = self._measured.get(self._on_top(current, scheme).digest)
+            if latency is None:
                 if scheme not in current.schemes:
                     current.schemes.append(scheme)
                 self.current_insertion_scheme_index = current.schemes.index(scheme)
                 self._is_waiting = True
                 return self.current_insertion_scheme_index
-            self._record(scheme, known)
+            self._record(scheme, latency)
         self.current_insertion_scheme_index, self._is_waiting = None, False
         return -1
 
@@ -208,7 +211,7 @@ class QDQAutotunerBase:
             BaselineFailed: the model without pairs has no latency.
             InvalidSchemeError: no scheme waits for a latency.
         """
-        self._known_graph()
+        self._check_initialized()
         latency = latency_ms if success and isfinite(latency_ms) and latency_ms > 0 else inf
         current, index = self.current_profile_pattern_schemes, self.current_insertion_scheme_index
         if self.baseline_latency_ms is None:
@@ -216,18 +219,18 @@ class QDQAutotunerBase:
                 raise BaselineFailed("the model without pairs cannot be timed, so there is nothing to compare with")
             self.baseline_latency_ms = self._measured[Placement().digest] = latency
             self._best = Placement(), latency
-        elif current is None or index is None or not self._is_waiting:
+            return
+        if current is None or index is None or not self._is_waiting:
             raise InvalidSchemeError("no scheme waits for its latency: call generate() first")
-        else:
-            self._measured[self._placement().digest] = latency
-            scheme, self._is_waiting = current.schemes[index], False
-            self._record(scheme, latency)
-            current.schemes.sort(key=lambda s: s.latency_ms)
-            self.current_insertion_scheme_index = next(n for n, s in enumerate(current.schemes) if s is scheme)
-            for tried in self._tried():
-                self.pattern_cache.add_pattern_schemes(tried)
-            if self.config.verbose:
-                print(f"{self.current_profile_region}: {latency:.3f} ms", file=sys.stderr)
+        scheme, self._is_waiting = current.schemes[index], False
+        self._measured[self._on_top(current, scheme).digest] = latency
+        self._record(scheme, latency)
+        current.schemes.sort(key=lambda s: s.latency_ms)
+        self.current_insertion_scheme_index = next(n for n, s in enumerate(current.schemes) if s is scheme)
+        for tried in self._tried():
+            self.pattern_cache.add_pattern_schemes(tried)
+        if self.config.verbose:
+            print(f"{self.current_profile_region}: {latency:.3f} ms", file=sys.stderr)
 
     def export_onnx(
         self,
@@ -252,34 +255,11 @@ class QDQAutotunerBase:
 
     def get_resolved_insertion_points(self, best: bool = True, verbose: bool = False) -> set[ResolvedInsertionPoint]:
         """The uses of tensors that carry a pair in what `export_onnx` would write, by indices in `graph.nodes`."""
-        edges, index_of = self._placement(best).edges, self._known_graph().index_of
+        self._check_initialized()
+        points = uses_at(self.graph, self._placement(best).edges)
         if verbose:
-            log.debug("%d pairs", len(edges))
-        return {ResolvedInsertionPoint(e.tensor, index_of.get(e.node), e.index) for e in edges}
-
-    def get_ort_quantization_config(self) -> tuple[list[str], list[str], list[tuple[Node, Node, str]], list[str]]:
-        """The best placement as ONNX Runtime's quantizer is told of one.
-
-        Names of the nodes that read or make what carries a pair; the operators that may be quantized; the inputs of
-        these nodes that carry none, as producer, node and tensor; and operators whose result carries a pair into
-        Relu and its like. All empty where there are no pairs.
-        """
-        graph, edges = self._known_graph(), self._placement(best=True).edges
-        if not edges:
-            return [], [], [], []
-        ends = [(graph.maker(e.tensor), graph.user(e)) for e in edges]
-        nodes = [graph.nodes[n] for n in sorted({end.index for pair in ends for end in pair if end})]
-        bare = [
-            (maker, node, edge.tensor)
-            for node in nodes
-            for edge in node.into
-            if (maker := graph.maker(edge.tensor)) is not None and edge not in edges
-        ]
-        activated = {maker.op for maker, user in ends if maker and user and user.op in ACTIVATIONS}
-        ops = get_autotuner_quantizable_ops()
-        if self.config.default_quant_type == "fp8":
-            ops &= {"Add", "Conv", "Gemm", "MatMul"}
-        return [node.name for node in nodes], sorted(ops), bare, sorted(activated)
+            log.debug("%d pairs", len(points))
+        return points
 
     def import_insertion_points(self, quantized_tensors: Collection[str]) -> None:
         """Have the pairs of a quantized model tried first.
@@ -291,12 +271,12 @@ class QDQAutotunerBase:
         if isinstance(quantized_tensors, QuantizedTensors):
             edges = read_placement(self.graph, quantized_tensors.model).placement.edges & possible
         else:
-            edges = frozenset(e for e in possible if e.tensor in set(quantized_tensors))
-            compute = (n for n in self.graph.nodes if n.op in operators.COMPUTE and n.into[0] in edges)
-            edges |= {n.into[1] for n in compute} & possible
-        for pattern in self._grouping.patterns.values():
+            names = set(quantized_tensors)
+            edges = with_weights(self.graph, (e for e in possible if e.tensor in names)) & possible
+        for pattern in self._patterns.values():
             schemes = (patterns.scheme_of(self.graph, pattern, region, edges) for region in pattern.instances)
-            if scheme := next((s for s in schemes if s.points), None):
+            scheme = next((s for s in schemes if s.points), None)
+            if scheme is not None:
                 self.pattern_cache.put_first(RegionPattern.of(pattern), InsertionScheme.of(scheme))
 
     def save_state(self, output_path: str | Path) -> None:
@@ -305,28 +285,19 @@ class QDQAutotunerBase:
         Raises:
             BadOption, BadState: there is a file of another model, engine or configuration, or no such file at all.
         """
-        path, tried = Path(output_path), self._tried()
-        for current in tried:
-            self.pattern_cache.add_pattern_schemes(current)
+        path = Path(output_path)
         cache = Output(cache_beside(path), "output_path", replaceable(RECORD_KIND))
-        check_outputs([Output(path, "output_path", may_continue, is_appended=True), cache], {})
-        if path.exists():
-            with Store(path, self._fingerprint()):
-                pass  # it may be written over
-        patterns = {
-            done.pattern.digest: tuple(_packed(self._meant(done, s), s.latency_ms) for s in done.schemes)
-            for done in (*self.profiled_patterns, *tried)
-        }
-        measured = {digest: None if ms == inf else ms for digest, ms in self._measured.items()}
-        best = _packed(*reduce(self._improved, tried, self._best))
-        fresh = path.with_name(f"{path.name}.new")
-        with Store(fresh, self._fingerprint(), restart=True) as store:
-            store.put(
-                ConversationRecord(
-                    baseline_ms=self.baseline_latency_ms, best=best, measured=measured, patterns=patterns
-                )
-            )
-        fresh.replace(path)
+        check_outputs([cache], {})
+        best, best_ms = self._standing()
+        record = ConversationRecord(
+            baseline_ms=self.baseline_latency_ms,
+            best=StoredPlacement.of(best),
+            best_ms=None if best_ms == inf else best_ms,
+            measured={digest: None if ms == inf else ms for digest, ms in self._measured.items()},
+            patterns=tuple(done.to_dict() for done in (*self.profiled_patterns, *self._tried())),
+        )
+        with Store(path, self._fingerprint()) as store:
+            store.put(record)
         self.pattern_cache.save(cache.path)
 
     def load_state(self, input_path: str | Path) -> None:
@@ -335,17 +306,17 @@ class QDQAutotunerBase:
         Raises:
             BadState: there is no such file, or it is of another model, engine or configuration.
         """
-        self._known_graph()
-        if not (path := Path(input_path)).exists():
+        self._check_initialized()
+        path = Path(input_path)
+        if not path.exists():
             raise BadState(f"there is no state file {path}: leave load_state out to begin")
         with Store(path, self._fingerprint()) as store:
             record = store.get(ConversationRecord)
-        if record is None or not record.patterns.keys() <= self._grouping.patterns.keys():
+        if record is None:
             raise BadState(f"{path} is not what save_state has written: leave load_state out to begin")
-        self.baseline_latency_ms, self._best = record.baseline_ms, _unpacked(record.best)
+        self.baseline_latency_ms, self._best = record.baseline_ms, (record.best.placement, record.best_ms or inf)
         self._measured = {digest: ms or inf for digest, ms in record.measured.items()}
-        for digest, tried in record.patterns.items():
-            self._profiled(self._grouping.patterns[digest], map(_unpacked, tried))
+        self.profiled_patterns = [*map(PatternSchemes.from_dict, record.patterns)]
         if cache_beside(path).exists():
             self.pattern_cache.merge(PatternCache.load(cache_beside(path)))
 
@@ -355,17 +326,14 @@ class QDQAutotunerBase:
         self.baseline_latency_ms, self._best = before, (result.placement, after)
         self._measured = {Placement().digest: before, result.placement.digest: after}
         ratios = ratios_to_float(result.history, plan)
-        for pattern in self._grouping.patterns.values():
+        for pattern in self._patterns.values():
+            done = PatternSchemes(RegionPattern.of(pattern))
             own = (t.placement for t in result.history if t.proposal.pattern == pattern.digest)
-            self._profiled(pattern, [(result.placement, after), *((p, before * ratios.get(p, inf)) for p in own)])
-
-    def _profiled(self, pattern: Pattern, tried: Iterable[tuple[Placement, float]]) -> None:
-        """Enter a pattern as done, with the schemes that some placements of known latency are in its first region."""
-        schemes = PatternSchemes(RegionPattern.of(pattern))
-        for placement, ms in tried:
-            schemes.schemes.append(self._scheme(pattern, placement))
-            self._record(schemes.schemes[-1], ms)
-        self.profiled_patterns.append(schemes)
+            for placement, ms in [(result.placement, after), *((p, before * ratios.get(p, inf)) for p in own)]:
+                scheme = self._scheme(pattern, placement)
+                self._record(scheme, ms)
+                done.schemes.append(scheme)
+            self.profiled_patterns.append(done)
 
     def _record(self, scheme: InsertionScheme, latency: float) -> None:
         scheme.latency_ms, scheme.error = latency, latency == inf
@@ -374,14 +342,8 @@ class QDQAutotunerBase:
             scheme.ratio = latency / self.baseline_latency_ms
 
     def _scheme(self, pattern: Pattern, placement: Placement) -> InsertionScheme:
+        """What a placement is in the first instance of a pattern."""
         return InsertionScheme.of(patterns.scheme_of(self.graph, pattern, pattern.instances[0], placement.edges))
-
-    def _meant(self, schemes: PatternSchemes, scheme: InsertionScheme) -> Placement:
-        pattern = self._pattern(schemes)
-        return Placement(patterns.resolve(self.graph, pattern, pattern.instances[0], scheme.core))
-
-    def _pattern(self, schemes: PatternSchemes) -> Pattern:
-        return self._grouping.patterns[schemes.pattern.digest]
 
     def _tried(self) -> list[PatternSchemes]:
         """The pattern at hand with the schemes that were measured, if there are any."""
@@ -391,34 +353,36 @@ class QDQAutotunerBase:
 
     def _ideas(self, current: PatternSchemes) -> Iterator[InsertionScheme]:
         """New schemes: those of the rules, then random mutations of the fastest, and all small ones of the best."""
-        pattern, base = self._pattern(current), self._best[0]
+        pattern, base = self._patterns[current.pattern.digest], self._best[0]
         measured = sorted((s for s in current.schemes if s.latency_ms != inf), key=lambda s: s.latency_ms)
         top = max(self.config.minimum_schemes_to_mutate, int(self.config.top_percent_to_mutate * len(measured)))
-        parents = [self._on_top(base, current, scheme) for scheme in measured[:top]] or [base]
+        parents = [self._on_top(current, scheme) for scheme in measured[:top]] or [base]
         for idea in self._tools[1].variations(pattern, base, parents, len(self._measured)):
             yield self._scheme(pattern, idea.placement)
-        best = measured[0].core.points if measured else frozenset[Point]()
+        best = measured[0].core.points if measured else frozenset()
         for count in range(1, self.config.maximum_mutations + 1):
             for flipped in combinations(pattern.points, count):
                 yield InsertionScheme.of(Scheme(best.symmetric_difference(flipped)))
 
-    def _improved(self, best: tuple[Placement, float], schemes: PatternSchemes) -> tuple[Placement, float]:
-        """The best placement with a pattern's best scheme on top, and its latency in ms, if that is faster."""
-        scheme = schemes.best_scheme
-        if scheme is None or scheme.latency_ms * self.config.performance_threshold >= best[1]:
-            return best
-        return self._on_top(best[0], schemes, scheme), scheme.latency_ms
+    def _standing(self) -> tuple[Placement, float]:
+        """The best placement, with the best scheme of the pattern at hand on top if that is faster; its latency in
+        ms."""
+        current = self.current_profile_pattern_schemes
+        scheme = current.best_scheme if current else None
+        if current is None or scheme is None or scheme.latency_ms * self.config.performance_threshold >= self._best[1]:
+            return self._best
+        return self._on_top(current, scheme), scheme.latency_ms
 
-    def _placement(self, best: bool = False) -> Placement:
+    def _placement(self, best: bool) -> Placement:
         current, index = self.current_profile_pattern_schemes, self.current_insertion_scheme_index
         if best or current is None or index is None:
-            return reduce(self._improved, self._tried(), self._best)[0]
-        return self._on_top(self._best[0], current, current.schemes[index])
+            return self._standing()[0]
+        return self._on_top(current, current.schemes[index])
 
-    def _on_top(self, base: Placement, schemes: PatternSchemes, scheme: InsertionScheme) -> Placement:
-        """`base` with all instances of a pattern as one of its schemes has them."""
-        pattern = self._pattern(schemes)
-        edges = (base.edges - self._edges(pattern, pattern.everything)) | self._edges(pattern, scheme.core)
+    def _on_top(self, schemes: PatternSchemes, scheme: InsertionScheme) -> Placement:
+        """The best placement with all instances of a pattern as one of its schemes has them."""
+        pattern = self._patterns[schemes.pattern.digest]
+        edges = (self._best[0].edges - self._edges(pattern, pattern.everything)) | self._edges(pattern, scheme.core)
         return consistent(self.graph, Placement(edges))
 
     def _edges(self, pattern: Pattern, scheme: Scheme) -> frozenset[Edge]:
@@ -429,19 +393,11 @@ class QDQAutotunerBase:
         return with_weights(self.graph, placed) & self._tools[1].possible
 
     def _fingerprint(self) -> dict[str, Any]:
-        own = {k: v for k, v in asdict(self.config).items() if k != "verbose"}
-        divided = hashlib.sha256(" ".join(self._grouping.patterns).encode()).hexdigest()[:16]
+        self._check_initialized()
+        own = {name: value for name, value in asdict(self.config).items() if name != "verbose"}
+        divided = hashlib.sha256(" ".join(sorted(self._patterns)).encode()).hexdigest()[:16]
         engine = instance_or_default().spec.name
-        known = {"engine": engine, "model": self.graph.fingerprint, "regions": divided}
-        return {"interface": "autotuner", **own, **known}
-
-
-def _packed(placement: Placement, ms: float) -> TimedPlacement:
-    return TimedPlacement(StoredPlacement.of(placement), None if ms == inf else ms)
-
-
-def _unpacked(timed: TimedPlacement) -> tuple[Placement, float]:
-    return timed.placement.placement, timed.ms or inf
+        return {"interface": "autotuner", **own, "engine": engine, "model": self.graph.fingerprint, "regions": divided}
 
 
 def cache_beside(state: Path) -> Path:

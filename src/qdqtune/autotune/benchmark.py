@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from qdqtune.autotune.errors import AutotunerError
+from qdqtune.autotune.graphs import AutotunerError
 from qdqtune.calibration.prepare import Data, Prepared, prepare
 from qdqtune.commands.doctor import NEEDS, engine_state
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.machine import is_simulated, simulated
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.engines.tensorrt.options import Span, spans, usual_shapes, with_spans
+from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.errors import BadModel, EngineUnavailable
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
@@ -55,36 +55,34 @@ class Benchmark:
     So what two calls give can be compared, though minutes lie between them.
     """
 
+    engine: str | None = None
+    """That of a subclass; else `default_engine` chooses where none is given."""
+
     def __init__(
-        self, spec: EngineSpec, warmup_runs: int = 5, timing_runs: int = 20, calibration_data: str | None = None
+        self,
+        timing_cache_file: str | None = None,
+        warmup_runs: int = 5,
+        timing_runs: int = 20,
+        plugin_libraries: Sequence[str] | None = None,
+        trtexec_args: str | Sequence[str] | None = None,
+        *,
+        engine: str | EngineSpec | None = None,
+        calibration_data: str | None = None,
     ) -> None:
+        if not isinstance(engine, EngineSpec):
+            name = engine or self.engine or default_engine()[0]
+            engine = _spec(name, timing_cache_file, plugin_libraries, trtexec_args)
         rounds, usual = rounds_for(timing_runs), EFFORTS["default"].looks
-        self.spec, self.calibration_data = spec, calibration_data
+        self.spec, self.calibration_data = engine, calibration_data
         self.plan = Plan((rounds,), warmup=warmup_runs)
         self.search_plan = replace(self.plan, looks=looks_until(rounds, usual))
         """The same rounds for a search, which may decide earlier."""
         self._folder = temporary_folder()
-        self._runner = Runner(spec, log_dir=self._folder.path)
+        self._runner = Runner(self.spec, log_dir=self._folder.path)
         self._inputs: list[bytes] = []
         self._first: Handle | None = None
         self._first_ms = 0.0
         self._number = 0
-
-    def set_shapes(
-        self, input_name: str, min_shape: Sequence[int], opt_shape: Sequence[int], max_shape: Sequence[int]
-    ) -> None:
-        """Build for these sizes of an input from now on; the model that others are compared with is forgotten.
-
-        Raises:
-            AutotunerError: the sizes do not rise.
-        """
-        span = Span(tuple(min_shape), tuple(opt_shape), tuple(max_shape))
-        lengths = {len(size) for size in span}
-        if len(lengths) > 1 or any(not low <= usual <= high for low, usual, high in zip(*span, strict=True)):
-            raise AutotunerError(f"{input_name}: smallest, usual and largest sizes must rise, not {span}")
-        self.spec = with_spans(self.spec, spans(self.spec) | {input_name: span})
-        self._runner.close()
-        self._runner, self._first = Runner(self.spec, log_dir=self._folder.path), None
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
         """How the engine wants its numbers."""
@@ -99,46 +97,40 @@ class Benchmark:
         self,
         model: str | Path | bytes,
         log_file: str | Path | None = None,
+        flush_timing_cache: bool = False,
         export_profile_path: str | Path | None = None,
-    ) -> float | Failure:
+    ) -> float:
         """Milliseconds per inference on the first sample, or on a random one. `export_profile_path` gets the times of
-        layers in the form of trtexec's --exportProfile."""
+        layers in the form of trtexec's --exportProfile. The timing cache is up to date after each build in any case.
+
+        Infinite, with a warning that tells why, where there is none: the engine refuses the model or cannot be used at
+        all, or there is no such model.
+        """
         self._number += 1
         path, log_path = (self._folder.path / f"model_{self._number}.{kind}" for kind in ("onnx", "log"))
         if isinstance(model, bytes):
             path.write_bytes(model)
-        path = path if isinstance(model, bytes) else Path(model)
-        latency_ms = self._timed(path, log_path.stem)
-        if export_profile_path is not None and not isinstance(latency_ms, Failure):
-            latency_ms = self._profile(path, Path(export_profile_path)) or latency_ms
+        else:
+            path = Path(model)
+        try:
+            latency_ms = self._timed(path, log_path.stem)
+            if export_profile_path is not None and not isinstance(latency_ms, Failure):
+                latency_ms = self._profile(path, Path(export_profile_path)) or latency_ms
+        except (BadModel, EngineUnavailable) as error:
+            latency_ms = Failure("build", str(error))
         for old in self._folder.path.glob("*.onnx"):  # a long run would fill the disk
             if self._first is None or self._first.path != old:
                 old.unlink()
         if log_file is not None and log_path.exists():
             shutil.copyfile(log_path, log_file)
+        if isinstance(latency_ms, Failure):
+            log.warning("the model cannot be timed: %s", latency_ms.reason)
+            return inf
         return latency_ms
 
-    def __call__(
-        self,
-        model: str | Path | bytes,
-        log_file: str | Path | None = None,
-        flush_timing_cache: bool = False,
-        export_profile_path: str | Path | None = None,
-    ) -> float:
-        """Milliseconds per inference; infinite, with a warning that tells why, where there is none: the engine refuses
-        the model or cannot be used at all, or there is no such model. The timing cache is up to date after each build,
-        flushed or not."""
-        try:
-            found = self.run(model, log_file, export_profile_path)
-        except (BadModel, EngineUnavailable) as error:
-            found = Failure("build", str(error))
-        if isinstance(found, Failure):
-            log.warning("the model cannot be timed: %s", found.reason)
-            return inf
-        return found
+    __call__ = run
 
     def _profile(self, model: Path, target: Path) -> Failure | None:
-        """Write the times of a model's layers."""
         layers = self._runner.report(model, self.prepared(load(model)).samples.first(1)[0], 5, "profile")
         if isinstance(layers, Failure):
             return layers
@@ -171,43 +163,28 @@ class Benchmark:
 class TensorRTPyBenchmark(Benchmark):
     """TensorRT by its Python package."""
 
-    def __init__(
-        self,
-        timing_cache_file: str | None = None,
-        warmup_runs: int = 5,
-        timing_runs: int = 20,
-        plugin_libraries: Sequence[str] | None = None,
-    ) -> None:
-        spec = _spec("tensorrt", timing_cache_file, plugin_libraries)
-        super().__init__(spec, warmup_runs, timing_runs)
+    engine = "tensorrt"
 
 
 class TrtExecBenchmark(Benchmark):
     """TensorRT by its program trtexec."""
 
-    def __init__(
-        self,
-        timing_cache_file: str | None = None,
-        warmup_runs: int = 5,
-        timing_runs: int = 10,
-        plugin_libraries: Sequence[str] | None = None,
-        trtexec_args: str | Sequence[str] | None = None,
-    ) -> None:
-        spec = _spec("trtexec", timing_cache_file, plugin_libraries, trtexec_args)
-        super().__init__(spec, warmup_runs, timing_runs)
+    engine = "trtexec"
 
 
 def _spec(
     name: str,
     timing_cache_file: str | None,
     plugin_libraries: Sequence[str] | None,
-    trtexec_args: str | Sequence[str] | None = None,
+    trtexec_args: str | Sequence[str] | None,
 ) -> EngineSpec:
     """An engine with those of the options that it knows."""
     arguments = trtexec_args if isinstance(trtexec_args, str) else shlex.join(trtexec_args or ())
-    given = {"timing_cache": timing_cache_file, "plugin_libraries": list(plugin_libraries or ())}
-    known = given if name in ("tensorrt", "trtexec") else {}
-    known |= {"trtexec_args": arguments} if name == "trtexec" else {}
+    known: dict[str, object] = {}
+    if name in ("tensorrt", "trtexec"):
+        known |= {"timing_cache": timing_cache_file, "plugin_libraries": list(plugin_libraries or ())}
+    if name == "trtexec":
+        known["trtexec_args"] = arguments
     return EngineSpec(name, {key: value for key, value in known.items() if value})
 
 
@@ -230,10 +207,15 @@ def init_benchmark_instance(
     than the default; models are fed `calibration_data` (as in `Settings`), random inputs without it.
     """
     global _instance
-    if not isinstance(engine, EngineSpec):
-        name = engine or ("trtexec" if use_trtexec else default_engine()[0])
-        engine = _spec(name, timing_cache_file, plugin_libraries, trtexec_args)
-    _instance = Benchmark(engine, warmup_runs, timing_runs, calibration_data)
+    _instance = Benchmark(
+        timing_cache_file,
+        warmup_runs,
+        timing_runs,
+        plugin_libraries,
+        trtexec_args,
+        engine=engine or ("trtexec" if use_trtexec else None),
+        calibration_data=calibration_data,
+    )
     return _instance
 
 
@@ -248,9 +230,9 @@ def instance() -> Benchmark:
     return _instance
 
 
-def instance_or_default(default: Callable[[], Benchmark] | None = None) -> Benchmark:
-    """The benchmark; where there is none yet the one of `default`, or else a new one for all that follows."""
-    return _instance or (default or init_benchmark_instance)()
+def instance_or_default(default: Callable[[], Benchmark] = init_benchmark_instance) -> Benchmark:
+    """The benchmark; where there is none yet that of `default`, which by default is there for all that follows."""
+    return _instance or default()
 
 
 def benchmark_onnx_model(
@@ -259,9 +241,9 @@ def benchmark_onnx_model(
     flush_timing_cache: bool = False,
     export_profile_path: str | Path | None = None,
 ) -> float:
-    """Milliseconds per inference, as the benchmark tells them when it is called.
+    """Milliseconds per inference, as the benchmark tells them when it is called (see `Benchmark.run`).
 
     Raises:
         AutotunerError: `init_benchmark_instance` comes first.
     """
-    return instance()(model_path, log_file, flush_timing_cache, export_profile_path)
+    return instance().run(model_path, log_file, flush_timing_cache, export_profile_path)

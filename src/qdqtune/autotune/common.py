@@ -8,8 +8,16 @@ from math import inf
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from qdqtune.autotune.errors import AutotunerError, AutotunerNotInitializedError, InvalidSchemeError
-from qdqtune.autotune.graphs import GraphLike, as_model
+from qdqtune.autotune.graphs import (
+    AutotunerError,
+    AutotunerNotInitializedError,
+    GraphLike,
+    InvalidSchemeError,
+    Region,
+    RegionType,
+    as_model,
+    pattern_of,
+)
 from qdqtune.autotune.insertion_points import (
     ChildRegionInputInsertionPoint,
     ChildRegionOutputInsertionPoint,
@@ -20,7 +28,6 @@ from qdqtune.autotune.insertion_points import (
     ResolvedInsertionPoint,
 )
 from qdqtune.autotune.region_pattern import RegionPattern
-from qdqtune.autotune.regions import Grouping, Region, RegionType
 from qdqtune.errors import BadOption
 from qdqtune.placement.files import write_yaml
 from qdqtune.placement.parsing import parsed_yaml, wrong_part
@@ -100,7 +107,6 @@ class PatternSchemes:
 
     @property
     def num_schemes(self) -> int:
-        """Number of schemes."""
         return len(self.schemes)
 
     @property
@@ -110,7 +116,7 @@ class PatternSchemes:
         return min(measured, key=lambda s: s.latency_ms, default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The schemes as plain values; of the pattern its name, size, operators and digest."""
+        """The schemes as values of JSON; of the pattern its name, size, operators and digest."""
         own = self.pattern
         known = {"pattern_signature": own.signature, "pattern_size": own.size, "ops": [*own.ops], "digest": own.digest}
         return {**known, "schemes": [scheme.to_dict() for scheme in self.schemes]}
@@ -133,22 +139,19 @@ class PatternCache:
 
     @property
     def num_patterns(self) -> int:
-        """Number of patterns."""
         return len(self.pattern_schemes)
 
     @property
     def total_schemes(self) -> int:
         """Number of schemes of all patterns."""
-        return sum(p.num_schemes for p in self.pattern_schemes)
+        return sum(own.num_schemes for own in self.pattern_schemes)
 
     def get_pattern_schemes(self, pattern_signature: RegionPattern | str) -> PatternSchemes | None:
         """The schemes of a pattern, or of the pattern of a signature."""
-        is_text = isinstance(pattern_signature, str)
-        wanted = RegionPattern(pattern_signature) if is_text else pattern_signature  # type: ignore[arg-type]
-        return next((own for own in self.pattern_schemes if own.pattern == wanted), None)
+        pattern = RegionPattern(pattern_signature) if isinstance(pattern_signature, str) else pattern_signature
+        return next((own for own in self.pattern_schemes if own.pattern == pattern), None)
 
     def has_pattern(self, pattern_signature: RegionPattern | str) -> bool:
-        """Whether there are schemes of a pattern."""
         return self.get_pattern_schemes(pattern_signature) is not None
 
     def add_pattern_schemes(self, pattern_schemes: PatternSchemes) -> None:
@@ -165,12 +168,11 @@ class PatternCache:
         """Add the pattern of a region, with the scheme of the points at which a quantized model has pairs: those whose
         tensor is among `quantized_tensors`. Without them it has all points."""
         model = as_model(graph)
-        grouping = Grouping.of(model, [region])
-        pattern = grouping.pattern_of(model, region)
+        pattern = pattern_of(model, region)
         scheme = pattern.everything
         if quantized_tensors is not None:
             edges = [edge for tensor in quantized_tensors for edge in model.edges(tensor)]
-            scheme = scheme_of(model, pattern, grouping.cores[region], frozenset(edges))
+            scheme = scheme_of(model, pattern, pattern.instances[0], edges)
         self.add_pattern_schemes(PatternSchemes(RegionPattern.of(pattern), [InsertionScheme.of(scheme)]))
 
     def put_first(self, pattern: RegionPattern, scheme: InsertionScheme) -> None:
@@ -180,17 +182,15 @@ class PatternCache:
 
     def merge(self, other: PatternCache, prefer_existing: bool = True) -> None:
         """Take over the schemes of another cache. A scheme that both have keeps the latency it has here if so asked."""
-        for schemes in other.pattern_schemes:
-            own = self._own(schemes.pattern)
-            known, new = ({scheme.hash for scheme in each.schemes} for each in (own, schemes))
-            if not prefer_existing:
-                own.schemes = [scheme for scheme in own.schemes if scheme.hash not in new]
-                known = set()
-            fresh = [scheme for scheme in schemes.schemes if scheme.hash not in known]
-            self.add_pattern_schemes(PatternSchemes(own.pattern, fresh))
+        for theirs in other.pattern_schemes:
+            own = self._own(theirs.pattern)
+            last, first = (own, theirs) if prefer_existing else (theirs, own)
+            merged = {scheme.hash: scheme for scheme in (*first.schemes, *last.schemes)}
+            own.schemes = []
+            self.add_pattern_schemes(PatternSchemes(own.pattern, [*merged.values()]))
 
     def to_dict(self) -> dict[str, Any]:
-        """The cache as plain values."""
+        """The cache as values of JSON."""
         return {
             "minimum_distance": self.minimum_distance,
             "max_entries_per_pattern": self.max_entries_per_pattern,

@@ -10,7 +10,7 @@ from qdqtune.autotune.benchmark import TrtExecBenchmark
 from qdqtune.autotune.graphs import GraphLike, as_model
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.report import read_report
-from qdqtune.errors import EngineFailure, parsed_json, reading
+from qdqtune.errors import EngineFailure, reading
 from qdqtune.graph.loading import load
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.tuning.subgraphs.groups import borders
@@ -24,10 +24,7 @@ class TRTLayer:
     """A layer as a graph.json has it; `onnx_nodes` are those that it mentions."""
 
     name: str
-    layer_type: str = ""
     onnx_nodes: list[str] = field(default_factory=list)
-    input_names: list[str] = field(default_factory=list)
-    output_names: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -51,14 +48,7 @@ def parse_graph_json(path: str | Path) -> list[TRTLayer]:
     """
     with reading(path):
         text = Path(path).read_text(encoding="utf-8")
-    layers = read_report(text)
-    details = {row["Name"]: row for row in parsed_json(text)["Layers"] if isinstance(row, dict)}
-    found = []
-    for layer in layers:
-        row = details.get(layer.name, {})
-        names = ([tensor["Name"] for tensor in row.get(side, ())] for side in ("Inputs", "Outputs"))
-        found.append(TRTLayer(layer.name, row.get("LayerType", ""), list(layer.nodes), *names))
-    return found
+    return [TRTLayer(layer.name, list(layer.nodes)) for layer in read_report(text)]
 
 
 def create_fusion_groups(

@@ -11,9 +11,16 @@ from typing import Any, ClassVar, Self
 
 import onnx
 
-from qdqtune.autotune.errors import InvalidSchemeError
-from qdqtune.autotune.graphs import GraphLike, as_model, get_tensor_consumer_node_indices, model_with
-from qdqtune.autotune.regions import Grouping, Region, RegionType
+from qdqtune.autotune.graphs import (
+    GraphLike,
+    InvalidSchemeError,
+    Region,
+    RegionType,
+    as_model,
+    get_tensor_consumer_node_indices,
+    model_with,
+    pattern_of,
+)
 from qdqtune.graph.model import GRAPH, Model, Use
 from qdqtune.graph.operators import COMPUTE, CONVOLUTIONS
 from qdqtune.placement.possible import can_carry
@@ -22,21 +29,19 @@ from qdqtune.search.regions.region import ChildInput, NodeInput, Point, RegionOu
 from qdqtune.types import Edge
 
 
-class _Plain:
+class _Fields:
     """What is written as a dictionary of its fields."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name."""
         return asdict(self)  # type: ignore[call-overload, no-any-return]
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """What `to_dict` gave."""
         return cls(**data)
 
 
 @dataclass(frozen=True)
-class ResolvedInsertionPoint(_Plain):
+class ResolvedInsertionPoint(_Fields):
     """One use of a tensor: input `input_index` of node `node_index`; without a node, of the graph as its output."""
 
     tensor_name: str
@@ -44,14 +49,13 @@ class ResolvedInsertionPoint(_Plain):
     input_index: int | None = None
 
 
-class InsertionPoint(_Plain):
+class InsertionPoint(_Fields):
     """A place in a pattern where a pair can stand. The fields say which; `core` is the core's own value."""
 
     kind: ClassVar[type[Point]]
 
     @property
     def core(self) -> Point:
-        """The point as the core has it."""
         return self.kind(**self.to_dict())
 
     @classmethod
@@ -67,19 +71,19 @@ class InsertionPoint(_Plain):
         """
         if getattr(self, "region_index", None) is not None and not region.children:
             return set()
-        model = as_model(graph)
-        nodes = Grouping.of(model, [region]).nodes_of(region)
-        match self.core:
-            case RegionOutput(output, int() as node) if node < len(nodes):  # one that only the region uses as well
-                return resolve_region_io_insertion_points(None, model, model.nodes[nodes[node]].outputs[output])
-            case core:
-                return resolved(model, region, Scheme(frozenset((core,))))
+        model, point = as_model(graph), self.core
+        if isinstance(point, RegionOutput) and point.node_index is not None:
+            pattern = pattern_of(model, region)
+            nodes = pattern.listings[pattern.instances[0]].nodes
+            if point.node_index < len(nodes):  # one that only the region uses as well
+                tensor = model.nodes[nodes[point.node_index]].outputs[point.output_index]
+                return resolve_region_io_insertion_points(None, model, tensor)
+        return resolved(model, region, Scheme(frozenset((point,))))
 
     @classmethod
     def collect_from_region(cls, region: Region, graph: GraphLike) -> list[Self]:
         """All points of this kind that a region has."""
-        model = as_model(graph)
-        points = Grouping.of(model, [region]).pattern_of(model, region).points
+        points = pattern_of(as_model(graph), region).points
         return [cls.of(point) for point in points if isinstance(point, cls.kind)]
 
 
@@ -114,30 +118,15 @@ class ChildRegionOutputInsertionPoint(InsertionPoint):
 RegionOutputInsertionPoint = ChildRegionOutputInsertionPoint
 """The name that earlier versions of ModelOpt give it."""
 
+PARTS: tuple[tuple[str, str, type[InsertionPoint]], ...] = (
+    ("node_inputs", "nodes_insertion_points", NodeInputInsertionPoint),
+    ("child_region_inputs", "child_region_inputs", ChildRegionInputInsertionPoint),
+    ("region_outputs", "region_outputs", ChildRegionOutputInsertionPoint),
+)
+"""The lists of points in a scheme: their field, their key in files, and what they hold."""
+
 FEW = 8
 """Tensors with fewer elements carry no pair in ModelOpt's autotuner."""
-
-
-def resolved(model: Model, region: Region, scheme: Scheme) -> set[ResolvedInsertionPoint]:
-    """The uses that a scheme means in a region, weights along with their activations.
-
-    Raises:
-        InvalidSchemeError: the region's pattern lacks one of its points.
-    """
-    grouping = Grouping.of(model, [region])
-    pattern = grouping.pattern_of(model, region)
-    try:
-        edges = patterns.resolve(model, pattern, grouping.cores[region], scheme)
-    except ValueError as error:
-        raise InvalidSchemeError(str(error)) from error
-    return {ResolvedInsertionPoint(e.tensor, model.index_of.get(e.node), e.index) for e in with_weights(model, edges)}
-
-
-def with_weights(model: Model, edges: Iterable[Edge]) -> frozenset[Edge]:
-    """Edges, and the other inputs of the compute operators whose data input is among them: scripts name that alone."""
-    given = frozenset(edges)
-    computing = (model.user(e) for e in given if e.node and e.index == 0)
-    return given | {n.into[1] for n in computing if n is not None and n.op in COMPUTE and len(n.into) > 1}
 
 
 @dataclass
@@ -155,18 +144,15 @@ class InsertionScheme:
     @classmethod
     def of(cls, scheme: Scheme) -> Self:
         """A scheme of the core."""
-        points, made = sorted(scheme.points, key=repr), cls()
-        made.node_inputs = [NodeInputInsertionPoint.of(p) for p in points if isinstance(p, NodeInput)]
-        made.child_region_inputs = [ChildRegionInputInsertionPoint.of(p) for p in points if isinstance(p, ChildInput)]
-        made.region_outputs = [ChildRegionOutputInsertionPoint.of(p) for p in points if isinstance(p, RegionOutput)]
-        return made
+        points = sorted(scheme.points, key=repr)
+        parts: Any = {name: [kind.of(p) for p in points if isinstance(p, kind.kind)] for name, _, kind in PARTS}
+        return cls(**parts)
 
     @property
     def core(self) -> Scheme:
         """The scheme as the core has it."""
-        return Scheme(
-            frozenset(point.core for point in (*self.node_inputs, *self.child_region_inputs, *self.region_outputs))
-        )
+        points = (*self.node_inputs, *self.child_region_inputs, *self.region_outputs)
+        return Scheme(frozenset(point.core for point in points))
 
     @property
     def is_profiled(self) -> bool:
@@ -175,8 +161,7 @@ class InsertionScheme:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no points."""
-        return not (self.node_inputs or self.child_region_inputs or self.region_outputs)
+        return not self.core.points
 
     @property
     def hash(self) -> str:
@@ -188,30 +173,44 @@ class InsertionScheme:
         return self.core.distance(other.core)
 
     def to_dict(self) -> dict[str, Any]:
-        """The scheme as plain values."""
-        return {
-            "latency_ms": self.latency_ms,
-            "error": self.error,
-            "profile_timestamp": self.profile_timestamp,
-            "nodes_insertion_points": [point.to_dict() for point in self.node_inputs],
-            "child_region_inputs": [point.to_dict() for point in self.child_region_inputs],
-            "region_outputs": [point.to_dict() for point in self.region_outputs],
-            "hash": self.hash,
-            "ratio": self.ratio,
-        }
+        """The scheme as values of JSON, a failure without a latency."""
+        points = {key: [point.to_dict() for point in getattr(self, name)] for name, key, _ in PARTS}
+        latency_ms = None if self.latency_ms == inf else self.latency_ms
+        told = {"error": self.error, "profile_timestamp": self.profile_timestamp, "ratio": self.ratio}
+        return {"latency_ms": latency_ms, **told, **points, "hash": self.hash}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """What `to_dict` gave; what is missing is as in a new scheme."""
-        return cls(
-            [NodeInputInsertionPoint.from_dict(point) for point in data.get("nodes_insertion_points", ())],
-            [ChildRegionInputInsertionPoint.from_dict(point) for point in data.get("child_region_inputs", ())],
-            [ChildRegionOutputInsertionPoint.from_dict(point) for point in data.get("region_outputs", ())],
-            data.get("latency_ms", inf),
-            data.get("error", False),
-            data.get("profile_timestamp"),
-            data.get("ratio", 1.0),
-        )
+        told = {name: data[name] for name in ("error", "profile_timestamp", "ratio") if name in data}
+        points: Any = {name: [kind.from_dict(point) for point in data.get(key, ())] for name, key, kind in PARTS}
+        latency_ms = data.get("latency_ms")
+        return cls(**points, **told, latency_ms=inf if latency_ms is None else latency_ms)
+
+
+def resolved(model: Model, region: Region, scheme: Scheme) -> set[ResolvedInsertionPoint]:
+    """The uses that a scheme means in a region, weights along with their activations.
+
+    Raises:
+        InvalidSchemeError: the region's pattern lacks one of its points.
+    """
+    pattern = pattern_of(model, region)
+    try:
+        edges = patterns.resolve(model, pattern, pattern.instances[0], scheme)
+    except ValueError as error:
+        raise InvalidSchemeError(str(error)) from error
+    return uses_at(model, with_weights(model, edges))
+
+
+def uses_at(model: Model, edges: Iterable[Edge]) -> set[ResolvedInsertionPoint]:
+    return {ResolvedInsertionPoint(e.tensor, model.index_of.get(e.node), e.index) for e in edges}
+
+
+def with_weights(model: Model, edges: Iterable[Edge]) -> frozenset[Edge]:
+    """Edges, and the other inputs of the compute operators whose data input is among them: scripts name that alone."""
+    edges = frozenset(edges)
+    computing = (model.user(e) for e in edges if e.node and e.index == 0)
+    return edges | {n.into[1] for n in computing if n is not None and n.op in COMPUTE and len(n.into) > 1}
 
 
 def has_quantizable_operations(region: Region, graph: GraphLike) -> bool:
@@ -219,7 +218,7 @@ def has_quantizable_operations(region: Region, graph: GraphLike) -> bool:
     if region.type is not RegionType.LEAF and not region.get_region_nodes_and_descendants():
         return True
     model = as_model(graph)
-    return patterns.is_quantizable(model, Grouping.of(model, [region]).cores[region])
+    return patterns.is_quantizable(model, pattern_of(model, region).instances[0])
 
 
 def skip_invalid_insertion_points(graph: GraphLike, tensor_name: str, region_or_node: object) -> bool:
@@ -279,8 +278,8 @@ def _is_worthwhile(model: Model, tensor: str, use: Use) -> bool:
         maker = model.maker(maker.inputs[0])
     is_inner = maker is not None and maker.op in CONVOLUTIONS and node.op in {"BatchNormalization", "Relu", "Softmax"}
     is_weight = use.slot > 0 and node.op in COMPUTE | {"BatchNormalization", "Resize"}
-    size = [n if isinstance(n, int) else FEW for n in info.shape] if info is not None and info.shape is not None else []
-    is_few = bool(size) and prod(size) < FEW
+    shape = info.shape if info is not None else None
+    is_few = bool(shape) and prod(n if isinstance(n, int) else FEW for n in shape or ()) < FEW
     known = onnx.defs.has(node.op) and onnx.defs.get_schema(node.op).outputs
     gives_floats = not known or "tensor(float)" in known[0].types
     return gives_floats and not (is_inner or is_weight or is_few) and can_carry(model, tensor, *use)

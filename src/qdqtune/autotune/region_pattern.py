@@ -6,12 +6,9 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from qdqtune.autotune.errors import InvalidSchemeError
-from qdqtune.autotune.graphs import GraphLike, as_model
+from qdqtune.autotune.graphs import GraphLike, InvalidSchemeError, Region, as_model, pattern_of
 from qdqtune.autotune.insertion_points import InsertionScheme, resolved
-from qdqtune.autotune.regions import Grouping, Region
-from qdqtune.graph.model import Model
-from qdqtune.search.regions import patterns
+from qdqtune.search.regions.patterns import Pattern
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class RegionPattern:
         return self.signature
 
     @classmethod
-    def of(cls, pattern: patterns.Pattern) -> Self:
+    def of(cls, pattern: Pattern) -> Self:
         """A pattern of the core."""
         return cls(pattern.signature, len(pattern.ops), pattern.ops, pattern.digest)
 
@@ -41,22 +38,18 @@ class RegionPattern:
         """The pattern of a region; of one without nodes the empty one."""
         if not region.get_region_nodes_and_descendants():
             return cls("EMPTY")
-        model = as_model(graph)
-        return cls.of(Grouping.of(model, [region]).pattern_of(model, region))
+        return cls.of(pattern_of(as_model(graph), region))
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no nodes."""
         return self.size == 0 or self.signature == "EMPTY"
 
     @property
     def is_composite(self) -> bool:
-        """Whether regions of this pattern hold regions."""
         return self.signature.startswith("COMPOSITE(")
 
     @property
     def is_leaf(self) -> bool:
-        """Whether they hold nodes only."""
         return not self.is_composite and not self.is_empty
 
     def get_hash(self) -> str:
@@ -64,12 +57,12 @@ class RegionPattern:
         return hashlib.sha256(self.signature.encode()).hexdigest()[:32]
 
     def get_short_signature(self, max_length: int = 80) -> str:
-        """The signature, cut where it is longer than that."""
         return self.signature if len(self.signature) <= max_length else f"{self.signature[: max_length - 3]}..."
 
     def get_full_insertion_scheme(self, region: Region, graph: GraphLike) -> InsertionScheme:
         """All insertion points of a region that has this pattern."""
-        return InsertionScheme.of(self._found(region, as_model(graph)).everything)
+        self._check(region, graph)
+        return InsertionScheme.of(pattern_of(as_model(graph), region).everything)
 
     def matches(
         self, other: RegionPattern | Region, graph: GraphLike | None = None, scheme: InsertionScheme | None = None
@@ -84,15 +77,19 @@ class RegionPattern:
             return self == other
         if graph is None:
             raise InvalidSchemeError("a region is compared in its graph: give the graph as well")
-        model = as_model(graph)
         if scheme is not None:
-            self._found(other, model)
-            return resolved(model, other, scheme.core)
-        if self != self.from_region(other, model):
+            self._check(other, graph)
+            return resolved(as_model(graph), other, scheme.core)
+        if self != self.from_region(other, graph):
             return None
         if self.is_empty:
             return []
-        return list(Grouping.of(model, [other]).nodes_of(other))
+        pattern = pattern_of(as_model(graph), other)
+        return list(pattern.listings[pattern.instances[0]].nodes)
+
+    def _check(self, region: Region, graph: GraphLike) -> None:
+        if self != self.from_region(region, graph):
+            raise InvalidSchemeError(f"{region} has another pattern")
 
     def format_tree(self, region: Region, graph: GraphLike, indent: int = 0) -> str:
         """A region and all under it: its pattern, its size and its operators, a line each."""
@@ -103,9 +100,3 @@ class RegionPattern:
         lines += [f"{margin}  Nodes: {ops}"] if ops else []
         lines += [self.format_tree(child, model, indent + 1) for child in region.get_children()]
         return "\n".join(lines)
-
-    def _found(self, region: Region, model: Model) -> patterns.Pattern:
-        pattern = Grouping.of(model, [region]).pattern_of(model, region)
-        if pattern.digest != self.digest:
-            raise InvalidSchemeError(f"{region} has another pattern")
-        return pattern

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from itertools import count
 from typing import TextIO
 
-from qdqtune.autotune.graphs import GraphLike, as_model
-from qdqtune.autotune.regions import Region, RegionType
+from qdqtune.autotune.graphs import GraphLike, Region, RegionType, as_model
 from qdqtune.search.regions import discovery
 from qdqtune.tuning.subgraphs.groups import borders
 
@@ -17,13 +17,10 @@ class RegionSearchBase:
 
     def __init__(self, graph: GraphLike, root: Region | None = None) -> None:
         self.graph = as_model(graph)
-        self.root = root or self._whole()
-
-    def _whole(self) -> Region:
-        whole = Region(0, 0, RegionType.ROOT)
-        whole.nodes = set(range(len(self.graph.nodes)))
-        whole.inputs, whole.outputs = list(self.graph.inputs), list(self.graph.outputs)
-        return whole
+        self.root = root or Region(0, 0, RegionType.ROOT)
+        if root is None:
+            self.root.nodes = set(range(len(self.graph.nodes)))
+            self.root.inputs, self.root.outputs = list(self.graph.inputs), list(self.graph.outputs)
 
     def compute_region_boundaries(self, region: Region) -> None:
         """Set the tensors that a region with all under it reads from outside, and those that are used there."""
@@ -86,33 +83,30 @@ class TopDownRegionBuilder(RegionSearchBase):
         self, graph: GraphLike, root: Region, next_region_id: int = 0, maximum_sequence_region_size: int = 10
     ) -> None:
         super().__init__(graph, root)
-        self._next_id, self._size = next_region_id, maximum_sequence_region_size
+        self._ids, self._size = count(next_region_id), maximum_sequence_region_size
 
     def build_composite_region(self) -> Region:
         """The region with its nodes in child regions, down to leaves; a region that is a leaf has one."""
-        found = discovery.find(self.graph, max_sequence_size=self._size)
         wanted = self.root.get_region_nodes_and_descendants()
-        whole = Region(self._id(), self.root.level, RegionType.COMPOSITE)
+        whole = Region(next(self._ids), self.root.level, RegionType.COMPOSITE)
         whole.inputs, whole.outputs = list(self.root.inputs), list(self.root.outputs)
-        for inside in filter(None, (self._within(Region.of(top), wanted) for top in found.root.children)):
-            is_all = inside.children and inside.get_region_nodes_and_descendants() == wanted
-            for part in inside.children if is_all else [inside]:
+        for found in discovery.find(self.graph, max_sequence_size=self._size).root.children:
+            self._add(whole, Region.of(found), wanted)
+        if len(whole.children) == 1 and whole.children[0].children:  # it would be the region once more
+            top = whole.children.pop()
+            for part in top.children:
                 whole.add_child(part)
         return whole
 
-    def _within(self, region: Region, wanted: set[int]) -> Region | None:
-        """What of a region lies among some nodes; None if nothing does."""
-        made = Region(self._id(), self.root.level + 1, region.type)
-        made.nodes, made.inputs, made.outputs = region.nodes & wanted, list(region.inputs), list(region.outputs)
+    def _add(self, parent: Region, region: Region, wanted: set[int]) -> None:
+        """Put what of a region lies among some nodes under another region."""
+        if wanted.isdisjoint(region.get_region_nodes_and_descendants()):
+            return
+        part = Region(next(self._ids), parent.level + 1, region.type)
+        part.nodes, part.inputs, part.outputs = region.nodes & wanted, region.inputs, region.outputs
         for child in region.children:
-            if (part := self._within(child, wanted)) is not None:
-                part.level = made.level + 1
-                made.add_child(part)
-        return made if made.nodes or made.children else None
-
-    def _id(self) -> int:
-        self._next_id += 1
-        return self._next_id - 1
+            self._add(part, child, wanted)
+        parent.add_child(part)
 
 
 if __name__ == "__main__":

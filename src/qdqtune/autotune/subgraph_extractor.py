@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import onnx
 from onnx.utils import Extractor
 
-from qdqtune.autotune.errors import NotInGraphError
-from qdqtune.autotune.graphs import GraphLike, Surgeon, as_model, as_proto
+from qdqtune.autotune.graphs import GraphLike, NotInGraphError, as_model, as_proto
+from qdqtune.graph.model import Model
 from qdqtune.tuning.subgraphs.groups import borders
 
 
@@ -18,7 +18,7 @@ def extract_subgraph(graph: GraphLike, input_tensor_names: Sequence[str], output
     Raises:
         NotInGraphError: the graph has no such tensor.
     """
-    proto = as_proto(graph) if isinstance(graph, onnx.ModelProto | Surgeon) else graph.to_proto()
+    proto = graph.to_proto() if isinstance(graph, Model) else as_proto(graph)
     known = {name for node in proto.graph.node for name in (*node.input, *node.output)}
     if lacking := {*input_tensor_names, *output_tensor_names} - known:
         raise NotInGraphError(f"tensor {min(lacking)!r} is not found in the graph")

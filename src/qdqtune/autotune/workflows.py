@@ -15,7 +15,7 @@ from qdqtune.autotune.autotuner import QDQAutotuner
 from qdqtune.autotune.autotuner_base import cache_beside
 from qdqtune.autotune.benchmark import Benchmark, benchmark_onnx_model, init_benchmark_instance, instance
 from qdqtune.autotune.common import Config, PatternCache
-from qdqtune.autotune.errors import AutotunerError
+from qdqtune.autotune.graphs import AutotunerError
 from qdqtune.cli import progress
 from qdqtune.commands.inputs import on_disk
 from qdqtune.commands.tune import TuneOptions, tune

@@ -381,21 +381,15 @@ class GroupOutcome:
         return None if self.quantized_ms is None else self.float_ms - self.quantized_ms
 
 
-class TimedPlacement(msgspec.Struct, frozen=True):
-    """A placement and its latency in ms, None where it failed."""
-
-    placement: StoredPlacement
-    ms: float | None
-
-
 class ConversationRecord(Record, frozen=True, tag="conversation"):
-    """The state of a script that times models by itself through ModelOpt's interface: latencies in ms by digest of the
-    placement, and the schemes that were tried by digest of the pattern."""
+    """The state of a script that times models by itself through ModelOpt's interface: latencies in ms (None where a
+    model failed), the best placement, latencies by digest of the placement, and the patterns that were begun."""
 
     baseline_ms: float | None
-    best: TimedPlacement
+    best: StoredPlacement
+    best_ms: float | None
     measured: dict[str, float | None]
-    patterns: dict[str, tuple[TimedPlacement, ...]]
+    patterns: tuple[dict[str, Any], ...]
 
 
 DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(reduce(or_, Record.__subclasses__()))

@@ -75,12 +75,16 @@ class Pattern:
 
 def group(model: Model, regions: Regions) -> tuple[Pattern, ...]:
     """The patterns of all leaves and composites that have insertion points, in graph order of their first instances."""
-    alike: dict[str, dict[Region, Listing]] = {}
+    return tuple(p for p in alike(model, regions) if _has_points(p))
+
+
+def alike(model: Model, regions: Regions) -> tuple[Pattern, ...]:
+    """The patterns of all leaves and composites, with insertion points or without."""
+    found: dict[str, dict[Region, Listing]] = {}
     for region in regions.walk():
         listing = regions.listings[region]
-        alike.setdefault(_signature(listing, region), {})[region] = listing
-    patterns = (Pattern(signature, tuple(listings), model, listings) for signature, listings in alike.items())
-    return tuple(p for p in patterns if _has_points(p))
+        found.setdefault(_signature(listing, region), {})[region] = listing
+    return tuple(Pattern(signature, tuple(listings), model, listings) for signature, listings in found.items())
 
 
 def tunable(model: Model, found: Iterable[Pattern]) -> tuple[Pattern, ...]:
