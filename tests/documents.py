@@ -311,8 +311,10 @@ def installed_with_the_package() -> frozenset[str]:
 
 def options_of_commands() -> Iterator[str]:
     """Every option of every command, those of the other tool's interface with underscores as well."""
-    guests = (*autotune.command.params, *quantization.FLAGS)
+    guests = autotune.command.params
     ours = (option for later in main.app.commands.values() for option in later.command.params)
     for option in (*ours, *guests):
         yield from (*option.opts, *option.secondary_opts)
     yield from ("--" + name[2:].replace("-", "_") for option in guests for name in option.opts)
+    for action in quantization.get_parser()._actions:
+        yield from action.option_strings

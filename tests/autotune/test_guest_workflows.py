@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ import qdqtune as moq
 from models import build, conv_net, normal
 from qdqtune import __main__ as package
 from qdqtune.autotune import benchmark, quantization
-from qdqtune.autotune.errors import AutotunerError
 from qdqtune.autotune.fusion_grouping import create_fusion_groups, generate_graph_json, parse_graph_json
+from qdqtune.autotune.graphs import AutotunerError
 from qdqtune.autotune.quantization import quantize
 from qdqtune.autotune.subgraph_extractor import extract_subgraph, extract_subgraph_by_nodes
 from qdqtune.autotune.subgraph_workflow import subgraph_autotuning_workflow
@@ -113,48 +112,17 @@ def test_products_of_attention_stay_in_float_on_request(tmp_path: Path) -> None:
     [
         ({"target_dla": True}, "no target_dla here: placement_like='implicit'"),
         ({"op_types_to_exclude_fp16": ["Add"]}, "high_precision_dtype='fp32'"),
-        ({"trt_plugins": ["a.so"]}, "only a search"),
         ({"quantize_mode": "int4"}, "quantize_mode is int8 or fp8, not 'int4'"),
         ({"dq_only": True, "block_size": None}, "quantize has no dq_only here"),
         ({"nodes_to_exclude": ["("]}, "is no regular expression"),
         ({"nodes_to_quantize": ["nothing"]}, "no node matches"),
         ({"calibration_shapes": "x=3"}, "is no shape"),
-        ({"autotune": "quick", "nodes_to_exclude": ["x"]}, "a search takes node_filter_list"),
+        ({"autotune": "quick"}, "python -m qdqtune.autotune and qdqtune.tune search on an engine"),
     ],
 )
 def test_what_quantize_cannot_do_is_said(tmp_path: Path, given: dict[str, Any], words: str) -> None:
     with pytest.raises(BadOption, match=words):
         quantize(write(mixed(), tmp_path), **given)
-
-
-def test_quantize_goes_on_to_a_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "qdqtune")
-    asked = list[dict[str, Any]]()
-
-    def tune(model: Path, **given: Any) -> Any:
-        asked.append(given)
-        given["output_dir"].mkdir()
-        for name in ("baseline.onnx", "optimized_final.onnx"):
-            onnx.save(onnx.load(model), given["output_dir"] / name)
-        return SimpleNamespace(
-            summary={"pairs": 3, "baseline_ms": 12.5, "final_ms": 9.8}, in_words=lambda: "1.28x [1.20, 1.36]"
-        )
-
-    monkeypatch.setattr(quantization.api, "tune", tune)
-    path = write(mixed(), tmp_path)
-    more: dict[str, Any] = {"autotune_num_schemes_per_region": 3, "autotune_state_file": None}
-    quantize(path, autotune="quick", engine="fake", calibration_shapes="x:1x2x64x64", **more)
-    (given,) = asked
-    assert (given["effort"], given["engine"], given["schemes_per_region"]) == ("quick", "fake", 3)
-    assert given["input_shapes"] == {"x": (1, 2, 64, 64)}
-    assert given["min_sqnr"] is None  # a file ships without samples, as this call's users expect
-    assert "state_file" not in given
-    assert onnx.load(tmp_path / "model.quant.onnx").graph.node
-    left = {path.name for path in (tmp_path / "model.quant.autotune").iterdir()}
-    assert {"calibrated_baseline.onnx", "calibrated_candidate.onnx"} <= left
-    assert "Autotune selected qdq: 12.500 ms -> 9.800 ms, 1.28x [1.20, 1.36]" in caplog.text
 
 
 def program(*arguments: object, work: Callable[..., None] = quantize) -> int:
@@ -171,17 +139,21 @@ def test_the_program_takes_the_flags_of_its_like(tmp_path: Path, capfd: pytest.C
     def work(_: Path, **given: Any) -> None:
         asked.append(given)
 
-    path, nodes = tmp_path / "m.onnx", tmp_path / "nodes.txt"
-    nodes.write_text("a*\n")
-    lists = ("--nodes_to_exclude", "a.*", "b", "--simplify", "--calibration_eps", "cpu")
+    path = tmp_path / "m.onnx"
+    lists = (
+        "--nodes_to_exclude",
+        "a.*",
+        "b",
+        "--simplify",
+        "--calibration_eps",
+        "cpu",
+        "--calibration-data-path=x.npz",
+    )
     assert program("--onnx_path", path, *lists, work=work) == 0
-    assert asked[0]["nodes_to_exclude"] == ["a.*", "b"]
+    assert (asked[0]["nodes_to_exclude"], asked[0]["calibration_data"]) == (["a.*", "b"], "x.npz")
     assert (asked[0]["simplify"], asked[0]["output_path"]) == (True, tmp_path / "m.quant.onnx")
-    assert not {"autotune", "dq_only", "opset", "autotune_output_dir"} & asked[0].keys()
-    search = ("--autotune", "--autotune_node_filter_list", nodes, "--output_path", "q")
-    assert program(f"--onnx_path={path}", *search, work=work) == 0
-    assert (asked[1]["autotune"], asked[1]["autotune_node_filter_list"]) == ("default", ["a*"])
-    assert asked[1]["autotune_output_dir"] == Path("q.autotune")
+    assert not {"autotune", "dq_only", "opset"} & asked[0].keys()
+    assert program(f"--onnx_path={path}", "--output_path", "q", work=work) == 0
     assert "q is the quantized model" in capfd.readouterr().out
 
 
@@ -237,7 +209,7 @@ def test_groups_are_what_a_graph_json_mentions(tmp_path: Path) -> None:
     layers = [{"Name": "fused", "LayerType": "CaskConvolution", "Inputs": [], "Outputs": [], "Metadata": metadata}]
     (tmp_path / "graph.json").write_text(json.dumps({"Layers": layers}))
     (layer,) = parse_graph_json(str(tmp_path / "graph.json"))
-    assert (layer.layer_type, layer.onnx_nodes, layer.input_names) == ("CaskConvolution", [first.name, second.name], [])
+    assert layer.onnx_nodes == [first.name, second.name]
     (group,) = create_fusion_groups(parse_graph_json(tmp_path / "graph.json"), net)
     assert (group.trt_layer_name, group.onnx_node_names) == ("fused", [first.name, second.name])
     assert (group.has_quantizable_op, group.input_tensors) == (True, [first.inputs[0]])

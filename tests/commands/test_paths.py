@@ -14,7 +14,6 @@ import onnx
 import pytest
 
 from qdqtune.autotune import command as autotune
-from qdqtune.autotune import quantization
 from qdqtune.cli import main
 from qdqtune.cli.main import Later, app
 from qdqtune.options import OfRun, Reads, Writes
@@ -27,9 +26,8 @@ from runs import contents, mixed, settings, write
 QUICK = ("--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4", "-q")
 COMMANDS = {name: command.command for name, command in app.commands.items() if isinstance(command, Later)} | {
     "autotune": autotune.command,
-    "quantization": quantization.command_for(quantization.quantize),
 }
-TEXTS = frozenset({"trtexec", "trtexec_args", "autotune_trtexec_args", "tune_args", "engine_options", "ray", "target"})
+TEXTS = frozenset({"trtexec", "trtexec_args", "tune_args", "engine_options", "ray", "target"})
 """Options whose text may hold names of files for another program."""
 GIVEN = {"build": ["--engine", "onnxruntime"], "debug": [], "report": [], "autotune": ["--engine", "fake"]}
 """What a command has to be given besides files."""
@@ -88,15 +86,14 @@ def files(tmp_path: Path) -> dict[str, Path]:
     samples = model.with_suffix(".npz")
     made = {
         "model": model,
-        "onnx_path": model,
         "files": model,
         "directory": tmp_path / "run",
         "calibration_data": samples,
     }
     for name in ("workloads.npz", "plugin_libraries.so", "qdq_baseline.onnx", "quantized.onnx", "placement.yaml",
-                 "autotune_qdq_baseline.onnx", "calibration_cache.txt", "calibration_cache_path.txt", "evaluate.py",
+                 "calibration_cache.txt", "evaluate.py",
                  "labels.txt", "graph_json.json", "profile_json.json", "node_filter.txt", "pattern_cache.yaml",
-                 "state_file.yaml", "autotune_pattern_cache_file.yaml", "autotune_node_filter_list.txt",
+                 "state_file.yaml",
                  "file.yaml"):  # fmt: skip
         made[Path(name).stem] = path = tmp_path / name
         like = {".onnx": model, ".npz": samples}.get(path.suffix)

@@ -7,17 +7,15 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import click
 
 from qdqtune.autotune.benchmark import default_engine, rounds_for
 from qdqtune.autotune.graphs import nodes_of
-from qdqtune.autotune.utils import COUNTS, MODE_PRESETS, StoreWithExplicitFlag
+from qdqtune.autotune.utils import COUNTS, MODE_PRESETS, StoreWithExplicitFlag, add_flag
 from qdqtune.autotune.workflows import RegionLogs
 from qdqtune.cli import main as cli
 from qdqtune.cli import tune
@@ -28,7 +26,7 @@ from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.graph.loading import load
-from qdqtune.options import Several, options_of
+from qdqtune.options import options_of
 from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.settings import EFFORTS
 
@@ -189,24 +187,23 @@ def like(ours: click.Command, own: Sequence[click.Parameter], **changed: Any) ->
 command = like(tune.tune_command, OWN, callback=run, help=run.__doc__)
 
 
-def spread(arguments: Sequence[str] | None, several: Collection[str]) -> list[str]:
-    """The arguments (by default those of the program) with one flag for each value where a flag that takes several had
-    them: --plugins a.so b.so."""
-    made, flag, number = list[str](), "", 0
+def spread(arguments: Sequence[str] | None) -> list[str]:
+    """The arguments (by default those of the program) with a flag for each plug-in: --plugins a.so b.so."""
+    words, flag, number = list[str](), "", 0
     for argument in sys.argv[1:] if arguments is None else arguments:
         if argument.startswith("-"):
             flag, number = argument.replace("_", "-"), 0
-        elif flag in several:
+        elif flag in ("--plugin-libraries", "--plugins"):
             number += 1
             if number > 1:
-                made.append(flag)
-        made.append(argument)
-    return made
+                words.append(flag)
+        words.append(argument)
+    return words
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit, as `qdqtune.cli.main.main` does, but for code 3."""
-    cli.main(spread(arguments, ("--plugin-libraries", "--plugins")), command, "python -m qdqtune.autotune")
+    cli.main(spread(arguments), command, "python -m qdqtune.autotune")
 
 
 def exit_code(program: Callable[[], object]) -> int:
@@ -219,52 +216,23 @@ def exit_code(program: Callable[[], object]) -> int:
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """The flags of the command as a parser of argparse (see `as_parser`), with one `--mode` and its presets."""
-    counts = {
-        name: {
-            "dest": dest,
-            "default": MODE_PRESETS["default"][name],
-            "action": StoreWithExplicitFlag,
-            "explicit_attr": f"_explicit_{dest}",
-        }
-        for name, dest in COUNTS.items()
-    }
-    one = {"nargs": None, "default": "default"}
-    defaults = {"output_dir": {"default": "./autotuner_output"}, "timing_cache": {"default": TIMING_CACHE}}
-    own: dict[str, dict[str, Any]] = {"mode": one, **defaults, **counts}
-    return as_parser(command, "python -m qdqtune.autotune", own)
-
-
-def as_parser(
-    command: click.Command, name: str, changed: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
-) -> argparse.ArgumentParser:
-    """The flags of a command as a parser of argparse, for programs that take it as a part of their own.
-
-    Values have the name of the first long flag. `changed` are other arguments of `add_argument` by that name.
-    """
-    parser = argparse.ArgumentParser(prog=name, description=f"{name} --help has more.", allow_abbrev=False)
-    for own in (param for param in command.params if isinstance(param, click.Option)):
-        dest = next(flag for flag in own.opts if flag.startswith("--"))[2:].replace("-", "_")
-        flags = dict.fromkeys(f for flag in own.opts for f in (flag, flag[:2] + flag[2:].replace("-", "_")))
-        how: dict[str, Any] = {"dest": dest, "help": (own.help or "").replace("%", "%%"), "required": own.required}
-        if own.is_flag:
-            how |= {"action": argparse.BooleanOptionalAction if own.secondary_opts else "store_true"}
-        else:
-            default = own.default if isinstance(own.default, str | int | float | Path | list) else None
-            how |= {"default": default, "type": partial(_converted, own), "metavar": own.metavar}
-            how |= {"nargs": "?", "const": own.flag_value} if own is AUTOTUNE else {}
-            how |= {"nargs": "+"} if own.multiple else {}
-        parser.add_argument(*flags, **how | dict(changed.get(dest, {})))
+    """ModelOpt's flags as a parser of argparse, for programs that take it as a part of their own."""
+    parser = argparse.ArgumentParser("python -m qdqtune.autotune", description="--help of the program tells more.")
+    add_flag(parser, "-m --onnx_path --model", required=True)
+    add_flag(parser, "-o --output_dir --output", default="./autotuner_output")
+    add_flag(parser, "--mode", choices=[*MODES, *EFFORTS], default="default")
+    add_flag(parser, "--quant_type --quantize_mode", default="int8")
+    add_flag(parser, "--default_dq_dtype", default="float32")
+    add_flag(parser, "--timing_cache", default=TIMING_CACHE)
+    for name in ("pattern_cache", "qdq_baseline", "state_file", "node_filter_list"):
+        add_flag(parser, f"--{name}")
+    add_flag(parser, "--plugin_libraries --plugins", nargs="+")
+    add_flag(parser, "--trtexec_benchmark_args --trtexec_args")
+    add_flag(parser, "--use_trtexec", action="store_true")
+    add_flag(parser, "-v --verbose", action="store_true")
+    for flags, dest in (("-s --schemes_per_region", "schemes_per_region"), ("--warmup_runs", "warmup_runs"),
+                        ("--timing_runs", "timing_runs")):  # fmt: skip
+        own = {"dest": COUNTS[dest], "explicit_attr": f"_explicit_{COUNTS[dest]}"}
+        usual = MODE_PRESETS["default"][dest]
+        add_flag(parser, flags, type=int, default=usual, action=StoreWithExplicitFlag, **own)
     return parser
-
-
-def _converted(own: click.Option, text: str) -> Any:
-    """A value, unchecked where it is the name of a file.
-
-    Raises:
-        ArgumentTypeError: the option does not take it.
-    """
-    try:
-        return text if isinstance(own.type, click.Path | Several) else own.type.convert(text, None, None)
-    except click.BadParameter as error:
-        raise argparse.ArgumentTypeError(error.message) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,17 @@ class StoreWithExplicitFlag(argparse.Action):
         self._mark = explicit_attr
 
     def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        """See `argparse.Action`."""
         setattr(namespace, self.dest, values)
         setattr(namespace, self._mark, True)
+
+
+def add_flag(parser: argparse.ArgumentParser, flags: str, **how: Any) -> None:
+    """Add a flag by its names, each spelled with underscores and with dashes; its value has that of the first long
+    one."""
+    spelled = (form for name in flags.split() for form in (name, name[:2] + name[2:].replace("_", "-")))
+    parser.add_argument(*dict.fromkeys(spelled), **how)
 
 
 def validate_file_path(path: str | Path | None, description: str) -> Path | None:
