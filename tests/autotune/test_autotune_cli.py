@@ -243,7 +243,7 @@ def test_a_pattern_cache_warms_the_next_run(run: Run, model: Path) -> None:
 def test_fp8_is_refused_where_there_are_no_kernels(run: Run, model: Path) -> None:
     code, _, errors = run("-m", model, "--quant_type", "fp8", engine=("--engine", "onnxruntime"))
     assert (code, errors.splitlines()[-1]) == (
-        2, "error: ONNX Runtime has no FP8 kernels: use --quantize-mode int8, or another engine"
+        2, "error: ONNX Runtime has no FP8 kernels: use --quant-type int8, or another engine"
     )  # fmt: skip
 
 
@@ -314,20 +314,6 @@ def test_tensorrt_has_a_timing_cache_where_modelopt_has_it(run: Run, asked: list
     run("-m", model, "--use-trtexec", "--timing-cache", "own.cache", engine=())
     assert [given["timing_cache"] for given in asked] == [autotune.TIMING_CACHE, "own.cache"]
     assert get_parser().parse_args(["-m", "model.onnx"]).timing_cache == autotune.TIMING_CACHE
-
-
-def test_names_that_quantize_and_subgraph_mode_gave_to_flags(
-    run: Run, asked: list[dict[str, Any]], model: Path
-) -> None:
-    flags = "--autotune=quick --workflow subgraph --quantize_mode fp8 --high_precision_dtype fp16 --strongly_typed"
-    run("-m", model, *flags.split(), "--calibration_data_path", "x.npz", "--quantizable_ops", "MatMul,Add")
-    (given,) = asked
-    assert [given[n] for n in ("effort", "mode", "quant_type", "precision", "calibration_data")] == [
-        "quick", "subgraph", "fp8", "fp16", "x.npz"
-    ]  # fmt: skip
-    assert {n.name for n in load(model).nodes if n.op in ("MatMul", "Add")} == set(given["node_filter"])
-    code, _, errors = run("-m", model, "--quantizable_ops", "Conv")
-    assert (code, "the model has no Conv" in errors) == (2, True)
 
 
 def test_logs_appear_while_the_run_goes_on(tmp_path: Path, workers: Workers) -> None:

@@ -304,15 +304,6 @@ def test_what_was_submitted_is_current_and_in_the_cache(begun: QDQAutotunerBase)
         begun.submit(4.0)
 
 
-def test_the_script_has_the_last_word_on_a_model(begun: QDQAutotunerBase, tmp_path: Path) -> None:
-    def renamed(model: onnx.ModelProto) -> onnx.ModelProto:
-        model.graph.name = "mine"
-        return model
-
-    content = begun.export_onnx(tmp_path / "m.onnx", model_transform=renamed)
-    assert onnx.load_from_string(content).graph.name == onnx.load(tmp_path / "m.onnx").graph.name == "mine"
-
-
 def test_what_cannot_be_timed_takes_infinitely_long(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import chain, combinations
@@ -232,26 +232,16 @@ class QDQAutotunerBase:
         if self.config.verbose:
             print(f"{self.current_profile_region}: {latency:.3f} ms", file=sys.stderr)
 
-    def export_onnx(
-        self,
-        output_path: str | Path | None = None,
-        insert_qdq: bool = True,
-        best: bool = False,
-        model_transform: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
-    ) -> bytes:
+    def export_onnx(self, output_path: str | Path | None = None, insert_qdq: bool = True, best: bool = False) -> bytes:
         """The model with the current scheme on top of the best placement; without pairs if so asked.
 
-        With `best`, and where no scheme is current, it is the best placement alone. `model_transform` has the last
-        word.
+        With `best`, and where no scheme is current, it is the best placement alone.
         """
         model = self._tools[0].insert(self._placement(best) if insert_qdq else Placement())
-        if model_transform is None and output_path is not None:
-            save(model, Path(output_path))
-            return Path(output_path).read_bytes()
-        proto = model.to_proto() if model_transform is None else model_transform(model.to_proto())
-        if output_path is not None:
-            onnx.save(proto, Path(output_path))
-        return proto.SerializeToString()
+        if output_path is None:
+            return model.to_proto().SerializeToString()
+        save(model, Path(output_path))
+        return Path(output_path).read_bytes()
 
     def get_resolved_insertion_points(self, best: bool = True, verbose: bool = False) -> set[ResolvedInsertionPoint]:
         """The uses of tensors that carry a pair in what `export_onnx` would write, by indices in `graph.nodes`."""

@@ -52,7 +52,9 @@ def rounds_for(timing_runs: int) -> int:
 class Benchmark:
     """An engine, and the first model that it has timed, with which all later ones are compared in interleaved rounds.
 
-    So what two calls give can be compared, though minutes lie between them.
+    So what two calls give can be compared, though minutes lie between them. The timing cache, plug-in libraries and
+    trtexec's arguments go to engines that know them; models are fed `calibration_data` (as in `Settings`), random
+    inputs without it.
     """
 
     engine: str | None = None
@@ -70,8 +72,13 @@ class Benchmark:
         calibration_data: str | None = None,
     ) -> None:
         if not isinstance(engine, EngineSpec):
-            name = engine or self.engine or default_engine()[0]
-            engine = _spec(name, timing_cache_file, plugin_libraries, trtexec_args)
+            name, known = engine or self.engine or default_engine()[0], dict[str, object]()
+            if name in ("tensorrt", "trtexec"):
+                known |= {"timing_cache": timing_cache_file, "plugin_libraries": list(plugin_libraries or ())}
+            if name == "trtexec":
+                words = [trtexec_args] if isinstance(trtexec_args, str) else map(shlex.quote, trtexec_args or ())
+                known["trtexec_args"] = " ".join(words)
+            engine = EngineSpec(name, {key: value for key, value in known.items() if value})
         rounds, usual = rounds_for(timing_runs), EFFORTS["default"].looks
         self.spec, self.calibration_data = engine, calibration_data
         self.plan = Plan((rounds,), warmup=warmup_runs)
@@ -172,22 +179,6 @@ class TrtExecBenchmark(Benchmark):
     engine = "trtexec"
 
 
-def _spec(
-    name: str,
-    timing_cache_file: str | None,
-    plugin_libraries: Sequence[str] | None,
-    trtexec_args: str | Sequence[str] | None,
-) -> EngineSpec:
-    """An engine with those of the options that it knows."""
-    arguments = trtexec_args if isinstance(trtexec_args, str) else shlex.join(trtexec_args or ())
-    known: dict[str, object] = {}
-    if name in ("tensorrt", "trtexec"):
-        known |= {"timing_cache": timing_cache_file, "plugin_libraries": list(plugin_libraries or ())}
-    if name == "trtexec":
-        known["trtexec_args"] = arguments
-    return EngineSpec(name, {key: value for key, value in known.items() if value})
-
-
 _instance: Benchmark | None = None
 
 
@@ -201,11 +192,7 @@ def init_benchmark_instance(
     engine: str | EngineSpec | None = None,
     calibration_data: str | None = None,
 ) -> Benchmark:
-    """Make the benchmark that `benchmark_onnx_model` and the workflow use.
-
-    The timing cache, plug-in libraries and trtexec's arguments go to engines that know them. `engine` names another
-    than the default; models are fed `calibration_data` (as in `Settings`), random inputs without it.
-    """
+    """Make the benchmark that `benchmark_onnx_model` and the workflow use; `engine` names another than the default."""
     global _instance
     _instance = Benchmark(
         timing_cache_file,

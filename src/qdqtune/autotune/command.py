@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import click
 
 from qdqtune.autotune.benchmark import default_engine, rounds_for
-from qdqtune.autotune.graphs import nodes_of
 from qdqtune.autotune.utils import COUNTS, MODE_PRESETS, StoreWithExplicitFlag, add_flag
 from qdqtune.autotune.workflows import RegionLogs
 from qdqtune.cli import main as cli
@@ -25,7 +24,6 @@ from qdqtune.commands.paths import typed
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.tensorrt.options import usual_shapes
-from qdqtune.graph.loading import load
 from qdqtune.options import options_of
 from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.settings import EFFORTS
@@ -51,15 +49,7 @@ def of_tune(name: str, flags: str, **changed: Any) -> click.Option:
 
 
 MODEL = option("-m --onnx-path --model model", "ONNX file.", MODEL_FILE, required=True)
-AUTOTUNE = option(
-    "--autotune",
-    "Search on the engine, with this preset: --autotune=quick.",
-    click.Choice([*EFFORTS]),
-    is_flag=False,
-    flag_value="default",
-)
 MODE_HELP = "How to search, and how much to spend on it. Give one of either kind, or one."
-OPERATORS_HELP = "Leave regions in float that hold none of these operators. Several with commas; repeatable."
 SCHEMES_HELP = (
     "Give every pattern N schemes, however long it takes. Without it the preset limits the builds of the whole search "
     "(24, 52 or 400)."
@@ -71,13 +61,6 @@ OWN = (
     MODEL,
     of_tune("output_dir", "-o --output-dir --output", default=Path("autotuner_output")),
     option("--mode", MODE_HELP, click.Choice([*MODES, *EFFORTS]), default=["region", "default"], multiple=True),
-    AUTOTUNE,
-    option("--workflow", "The first kind of --mode, by another name.", click.Choice(MODES)),
-    of_tune("quant_type", "--quant-type --quantize-mode"),
-    of_tune("precision", "--precision --high-precision-dtype"),
-    of_tune("calibration_data", "--calibration-data --calibration-data-path"),
-    option("--quantizable-ops --op-types-to-quantize quantizable_ops", OPERATORS_HELP, metavar="OPS", multiple=True),
-    option("--strongly-typed", "What engines of TensorRT 10 and later are here in any case.", is_flag=True),
     option("-s --schemes-per-region", SCHEMES_HELP, click.IntRange(1), metavar="N"),
     of_tune("default_dq_dtype", "--default-dq-dtype", default="float32"),
     of_tune("engine", "--engine", default=None, help=ENGINE_HELP),
@@ -105,7 +88,7 @@ def run(**given: Any) -> int:
     asked = "trtexec" if given.pop("use_trtexec") else given["engine"]
     given["engine"], why = (asked, "as you asked") if asked else default_engine()
     _note(f"engine: {given['engine']} ({why})")
-    modes = [*given["mode"], *filter(None, (given.pop("autotune"), given.pop("workflow")))]
+    modes = given["mode"]
     given["mode"] = next((mode for mode in reversed(modes) if mode in MODES), "region")
     given["effort"] = next((mode for mode in reversed(modes) if mode in EFFORTS), given["effort"])
     _log_to_stderr(verbose=is_verbose())
@@ -115,10 +98,6 @@ def run(**given: Any) -> int:
             given[name] = None
     if given["timing_runs"] is not None:
         given["timing_runs"] = rounds_for(given["timing_runs"])
-    given.pop("strongly_typed")
-    operators = {name for names in given.pop("quantizable_ops") for name in names.replace(",", " ").split()}
-    if operators:
-        given["node_filter"] = (*given["node_filter"], *nodes_of(load(given["model"]), operators))
     how = {name: given.pop(name) for name in ("dry_run", "as_machine")}
     if given["mode"] == "subgraph":
         code = tune.run(TuneOptions(**_for_engine(given)), **how)
@@ -221,7 +200,7 @@ def get_parser() -> argparse.ArgumentParser:
     add_flag(parser, "-m --onnx_path --model", required=True)
     add_flag(parser, "-o --output_dir --output", default="./autotuner_output")
     add_flag(parser, "--mode", choices=[*MODES, *EFFORTS], default="default")
-    add_flag(parser, "--quant_type --quantize_mode", default="int8")
+    add_flag(parser, "--quant_type", default="int8")
     add_flag(parser, "--default_dq_dtype", default="float32")
     add_flag(parser, "--timing_cache", default=TIMING_CACHE)
     for name in ("pattern_cache", "qdq_baseline", "state_file", "node_filter_list"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -40,7 +40,6 @@ def region_pattern_autotuning_workflow(
     qdq_baseline_model: str | Path | None = None,
     node_filter_list: Sequence[str] | None = None,
     verbose: bool = False,
-    model_transform: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
     calibration_data: str | None = None,
     *,
     model_path: str | Path | None = None,
@@ -48,7 +47,6 @@ def region_pattern_autotuning_workflow(
     """Tune a model on the engine of the benchmark, as `qdqtune.tuning.loop.tune` does, into `output_dir`.
 
     The model is a file, by either of two names, or an ONNX model.
-    `model_transform` changes it before anything is measured: every candidate comes from what it gives.
 
     Every pattern gets `num_schemes_per_region` schemes; by default the whole search has the builds of
     `--effort default`. The same call goes on where an interrupted one was. Gives an autotuner that holds the result.
@@ -59,8 +57,6 @@ def region_pattern_autotuning_workflow(
     benchmark, model = instance(), model_or_path if model_path is None else model_path
     if model is None:
         raise AutotunerError("give the model: a path, or an onnx.ModelProto")
-    if model_transform is not None:
-        model = model_transform(model if isinstance(model, onnx.ModelProto) else onnx.load(model))
     data = calibration_data or benchmark.calibration_data
     options = TuneOptions(
         model,
