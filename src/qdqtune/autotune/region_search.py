@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from itertools import count
 from typing import TextIO
 
 from qdqtune.autotune.graphs import GraphLike, Region, RegionType, as_model
@@ -83,30 +82,25 @@ class TopDownRegionBuilder(RegionSearchBase):
         self, graph: GraphLike, root: Region, next_region_id: int = 0, maximum_sequence_region_size: int = 10
     ) -> None:
         super().__init__(graph, root)
-        self._ids, self._size = count(next_region_id), maximum_sequence_region_size
+        self._next_id, self._size = next_region_id, maximum_sequence_region_size
 
     def build_composite_region(self) -> Region:
         """The region with its nodes in child regions, down to leaves; a region that is a leaf has one."""
         wanted = self.root.get_region_nodes_and_descendants()
-        whole = Region(next(self._ids), self.root.level, RegionType.COMPOSITE)
+        whole = Region(region_type=RegionType.COMPOSITE)
         whole.inputs, whole.outputs = list(self.root.inputs), list(self.root.outputs)
-        for found in discovery.find(self.graph, max_sequence_size=self._size).root.children:
-            self._add(whole, Region.of(found), wanted)
-        if len(whole.children) == 1 and whole.children[0].children:  # it would be the region once more
-            top = whole.children.pop()
-            for part in top.children:
+        waiting = [Region.of(top) for top in discovery.find(self.graph, max_sequence_size=self._size).root.children]
+        while waiting:
+            part = waiting.pop(0)
+            if part.children and not part.get_region_nodes_and_descendants() < wanted:
+                waiting = part.children + waiting
+            elif part.children or part.nodes & wanted:
+                part.nodes &= wanted
                 whole.add_child(part)
+        for number, region in enumerate(whole.walk(), self._next_id):
+            region.id = number
+            region.level = self.root.level if region.parent is None else region.parent.level + 1
         return whole
-
-    def _add(self, parent: Region, region: Region, wanted: set[int]) -> None:
-        """Put what of a region lies among some nodes under another region."""
-        if wanted.isdisjoint(region.get_region_nodes_and_descendants()):
-            return
-        part = Region(next(self._ids), parent.level + 1, region.type)
-        part.nodes, part.inputs, part.outputs = region.nodes & wanted, region.inputs, region.outputs
-        for child in region.children:
-            self._add(part, child, wanted)
-        parent.add_child(part)
 
 
 if __name__ == "__main__":
