@@ -57,7 +57,8 @@ def test_quantize_by_its_keywords(tmp_path: Path) -> None:
     assert "first" in names
     assert "second" not in names
     reader = Reader([{name: value[:1] for name, value in samples.items()} for _ in range(3)])
-    quantize(path, calibration_data_reader=reader, output_path=tmp_path / "q.onnx", nodes_to_quantize=["second"], **how)
+    how |= {"output_path": tmp_path / "q.onnx", "nodes_to_exclude": None, "input_shapes_profile": None}
+    quantize(path, calibration_data_reader=reader, nodes_to_quantize=["second"], **how)
     assert "first" not in quantized(tmp_path / "q.onnx")
 
 

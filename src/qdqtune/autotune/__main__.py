@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
-from typing import NoReturn
-
-
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit, as `qdqtune.cli.main.main` does, but for code 3."""
-    from qdqtune.autotune.command import main as run
-
-    run(arguments)
 
 
 def run_autotune() -> int:
     """Run the command with the arguments of the program. Gives the exit code."""
-    from qdqtune.autotune.command import exit_code
-
     return exit_code(main)
 
 
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # while it is being imported
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    from qdqtune.autotune.command import main
+
     main()
 else:
+    from qdqtune.autotune.command import exit_code, main
     from qdqtune.autotune.command import get_parser as get_parser
     from qdqtune.autotune.utils import DEFAULT_NUM_SCHEMES as DEFAULT_NUM_SCHEMES
     from qdqtune.autotune.utils import DEFAULT_TIMING_RUNS as DEFAULT_TIMING_RUNS

@@ -113,12 +113,7 @@ class QDQAutotunerBase:
 
     @property
     def _tools(self) -> tuple[Inserter, RegionSearch]:
-        """What needs an engine and calibration, made when it is needed first.
-
-        Raises:
-            AutotunerNotInitializedError: see there.
-            QdqtuneError: the engine cannot be opened, or has no kernels for the quantization type.
-        """
+        """What needs an engine and calibration, made when it is needed first."""
         self._check_initialized()
         if self._made is None:
             config, graph, benchmark = self.config, self.graph, instance_or_default()

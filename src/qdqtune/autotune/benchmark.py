@@ -207,11 +207,6 @@ def init_benchmark_instance(
 
 
 def instance() -> Benchmark:
-    """The benchmark.
-
-    Raises:
-        AutotunerError: there is none yet.
-    """
     if _instance is None:
         raise AutotunerError("Benchmark instance not initialized: call init_benchmark_instance() first")
     return _instance

@@ -44,11 +44,7 @@ class InvalidSchemeError(AutotunerError):
 
 
 def as_proto(graph: GraphLike) -> onnx.ModelProto:
-    """An ONNX model, of a GraphSurgeon graph made by the library that the graph itself comes from.
-
-    Raises:
-        AutotunerError: it is neither of them.
-    """
+    """An ONNX model, of a GraphSurgeon graph made by the library that the graph itself comes from."""
     if isinstance(graph, onnx.ModelProto):
         return graph
     library = _library(graph)
@@ -143,11 +139,7 @@ def escaped(name: str) -> str:
 
 
 def nodes_of(model: Model, operators: Collection[str]) -> list[str]:
-    """The nodes of some operators, as wildcards.
-
-    Raises:
-        BadOption: the model has none.
-    """
+    """The nodes of some operators, as wildcards. A model must have some."""
     names = [escaped(node.name) for node in model.nodes if node.op in operators]
     if not names:
         raise BadOption(f"the model has no {', '.join(sorted(operators))}")
@@ -241,11 +233,7 @@ def leaves_first(tops: Iterable[Region]) -> list[Region]:
 
 
 def pattern_of(model: Model, region: Region) -> Pattern:
-    """The pattern of a region, with this region as its only instance.
-
-    Raises:
-        AutotunerError: see `patterns_of`.
-    """
+    """The pattern of a region, with this region as its only instance."""
     return patterns_of(model, [region])[region]
 
 

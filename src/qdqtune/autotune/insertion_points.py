@@ -189,11 +189,7 @@ class InsertionScheme:
 
 
 def resolved(model: Model, region: Region, scheme: Scheme) -> set[ResolvedInsertionPoint]:
-    """The uses that a scheme means in a region, weights along with their activations.
-
-    Raises:
-        InvalidSchemeError: the region's pattern lacks one of its points.
-    """
+    """The uses that a scheme means in a region, weights along with their activations."""
     pattern = pattern_of(model, region)
     try:
         edges = patterns.resolve(model, pattern, pattern.instances[0], scheme)

@@ -72,11 +72,11 @@ def quantize(
     output_path: str | Path | None = None,
     high_precision_dtype: Literal["fp32", "fp16", "bf16"] | None = None,
     override_shapes: str | None = None,
-    input_shapes_profile: Sequence[Mapping[str, str]] = (),
-    nodes_to_quantize: Sequence[str] = (),
-    nodes_to_exclude: Sequence[str] = (),
-    op_types_to_quantize: Sequence[str] = (),
-    op_types_to_exclude: Sequence[str] = (),
+    input_shapes_profile: Sequence[Mapping[str, str]] | None = None,
+    nodes_to_quantize: Sequence[str] | None = None,
+    nodes_to_exclude: Sequence[str] | None = None,
+    op_types_to_quantize: Sequence[str] | None = None,
+    op_types_to_exclude: Sequence[str] | None = None,
     disable_mha_qdq: bool = False,
     engine: str = "tensorrt",
     **others: Any,
@@ -111,9 +111,9 @@ def quantize(
     }
     if nodes_to_quantize or nodes_to_exclude or disable_mha_qdq:
         model = load(path)
-        excluded = _matching(model, nodes_to_exclude)
-        options["nodes_to_exclude"] = [*excluded, *(_products_of_activations(model) if disable_mha_qdq else ())]
-        options["nodes_to_quantize"] = chosen = _matching(model, nodes_to_quantize)
+        excluded = _matching(model, nodes_to_exclude or ())
+        options["nodes_to_exclude"] = excluded + (_products_of_activations(model) if disable_mha_qdq else [])
+        options["nodes_to_quantize"] = chosen = _matching(model, nodes_to_quantize or ())
         if nodes_to_quantize and not chosen:
             raise BadOption(f"no node matches nodes_to_quantize {nodes_to_quantize!r}")
     output = path.with_suffix(".quant.onnx") if output_path is None else Path(output_path)
@@ -157,11 +157,8 @@ def _products_of_activations(model: Model) -> list[str]:
 
 
 def _matching(model: Model, expressions: Collection[str]) -> list[str]:
-    """Wildcards for the nodes whose name matches one of some regular expressions; what matches none is told in the log.
-
-    Raises:
-        BadOption: one is no regular expression.
-    """
+    """Wildcards for the nodes whose name matches one of some regular expressions; what matches none is told in the
+    log."""
     wildcards: list[str] = []
     for expression in expressions:
         try:
@@ -221,11 +218,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def _profile(text: str) -> list[dict[str, str]]:
-    """Shapes of inputs as JSON, or the name of a file of it.
-
-    Raises:
-        ArgumentTypeError: it is no list of dictionaries of texts.
-    """
+    """Shapes of inputs as JSON, or the name of a file of it."""
     try:
         parts = json.loads(text if text.lstrip().startswith(("[", "{")) else Path(text).read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:

@@ -100,11 +100,9 @@ class RegionLogs(Silent):
         self._counts: Counter[int] = Counter()
 
     def patterns(self, tuned: Sequence[Pattern]) -> None:
-        """See `Observer`."""
         self._region_of = {pattern.digest: pattern.instances[0].id for pattern in tuned}
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        """See `Observer`."""
         region = self._region_of.get(trial.proposal.pattern)
         where = "in all regions" if region is None else f"of region {region}"
         log.debug("candidate %d %s: %s, %s", trial.number, where, trial.proposal.origin, outcome)
