@@ -119,7 +119,7 @@ EVERY: tuple[Record, ...] = (
     kinds.SchemeRecord(of="k:p", result=MEASURED, layers=LAYERS),
     kinds.WeightFormatsRecord(shares={"1x2x3 1": {"w8": 0.5}}),
     kinds.ConversationRecord(
-        baseline_ms=1.0, best=kinds.TimedPlacement(STORED, None), measured={"p": None}, patterns={"d": ()}
+        baseline_ms=1.0, best=STORED, best_ms=None, measured={"p": None}, patterns=({"digest": "d", "schemes": []},)
     ),
 )  # fmt: skip
 """Records of every kind, with as much as they can hold."""
