@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 
 import qdqtune
@@ -294,11 +293,10 @@ def test_the_program_that_shows_regions_runs_as_a_module(model: Path) -> None:
 
 
 def test_as_a_program(model: Path, tmp_path: Path) -> None:
-    quick = ["--builds", "6", "--calibration-method", "minmax", "--no-bias-correction", "--no-report"]
-    command = [sys.executable, "-m", "qdqtune.autotune", "--onnx_path", str(model), "--engine", "fake", *quick]
+    command = [sys.executable, "-m", "qdqtune.autotune", "--onnx_path", str(model), "--engine", "fake", "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert onnx.load(tmp_path / "autotuner_output" / "optimized_final.onnx").graph.node
+    assert "builds: at most" in done.stdout
 
 
 def test_only_tensorrt_cares_what_lies_where_its_timing_cache_goes(
@@ -365,14 +363,3 @@ def test_ctrl_c_while_it_is_imported_is_quiet(tmp_path: Path) -> None:
     path = {**environment(), "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=path, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "")
-
-
-def test_a_pattern_cache_of_theirs_is_named_before_anything_is_measured(
-    run: Run, model: Path, workers: Workers
-) -> None:
-    theirs = model.with_name("theirs.yaml")
-    theirs.write_text("pattern_schemes:\n- pattern_signature: Conv->Relu\n  pattern_size: 2\n  schemes: []\n")
-    code, _, err = run("-m", model, "--pattern_cache", theirs)
-    assert code == 2
-    assert "theirs.yaml is a file of ModelOpt's autotuner" in err
-    assert not workers.builds

@@ -181,15 +181,6 @@ def test_the_package_is_the_program_with_its_flag(
     assert "see docs/reference/modelopt.md" in capfd.readouterr().err
 
 
-def test_the_program_quantizes_and_says_what_it_cannot(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = write(mixed(), tmp_path)
-    how = ("--high_precision_dtype", "fp32", "--calibration_data_path", path.with_suffix(".npz"))
-    assert program("--onnx_path", path, *how, "--calibration_method=max") == 0
-    assert "first" in quantized(tmp_path / "model.quant.onnx")
-    assert program("--onnx_path", path, "--dq_only") == 2
-    assert "quantize has no dq_only here" in capfd.readouterr().err
-
-
 def test_parts_of_a_graph_are_models() -> None:
     net = conv_net()
     first, second = net.nodes[:2]
