@@ -284,19 +284,18 @@ def compare(first: ModelLike, *others: ModelLike, **given: Any) -> Comparison:
         return function(CompareCall, compare)(**given)
 
 
-def explain(run: str | Path | Result, pattern: str | None = None, *, state_file: str | Path | None = None) -> Explained:
+def explain(run: str | Path | Result, pattern: str | None = None) -> Explained:
     """Why each node of a finished run runs in 8 bits or in float, and what the other way would cost.
 
     Args:
         run: its result, or its output folder.
         pattern: only the node of this name, or those that match a wildcard.
-        state_file: the state file of the run, if it is not in the folder.
 
     Raises:
         QdqtuneError: the folder holds no finished run, or no such node.
     """
     folder = run.folder if isinstance(run, Result) else Path(run)
-    return explain_run(folder, None if state_file is None else Path(state_file), pattern)
+    return explain_run(folder, pattern)
 
 
 # Progress of a call

@@ -155,8 +155,11 @@ def test_every_underscored_flag(run: Run, asked: list[dict[str, Any]], model: Pa
     assert [given[n] for n in ("pattern_cache", "qdq_baseline", "state_file")] == [
         Path(n) for n in ("cache.yaml", "quantized.onnx", "state.yaml")
     ]
-    assert (given["engine"], given["timing_cache"]) == ("trtexec", "times")
-    assert (given["plugin_libraries"], given["trtexec_args"]) == (("a.so", "b.so"), "--fp16 --workspace=4096")
+    assert (given["engine"], given["engine_options"]["timing_cache"]) == ("trtexec", "times")
+    assert (given["engine_options"]["plugin_libraries"], given["engine_options"]["trtexec_args"]) == (
+        ("a.so", "b.so"),
+        "--fp16 --workspace=4096",
+    )
 
 
 def test_every_dashed_flag(run: Run, asked: list[dict[str, Any]], model: Path) -> None:
@@ -173,7 +176,7 @@ def test_every_dashed_flag(run: Run, asked: list[dict[str, Any]], model: Path) -
     assert given["pattern_cache"] is None  # schemes of regions
     assert "note: --pattern_cache means something with --mode region only" in errors
     assert (given["warmup_runs"], given["timing_runs"]) == (5, 12)  # rounds, of two runs each; 12 are the least
-    assert (given["engine"], given["trtexec_args"]) == ("trtexec", "--stronglyTyped")
+    assert (given["engine"], given["engine_options"]["trtexec_args"]) == ("trtexec", "--stronglyTyped")
     run("-m", model, "--mode", "subgraph", "--no-incremental-validation")
     assert asked[1]["incremental_validation"] is False
 
@@ -310,7 +313,7 @@ def test_only_tensorrt_cares_what_lies_where_its_timing_cache_goes(
 def test_tensorrt_has_a_timing_cache_where_modelopt_has_it(run: Run, asked: list[dict[str, Any]], model: Path) -> None:
     run("-m", model, "--use-trtexec", engine=())
     run("-m", model, "--use-trtexec", "--timing-cache", "own.cache", engine=())
-    assert [given["timing_cache"] for given in asked] == [autotune.TIMING_CACHE, "own.cache"]
+    assert [given["engine_options"]["timing_cache"] for given in asked] == [autotune.TIMING_CACHE, "own.cache"]
     assert get_parser().parse_args(["-m", "model.onnx"]).timing_cache == autotune.TIMING_CACHE
 
 

@@ -14,17 +14,18 @@ from typing import Any, NoReturn
 import click
 
 from qdqtune.autotune.benchmark import default_engine, rounds_for
+from qdqtune.autotune.options import AutotuneOptions
 from qdqtune.autotune.utils import COUNTS, MODE_PRESETS, StoreWithExplicitFlag, add_flag
 from qdqtune.autotune.workflows import RegionLogs
 from qdqtune.cli import main as cli
 from qdqtune.cli import tune
-from qdqtune.cli.command import CHATTER, SILENCE, Guarded, is_verbose
+from qdqtune.cli.command import CHATTER, SILENCE, Guarded, is_verbose, parameters
 from qdqtune.commands.inputs import MODEL as MODEL_FILE
 from qdqtune.commands.paths import typed
-from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.options import TIMING_CACHE_FILE
 from qdqtune.engines.tensorrt.options import usual_shapes
-from qdqtune.options import options_of
+from qdqtune.options import Reads, options_of
 from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.settings import EFFORTS
 
@@ -32,7 +33,7 @@ MODES, TENSORRT = ("region", "subgraph"), ("tensorrt", "trtexec")
 TIMING_CACHE = str(Path(tempfile.gettempdir()) / "trtexec_timing.cache")
 """Where TensorRT keeps kernel times if no file is named. Other engines do not care what lies there."""
 
-OF_TUNE = options_of(TuneOptions)
+OF_TUNE = options_of(AutotuneOptions)
 
 
 def option(flags: str, help: str | None, type: click.ParamType[Any] | None = None, **how: Any) -> click.Option:
@@ -65,8 +66,11 @@ OWN = (
     of_tune("default_dq_dtype", "--default-dq-dtype", default="float32"),
     of_tune("engine", "--engine", default=None, help=ENGINE_HELP),
     option("--use-trtexec", "The same as --engine trtexec.", is_flag=True),
-    of_tune("trtexec_args", "--trtexec-benchmark-args --trtexec-args"),
-    of_tune("timing_cache", "--timing-cache", help=f"{OF_TUNE['timing_cache'].help}  [default: {TIMING_CACHE}]"),
+    option("--trtexec-benchmark-args --trtexec-args trtexec_args", "trtexec: more arguments, as one string."),
+    option("--timing-cache", f"TensorRT: file of kernel times that builds share.  [default: {TIMING_CACHE}]",
+           TIMING_CACHE_FILE, metavar="PATH"),
+    option("--plugin-libraries --plugins plugin_libraries", "TensorRT: shared library with plug-ins. Repeatable.",
+           Reads(path_type=str), metavar="FILE", multiple=True),
     option("--timing-runs", RUNS_HELP, click.IntRange(1)),
     of_tune("min_sqnr", "--min-sqnr", default="none"),
     of_tune("min_agreement", "--min-agreement", default="none"),
@@ -100,10 +104,10 @@ def run(**given: Any) -> int:
         given["timing_runs"] = rounds_for(given["timing_runs"])
     how = {name: given.pop(name) for name in ("dry_run", "as_machine")}
     if given["mode"] == "subgraph":
-        code = tune.run(TuneOptions(**_for_engine(given)), **how)
+        code = tune.run(AutotuneOptions(**_for_engine(given)), **how)
     else:
         logs = RegionLogs(given["output_dir"])
-        code = tune.run(TuneOptions(**_for_engine(given)), logs, **how)
+        code = tune.run(AutotuneOptions(**_for_engine(given)), logs, **how)
         logs.finish()
     if code in (0, tune.NO_IMPROVEMENT) and not how["dry_run"]:
         tell_results(given["output_dir"] / SUMMARY, as_machine=how["as_machine"])
@@ -135,20 +139,24 @@ def _log_to_stderr(*, verbose: bool) -> None:
 
 
 def _for_engine(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `tune`, without what the engine does not know."""
-    engine, unknown = given["engine"], set[str]()
-    if engine != "trtexec" and given["trtexec_args"]:
+    """The options of the search, with those flags that the engine knows as options of the engine."""
+    options = dict(given)
+    engine, arguments = options["engine"], options.pop("trtexec_args")
+    cache, libraries = options.pop("timing_cache"), list(options.pop("plugin_libraries"))
+    own = dict[str, Any]()
+    if arguments and engine == "trtexec":
+        own["trtexec_args"] = arguments
+    elif arguments:
         _note(f"note: {engine} takes no arguments of trtexec: of --trtexec_benchmark_args only shapes are used")
-        usual = usual_shapes(EngineSpec("trtexec", {"trtexec_args": given["trtexec_args"]}), None)
-        given = {**given, "input_shapes": usual | given["input_shapes"]}
-        unknown |= {"trtexec_args"}
+        usual = usual_shapes(EngineSpec("trtexec", {"trtexec_args": arguments}), None)
+        options["input_shapes"] = usual | options["input_shapes"]
     if engine in TENSORRT:
-        given = {**given, "timing_cache": given["timing_cache"] or TIMING_CACHE}
-    else:
-        if given["plugin_libraries"]:
-            _note(f"note: {engine} loads no TensorRT plug-ins, so --plugin_libraries is passed over")
-        unknown |= {"timing_cache", "plugin_libraries"}
-    return {name: value for name, value in given.items() if name not in unknown}
+        own["timing_cache"] = cache or TIMING_CACHE
+    if libraries and engine in TENSORRT:
+        own["plugin_libraries"] = libraries
+    elif libraries:
+        _note(f"note: {engine} loads no TensorRT plug-ins, so --plugin_libraries is passed over")
+    return options | {"engine_options": own | dict(options["engine_options"])}
 
 
 def _note(text: str) -> None:
@@ -156,14 +164,18 @@ def _note(text: str) -> None:
 
 
 def like(ours: click.Command, own: Sequence[click.Parameter], **changed: Any) -> click.Command:
-    """A command with the flags of one of ours, some of them replaced."""
+    """A command with the flags of one of ours, some of them replaced, and others besides."""
     replaced = {option.name for option in own}
     params = [*own, *(option for option in ours.params if option.name not in replaced), SILENCE, CHATTER]
     given = {"callback": ours.callback, "help": ours.help, **changed}
     return Guarded(ours.name, context_settings=cli.CONTEXT, params=params, **given)
 
 
-command = like(tune.tune_command, OWN, callback=run, help=run.__doc__)
+NAMED = {one.name for one in (*OWN, *tune.tune_command.params)} - {"node_filter"}
+MORE = tuple(one for one in parameters(AutotuneOptions) if one.name not in NAMED)
+"""Flags that `tune` does not have, or calls otherwise."""
+
+command = like(tune.tune_command, (*OWN, *MORE), callback=run, help=run.__doc__)
 
 
 def spread(arguments: Sequence[str] | None) -> list[str]:

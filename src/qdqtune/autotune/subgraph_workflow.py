@@ -9,8 +9,9 @@ from typing import Literal
 
 from qdqtune.autotune.benchmark import TrtExecBenchmark, instance_or_default
 from qdqtune.autotune.graphs import nodes_of
+from qdqtune.autotune.options import AutotuneOptions
 from qdqtune.commands.inputs import SamplesLike, on_disk
-from qdqtune.commands.tune import TuneOptions, tune
+from qdqtune.commands.tune import tune
 from qdqtune.graph.loading import load
 from qdqtune.types import QuantType
 
@@ -41,7 +42,7 @@ def subgraph_autotuning_workflow(
     trtexec = partial(TrtExecBenchmark, None, 5, 20, plugin_libraries, extra_trtexec_args)
     benchmark = instance_or_default(trtexec)
     path = Path(model_path)
-    options = TuneOptions(
+    options = AutotuneOptions(
         path,
         mode="subgraph",
         engine=benchmark.spec,

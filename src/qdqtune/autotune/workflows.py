@@ -16,9 +16,10 @@ from qdqtune.autotune.autotuner_base import cache_beside
 from qdqtune.autotune.benchmark import Benchmark, benchmark_onnx_model, init_benchmark_instance, instance
 from qdqtune.autotune.common import Config, PatternCache
 from qdqtune.autotune.graphs import AutotunerError
+from qdqtune.autotune.options import AutotuneOptions
 from qdqtune.cli import progress
 from qdqtune.commands.inputs import on_disk
-from qdqtune.commands.tune import TuneOptions, tune
+from qdqtune.commands.tune import tune
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.tuning.folder import LOGS, REGION_MODELS
 from qdqtune.tuning.observer import Observers, Silent, State
@@ -58,7 +59,7 @@ def region_pattern_autotuning_workflow(
     if model is None:
         raise AutotunerError("give the model: a path, or an onnx.ModelProto")
     data = calibration_data or benchmark.calibration_data
-    options = TuneOptions(
+    options = AutotuneOptions(
         model,
         output_dir=output_dir or "autotuner_output",
         engine=benchmark.spec,

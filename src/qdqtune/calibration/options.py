@@ -9,7 +9,6 @@ import click
 
 from qdqtune.calibration.samples import files_named
 from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration, Method
-from qdqtune.engines.options import SHAPE
 from qdqtune.errors import BadOption
 from qdqtune.graph.rewrites import REWRITE_NAMES as REWRITTEN
 from qdqtune.options import (
@@ -54,7 +53,7 @@ class DataOptions(Options):
         "Model",
         short="sizes of dynamic inputs for measuring",
         flags="--input-shape",
-        metavar=SHAPE,
+        metavar="NAME:1x3x224x224",
         is_repeated=True,
     )
     seed: Option[int, int] = option(

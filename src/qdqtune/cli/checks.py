@@ -284,6 +284,9 @@ def doctor_command(options: DoctorOptions, as_skill: bool, as_machine: bool) -> 
             columns = (kind, "status", "version", "device", "takes")
             rows = [(e.name, e.status, e.version, e.device, e.takes) for e in states]
             show(Table(columns, rows, left=columns, least_widths={"takes": 30}).filled)
+        known = ((o.name, o.takes, o.default, ", ".join(o.engines), o.help) for o in found.options)
+        columns = ("engine option", "takes", "default", "engines", "meaning")
+        show(Table(columns, [*known], left=columns, least_widths={"meaning": 30}))
         print_lines(_remarks(found))
     return 0 if found.is_usable else EngineUnavailable.exit_code
 

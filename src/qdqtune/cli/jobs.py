@@ -28,7 +28,7 @@ from qdqtune.engines.remote.connection import facts_of
 from qdqtune.errors import BadOption
 from qdqtune.explanation.formatting import builds, counted, duration
 from qdqtune.graph.model_folder import graphs_in, without_graph
-from qdqtune.options import Several, options_of
+from qdqtune.options import Several
 from qdqtune.system.interpreter import python
 from qdqtune.timing.ratios import speed
 from qdqtune.tuning.options import MODELS
@@ -40,9 +40,6 @@ FACTS = ("shipped", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high
 
 OWN = ("output_dir", "as_machine", "workers", "cores_per_worker", "ray", "on")
 """Options that are not passed to jobs as they were typed."""
-
-SINGLE = ("state_file", "qdq_baseline", "graph_json")
-"""Options that name a file of one model."""
 
 
 class Models(Several):
@@ -178,10 +175,8 @@ def tune_all(given: Sequence[Path], options: TuneOptions, *, dry_run: bool, as_m
     """Tune each model into a folder of its own, with the options that were typed. Gives the worst exit code.
 
     Raises:
-        BadOption: an option is for one model, a model does not exist, or a folder holds none.
+        BadOption: a model does not exist, or a folder holds none.
     """
-    if wrong := next((name for name in SINGLE if getattr(options, name) is not None), None):
-        raise BadOption(f"{options_of(TuneOptions)[wrong].flag} is for one model: name that alone")
     models = tuple(dict.fromkeys(_models(given)))
     arguments = _typed()
     folders = named(models)

@@ -2,51 +2,24 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from qdqtune.cli import progress, tune
-from qdqtune.cli.command import Parameter, command, switch
+from qdqtune.cli import progress
+from qdqtune.cli.command import command, switch
 from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude, with_flags_in_notes
 from qdqtune.commands.quantize import Quantized, quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
-from qdqtune.commands.tune import TuneOptions
-from qdqtune.errors import BadOption
 from qdqtune.explanation.formatting import placed, samples
-from qdqtune.graph.saving import data_of, nbytes
+from qdqtune.graph.saving import nbytes
 from qdqtune.numerics.closeness import closeness, integers_differ
 from qdqtune.numerics.losses import few_changed, loss_high
-from qdqtune.options import TEXT, Option, given_in
-from qdqtune.tuning.folder import check_run
 
-UNLIKE = frozenset({"report", "evaluate", "labels", "metric"})
-"""Options of quantize that have another meaning in tune."""
-
-IS_SEED = switch(
-    "is_seed",
-    "--tune",
-    "Go on with a search that starts from this placement.",
-    "Search",
-    short="go on with a search from this placement",
-)
-TUNE_ARGS = Parameter(
-    Option(
-        TEXT,
-        "",
-        'More arguments of tune, as one string: "--builds 24 --threads 4 -o out".',
-        "Search",
-        metavar="ARGUMENTS",
-        is_rare=True,
-        name="tune_args",
-    )
-)
 AS_JSON = switch("as_machine", "--json", "Print JSON instead of text.", short="print JSON")
 
 
-@command("quantize", QuantizeOptions, IS_SEED, TUNE_ARGS, AS_JSON)
-def quantize_command(options: QuantizeOptions, is_seed: bool, tune_args: str, as_machine: bool) -> int:
+@command("quantize", QuantizeOptions, AS_JSON)
+def quantize_command(options: QuantizeOptions, as_machine: bool) -> None:
     """Quantize MODEL by placement rules: calibrated Q/DQ pairs in one pass, with no search and no timing.
 
     The rules say where an engine gains from 8 bits as a rule; tune measures it. Of forty
@@ -59,12 +32,6 @@ def quantize_command(options: QuantizeOptions, is_seed: bool, tune_args: str, as
     qdqtune quantize model.onnx --calibration-data samples.npz --report --nodes-to-exclude '/head/*'
     qdqtune quantize model.onnx --calibration-cache calib.cache --engine tensorrt --precision fp16
     """
-    if tune_args and not is_seed:
-        raise BadOption("--tune-args goes with --tune")
-    search, asked = _search(options, tune_args) if is_seed else (None, {})
-    if search is not None:
-        written = [options.target, data_of(options.target)]
-        check_run(search.settings(), {"output of quantize": written})
     with progress.shown() as observer:
         done = with_flags_in_notes(quantize(options, observer))
     say_notes(done.notes)
@@ -73,28 +40,9 @@ def quantize_command(options: QuantizeOptions, is_seed: bool, tune_args: str, as
             show(done.table())
             show(done.damage_table())
         print_lines(_lines(options, done))
-    elif search is None:
+    else:
         stored = {"weight_only": dict(done.placed.counts)} if options.weight_only else {}
         print_json({"engine": options.engine, "quant_type": options.quant_type, **stored, **done.to_dict()})
-    if search is None:
-        return 0
-    return tune.run(search, dry_run=asked["dry_run"], as_machine=asked["as_machine"] or as_machine)
-
-
-def _search(options: QuantizeOptions, more: str) -> tuple[TuneOptions, dict[str, Any]]:
-    """The options of a search that starts from the written model, and the values of parameters that only the command
-    line of tune has. Options that both commands have keep their values, except those of `UNLIKE`.
-
-    Raises:
-        BadOption: `more` cannot be split into arguments.
-        click.ClickException: they are not those of `tune`.
-    """
-    try:
-        arguments = shlex.split(more)
-    except ValueError as error:
-        raise BadOption(f"--tune-args {more}: {error}") from error
-    own = {name: value for name, value in given_in(options, TuneOptions).items() if name not in UNLIKE}
-    return tune.typed(arguments, own | {"qdq_baseline": options.target})
 
 
 def _lines(options: QuantizeOptions, done: Quantized) -> Iterator[str]:

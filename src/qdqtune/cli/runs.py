@@ -32,7 +32,7 @@ def explain_command(options: ExplainOptions, as_machine: bool) -> None:
     qdqtune explain qdqtune_output
     qdqtune explain qdqtune_output '/layer1/*'
     """
-    explained = explain_run(options.folder, options.state_file, options.pattern)
+    explained = explain_run(options.folder, options.pattern)
     if as_machine:
         print_json(explained.to_dict())
     elif explained.is_part:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import click
-from click.core import ParameterSource
 
 from qdqtune.calibration.options import check_cache
 from qdqtune.cli import children, jobs, progress
@@ -225,23 +221,3 @@ def _estimate_lines(estimate: Estimate) -> str:
         f"builds: at most {spent}, without the proof\n"
         f"time: about {duration(estimate.seconds)} (float model: {estimate.latency * 1e3:.3f} ms{each})"
     )
-
-
-def typed(arguments: Sequence[str], known: Mapping[str, Any]) -> tuple[TuneOptions, dict[str, Any]]:
-    """Options of `tune`, and the values of parameters that only its command line has.
-
-    An option is as typed in `arguments`, else as in `known`, which holds the model, else it has its default. Mappings
-    in both are merged.
-
-    Raises:
-        click.ClickException: `arguments` are not those of `tune`.
-    """
-    program = click.get_current_context().find_root()
-    context = tune_command.make_context("tune", [*arguments, "--", str(known["model"])], parent=program)
-    given = {**context.params, **known}
-    for name, value in context.params.items():
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and name != "model":
-            given[name] = {**known.get(name, {}), **value} if isinstance(value, Mapping) else value
-    own = {field.name for field in fields(TuneOptions)}
-    others = {name: value for name, value in given.items() if name not in own}
-    return TuneOptions(**{name: value for name, value in given.items() if name in own}), others

@@ -43,8 +43,9 @@ ARTIFACT = "build"
 def _outputs(path: Path, name: str, given: Given) -> list[Output]:
     """The files that `build` writes: the artifact, and a timing cache beside it if none is named."""
     engine = given["engine"] if isinstance(given["engine"], EngineSpec) else EngineSpec(given["engine"])
-    beside = None if given["timing_cache"] else with_timing_cache(engine, path.parent).options.get("timing_cache")
-    cache = [] if beside is None else tensorrt_cache(Path(beside), "`timing_cache`", given)
+    named = engine.options.get("timing_cache") or (given["engine_options"] or {}).get("timing_cache")
+    beside = None if named else with_timing_cache(engine, path.parent).options.get("timing_cache")
+    cache = [] if beside is None else tensorrt_cache(Path(beside), "the timing cache", given)
     return [*artifact(path, name, engine.name), *cache]
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import platform
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -21,10 +23,15 @@ from qdqtune.engines.allocation import allocate_workers, describe_all, first_dif
 from qdqtune.engines.devices import nvidia_smi
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.machine import is_simulated
+from qdqtune.engines.onnxruntime.options import OnnxRuntimeOptions
+from qdqtune.engines.openvino.options import OpenVinoOptions
 from qdqtune.engines.options import EngineOptions, on_option
 from qdqtune.engines.providers import PROVIDERS, Provider
 from qdqtune.engines.remote.connection import Destination, connected
 from qdqtune.engines.runner import Runner
+from qdqtune.engines.tensorrt.options import CachedOptions
+from qdqtune.engines.tensorrt.rtx import RtxOptions
+from qdqtune.engines.tensorrt.trtexec import TrtexecOptions
 from qdqtune.errors import EngineUnavailable, QdqtuneError, one_line
 from qdqtune.options import (
     COUNT,
@@ -53,6 +60,15 @@ NEEDS = {
     "tensorrt-rtx": (("tensorrt_rtx_bindings",), "pip install 'qdqtune[tensorrt-rtx]'"),
 }
 """The Python packages without which an engine cannot be opened, and the command that installs them."""
+
+OPTIONS = {
+    "onnxruntime": OnnxRuntimeOptions,
+    "openvino": OpenVinoOptions,
+    "tensorrt": CachedOptions,
+    "tensorrt-rtx": RtxOptions,
+    "trtexec": TrtexecOptions,
+}
+"""The options of each real engine."""
 
 OPENING_SECONDS = 120.0
 """How long an engine may take to open. Chosen, not measured."""
@@ -138,6 +154,17 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class EngineOption:
+    """An option of engines (`--engine-option`): its type and default in words, and what it does."""
+
+    name: str
+    takes: str
+    default: str
+    engines: tuple[str, ...]
+    help: str
+
+
+@dataclass(frozen=True)
 class EnginesState:
     """The engines, among them execution providers, and the hardware of this machine. `gpu_note` says why there is no
     GPU."""
@@ -147,6 +174,7 @@ class EnginesState:
     gpus: tuple[Gpu, ...]
     gpu_note: str
     providers: tuple[EngineState, ...] = ()
+    options: tuple[EngineOption, ...] = ()
 
     @property
     def is_usable(self) -> bool:
@@ -159,7 +187,7 @@ def examine(log_dir: Path) -> EnginesState:
     gpus, note = find_gpus()
     engines = tuple(engine_state(name, log_dir) for name in MODULES if name not in PROVIDERS)
     providers = tuple(provider_state(table, log_dir) for table in PROVIDERS.values())
-    return EnginesState(engines, this_processor(), gpus, note, providers)
+    return EnginesState(engines, this_processor(), gpus, note, providers, engine_options())
 
 
 def examine_elsewhere(on: str) -> EnginesState:
@@ -182,6 +210,31 @@ def examine_elsewhere(on: str) -> EnginesState:
     except msgspec.DecodeError as error:
         printed = done.stderr.splitlines() or [f"exit code {done.returncode}"]
         raise EngineUnavailable(f"qdqtune doctor on {destination.host} fails: {one_line(printed[-1])}") from error
+
+
+def engine_options() -> tuple[EngineOption, ...]:
+    """All options of engines. Execution providers take those of onnxruntime."""
+    engines: dict[tuple[str, str, str, str], list[str]] = {}
+    for engine, kind in OPTIONS.items():
+        types = get_type_hints(kind, include_extras=True)
+        for field in fields(kind):
+            hint, text = get_args(types[field.name])
+            is_set = field.default not in (None, "", ())
+            default = json.dumps(field.default).strip('"') if is_set else ""
+            engines.setdefault((field.name, _type_in_words(hint), default, text), []).append(engine)
+    return tuple(
+        EngineOption(name, takes, default, tuple(of), text) for (name, takes, default, text), of in engines.items()
+    )
+
+
+def _type_in_words(hint: Any) -> str:
+    one = (
+        next(part for part in (get_args(hint) or (hint,)) if part is not type(None))
+        if isinstance(hint, UnionType)
+        else hint
+    )
+    names = {bool: "true or false", int: "integer", str: "text", Sequence: "list of text", Mapping: "values by name"}
+    return names[get_origin(one) or one]
 
 
 def provider_state(table: Provider, log_dir: Path) -> EngineState:

@@ -13,7 +13,7 @@ from qdqtune.explanation.explanations import IN_WORDS, Explanation, Tally, total
 from qdqtune.explanation.facts import facts_of
 from qdqtune.explanation.formatting import shortened
 from qdqtune.explanation.reasons_by_measurement import headline, tallied
-from qdqtune.options import FILE, REQUIRED, TEXT, File, MaybeFile, MaybeText, Options, option
+from qdqtune.options import FILE, REQUIRED, TEXT, File, MaybeText, Options, option
 from qdqtune.tuning.finished import read_run
 
 LONGEST = 40
@@ -27,9 +27,6 @@ class ExplainOptions(Options):
     folder: File = option(FILE, REQUIRED, "Output folder of a finished run.", is_positional=True, metavar="DIR")
     pattern: MaybeText = option(
         TEXT, None, "Only this node, or those that match.", is_positional=True, metavar="[NODE|PATTERN]"
-    )
-    state_file: MaybeFile = option(
-        FILE, None, "State file of the run, where that does not lie in DIR.", "Search", is_rare=True
     )
 
 
@@ -94,15 +91,14 @@ class Explained(Shown):
         }
 
 
-def explain_run(folder: Path, state: Path | None = None, pattern: str | None = None) -> Explained:
-    """Explain a finished run; `state` is its state file, if it is not in the folder. With a `pattern`, only the node of
-    that name, or nodes that match it.
+def explain_run(folder: Path, pattern: str | None = None) -> Explained:
+    """Explain a finished run; with a `pattern`, only the node of that name, or nodes that match it.
 
     Raises:
         BadOption: the folder holds no finished run, or no such node.
         BadState: its state file is damaged, or missing.
     """
-    run = read_run(folder, state)
+    run = read_run(folder)
     facts, left = facts_of(run), run.summary.get("fallback")
     told = "" if left is None else f"; {left.in_words()}"
     whole = Explained(folder, headline(facts) + told, *tallied(facts))

@@ -19,7 +19,7 @@ from qdqtune.search.regions import discovery
 from qdqtune.search.regions.discovery import Regions
 from qdqtune.search.regions.patterns import Pattern, group, is_quantizable, tunable
 from qdqtune.search.regions.region import Region, RegionType
-from qdqtune.tuning.options import Division, regions_option
+from qdqtune.tuning.options import Division
 from qdqtune.tuning.subject import tuned_graph
 
 MOST_FREQUENT = 10
@@ -29,6 +29,14 @@ LONGEST_BAR = 40
 """Width of the longest histogram bar, in characters."""
 
 
+REGIONS: Any = option(
+    choice("auto", "names", "topology"),
+    "auto",
+    "Divide the graph by node names, by topology, or by what fits.",
+    "Search",
+)
+
+
 @dataclass(kw_only=True)
 class InspectOptions(RewriteOption, FixOption, ModelOption):
     """The options of `inspect`."""
@@ -36,7 +44,7 @@ class InspectOptions(RewriteOption, FixOption, ModelOption):
     engine: Text = option(
         choice(*sorted(FORMATS)), "onnxruntime", "Engine of the run whose regions to show. Need not be here.", "Engine"
     )
-    regions: Option[Division, Division] = regions_option()
+    regions: Option[Division, Division] = REGIONS
     max_sequence_size: Option[int, int] = option(COUNT, 10, "Largest leaf, in nodes.", "Search")
     include_all_regions: Flag = option(SWITCH, False, "Show regions without quantizable operators as well.", "Output")
     tree: Flag = option(SWITCH, False, "Show every region, not only the summary; -v names nodes and tensors.", "Output")

@@ -10,6 +10,7 @@ import click
 
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines.options import tensorrt_cache
+from qdqtune.engines.tensorrt.options import libraries_in
 from qdqtune.options import Given, Options, Reads, Several, Writes, options_of
 from qdqtune.system.checks import Output, check_outputs
 
@@ -40,8 +41,9 @@ def check_paths(kinds: Kinds, given: Given, read: Iterable[Read]) -> dict[str, P
         if named or path.parent.is_dir():  # otherwise the input in that folder is missing too
             outputs += kind.outputs(Path(path), f"`{name}`", given)
     of_engine = given.get("engine_options") or {}
-    if isinstance(cache := of_engine.get("timing_cache"), str):
-        outputs += tensorrt_cache(Path(cache), "`engine_options`", given)
+    if isinstance(cache := of_engine.get("timing_cache"), str | Path):
+        outputs += tensorrt_cache(Path(cache), "`engine_options` timing_cache", given)
+    inputs["plugin libraries"] = [Path(library) for library in libraries_in(of_engine)]
     if outputs:
         for what, kind, text in read:
             inputs.setdefault(what.replace("_", " "), []).extend(kind.files(text))

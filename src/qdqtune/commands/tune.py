@@ -38,11 +38,9 @@ from qdqtune.tuning.settings import (
     EFFORTS,
     FRONT_BUILDS,
     Settings,
-    builds_for,
     looks_until,
     usual_builds,
 )
-from qdqtune.tuning.subject import tuned_patterns
 from qdqtune.types import Accuracy
 
 Preset = Literal["quick", "default", "extensive"]
@@ -55,7 +53,7 @@ class EffortOptions(SearchOptions):
     effort: Option[Preset, Preset] = option(
         choice(*EFFORTS),
         "default",
-        "Preset of `builds`, `schemes_per_region` and `timing_runs`; explicit flags win.",
+        "How many builds and rounds of measurements a search may spend; `builds` wins.",
         "Search",
         short="how many builds and rounds",
     )
@@ -66,31 +64,6 @@ class EffortOptions(SearchOptions):
         "Search",
         is_rare=True,
         default_in_words=f"by `effort`: {usual_builds()}",
-    )
-    schemes_per_region: MaybeInt = option(
-        click.IntRange(0),
-        None,
-        "region: candidates per pattern; without `builds`, as many builds as they take.",
-        "Search",
-        default_in_words="30 | 50 | 200",
-        flags="-s --schemes-per-region",
-        is_rare=True,
-    )
-    timing_runs: MaybeInt = option(
-        click.IntRange(12),
-        None,
-        "Most rounds of one comparison.",
-        "Search",
-        default_in_words="20 | 48 | 96",
-        is_rare=True,
-    )
-    warmup_runs: Option[int, int] = option(
-        click.IntRange(0),
-        2,
-        "Inferences of each model before its rounds. trtexec warms up in each process for 200 ms instead; "
-        "`engine_options` warmup_ms=N changes that.",
-        "Search",
-        is_rare=True,
     )
 
 
@@ -103,14 +76,13 @@ SHORT_BUDGET = 120.0
 """A time budget of at most so many seconds is short. Chosen, not measured."""
 
 
-def search_plan(looks: tuple[int, ...], last: int | None, warmup: int, *, has_few: bool = False) -> Plan:
-    """The plan of a candidate's comparison: `looks` of the effort, or `FEW_LOOKS`; the last look at `last` rounds, if
-    the user sets that."""
+def search_plan(looks: tuple[int, ...], last: int | None = None, *, has_few: bool = False) -> Plan:
+    """The plan of a candidate's comparison: `looks` of the effort, or `FEW_LOOKS`; the last look at `last` rounds."""
     if not has_few:
-        return Plan(looks_until(last or looks[-1], looks), warmup=warmup)
+        return Plan(looks_until(last or looks[-1], looks))
     looks = looks_until(last or FEW_LOOKS[-1], FEW_LOOKS)
     first = least_rounds(FEW_LOOKS_ERROR, len(looks))
-    return Plan(tuple(sorted({max(first, n) for n in looks})), FEW_LOOKS_ERROR, warmup=warmup)
+    return Plan(tuple(sorted({max(first, n) for n in looks})), FEW_LOOKS_ERROR)
 
 
 @dataclass(kw_only=True)
@@ -137,6 +109,10 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         short="write report.html, for a browser",
     )
 
+    def plan(self, *, has_few: bool) -> Plan:
+        """How candidates are compared; with `has_few` looks where rounds take much of the time."""
+        return search_plan(EFFORTS[self.effort].looks, has_few=has_few)
+
     def settings(self, command: tuple[str, ...] = (), **more: Any) -> Settings:
         """The settings of the search. `command` is the command line; `more` are fields of `Settings` that take
         precedence. `effort` sets the others. Samples, workloads and metric lie in files (see `on_disk`).
@@ -148,12 +124,8 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         check_cache(self, self)
         machine = None if self.on is None else facts_of(self.on)
         effort = EFFORTS[self.effort]
-        builds, schemes = FRONT_BUILDS if self.front else effort.builds[self.mode], self.schemes_per_region
+        builds = FRONT_BUILDS if self.front else effort.builds[self.mode]
         builds = BY_RULE_BUILDS[self.effort] if is_simulated(self.engine_name, machine) else builds
-        if schemes is not None and self.builds is None and self.mode == "region":
-            path, engine = Path(str(self.model)), self.engine_name
-            tuned = tuned_patterns(path, self.regions, self.fix_inputs, self.rewrites, engine)
-            builds = max(builds, builds_for(schemes, len(tuned)))
         files = tuple(file for file in self.workloads if isinstance(file, WorkloadFile))
         data = None if self.calibration_data is None else str(self.calibration_data)
         own = usual_threads(self.cores_per_worker or max(1, usable_cores() // (self.workers or 1)))
@@ -171,8 +143,8 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
             "input_shapes": self.input_shapes or ({} if files else usual_shapes(spec, data)),
             "calibration_data": data,
             "calibration": self.calibration,
-            "config": Config(schemes_per_region=effort.schemes_per_region if schemes is None else schemes),
-            "plan": (plan := search_plan(effort.looks, self.timing_runs, self.warmup_runs, has_few=has_few)),
+            "config": Config(schemes_per_region=effort.schemes_per_region),
+            "plan": (plan := self.plan(has_few=has_few)),
             "proof": effort.proof,
             "precision_seconds": 0.0 if spec.name in LAUNCHED else effort.precision_seconds,  # a start for each turn
             "builds": builds if self.builds is None else self.builds,
@@ -224,7 +196,7 @@ class Result(Shown, result.Result):
 
     def explain(self, pattern: str | None = None) -> Explained:
         """Why each node, or each whose name matches the wildcard, runs as it does: see `qdqtune.explain`."""
-        return explain_run(self.folder, None, pattern)
+        return explain_run(self.folder, pattern)
 
     def in_words(self) -> str:
         """How many times as fast the tuned model is, or that nothing faster was found; without times, how exact it

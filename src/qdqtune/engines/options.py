@@ -16,30 +16,23 @@ from qdqtune.engines.execution import TIME_LIMIT, Execution
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.remote.connection import Destination, connected
-from qdqtune.engines.tensorrt.options import SHAPE_OPTIONS, timing_cache
+from qdqtune.engines.tensorrt.options import as_json, timing_cache
 from qdqtune.errors import BadOption
 from qdqtune.options import (
     ANYTHING,
     COUNT,
     SECONDS,
-    SHAPES,
     TEXT,
     Assignments,
     Duration,
     Given,
     MaybeInt,
     MaybeText,
-    Names,
     Option,
     Options,
-    PathLike,
-    Reads,
     Several,
-    ShapesByInput,
-    Texts,
     Writes,
     option,
-    options_of,
 )
 from qdqtune.system.checks import Output
 
@@ -47,14 +40,6 @@ ENGINE_NAMES = (
     f"{', '.join(sorted(MODULES.keys() - {'fake', *PROVIDERS}))} or fake; or an execution provider of ONNX Runtime: "
     f"{', '.join(PROVIDERS)}"
 )
-SHAPE = "NAME:1x3x224x224"
-TRANSLATED = frozenset({"engine", "threads", "engine_options", "time_limit"})
-"""Fields of `EngineOptions` that are not passed on to the engine under the same name."""
-
-
-def tensorrt_option(kind: click.ParamType[Any], help: str, **how: Any) -> Any:
-    """Make an option of the TensorRT engines, which `--help` lists by name only."""
-    return option(kind, None, help, "Engine", is_rare=True, **how)
 
 
 def time_limit_option() -> Any:
@@ -104,7 +89,7 @@ def threads_option(default: str) -> Any:
     )
 
 
-TIMING_CACHE = Writes(tensorrt_cache, path_type=str)
+TIMING_CACHE_FILE = Writes(tensorrt_cache, path_type=str)
 
 
 @dataclass(kw_only=True)
@@ -128,39 +113,10 @@ class EngineOptions(Options):
     provider: MaybeText = option(
         TEXT, None, "onnxruntime: an execution provider, by ONNX Runtime's name for it.", "Engine", is_rare=True
     )
-    target: MaybeText = tensorrt_option(TEXT, "tensorrt-rtx: GPU to build for, such as sm89; needs none here.")
-    min_shapes: ShapesByInput = tensorrt_option(
-        SHAPES, "TensorRT: smallest sizes of a dynamic input. Repeatable.", metavar=SHAPE, is_repeated=True
-    )
-    opt_shapes: ShapesByInput = tensorrt_option(
-        SHAPES,
-        "TensorRT: sizes to tune for.",
-        metavar=SHAPE,
-        is_repeated=True,
-        default_in_words="those of samples",
-    )
-    max_shapes: ShapesByInput = tensorrt_option(SHAPES, "TensorRT: largest sizes.", metavar=SHAPE, is_repeated=True)
-    timing_cache: Option[PathLike | None, str | None] = tensorrt_option(
-        TIMING_CACHE, "TensorRT: file of kernel times that builds share.", metavar="PATH"
-    )
-    plugin_libraries: Names = option(
-        Texts(typed=Reads(path_type=str)),
-        (),
-        "TensorRT: shared library with plug-ins. Repeatable.",
-        "Engine",
-        is_rare=True,
-        is_repeated=True,
-        flags="--plugin-libraries --plugins",
-        metavar="FILE",
-    )
-    workspace_mb: MaybeInt = tensorrt_option(COUNT, "TensorRT: memory limit of the builder.")
-    builder_level: MaybeInt = tensorrt_option(click.IntRange(0, 5), "TensorRT: builder optimization level.")
-    trtexec: MaybeText = tensorrt_option(TEXT, "trtexec: the program.", default_in_words="trtexec on the PATH")
-    trtexec_args: MaybeText = tensorrt_option(TEXT, "trtexec: more arguments, as one string.")
     engine_options: Option[Mapping[str, Any] | Sequence[str] | None, Mapping[str, Any]] = option(
         Assignments("sets nothing"),
         None,
-        "Any other option of the engine; VALUE is JSON or text. Repeatable.",
+        "An option of the engine, which doctor lists; VALUE is JSON or text. Repeatable.",
         "Engine",
         flags="--engine-option",
         metavar="NAME=VALUE",
@@ -182,7 +138,7 @@ class EngineOptions(Options):
         """The engine with the options that were given. `open_engine` refuses options that the engine does not have.
 
         `threads` is the default of that option for an engine on the CPU (None: 1). `input_shapes`, the shapes that the
-        model is measured with, are the default of `opt_shapes`.
+        model is measured with, are the default of its option `opt_shapes`.
 
         Raises:
             BadOption: several numbers of threads are given, and the command takes one.
@@ -191,19 +147,15 @@ class EngineOptions(Options):
             raise BadOption("`threads` takes one number here; several are for tune, compare and verify")
         if isinstance(self.engine, EngineSpec):
             return normal(self.engine)
-        names = (name for name in options_of(EngineOptions) if name not in TRANSLATED)
-        chosen: dict[str, Any] = {name: value for name in names if (value := getattr(self, name))}
-        spec = normal(EngineSpec(self.engine, chosen | dict(self.engine_options)))
+        named = {"provider": self.provider} if self.provider else {}
+        spec = normal(EngineSpec(self.engine, named | dict(self.engine_options)))
         chosen = dict(spec.options)
-        if spec.name in TENSORRT_FAMILY and input_shapes and "opt_shapes" not in chosen:
-            chosen["opt_shapes"] = input_shapes
-        for name in SHAPE_OPTIONS:
-            if name in chosen:
-                chosen[name] = {tensor: list(shape) for tensor, shape in chosen[name].items()}
+        if spec.name in TENSORRT_FAMILY:
+            if input_shapes:
+                chosen.setdefault("opt_shapes", input_shapes)
+            chosen = as_json(chosen)
         if spec.name in THREADED:
             chosen.setdefault("threads", max(self.threads or [threads or 1]))
-        if "plugin_libraries" in chosen:
-            chosen["plugin_libraries"] = list(chosen["plugin_libraries"])
         return EngineSpec(spec.name, chosen)
 
 

@@ -199,8 +199,8 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
     content = parsed_yaml(path, what)
     if isinstance(content, dict) and content.keys() & OF_MODELOPT:
         raise BadOption(
-            f"{path} is a file of ModelOpt's autotuner, which divides models otherwise: give a model that it has made "
-            "as `qdq_baseline` instead"
+            f"{path} is a file of ModelOpt's autotuner, which divides models otherwise: tune a model that it has "
+            "made with `from_qdq` instead"
         )
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise BadOption(f"{path} is no {what} file of this version: give one that `qdqtune tune` has written")

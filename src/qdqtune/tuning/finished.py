@@ -189,24 +189,24 @@ def measured_trials(records: Journal) -> dict[str, Trial]:
     return trials
 
 
-def read_run(folder: Path, state: Path | None = None) -> FinishedRun:
-    """Read a finished run; `state` is its state file, by default the one that summary.json names, or else the folder's.
+def read_run(folder: Path) -> FinishedRun:
+    """Read a finished run. Its state file is the one that summary.json names, or else the folder's.
 
     Raises:
         BadOption: the folder holds none.
         BadState: its state file is damaged, or missing.
     """
     summary = read_summary(folder)
-    state = state or Path(summary["state_file"] or folder / STATE)
+    state = Path(summary["state_file"] or folder / STATE)
     if not state.is_file():
-        raise BadState(f"{folder} is explained by its state file, and {state} is not there: name it with `state_file`")
+        raise BadState(f"{folder} is explained by its state file, and {state} is not there: tune the model again")
     journal = read_journal(state)
     if journal is None:
-        raise BadState(f"{state} is no state file: name that of {folder} with `state_file`")
+        raise BadState(f"{state} is no state file: tune the model again into another folder")
     try:
         fingerprint = msgspec.convert(journal.head.fingerprint, Fingerprint)
     except ValueError as error:
-        raise BadState(f"{state} is not of qdqtune tune: name the state file of {folder} with `state_file`") from error
+        raise BadState(f"{state} is not of qdqtune tune: tune the model again into another folder") from error
     return FinishedRun(folder, summary, fingerprint, journal)
 
 

@@ -76,7 +76,7 @@ FILES = {
     "MODEL.fp16.graph.json": "The groups as trtexec exported them, with `.build.log`; with `mode` subgraph.",
     f"{REGION_MODELS}/": "The whole model with the best scheme of each pattern; with `mode` region.",
     STATE: "Every measurement with all its samples, from which a run goes on.",
-    "autotuner_state_pattern_cache.yaml": "The best schemes of each pattern, for `pattern_cache` on a similar model.",
+    "autotuner_state_pattern_cache.yaml": "The best schemes of each pattern, for `qdqtune.autotune --pattern_cache`.",
     f"{LOGS}/": "What the engine printed, one file a build.",
     LIST: "The names of the files that qdqtune wrote there.",
 }
@@ -167,14 +167,13 @@ class OutputFolder:
         return self.path / folder
 
 
-def check_run(settings: Settings, written: Inputs | None = None) -> None:
-    """Check that a run may write all files that its settings name, and those of its folder. `written` are files that
-    the same command writes besides.
+def check_run(settings: Settings) -> None:
+    """Check that a run may write all files that its settings name, and those of its folder.
 
     Raises:
         BadOption, BadState, OutputError: it may not write one.
     """
-    folder, names, read = settings.output_dir, _names(settings), {**_inputs(settings), **(written or {})}
+    folder, names, read = settings.output_dir, _names(settings), _inputs(settings)
     if (folder / LIST).is_file() and (folder / LIST).stat().st_size and not is_list(folder / LIST):
         raise BadOption(f"{folder / LIST} is not of qdqtune's making: move it, or choose another `output_dir`")
     present = [path for name in WRITTEN for path in below(folder / name)]
@@ -226,7 +225,7 @@ def _elsewhere(settings: Settings) -> Iterator[Output]:
     yield Output(state, option, may_continue, is_appended=True, makes_folder=True)
     yield Output(pattern_cache_of(state), option, replaceable(RECORD_KIND), makes_folder=True)
     if isinstance(times, str):
-        yield timing_cache(Path(times), "`timing_cache`")
+        yield timing_cache(Path(times), "`engine_options` timing_cache")
 
 
 def lines_of_state(progress: Path) -> list[str]:

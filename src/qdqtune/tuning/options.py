@@ -26,7 +26,6 @@ from qdqtune.options import (
     Flag,
     Limit,
     MaybeDuration,
-    MaybeFile,
     OfRun,
     Option,
     PathLike,
@@ -73,17 +72,6 @@ def precision_option(default: Precision | None = None) -> Any:
         short="of what stays in float; fp16 for GPUs",
         default_in_words="fp16 for tensorrt-rtx, and tensorrt and trtexec from version 10, which take types from the "
         "graph; else fp32",
-    )
-
-
-def regions_option() -> Any:
-    """The option `regions`: how a graph is divided into regions."""
-    return option(
-        choice("auto", "names", "topology"),
-        "auto",
-        "Divide the graph by node names, by topology, or by what fits.",
-        "Search",
-        is_rare=True,
     )
 
 
@@ -157,30 +145,6 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         "Search",
         short="how to search; cut is quickest to win",
     )
-    cut_seed: Flag = option(
-        SWITCH,
-        True,
-        "region: begin with what the cut finds in the first dozen builds; or with rules alone.",
-        "Search",
-        is_rare=True,
-    )
-    graph_json: MaybeFile = option(
-        FILE,
-        None,
-        "subgraph: take the fusion groups from this file of trtexec --exportLayerInfo (with "
-        "--profilingVerbosity=detailed), not from the engine at hand.",
-        "Engine",
-        metavar="FILE",
-        is_rare=True,
-    )
-    incremental_validation: Flag = option(
-        SWITCH,
-        True,
-        "subgraph: look on the whole model for groups that do not pay, in batches that are halved where they are "
-        "rejected; or take all groups that gain alone, or none.",
-        "Search",
-        is_rare=True,
-    )
     quant_type: Option[QuantType, QuantType] = quant_type_option(
         "Numbers of the pairs; fp8 is E4M3, where the engine has it, and needs opset 19."
     )
@@ -250,25 +214,13 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         "Search",
         short="for the whole run: 90s, 10m, 1h",
     )
-    regions: Option[Division, Division] = regions_option()
     node_filter: Option[PathLike | Sequence[str], tuple[str, ...]] = option(
         Wildcards(),
         (),
         "File of node-name wildcards, one a line: other regions stay in float.",
         "Search",
-        flags="--node-filter-list",
         metavar="PATH",
         is_rare=True,
-    )
-    default_dq_dtype: Option[FloatType | None, FloatType | None] = option(
-        choice("float16", "float32", "bfloat16"),
-        None,
-        "Type of tensors whose type cannot be inferred (behind custom operators).",
-        "Model",
-        is_rare=True,
-    )
-    qdq_baseline: MaybeFile = option(
-        MODEL, None, "A quantized version of the model to start from.", "Model", is_rare=True
     )
     from_qdq: Flag = option(
         SWITCH,
@@ -277,15 +229,4 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         "Model",
         short="MODEL has pairs: start from them",
     )
-    pattern_cache: MaybeFile = option(
-        FILE, None, "region: try the schemes in the pattern cache of an earlier run.", "Search", is_rare=True
-    )
-    state_file: MaybeFile = option(
-        OfRun(),
-        None,
-        "State file of the run.",
-        "Search",
-        is_rare=True,
-        default_in_words="OUTPUT_DIR/autotuner_state.yaml",
-    )
-    restart: Flag = option(SWITCH, False, "Forget what the state file knows.", "Search", is_rare=True)
+    restart: Flag = option(SWITCH, False, "Forget what earlier runs in this folder measured.", "Search", is_rare=True)

@@ -23,7 +23,7 @@ from qdqtune.search.region import Config
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import PAIRS, Plan, least_rounds
 from qdqtune.tuning.contexts import counts_of
-from qdqtune.tuning.options import Mode, SearchOptions
+from qdqtune.tuning.options import Division, FloatType, Mode, SearchOptions
 
 FRONT_LEAST, FRONT_BUILDS = 12, 25
 """Builds of a run for a front (least, usual), the proof of its points included; where none is proven, the usual proof
@@ -107,6 +107,7 @@ class Settings(SearchOptions):
     `threads` are the numbers of threads that the model will run with: what ships is slower at none of them, and faster
     at one. None: that of the `engine`, which the user did not name.
     `machine` is the other machine that measures (`on`); None: this one, or a cluster.
+    The fields behind it are set by `qdqtune.autotune` alone, which explains them.
 
     Raises:
         BadOption: options exclude each other, or leave nothing to do.
@@ -128,6 +129,14 @@ class Settings(SearchOptions):
     workloads: tuple[WorkloadFile, ...] = ()
     threads: tuple[int, ...] | None = None
     machine: MachineFacts | None = field(default=None, compare=False)
+    cut_seed: bool = True
+    incremental_validation: bool = True
+    graph_json: Path | None = None
+    regions: Division = "auto"
+    default_dq_dtype: FloatType | None = None
+    qdq_baseline: Path | None = None
+    pattern_cache: Path | None = None
+    state_file: Path | None = None
 
     def __post_init__(self) -> None:
         least = 1 + self.trial_builds

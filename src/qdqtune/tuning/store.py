@@ -108,7 +108,7 @@ class Store:
             self._lock()
             if restart:
                 if not RECORD_START.startswith(self._file.read(len(RECORD_START))):
-                    raise BadState(f"{path} is no state file: choose another `state_file`, or remove it")
+                    raise BadState(f"{path} is no state file: choose another `output_dir`, or remove it")
                 self._file.truncate(0)
             self.journal = self._opened(json.loads(json.dumps(plain(fingerprint, "deterministic"))))
             self._left = {key: record for key, record in self.journal.records.items() if record.is_cut_short}
@@ -242,7 +242,7 @@ def may_continue(path: Path) -> bool:
         start = file.read(2 * len(BEGINNING))
     _refuse_modelopt(start, path)
     if not start.startswith(RECORD_START[: len(start)]):
-        raise BadState(f"{path} is no state file: choose another `state_file`, or remove it")
+        raise BadState(f"{path} is no state file: choose another `output_dir`, or remove it")
     return True
 
 
@@ -261,7 +261,7 @@ def _refuse_modelopt(content: bytes, path: Path) -> None:
     if content.startswith(b"baseline_latency_ms:"):
         raise BadState(
             f"{path} is a state file of ModelOpt's autotuner, whose latencies and regions are others: choose another "
-            "`output_dir`, and give the model that it has made as `qdq_baseline`"
+            "`output_dir`, and tune the model that it has made with `from_qdq`"
         )
 
 
@@ -271,7 +271,7 @@ def _journal(content: bytes, path: Path) -> Journal | None:
     if not lines:
         if BEGINNING.startswith(torn[: len(BEGINNING)]):
             return None
-        raise BadState(f"{path} is no state file: choose another `state_file`")
+        raise BadState(f"{path} is no state file: choose another `output_dir`")
     head = _parsed(lines[0], path, 1)
     if not isinstance(head, HeadRecord) or head.version != VERSION:
         raise BadState(f"{path} is no state file of this version: move it away, or start over with `restart`")

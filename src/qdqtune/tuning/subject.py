@@ -55,7 +55,8 @@ of a usual static quantizer, and the fewest pairs, with which every compute oper
 
 WITHOUT_GPU = (
     "without a GPU: `qdqtune quantize MODEL --engine tensorrt -o quantized.onnx` places pairs by rules, and "
-    "`qdqtune check quantized.onnx --engine tensorrt-rtx --target sm89` builds it for a GPU that is not here"
+    "`qdqtune check quantized.onnx --engine tensorrt-rtx --engine-option target=sm89` builds it for a "
+    "GPU that is not here"
 )
 
 FLOAT_TYPES = {"float16": "FLOAT16", "float32": "FLOAT", "bfloat16": "BFLOAT16"}
@@ -245,7 +246,7 @@ def calibrated(
     for note in record.hurried if record is not None else ():
         observer.note(f"{note}; so it was when this run began: `restart` with more time calibrates anew")
     if record is None and subject.quantized is not None:
-        instead = "give the float model, and this file as `qdq_baseline`"
+        instead = "tune the float model"
         with onnxruntime_session(subject.prepared.execution, fuse=False) as session:
             sample = subject.prepared.samples.first(1)[0]
             check_stripped(subject.model, subject.quantized, session, sample, str(settings.model), instead)
@@ -334,7 +335,7 @@ def _loaded(
     if is_quantized(model):
         raise BadModel(
             f"{settings.model} already has Q/DQ pairs: give `from_qdq` to strip them and search from there, "
-            "or the float model with `qdq_baseline`"
+            "or tune the float model"
         )
     return model, None, made
 

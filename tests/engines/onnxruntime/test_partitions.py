@@ -10,7 +10,8 @@ from onnx import TensorProto, helper
 from engine_contract import IMAGE, conv_model, quantized_conv_model
 from qdqtune.engines import CPU_PROVIDER, EngineSpec, open_engine
 from qdqtune.engines.fallback import fallback
-from qdqtune.engines.onnxruntime.engine import OnnxRuntime, OnnxRuntimeOptions
+from qdqtune.engines.onnxruntime.engine import OnnxRuntime
+from qdqtune.engines.onnxruntime.options import OnnxRuntimeOptions
 from qdqtune.engines.onnxruntime.partitions import elsewhere, layers, own_words
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import EngineFailure, EngineUnavailable

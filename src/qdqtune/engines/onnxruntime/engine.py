@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module, metadata
 from pathlib import Path
@@ -27,8 +26,9 @@ from qdqtune.engines.library_settings import DENORMALS_AS_ZERO, provider_options
 from qdqtune.engines.machine import is_simulated, simulated_chip
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.engines.onnxruntime import partitions
+from qdqtune.engines.onnxruntime.options import OnnxRuntimeOptions
 from qdqtune.engines.providers import OF_EP, SYMMETRIC, Provider
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
+from qdqtune.errors import EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.loading import data_files
 from qdqtune.graph.saving import ONE_FILE_LIMIT, nbytes
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
@@ -71,38 +71,6 @@ RECORDING_NUMBER, NOT_RECORDED = "gpu_graph_id", "-1"
 """The entry of a run's options that tells recordings apart, and its value for an inference that is not recorded."""
 
 RECORD_ASSIGNMENT = "session.record_ep_graph_assignment_info"
-
-
-@dataclass(frozen=True)
-class OnnxRuntimeOptions:
-    """Options of ONNX Runtime.
-
-    threads: CPU threads of each operator; operators run one after the other.
-    provider: the execution provider, by ONNX Runtime's name.
-    provider_options: options of the provider, beside those of its table.
-    library: file of the plug-in that brings the provider, in place of that of its package.
-    fuse: whether operators are fused. If not, each runs exactly as the file has it: that shows what pairs do to the
-        values, not to the speed.
-    fuse_pairs: whether Q/DQ pairs are fused with operators. If not, Q and DQ run as nodes of their own.
-    denormals_as_zero: whether the CPU takes numbers below 1.2e-38 as zero. Many CPUs take a hundred times as long for
-        them, and a pair rounds them to zero, so that a quantized model would be faster for this reason alone. It is set
-        for the threads that a session starts; for the thread that makes it, only the first session of a process counts.
-    rewrite: without `fuse`, whether ONNX Runtime first rewrites the graph: it moves pairs, and rounds weights between
-        them.
-    """
-
-    threads: int = 1
-    provider: str = CPU_PROVIDER
-    fuse: bool = True
-    fuse_pairs: bool = True
-    denormals_as_zero: bool = True
-    rewrite: bool = False
-    provider_options: Mapping[str, str] | None = None
-    library: str = ""
-
-    def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise BadOption(f"`threads` must be a whole number from 1 on, not {self.threads}")
 
 
 def create(options: OnnxRuntimeOptions) -> OnnxRuntime:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from qdqtune.engines import formats, output_to, processor, translated
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.library_settings import openvino_configuration
 from qdqtune.engines.openvino import layers as openvino_layers
+from qdqtune.engines.openvino.options import OpenVinoOptions
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
@@ -23,7 +23,6 @@ except ImportError as error:
     raise EngineUnavailable(f"OpenVINO cannot be imported ({error}): pip install 'qdqtune[openvino]'") from error
 
 DEVICE = "CPU"
-FLOAT_PRECISIONS = ("f32", "f16", "bf16")
 WARMUP = 1
 """Profiled inferences that do not count: the first one allocates."""
 
@@ -32,23 +31,6 @@ OPENVINO_MESSAGES = (
     re.compile(r"Exception from \S+:\d+:\s*|Check '.*?' failed at \S+:\d+:\s*|FrontEnd API failed with \w+:\s*"),
 )
 """Arguments of `translated`: a name, and parts of messages that are cut: places in OpenVINO's sources."""
-
-
-@dataclass(frozen=True)
-class OpenVinoOptions:
-    """Options of OpenVINO: CPU threads, the precision of all that carries no Q/DQ pair, and whether denormal numbers
-    count as zero."""
-
-    threads: int = 1
-    precision: str = "f32"
-    denormals_as_zero: bool = True
-
-    def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise BadOption(f"`threads` must be a whole number from 1 on, not {self.threads}")
-        if self.precision not in FLOAT_PRECISIONS:
-            known = ", ".join(FLOAT_PRECISIONS)
-            raise BadOption(f"engine 'openvino' has no precision {self.precision!r}; it has {known}")
 
 
 def create(options: OpenVinoOptions) -> OpenVino:

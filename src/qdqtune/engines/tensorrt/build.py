@@ -105,7 +105,7 @@ def load_plugins(trt: Any, libraries: Sequence[str]) -> None:
     registry = trt.get_plugin_registry()
     for library in libraries:
         if not Path(library).is_file():
-            raise BadOption(f"`plugin_libraries`: there is no file {library}")
+            raise BadOption(f"`engine_options` plugin_libraries: there is no file {library}")
         try:
             handle = registry.load_library(str(library))
         except (RuntimeError, TypeError, ValueError) as error:
@@ -184,8 +184,8 @@ def _profile(builder: Any, network: Any, options: TensorRtOptions) -> Any | None
         shapes = options.shapes(tensor.name)
         if shapes is None:
             raise BadOption(
-                f"input {tensor.name!r} has dynamic sizes {sizes}: give its `opt_shapes`, and `min_shapes` and "
-                "`max_shapes` where it varies"
+                f"input {tensor.name!r} has dynamic sizes {sizes}: give `engine_options` opt_shapes=, and "
+                "min_shapes= and max_shapes= where it varies"
             )
         profile = profile or builder.create_optimization_profile()
         set_shape = profile.set_shape_input if tensor.is_shape_tensor else profile.set_shape

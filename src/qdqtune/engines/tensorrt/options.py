@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.errors import BadModel, BadOption
@@ -49,20 +49,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRtOptions:
-    """Options that all engines of the TensorRT family have.
+    """Options that all engines of the TensorRT family have."""
 
-    plugin_libraries: shared libraries with plug-ins.
-    min_shapes, opt_shapes, max_shapes: smallest sizes of each dynamic input, those to tune for, and largest.
-    workspace_mb: most scratch memory that a kernel may take.
-    builder_level: 0 (fast builds) to 5 (fast engines); the version's own default is 3.
-    """
-
-    plugin_libraries: Sequence[str] = ()
-    min_shapes: Shapes | None = None
-    opt_shapes: Shapes | None = None
-    max_shapes: Shapes | None = None
-    workspace_mb: int | None = None
-    builder_level: int | None = None
+    plugin_libraries: Annotated[Sequence[str], "shared libraries with plug-ins: one, or a list"] = ()
+    min_shapes: Annotated[Shapes | None, "smallest sizes of dynamic inputs: input:1x3x224x224,other:1x8"] = None
+    opt_shapes: Annotated[Shapes | None, "sizes to tune for (otherwise those of the samples)"] = None
+    max_shapes: Annotated[Shapes | None, "largest sizes"] = None
+    workspace_mb: Annotated[int | None, "most scratch memory that a kernel may take"] = None
+    builder_level: Annotated[int | None, "0 (fast builds) to 5 (fast engines); TensorRT itself takes 3"] = None
 
     def __post_init__(self) -> None:
         if self.workspace_mb is not None and self.workspace_mb < 1:
@@ -88,12 +82,35 @@ class TensorRtOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CachedOptions(TensorRtOptions):
-    """Options of engines that time kernels while they build.
+    """Options of engines that time kernels while they build."""
 
-    timing_cache: file of kernel times that builds share, made if it is missing.
+    timing_cache: Annotated[str | None, "file of kernel times that builds share, made if it is missing"] = None
+
+
+def as_json(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as an `EngineSpec` holds them. Shapes may be texts such as input:1x3x224x224, libraries a single path.
+
+    Raises:
+        BadOption: a text is no shape.
     """
+    chosen = dict(options)
+    for name in SHAPE_OPTIONS:
+        shapes = chosen.get(name)
+        if isinstance(shapes, str):
+            shapes = read_shapes(shapes, f"`engine_options` {name}: ")
+        if isinstance(shapes, Mapping):
+            chosen[name] = {tensor: list(s) if isinstance(s, Sequence) else s for tensor, s in shapes.items()}
+    if "plugin_libraries" in chosen:
+        chosen["plugin_libraries"] = libraries_in(chosen)
+    if isinstance(chosen.get("timing_cache"), Path):
+        chosen["timing_cache"] = str(chosen["timing_cache"])
+    return chosen
 
-    timing_cache: str | None = None
+
+def libraries_in(options: Mapping[str, Any]) -> list[str]:
+    """The option `plugin_libraries`, which may be a single path, as a list."""
+    libraries = options.get("plugin_libraries") or ()
+    return [str(one) for one in ([libraries] if isinstance(libraries, str | Path) else libraries)]
 
 
 def is_plan(path: Path) -> bool:

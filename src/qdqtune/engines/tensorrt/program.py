@@ -60,7 +60,7 @@ def find(name: str, arguments: str, launch: Launch = launch_process) -> Program:
     if path is None:
         raise EngineUnavailable(
             f"there is no program {name!r}: it comes with TensorRT (in its bin folder; in NVIDIA's containers "
-            "/usr/src/tensorrt/bin/trtexec); give its place with `trtexec` PATH"
+            "/usr/src/tensorrt/bin/trtexec); give its place with `engine_options` trtexec=PATH"
         )
     return Program(path, _version(path, launch), flags, launch)
 

@@ -11,7 +11,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 from qdqtune.engines import Built, output_to
 from qdqtune.engines.tensorrt.api import TensorRt, numeric_format, save_plan, translated, vendor_module
@@ -28,12 +28,9 @@ TENSOR = re.compile(r"\{ Name: (.*?), Dimensions: \[(.*?)\].*?, Datatype: (\w+)"
 
 @dataclass(frozen=True)
 class RtxOptions(TensorRtOptions):
-    """Options of TensorRT-RTX.
+    """Options of TensorRT-RTX."""
 
-    target: the architecture to build for: sm75, sm80, sm86, sm89, sm120 or sm121.
-    """
-
-    target: str | None = None
+    target: Annotated[str | None, "GPU to build for, if it is not here: sm75, sm80, sm86, sm89, sm120 or sm121"] = None
 
 
 def create(options: RtxOptions) -> TensorRt | AheadOfTime:
@@ -53,7 +50,8 @@ def create(options: RtxOptions) -> TensorRt | AheadOfTime:
         cuda = Cuda()
     except EngineUnavailable as error:
         if not target:
-            raise EngineUnavailable(f"{error}; to check builds without a GPU give `target` sm89") from error
+            again = "to check builds without a GPU give `engine_options` target=sm89"
+            raise EngineUnavailable(f"{error}; {again}") from error
         return AheadOfTime(trt, options)
     here = cuda.device
     if target and target != here.target:
@@ -61,7 +59,7 @@ def create(options: RtxOptions) -> TensorRt | AheadOfTime:
     if here.target not in known:
         raise EngineUnavailable(
             f"TensorRT-RTX has no kernels for {here.name} ({here.target}); to check builds for "
-            "another GPU give `target` sm89"
+            "another GPU give `engine_options` target=sm89"
         )
     return TensorRt("tensorrt-rtx", trt, cuda, options, None)
 
