@@ -72,7 +72,7 @@ def by_workers(entry: Entry, counts: list[int], kept: Path, given: argparse.Name
     finals = [kept / f"{entry.name}_{count}" / "optimized_final.onnx" for count in counts]
     ratios = [""]
     if len(finals) > 1:
-        engine = ("--threads", given.cores, "--timing-runs", 24)
+        engine = ("--threads", given.cores, "--effort", "quick")
         met = json.loads(qdqtune("compare", *finals, "--json", "-q", *data(entry), *engine).stdout)["others"]
         ratios += [f"{m['ratio']['median']:.3f} [{m['ratio']['low']:.3f}, {m['ratio']['high']:.3f}]" for m in met]
     print(f"\n{entry.name}, {given.mode} mode, workers of {given.cores} cores\n")

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, settings
 
 from command_lines import QUICK
 from models import build
+from qdqtune.autotune import command as autotune
 from qdqtune.cli import main
 from qdqtune.engines import devices
 from qdqtune.engines.runner import Runner
@@ -119,11 +120,14 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def call(capfd: pytest.CaptureFixture[str], workers: Workers) -> Call:
-    """Run a command line in this process: exit code, standard output, standard error."""
+    """Run a command line in this process: exit code, standard output, standard error. The command `autotune` is
+    `python -m qdqtune.autotune`."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
+        words = [str(a) for a in arguments]
+        program = autotune.main if words[:1] == ["autotune"] else main.main
         with pytest.raises(SystemExit) as end:
-            main.main([str(a) for a in arguments])
+            program(words[1:] if program is autotune.main else words)
         assert isinstance(end.value.code, int)
         return end.value.code, *capfd.readouterr()
 

@@ -30,6 +30,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from models import ATTENTION, build, conv_net, normal
+from qdqtune.autotune import command as autotune
 from qdqtune.cli import main
 from qdqtune.graph.saving import save
 from qdqtune.tuning.store import line_of
@@ -43,7 +44,7 @@ FAKE = ["--engine", "fake", "--engine-option", "asymmetric=true", "-q"]
 PLAIN = ["--calibration-method", "minmax", "--no-bias-correction"]
 RUNS = {
     "cut": ["--builds", "5"],
-    "region": ["--mode", "region", "--builds", "8", "--no-cut-seed"],
+    "region": ["--mode", "region", "--builds", "8"],
     "subgraph": ["--mode", "subgraph", "--builds", "4"],
     "front": ["--front", "--builds", "14"],
 }
@@ -109,8 +110,10 @@ def _attention() -> dict[str, Any]:
 
 def _call(*arguments: object) -> int:
     """Run a command line in this process: its exit code."""
+    words = [str(a) for a in arguments]
+    program = autotune.main if words[:1] == ["autotune"] else main.main
     with pytest.raises(SystemExit) as end:
-        main.main([str(a) for a in arguments])
+        program(words[1:] if program is autotune.main else words)
     assert isinstance(end.value.code, int)
     return end.value.code
 
@@ -454,7 +457,7 @@ def _of_model(rng: random.Random, base: Path, folder: Path) -> Case:
         ["quantize", str(path), "--calibration-data", str(data), "-o", str(folder / f"{OUT}.onnx")],
         ["tune", str(path), *FAKE, *with_data, "--builds", "3", *out],
         ["tune", str(path), *FAKE, *with_data, "--builds", "3", "--mode", "subgraph", *out],
-        ["tune", str(path), *FAKE, *with_data, "--builds", "5", "--mode", "region", "--no-cut-seed", *out],
+        ["tune", str(path), *FAKE, *with_data, "--builds", "5", "--mode", "region", *out],
         ["tune", str(path), *FAKE, *with_data, "--builds", "3", "--from-qdq", *out],
         ["apply", str(path), *with_data, "--placement", str(base / "cut" / "placement.yaml"), "-o",
          str(folder / f"{OUT}.onnx")],
@@ -501,7 +504,7 @@ def _of_cache(rng: random.Random, base: Path, folder: Path) -> Case:
     path = folder / "cache.yaml"
     source = base / "region" / "autotuner_state_pattern_cache.yaml"
     how = _mutated(rng, source, path, (*TEXT, documents, documents, documents))
-    arguments = ["tune", str(base / "mixed.onnx"), *FAKE, *PLAIN, "--mode", "region", "--builds", "6", "--no-cut-seed"]
+    arguments = ["autotune", "-m", str(base / "mixed.onnx"), *FAKE, *PLAIN, "--builds", "6", "--no-cut-seed"]
     data = ["--calibration-data", str(base / "mixed.npz"), "-o", str(folder / OUT)]
     return Case([*arguments, "--pattern-cache", str(path), *data], path, how)
 
@@ -584,11 +587,11 @@ def _of_names(rng: random.Random, base: Path, folder: Path) -> Case:
         ["quantize", model, "--calibration-cache", str(folder / "cache"), *out],
         ["quantize", model, *data, *out, "--evaluate", f"{folder / 'given.py'}:f"],
         ["tune", model, *FAKE, *data, "--builds", "3", "-o", str(folder / OUT)],
-        ["tune", model, *FAKE, *data, "--builds", "3", "-o", str(folder / OUT), "--state-file", str(folder / OUT / "s"),
-         "--pattern-cache", str(folder / "pattern")],
-        ["tune", model, *FAKE, *data, "--builds", "3", "-o", str(folder / OUT), "--mode", "subgraph", "--graph-json",
-         str(folder / "graph")],
-        ["tune", model, *FAKE, *data, "--builds", "3", "-o", str(folder / OUT), "--node-filter-list",
+        ["autotune", "-m", model, *FAKE, *data, "--builds", "5", "-o", str(folder / OUT), "--state-file",
+         str(folder / OUT / "s"), "--pattern-cache", str(folder / "pattern")],
+        ["autotune", "-m", model, *FAKE, *data, "--builds", "3", "-o", str(folder / OUT), "--mode", "subgraph",
+         "--graph-json", str(folder / "graph")],
+        ["tune", model, *FAKE, *data, "--builds", "3", "-o", str(folder / OUT), "--node-filter",
          str(folder / "nodes")],
         ["apply", model, *data, "--placement", placement, *out],
         ["inspect", model],
@@ -620,7 +623,7 @@ def _of_groups(rng: random.Random, base: Path, folder: Path) -> Case:
     how = _mutated(rng, whole_file, path, (*TEXT, jsons, jsons))
     whole_file.unlink()
     data = ["--calibration-data", str(base / "mixed.npz"), *PLAIN, "-o", str(folder / OUT)]
-    arguments = ["tune", str(base / "mixed.onnx"), *FAKE, "--mode", "subgraph", "--builds", "4"]
+    arguments = ["autotune", "-m", str(base / "mixed.onnx"), *FAKE, "--mode", "subgraph", "--builds", "4"]
     return Case([*arguments, "--graph-json", str(path), *data], path, how)
 
 

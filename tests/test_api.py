@@ -130,7 +130,7 @@ DOORS: dict[str, tuple[type[Options], Callable[..., object]]] = {
     "inspect": (api.InspectCall, api.inspect),
     "verify": (api.VerifyCall, api.verify),
 }  # fmt: skip
-ONLY_TYPED = {"junit", "markdown", "as_machine", "dry_run", "pick", "as_layers", "is_seed", "tune_args", "files"}
+ONLY_TYPED = {"junit", "markdown", "as_machine", "dry_run", "pick", "as_layers", "files"}
 """Parameters of the command line alone."""
 
 

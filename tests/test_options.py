@@ -34,14 +34,14 @@ def test_values_of_python_mean_what_text_means() -> None:
     typed = TuneOptions(
         "-model.onnx",
         input_shapes=["x:0:1x3", "s:"], fix_inputs=["n=2", "s=a=b"], engine_options=["streams=2", "mode=x"],
-        plugin_libraries=["a.so", "b.so"], min_sqnr="none", min_agreement="auto",  # type: ignore[arg-type]
+        min_sqnr="none", min_agreement="auto",  # type: ignore[arg-type]
         time_budget="90s", threads="1,4", workloads=["a.npz:2"],
     )  # fmt: skip
     held = TuneOptions(
         "-model.onnx",
         input_shapes={"x:0": (1, 3), "s": ()}, fix_inputs={"n": 2, "s": "a=b"},
         engine_options={"streams": 2, "mode": "x"},
-        plugin_libraries=("a.so", "b.so"), min_sqnr=None, time_budget=90, threads=[1, 4], workloads={"a.npz": 2},
+        min_sqnr=None, time_budget=90, threads=[1, 4], workloads={"a.npz": 2},
     )  # fmt: skip
     assert typed == held
     assert held.input_shapes == {"x:0": (1, 3), "s": ()}

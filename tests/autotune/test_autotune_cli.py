@@ -18,19 +18,24 @@ from models import INT8, build, conv_net, normal, ranges
 from qdqtune.autotune import command as autotune
 from qdqtune.autotune import region_inspect
 from qdqtune.autotune.__main__ import apply_mode_presets, get_parser
+from qdqtune.autotune.options import AutotuneOptions
 from qdqtune.autotune.workflows import RegionLogs
 from qdqtune.cli import tune
+from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
+from qdqtune.graph.rewrites import folded
 from qdqtune.graph.saving import save
 from qdqtune.placement import start_placements
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.regions import discovery
-from qdqtune.search.regions.patterns import group
+from qdqtune.search.regions.patterns import group, tunable
 from qdqtune.tuning.observer import State
+from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
+from qdqtune.tuning.subject import tuned_patterns
 from qdqtune.types import Failure, Placement, Proposal, Trial
-from runs import cost, environment, hopeless, write
+from runs import cost, environment, hopeless, mixed, write
 from workers import Workers
 
 Run = Callable[..., tuple[int, str, str]]
@@ -157,7 +162,7 @@ def test_every_underscored_flag(run: Run, asked: list[dict[str, Any]], model: Pa
     ]
     assert (given["engine"], given["engine_options"]["timing_cache"]) == ("trtexec", "times")
     assert (given["engine_options"]["plugin_libraries"], given["engine_options"]["trtexec_args"]) == (
-        ("a.so", "b.so"),
+        ["a.so", "b.so"],
         "--fp16 --workspace=4096",
     )
 
@@ -366,3 +371,70 @@ def test_ctrl_c_while_it_is_imported_is_quiet(tmp_path: Path) -> None:
     path = {**environment(), "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=path, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+OPTIONS: dict[str, tuple[object, Callable[[Settings], object], object]] = {
+    "cut_seed": (False, lambda s: s.cut_seed, False),
+    "incremental_validation": (False, lambda s: s.incremental_validation, False),
+    "regions": ("topology", lambda s: s.regions, "topology"),
+    "default_dq_dtype": ("float16", lambda s: s.default_dq_dtype, "float16"),
+    "qdq_baseline": ("q.onnx", lambda s: s.qdq_baseline, Path("q.onnx")),
+    "state_file": ("s.yaml", lambda s: s.state, Path("s.yaml")),
+    "pattern_cache": ("c.yaml", lambda s: s.pattern_cache, Path("c.yaml")),
+    "schemes_per_region": (9, lambda s: s.config.schemes_per_region, 9),
+    "timing_runs": (25, lambda s: s.plan.looks, (12, 20, 25)),
+    "warmup_runs": (0, lambda s: s.plan.warmup, 0),
+    "node_filter": (["b?"], lambda s: s.node_filter, ("b?",)),
+}
+"""Option to a value, what to look at in the settings, and what is expected there."""
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_of_its_own_reaches_its_setting(option: str) -> None:
+    value, look, expected = OPTIONS[option]
+    usual = {"mode": "region", "builds": 30}
+    assert look(AutotuneOptions("m.onnx", **usual).settings()) != expected
+    assert look(AutotuneOptions("m.onnx", **usual, **{option: value}).settings()) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"from_qdq": True, "qdq_baseline": "q"}, "exclude each other"),
+        ({"pattern_cache": "c.yaml"}, "`pattern_cache` is for `mode` region"),
+        ({"graph_json": "g.json"}, "`graph_json` is for `mode` subgraph"),
+    ],
+)
+def test_options_that_do_not_go_together(given: Any, words: str) -> None:
+    with pytest.raises(BadOption, match=words):
+        AutotuneOptions("m.onnx", **given).settings()
+
+
+def test_schemes_that_are_asked_for_have_as_many_builds_as_they_take(tmp_path: Path) -> None:
+    path = write(mixed(), tmp_path)
+
+    def builds(**more: Any) -> int:
+        return AutotuneOptions(path, mode="region", **more).settings().builds
+
+    assert builds(schemes_per_region=30) == builds_for(30, len(tuned_patterns(path))) > 4 * 30
+    assert builds(schemes_per_region=30, builds=20) == 20
+    assert builds(schemes_per_region=1) == builds() == EFFORTS["default"].builds["region"]
+
+
+def test_schemes_are_counted_for_the_graph_that_is_tuned(tmp_path: Path) -> None:
+    net = """net (float[2,8,4,4] x) => (float[2,8,4,4] y) {
+        [first] a = Conv(x, w)
+        [scale] b = Mul(a, half)
+        [second] c = Conv(x, w)
+        [third] d = Conv(x, w)
+        [sum] e = Add(b, c)
+        [end] y = Add(e, d)
+    }"""
+    half = np.full((1, 8, 1, 1), 0.5, np.float32)
+    path = write(build(net, {"w": normal(8, 8, 1, 1), "half": half}), tmp_path)
+    counts = []
+    for rewrites, graph in ("off", load(path)), ("auto", folded(load(path))):
+        counts.append(len(tunable(graph, group(graph, discovery.find(graph)))))
+        builds = AutotuneOptions(path, mode="region", schemes_per_region=300, rewrites=rewrites).settings().builds
+        assert builds == builds_for(300, counts[-1])
+    assert counts[0] < counts[1]

@@ -17,7 +17,7 @@ from runs import mixed, write
 from workers import in_process
 
 FAKE = ("--engine", "fake")
-TUNE = (*FAKE, "--builds", "8", "--timing-runs", "12", "--min-sqnr", "none", "--no-report", "-q")
+TUNE = (*FAKE, "--builds", "8", "--min-sqnr", "none", "--no-report", "-q")
 TELLS = {"sqnr_db", "output_sqnr_db", "output_cosine", "accuracy", "lowest_db", "agreement", "top1", "output_db"}
 """Keys of JSON that hold accuracy."""
 

@@ -14,13 +14,13 @@ def test_a_shell_gets_the_script_of_click(monkeypatch, call):
 
 
 def test_a_shell_that_asks_is_answered(monkeypatch, call):
-    for name, value in {"COMP_WORDS": "qdqtune tune --incr", "COMP_CWORD": "2"}.items():
+    for name, value in {"COMP_WORDS": "qdqtune tune --dry", "COMP_CWORD": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("_QDQTUNE_COMPLETE", "bash_complete")
-    assert call() == (0, "plain,--incremental-validation\n", "")
+    assert call() == (0, "plain,--dry-run\n", "")
 
 
 def test_a_shell_completes_the_options_of_a_command():
     completing = ShellComplete(main.app, {}, "qdqtune", "_QDQTUNE_COMPLETE")
-    assert [item.value for item in completing.get_completions(["tune"], "--incr")] == ["--incremental-validation"]
+    assert [item.value for item in completing.get_completions(["tune"], "--dry")] == ["--dry-run"]
     assert {item.value for item in completing.get_completions([], "")} == COMMANDS.keys()

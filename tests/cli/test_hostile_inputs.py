@@ -58,7 +58,7 @@ def test_a_scale_that_no_tensor_has_is_named(call: Call, model: Path, tmp_path: 
     onnx.save(proto, broken)
     told = "the pair on x has a scale that no tensor has: see qdqtune debug"
     fails(call, told, "tune", broken, "--from-qdq", *QUICK, *data, "-o", tmp_path / "out")
-    fails(call, told, "tune", model, "--qdq-baseline", broken, *QUICK, *data, "-o", tmp_path / "out")
+    fails(call, told, "autotune", "-m", model, "--qdq-baseline", broken, *QUICK, *data, "-o", tmp_path / "out")
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])

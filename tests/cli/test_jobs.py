@@ -30,14 +30,14 @@ def test_each_model_gets_what_was_typed(call: Call, tmp_path: Path, monkeypatch:
         (Path("models") / name).write_text("")
     Path("--c.onnx").write_text("")
     started = ran(monkeypatch, [0, 3, 2])
-    typed = ["--time-budget", "90s", "--fix-input", "n=1", "--fix_input", "m=2", "--no-cut-seed", "--restart"]
+    typed = ["--time-budget", "90s", "--fix-input", "n=1", "--fix_input", "m=2", "--no-report", "--restart"]
     code, out, _ = call("tune", "-o", "out", *typed, "--json", "--", "--c.onnx", "models")
     assert code == 2
     assert [row["model"] for row in json.loads(out)] == ["--c.onnx", "models/a.onnx", "models/b.onnx"]
     for asked, model in zip(started, ("--c", "models/a", "models/b"), strict=True):
         assert asked == [
             "tune", "--output-dir", f"out/{Path(model).name}", "--time-budget", "90s", "--fix-input", "n=1",
-            "--fix-input", "m=2", "--no-cut-seed", "--restart", "--json", "--", f"{model}.onnx",
+            "--fix-input", "m=2", "--no-report", "--restart", "--json", "--", f"{model}.onnx",
         ]  # fmt: skip
 
 

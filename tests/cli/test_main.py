@@ -186,7 +186,7 @@ def test_files_of_an_earlier_run_that_cannot_be_read(content, call, model, tmp_p
     path = tmp_path / "earlier.yaml"
     if content is not None:
         path.write_text(content)
-    tuning = ["tune", model, *QUICK, "--mode", "region", "-o", tmp_path / "o", "--pattern-cache", path]
+    tuning = ["autotune", "-m", model, *QUICK, "-o", tmp_path / "o", "--pattern-cache", path]
     for arguments in (["apply", model, "--placement", path], tuning):
         code, error = errors(call(*arguments))
         assert code == 2

@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,11 @@ import pytest
 
 from conftest import Call
 from models import build, conv_net, normal
-from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import processor
 from qdqtune.graph.loading import load
 from qdqtune.placement.engine_rules import rules_of
 from qdqtune.placement.reading import count_pairs, read_placement
-from runs import mixed, write
+from runs import write
 
 RUN = ("--engine", "openvino", "--calibration-data")
 
@@ -134,32 +132,12 @@ def test_weights_alone_are_stored_as_asked_and_the_words_say_how_many(call: Call
     assert code == 2
 
 
-def test_what_is_given_reaches_the_search(call: Call, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `--tune-args` says of the same option wins; of mappings, the other names stay."""
-    searches: list[tuple[TuneOptions, Mapping[str, bool]]] = []
-    monkeypatch.setattr("qdqtune.cli.tune.run", lambda options, **how: searches.append((options, how)) or 0)
-    data = ["--calibration-data", model.with_suffix(".npz"), "--input-shape", "image:2x3x8x8"]
-    given = ["--seed", 3, "--percentile", 99, *data, "--tune", "-o", model.parent / "q.onnx"]
-    for more in ("--seed 4 --threads 2 --fix-input a=1", "--seed=4 --input-shape b:1 --json"):
-        code, _, err = call("quantize", model, *given, "--tune-args", more)
-        assert code == 0, err
-    (first, how), (second, machine) = searches
-    assert (first.seed, first.threads, first.percentile, first.fix_inputs) == (4, 2, 99, {"a": 1})
-    assert (first.model, first.qdq_baseline) == (model, model.parent / "q.onnx")
-    assert (first.calibration_data, how["as_machine"]) == (str(data[1]), False)
-    assert second.input_shapes == {"image": (2, 3, 8, 8), "b": (1,)}
-    assert machine["as_machine"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [(["--engine", "gpu"], "'gpu' is not one of"), (["--quant-type", "fp8"], "ONNX Runtime has no FP8 kernels"),
      (["--nodes-to-exclude", "nobody"], "no node is named 'nobody'"), (["-o", "no/q.onnx"], "there is no folder no"),
      (["-o", "."], "cannot write .: it is a folder"), (["-o", "/dev/null/q.onnx"], "there is no folder /dev/null"),
      (["-o", "/proc/q.onnx"], "cannot write /proc/q.onnx"),
-     (["--tune-args", "--builds 3"], "--tune-args goes with --tune"),
-     (["--tune", "--tune-args", "--builds 'x"], "--tune-args --builds 'x: No closing quotation"),
-     (["--tune", "--tune-args", "--builds x"], "'x' is not a valid integer (see qdqtune tune --help)"),
      (["--precision", "fp16"], " half-precision (")],
 )  # fmt: skip
 def test_bad_input_is_one_line(call: Call, model: Path, arguments: list[str], words: str) -> None:
@@ -213,21 +191,6 @@ def test_outputs_that_are_not_finite_are_told_and_json_stays_valid(by: str, call
     assert (found["finite"], found["output_sqnr_db"], found["output_cosine"]) == (False, None, None)
     assert f"note: outputs of the {by} model are NaN or infinite" in err
     assert "output SQNR unknown, on 6 samples\n" in call("quantize", path, *RUN, path.with_suffix(".npz"))[1]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_tune_starts_from_the_placement(call: Call, precision: str, tmp_path: Path) -> None:
-    path = write(mixed(), tmp_path)
-    code, out, _ = call(
-        "quantize", path, "--engine", "fake", "--calibration-data", path.with_suffix(".npz"), "--tune",
-        "--precision", precision, "--tune-args", f"--builds 7 -o '{tmp_path / 'out'}'", "--json",
-    )  # fmt: skip
-    assert code == 0
-    summary = json.loads(out)
-    assert summary["shipped"] == "tuned"
-    assert "origin: imported" in (tmp_path / "out" / "autotuner_state.yaml").read_text().replace('"', "")
-    ours = read_placement(load(path), load(path.with_suffix(".qdq.onnx"))).placement
-    assert ours.edges
 
 
 def test_a_folder_of_one_model_gets_the_quantized_one_beside_it(call: Call, model: Path) -> None:

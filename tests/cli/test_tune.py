@@ -7,36 +7,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
 
 from command_lines import COMMANDS, QUICK, UNCHECKED, errors
-from models import build, conv_net, normal
+from models import conv_net
+from qdqtune.autotune.options import OF_SETTINGS
 from qdqtune.calibration.scales import Calibration
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.cli import main, tune
+from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import EngineSpec
-from qdqtune.graph.loading import load
-from qdqtune.graph.rewrites import folded
-from qdqtune.search.regions import discovery
-from qdqtune.search.regions.patterns import group, tunable
+from qdqtune.options import options_of
 from qdqtune.timing.ratios import Plan
-from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
-from qdqtune.tuning.subject import tuned_patterns
-from runs import hopeless, mixed, write
+from qdqtune.tuning.settings import EFFORTS, Settings
+from runs import hopeless, write
 
 
 def settings_of(*arguments: object, model: str | Path = "m.onnx") -> Settings:
     """The settings of a search with these arguments of `tune`."""
-    with main.app.make_context("qdqtune", ["tune"]):
-        return tune.typed([str(a) for a in arguments], {"model": model})[0].settings(("qdqtune", *map(str, arguments)))
+    with main.app.make_context("qdqtune", ["tune"]) as program:
+        words = [str(model), *map(str, arguments)]
+        given = tune.tune_command.make_context("tune", words, parent=program).params
+    own = {name: value for name, value in given.items() if name in options_of(TuneOptions)}
+    return TuneOptions(**own).settings(("qdqtune", *map(str, arguments)))
 
 
 TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--output-dir": (["x/y"], lambda s: s.output_dir, Path("x/y")),
     "--mode": (["region"], lambda s: s.mode, "region"),
-    "--no-cut-seed": ([], lambda s: s.cut_seed, False),
     "--quant-type": (["fp8"], lambda s: s.quant_type, "fp8"),
     "--precision": (["fp16"], lambda s: s.precision, "fp16"),
     "--engine": (["fake"], lambda s: s.engine, EngineSpec("fake")),
@@ -45,16 +44,6 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--ray": (["auto"], lambda s: s.ray, "auto"),
     "--cores-per-worker": (["2"], lambda s: s.cores_per_worker, 2),
     "--provider": (["CUDA"], lambda s: s.engine.options.get("provider"), "CUDA"),
-    "--target": (["sm89"], lambda s: s.engine.options.get("target"), "sm89"),
-    "--min-shapes": (["a:1x2"], lambda s: s.engine.options.get("min_shapes"), {"a": [1, 2]}),
-    "--opt-shapes": (["a:1x2"], lambda s: s.engine.options.get("opt_shapes"), {"a": [1, 2]}),
-    "--max-shapes": (["a:1x2"], lambda s: s.engine.options.get("max_shapes"), {"a": [1, 2]}),
-    "--timing-cache": (["t.cache"], lambda s: s.engine.options.get("timing_cache"), "t.cache"),
-    "--plugin-libraries": (["p.so"], lambda s: s.engine.options.get("plugin_libraries"), ["p.so"]),
-    "--workspace-mb": (["64"], lambda s: s.engine.options.get("workspace_mb"), 64),
-    "--builder-level": (["3"], lambda s: s.engine.options.get("builder_level"), 3),
-    "--trtexec": (["/x/trtexec"], lambda s: s.engine.options.get("trtexec"), "/x/trtexec"),
-    "--trtexec-args": (["--fp16 --best"], lambda s: s.engine.options.get("trtexec_args"), "--fp16 --best"),
     "--engine-option": (["noise=0.5"], lambda s: s.engine.options.get("noise"), 0.5),
     "--time-limit": (["90s"], lambda s: s.time_limit, 90),
     "--calibration-data": (["a:b"], lambda s: s.calibration_data, "a:b"),
@@ -71,18 +60,10 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--effort": (["extensive"], lambda s: (s.builds, s.plan.looks, s.config.schemes_per_region, s.proof),
                  (EFFORTS["extensive"].builds["cut"], EFFORTS["extensive"].looks, 200, EFFORTS["extensive"].proof)),
     "--builds": (["33"], lambda s: s.builds, 33),
-    "--schemes-per-region": (["9"], lambda s: s.config.schemes_per_region, 9),
     "--time-budget": (["1.5h"], lambda s: s.time_budget, 5400),
-    "--timing-runs": (["25"], lambda s: s.plan.looks, (12, 20, 25)),
-    "--warmup-runs": (["0"], lambda s: s.plan.warmup, 0),
-    "--regions": (["topology"], lambda s: s.regions, "topology"),
-    "--node-filter-list": (["names.txt"], lambda s: s.node_filter, ("/a/*", "b?")),
-    "--default-dq-dtype": (["float16"], lambda s: s.default_dq_dtype, "float16"),
-    "--qdq-baseline": (["q.onnx"], lambda s: s.qdq_baseline, Path("q.onnx")),
+    "--node-filter": (["names.txt"], lambda s: s.node_filter, ("/a/*", "b?")),
     "--from-qdq": ([], lambda s: s.from_qdq, True),
     "--portable": ([], lambda s: s.portable, True),
-    "--pattern-cache": (["c.yaml", "--mode", "region"], lambda s: s.pattern_cache, Path("c.yaml")),
-    "--state-file": (["s.yaml"], lambda s: s.state, Path("s.yaml")),
     "--min-sqnr": (["20.5"], lambda s: s.min_sqnr, 20.5),
     "--min-sqnr-worst": (["12"], lambda s: s.min_sqnr_worst, 12.0),
     "--min-agreement": (["none"], lambda s: s.min_agreement, None),
@@ -92,8 +73,6 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--metric": (["top5"], lambda s: s.metric, "top5"),
     "--evaluate": (["metric:score"], lambda s: s.evaluate, "metric:score"),
     "--max-drop": (["0.5", "--evaluate", "metric:score"], lambda s: s.max_drop, 0.5),
-    "--graph-json": (["g.json", "--mode", "subgraph"], lambda s: s.graph_json, Path("g.json")),
-    "--no-incremental-validation": ([], lambda s: s.incremental_validation, False),
     "--restart": ([], lambda s: s.restart, True),
     "--workload": (["a.b/decode.npz:0.8"], lambda s: s.workloads, (WorkloadFile(Path("a.b/decode.npz"), 0.8),)),
 }  # fmt: skip
@@ -120,7 +99,7 @@ def test_a_timing_cache_lies_beside_the_output_unless_named(engine, monkeypatch,
     monkeypatch.chdir(tmp_path)
     beside = settings_of("--engine", engine, "-o", "out").engine
     assert beside.options == {"timing_cache": str(tmp_path / "out" / "timing.cache")}
-    named = settings_of("--engine", engine, "--timing-cache", "t", "--input-shape", "x:1x2")
+    named = settings_of("--engine", engine, "--engine-option", "timing_cache=t", "--input-shape", "x:1x2")
     assert named.engine.options == {"timing_cache": "t", "opt_shapes": {"x": [1, 2]}}
 
 
@@ -137,7 +116,7 @@ def test_every_field_of_the_settings_has_an_option(monkeypatch, tmp_path):
     for option, (values, _, _) in TUNE.items():
         given = settings_of(option, *values)
         reached |= {name for name, value in vars(given).items() if value != getattr(usual, name)}
-    others = {"model", "accuracy_samples", "on", "machine"}
+    others = {"model", "accuracy_samples", "on", "machine", *OF_SETTINGS}
     assert reached == {field.name for field in fields(Settings)} - others
 
 
@@ -152,8 +131,8 @@ def test_a_search_runs_at_the_largest_number_of_threads_that_is_deployed():
 
 
 def test_explicit_options_win_over_the_preset():
-    given = settings_of("--builds", 50, "--effort", "quick", "-s", 3, "--timing_runs", 12)
-    assert (given.builds, given.config.schemes_per_region, given.plan.looks) == (50, 3, (12,))
+    given = settings_of("--builds", 50, "--effort", "quick")
+    assert (given.builds, given.plan.looks) == (50, EFFORTS["quick"].looks)
     assert given.proof == EFFORTS["quick"].proof
 
 
@@ -201,7 +180,7 @@ def test_a_baseline_that_gives_nothing_is_refused(pairs, call, tuned, model, tmp
     """The float model itself, and another network with pairs."""
     other = write(conv_net(), tmp_path, "other") if pairs == "none" else tuned.parent / "out" / "optimized_final.onnx"
     model = write(conv_net(), tmp_path, "network")
-    code, error = errors(call("tune", model, *QUICK, "--qdq-baseline", other, "-o", tmp_path / "out"))
+    code, error = errors(call("autotune", "-m", model, *QUICK, "--qdq-baseline", other, "-o", tmp_path / "out"))
     assert code == 2
     assert error.startswith(f"{other} has no Q/DQ pair that fits {model}: give a quantized version of it")
 
@@ -314,17 +293,6 @@ def test_dry_run_says_what_would_be_done_and_does_nothing(call, model, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
-def test_schemes_that_are_asked_for_have_as_many_builds_as_they_take(tmp_path: Path) -> None:
-    path = write(mixed(), tmp_path)
-
-    def builds(*more: object) -> int:
-        return settings_of("--mode", "region", *more, model=path).builds
-
-    assert builds("-s", 30) == builds_for(30, len(tuned_patterns(path))) > 4 * 30
-    assert builds("-s", 30, "--builds", 20) == 20
-    assert builds("-s", 1) == builds() == EFFORTS["default"].builds["region"]
-
-
 def test_a_short_budget_is_content_with_few_rounds_where_few_candidates_may_win_by_luck() -> None:
     def plan(*more: object) -> Plan:
         return settings_of(*more).plan
@@ -332,22 +300,3 @@ def test_a_short_budget_is_content_with_few_rounds_where_few_candidates_may_win_
     assert (plan().looks, plan().error) == (EFFORTS["default"].looks, Plan.error)
     assert (plan("--time-budget", "90s").looks[0], plan("--time-budget", "90s").error) == (7, 0.02)
     assert plan("--time-budget", "10m") == plan("--time-budget", "90s", "--mode", "region") == plan()
-
-
-def test_schemes_are_counted_for_the_graph_that_is_tuned(tmp_path: Path) -> None:
-    net = """net (float[2,8,4,4] x) => (float[2,8,4,4] y) {
-        [first] a = Conv(x, w)
-        [scale] b = Mul(a, half)
-        [second] c = Conv(x, w)
-        [third] d = Conv(x, w)
-        [sum] e = Add(b, c)
-        [end] y = Add(e, d)
-    }"""
-    half = np.full((1, 8, 1, 1), 0.5, np.float32)
-    path = write(build(net, {"w": normal(8, 8, 1, 1), "half": half}), tmp_path)
-    counts = []
-    for rewrites, graph in ("off", load(path)), ("auto", folded(load(path))):
-        counts.append(len(tunable(graph, group(graph, discovery.find(graph)))))
-        builds = settings_of("--mode", "region", "-s", 300, "--rewrites", rewrites, model=path).builds
-        assert builds == builds_for(300, counts[-1])
-    assert counts[0] < counts[1]

@@ -22,9 +22,8 @@ def test_what_is_no_finished_run_is_refused(tuned: Path, tmp_path: Path) -> None
         explain_run(tmp_path / "none")
     shutil.copytree(tuned.parent / "out", tmp_path / "out")
     (tmp_path / "out" / "autotuner_state.yaml").rename(tmp_path / "elsewhere.yaml")
-    with pytest.raises(BadState, match="`state_file`"):
+    with pytest.raises(BadState, match="tune the model again"):
         explain_run(tmp_path / "out")
-    assert explain_run(tmp_path / "out", tmp_path / "elsewhere.yaml").rows == explain_run(tuned.parent / "out").rows
 
 
 def test_units_decided_otherwise_together_need_no_conversions_between_them(tuned: Path) -> None:

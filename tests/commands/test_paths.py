@@ -27,7 +27,7 @@ QUICK = ("--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "
 COMMANDS = {name: command.command for name, command in app.commands.items() if isinstance(command, Later)} | {
     "autotune": autotune.command,
 }
-TEXTS = frozenset({"trtexec", "trtexec_args", "tune_args", "engine_options", "ray", "target"})
+TEXTS = frozenset({"trtexec_args", "engine_options", "ray"})
 """Options whose text may hold names of files for another program."""
 GIVEN = {"build": ["--engine", "onnxruntime"], "debug": [], "report": [], "autotune": ["--engine", "fake"]}
 """What a command has to be given besides files."""
@@ -142,8 +142,6 @@ def test_no_option_writes_to_what_is_read_or_was_there_before(case, files, tmp_p
     others = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
     if case.command == "report":
         others.remove(tmp_path / "run" / "report.html")  # its own, which it replaces
-    if str(case) == "doctor --timing-cache":
-        others.remove(tmp_path / "weights.bin")  # belongs to no model that it reads, and may be a timing cache
     needed = [p for p in COMMANDS[case.command].params if isinstance(p.type, Writes) and p.required]
     more = [word for p in needed if p is not case.option for word in (max(p.opts, key=len), tmp_path / "new.onnx")]
     for victim in others:
@@ -169,7 +167,7 @@ def test_a_folder_is_called_a_folder(case, files, tmp_path, capfd):
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("case", [case for case in cases(OfRun) if case.command == "tune"], ids=str)
+@pytest.mark.parametrize("case", [case for case in cases(OfRun) if case.command == "autotune"], ids=str)
 def test_no_run_writes_to_what_is_read_or_was_there_before(case, files, tmp_path, capfd, request):
     """A file of the run's own is named as each file that a run reads, or as another; its folder holds each of these
     under each name of a result."""
@@ -177,7 +175,7 @@ def test_no_run_writes_to_what_is_read_or_was_there_before(case, files, tmp_path
     circle = tmp_path / "before_circle"
     circle.symlink_to(circle)
     known: list[tuple[list[object], Path]] = [([], file) for file in sorted(tmp_path.glob("before*"))]
-    for param in reads("tune"):
+    for param in reads("autotune"):
         assert param.name is not None
         path = files[param.name]
         named: list[object] = [f"{path}:score" if param.name == "evaluate" else path]
@@ -185,19 +183,19 @@ def test_no_run_writes_to_what_is_read_or_was_there_before(case, files, tmp_path
         known.append(([*mode, *([] if param.name == "model" else [max(param.opts, key=len), *named])], path))
     is_folder = case.option.name == "output_dir"
     for more, victim in known:
-        arguments = [files["model"], *QUICK, *more, case.flag]
+        arguments = ["-m", files["model"], *QUICK, *more, case.flag]
         if not is_folder:
-            refused(capfd, tmp_path, "tune", *arguments, victim, "-o", out)
+            refused(capfd, tmp_path, "autotune", *arguments, victim, "-o", out)
             count += 1
             continue
-        mode = next((m for m in ("region", "subgraph") if m in more), "cut")
+        mode = next((m for m in ("region", "subgraph") if m in more), "region")
         exported = victim if "--graph-json" in more else None
         names = names_of(settings(files["model"], mode=mode, output_dir=out, graph_json=exported))
         for name in names if victim == known[0][1] or "--mode" in more else names[:1]:
             place = out / name
             place.parent.mkdir(parents=True, exist_ok=True)
             os.link(victim, place)
-            refused(capfd, tmp_path, "tune", *arguments, out)
+            refused(capfd, tmp_path, "autotune", *arguments, out)
             count += 1
             place.unlink()
     request.node.add_report_section("call", "written", f"{case}: {count} files, all refused and untouched")
@@ -219,8 +217,7 @@ def test_what_a_command_has_written_it_writes_again(files, tmp_path, capfd):
         ("apply", [model, *data, "--placement", tmp_path / "o" / "placement.yaml", "-o", tmp_path / "a.onnx"]),
         ("report", [tmp_path / "o", "-o", tmp_path / "r.html"]),
         ("report", [tmp_path / "o"]),
-        ("tune", [model, *QUICK, "--state-file", tmp_path / "s.yaml",
-                  "-o", tmp_path / "t"]),
+        ("autotune", ["-m", model, *QUICK, "--state-file", tmp_path / "s.yaml", "-o", tmp_path / "t"]),
     ]  # fmt: skip
     for name, arguments in (*asked, *asked):
         code, err = run(capfd, name, *arguments)

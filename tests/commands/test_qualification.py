@@ -393,7 +393,7 @@ def test_an_engine_that_is_not_there(
     call: Any, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, _, said = call("doctor", "--qualify", "--engine", "trtexec", "--trtexec", "nowhere")
+    code, _, said = call("doctor", "--qualify", "--engine", "trtexec", "--engine-option", "trtexec=nowhere")
     assert code == 5
     assert "nowhere" in said
     assert not list(tmp_path.glob("*.json"))

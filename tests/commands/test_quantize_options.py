@@ -60,5 +60,5 @@ def test_every_option_reaches_its_field_and_every_field_has_one() -> None:
         reached |= {name for name, value in vars(given).items() if value != getattr(usual, name)}
     assert reached == {field.name for field in fields(QuantizeOptions)} - {"model", "time_limit"}
     names = {next(o for o in p.opts if o.startswith("--")) for p in quantize_command.params if p.name != "model"}
-    more = {"--tune", "--tune-args", "--json", "--time-limit"}
+    more = {"--json", "--time-limit"}
     assert names == {name.replace("--no-", "--") for name in QUANTIZE} | more

@@ -24,7 +24,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     name = str(request.param)
     if name == "openvino" and importlib.util.find_spec(name) is None:
         pytest.skip("needs OpenVINO")
-    more = ["--trtexec", stand_in(tmp_path, "10.16")] if name == "trtexec" else []
+    more = ["--engine-option", f"trtexec={stand_in(tmp_path, '10.16')}"] if name == "trtexec" else []
     return ["--engine", name, *more]
 
 

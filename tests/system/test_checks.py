@@ -89,7 +89,9 @@ def test_whatever_a_run_reads_it_does_not_write(call: Call, model: Path, tmp_pat
     (tmp_path / "out").mkdir()
     os.link(given, tmp_path / "out" / "summary.json")
     named = f"{metric}:score" if option == "--evaluate" else given
-    is_refused(call, tmp_path, "would be overwritten", "tune", model, *QUICK, option, named, "-o", tmp_path / "out")
+    is_refused(
+        call, tmp_path, "would be overwritten", "autotune", "-m", model, *QUICK, option, named, "-o", tmp_path / "out"
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def test_groups_and_patterns_are_not_overwritten(call, model, tmp_path, option, 
     given = tmp_path / "out" / name
     given.parent.mkdir(parents=True)
     given.write_text("{}")
-    arguments = ["tune", model, *QUICK, "--mode", mode, option, given, "-o", tmp_path / "out"]
+    arguments = ["autotune", "-m", model, *QUICK, "--mode", mode, option, given, "-o", tmp_path / "out"]
     is_refused(call, tmp_path, "would be overwritten", *arguments)
 
 
@@ -183,7 +185,7 @@ def test_a_pipe_is_no_file_to_read(call: Call, model: Path, command: str) -> Non
 def test_no_option_of_a_search_reads_a_pipe(call: Call, model: Path, option: str) -> None:
     pipe = model.with_name("pipe")
     os.mkfifo(pipe)
-    code, _, err = call("tune", model, *QUICK, "-o", model.with_name("out"), option, pipe)
+    code, _, err = call("autotune", "-m", model, *QUICK, "-o", model.with_name("out"), option, pipe)
     assert (code, "is no file" in err) == (2, True), err
 
 
@@ -199,7 +201,7 @@ def test_pipes_in_the_folder_of_a_run_are_refused(call: Call, external: Path, na
 
 
 def test_the_option_that_names_a_state_file_is_told(call: Call, external: Path) -> None:
-    arguments = ("tune", external, *QUICK, "-o", external.parent / "out", "--state-file", external)
+    arguments = ("autotune", "-m", external, *QUICK, "-o", external.parent / "out", "--state-file", external)
     is_refused(call, external.parent, "would be overwritten: choose another --state-file", *arguments)
 
 

@@ -348,7 +348,7 @@ class TestAModelThatHasPairs:
         """Nothing that is measured of the pairs would be true of the file."""
         given = quantized(model, "qdq.onnx", start_placements.compute_inputs(load(model), possible(model)))
         monkeypatch.setattr("qdqtune.tuning.subject.strip_pairs", lambda _: doubled(load(model)))
-        with pytest.raises(BadModel, match="give the float model, and this file as `qdq_baseline`"):
+        with pytest.raises(BadModel, match="tune the float model"):
             tune(settings(model, model=given, from_qdq=True))
 
     def test_its_scales_are_kept(self, model: Path) -> None:

@@ -380,7 +380,7 @@ def test_a_timing_cache_of_another_version_is_left_alone(rig: Rig) -> None:
 
 def test_plugin_libraries(rig: Rig) -> None:
     library = rig.folder / "plugin.so"
-    with pytest.raises(BadOption, match=r"`plugin_libraries`.*plugin\.so"):
+    with pytest.raises(BadOption, match=r"`engine_options` plugin_libraries.*plugin\.so"):
         rig.open(plugin_libraries=[str(library)])
     library.touch()
     rig.open(plugin_libraries=[str(library)])

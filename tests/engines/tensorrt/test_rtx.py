@@ -150,7 +150,7 @@ def test_running_needs_a_gpu_and_says_so(tmp_path: Path) -> None:
 def test_targets_are_checked_and_needed() -> None:
     with pytest.raises(BadOption, match=r"'sm90'; it does for .*sm89"):
         engine(target="sm90")
-    with pytest.raises(EngineUnavailable, match="without a GPU give `target` sm89"):
+    with pytest.raises(EngineUnavailable, match="without a GPU give `engine_options` target=sm89"):
         open_engine(EngineSpec("tensorrt-rtx"))
 
 
@@ -159,7 +159,9 @@ def test_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     present(monkeypatch, {"cuda.bindings.runtime": cuda})
     device = SimpleNamespace(name=b"Data-centre GPU", major=9, minor=0)
     cuda.__dict__["cudaGetDeviceProperties"] = lambda number: (cuda.cudaError_t.cudaSuccess, device)
-    with pytest.raises(EngineUnavailable, match=r"no kernels for Data-centre GPU \(sm90\).*`target` sm89"):
+    with pytest.raises(
+        EngineUnavailable, match=r"no kernels for Data-centre GPU \(sm90\).*`engine_options` target=sm89"
+    ):
         open_engine(EngineSpec("tensorrt-rtx"))
     assert engine().describe()["target"] == "sm89"
 
@@ -180,7 +182,7 @@ def test_description_is_stable_and_names_the_target() -> None:
 
 def test_dynamic_sizes_need_shapes(tmp_path: Path) -> None:
     onnx.save(matmul_model(), tmp_path / "m.onnx")
-    with pytest.raises(BadOption, match=r"'x' has dynamic sizes \(-1, 16\).*`opt_shapes`.*`min_shapes`"):
+    with pytest.raises(BadOption, match=r"'x' has dynamic sizes \(-1, 16\).*`engine_options` opt_shapes=.*min_shapes="):
         engine().build(tmp_path / "m.onnx", tmp_path / "log")
     bounds = {"min_shapes": {"x": [1, 16]}, "opt_shapes": {"x": [4, 16]}, "max_shapes": {"x": [8, 16]}}
     built = engine(**bounds).build(tmp_path / "m.onnx", tmp_path / "log")

@@ -338,7 +338,7 @@ def test_fp8_needs_version_10(tmp_path: Path, version: str) -> None:
 
 
 def test_a_missing_program_says_where_it_comes_from() -> None:
-    with pytest.raises(EngineUnavailable, match=r"no program 'no-such-trtexec'.*`trtexec` PATH"):
+    with pytest.raises(EngineUnavailable, match=r"no program 'no-such-trtexec'.*`engine_options` trtexec=PATH"):
         create("no-such-trtexec")
 
 
@@ -426,7 +426,7 @@ def test_a_file_seldom_wins_against_itself(tmp_path: Path, workers: Workers) -> 
     """Processes differ by 20 %, and drift. The proof promises one false win in a thousand, a search one in fifty."""
     onnx.save(static(conv_model()), tmp_path / "m.onnx")
     spec = EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.16", noise=0.2)})
-    plan = search_plan((12, 20), None, 2, has_few=True)
+    plan = search_plan((12, 20), has_few=True)
     assert Plan.error < plan.error == 0.02
     with Runner(spec, execution=Execution(60), log_dir=tmp_path / "logs") as runner:
         runner.feed(IMAGE)

@@ -136,8 +136,8 @@ def test_groups_of_a_given_file(tmp_path: Path, call: Call) -> None:
     model, graph = write(mixed(), tmp_path), tmp_path / "graph.json"
     names = ["first + relu", "second + skip", "softmax", "third", "PWN(tanh)", "head"]
     graph.write_text(json.dumps({"Layers": [{"Name": name, "LayerType": "kernel"} for name in names]}))
-    common = ["tune", model, "-o", tmp_path / "out", "--engine", "fake", "--effort", "quick", "--mode", "subgraph",
-              "--calibration-data", model.with_suffix(".npz"), "--graph-json", graph]  # fmt: skip
+    common = ["autotune", "-m", model, "-o", tmp_path / "out", "--engine", "fake", "--mode", "subgraph",
+              "--mode", "quick", "--calibration-data", model.with_suffix(".npz"), "--graph-json", graph]  # fmt: skip
     code, printed, _ = call(*common, "--json")
     assert code == 0
     assert ["second", "skip"] in [row["nodes"] for row in json.loads(printed)["groups"]]
@@ -156,7 +156,7 @@ def test_an_unusable_file_of_groups_ends_the_run_in_one_line(tmp_path, call, tex
     model, graph = write(mixed(), tmp_path), tmp_path / "graph.json"
     if text is not None:
         graph.write_text(text)
-    code, _, said = call("tune", model, "-o", tmp_path / "out", "--engine", "fake", "--mode", "subgraph",
+    code, _, said = call("autotune", "-m", model, "-o", tmp_path / "out", "--engine", "fake", "--mode", "subgraph",
                          "--calibration-data", model.with_suffix(".npz"), "--graph-json", graph)  # fmt: skip
     assert code == 2
     (line,) = [line for line in said.splitlines() if line.startswith("error")]

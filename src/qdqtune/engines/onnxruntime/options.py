@@ -14,9 +14,10 @@ from qdqtune.errors import BadOption
 class OnnxRuntimeOptions:
     """Options of ONNX Runtime.
 
-    Many CPUs take a hundred times as long for numbers below 1.2e-38, and a pair rounds them to zero, so that a quantized
-    model would be faster for this reason alone: `denormals_as_zero` takes that away. It is set for the threads that a
-    session starts; for the thread that makes it, only the first session of a process counts.
+    Many CPUs take a hundred times as long for numbers below 1.2e-38, and a pair rounds them to zero, so that a
+    quantized model would be faster for this reason alone: `denormals_as_zero` takes that away. It is set for the
+    threads that a session starts; for the thread that makes it, only the first session of a process counts.
+
     Without `fuse` each operator runs exactly as the file has it: that shows what pairs do to the values, not to the
     speed. `rewrite` moves pairs, and rounds weights between them.
     """
