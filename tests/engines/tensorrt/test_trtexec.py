@@ -441,7 +441,8 @@ def test_a_file_seldom_wins_against_itself(tmp_path: Path, workers: Workers) -> 
 
 def test_a_whole_search_starts_few_processes_and_says_so_before(tmp_path: Path, workers: Workers) -> None:
     model = write(mixed(), tmp_path)
-    options = {"engine": "trtexec", "trtexec": stand_in(tmp_path, "10.16"), "report": False}
+    program = {"trtexec": stand_in(tmp_path, "10.16")}
+    options = {"engine": "trtexec", "engine_options": program, "report": False}
 
     def asked(folder: str) -> Settings:
         data = model.with_suffix(".npz")
