@@ -29,6 +29,7 @@ from qdqtune.cli import main
 from qdqtune.cli.command import Parameter
 from qdqtune.cli.output import with_flags
 from qdqtune.commands.compare import CompareOptions
+from qdqtune.commands.doctor import engine_options
 from qdqtune.engines import MODULES
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.placement import engine_rules
@@ -328,6 +329,12 @@ def engines_page() -> str:
         "for the others.\n\n"
         + table(
             ("engine", "what it is"), [(code(name), prose(_first_line(module))) for name, module in MODULES.items()]
+        )
+        + "\n## Options\n\n`--engine-option NAME=VALUE` sets them, in Python `engine_options={...}`; execution providers take "
+        "those of `onnxruntime`.\n\n"
+        + table(
+            ("option", "takes", "default", "engines", "meaning"),
+            [(code(o.name), o.takes, o.default, ", ".join(o.engines), prose(o.help)) for o in engine_options()],
         )
         + "\n## Execution providers of ONNX Runtime\n\nSee [execution providers](../how-to/providers.md).\n\n"
         + table(("engine", "provider"), [(code(name), code(one.name)) for name, one in PROVIDERS.items()])

@@ -42,6 +42,14 @@ def test_help_is_a_page_of_80_columns_and_the_whole_explains_every_option(comman
         assert words.partition("-")[0].partition("`")[0] in told
 
 
+def test_the_first_page_of_tune_has_what_most_runs_need(call):
+    _, out, _ = call("tune", "--help")
+    explained = [line for line in out.splitlines() if line.startswith("  -")]
+    assert len(explained) <= 20
+    for name in ("--labels", "--metric", "--max-drop", "--calibration-data", "--time-budget"):
+        assert any(line.startswith(f"  {name} ") for line in explained)
+
+
 def test_quiet_is_for_every_command(call, model):
     code, _, err = call(
         "compare", model, model, "--engine", "fake", "-q", "--calibration-data", model.with_suffix(".npz")

@@ -7,7 +7,10 @@ import platform
 import re
 import subprocess
 from contextlib import nullcontext
+from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -19,6 +22,7 @@ from qdqtune.commands.doctor import (
     Gpu,
     Processor,
     consequence,
+    engine_options,
     engine_state,
     examine,
     examine_elsewhere,
@@ -249,3 +253,14 @@ def test_the_exit_code_tells_whether_any_engine_is_usable(status, code, monkeypa
     told = json.loads(printed)
     assert [e["status"] for e in told["engines"]] == ["usable", status]
     assert (told["processor"]["isa"], told["gpus"], told["gpu_note"]) == (["avx2"], [], "no driver")
+
+
+def test_every_option_of_every_real_engine_is_listed_with_its_type_and_default() -> None:
+    listed = {(engine, option.name): option for option in engine_options() for engine in option.engines}
+    assert listed.keys() == {(name, one.name) for name, kind in doctor.OPTIONS.items() for one in fields(kind)}
+    assert doctor.OPTIONS.keys() == MODULES.keys() - {"fake", *PROVIDERS}
+    for name in ("onnxruntime", "tensorrt", "tensorrt-rtx", "trtexec"):
+        assert doctor.OPTIONS[name] is get_type_hints(import_module(MODULES[name]).create)["options"]
+    told = listed["trtexec", "warmup_ms"]
+    assert (told.takes, told.default) == ("integer", "200")
+    assert (listed["openvino", "precision"].takes, listed["tensorrt", "opt_shapes"].takes) == ("text", "values by name")

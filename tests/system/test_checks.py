@@ -73,6 +73,16 @@ def test_a_python_file_of_samples_is_not_overwritten(call: Call, model: Path, tm
     is_refused(call, tmp_path, "would overwrite the calibration data", *arguments)
 
 
+def test_files_that_engine_options_name_are_not_overwritten(call: Call, model: Path, tmp_path: Path) -> None:
+    library = tmp_path / "plugin.so"
+    library.write_text("a library")
+    named = ["--engine-option", f"plugin_libraries={library}"]
+    is_refused(call, tmp_path, "would overwrite the plugin libraries", "build", model, *named, "-o", library)
+    for name in (model, library):
+        cache = [*named, "--engine", "trtexec", "--engine-option", f"timing_cache={name}", "-o", tmp_path / "m.plan"]
+        is_refused(call, tmp_path, "--engine-option timing_cache", "build", model, *cache)
+
+
 @pytest.mark.parametrize("how", [os.link, os.symlink])
 def test_a_result_that_is_the_model_by_another_name_is_refused(call: Call, external: Path, how: Callable) -> None:  # type: ignore[type-arg]
     out = external.parent / "out"

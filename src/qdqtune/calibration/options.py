@@ -182,7 +182,7 @@ class FixOption(Options):
         None,
         "Make an input constant; an If that it decides is folded. Repeatable.",
         "Model",
-        short="make an input constant, fold its If",
+        is_rare=True,
         flags="--fix-input",
         metavar="NAME=VALUE",
         is_repeated=True,

@@ -135,7 +135,7 @@ HELP_ALL = Parameter(
     callback=_explain_all,
 )
 SILENCE = Parameter(
-    Option(SWITCH, False, "No progress.", "Output", short="no progress", flags="-q --quiet", name="quiet"),
+    Option(SWITCH, False, "No progress.", "Output", is_rare=True, flags="-q --quiet", name="quiet"),
     expose_value=False,
     callback=_remember(QUIET),
 )
@@ -145,7 +145,7 @@ CHATTER = Parameter(
         False,
         "Progress line by line, also on a terminal: a line for every candidate.",
         "Output",
-        short="progress line by line",
+        is_rare=True,
         flags="-v --verbose",
         name="verbose",
     ),

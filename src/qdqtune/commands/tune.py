@@ -55,7 +55,7 @@ class EffortOptions(SearchOptions):
         "default",
         "How many builds and rounds of measurements a search may spend; `builds` wins.",
         "Search",
-        short="how many builds and rounds",
+        is_rare=True,
     )
     builds: MaybeInt = option(
         click.INT,
@@ -106,7 +106,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         True,
         "Write report.html, which shows the result in a browser.",
         "Output",
-        short="write report.html, for a browser",
+        is_rare=True,
     )
 
     def plan(self, *, has_few: bool) -> Plan:

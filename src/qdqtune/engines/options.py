@@ -189,7 +189,7 @@ def on_option() -> Any:
         "Build, run and time on this machine, over SSH, or over adb with adb:SERIAL in place of USER@HOST; PYTHON, by "
         "default python3, is the one there that has qdqtune.",
         "Engine",
-        short="measure on another machine, over SSH or adb",
+        is_rare=True,
         metavar="USER@HOST[:PYTHON]",
     )
 
@@ -218,7 +218,6 @@ class WorkerOptions(Options):
         None,
         "Devices that measure side by side, each a GPU or cores of its own. Several models: one device a model.",
         "Engine",
-        short="devices that measure side by side",
         default_in_words="1; with `ray` all that there is room for",
         is_rare=True,
     )

@@ -54,8 +54,8 @@ class LabelOptions(Options):
         "top1, top5: the right class has the best score, or one of the best five. cosine: of vectors. auto: top1 where "
         "that fits the shapes, else cosine. Any other metric is a function: `evaluate`.",
         "Data",
+        short="top1, top5, cosine or auto",
         metavar="METRIC[:OUTPUT]",
-        is_rare=True,
     )
 
     @property

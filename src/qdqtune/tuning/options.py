@@ -56,7 +56,6 @@ def portable_option() -> Any:
         "Numbers with which no sum of products overflows on any processor, x86 without VNNI and ARM included: weights "
         "of 7 bits. For onnxruntime and openvino.",
         "Model",
-        short="numbers for x86 and ARM alike",
         is_rare=True,
     )
 
@@ -196,9 +195,9 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         "Take only what keeps your metric within X of the float model's, or none. With `labels` the upper end of the "
         "95 % interval of the loss has to be within X, as far as the samples can tell.",
         "Accuracy",
+        short="most that your metric may lose",
         default_in_words="1 % of it",
         metavar="X",
-        is_rare=True,
     )
     front: Flag = option(
         SWITCH,

@@ -197,7 +197,9 @@ def test_shapes_may_change_from_run_to_run(rig: Rig) -> None:
 
 
 def test_a_dynamic_input_without_shapes_names_the_flags(rig: Rig) -> None:
-    with pytest.raises(BadOption, match=r"'x' has dynamic sizes \(-1, 4, 8, 8\).*`engine_options` opt_shapes=.*min_shapes="):
+    with pytest.raises(
+        BadOption, match=r"'x' has dynamic sizes \(-1, 4, 8, 8\).*`engine_options` opt_shapes=.*min_shapes="
+    ):
         rig.build(conv_model())
     with pytest.raises(BadOption, match="inconsistent"):
         rig.build(conv_model(), min_shapes={"x": [2, 4, 8, 8]}, max_shapes={"x": [1, 4, 8, 8]})
