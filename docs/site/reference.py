@@ -330,8 +330,8 @@ def engines_page() -> str:
         + table(
             ("engine", "what it is"), [(code(name), prose(_first_line(module))) for name, module in MODULES.items()]
         )
-        + "\n## Options\n\n`--engine-option NAME=VALUE` sets them, in Python `engine_options={...}`; execution providers take "
-        "those of `onnxruntime`.\n\n"
+        + "\n## Options\n\n`--engine-option NAME=VALUE` sets them, in Python `engine_options={...}`; execution "
+        "providers take those of `onnxruntime`.\n\n"
         + table(
             ("option", "takes", "default", "engines", "meaning"),
             [(code(o.name), o.takes, o.default, ", ".join(o.engines), prose(o.help)) for o in engine_options()],
