@@ -40,9 +40,9 @@ class Option(Generic[In, Out]):
     type that it gives.
 
     `kind` converts one value, or with `is_repeated` all values together. A `default` of `REQUIRED` means that there is
-    none. `help` explains the option, `short` does so in a few words, `default_in_words` explains a default of None.
-    `is_rare` options are listed by name only in `--help`. `flags` are the spellings on the command line, by default two
-    dashes and the `name`, which is that of the field.
+    none. `help` explains the option, `default_in_words` a default of None. `short` explains in a few words those that
+    most users need: `--help` lists the others by name only. `flags` are the spellings on the command line, by default
+    two dashes and the `name`, which is that of the field.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class Option(Generic[In, Out]):
         *,
         short: str = "",
         default_in_words: str = "",
-        is_rare: bool = False,
         is_repeated: bool = False,
         is_positional: bool = False,
         flags: str = "",
@@ -62,7 +61,7 @@ class Option(Generic[In, Out]):
         name: str = "",
     ) -> None:
         self.kind, self.default, self.help, self.group, self.short = kind, default, help, group, short
-        self.default_in_words, self.is_rare, self.is_repeated = default_in_words, is_rare, is_repeated
+        self.default_in_words, self.is_repeated = default_in_words, is_repeated
         self.is_positional, self.metavar, self._flags = is_positional, metavar, tuple(flags.split())
         self.name = name
 

@@ -43,8 +43,6 @@ class DataOptions(Options):
         "Use at most this many samples for calibration, at even distances; of a callable, the first. Outputs are "
         "compared on others where there are enough.",
         "Data",
-        short="use at most so many of them",
-        is_rare=True,
     )
     input_shapes: ShapesByInput = option(
         SHAPES,
@@ -61,7 +59,6 @@ class DataOptions(Options):
         0,
         "Seed of everything random: inputs, order of rounds, mutations.",
         "Search",
-        is_rare=True,
     )
 
 
@@ -91,7 +88,6 @@ class RangeOptions(Options):
         "information; mse: with the least squared error.",
         "Accuracy",
         default_in_words=DEFAULT_CALIBRATION.method,
-        is_rare=True,
     )
     bias_correction: Option[bool | None, bool | None] = option(
         SWITCH,
@@ -99,7 +95,6 @@ class RangeOptions(Options):
         "Take back in the bias of each quantized layer what quantizing does to the mean of its outputs; kept only if "
         "outputs come closer to the float model's.",
         "Accuracy",
-        is_rare=True,
         default_in_words="yes",
     )
     percentile: Option[float | None, float | None] = option(
@@ -107,7 +102,6 @@ class RangeOptions(Options):
         None,
         "Share of values, in %, that percentile keeps.",
         "Data",
-        is_rare=True,
         default_in_words=f"{DEFAULT_CALIBRATION.percentile}",
     )
 
@@ -141,9 +135,7 @@ class CacheOption(Options):
         "Take scales from a calibration cache in place of data: TensorRT's (calib.cache of trtexec or Polygraphy), "
         "ONNX Runtime's tables, TAO's JSON. Tensors that it lacks stay in float.",
         "Data",
-        short="scales from a file in place of data",
         metavar="FILE",
-        is_rare=True,
     )
 
 
@@ -169,7 +161,6 @@ class RewriteOption(Options):
         f"off: keep the graph as it is. Or what you name, by commas: {', '.join(REWRITTEN)}.",
         "Model",
         metavar="auto|off|NAMES",
-        is_rare=True,
     )
 
 
@@ -182,7 +173,6 @@ class FixOption(Options):
         None,
         "Make an input constant; an If that it decides is folded. Repeatable.",
         "Model",
-        is_rare=True,
         flags="--fix-input",
         metavar="NAME=VALUE",
         is_repeated=True,

@@ -102,7 +102,6 @@ def workloads_option() -> Any:
         "An .npz of inputs as one call has them, and the share of the calls that are such: decode.npz:0.8. Repeatable: "
         "what counts is the mean time of all calls. Without `calibration_data` these are the samples, too.",
         "Data",
-        is_rare=True,
         flags="--workload",
         metavar="FILE:WEIGHT",
         is_repeated=True,

@@ -135,7 +135,7 @@ HELP_ALL = Parameter(
     callback=_explain_all,
 )
 SILENCE = Parameter(
-    Option(SWITCH, False, "No progress.", "Output", is_rare=True, flags="-q --quiet", name="quiet"),
+    Option(SWITCH, False, "No progress.", "Output", flags="-q --quiet", name="quiet"),
     expose_value=False,
     callback=_remember(QUIET),
 )
@@ -145,7 +145,6 @@ CHATTER = Parameter(
         False,
         "Progress line by line, also on a terminal: a line for every candidate.",
         "Output",
-        is_rare=True,
         flags="-v --verbose",
         name="verbose",
     ),
@@ -230,7 +229,7 @@ class Command(Guarded):
         everything = bool(ctx.meta.get(EVERYTHING))
         for group in get_args(Group):
             own = [option for option in options if _group(option) == group]
-            usual = [option for option in own if not (isinstance(option, Parameter) and option.own.is_rare)]
+            usual = [option for option in own if not isinstance(option, Parameter) or option.own.short]
             rare = [option for option in own if option not in usual]
             if everything and (shown := [r for o in (*usual, *rare) if (r := o.get_help_record(ctx))]):
                 with formatter.section(group):
@@ -273,7 +272,7 @@ def _words(option: click.Option) -> str:
     """What an option does in a few words, with its default."""
     if not isinstance(option, Parameter):
         return "this page"
-    words = with_flags(option.own.short or option.own.help.partition(". ")[0].rstrip("."))
+    words = with_flags(option.own.short)
     is_plain = not option.is_flag and option.show_default and option.default not in (None, "", ())
     return f"{words} [{option.default}]" if is_plain else words
 

@@ -102,6 +102,7 @@ class ReportOptions(Options):
         None,
         "File to write.",
         "Output",
+        short="file to write",
         flags="-o --output",
         default_in_words=f"{REPORT} in DIRECTORY",
     )

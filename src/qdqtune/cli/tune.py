@@ -52,7 +52,6 @@ PICK = Parameter(
         None,
         "Ship point NAME of a finished run with --front; measures nothing.",
         "Search",
-        is_rare=True,
         metavar="NAME",
         name="pick",
     )

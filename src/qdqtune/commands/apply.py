@@ -42,7 +42,9 @@ from qdqtune.types import Accuracy, Edge, Failure, Placement
 class PlacementOption(ModelOption):
     """The placement to apply."""
 
-    placement: File = option(FILE, REQUIRED, "placement.yaml of a tuning run.", "Model")
+    placement: File = option(
+        FILE, REQUIRED, "placement.yaml of a tuning run.", "Model", short="placement.yaml of a run"
+    )
 
 
 @dataclass(kw_only=True)

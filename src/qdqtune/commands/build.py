@@ -53,7 +53,9 @@ def _outputs(path: Path, name: str, given: Given) -> list[Output]:
 class BuildOptions(EngineOptions, ModelOption):
     """The options of `build`."""
 
-    output: File = option(Writes(_outputs), REQUIRED, "File to write.", "Output", flags="-o --output")
+    output: File = option(
+        Writes(_outputs), REQUIRED, "File to write.", "Output", short="file to write", flags="-o --output"
+    )
 
 
 @dataclass(frozen=True, repr=False)

@@ -64,18 +64,14 @@ class MeasureOptions(GateOptions, ScoreOption, DataOptions):
         flags="--fix-input",
         metavar="NAME=VALUE",
         is_repeated=True,
-        is_rare=True,
     )
-    timing_runs: Option[int, int] = option(
-        click.IntRange(12), DEFAULT_ROUNDS, "Rounds per pair of builds.", "Search", is_rare=True
-    )
+    timing_runs: Option[int, int] = option(click.IntRange(12), DEFAULT_ROUNDS, "Rounds per pair of builds.", "Search")
     warmup_runs: Option[int, int] = option(
         click.IntRange(0),
         2,
         "Inferences of each model before its rounds. trtexec warms up in each process for 200 ms instead; "
         "`engine_options` warmup_ms=N changes that.",
         "Search",
-        is_rare=True,
     )
 
     @property

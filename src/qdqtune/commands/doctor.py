@@ -102,6 +102,7 @@ class DoctorOptions(EngineOptions):
         None,
         "With `qualify`: the JSON file of what held, to send with a report.",
         "Output",
+        short="with --qualify: where to write what held",
         flags="-o --output",
         default_in_words="qualification_ENGINE.json",
     )
@@ -112,11 +113,8 @@ class DoctorOptions(EngineOptions):
         "Look at the devices of the Ray cluster at this address instead.",
         "Engine",
         metavar="ADDRESS",
-        is_rare=True,
     )
-    cores_per_worker: MaybeInt = option(
-        COUNT, None, "Cores of each of them.", "Engine", default_in_words="1", is_rare=True
-    )
+    cores_per_worker: MaybeInt = option(COUNT, None, "Cores of each of them.", "Engine", default_in_words="1")
 
 
 @dataclass(frozen=True)

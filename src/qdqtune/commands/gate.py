@@ -54,7 +54,6 @@ class GateOptions(Options):
         "Exit code 4 if integers in outputs, or best classes, agree in a smaller share; needs samples.",
         "Accuracy",
         metavar="SHARE",
-        is_rare=True,
     )
 
     @property

@@ -45,9 +45,17 @@ class InspectOptions(RewriteOption, FixOption, ModelOption):
         choice(*sorted(FORMATS)), "onnxruntime", "Engine of the run whose regions to show. Need not be here.", "Engine"
     )
     regions: Option[Division, Division] = REGIONS
-    max_sequence_size: Option[int, int] = option(COUNT, 10, "Largest leaf, in nodes.", "Search")
+    max_sequence_size: Option[int, int] = option(
+        COUNT, 10, "Largest leaf, in nodes.", "Search", short="largest leaf, in nodes"
+    )
     include_all_regions: Flag = option(SWITCH, False, "Show regions without quantizable operators as well.", "Output")
-    tree: Flag = option(SWITCH, False, "Show every region, not only the summary; -v names nodes and tensors.", "Output")
+    tree: Flag = option(
+        SWITCH,
+        False,
+        "Show every region, not only the summary; -v names nodes and tensors.",
+        "Output",
+        short="every region, not only a summary",
+    )
 
 
 @dataclass(frozen=True, repr=False)

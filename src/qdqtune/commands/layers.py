@@ -38,7 +38,6 @@ class ProfileOptions(EngineOptions, DataOptions):
         "Read what trtexec --exportLayerInfo wrote of MODEL, and run nothing.",
         "Engine",
         metavar="FILE",
-        is_rare=True,
     )
     profile_json: MaybeFile = option(
         FILE,
@@ -46,7 +45,6 @@ class ProfileOptions(EngineOptions, DataOptions):
         "The times to it: what trtexec --exportProfile wrote.",
         "Engine",
         metavar="FILE",
-        is_rare=True,
     )
     on: MaybeText = on_option()
 

@@ -50,7 +50,6 @@ class QuantizeOptions(LabelOptions, ScoreOption, FixOption, SourceOptions):
         "rules: pairs where `engine` gains from them as a rule; implicit: on all that a quantizable layer reads, as "
         "TensorRT's implicit quantization had its scales.",
         "Model",
-        is_rare=True,
     )
     per_channel: Option[bool | None, bool | None] = option(
         SWITCH,
@@ -58,7 +57,6 @@ class QuantizeOptions(LabelOptions, ScoreOption, FixOption, SourceOptions):
         "A scale for each output channel of an int8 weight.",
         "Model",
         default_in_words="as the engine wants it",
-        is_rare=True,
     )
     portable: Flag = portable_option()
     weight_only: MaybeText = option(

@@ -88,6 +88,7 @@ class OutputOption(ModelOption):
         None,
         "File to write.",
         "Output",
+        short="file to write",
         flags="-o --output",
         default_in_words="MODEL with .qdq.onnx",
     )

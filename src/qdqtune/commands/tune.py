@@ -55,14 +55,12 @@ class EffortOptions(SearchOptions):
         "default",
         "How many builds and rounds of measurements a search may spend; `builds` wins.",
         "Search",
-        is_rare=True,
     )
     builds: MaybeInt = option(
         click.INT,
         None,
         "Engine builds that the search may spend.",
         "Search",
-        is_rare=True,
         default_in_words=f"by `effort`: {usual_builds()}",
     )
 
@@ -106,7 +104,6 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         True,
         "Write report.html, which shows the result in a browser.",
         "Output",
-        is_rare=True,
     )
 
     def plan(self, *, has_few: bool) -> Plan:

@@ -48,7 +48,6 @@ class VerifyOptions(MeasureOptions, FolderOption):
         "Engine",
         flags="--engine-option",
         metavar="NAME=VALUE",
-        is_rare=True,
         is_repeated=True,
     )
     time_limit: Duration = time_limit_option()

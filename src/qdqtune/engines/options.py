@@ -46,7 +46,7 @@ def time_limit_option() -> Any:
     """The option `time_limit`: how long one request to an engine may take."""
     return option(
         SECONDS, TIME_LIMIT, "Longest that one build or inference may take, samples of `calibration_data` in each pass "
-        "over them, and your metric beside its inferences: 90s, 10m, 1h.", "Engine", is_rare=True, metavar="TEXT",
+        "over them, and your metric beside its inferences: 90s, 10m, 1h.", "Engine", metavar="TEXT",
     )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ class EngineOptions(Options):
         "tune and compare: a thread for each physical core, as engines take by themselves; else 1"
     )
     provider: MaybeText = option(
-        TEXT, None, "onnxruntime: an execution provider, by ONNX Runtime's name for it.", "Engine", is_rare=True
+        TEXT, None, "onnxruntime: an execution provider, by ONNX Runtime's name for it.", "Engine"
     )
     engine_options: Option[Mapping[str, Any] | Sequence[str] | None, Mapping[str, Any]] = option(
         Assignments("sets nothing"),
@@ -120,7 +120,6 @@ class EngineOptions(Options):
         "Engine",
         flags="--engine-option",
         metavar="NAME=VALUE",
-        is_rare=True,
         is_repeated=True,
     )
     time_limit: Duration = time_limit_option()
@@ -189,7 +188,6 @@ def on_option() -> Any:
         "Build, run and time on this machine, over SSH, or over adb with adb:SERIAL in place of USER@HOST; PYTHON, by "
         "default python3, is the one there that has qdqtune.",
         "Engine",
-        is_rare=True,
         metavar="USER@HOST[:PYTHON]",
     )
 
@@ -219,14 +217,12 @@ class WorkerOptions(Options):
         "Devices that measure side by side, each a GPU or cores of its own. Several models: one device a model.",
         "Engine",
         default_in_words="1; with `ray` all that there is room for",
-        is_rare=True,
     )
     cores_per_worker: MaybeInt = option(
         COUNT,
         None,
         "Cores of each worker, which no other uses.",
         "Engine",
-        is_rare=True,
         default_in_words="`threads`",
     )
     on: MaybeText = on_option()
@@ -236,5 +232,4 @@ class WorkerOptions(Options):
         "Workers on the Ray cluster at this address (auto: the one that runs here).",
         "Engine",
         metavar="ADDRESS",
-        is_rare=True,
     )

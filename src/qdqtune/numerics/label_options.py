@@ -93,5 +93,4 @@ class ScoreOption(Options):
         default_in_words="what the float model's values show",
         metavar="NAME[:AXIS]",
         is_repeated=True,
-        is_rare=True,
     )

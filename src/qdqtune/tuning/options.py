@@ -56,7 +56,6 @@ def portable_option() -> Any:
         "Numbers with which no sum of products overflows on any processor, x86 without VNNI and ARM included: weights "
         "of 7 bits. For onnxruntime and openvino.",
         "Model",
-        is_rare=True,
     )
 
 
@@ -155,7 +154,6 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         "Model",
         default_in_words="all that the engine has",
         metavar="NAMES",
-        is_rare=True,
     )
     portable: Flag = portable_option()
     precision: Option[Precision | None, Precision | None] = precision_option()
@@ -177,7 +175,6 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         "Accuracy",
         default_in_words=f"{APART_DB:g} dB less than `min_sqnr`",
         metavar="DB",
-        is_rare=True,
     )
     min_agreement: Option[Switched, Switched] = option(
         Limit(min=0, max=1),
@@ -187,7 +184,6 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         "Accuracy",
         default_in_words=f"{MOST_EQUAL:g}; none with `evaluate`, or where `min_sqnr` is none",
         metavar="SHARE",
-        is_rare=True,
     )
     max_drop: Option[Switched, Switched] = option(
         Limit(min=0),
@@ -219,7 +215,6 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         "File of node-name wildcards, one a line: other regions stay in float.",
         "Search",
         metavar="PATH",
-        is_rare=True,
     )
     from_qdq: Flag = option(
         SWITCH,
@@ -228,4 +223,4 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         "Model",
         short="MODEL has pairs: start from them",
     )
-    restart: Flag = option(SWITCH, False, "Forget what earlier runs in this folder measured.", "Search", is_rare=True)
+    restart: Flag = option(SWITCH, False, "Forget what earlier runs in this folder measured.", "Search")
