@@ -211,9 +211,8 @@ class Writes(FileName):
         self,
         outputs: Callable[[Path, str, Given], Iterable[Any]],
         usual: Callable[[Given], Path | None] = lambda given: None,
-        path_type: type[str | Path] = Path,
     ) -> None:
-        super().__init__(path_type=path_type)
+        super().__init__(path_type=Path)
         self.outputs, self.usual = outputs, usual
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -316,8 +315,8 @@ class Texts(Several):
 
     name = "text"
 
-    def __init__(self, comma: bool = False, typed: click.ParamType[Any] = click.STRING) -> None:
-        self._comma, self.typed = comma, typed
+    def __init__(self, comma: bool = False) -> None:
+        self._comma = comma
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
         """Convert one text or several to a tuple."""

@@ -151,7 +151,7 @@ def _for_engine(given: Mapping[str, Any]) -> dict[str, Any]:
         usual = usual_shapes(EngineSpec("trtexec", {"trtexec_args": arguments}), None)
         options["input_shapes"] = usual | options["input_shapes"]
     if engine in TENSORRT:
-        own["timing_cache"] = cache or TIMING_CACHE
+        own["timing_cache"] = str(cache or TIMING_CACHE)
     if libraries and engine in TENSORRT:
         own["plugin_libraries"] = libraries
     elif libraries:

@@ -89,7 +89,7 @@ def threads_option(default: str) -> Any:
     )
 
 
-TIMING_CACHE_FILE = Writes(tensorrt_cache, path_type=str)
+TIMING_CACHE_FILE = Writes(tensorrt_cache)
 
 
 @dataclass(kw_only=True)
