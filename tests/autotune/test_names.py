@@ -212,7 +212,7 @@ def test_files_of_modelopt_are_read_or_named(tmp_path: Path) -> None:
     path.write_text(yaml.dump({"minimum_distance": 2, "pattern_schemes": [entry]}))
     cache = PatternCache.load(path)
     assert (cache.minimum_distance, cache.total_schemes) == (2, 1)
-    with pytest.raises(BadOption, match=r"is a file of ModelOpt's autotuner.*`qdq_baseline`"):
+    with pytest.raises(BadOption, match=r"is a file of ModelOpt's autotuner.*`from_qdq`"):
         read_cache(path)
 
 
