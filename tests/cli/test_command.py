@@ -1,7 +1,7 @@
 """Commands made of options: their help, wrong usage, and what is typed twice."""
 
 import pytest
-from click import Command, Group
+from click import Command, Context, Group
 
 from command_lines import COMMANDS
 from qdqtune.cli import main
@@ -46,6 +46,7 @@ def test_the_first_page_of_tune_has_what_most_runs_need(call):
     _, out, _ = call("tune", "--help")
     explained = [line for line in out.splitlines() if line.startswith("  -")]
     assert len(explained) <= 20
+    assert len([option for option in COMMANDS["tune"].get_params(Context(COMMANDS["tune"])) if option.opts]) <= 51
     for name in ("--labels", "--metric", "--max-drop", "--calibration-data", "--time-budget"):
         assert any(line.startswith(f"  {name} ") for line in explained)
 
