@@ -56,7 +56,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 TEXT, JSON = (), ("--json",)
 MADE_UP = [*product(COMMANDS, [TEXT]), *product(("compare", "quantize", "apply"), [JSON])]
-BESIDE = [("compare", TEXT), ("compare", JSON), ("debug", JSON), ("debug of one", TEXT), ("debug of float", JSON)]
+BESIDE = [("compare", TEXT), ("compare", JSON), ("debug", JSON), ("debug of one", TEXT)]
 
 
 def line(name: str, form: tuple[str, ...], ran: Ran, at: Path, new: Path) -> list[str]:
