@@ -63,6 +63,15 @@ def test_pairs_of_another_model_are_unmatched() -> None:
     assert len(unmatched) > 10
 
 
+def test_a_bias_that_the_float_model_lacks_is_no_pair_on_nothing() -> None:
+    """Correcting biases gives one to a Conv that had none."""
+    proto = conv_net().to_proto()
+    first = next(node for node in proto.graph.node if node.op_type == "Conv" and len(node.input) == 3)
+    del first.input[2:]
+    _, unmatched = file_pairs(load_proto(proto), quantized(conv_net(), "int8"))
+    assert not unmatched
+
+
 def test_pairs_come_in_graph_order() -> None:
     model = conv_net()
     pairs, _ = file_pairs(model, quantized(model))

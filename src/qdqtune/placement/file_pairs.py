@@ -52,7 +52,8 @@ def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ..
             continue
         edges = [counterpart(float_model, qdq_model, pair, u.node, u.slot, twins) for u in uses]
         known = [e for e in edges if e is not None]
-        if len(known) < len(edges) or not known:
+        # A bias may be new: correcting biases gives one to a Conv that had none.
+        if (len(known) < len(edges) or not known) and not pair.is_bias:
             unmatched.append(pair.dq.name)
         nodes, first = _nodes(qdq_model, pair), pair
         while first.source in by_result:
