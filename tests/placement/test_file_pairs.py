@@ -68,7 +68,7 @@ def test_a_bias_that_the_float_model_lacks_is_no_pair_on_nothing() -> None:
     proto = conv_net().to_proto()
     first = next(node for node in proto.graph.node if node.op_type == "Conv" and len(node.input) == 3)
     del first.input[2:]
-    _, unmatched = file_pairs(load_proto(proto), quantized(conv_net(), "int8"))
+    _, unmatched = file_pairs(load_proto(proto), quantized(conv_net(), "uint8"))
     assert not unmatched
 
 
