@@ -1,7 +1,7 @@
 """A chain of products whose weights may be stored in fewer bits, for tests of searches."""
 
 from models import build, normal, ranges
-from qdqtune.engines.processor import products_saturate
+from qdqtune.engines.machine import products_saturate
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.units import Partition, partition
 from qdqtune.types import Edge, WeightFormat

@@ -103,7 +103,7 @@ class Placement:
 
     `weight_only` holds the uses of weights that are quantized without their activation, with their weight formats. An
     edge has a pair or a weight format, not both. `wide` are those of `edges` that are read in 16 bits, not in 8: of
-    activations, and of weights beside them. A node writes as many bits as it reads (`placement.widths`).
+    activations, and of weights beside them. A node writes as many bits as it reads (`placement.possible`).
     """
 
     edges: frozenset[Edge] = frozenset()

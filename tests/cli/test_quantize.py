@@ -12,7 +12,7 @@ import pytest
 
 from conftest import Call
 from models import build, conv_net, normal
-from qdqtune.engines import processor
+from qdqtune.engines import formats
 from qdqtune.graph.loading import load
 from qdqtune.placement.engine_rules import rules_of
 from qdqtune.placement.reading import count_pairs, read_placement
@@ -55,7 +55,7 @@ def test_the_report_ends_with_options_that_quantize_takes(
 ) -> None:
     """Without what makes a tenth of the error or more, the error is smaller. With weights of 7 bits, every product of
     this model makes as much: one stays."""
-    monkeypatch.setattr(processor, "products_saturate", lambda *_: reduced)
+    monkeypatch.setattr(formats, "products_saturate", lambda *_: reduced)
     given = ("quantize", model, *RUN, model.with_suffix(".npz"), "--report", "-o", tmp_path / "r.onnx")
     _, out, _ = call(*given)
     (line,) = (line for line in out.splitlines() if line.startswith("to keep in float"))

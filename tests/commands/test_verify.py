@@ -14,7 +14,7 @@ import qdqtune
 from command_lines import QUICK, errors
 from conftest import Call
 from models import build, normal
-from qdqtune.engines.processor import architecture
+from qdqtune.engines.machine import architecture
 from qdqtune.placement.files import read_placement_file
 from runs import hopeless, mixed, write
 from workers import Build, Workers

@@ -18,7 +18,7 @@ from qdqtune.commands.worst_tensors import (
     switched_pairs,
     to_exclude,
 )
-from qdqtune.placement.file_pairs import file_pairs
+from qdqtune.placement.switches import file_pairs
 from qdqtune.types import Array, Failure, noise_of
 from workers import Workers
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqtune.engines import processor
-from qdqtune.engines.processor import emulated_on
+from qdqtune.engines.machine import architecture, emulated_on, instruction_sets, processor_name, products_saturate
 
 
 @pytest.mark.parametrize(
@@ -21,18 +20,18 @@ from qdqtune.engines.processor import emulated_on
     ],
 )
 def test_products_saturate_without_dot_products(machine: str, cpuinfo: str, saturate: bool) -> None:
-    assert processor.products_saturate(machine, cpuinfo) is saturate
+    assert products_saturate(machine, cpuinfo) is saturate
 
 
 def test_the_processor_is_described_by_cpuinfo() -> None:
     cpuinfo = "model name\t: Quick 3000\nflags\t\t: sse avx2 avx_vnni\n"
-    assert processor.processor_name(cpuinfo) == "Quick 3000"
-    assert processor.instruction_sets("x86_64", cpuinfo) == ("avx2", "avx_vnni")
+    assert processor_name(cpuinfo) == "Quick 3000"
+    assert instruction_sets("x86_64", cpuinfo) == ("avx2", "avx_vnni")
 
 
 def test_an_emulator_may_show_the_instruction_sets_of_the_real_processor() -> None:
-    assert processor.instruction_sets("aarch64", "flags\t\t: sse avx2 avx_vnni\n") == ()
-    assert processor.instruction_sets("aarch64", "Features\t: asimd asimddp i8mm\n") == ("asimddp", "i8mm")
+    assert instruction_sets("aarch64", "flags\t\t: sse avx2 avx_vnni\n") == ()
+    assert instruction_sets("aarch64", "Features\t: asimd asimddp i8mm\n") == ("asimddp", "i8mm")
 
 
 def program(folder: Path, machine: int, *, big: bool = False) -> Path:
@@ -69,4 +68,4 @@ def test_no_emulator_is_seen_where_the_system_does_not_tell(tmp_path: Path) -> N
 
 
 def test_this_processor_is_not_emulated_by_itself() -> None:
-    assert emulated_on() != processor.architecture()
+    assert emulated_on() != architecture()

@@ -8,9 +8,8 @@ import pytest
 
 from qdqtune.engines import CPU_PROVIDER, MODULES, EngineSpec, devices, normal, open_engine, threads_of, unwatched
 from qdqtune.engines.formats import numeric_format, weight_formats
-from qdqtune.engines.machine import is_simulated, simulated, simulated_chip, this_machine
+from qdqtune.engines.machine import architecture, is_simulated, processor_name, simulated, simulated_chip, this_machine
 from qdqtune.engines.options import EngineOptions
-from qdqtune.engines.processor import architecture, processor_name
 from qdqtune.engines.providers import OF_EP, PROVIDERS
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.placement.engine_rules import rules_of
@@ -76,7 +75,7 @@ def test_the_simulator_is_known_by_the_processor() -> None:
 
 def test_times_on_an_emulated_processor_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_simulated("onnxruntime")
-    monkeypatch.setattr("qdqtune.engines.processor.emulated_on", lambda: "x86")
+    monkeypatch.setattr("qdqtune.engines.machine.emulated_on", lambda: "x86")
     assert is_simulated("onnxruntime")
     assert not is_simulated("fake")  # its times are those of a cost model
     told = "processor is emulated on x86, so times mean nothing"

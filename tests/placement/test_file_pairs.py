@@ -8,10 +8,10 @@ from models import FORMATS, attention, build, conv_net, evaluate, feeds, normal,
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model
-from qdqtune.placement.file_pairs import file_pairs, representable, with_file_pairs
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.stripping import strip_pairs
+from qdqtune.placement.switches import file_pairs, representable, with_file_pairs
 from qdqtune.types import Edge, Placement, WeightFormat
 from quantized_nets import NETS, equal, quantized
 

@@ -14,9 +14,9 @@ from onnx.reference import ReferenceEvaluator
 
 from models import run
 from qdqtune.graph.loading import load_proto
-from qdqtune.placement.file_pairs import file_pairs, representable, with_file_pairs
 from qdqtune.placement.reading import is_quantized, pairs_of
 from qdqtune.placement.stripping import strip_pairs
+from qdqtune.placement.switches import file_pairs, representable, with_file_pairs
 from qdqtune.types import Array
 
 SHAPE = (2, 4, 6)

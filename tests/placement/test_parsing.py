@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qdqtune.errors import BadOption
-from qdqtune.placement.files import read_placement_file, write_yaml
-from qdqtune.placement.parsing import MOST_BYTES, parsed_yaml
+from qdqtune.placement.files import MOST_BYTES, parsed_yaml, read_placement_file, write_yaml
 from qdqtune.search.regions.cache import read_cache
 
 values = st.recursive(

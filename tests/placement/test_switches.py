@@ -7,10 +7,9 @@ from onnx import numpy_helper
 
 from models import FORMATS, conv_net, feeds, ranges, run
 from qdqtune.graph.loading import load_proto
-from qdqtune.placement.file_pairs import file_pairs, with_file_pairs
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
-from qdqtune.placement.switches import SWITCH
+from qdqtune.placement.switches import SWITCH, file_pairs, with_file_pairs
 from qdqtune.types import Placement
 from quantized_nets import NETS, equal, quantized
 

@@ -14,10 +14,17 @@ from qdqtune.graph.model import Model
 from qdqtune.placement import engine_rules
 from qdqtune.placement.files import PlacementFile, existing, read_placement_file, write_placement
 from qdqtune.placement.insertion import Inserter, insert
-from qdqtune.placement.possible import consistent, possible_edges, weight_role
+from qdqtune.placement.possible import (
+    computable,
+    consistent,
+    conversions,
+    possible_edges,
+    weight_role,
+    wide_tensors,
+    wide_weights,
+)
 from qdqtune.placement.reading import read_placement
 from qdqtune.placement.stripping import strip_pairs
-from qdqtune.placement.widths import computable, conversions, wide_tensors, wide_weights
 from qdqtune.tuning.records import StoredPlacement
 from qdqtune.types import Edge, Placement, QType
 

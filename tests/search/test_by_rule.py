@@ -9,8 +9,7 @@ import pytest
 
 from models import build, normal, ranges
 from qdqtune.placement import engine_rules
-from qdqtune.placement.possible import possible_edges
-from qdqtune.placement.widths import wide_weights
+from qdqtune.placement.possible import possible_edges, wide_weights
 from qdqtune.search.by_rule import ALL_8, ALL_16, FRUITLESS, RuleSearch
 from qdqtune.search.costs.rule_costs import FLOAT, W8A8, W8A16, W16A16, NoiseOfBits, Rates, RuleCosts
 from qdqtune.timing.ratios import Plan

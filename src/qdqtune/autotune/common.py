@@ -29,8 +29,7 @@ from qdqtune.autotune.insertion_points import (
 )
 from qdqtune.autotune.region_pattern import RegionPattern
 from qdqtune.errors import BadOption
-from qdqtune.placement.files import write_yaml
-from qdqtune.placement.parsing import parsed_yaml, wrong_part
+from qdqtune.placement.files import parsed_yaml, write_yaml, wrong_part
 from qdqtune.search import region as search
 from qdqtune.search.regions import cache
 from qdqtune.search.regions.patterns import scheme_of

@@ -20,9 +20,9 @@ from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import BadOption
 from qdqtune.graph.inference import with_input_shapes
+from qdqtune.graph.loading import check_outputs
 from qdqtune.graph.model import Model, graphs
 from qdqtune.graph.operators import COMPUTE, CONTROL_FLOW, HEAVY, elements, integer_operators, work
-from qdqtune.graph.soundness import check_outputs
 from qdqtune.types import Array, Mix, NumericFormat, Sample, Workload
 
 LEAST_JUDGED = 8

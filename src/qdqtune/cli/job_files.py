@@ -17,7 +17,7 @@ from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines.options import WorkerOptions
 from qdqtune.errors import BadOption, InputError, one_line
 from qdqtune.options import FILE, REQUIRED, File, Number, option, options_of
-from qdqtune.placement.parsing import parsed_yaml
+from qdqtune.placement.files import parsed_yaml
 
 MOST_JOBS = 1000
 """Most jobs of one file. Chosen, not measured."""

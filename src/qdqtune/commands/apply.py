@@ -30,9 +30,8 @@ from qdqtune.numerics.simulation import Simulation
 from qdqtune.options import FILE, REQUIRED, TEXT, Duration, File, MaybeText, option
 from qdqtune.placement.files import every_edge, existing, read_placement_file
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.possible import NO_WIDE, possible_edges
 from qdqtune.placement.reading import is_quantized
-from qdqtune.placement.widths import NO_WIDE
 from qdqtune.tuning.deploy import of_other_processor
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Accuracy, Edge, Failure, Placement

@@ -43,9 +43,9 @@ from qdqtune.numerics.sessions import Outputs, onnxruntime_session
 from qdqtune.numerics.slices import loss_of_slice
 from qdqtune.numerics.stripped import check_stripped
 from qdqtune.options import Anything, Number, Option, option
-from qdqtune.placement.file_pairs import FilePair, file_pairs, with_file_pairs
 from qdqtune.placement.reading import dynamic_products_of, is_quantized, placement_in, tables_of, twins_of
 from qdqtune.placement.stripping import strip_pairs
+from qdqtune.placement.switches import FilePair, file_pairs, with_file_pairs
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Failure, Placement, noise_of, sqnr_of

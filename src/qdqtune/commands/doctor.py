@@ -18,11 +18,19 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from qdqtune.engines import MODULES, EngineSpec, devices, processor
+from qdqtune.engines import MODULES, EngineSpec, devices
 from qdqtune.engines.allocation import allocate_workers, describe_all, first_difference
 from qdqtune.engines.devices import nvidia_smi
 from qdqtune.engines.execution import Execution
-from qdqtune.engines.machine import is_simulated
+from qdqtune.engines.machine import (
+    DOT_PRODUCTS,
+    architecture,
+    emulation,
+    instruction_sets,
+    is_simulated,
+    lacks_dot_products,
+    processor_name,
+)
 from qdqtune.engines.onnxruntime.options import OnnxRuntimeOptions
 from qdqtune.engines.openvino.options import OpenVinoOptions
 from qdqtune.engines.options import EngineOptions, on_option
@@ -277,22 +285,22 @@ def _described(spec: EngineSpec, log_dir: Path) -> dict[str, str]:
 
 def this_processor() -> Processor:
     """The CPU of this machine."""
-    isa = processor.instruction_sets()
-    follows = consequence(platform.machine(), isa, is_slow=processor.lacks_dot_products())
-    told = "; ".join(filter(None, (processor.emulation(), follows)))
-    return Processor(processor.processor_name(), devices.usable_cores(), isa, told)
+    isa = instruction_sets()
+    follows = consequence(platform.machine(), isa, is_slow=lacks_dot_products())
+    told = "; ".join(filter(None, (emulation(), follows)))
+    return Processor(processor_name(), devices.usable_cores(), isa, told)
 
 
 def consequence(machine: str, isa: Collection[str], *, is_slow: bool = False) -> str:
-    """The consequence of a machine's instruction sets for int8; `is_slow` see `processor.lacks_dot_products`."""
-    is_arm = processor.architecture(machine) == "ARM"
+    """The consequence of a machine's instruction sets for int8; `is_slow` see `lacks_dot_products`."""
+    is_arm = architecture(machine) == "ARM"
     if is_slow:
         return "no ASIMDDP: onnxruntime gets int8 activations, and int8 gains are moderate"
     if not isa:
         return "no instruction set that is known to matter: only a measurement tells what int8 gains"
     if "i8mm" in isa or "amx_int8" in isa:
         return f"{'I8MM' if is_arm else 'AMX'}: int8 matrix products in hardware, int8 gains most here"
-    if is_arm or processor.DOT_PRODUCTS & set(isa):
+    if is_arm or DOT_PRODUCTS & set(isa):
         return f"{'ASIMDDP' if is_arm else 'VNNI'}: int8 dot products in hardware, int8 gains much"
     return "no VNNI: weights take 7 bits, for sums of two 8-bit products saturate, and int8 gains are moderate"
 

@@ -22,8 +22,7 @@ from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.numerics.sensitivity import Block, Limits, halved
 from qdqtune.numerics.sessions import Outputs
 from qdqtune.numerics.slices import ANOTHER_SIZE
-from qdqtune.placement.file_pairs import FilePair, Kind, file_pairs, representable, with_file_pairs
-from qdqtune.placement.switches import SWITCH
+from qdqtune.placement.switches import SWITCH, FilePair, Kind, file_pairs, representable, with_file_pairs
 from qdqtune.types import Array, Failure, Sample, noise_of, sqnr_of
 
 # The limits are chosen, not measured.

@@ -8,7 +8,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
-from qdqtune.engines import MODULES, TENSORRT_FAMILY, processor
+from qdqtune.engines import MODULES, TENSORRT_FAMILY
+from qdqtune.engines.machine import lacks_dot_products, products_saturate
 from qdqtune.engines.providers import PROVIDERS, Provider
 from qdqtune.errors import BadOption
 from qdqtune.types import NumericFormat, QType, QuantType, WeightFormat
@@ -55,7 +56,7 @@ def usual_precision(engine: str, version: str = "") -> Literal["fp32", "fp16"]:
 
 def onnxruntime(quant_type: QuantType, machine: str | None = None, cpuinfo: str | None = None) -> NumericFormat:
     """ONNX Runtime on the CPU: int8 activations on ARM without dot products, else uint8. `machine` and `cpuinfo` are
-    those of `engines.processor`.
+    those of `engines.machine`.
 
     Weights are symmetric; activations have zero points, which cost no time, and with which a pair can replace a Relu.
     On x86 int8 activations are several times slower. On ARM both are fused into the same operators, QLinearConcat
@@ -75,10 +76,10 @@ def onnxruntime(quant_type: QuantType, machine: str | None = None, cpuinfo: str 
     if quant_type == "fp8":
         raise BadOption("ONNX Runtime has no FP8 kernels: use `quant_type` int8, or another engine")
     return NumericFormat(
-        QType.INT8 if processor.lacks_dot_products(machine, cpuinfo) else QType.UINT8,
+        QType.INT8 if lacks_dot_products(machine, cpuinfo) else QType.UINT8,
         QType.INT8,
         symmetric=False,
-        reduced_weights=processor.products_saturate(machine, cpuinfo),
+        reduced_weights=products_saturate(machine, cpuinfo),
         bias="int32",
         drop_clamps=True,
         shared_scale_ops=ONNXRUNTIME_SHARED,
@@ -111,7 +112,7 @@ def openvino(quant_type: QuantType) -> NumericFormat:
         QType.INT8,
         symmetric=True,
         unsigned=True,
-        reduced_weights=processor.products_saturate(),
+        reduced_weights=products_saturate(),
         shared_scale_ops=MOVED_ACROSS,
     )
 
@@ -197,7 +198,7 @@ def weight_formats(engine: str, operator: str = "MatMul", *, narrow: bool | None
     """
     names = WEIGHT_FORMATS.get(engine, {})
     known = (WeightFormat.named(name) for name in names.get(operator, ()))
-    is_narrow = processor.products_saturate() if narrow is None else narrow
+    is_narrow = products_saturate() if narrow is None else narrow
     return tuple(replace(one, bits=7) if one.dynamic and is_narrow else one for one in known)
 
 

@@ -1,17 +1,110 @@
-"""What a run has to know of the machine that measures: this one or another, and whether its times mean anything."""
+"""The machine that measures, this one or another: its processor, and whether its times mean anything."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import platform
+import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
+from types import MappingProxyType
+from typing import Literal
 
-from qdqtune.engines import processor
 from qdqtune.engines.devices import load, physical_cores, usable_cores
 from qdqtune.engines.providers import PROVIDERS, Provider
+
+Architecture = Literal["x86", "ARM", "RISC-V", "POWER", ""]
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
+    **dict.fromkeys(("x86_64", "amd64", "i386", "i686"), "x86"),
+    **dict.fromkeys(("aarch64", "arm64", "armv7l", "armv8l"), "ARM"),
+    "riscv64": "RISC-V", "ppc64le": "POWER",
+})  # fmt: skip
+"""Architectures by the name of a machine, in lower case, as `platform.machine` gives it."""
+
+PROGRAMS: Mapping[int, Architecture] = MappingProxyType(
+    {3: "x86", 62: "x86", 40: "ARM", 183: "ARM", 243: "RISC-V", 21: "POWER"}
+)
+"""Architectures by the field `e_machine` of ELF programs."""
+
+INSTRUCTION_SETS: Mapping[Architecture, tuple[str, ...]] = MappingProxyType({
+    "x86": ("avx2", "avx512_vnni", "avx_vnni", "amx_int8"),
+    "ARM": ("asimddp", "i8mm", "sme"),
+})  # fmt: skip
+"""Instruction sets that decide which integer kernels run, as /proc/cpuinfo names them."""
+
+DOT_PRODUCTS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
+"""Instruction sets of x86 that add products of 8-bit values into 32 bits."""
+
+RUNNING = Path("/proc/thread-self/exe")
+"""The program that the kernel runs. Emulators answer for /proc/self/exe, but not for this name (qemu-user 7.2)."""
+
+
+def architecture(machine: str | None = None) -> Architecture:
+    """The architecture of a machine (None: this one), as programs see it; "" if it is none of `ARCHITECTURES`."""
+    return ARCHITECTURES.get((machine or platform.machine()).lower(), "")
+
+
+def emulated_on(machine: str | None = None, running: Path = RUNNING) -> Architecture:
+    """The architecture of the processor that emulates this one, as qemu-user does; "" if none does.
+
+    The kernel runs the emulator then, whose file is a program for another architecture than `platform.machine` names.
+    A whole machine that is emulated is not noticed.
+    """
+    try:
+        with running.open("rb") as file:
+            start = file.read(20)
+    except OSError:  # not Linux
+        return ""
+    order: Literal["little", "big"] = "big" if start[5:6] == b"\2" else "little"
+    real = PROGRAMS.get(int.from_bytes(start[18:20], order), "") if start.startswith(b"\x7fELF") else ""
+    return real if real != architecture(machine) and architecture(machine) else ""
+
+
+def emulation() -> str:
+    """What users are told of an emulated processor; "" if it is none."""
+    real = emulated_on()
+    return f"this {architecture()} processor is emulated on {real}, so times mean nothing" if real else ""
+
+
+def processor_name(cpuinfo: str | None = None) -> str:
+    """The name of the processor. `cpuinfo`, here and below, is the text of /proc/cpuinfo; None reads it."""
+    if cpuinfo is None and (real := emulated_on()):
+        return f"{platform.machine()}, emulated on {real}"
+    return _cpuinfo_field(cpuinfo, "model name") or platform.processor() or platform.machine()
+
+
+def instruction_sets(machine: str | None = None, cpuinfo: str | None = None) -> tuple[str, ...]:
+    """The `INSTRUCTION_SETS` that the processor has. Some emulators show those of the machine that they run on, which
+    count as none."""
+    flags = _cpuinfo_field(cpuinfo, "flags", "Features").split()
+    return tuple(name for name in INSTRUCTION_SETS.get(architecture(machine), ()) if name in flags)
+
+
+def products_saturate(machine: str | None = None, cpuinfo: str | None = None) -> bool:
+    """Whether sums of two u8 x s8 products saturate: on x86 without `DOT_PRODUCTS`, and if the processor is unknown."""
+    return architecture(machine) != "ARM" and not DOT_PRODUCTS.intersection(instruction_sets(machine, cpuinfo))
+
+
+def lacks_dot_products(machine: str | None = None, cpuinfo: str | None = None) -> bool:
+    """Whether this is an ARM processor without dot products of 8-bit values (Cortex-A53, A57, A72, A73). Where nothing
+    is known of an ARM processor (macOS), it has them, as all that run this system do."""
+    features = _cpuinfo_field(cpuinfo, "Features").split()
+    return architecture(machine) == "ARM" and bool(features) and "asimddp" not in features
+
+
+def _cpuinfo_field(cpuinfo: str | None, *names: str) -> str:
+    """The value of the first field in /proc/cpuinfo that has one of `names`; "" if there is none, or no such file."""
+    if cpuinfo is None:
+        with contextlib.suppress(OSError):
+            cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    line = re.search(rf"^(?:{'|'.join(names)})\s*:\s*(.*)$", cpuinfo or "", re.MULTILINE)
+    return line[1].strip() if line else ""
+
 
 COST_MODEL = "fake"
 """The engine whose times come from a cost model, on every processor."""
@@ -45,8 +138,8 @@ def this_machine() -> MachineFacts:
         cores=usable_cores(),
         physical_cores=len(physical_cores()),
         machine=platform.machine(),
-        products_saturate=processor.products_saturate(),
-        emulation=processor.emulation(),
+        products_saturate=products_saturate(),
+        emulation=emulation(),
         system=platform.platform(),
         load=load(),
         name=_own_name(),
@@ -63,7 +156,7 @@ def _own_name() -> str:
 def is_simulated(name: str, machine: MachineFacts | None = None) -> bool:
     """Whether times of this engine mean nothing on a machine (None: this one): it is a simulator there, or the
     processor is emulated."""
-    kind, emulated = (machine.machine, machine.emulation) if machine else (platform.machine(), processor.emulation())
+    kind, emulated = (machine.machine, machine.emulation) if machine else (platform.machine(), emulation())
     is_simulator = name in PROVIDERS and kind in PROVIDERS[name].simulated_on
     return is_simulator or (name != COST_MODEL and bool(emulated))
 
@@ -76,7 +169,7 @@ def simulated_chip(table: Provider | None) -> dict[str, str]:
 def simulated(name: str, machine: MachineFacts | None = None) -> str:
     """What users are told of an engine whose times mean nothing on a machine (None: this one)."""
     if machine is None:
-        where, emulated = "this machine", processor.emulation()
+        where, emulated = "this machine", emulation()
     else:
         where, emulated = machine.where, machine.emulation and f"{machine.where}: {machine.emulation}"
     return emulated or f"{name} is a simulator on {where}, whose times mean nothing"

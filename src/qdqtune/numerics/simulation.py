@@ -5,7 +5,7 @@ far less than from the float model's. A search asks here before it spends a buil
 
 ONNX Runtime itself does more: between a pair in front of a convolution (or of a MaxPool and the like before it) and one
 behind it, it also rounds the weights, per tensor. For this engine the model runs after these rewrites of the graph.
-Weights have all 8 bits here: where products saturate (see `engines.processor`), the engine may lose far more than
+Weights have all 8 bits here: where products saturate (see `engines.machine`), the engine may lose far more than
 predicted. Its Softmax of 8 bits computes in integers, to less than a step, and stands in the graph as such.
 """
 

@@ -9,8 +9,8 @@ from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.numerics.sessions import Session
-from qdqtune.placement.file_pairs import file_pairs, with_file_pairs
 from qdqtune.placement.reading import dynamic_products_of
+from qdqtune.placement.switches import file_pairs, with_file_pairs
 from qdqtune.types import Failure, Sample, noise_of, sqnr_of
 
 LEAST_DB = 40.0

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 
 from qdqtune.engines import TENSORRT_FAMILY
 from qdqtune.engines.providers import PROVIDERS
+from qdqtune.graph.float16 import HALF
 from qdqtune.graph.model import Model, Node
-from qdqtune.graph.operators import AVERAGE_POOLS, COMPUTE
-from qdqtune.placement import carry_pairs as pairs
-from qdqtune.placement import keep_float as floats
-from qdqtune.placement.graph_queries import GraphQueries
+from qdqtune.graph.operators import ARITHMETIC, AVERAGE_POOLS, CLAMPS, COMPUTE, CONVOLUTIONS, NORMALIZATIONS
+from qdqtune.placement import start_placements
+from qdqtune.placement.graph_queries import Attention, GraphQueries, nodes_into
 from qdqtune.placement.possible import compute_edges, consistent
 from qdqtune.types import Edge, Placement, QuantType
 
@@ -78,73 +79,464 @@ class CarryPair(PlacementRule):
     find: Callable[[GraphQueries, frozenset[Edge]], Iterable[Edge]]
 
 
+# ---- rules that keep operators in float: edges that may carry no pair
+
+FLOAT_FUNCTIONS = frozenset({"Softmax", "LogSoftmax", "Erf", "Gelu"})
+
+TILE = 16
+"""Fewest channels, and least K and N of a matrix product, that fill a tile of the 8-bit kernels (NVIDIA Model
+Optimizer)."""
+
+LARGEST_FP8_FILTER = 32
+"""Most values of a filter that FP8 convolutions have kernels for (NVIDIA Model Optimizer)."""
+
+INT8_HEADS = (16, 32, 64)
+"""Head sizes for which INT8 attention has a fused kernel (TensorRT developer guide, as the next two)."""
+
+LONGEST_INT8_ATTENTION = 512
+"""Longest sequence of a fused INT8 attention."""
+
+LARGEST_FP8_HEAD = 256
+"""Largest head size of a fused FP8 attention."""
+
+
+def graph_outputs(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges to graph outputs."""
+    return (e for e in queries.possible if e.is_graph_output)
+
+
+def float_outputs(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges to graph outputs that no convolution makes."""
+    own = {result(queries, n) for n in queries.computes() if n.op in CONVOLUTIONS}
+    return (e for e in graph_outputs(queries) if e.tensor not in own)
+
+
+def half_precision(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges of tensors in float16 or bfloat16."""
+    return (e for e in queries.possible if queries.model.tensors[e.tensor].dtype in HALF)
+
+
+def running_sums(queries: GraphQueries) -> Iterator[Edge]:
+    """Inputs of CumSum."""
+    return (e for e in queries.possible if (user := queries.model.user(e)) is not None and user.op == "CumSum")
+
+
+def result(queries: GraphQueries, node: Node) -> str:
+    """The result of a compute operator after the clamps that are fused into it."""
+    tensor = node.outputs[0]
+    while len(uses := queries.model.edges(tensor)) == 1:
+        user = queries.model.user(uses[0])
+        if user is None or user.op not in CLAMPS or user.domain:
+            break
+        tensor = user.outputs[0]
+    return tensor
+
+
+def constant_operands(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges into Add, Sub, Mul and Div nodes with a constant operand."""
+    for node in queries.model.nodes:
+        if node.op in ARITHMETIC and any(t in queries.model.constants for t in node.inputs):
+            yield from queries.into(node)
+
+
+def inside_fusions(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges between the operators of one fusion: bias, BatchNormalization, activation, pointwise."""
+    return (e for e in queries.possible if queries.is_inside(e))
+
+
+def swish(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges inside SiLU and HardSwish, x * gate(x): x into the gate, x and the gate into the Mul."""
+    for node, x, _, first in _gated(queries):
+        yield from queries.into(node)
+        yield from (e for e in queries.into(first) if e.tensor == x)
+
+
+def stem_swish(queries: GraphQueries) -> Iterator[Edge]:
+    """Every edge from the data of a first convolution to the readers of the SiLU or HardSwish behind it.
+
+    A convolution is first if no compute operator is in front of it and its inputs have fewer channels than fill a tile.
+    """
+    behind = _behind_compute(queries)
+    for node, x, gate, first in _gated(queries):
+        layer = queries.model.maker(x)
+        if layer is None or layer.op != "Conv" or layer.inputs[0] in behind:
+            continue
+        channels = (queries.sizes(layer.inputs[0]) or (None, None))[1]
+        if layer.attributes.get("group", 1) == 1 and (channels or TILE) < TILE:
+            yield from queries.into(layer)
+            tensors = {x, gate, node.outputs[0], *first.outputs}
+            yield from (e for e in queries.possible if e.tensor in tensors)
+
+
+def _behind_compute(queries: GraphQueries) -> set[str]:
+    """Tensors that depend on the result of a compute operator."""
+    found: set[str] = set()
+    for node in queries.model.nodes:
+        if node.op in COMPUTE or not found.isdisjoint((*node.inputs, *node.captures)):
+            found.update(node.outputs)
+    return found
+
+
+def _gated(queries: GraphQueries) -> Iterator[tuple[Node, str, str, Node]]:
+    """Each Mul that computes x * gate(x), the names of x and gate(x), and the node of the gate that reads x."""
+    for node in queries.model.nodes:
+        for x, gate in (node.inputs, node.inputs[::-1]) if node.op == "Mul" and len(node.inputs) == 2 else ():
+            if (first := _gate_of(queries, x, gate)) is not None:
+                yield node, x, gate, first
+
+
+def _gate_of(queries: GraphQueries, x: str, gate: str) -> Node | None:
+    """The node that reads x if `gate` is Sigmoid(x), HardSigmoid(x), or Clip(x + 3) times a constant; else None."""
+    node = queries.model.maker(gate)
+    while node is not None and node.op in ("Clip", "Div", "Mul") and len(queries.data(node)) == 1:
+        node = queries.model.maker(queries.data(node)[0].tensor)
+    read = [e.tensor for e in queries.data(node)] if node is not None else []
+    return node if node is not None and read == [x] and node.op in ("Sigmoid", "HardSigmoid", "Add") else None
+
+
+def float_functions(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges into FLOAT_FUNCTIONS and unfused normalizations, except the data of one that `follows_convolution`."""
+    for node in queries.model.nodes:
+        if node.op in NORMALIZATIONS and queries.fusions.get(node.index) is None:
+            kept = 0 if follows_convolution(queries, node) is not None else None
+            yield from (e for e in queries.into(node) if e.index != kept)
+        elif node.op in FLOAT_FUNCTIONS:
+            yield from queries.into(node)
+
+
+def follows_convolution(queries: GraphQueries, node: Node) -> Node | None:
+    """The compute operator in front of a LayerNormalization in a convolutional network; None for other nodes.
+
+    The data of the LayerNormalization comes, through copies, from the fusion of a convolution. Or it comes from a
+    residual Add whose branch ends in a matrix product, and the result goes, through copies, into a Conv.
+    """
+    if node.op != "LayerNormalization" or node.domain:
+        return None
+    source = queries.source(node.inputs[0])
+    root = None if source is None else queries.fusions.get(source.index)
+    if source is None or root is None:
+        return None
+    made_by = queries.model.nodes[root]
+    if made_by.op in CONVOLUTIONS:
+        return made_by
+    users = [queries.model.user(e) for e in queries.readers(node.outputs[0])]
+    is_residual = source.op == "Add" and queries.skip(source) is not None
+    return made_by if is_residual and any(u is not None and u.op == "Conv" for u in users) else None
+
+
+def matrix_vector(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges into products [M, K] x [K, N] with M or N = 1, as NVIDIA Model Optimizer has it: with a constant operand
+    those of two dimensions only. A step of a language model, [1, 1, K], reads its weights in 8 bits."""
+    for node in queries.computes():
+        shape = queries.sizes(node.outputs[0])
+        is_weighted = any(t in queries.model.constants for t in node.inputs[:2])
+        if node.op in CONVOLUTIONS or not shape or (is_weighted and len(shape) > 2):
+            continue
+        if len(shape) == 1 or 1 in shape[-2:]:
+            yield from queries.into(node)
+
+
+def tiny_products(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges into products [M, K] x [K, N] with K or N below TILE."""
+    for node in queries.computes():
+        second, shape = queries.sizes(node.inputs[1]), queries.sizes(node.outputs[0])
+        if node.op in CONVOLUTIONS or len(second) < 2 or not shape:
+            continue
+        inner = second[-1] if node.op == "Gemm" and node.attributes.get("transB", 0) else second[-2]
+        if any(0 < (size or 0) < TILE for size in (inner, shape[-1])):
+            yield from queries.into(node)
+
+
+def tiny_convolutions(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges into convolutions with few input or output channels.
+
+    INT8: inputs or outputs below 16; and both below 16 behind the first layer, or neither a multiple of 8. A grouped
+    one: inputs or outputs below 16; and outputs no multiple of 8, or a filter narrower than 3. FP8: inputs or outputs
+    of 16 or less, or a filter of more than 32 values.
+    """
+    for node in queries.computes():
+        weight = queries.sizes(node.inputs[1])
+        if node.op != "Conv" or len(weight) < 3 or None in weight:
+            continue
+        outputs, inputs, *kernel = (d or 0 for d in weight)
+        if queries.quant_type == "fp8":
+            is_tiny = min(outputs, inputs) <= TILE or prod(kernel) > LARGEST_FP8_FILTER
+        elif min(outputs, inputs) >= TILE:
+            is_tiny = False
+        elif node.attributes.get("group", 1) > 1:
+            is_tiny = outputs % 8 != 0 or min(kernel) < 3
+        else:
+            is_first = node.inputs[0] in queries.model.inputs
+            is_tiny = bool(outputs % 8 and inputs % 8) or not (is_first or max(outputs, inputs) >= TILE)
+        if is_tiny:
+            yield from queries.into(node)
+
+
+def unfusable_int8_attention(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges into both products of an attention that no INT8 kernel fuses: for its sizes, or because a pair cannot stand
+    where the kernel needs one (on both inputs of both products, and on the result of the second).
+
+    Seen with TensorRT-RTX 1.7 for sm89, and in NVIDIA's guide: heads of 16, 32 or 64, at most 512 positions.
+    """
+    for attention in queries.attentions:
+        fits = attention.head_size in INT8_HEADS and (attention.sequence or 0) <= LONGEST_INT8_ATTENTION
+        behind = behind_attention(queries, attention)
+        if not fits or not _can_carry_pairs(queries, attention.products) or not queries.possible.issuperset(behind):
+            yield from nodes_into(queries, attention.products)
+
+
+def behind_attention(queries: GraphQueries, attention: Attention) -> list[Edge]:
+    """The edges that read an attention's second product, directly or through copies."""
+    return list(queries.readers(queries.model.nodes[attention.context].outputs[0]))
+
+
+def unfusable_fp8_attention(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges into both products of an attention that no FP8 kernel fuses: for a head size that is unknown, no multiple
+    of 16 or above 256, or because a pair on an input of a product is not possible."""
+    for attention in queries.attentions:
+        size = attention.head_size or 0
+        fits = 0 < size <= LARGEST_FP8_HEAD and size % 16 == 0
+        if not fits or not _can_carry_pairs(queries, attention.products):
+            yield from nodes_into(queries, attention.products)
+
+
+def parts_of_float_attention(queries: GraphQueries) -> Iterator[Edge]:
+    """Inputs of a product that makes queries, keys and values at once, where the attention is fused in float16."""
+    for attention in queries.attentions:
+        parts = queries.parts(attention)
+        if parts is not None and queries.is_fused_as_float(attention, queries.possible):
+            yield from queries.into(parts[0])
+
+
+def transposed_convolutions(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges into ConvTranspose nodes."""
+    for node in queries.computes():
+        if node.op == "ConvTranspose":
+            yield from queries.into(node)
+
+
+def grouped_transposed_convolutions(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges into ConvTranspose nodes with groups."""
+    for node in queries.computes():
+        if node.op == "ConvTranspose" and node.attributes.get("group", 1) > 1:
+            yield from queries.into(node)
+
+
+def pooled_convolutions(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges into convolutions of a 1x1 image, as in squeeze-and-excitation: they are matrix-vector products."""
+    for node in queries.computes():
+        image = queries.sizes(node.inputs[0])[2:]
+        if node.op == "Conv" and image and all(size == 1 for size in image):
+            yield from queries.into(node)
+
+
+def _can_carry_pairs(queries: GraphQueries, products: tuple[int, int]) -> bool:
+    """Whether both products may carry pairs on both inputs."""
+    return all(e in queries.possible for e in nodes_into(queries, products))
+
+
+# ---- rules that place pairs: further edges, given those that have pairs already (`placed`)
+
+INTEGER = frozenset({"Add", "Concat", "LeakyRelu", "Mul", "Sigmoid"})
+"""Operators whose integer kernels in ONNX Runtime save time between quantized neighbours."""
+
+
+def compute_inputs(queries: GraphQueries, placed: frozenset[Edge]) -> Iterable[Edge]:
+    """Activation and weight of Conv, ConvTranspose, Gemm and MatMul."""
+    return start_placements.compute_inputs(queries.model, queries.possible)
+
+
+def attention_results(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
+    """The edges that read an attention's second product, also through copies, if both products have pairs."""
+    for attention in queries.attentions:
+        if all(e in placed for e in nodes_into(queries, attention.products)):
+            yield from behind_attention(queries, attention)
+
+
+def attention_parts(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
+    """The result of a quantized product that makes queries, keys and values at once, in front of what divides it,
+    unless the attention is fused in float16."""
+    for attention in queries.attentions:
+        parts = queries.parts(attention)
+        if parts is not None and queries.runs_in_8_bits(parts[0], placed):
+            yield from () if queries.is_fused_as_float(attention, placed) else parts[1]
+
+
+def residual_skip(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
+    """The skip input of an Add whose other input comes from a quantized compute operator."""
+    for node in queries.model.nodes:
+        if node.op != "Add" or node.domain or (skip := queries.skip(node)) is None:
+            continue
+        root = queries.fusions.get(node.index)
+        if root is not None and skip.tensor in queries.model.producers and _runs_in_8_bits(queries, root, placed):
+            yield skip
+
+
+def convolution_to_layernorm(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
+    """The data input of a LayerNormalization that follows a quantized convolution: see `follows_convolution`."""
+    for node in queries.model.nodes:
+        source = follows_convolution(queries, node)
+        if source is not None and queries.runs_in_8_bits(source, placed):
+            yield node.into[0]
+
+
+def concat(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
+    """All inputs and uses of a Concat that only quantized operators read, if a quantized operator feeds it."""
+    for node in queries.model.nodes:
+        if node.op == "Concat" and _all_read_in_8_bits(queries, node, placed):
+            data = queries.data(node)
+            if any(_made_in_8_bits(queries, e.tensor, placed) for e in data):
+                yield from data
+                yield from queries.model.edges(node.outputs[0])
+
+
+def max_pool(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
+    """The input of a MaxPool that only quantized operators read."""
+    for node in queries.model.nodes:
+        if node.op == "MaxPool" and _all_read_in_8_bits(queries, node, placed):
+            yield from queries.data(node)
+
+
+def resize(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
+    """The input of a Resize that only quantized operators read; not if cubic, as results then exceed its range."""
+    for node in queries.model.nodes:
+        is_resize = node.op in ("Resize", "Upsample") and node.attributes.get("mode", "nearest") not in (
+            "cubic",
+            b"cubic",
+        )
+        if is_resize and _all_read_in_8_bits(queries, node, placed):
+            yield from queries.data(node)
+
+
+def average_pool(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
+    """Input and result of an average pool between quantized operators, if nothing reads its input in float."""
+    for node in queries.model.nodes:
+        if node.op not in AVERAGE_POOLS or not _all_read_in_8_bits(queries, node, placed):
+            continue
+        tensor = node.inputs[0]
+        others = [e for e in queries.model.edges(tensor) if e.node != node.name]
+        if _made_in_8_bits(queries, tensor, placed) and all(e in placed for e in others):
+            yield from (*queries.data(node), *queries.model.edges(node.outputs[0]))
+
+
+def compute_results(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
+    """All uses of the result of a quantized convolution, or of a quantized MatMul with a bias behind it."""
+    for node in queries.computes():
+        if node.op == "Gemm" or not queries.runs_in_8_bits(node, placed):
+            continue
+        uses = queries.model.edges(result(queries, node))
+        if node.op != "MatMul" or any(_adds_bias(queries, e) for e in uses):
+            yield from uses
+
+
+def integer_operators(queries: GraphQueries, placed: frozenset[Edge]) -> Iterable[Edge]:
+    """Inputs and results of operators with an integer kernel whose inputs are all quantized."""
+    return start_placements.integer_islands(queries.model, queries.possible, INTEGER)
+
+
+def everywhere(queries: GraphQueries, placed: frozenset[Edge]) -> Iterable[Edge]:
+    """Every edge that can carry a pair, but for those between an operator that computes and the clamp behind it."""
+    for edge in queries.possible:
+        user, maker = queries.model.user(edge), queries.model.maker(edge.tensor)
+        if not (user is not None and user.op in CLAMPS and maker is not None and maker.op in COMPUTE):
+            yield edge
+
+
+def _adds_bias(queries: GraphQueries, edge: Edge) -> bool:
+    user = queries.model.user(edge)
+    return user is not None and user.op == "Add" and any(t in queries.model.constants for t in user.inputs)
+
+
+def _runs_in_8_bits(queries: GraphQueries, node: int, placed: frozenset[Edge]) -> bool:
+    return queries.runs_in_8_bits(queries.model.nodes[node], placed)
+
+
+def _made_in_8_bits(queries: GraphQueries, tensor: str, placed: frozenset[Edge]) -> bool:
+    """Whether a tensor comes, through copies, from the fusion of a quantized operator, or from a Concat, MaxPool or
+    Resize of quantized inputs."""
+    source = queries.source(tensor)
+    if source is None:
+        return False
+    root = queries.fusions.get(source.index)
+    if root is not None:
+        return _runs_in_8_bits(queries, root, placed)
+    data = queries.data(source)
+    return source.op in ("Concat", "MaxPool", "Resize") and bool(data) and all(e in placed for e in data)
+
+
+def _all_read_in_8_bits(queries: GraphQueries, node: Node, placed: frozenset[Edge]) -> bool:
+    """Whether every reader of a node's result, behind copies, has a pair on it."""
+    readers = list(queries.readers(node.outputs[0]))
+    return bool(readers) and all(e in placed for e in readers)
+
+
 RULES: tuple[PlacementRule, ...] = (
     KeepFloat("graph-outputs", "what leaves the graph is not rounded to 256 values", GUIDE, FUSING, BOTH,
-              floats.graph_outputs),
+              graph_outputs),
     KeepFloat("float-outputs", "what leaves the graph is not rounded, unless an integer convolution writes it",
-              MEASURED, ONNXRUNTIME, INT8, floats.float_outputs),
+              MEASURED, ONNXRUNTIME, INT8, float_outputs),
     KeepFloat("half-precision", "the integer kernels take and give float32 only", MEASURED, ONNXRUNTIME, INT8,
-              floats.half_precision),
+              half_precision),
     KeepFloat("swish", "the gate and the product of SiLU and HardSwish join the convolution in front of them",
-              OPTIMIZER, FUSING, BOTH, floats.swish),
+              OPTIMIZER, FUSING, BOTH, swish),
     KeepFloat("stem-swish", "over the range of pictures a step is wider than what the gate bends, and the first layer "
-              "has too few channels to gain", MEASURED, ONNXRUNTIME, INT8, floats.stem_swish),
+              "has too few channels to gain", MEASURED, ONNXRUNTIME, INT8, stem_swish),
     KeepFloat("inside-fusions", "a pair inside Conv, bias, BatchNormalization and activation breaks their fusion",
-              GUIDE, FUSING, BOTH, floats.inside_fusions),
+              GUIDE, FUSING, BOTH, inside_fusions),
     KeepFloat("constant-operands", "elementwise operators with a constant are fused in float; 8 bits bring conversions",
-              OPTIMIZER, FUSING, BOTH, floats.constant_operands),
+              OPTIMIZER, FUSING, BOTH, constant_operands),
     KeepFloat("float-functions", "normalizations, Softmax and the Erf of a GELU have float kernels only", GUIDE,
-              FUSING, BOTH, floats.float_functions),
+              FUSING, BOTH, float_functions),
     KeepFloat("matrix-vector", "a product with M or N = 1 uses no tensor cores", OPTIMIZER,
-              TENSORRT, BOTH, floats.matrix_vector),
+              TENSORRT, BOTH, matrix_vector),
     KeepFloat("tiny-products", "K or N below 16 do not fill a tile of the 8-bit kernels", OPTIMIZER, TENSORRT, BOTH,
-              floats.tiny_products),
+              tiny_products),
     KeepFloat("tiny-convolutions", "few channels do not fill a tile of the 8-bit kernels", OPTIMIZER, TENSORRT, BOTH,
-              floats.tiny_convolutions),
+              tiny_convolutions),
     KeepFloat("pooled-convolutions", "a convolution of one pixel gains nothing, and its Q runs alone", OBSERVED,
-              TENSORRT, BOTH, floats.pooled_convolutions),
+              TENSORRT, BOTH, pooled_convolutions),
     KeepFloat("transposed-convolutions", "there is no 8-bit kernel: the weights are dequantized at every inference",
-              OBSERVED, TENSORRT, FP8, floats.transposed_convolutions),
+              OBSERVED, TENSORRT, FP8, transposed_convolutions),
     KeepFloat("transposed-convolutions-rtx", "there is no 8-bit kernel: the weights are dequantized at every inference",
-              OBSERVED, RTX, INT8, floats.transposed_convolutions),
+              OBSERVED, RTX, INT8, transposed_convolutions),
     KeepFloat("transposed-convolutions-cpu", "there is no 8-bit kernel: the weights are dequantized at every inference",
-              MEASURED, ONNXRUNTIME, INT8, floats.transposed_convolutions),
+              MEASURED, ONNXRUNTIME, INT8, transposed_convolutions),
     KeepFloat("grouped-transposed-convolutions", "there is no 8-bit kernel with groups", RUNTIME_MODEL, OPENVINO, INT8,
-              floats.grouped_transposed_convolutions),
+              grouped_transposed_convolutions),
     KeepFloat("int8-attention", "fused INT8 attention needs heads of 16, 32 or 64, at most 512 positions, and pairs "
               "behind it as well: else float attention, which fuses, is faster", LIBRARY, TENSORRT, INT8,
-              floats.unfusable_int8_attention),
+              unfusable_int8_attention),
     KeepFloat("fp8-attention", "fused FP8 attention needs a head size that is a multiple of 16, up to 256", LIBRARY,
-              TENSORRT, FP8, floats.unfusable_fp8_attention),
+              TENSORRT, FP8, unfusable_fp8_attention),
     KeepFloat("parts-of-float-attention", "float16 attention is not fused if queries, keys and values come from a DQ, "
               "and with pairs on its inputs alone their product runs in float16", OBSERVED, TENSORRT_FAMILY, INT8,
-              floats.parts_of_float_attention),
+              parts_of_float_attention),
     KeepFloat("running-sums", "of values in 8 bits the NPU gets a CumSum wrong", SIMULATED, NPU, INT8,
-              floats.running_sums),
+              running_sums),
     CarryPair("compute-inputs", "activation and weight together: with one of them the operator runs in float", GUIDE,
-              EVERY, BOTH, pairs.compute_inputs),
+              EVERY, BOTH, compute_inputs),
     CarryPair("attention-results", "fused INT8 attention writes 8 bits: with a pair behind the second product",
-              LIBRARY, TENSORRT, INT8, pairs.attention_results),
+              LIBRARY, TENSORRT, INT8, attention_results),
     CarryPair("attention-parts", "a product that makes queries, keys and values at once runs in 8 bits, or in fewer "
               "kernels, with a pair in front of what divides its result", OBSERVED, TENSORRT_FAMILY, BOTH,
-              pairs.attention_parts),
+              attention_parts),
     CarryPair("residual-skip", "with its skip input in 8 bits an Add joins the operator in front of it", GUIDE,
-              FUSING, BOTH, pairs.residual_skip),
+              FUSING, BOTH, residual_skip),
     CarryPair("conv-layernorm", "the convolution then writes 8 bits itself and gets a faster kernel", LAYERNORM,
-              TENSORRT, INT8, pairs.convolution_to_layernorm),
+              TENSORRT, INT8, convolution_to_layernorm),
     CarryPair("concat", "with one scale on its inputs and its output a Concat moves 8-bit values, or vanishes", GUIDE,
-              FUSING, BOTH, pairs.concat),
+              FUSING, BOTH, concat),
     CarryPair("max-pool", "the largest of 8-bit values is one of them: the scale passes through", GUIDE, FUSING, INT8,
-              pairs.max_pool),
-    CarryPair("resize", "a resized image keeps its range: the scale passes through", GUIDE, FUSING, INT8, pairs.resize),
+              max_pool),
+    CarryPair("resize", "a resized image keeps its range: the scale passes through", GUIDE, FUSING, INT8, resize),
     CarryPair("average-pool", "fuses between a DQ and a Q; beside a float neighbour it brings a conversion", GUIDE,
-              EVERY, INT8, pairs.average_pool),
+              EVERY, INT8, average_pool),
     CarryPair("compute-results", "an integer convolution, or MatMul with a bias, is made of DQ, operator and Q",
-              MEASURED, ONNXRUNTIME, INT8, pairs.compute_results),
+              MEASURED, ONNXRUNTIME, INT8, compute_results),
     CarryPair("integer-operators", "between quantized neighbours integer kernels save the conversions", MEASURED,
-              ONNXRUNTIME, INT8, pairs.integer_operators),
+              ONNXRUNTIME, INT8, integer_operators),
     CarryPair("everywhere", "what carries no pair runs in float16 there, or on the CPU with a border on either side",
-              QNN, NPU, INT8, pairs.everywhere),
+              QNN, NPU, INT8, everywhere),
 )  # fmt: skip
 
 

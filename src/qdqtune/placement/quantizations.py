@@ -18,8 +18,7 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import CLAMPS, COMPUTE
-from qdqtune.placement.possible import biased_layer_at, clamp_bounds, weight_role
-from qdqtune.placement.widths import conversions, wide_tensors
+from qdqtune.placement.possible import biased_layer_at, clamp_bounds, conversions, weight_role, wide_tensors
 from qdqtune.types import Array, Edge, NumericFormat, Placement
 
 TAKES_BIAS = COMPUTE - {"MatMul"}  # MatMul has no bias input

@@ -18,8 +18,7 @@ from qdqtune.calibration.inputs import InputSpec, input_specs
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec, threads_of
 from qdqtune.engines.formats import follow_processor
 from qdqtune.engines.library_settings import library_settings, script_of
-from qdqtune.engines.machine import MachineFacts, name_of
-from qdqtune.engines.processor import Architecture, architecture, products_saturate
+from qdqtune.engines.machine import Architecture, MachineFacts, architecture, name_of, products_saturate
 from qdqtune.errors import BadModel, BadOption, reading, writing
 from qdqtune.graph.loading import files_of, load
 from qdqtune.graph.model_folder import companions

@@ -7,7 +7,7 @@ from typing import NotRequired, TypedDict
 
 from qdqtune.graph.model import Model
 from qdqtune.numerics.scores import equal_share
-from qdqtune.placement.widths import conversions, wide_tensors, wide_weights
+from qdqtune.placement.possible import conversions, wide_tensors, wide_weights
 from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.timing.limits import failure
 from qdqtune.types import Placement, Trial

@@ -34,10 +34,9 @@ from qdqtune.numerics.half_precision import NAMES, in_half_precision
 from qdqtune.numerics.sessions import onnxruntime_session
 from qdqtune.numerics.stripped import check_stripped
 from qdqtune.placement import engine_rules, start_placements
-from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.possible import NO_WIDE, possible_edges
 from qdqtune.placement.reading import Reading, is_quantized, read_placement
 from qdqtune.placement.stripping import strip_pairs
-from qdqtune.placement.widths import NO_WIDE
 from qdqtune.search.regions import cache, discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.tuning.budget import affordable_calibration

@@ -12,8 +12,8 @@ from layer_reports import RESIDUAL, RESIDUAL_INPUT, RESIDUAL_WEIGHTS, text_model
 from models import build, normal
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.formats import ONNXRUNTIME_SHARED
+from qdqtune.engines.machine import products_saturate
 from qdqtune.engines.onnxruntime.engine import Recording
-from qdqtune.engines.processor import products_saturate
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.saving import save
 from qdqtune.types import QType

@@ -11,8 +11,8 @@ from engine_contract import IMAGE, conv_model, quantized_conv_model
 from qdqtune.engines import CPU_PROVIDER, EngineSpec, open_engine
 from qdqtune.engines.fallback import fallback
 from qdqtune.engines.onnxruntime.engine import OnnxRuntime
+from qdqtune.engines.onnxruntime.layers import assigned_layers, elsewhere, own_words
 from qdqtune.engines.onnxruntime.options import OnnxRuntimeOptions
-from qdqtune.engines.onnxruntime.partitions import elsewhere, layers, own_words
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import load
@@ -60,7 +60,7 @@ def test_parts_are_layers_and_nodes_elsewhere_as_well() -> None:
     graph = quantized_conv_model(QNN.numbers).graph
     names = [(node.name, node.op_type) for node in graph.node]
     first, *inside = names
-    found = layers(graph, [(CPU_PROVIDER, [first]), (QNN.ep, inside)], QNN, "")
+    found = assigned_layers(graph, [(CPU_PROVIDER, [first]), (QNN.ep, inside)], QNN, "")
     ran = [(x.kind, bool(x.elsewhere)) for x in found if x.kind != "folded"]
     assert ran == [("quantize", True), ("compute", False)]
     assert {n for x in found for n in x.nodes} == {name for name, _ in names}
@@ -75,7 +75,7 @@ def test_nodes_in_a_body_count_with_their_if() -> None:
     )  # fmt: skip
     node = helper.make_node("If", ["c"], ["y"], name="if", then_branch=branch, else_branch=branch)
     graph = helper.make_graph([node], "g", [], [])
-    found = layers(graph, [(CPU_PROVIDER, [("if", "If")]), (CPU_PROVIDER, [("inner", "Relu")])], QNN, "")
+    found = assigned_layers(graph, [(CPU_PROVIDER, [("if", "If")]), (CPU_PROVIDER, [("inner", "Relu")])], QNN, "")
     assert [x.nodes for x in found] == [("if",)]
 
 

@@ -11,7 +11,7 @@ from loaded_modules import absent, forgotten
 from models import build, feeds, normal, ranges, run, sqnr
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.formats import MOVED_ACROSS
-from qdqtune.engines.processor import products_saturate
+from qdqtune.engines.machine import products_saturate
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import insert

@@ -12,8 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from engine_contract import model_of
-from qdqtune.engines.tensorrt.nodes import NodeNames, mentioned
-from qdqtune.engines.tensorrt.report import read_report
+from qdqtune.engines.tensorrt.report import NodeNames, mentioned, read_report
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import name_nodes
 from qdqtune.types import Layer

@@ -20,12 +20,11 @@ import onnx
 import onnxruntime as ort
 from onnxruntime import InferenceSession as Session
 
-from qdqtune.engines import CPU_PROVIDER, devices, formats, output_to, processor, translated
+from qdqtune.engines import CPU_PROVIDER, devices, formats, machine, output_to, translated
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.library_settings import DENORMALS_AS_ZERO, provider_options, session_settings
 from qdqtune.engines.machine import is_simulated, simulated_chip
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
-from qdqtune.engines.onnxruntime import partitions
 from qdqtune.engines.onnxruntime.options import OnnxRuntimeOptions
 from qdqtune.engines.providers import OF_EP, SYMMETRIC, Provider
 from qdqtune.errors import EngineFailure, EngineUnavailable, one_line
@@ -120,7 +119,7 @@ def _register(provider: str, library: str) -> None:
 
 def _device_of(table: Provider | None) -> tuple[str, str]:
     """The name of the device that a provider runs on, and of its driver, as far as it is known."""
-    name = processor.processor_name()
+    name = machine.processor_name()
     if table is not None and is_simulated(table.name):
         return f"simulator on {name}", ""
     gpus = devices.gpus_here() if table is not None and table.is_gpu else ()
@@ -152,7 +151,7 @@ class OnnxRuntime:
             "threads": str(options.threads),
             "device": device,
             **({"driver": driver} if driver else {}),
-            "isa": " ".join(processor.instruction_sets()),
+            "isa": " ".join(machine.instruction_sets()),
             **({} if options.fuse else {"fuse": "after rewrites" if options.rewrite else "no"}),
             **({} if options.fuse_pairs else {"fuse_pairs": "no"}),
             **({} if options.denormals_as_zero else {"denormals_as_zero": "no"}),
@@ -326,7 +325,9 @@ class OnnxRuntimeModel:
                 session = self._engine.session(model.SerializeToString(), entries, log_severity_level=LOG_VERBOSE)
                 found = session.get_provider_graph_assignment_info()
             parts = [(part.ep_name, [(node.name, node.op_type) for node in part.get_nodes()]) for part in found]
-            return partitions.layers(model.graph, parts, table, log.read_text(encoding="utf-8", errors="replace"))
+            return onnxruntime_layers.assigned_layers(
+                model.graph, parts, table, log.read_text(encoding="utf-8", errors="replace")
+            )
 
     def save(self, path: Path) -> None:
         """Write the optimized model as an ONNX file, and load it. If the model has external data or more than 2 GB, its

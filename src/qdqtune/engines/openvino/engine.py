@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from qdqtune.engines import formats, output_to, processor, translated
+from qdqtune.engines import formats, machine, output_to, translated
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.library_settings import openvino_configuration
 from qdqtune.engines.openvino import layers as openvino_layers
@@ -58,8 +58,8 @@ class OpenVino:
             "version": ov.get_version(),
             "threads": str(self._options.threads),
             "precision": self._options.precision,
-            "device": processor.processor_name(),
-            "isa": " ".join(processor.instruction_sets()),
+            "device": machine.processor_name(),
+            "isa": " ".join(machine.instruction_sets()),
             **({} if self._options.denormals_as_zero else {"denormals_as_zero": "no"}),
         }
 
