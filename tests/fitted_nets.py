@@ -9,8 +9,7 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import sqnr_db
 from qdqtune.placement.possible import possible_edges
-from qdqtune.system.listener import Deaf
-from qdqtune.types import Placement
+from qdqtune.types import Deaf, Placement
 
 
 def prepared(net: Model, feeds: list[Arrays]) -> Prepared:

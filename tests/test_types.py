@@ -2,8 +2,7 @@
 
 import pytest
 
-from qdqtune.system.turns import Turn
-from qdqtune.types import Edge, Placement, WeightFormat, noise_of, sqnr_of
+from qdqtune.types import Edge, Placement, Turn, WeightFormat, noise_of, sqnr_of
 
 X, W = Edge("x", "a", 0), Edge("w", "a", 1)
 W4, W8 = WeightFormat(4, 32, symmetric=False), WeightFormat(8)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -452,3 +453,46 @@ Mix = tuple[Workload, ...]
 
 QuantType = Literal["int8", "fp8"]
 Sample = dict[str, Array]
+
+
+LONG_INFERENCE = 0.04
+"""Seconds from which on inferences have one turn in a round, as disturbances average out. Chosen, not measured."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of a model: `runs` back-to-back inferences, each of `seconds` on the slower of both models. In a round
+    each has `per_round`: two, A B B A, so that drift cancels; one if inferences are long or turns start a process."""
+
+    runs: int
+    per_round: int
+    seconds: float
+    start: float = 0.0  # seconds to start the process of a turn; 0 if turns start none
+
+    @classmethod
+    def of(cls, seconds: float, least: float, start: float = 0.0) -> Turn:
+        """The turn that lasts at least `least` seconds, for inferences of `seconds`."""
+        return cls(
+            max(1, math.ceil(least / (seconds or 1))), 1 if start or seconds >= LONG_INFERENCE else 2, seconds, start
+        )
+
+    @property
+    def round_seconds(self) -> float:
+        """Seconds of a round, if both models take `seconds`."""
+        return 2 * self.per_round * (self.runs * self.seconds + self.start)
+
+
+class Listener(Protocol):
+    """Receives the progress of long work."""
+
+    def stage(self, text: str) -> None:
+        """A new stage begins."""
+        return
+
+    def progress(self, done: int, total: int | None) -> None:
+        """`done` steps of the stage are done; `total` is None if their number is unknown."""
+        return
+
+
+class Deaf(Listener):
+    """A listener that ignores everything."""

@@ -14,8 +14,7 @@ from qdqtune.engines.memory import OUT_OF_RESOURCES
 from qdqtune.engines.runner import as_workloads
 from qdqtune.engines.worker import Model, Session, answer, average_layers
 from qdqtune.errors import EngineFailure
-from qdqtune.system.turns import Turn
-from qdqtune.types import Layer, Workload
+from qdqtune.types import Layer, Turn, Workload
 
 
 class _Scripted:

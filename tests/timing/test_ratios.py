@@ -14,7 +14,6 @@ from scipy.special import bdtr, bdtrc
 from models import build, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.worker import Session
-from qdqtune.system.turns import Turn
 from qdqtune.timing.ratios import (
     MOST_PAIRS,
     Plan,
@@ -32,7 +31,7 @@ from qdqtune.timing.ratios import (
     ratio,
     spread_of,
 )
-from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial, Workload
+from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial, Turn, Workload
 
 Array = npt.NDArray[Any]
 

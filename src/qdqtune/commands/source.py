@@ -24,10 +24,9 @@ from qdqtune.graph.saving import model_outputs
 from qdqtune.numerics.fitting import fitted
 from qdqtune.numerics.half_precision import by_ranges, in_half_precision
 from qdqtune.options import Given, MaybeFile, Option, Writes, option
-from qdqtune.system.listener import Listener
 from qdqtune.tuning.finished import data_beside
 from qdqtune.tuning.options import precision_option
-from qdqtune.types import NumericFormat, Placement
+from qdqtune.types import Listener, NumericFormat, Placement
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
 from qdqtune.numerics.biases import NotRunnableError, biased_placement
 from qdqtune.numerics.sessions import InferenceCount
-from qdqtune.system.listener import Deaf, Listener
-from qdqtune.types import NumericFormat, Placement
+from qdqtune.types import Deaf, Listener, NumericFormat, Placement
 
 BIAS_SAMPLES = 64
 """Samples of calibration that biases are corrected by, if `WORK` allows so many; `LEAST_SAMPLES` in any case."""

@@ -32,8 +32,7 @@ from qdqtune.placement.insertion import quantized
 from qdqtune.placement.possible import weight_at, weight_role
 from qdqtune.placement.switches import SWITCH, Rounding, is_switched_at_reader, with_roundings
 from qdqtune.placement.weight_only import BLOCK_OPSET, WeightOnlyWriter
-from qdqtune.system.listener import Deaf, Listener
-from qdqtune.types import Accuracy, Edge, Failure, NumericFormat, QType, Sample, WeightFormat
+from qdqtune.types import Accuracy, Deaf, Edge, Failure, Listener, NumericFormat, QType, Sample, WeightFormat
 
 
 @dataclass(frozen=True, eq=False)

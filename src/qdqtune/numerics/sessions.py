@@ -14,9 +14,8 @@ from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import ConstantFile
-from qdqtune.system.listener import Listener
 from qdqtune.system.writing import temporary_folder
-from qdqtune.types import Array, Failure, Sample
+from qdqtune.types import Array, Failure, Listener, Sample
 
 Outputs = list[dict[str, Array]]
 """The outputs by name, for each sample."""

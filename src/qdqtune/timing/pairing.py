@@ -7,9 +7,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.system.listener import Listener
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Rounds, compare, compare_pairs
-from qdqtune.types import Failure, Measurement, Tensors
+from qdqtune.types import Failure, Listener, Measurement, Tensors
 
 FRESH = tuple(f"final_{number}" for number in range(PAIRS))
 """The log names of the first builds of a proof."""

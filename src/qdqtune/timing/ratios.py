@@ -25,9 +25,7 @@ from typing import Literal
 
 import numpy as np
 
-from qdqtune.system.listener import Deaf, Listener
-from qdqtune.system.turns import Turn
-from qdqtune.types import CostsByRule, Failure, Measurement, Trial
+from qdqtune.types import CostsByRule, Deaf, Failure, Listener, Measurement, Trial, Turn
 
 Verdict = Literal["faster", "slower", "undecided"]
 

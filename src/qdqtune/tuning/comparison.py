@@ -19,7 +19,6 @@ from qdqtune.errors import BaselineFailed
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import nbytes
 from qdqtune.system.checks import content_digest
-from qdqtune.system.listener import Deaf, Listener
 from qdqtune.timing.pairing import compare_builds, fresh_pairs
 from qdqtune.timing.ratios import (
     PAIRS,
@@ -36,7 +35,7 @@ from qdqtune.tuning.records import ComparisonRecord, Outcome
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import Compared
 from qdqtune.tuning.store import Store
-from qdqtune.types import Failure, Measurement
+from qdqtune.types import Deaf, Failure, Listener, Measurement
 
 SIDE_BY_SIDE = 512 * 2**20
 """If two model files have more bytes together, only one pair of builds is held at a time, else two. Chosen, not

@@ -8,9 +8,8 @@ from typing import Protocol
 
 from qdqtune.errors import Cancelled
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.system.listener import Deaf, Listener
 from qdqtune.timing.ratios import Ratio
-from qdqtune.types import Placement, Trial
+from qdqtune.types import Deaf, Listener, Placement, Trial
 
 SEARCHING = "searching"
 """The stage in which candidates are measured. Other stages, such as measuring noise, may interrupt it."""

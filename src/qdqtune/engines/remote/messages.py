@@ -34,9 +34,7 @@ VALUES = {
 }
 """Names of NumPy, by module, that arrays are made of."""
 
-CLASSES = frozenset(
-    {"qdqtune.types", "qdqtune.errors", "qdqtune.system.turns", "qdqtune.engines.devices", __name__, "ml_dtypes"}
-)
+CLASSES = frozenset({"qdqtune.types", "qdqtune.errors", "qdqtune.engines.devices", __name__, "ml_dtypes"})
 """Modules whose classes hold values and do nothing."""
 
 
