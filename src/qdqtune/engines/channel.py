@@ -51,8 +51,6 @@ class _Message:
 
 
 class Channel:
-    """One end of a socket between two processes of this host. It sends and receives any object that pickle takes."""
-
     def __init__(self, fd: int) -> None:
         """Take over the descriptor of a connected socket."""
         self._socket = socket.socket(fileno=fd)

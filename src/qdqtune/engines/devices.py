@@ -102,7 +102,6 @@ def _try_lease(part: str) -> socket.socket | None:
 
 
 def is_free(part: str) -> bool:
-    """Whether no worker on this host holds this core or GPU."""
     if sys.platform != "linux":
         return True
     taken = _try_lease(part)

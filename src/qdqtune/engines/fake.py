@@ -105,7 +105,6 @@ class FakeOptions:
 
 
 def create(options: FakeOptions) -> Fake:
-    """Make the engine."""
     return Fake(options)
 
 
@@ -136,11 +135,6 @@ class Fake:
         return formats.fake(quant_type)
 
     def build(self, model: Path, log: Path) -> FakeModel:
-        """Read the model, apply the faults, and compute the latency.
-
-        Raises:
-            EngineFailure: the model is invalid, or the option `faults` has it refused.
-        """
         time.sleep(self._options.build_seconds)
         log.write_bytes(b"")
         append(log, f"building {model}\n")
@@ -175,15 +169,12 @@ class Fake:
 
 
 class FakeModel:
-    """A model with its modelled latency."""
-
     def __init__(self, path: Path, costs: CostModels, noise: _Noise, *, spoiled: bool, timed: bool) -> None:
         self._path, self._costs, self._noise = path, costs, noise
         self._spoiled, self._timed = spoiled, timed
         self._evaluator: ReferenceEvaluator | None = None
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """`Built.run`: outputs as ONNX defines them, or all NaN where a fault says so."""
         try:
             if self._evaluator is None:  # weights are read here: models that are only timed never need them
                 self._evaluator = _evaluator(onnx.load(self._path))
@@ -204,11 +195,9 @@ class FakeModel:
         return layers if self._timed else tuple(replace(layer, time_ms=None) for layer in layers)
 
     def save(self, path: Path) -> None:
-        """Raise EngineFailure: the engine has no format of its own."""
         raise EngineFailure("fake engine: it has no format of its own to save")
 
     def close(self) -> None:
-        """Drop the weights."""
         self._evaluator = None
 
 
@@ -308,7 +297,6 @@ class CostModel:
 
     @cached_property
     def seconds(self) -> float:
-        """Modelled seconds of one inference."""
         return sum(self._node_seconds(node) for node in self.nodes) or SECONDS_PER_NODE
 
     def layers(self) -> tuple[Layer, ...]:

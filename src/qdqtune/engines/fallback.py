@@ -72,7 +72,6 @@ class Fallback:
         return f"{count} border{'s' * (count != 1)}{size}{time}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The fallback as JSON values."""
         return asdict(self)
 
 

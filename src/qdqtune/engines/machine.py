@@ -133,7 +133,6 @@ def name_of(machine: MachineFacts | None) -> str | None:
 
 
 def this_machine() -> MachineFacts:
-    """The machine that this process runs on."""
     return MachineFacts(
         cores=usable_cores(),
         physical_cores=len(physical_cores()),

@@ -58,15 +58,12 @@ class MemoryBudget:
             free()
 
     def add(self, build: Build, nbytes: int, free: Callable[[], None]) -> None:
-        """Add a build that was made."""
         self._held[build] = nbytes, free
 
     def use(self, build: Build) -> None:
-        """Mark a build as the last one used."""
         self._held[build] = self._held.pop(build)
 
     def remove(self, build: Build) -> None:
-        """Remove a build, if it is there."""
         self._held.pop(build, None)
 
 

@@ -19,11 +19,7 @@ from qdqtune.system.writing import temporary_folder
 @contextmanager
 def reused_workers(execution: Execution) -> Iterator[Execution]:
     """`execution` with workers that are used again; they end with the block, or with that of the caller, if the caller
-    has such a block already.
-
-    Raises:
-        OutputError: there is no room for their logs.
-    """
+    has such a block already."""
     if execution.start is not None:
         yield execution
         return
@@ -55,7 +51,6 @@ class _Idle:
         return _Lent(runner.start_worker(self._folder / f"{self._count}-{log.name}", device, check), free)
 
     def close(self) -> None:
-        """End all that wait."""
         for free in self._free.values():
             while free:
                 free.pop().kill()
@@ -70,18 +65,15 @@ class _Lent:
 
     @property
     def alive(self) -> bool:
-        """Implements `Worker.alive`."""
         return self._is_mine and self._worker.alive
 
     @property
     def location(self) -> str:
-        """Implements `Worker.location`."""
         return self._worker.location
 
     def request(
         self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None = None
     ) -> tuple[bool, Any]:
-        """Implements `Worker.request`."""
         self._has_answered = False
         answer = self._worker.request(name, arguments, limit, check)
         self._has_answered = True
@@ -99,9 +91,7 @@ class _Lent:
             self._worker.kill()
 
     def exit_reason(self) -> str:
-        """Implements `Worker.exit_reason`."""
         return self._worker.exit_reason()
 
     def printed(self) -> str:
-        """Implements `Worker.printed`."""
         return self._worker.printed()

@@ -123,5 +123,4 @@ def course(candidates: Sequence[Candidate], height: int = 120) -> tuple[tuple[St
 
 
 def longest(bars: Sequence[Bar]) -> float:
-    """The time of the longest bar, in ms."""
     return max(max(bar.float_ms, (bar.tuned_ms or 0.0) + bar.conversion_ms) for bar in bars)

@@ -59,7 +59,6 @@ START_ORIGINS = ("compute", "residual", "islands", "static", "everything")
 
 
 def origin_in_words(origin: str) -> str:
-    """Where a candidate comes from, as text for people."""
     return ORIGINS.get(origin, f"the rule {origin!r}" if origin in START_ORIGINS else f"the candidate {origin!r}")
 
 
@@ -113,7 +112,6 @@ class Tally:
 
     @property
     def runs_in(self) -> str:
-        """The precision of the nodes, in words."""
         if self.family:
             return "8 bits, dynamic" if self.family.startswith("d") else f"{self.family[1:]}-bit weights"
         if self.why == "elsewhere":
@@ -123,7 +121,6 @@ class Tally:
         return "8 bits" if self.quantized and self.why != "no kernel" else "float"
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict that JSON can hold."""
         return asdict(self)
 
 

@@ -192,7 +192,6 @@ def everywhere(model: Model) -> frozenset[Edge]:
 
 
 def op_of(model: Model, name: str) -> str:
-    """The operator of a node."""
     return model.node(name).op
 
 

@@ -27,11 +27,7 @@ PARTS = Path(__file__).parent / "page"
 
 
 def write_report(report: Report, path: Path, flags: Mapping[str, str]) -> None:
-    """Write a report, unless the file holds it already. `flags` spell the options that it names (see `with_flags`).
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Write a report, unless the file holds it already. `flags` spell the options that it names (see `with_flags`)."""
     page = render(report, flags)
     with suppress(OSError, UnicodeDecodeError):
         if path.read_text(encoding="utf-8") == page:

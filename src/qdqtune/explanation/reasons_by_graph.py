@@ -75,12 +75,10 @@ def is_float(precision: str) -> bool:
 
 
 def is_conversion(node: Node) -> bool:
-    """Whether a node is a Q or a DQ."""
     return node.op in QDQ
 
 
 def named(node: Node) -> str:
-    """A node with its operator, for people."""
     return f"{node.name} ({node.op})"
 
 
@@ -93,7 +91,6 @@ class Reasons:
         self._numbers = numbers
 
     def runs_in_8_bits(self, node: Node) -> bool:
-        """Whether the layer with the node does."""
         layer = self._home.get(node.name)
         return layer is not None and layer.kind not in ("quantize", "folded") and is_low(layer.precision)
 

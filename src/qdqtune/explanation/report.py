@@ -129,7 +129,6 @@ def verdict(run: FinishedRun) -> Headline:
 
 
 def _verdict_by_rule(run: FinishedRun, name: str) -> Headline:
-    """The result where nothing was timed."""
     summary, rows = run.summary, run.summary["by_rule"]["candidates"] if "by_rule" in run.summary else []
     why = f"{summary['engine']['engine']} is a simulator here: nothing was timed, and no speed is claimed."
     if (row := next((row for row in rows if row["shipped"]), None)) is None and not _is_judged(summary):
@@ -147,7 +146,6 @@ def _verdict_by_rule(run: FinishedRun, name: str) -> Headline:
 
 
 def _own_times(summary: Summary) -> str:
-    """The time of the user's Q/DQ file, and that of the float model."""
     return f"{summary['final_ms']:.4g} ms where the float model takes {summary['baseline_ms']:.4g} ms"
 
 
@@ -302,7 +300,6 @@ def _facts(run: FinishedRun) -> Iterator[Fact]:
 
 
 def _facts_by_rule(summary: Summary) -> Iterator[Fact]:
-    """The facts of a run that timed nothing."""
     yield Fact("latency", "not timed", "a simulator computes what the processor does, and takes its own time")
     if summary["shipped"] == "tuned":
         yield _accuracy(summary)
@@ -323,7 +320,6 @@ def _bits(summary: Summary) -> Iterator[Fact]:
 
 
 def left_to_others(left: Fallback) -> Fact:
-    """What an execution provider leaves to others."""
     return Fact("nodes that run elsewhere", f"{len(left.left)} of {left.nodes}", left.in_words())
 
 
@@ -377,7 +373,6 @@ def _proof(run: FinishedRun) -> Iterator[Strip]:
 
 
 def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
-    """The candidates in the order in which they were tried; `shipped` is the one that ships."""
     ratios = ratios_to_float(run.history, run.plan)
     rows = {} if run.log is None else {row.of: row.seconds for row in run.log.trials}
     seconds = list(rows.values()) if len(rows) == len(run.history) else [None] * len(run.history)

@@ -192,11 +192,7 @@ class _Located(NamedTuple):
 
 
 def _located(tensor: TensorProto, folder: Path, own: str) -> _Located:
-    """Where a tensor's external data are.
-
-    Raises:
-        BadModel: the file is missing, too short, or outside the model's folder, or the length is wrong.
-    """
+    """Where a tensor's external data are."""
     what = f"external data of constant {tensor.name!r}"
     info = {entry.key: str(entry.value) for entry in tensor.external_data}
     location = Path(info.get("location", ""))
@@ -221,11 +217,7 @@ def _located(tensor: TensorProto, folder: Path, own: str) -> _Located:
 
 
 def _values(located: _Located, seen: Stamps, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Read a constant. Its file is not memory-mapped, since the process would crash if the file became shorter.
-
-    Raises:
-        BadModel: the file has changed since `seen` was taken.
-    """
+    """Read a constant. Its file is not memory-mapped, since the process would crash if the file became shorter."""
     values = b"".join(_chunks(located))
     seen.check()
     return np.frombuffer(values, dtype).reshape(shape)

@@ -97,7 +97,6 @@ def decided(model: Model) -> tuple[dict[str, Constant], dict[str, TensorInfo]]:
 
 
 def is_sized(info: TensorInfo | None) -> bool:
-    """Whether all sizes of a tensor are known."""
     return info is not None and info.sizes is not None
 
 
@@ -129,7 +128,6 @@ def _results(
 def _inferred(
     model: Model, node: Node, known: Mapping[str, Constant], infos: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
-    """Types and shapes of a node's outputs, from those of its inputs."""
     names = [t for t in dict.fromkeys(node.inputs) if t]
     if any(t not in infos for t in names):
         return {}
@@ -235,7 +233,6 @@ def _with_sizes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> M
 
 
 def _with_infos(model: Model, infos: Mapping[str, TensorInfo]) -> Model:
-    """`model` with these types and shapes of the nodes' outputs."""
     proto = deepcopy(model.proto)
     listed = {v.name: v for v in (*proto.graph.value_info, *proto.graph.output)}
     for name in (t for node in model.nodes for t in node.outputs if t):

@@ -121,11 +121,7 @@ def checked(proto: ModelProto, large: Mapping[str, Constant]) -> Model:
 
 
 def _drop_false_types(proto: ModelProto, large: Mapping[str, Constant]) -> None:
-    """Remove listed types and shapes that contradict those inferred from the nodes, in place.
-
-    Raises:
-        BadModel: an output is listed with another type than its node makes.
-    """
+    """Remove listed types and shapes that contradict those inferred from the nodes, in place."""
     bare = with_large_inputs(proto, large)
     del bare.graph.value_info[:]
     for value in bare.graph.output:
@@ -220,13 +216,11 @@ def node_names(graph: onnx.GraphProto) -> list[str]:
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:
-    """Give the nodes the names from `node_names`, in place."""
     for node, name in zip(graph.node, node_names(graph), strict=True):
         node.name = name
 
 
 def _sort(graph: onnx.GraphProto) -> None:
-    """Sort the nodes of the main graph topologically, if they are not sorted."""
     makers = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
     needs = [
         {makers[name] for name in set(node.input).union(*map(captured, bodies(node))) if name in makers}
@@ -259,7 +253,6 @@ def _message(error: Exception) -> str:
 
 
 def _inlined(proto: ModelProto, large: MutableMapping[str, Constant]) -> ModelProto:
-    """`proto` with its model-local functions inlined."""
     if not proto.functions:
         return proto
     try:
@@ -271,7 +264,6 @@ def _inlined(proto: ModelProto, large: MutableMapping[str, Constant]) -> ModelPr
 
 
 def _with_opset(proto: ModelProto, large: MutableMapping[str, Constant], target: int) -> ModelProto:
-    """`proto` with its default opset raised to `target` if it is lower."""
     have = next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), None)
     if have is not None and have >= target:
         return proto

@@ -49,7 +49,6 @@ class Node:
 
     @property
     def into(self) -> tuple[Edge, ...]:
-        """The edges into its inputs, in their order."""
         return tuple(Edge(tensor, self.name, slot) for slot, tensor in enumerate(self.inputs))
 
 
@@ -72,7 +71,6 @@ class TensorInfo:
 
     @staticmethod
     def of(value: onnx.ValueInfoProto) -> TensorInfo:
-        """The type and shape that a ValueInfoProto declares."""
         tensor = value.type.tensor_type
         shape = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
         return TensorInfo(tensor.elem_type, shape if tensor.HasField("shape") else None)
@@ -85,7 +83,6 @@ class TensorInfo:
 
     @property
     def is_float(self) -> bool:
-        """Whether the elements are floats, which a Q/DQ pair needs."""
         return self.dtype in FLOATS
 
 
@@ -145,7 +142,6 @@ class Constant:
         return Constant(key, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape, lambda: array)
 
     def to_proto(self, name: str) -> onnx.TensorProto:
-        """An initializer that holds the values."""
         tensor: onnx.TensorProto = numpy_helper.from_array(self.array(), name)
         return tensor
 
@@ -173,7 +169,6 @@ class Model:
 
     @cached_property
     def index_of(self) -> Mapping[str, int]:
-        """Node name to node index."""
         return {n.name: n.index for n in self.nodes}
 
     @cached_property
@@ -196,11 +191,9 @@ class Model:
         return {name: tuple(u) for name, u in uses.items()}
 
     def uses(self, tensor: str) -> tuple[Use, ...]:
-        """The uses of one tensor; empty if there are none."""
         return self.consumers.get(tensor, ())
 
     def edge(self, tensor: str, use: Use) -> Edge:
-        """One use of a tensor as an edge."""
         return Edge(tensor, "" if use.node == GRAPH else self.nodes[use.node].name, use.slot)
 
     def edges(self, tensor: str) -> list[Edge]:
@@ -208,7 +201,6 @@ class Model:
         return [self.edge(tensor, use) for use in self.uses(tensor)]
 
     def node(self, name: str) -> Node:
-        """The node of that name."""
         return self.nodes[self.index_of[name]]
 
     def user(self, edge: Edge) -> Node | None:
@@ -233,7 +225,6 @@ class Model:
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the graph outputs."""
         return tuple(o.name for o in self.proto.graph.output)
 
     @cached_property
@@ -302,7 +293,6 @@ class Made(NamedTuple):
 
     @staticmethod
     def of(node: onnx.NodeProto) -> Made:
-        """A node serialized in its present state."""
         inside = (name for body in bodies(node) for name in captured(body))
         return Made(field_of(NODE, node), (*node.input, *inside), tuple(node.output))
 
@@ -349,7 +339,6 @@ def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and all bodies in it."""
     yield graph
     for node in graph.node:
         for body in bodies(node):

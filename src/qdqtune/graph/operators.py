@@ -118,7 +118,6 @@ SETTINGS_FROM: Mapping[str, int] = {
 
 
 def is_float(model: Model, tensor: str) -> bool:
-    """Whether a tensor is known to hold floats."""
     info = model.tensors.get(tensor)
     return info is not None and info.is_float
 

@@ -77,11 +77,7 @@ def _parts(file: IO[bytes], graph: _Field, name: str) -> Iterator[bytes]:
 
 
 def _fields(file: IO[bytes], position: int, end: int) -> Iterator[_Field]:
-    """The fields of a message between two offsets of a file.
-
-    Raises:
-        DecodeError: the bytes there are no message.
-    """
+    """The fields of a message between two offsets of a file."""
     while position < end:
         file.seek(position)
         tag = _number(file)

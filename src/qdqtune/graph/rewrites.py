@@ -48,7 +48,6 @@ class Match:
 
     @property
     def last(self) -> Node:
-        """The node that makes the result."""
         return max(self.nodes, key=lambda node: node.index)
 
 

@@ -34,9 +34,6 @@ def save(model: Model, path: Path, known: ConstantFile | None = None) -> None:
     """Write `model` as one file; beyond 2 GB its constants go to `<name>.data` beside it.
 
     Constants in the file `known` are copied from there. If it holds hardly any others, `<name>.data` is a link to it.
-
-    Raises:
-        OutputError: the file cannot be written.
     """
     with atomic_write(path) as fresh:
         if sum(c.nbytes for c in model.large.values()) + model.proto.ByteSize() < ONE_FILE_LIMIT:
@@ -83,11 +80,7 @@ def model_outputs(path: Path, option: str, kind: str = MODEL_KIND) -> list[Outpu
 
 
 def sign(path: Path, kind: str = MODEL_KIND) -> None:
-    """Append the mark of an output to a finished ONNX file as metadata: protobuf merges appended fields.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Append the mark of an output to a finished ONNX file as metadata: protobuf merges appended fields."""
     with writing(path), path.open("ab") as file:
         file.write(signature(file.tell(), kind))
 
@@ -158,21 +151,13 @@ class ConstantFile:
         return self.path.name, *self._spans[constant.key]
 
     def save(self, model: Model, path: Path) -> None:
-        """Write `model` to `path`, in the folder of this file, with its large constants by reference. Thread-safe.
-
-        Raises:
-            OutputError: a file cannot be written.
-        """
+        """Write `model` to `path`, in the folder of this file, with its large constants by reference. Thread-safe."""
         with self._lock, writing(path):
             _write_by_reference(model, path, self._span)
             self._file.flush()
 
     def keep(self, model: Model) -> None:
-        """Write the large constants of a model that may ship to the known file.
-
-        Raises:
-            OutputError: a file cannot be written.
-        """
+        """Write the large constants of a model that may ship to the known file."""
         if self._known is not None:
             self._known.save(model, self.path.with_name("weights.onnx"))
 
@@ -195,11 +180,7 @@ class ConstantFile:
         return True
 
     def write(self, model: Model, name: str) -> Path:
-        """Write `model` beside this file as `<name>.onnx`, numbered if that exists.
-
-        Raises:
-            OutputError: a file cannot be written.
-        """
+        """Write `model` beside this file as `<name>.onnx`, numbered if that exists."""
         path, number = self.path.with_name(f"{name}.onnx"), 1
         while path.exists():
             number += 1
@@ -211,11 +192,7 @@ class ConstantFile:
 @contextmanager
 def one_constant_file(folder: Path) -> Iterator[ConstantFile]:
     """A file of constants in `folder` for all stages of a run (calibration, accuracy, simulation, search), so that they
-    write the weights once. Constants that may ship have a file of their own.
-
-    Raises:
-        OutputError: the file cannot be made.
-    """
+    write the weights once. Constants that may ship have a file of their own."""
     with ConstantFile(folder / WEIGHTS) as weights, ConstantFile(folder / CONSTANTS, weights) as constants:
         yield constants
 

@@ -101,7 +101,6 @@ LARGEST_FP8_HEAD = 256
 
 
 def graph_outputs(queries: GraphQueries) -> Iterator[Edge]:
-    """Edges to graph outputs."""
     return (e for e in queries.possible if e.is_graph_output)
 
 
@@ -112,12 +111,10 @@ def float_outputs(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def half_precision(queries: GraphQueries) -> Iterator[Edge]:
-    """Edges of tensors in float16 or bfloat16."""
     return (e for e in queries.possible if queries.model.tensors[e.tensor].dtype in HALF)
 
 
 def running_sums(queries: GraphQueries) -> Iterator[Edge]:
-    """Inputs of CumSum."""
     return (e for e in queries.possible if (user := queries.model.user(e)) is not None and user.op == "CumSum")
 
 
@@ -309,14 +306,12 @@ def parts_of_float_attention(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def transposed_convolutions(queries: GraphQueries) -> Iterator[Edge]:
-    """Edges into ConvTranspose nodes."""
     for node in queries.computes():
         if node.op == "ConvTranspose":
             yield from queries.into(node)
 
 
 def grouped_transposed_convolutions(queries: GraphQueries) -> Iterator[Edge]:
-    """Edges into ConvTranspose nodes with groups."""
     for node in queries.computes():
         if node.op == "ConvTranspose" and node.attributes.get("group", 1) > 1:
             yield from queries.into(node)
@@ -331,7 +326,6 @@ def pooled_convolutions(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def _can_carry_pairs(queries: GraphQueries, products: tuple[int, int]) -> bool:
-    """Whether both products may carry pairs on both inputs."""
     return all(e in queries.possible for e in nodes_into(queries, products))
 
 
@@ -587,7 +581,6 @@ def place_everywhere(model: Model, possible: frozenset[Edge], quant_type: QuantT
 
 
 def effect(rule: PlacementRule) -> str:
-    """What a rule does, in words."""
     return "keeps in float" if isinstance(rule, KeepFloat) else "places pairs"
 
 

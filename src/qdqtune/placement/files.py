@@ -48,11 +48,7 @@ class PlacementFile:
 
 
 def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
-    """Write placement.yaml: the edges with a pair or a weight format, by the tensor and node names of the file `model`.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Write placement.yaml: edges with a pair or a weight format, by the tensor and node names of the file `model`."""
     edges = [
         {"tensor": e.tensor}
         | ({"output": e.index} if e.is_graph_output else {"node": e.node, "input": e.index})
@@ -131,7 +127,6 @@ def _is_wide(bits: object = 8, **_: object) -> bool:
 
 
 def _is_valid(edge: Edge) -> bool:
-    """Whether an edge from a file has strings as names, and an index that is a number from 0."""
     is_number = isinstance(edge.index, int) and not isinstance(edge.index, bool) and edge.index >= 0
     return isinstance(edge.tensor, str) and isinstance(edge.node, str) and is_number
 
@@ -155,7 +150,6 @@ def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> t
 
 
 def every_edge(model: Model) -> frozenset[Edge]:
-    """All edges of a model."""
     edges = {edge for node in model.nodes for edge in node.into}
     return frozenset(edges | {Edge(t, "", slot) for slot, t in enumerate(model.outputs)})
 
@@ -180,11 +174,7 @@ def _uncast(model: Model, tensor: str) -> str:
 
 
 def write_yaml(path: Path, content: Mapping[str, object]) -> None:
-    """Write a YAML file whose first line marks it as an output of qdqtune.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Write a YAML file whose first line marks it as an output of qdqtune."""
     with atomic_write(path) as fresh:
         text = yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=None, width=120)
         fresh.write_text(f"# {mark(RECORD_KIND)}\n{text}")

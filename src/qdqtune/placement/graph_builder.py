@@ -38,8 +38,6 @@ class Fragment:
 
 @dataclass
 class GraphBuilder:
-    """A graph under construction."""
-
     nodes: list[onnx.NodeProto | Made] = field(default_factory=list)
     """In the order and types that `graph.model.rebuild` takes."""
     constants: dict[str, Constant | bytes] = field(default_factory=dict)
@@ -96,7 +94,6 @@ class GraphBuilder:
 
 
 def with_names(node: onnx.NodeProto, inputs: Iterable[str], outputs: Iterable[str]) -> onnx.NodeProto:
-    """A copy of a node with other inputs and outputs."""
     copy = deepcopy(node)
     copy.ClearField("input")
     copy.ClearField("output")

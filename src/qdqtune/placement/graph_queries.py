@@ -51,7 +51,6 @@ class GraphQueries:
         return (n for n in self.model.nodes if n.op in COMPUTE and not n.domain)
 
     def into(self, node: Node) -> Iterator[Edge]:
-        """Edges to all inputs of a node."""
         return (e for e in node.into if e.tensor)
 
     def data(self, node: Node) -> list[Edge]:
@@ -233,5 +232,4 @@ def _joined_branch(queries: GraphQueries, data: list[Edge], roots: list[int | No
 
 
 def nodes_into(queries: GraphQueries, indices: Iterable[int]) -> Iterator[Edge]:
-    """Edges into the nodes with these indices."""
     return (e for i in indices for e in queries.into(queries.model.nodes[i]))

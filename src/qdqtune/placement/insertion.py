@@ -101,7 +101,6 @@ class Inserter:
             raise ValueError(f"the model has opset {opset}, its pairs need {needed}")
 
     def _problem(self, edge: Edge) -> str | None:
-        """Why an edge can carry no pair; None if it can."""
         model, node = self._model, GRAPH if edge.is_graph_output else self._model.index_of.get(edge.node)
         slots = () if node is None else model.outputs if node == GRAPH else model.nodes[node].inputs
         if node is None or not 0 <= edge.index < len(slots) or slots[edge.index] != edge.tensor:

@@ -312,7 +312,6 @@ def wide_tensors(model: Model, placement: Placement) -> frozenset[str]:
 
 
 def wide_weights(model: Model, placement: Placement) -> frozenset[str]:
-    """The weights that are stored in 16 bits."""
     constants = (edge for edge in placement.wide if edge.tensor in model.constants)
     return frozenset(edge.tensor for edge in constants if weight_role(model, edge) is not None)
 

@@ -230,7 +230,6 @@ class Quantizer:
 
 
 def numpy_type(dtype: int) -> np.dtype[np.generic]:
-    """The numpy type of an ONNX tensor type."""
     return helper.tensor_dtype_to_np_dtype(dtype)
 
 
@@ -312,7 +311,6 @@ def _width(values: Range) -> float:
 
 
 def _is_paired(model: Model, tensor: str, placement: Placement) -> bool:
-    """Whether each use of a tensor carries a pair."""
     edges = model.edges(tensor)
     return bool(edges) and all(e in placement for e in edges)
 

@@ -62,7 +62,6 @@ class Pair:
 
     @property
     def is_wide(self) -> bool:
-        """Whether it has 16 bits."""
         return self.zero_point.dtype.itemsize == 2 and self.zero_point.dtype.kind in "iu"
 
     def end(self, which: Literal["min", "max"]) -> float:
@@ -82,7 +81,6 @@ def ends(dtype: np.dtype[np.generic]) -> tuple[float, float]:
 
 
 def is_quantized(model: Model) -> bool:
-    """Whether the model holds Q or DQ nodes, or products with dynamic quantization."""
     return any(n.op in QDQ for n in model.nodes) or any(True for _ in dynamic_products_of(model))
 
 

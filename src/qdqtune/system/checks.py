@@ -124,11 +124,7 @@ def real(path: Path) -> Path:
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """Refuse a path in `folder` that leads out of it through a link, or that is a pipe or a device.
-
-    Raises:
-        OutputError: the path is refused.
-    """
+    """Refuse a path in `folder` that leads out of it through a link, or that is a pipe or a device."""
     with writing(path):
         is_plain = path.parent == folder and path.name != ".." and not path.is_symlink()  # resolving takes much longer
         if not is_plain and not real(path).is_relative_to(real(folder)):
@@ -137,11 +133,7 @@ def check_inside(path: Path, folder: Path) -> None:
 
 
 def check_single(path: Path) -> None:
-    """Refuse a file with several hard links: a change in place would show under all of them.
-
-    Raises:
-        OutputError: the file has several.
-    """
+    """Refuse a file with several hard links: a change in place would show under all of them."""
     if path.is_file() and path.stat().st_nlink > 1:
         raise OutputError(f"cannot write {path}: the file has another name (a hard link) as well; put a copy there")
 

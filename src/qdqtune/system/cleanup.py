@@ -157,7 +157,6 @@ class Cleaner:
 
 @cache
 def cleaner() -> Cleaner:
-    """The cleaner of this process."""
     return Cleaner()
 
 

@@ -32,11 +32,7 @@ def atomic_write(target: Path) -> Iterator[Path]:
 
     Files that were written beside it (external data of a model) are renamed with it. Until then, and after an error,
     existing files of these names are unchanged. If `target` is a link to a file in its folder or below, that file is
-    replaced.
-
-    Raises:
-        OutputError: the file cannot be written, or a link leads out of the folder.
-    """
+    replaced."""
     with writing(target):
         file = _replaceable(target)
         with Scratch(file.parent) as folder:
@@ -52,12 +48,7 @@ def atomic_write(target: Path) -> Iterator[Path]:
 
 
 def _replaceable(path: Path) -> Path:
-    """The file to replace, links followed.
-
-    Raises:
-        OSError: the file exists and is read-only.
-        OutputError: a link leads out of the folder.
-    """
+    """The file to replace, links followed."""
     check_inside(path, path.parent)
     file = real(path)
     if file.exists() and not os.access(file, os.W_OK):
@@ -97,11 +88,7 @@ def append(log: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Write a JSON file.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Write a JSON file."""
     with atomic_write(path) as fresh:
         fresh.write_text(json.dumps(dict(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -132,11 +119,7 @@ def rename_all(moves: Sequence[tuple[Path, Path]], aside: Path) -> None:
 
 
 def temporary_folder() -> Scratch:
-    """A new folder in the system's folder for temporary files. It is removed even if this process is killed at once.
-
-    Raises:
-        OutputError: it cannot be made.
-    """
+    """A new folder in the system's folder for temporary files. It is removed even if this process is killed at once."""
     try:
         parent = Path(tempfile.gettempdir())
     except OSError as error:  # no such folder can be written to, as on full disks
@@ -188,7 +171,6 @@ class Scratch:
         self.close()
 
     def close(self) -> None:
-        """Remove the folder, if that has not been done."""
         lock, self._lock = self._lock, -1  # closed once, even if this is interrupted: another file may get its number
         if lock >= 0:
             remove_locked(self.path, lock)

@@ -91,11 +91,7 @@ def create(options: OnnxRuntimeOptions) -> OnnxRuntime:
 
 
 def _plugged_in(options: OnnxRuntimeOptions) -> list[ort.OrtEpDevice]:
-    """The devices of a provider that comes as a plug-in, which is registered.
-
-    Raises:
-        EngineUnavailable: it is not installed, does not load, or has no device here.
-    """
+    """The devices of a provider that comes as a plug-in, which is registered."""
     table, library = OF_EP.get(options.provider), options.library
     if not library and table is not None:
         if importlib.util.find_spec(table.plugin) is None:
@@ -158,23 +154,14 @@ class OnnxRuntime:
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """Those of `formats`; on a provider without a table symmetric int8, which all of them run.
-
-        Raises:
-            BadOption: for FP8.
-        """
+        """Those of `formats`; on a provider without a table symmetric int8, which all of them run."""
         if self.table is not None:
             return formats.of_provider(self.table, quant_type)
         numbers = formats.onnxruntime(quant_type)
         return numbers if self._options.provider == CPU_PROVIDER else SYMMETRIC
 
     def build(self, model: Path, log: Path) -> OnnxRuntimeModel:
-        """Build a model: load it into a session.
-
-        Raises:
-            EngineFailure: ONNX Runtime refuses the model.
-            EngineUnavailable: the provider does not start on this machine.
-        """
+        """Build a model: load it into a session."""
         with output_to(log), translated(*ORT_MESSAGES), _too_new():
             session = self.session(model)
         provider = self._options.provider
@@ -224,7 +211,6 @@ class OnnxRuntimeModel:
         self._recordings: dict[tuple[tuple[int, ...], ...], Recording] = {}
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """Implements `Built.run`."""
         with translated(*ORT_MESSAGES):
             if self._engine.is_recorded:
                 return dict(zip(self._outputs, self._recording(self._known_inputs(inputs)).run(), strict=True))
@@ -334,11 +320,7 @@ class OnnxRuntimeModel:
         constants go to `<name>.data` beside it.
 
         The file holds the fusions that any machine can use. The last level of optimization, which chooses layouts for
-        the CPU at hand, is left to the session that opens the file.
-
-        Raises:
-            EngineFailure: the file cannot be written, or ONNX Runtime does not load it.
-        """
+        the CPU at hand, is left to the session that opens the file."""
         is_split = bool(data_files(self._path)) or nbytes(self._path) >= ONE_FILE_LIMIT
         entries = {CONSTANTS_FILE: f"{path.name}.data"} if is_split else {}
         level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
@@ -353,7 +335,6 @@ class OnnxRuntimeModel:
         return {name: array for name, array in inputs.items() if name in self._inputs}
 
     def close(self) -> None:
-        """Drop the session."""
         self._recordings.clear()
         del self._session
 
@@ -387,12 +368,10 @@ class Recording:
             value.update_inplace(np.asarray(inputs[name], order="C"))
 
     def run(self) -> list[Array]:
-        """The outputs."""
         self._session.run_with_iobinding(self._binding, self._options)
         return [value.numpy() for value in self._binding.get_outputs()]
 
     def time(self, runs: int) -> float:
-        """Seconds per inference."""
         start = time.perf_counter()
         for _ in range(runs):
             self._session.run_with_iobinding(self._binding, self._options)

@@ -64,15 +64,10 @@ class OpenVino:
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """See `formats.openvino`."""
         return formats.openvino(quant_type)
 
     def build(self, model: Path, log: Path) -> OpenVinoModel:
-        """Compile a model.
-
-        Raises:
-            EngineFailure: OpenVINO refuses the model.
-        """
+        """Compile a model."""
         with output_to(log), translated(*OPENVINO_MESSAGES):
             compiled = self.core.compile_model(str(model), DEVICE, self.configuration())
             outputs = tuple(output.name for output in read_model(model).graph.output)
@@ -94,7 +89,6 @@ class OpenVinoModel:
         self._outputs = outputs
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """Implements `Built.run`."""
         with translated(*OPENVINO_MESSAGES):
             _feed(self._request, inputs)
             self._request.infer(share_outputs=True)
@@ -126,12 +120,7 @@ class OpenVinoModel:
         return openvino_layers.report(graph, tags, executed, profiles[WARMUP:])
 
     def save(self, path: Path) -> None:
-        """Write an OpenVINO IR, and compile it: NAME.xml holds the graph, NAME.bin beside it the constants.
-
-        Raises:
-            BadOption: the name does not end in .xml.
-            EngineFailure: a file cannot be written, or OpenVINO does not compile the IR.
-        """
+        """Write an OpenVINO IR, and compile it: NAME.xml holds the graph, NAME.bin beside it the constants."""
         if path.suffix != ".xml":
             raise BadOption(f"OpenVINO: an IR is NAME.xml and NAME.bin: give {path.with_suffix('.xml').name}")
         with translated(*OPENVINO_MESSAGES):
@@ -139,7 +128,6 @@ class OpenVinoModel:
             self._engine.core.compile_model(str(path), DEVICE, self._engine.configuration())
 
     def close(self) -> None:
-        """Drop the compiled model."""
         del self._request
 
 

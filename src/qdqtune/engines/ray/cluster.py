@@ -80,11 +80,7 @@ class Cluster:
         return worker
 
     def _check_start(self, cores: int, check: Check | None) -> None:
-        """Stop waiting for a worker that the cluster cannot hold any more because nodes were lost. Call `check`, too.
-
-        Raises:
-            TimeoutError: the cluster cannot hold the worker.
-        """
+        """Stop waiting for a worker that the cluster cannot hold any more as nodes were lost. Call `check`, too."""
         if check is not None:
             check()
         if sum(worker.alive for worker in self.started) >= capacity(self.spec, cores):
@@ -98,7 +94,6 @@ class ActorLink:
     actor: Any
 
     def ask(self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None) -> Reply:
-        """Implements `Link.ask`."""
         try:
             asked = self.actor.request.remote(name, arguments, limit)
             reply: Reply = _await_answer(asked, limit + NETWORK_SECONDS, check)
@@ -107,7 +102,6 @@ class ActorLink:
         return reply
 
     def end(self) -> None:
-        """Implements `Link.end`."""
         _end_actor(self.actor)
 
 
@@ -119,12 +113,7 @@ def _end_actor(actor: Any) -> None:
 
 
 def _await_answer(reference: Any, limit: float, check: Check | None) -> Any:
-    """The answer of an actor. `check` is called every `CHECK_SECONDS` while this waits.
-
-    Raises:
-        TimeoutError: no answer came within `limit` seconds.
-        RayError: the actor has died, or failed.
-    """
+    """The answer of an actor. `check` is called every `CHECK_SECONDS` while this waits."""
     deadline = monotonic() + limit
     while not ray.wait([reference], timeout=CHECK_SECONDS)[0]:
         if monotonic() >= deadline:
@@ -187,7 +176,6 @@ def capacity(spec: EngineSpec, cores_each: int) -> int:
 
 
 def nodes() -> Sequence[Mapping[str, Any]]:
-    """Ray's description of each node of the cluster."""
     listed: Sequence[Mapping[str, Any]] = ray.nodes()
     return listed
 

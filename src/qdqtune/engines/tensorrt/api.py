@@ -67,27 +67,16 @@ class TensorRt:
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """See `formats.tensorrt`."""
         return numeric_format(self._trt, quant_type)
 
     def build(self, model: Path, log: Path) -> Built:
-        """Build a serialized engine, and load it onto the GPU.
-
-        Raises:
-            EngineFailure: TensorRT refuses the model.
-            BadOption: the model has dynamic inputs, and shapes for them are missing or wrong.
-        """
+        """Build a serialized engine, and load it onto the GPU."""
         with output_to(log), translated(self._cuda):
             plan = build_plan(self._trt, model, self._options, self._times)
             return TensorRtModel(self._trt, self._cuda, plan, model)
 
 
 def numeric_format(trt: Any, quant_type: QuantType) -> NumericFormat:
-    """See `formats.tensorrt`.
-
-    Raises:
-        BadOption: for FP8 before version 10.
-    """
     if quant_type == "fp8" and not is_strongly_typed(trt):
         raise BadOption(f"TensorRT {trt.__version__} has no FP8: use `quant_type` int8, or TensorRT 10 or later")
     return formats.tensorrt(quant_type, explicit_weights=is_strongly_typed(trt))
@@ -112,7 +101,6 @@ class TensorRtModel:
         return engine
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """Implements `Built.run`."""
         with translated(self._cuda):
             self._execution.bind(inputs)
             self._execution.enqueue()
@@ -125,7 +113,6 @@ class TensorRtModel:
             return self._execution.seconds(runs)
 
     def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
-        """Implements `Built.layers`."""
         with translated(self._cuda):  # a profiler cannot be removed from a context, so this one is used once
             with contextlib.closing(Execution(self._trt, self._cuda, self._engine)) as execution:
                 execution.bind(inputs)
@@ -139,7 +126,6 @@ class TensorRtModel:
             self._loaded(path.read_bytes())
 
     def close(self) -> None:
-        """Free host and device memory."""
         self._execution.close()
         del self._execution, self._engine, self._runtime, self._plan  # in this order: a context needs its engine
 

@@ -38,11 +38,7 @@ class TimingCache:
             self._try_set(config, self._data)
 
     def update(self, config: Any) -> None:
-        """Keep the kernel times of a build, and add them to the file.
-
-        Raises:
-            OutputError: the file cannot be written.
-        """
+        """Keep the kernel times of a build, and add them to the file."""
         cache = config.get_timing_cache()
         if cache is None:
             return

@@ -75,19 +75,12 @@ class Cuda:
         return self._call("cudaStreamCreate")
 
     def free_stream(self, stream: Any) -> None:
-        """Destroy a stream."""
         self._call("cudaStreamDestroy", stream)
 
     def synchronize(self, stream: Any) -> None:
-        """Wait for all work on a stream."""
         self._call("cudaStreamSynchronize", stream)
 
     def check(self) -> None:
-        """Check that the device still works.
-
-        Raises:
-            CudaError: the device does not work.
-        """
         self._api.cudaGetLastError()  # clears an error that was reported before
         self._call("cudaDeviceSynchronize")
 
@@ -96,7 +89,6 @@ class Cuda:
         return int(self._call("cudaMalloc", max(1, nbytes)))
 
     def free(self, address: int) -> None:
-        """Free device memory."""
         self._call("cudaFree", address)
 
     def upload(self, address: int, array: Array, stream: Any) -> None:
@@ -145,20 +137,13 @@ class Cuda:
         return None if int(error) else executable
 
     def launch(self, graph: Any, stream: Any) -> None:
-        """Put a captured graph on a stream."""
         self._call("cudaGraphLaunch", graph, stream)
 
     def free_graph(self, graph: Any) -> None:
-        """Destroy a captured graph."""
         self._call("cudaGraphExecDestroy", graph)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """The result of a runtime function.
-
-        Raises:
-            EngineFailure: the device has too little memory.
-            CudaError: anything else.
-        """
+        """The result of a runtime function."""
         error, *results = getattr(self._api, name)(*arguments)
         if int(error) == int(self._api.cudaError_t.cudaErrorMemoryAllocation):
             raise EngineFailure("the GPU has too little free memory for this model")
@@ -220,7 +205,6 @@ class Execution:
         self._shapes = shapes
 
     def enqueue(self) -> None:
-        """Put one inference on the stream."""
         if not self._context.execute_async_v3(int(self._stream)):
             raise EngineFailure("TensorRT: the inference was refused")
 
@@ -266,7 +250,6 @@ class Execution:
         return text, [(calls[0][0], median(ms for _, ms in calls)) for calls in columns]
 
     def close(self) -> None:
-        """Free the context, the buffers and the stream."""
         self._drop_graph()
         # The allocator refers to this object: both, and the weights, would stay until the next garbage collection.
         del self._context, self._allocator, self._engine

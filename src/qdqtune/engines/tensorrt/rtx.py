@@ -81,7 +81,6 @@ class AheadOfTime:
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """See `formats.tensorrt`."""
         return numeric_format(self._trt, quant_type)
 
     def build(self, model: Path, log: Path) -> Built:
@@ -98,11 +97,9 @@ class AheadOfTimeModel:
         self._plan, self._model, self._layers, self._target = plan, model, layers, target
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """Raise EngineUnavailable: the GPU is not here."""
         self._refuse("run")
 
     def time(self, inputs: Tensors, runs: int) -> float:
-        """Raise EngineUnavailable: the GPU is not here."""
         self._refuse("time")
 
     def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
@@ -112,11 +109,9 @@ class AheadOfTimeModel:
         return layers_of(self._model, layers_from_log(self._layers), vendor="TensorRT-RTX")
 
     def save(self, path: Path) -> None:
-        """Write the plan."""
         save_plan(self._plan, path)
 
     def close(self) -> None:
-        """Drop the plan."""
         del self._plan
 
     def _refuse(self, verb: str) -> NoReturn:

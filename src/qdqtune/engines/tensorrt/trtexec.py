@@ -130,8 +130,6 @@ def _version(program: str, launch: Launch) -> Version:
 
 
 class Version(NamedTuple):
-    """A release of TensorRT."""
-
     major: int
     minor: int
     patch: int
@@ -156,11 +154,7 @@ class Program:
     def run(self, flags: Iterable[str], log: Path) -> str:
         """Call the program, append what it prints to the log, and return it.
 
-        A call that is refused for a profiling flag is repeated without profiling flags, and later calls omit them.
-
-        Raises:
-            EngineFailure: the call fails.
-        """
+        A call that is refused for a profiling flag is repeated without profiling flags, and later calls omit them."""
         command = self._merged_flags(flags)
         status, printed = self._call(command, log)
         if status and self.profiles and PROFILING & set(UNKNOWN_OPTION.findall(printed)):
@@ -268,22 +262,12 @@ class Trtexec:
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """See `formats.tensorrt`.
-
-        Raises:
-            BadOption: for FP8 before version 10.
-        """
         if quant_type == "fp8" and self.program.version < STRONG_TYPING:
             raise BadOption("TensorRT 8.6 reads no FP8: use `quant_type` int8, or TensorRT 10 or later")
         return formats.tensorrt(quant_type, explicit_weights=self.program.version >= STRONG_TYPING)
 
     def build(self, model: Path, log: Path) -> TrtexecModel:
-        """A plan in a temporary folder. What trtexec prints, also in later calls, goes to the log.
-
-        Raises:
-            EngineFailure: trtexec refuses the model.
-            BadOption: shapes are given, but not for each dynamic input.
-        """
+        """A plan in a temporary folder. What trtexec prints, also in later calls, goes to the log."""
         log.write_bytes(b"")
         try:
             signature = _signature(model)
@@ -349,7 +333,6 @@ class TrtexecModel:
 
     @property
     def start_seconds(self) -> float:
-        """Implements `Launched.start_seconds`."""
         return self._program.start_seconds
 
     def plan(self, sizes: Mapping[str, Sequence[int]]) -> Path:
@@ -435,7 +418,6 @@ class TrtexecModel:
         self._run_plan(path, needed or next(given, ""), ONCE)
 
     def close(self) -> None:
-        """Delete the plans."""
         self._folder.cleanup()
 
     def _file(self, name: str) -> Path:
@@ -492,11 +474,7 @@ class _Signature:
         return [name for name, spec in self.inputs.items() if None in spec.sizes]
 
     def checked(self, inputs: Tensors) -> dict[str, Array]:
-        """The arrays of the inputs. trtexec itself would use random values for a missing one.
-
-        Raises:
-            EngineFailure: an array is missing, or has another type or other sizes.
-        """
+        """The arrays of the inputs. trtexec itself would use random values for a missing one."""
         arrays = {}
         for name, spec in self.inputs.items():
             if name not in inputs:
