@@ -173,7 +173,10 @@ class _Explainer:
         if quantized:
             usual = costs.cheapest_float(unit.number)[1]
             otherwise = "float" if usual is None else f"float with weights stored as {usual.name}"
-            return self._in_8_bits(unit, replace(verdict, otherwise=otherwise))
+            verdict = replace(verdict, otherwise=otherwise)
+            if self._is_free(unit, verdict):
+                return replace(verdict, why="no time", reason="it takes no time either way, and follows its neighbours")
+            return self._with_reason(verdict, "; ".join(_times_text(verdict, "in 8 bits it")))
         if any(is_low(layer.precision) for layer in self._layers(unit)):
             return self._in_part(verdict)
         return self._in_float(unit, verdict)
@@ -236,11 +239,6 @@ class _Explainer:
         if data:
             return f"on its input {data[0][2]}: the range of its values is unknown"
         return "for it reads no tensor but constants"
-
-    def _in_8_bits(self, unit: Unit, verdict: Explanation) -> Explanation:
-        if self._is_free(unit, verdict):
-            return replace(verdict, why="no time", reason="it takes no time either way, and follows its neighbours")
-        return self._with_reason(verdict, "; ".join(_times_text(verdict, "in 8 bits it")))
 
     def _in_part(self, verdict: Explanation) -> Explanation:
         """Explain a unit that prices count as float although some inputs have pairs and a node runs in 8 bits."""

@@ -73,7 +73,7 @@ def report_of_run(folder: Path) -> Report:
         points=tuple(_points(run)),
         floor_db=run.summary["min_sqnr_db"],
         has_accuracy=_is_judged(run.summary),
-        proof=tuple(_proof(run)),
+        proof=tuple(strip(f"builds {n}", each, ratio(each, run.proof_plan)) for n, each in enumerate(run.proof, 1)),
         candidates=tuple(candidates(run, facts.trial)),
         circumstances=tuple(circumstances(run)),
         commands=tuple(commands(run)),
@@ -365,11 +365,6 @@ def _points(run: FinishedRun) -> Iterator[Point]:
             ends = speed(Ratio(found, run.summary["ratio_low"], run.summary["ratio_high"]))
         name = f"candidate {trial.number}" + (", unbeaten" if placement in best else "")
         yield Point(name, ends, trial.sqnr_db, is_final, is_final, trial.holds is not False)
-
-
-def _proof(run: FinishedRun) -> Iterator[Strip]:
-    for number, measured in enumerate(run.proof, 1):
-        yield strip(f"builds {number}", measured, ratio(measured, run.proof_plan))
 
 
 def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:

@@ -95,17 +95,13 @@ def _closed(model: Model, matcher: Matcher) -> Iterator[Match]:
     """Float32 matches whose inner tensors have no other readers."""
     for node in model.nodes:
         match = None if node.domain else matcher(model, node)
-        if match is None or not _is_float32(model, match.source):
+        info = None if match is None else model.tensors.get(match.source)
+        if match is None or info is None or info.dtype != TensorProto.FLOAT or info.shape is None:
             continue
         own, result = {n.index for n in match.nodes}, match.last.outputs[0]
         inner = [t for n in match.nodes for t in n.outputs if t and t != result]
         if all(use.node in own and use.slot >= 0 for t in inner for use in model.uses(t)):
             yield match
-
-
-def _is_float32(model: Model, tensor: str) -> bool:
-    info = model.tensors.get(tensor)
-    return info is not None and info.dtype == TensorProto.FLOAT and info.shape is not None
 
 
 # ---- the formulas
@@ -182,13 +178,15 @@ def _divided(op: str, model: Model, source: str, before: tuple[Node, ...], numer
     if quotient is None or source not in model.tensors:
         return None
     nodes = (*before, *root.nodes, quotient)
-    if _is_inverse(model, quotient, last):
+    is_quotient = quotient.op == "Div" and quotient.inputs[1] == last.outputs[0]
+    # PyTorch's exporters write torch.rsqrt in both ways, and multiply with it.
+    if quotient.op == "Reciprocal" or (is_quotient and number(model, quotient.inputs[0]) == 1.0):
         if (product := reader(model, quotient)) is None or product.op != "Mul":
             return None
         nodes, is_quotient = (*nodes, product), numerator in product.inputs
         quotient = product
     else:
-        is_quotient = quotient.op == "Div" and tuple(quotient.inputs) == (numerator, last.outputs[0])
+        is_quotient = is_quotient and quotient.inputs[0] == numerator
     width = (model.tensors[source].shape or (None,))[-1]
     if not is_quotient or width is None:
         return None
@@ -200,12 +198,6 @@ def _divided(op: str, model: Model, source: str, before: tuple[Node, ...], numer
         operands.append(shift[1])
         nodes = (*nodes, shift[0])
     return Match(op, nodes, source, {"axis": -1, "epsilon": root.epsilon}, tuple(operands))
-
-
-def _is_inverse(model: Model, node: Node, of: Node) -> bool:
-    """Whether a node computes 1 / x of the output of `of`: PyTorch's exporters write torch.rsqrt in both ways."""
-    is_quotient = node.op == "Div" and node.inputs[1] == of.outputs[0]
-    return node.op == "Reciprocal" or (is_quotient and number(model, node.inputs[0]) == 1.0)
 
 
 def _root_of_squares(model: Model, tensor: str) -> _Root | None:

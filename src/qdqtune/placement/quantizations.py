@@ -283,7 +283,11 @@ def _join(
 ) -> None:
     """Give inputs that only a Concat reads the range of its output, in `common` (ranges by root). Goes from the last
     Concat to the first, as an input may be the output of an earlier one."""
-    joins = [n for n in model.nodes if n.op == "Concat" and not n.domain and _is_paired(model, n.outputs[0], placement)]
+    joins = []
+    for node in model.nodes:
+        uses = model.edges(node.outputs[0]) if node.op == "Concat" and not node.domain else []
+        if uses and all(e in placement for e in uses):
+            joins.append(node)
     if not joins:
         return
     members = defaultdict[Member, list[Member]](list)
@@ -308,11 +312,6 @@ def _join(
 def _width(values: Range) -> float:
     """The width of a range that is extended to include zero, as scales require."""
     return max(values.high, 0.0) - min(values.low, 0.0)
-
-
-def _is_paired(model: Model, tensor: str, placement: Placement) -> bool:
-    edges = model.edges(tensor)
-    return bool(edges) and all(e in placement for e in edges)
 
 
 def _reads_alone(

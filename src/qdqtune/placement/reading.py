@@ -249,7 +249,8 @@ def pairs_of(model: Model) -> Iterator[Pair]:
             source, zero = node.inputs[0], _zero_point(model, node, constant.dtype)
         else:
             continue
-        if zero is None or any(not _has_constant_numbers(model, n) for n in (q, node) if n is not None):
+        numbers = [*node.inputs[1:], *(q.inputs[1:] if q is not None else ())]
+        if zero is None or any(name and name not in model.constants for name in numbers):
             continue
         scale = model.constants[node.inputs[1]]
         yield Pair(
@@ -264,10 +265,6 @@ def pairs_of(model: Model) -> Iterator[Pair]:
             is_bias=q is None and constant is not None and constant.dtype == TensorProto.INT32,
             block=node.attributes.get("block_size") or None,
         )
-
-
-def _has_constant_numbers(model: Model, node: Node) -> bool:
-    return all(name in model.constants for name in node.inputs[1:] if name)
 
 
 def _gives_back(model: Model, pair: Pair) -> bool:

@@ -110,17 +110,13 @@ def report(
 
 
 def _times(profiles: Sequence[Iterable[Any]]) -> dict[str, float]:
-    """Milliseconds of each layer, by name."""
+    """Milliseconds of each layer, by name: the mean of the shortest tenth, as other processes make some inferences of a
+    layer several times slower."""
     samples: dict[str, list[float]] = {}
     for profile in profiles:
         for entry in profile:
             samples.setdefault(entry.node_name, []).append(1e3 * entry.real_time.total_seconds())
-    return {name: _mean_of_shortest(values) for name, values in samples.items()}
-
-
-def _mean_of_shortest(times: Sequence[float]) -> float:
-    """The mean of the shortest tenth: other processes make some inferences of a layer several times slower."""
-    return fmean(sorted(times)[: max(1, len(times) // 10)])
+    return {name: fmean(sorted(values)[: max(1, len(values) // 10)]) for name, values in samples.items()}
 
 
 def _constant_layers(infos: Mapping[str, Mapping[str, str]], before: Mapping[str, Sequence[str]]) -> frozenset[str]:

@@ -145,7 +145,8 @@ def connected(address: str) -> Iterator[None]:
     cleaner().start()
     quiet: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.ERROR}
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(_session_folder())
+        usual = tempfile.gettempdir()
+        folder = stack.enter_context(Scratch(Path(usual if len(usual) <= LONGEST_FOLDER else "/tmp"), TEMPORARY))
         if address == LOCAL:
             quiet |= {"include_dashboard": False, "_temp_dir": str(folder)}
         try:
@@ -157,12 +158,6 @@ def connected(address: str) -> Iterator[None]:
                 f"no Ray cluster answers at {address}: {one_line(error)}; start one with: ray start --head"
             ) from error
         yield
-
-
-def _session_folder() -> Scratch:
-    """An empty folder for logs and sockets of a cluster that is started here."""
-    usual = tempfile.gettempdir()
-    return Scratch(Path(usual if len(usual) <= LONGEST_FOLDER else "/tmp"), TEMPORARY)
 
 
 def capacity(spec: EngineSpec, cores_each: int) -> int:

@@ -151,22 +151,18 @@ def _config(trt: Any, builder: Any, network: Any, options: TensorRtOptions) -> A
     if options.builder_level is not None:
         config.builder_optimization_level = options.builder_level
     if not is_strongly_typed(trt):
-        _allow_precisions(trt, network, config)
+        # The builder chooses among the precisions that are allowed. With INT8 it asks for a calibrator, if a model is
+        # without pairs.
+        config.set_flag(trt.BuilderFlag.FP16)
+        layers = (network.get_layer(i) for i in range(network.num_layers))
+        if any(layer.type == trt.LayerType.QUANTIZE for layer in layers):
+            config.set_flag(trt.BuilderFlag.INT8)
     if options.target:
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.ComputeCapability, options.target.upper()), 0)
     if (profile := _profile(builder, network, options)) is not None and config.add_optimization_profile(profile) < 0:
         raise BadOption("the min, opt and max shapes are no valid optimization profile: min <= opt <= max must hold")
     return config
-
-
-def _allow_precisions(trt: Any, network: Any, config: Any) -> None:
-    """Without strong typing, the builder chooses among the precisions that are allowed. INT8 is allowed for models with
-    pairs only, since TensorRT asks for a calibrator otherwise."""
-    config.set_flag(trt.BuilderFlag.FP16)
-    layers = (network.get_layer(i) for i in range(network.num_layers))
-    if any(layer.type == trt.LayerType.QUANTIZE for layer in layers):
-        config.set_flag(trt.BuilderFlag.INT8)
 
 
 def _profile(builder: Any, network: Any, options: TensorRtOptions) -> Any | None:
