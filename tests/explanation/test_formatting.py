@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqtune.explanation.formatting import builds, built, title
+from qdqtune.explanation.formatting import builds, built, origin_in_words, title
 from qdqtune.numerics.closeness import closeness, closeness_cell, closeness_of
 from qdqtune.numerics.scores import equal_share
 from qdqtune.types import Accuracy
@@ -44,3 +44,9 @@ def test_how_close_outputs_are_is_told_alike_everywhere(accuracy: Accuracy, told
     equal = equal_share(accuracy)
     here = (closeness_of(accuracy), closeness(accuracy.sqnr_db, equal), closeness_cell(accuracy.sqnr_db, equal))
     assert here == (told, short, cell)
+
+
+def test_every_origin_has_words() -> None:
+    assert origin_in_words("cut") == "the cut of the prices"
+    assert origin_in_words("compute") == "the rule 'compute'"
+    assert origin_in_words("mine") == "the candidate 'mine'"

@@ -9,9 +9,8 @@ import pytest
 from models import build, normal
 from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.engines import EngineSpec
-from qdqtune.explanation.explanations import Explanation
 from qdqtune.explanation.facts import facts_of
-from qdqtune.explanation.reasons_by_measurement import headline, tallied
+from qdqtune.explanation.reasons_by_measurement import Explanation, headline, tallied, tally, total
 from qdqtune.placement.files import PlacementFile, write_placement
 from qdqtune.search.cut import CutSearch
 from qdqtune.tuning.finished import read_run
@@ -153,3 +152,20 @@ def test_where_nothing_was_tried_no_candidate_is_told_and_the_other_way_is_a_gue
     table = Explained(tuned[0], headline(untried), rows, tallies).table()
     assert any(row[4].endswith(" ?") for row in table.rows)
     assert "?: a guess in part" in table.caption
+
+
+ROW = Explanation("a", "MatMul", ("a", "b"), True, "int8", "faster", "", 2.0, 4.0, 1.0, measured=True)
+
+
+def test_units_count_once_and_the_most_time_comes_first() -> None:
+    rows = [ROW, replace(ROW, node="b"), replace(ROW, node="c", unit=("c",), ms=1.0, measured=False)]
+    rows.append(replace(ROW, node="d", unit=("d",), quantized=False, why="slower", ms=9.0, margin_ms=None))
+    slower, faster = tally(rows, lambda units: float(len(units)))
+    assert (slower.runs_in, slower.nodes, slower.ms, slower.margin_ms) == ("float", 1, 9.0, None)
+    assert (faster.runs_in, faster.nodes, faster.ms, faster.float_ms) == ("8 bits", 3, 3.0, 8.0)
+    assert (faster.margin_ms, faster.measured, faster.example) == (2.0, False, "a")
+
+
+def test_what_is_not_known_adds_nothing() -> None:
+    assert total([1.0, None, 2.0]) == 3.0
+    assert total([None]) is None

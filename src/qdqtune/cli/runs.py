@@ -12,8 +12,8 @@ from qdqtune.cli.output import flags, print_json, print_lines, print_prose, say_
 from qdqtune.commands.explain import ExplainOptions, explain_run
 from qdqtune.commands.verify import VerifyOptions, verify
 from qdqtune.errors import ConstraintUnmet
-from qdqtune.explanation.explanations import IN_WORDS, Explanation
 from qdqtune.explanation.page import write_report
+from qdqtune.explanation.reasons_by_measurement import IN_WORDS, Explanation
 from qdqtune.explanation.report import report_of_run
 from qdqtune.options import REQUIRED, File, Given, MaybeFile, Options, Reads, Writes, option
 from qdqtune.system.checks import PAGE_KIND, Output, below, is_marked, is_of_a_run

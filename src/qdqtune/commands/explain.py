@@ -9,10 +9,9 @@ from typing import Any
 
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.errors import BadOption
-from qdqtune.explanation.explanations import IN_WORDS, Explanation, Tally, total
 from qdqtune.explanation.facts import facts_of
 from qdqtune.explanation.formatting import shortened
-from qdqtune.explanation.reasons_by_measurement import headline, tallied
+from qdqtune.explanation.reasons_by_measurement import IN_WORDS, Explanation, Tally, headline, tallied, total
 from qdqtune.options import FILE, REQUIRED, TEXT, File, MaybeText, Options, option
 from qdqtune.tuning.finished import read_run
 

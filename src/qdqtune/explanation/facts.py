@@ -15,7 +15,7 @@ from typing import Literal
 
 from qdqtune.engines.formats import FORMATS, numeric_format
 from qdqtune.errors import BadState
-from qdqtune.explanation.explanations import origin_in_words
+from qdqtune.explanation.formatting import origin_in_words
 from qdqtune.explanation.reasons_by_graph import Reasons, is_float
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load

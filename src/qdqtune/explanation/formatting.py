@@ -1,4 +1,4 @@
-"""Formats numbers, counts and names as text for people, in one way for all commands and reports."""
+"""Formats numbers, counts, names and origins as text for people, in one way for all commands and reports."""
 
 from __future__ import annotations
 
@@ -70,3 +70,33 @@ def shortened(name: str, width: int) -> str:
     """The beginning and the end of a long name, at most `width` characters."""
     end = (width - 1) // 2
     return name if len(name) <= width else f"{name[: width - 1 - end]}…{name[len(name) - end :]}"
+
+
+ORIGINS: Mapping[str, str] = {
+    "cut": "the cut of the prices",
+    "front": "the cut at a price on noise",
+    "polish": "the cut with its closest decisions made otherwise",
+    "fused units": "pairs wherever they can stand, around what the engine fuses",
+    "single nodes": "pairs wherever they can stand, around every node",
+    "weights in 4 bits": "weights of products in 4 bits, and no pairs",
+    "weights in 8 bits": "weights of products in 8 bits, and no pairs",
+    "dynamic quantization": "products with scales found at run time, and no pairs",
+    "weights in fewer bits": "weights of products in several formats, and no pairs",
+    "imported": "the pairs of your Q/DQ model",
+    "within the limits": "the least noise for what prices of operators suggest",
+    "mutated": "region search",
+    "cached": "the pattern cache",
+    "merged winners": "the winners of region search together",
+    "8 bits": "everything in 8 bits",
+    "16 bits": "everything in 16 bits",
+    "cut by rule": "the cheapest by rule at a price on noise",
+    "narrowed": "the best before it with a part in fewer bits",
+}
+"""Origins of candidates, in words."""
+
+START_ORIGINS = ("compute", "residual", "islands", "static", "everything")
+"""Origins that are names of START_PLACEMENTS (`placement.start_placements`)."""
+
+
+def origin_in_words(origin: str) -> str:
+    return ORIGINS.get(origin, f"the rule {origin!r}" if origin in START_ORIGINS else f"the candidate {origin!r}")

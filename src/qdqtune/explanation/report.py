@@ -13,9 +13,8 @@ from qdqtune.engines import THREADED, EngineSpec
 from qdqtune.engines.fallback import Fallback
 from qdqtune.errors import BadOption
 from qdqtune.explanation.charts import longest
-from qdqtune.explanation.explanations import origin_in_words
 from qdqtune.explanation.facts import Facts, facts_of
-from qdqtune.explanation.formatting import built, counted, duration, rewrite_ratios, title
+from qdqtune.explanation.formatting import built, counted, duration, origin_in_words, rewrite_ratios, title
 from qdqtune.explanation.model_map import Ran, alike, draw, everywhere
 from qdqtune.explanation.reasons_by_measurement import tallied
 from qdqtune.explanation.report_values import Bar, Candidate, Fact, Headline, Map, MapGroup, Point, Report, Speed, Strip
