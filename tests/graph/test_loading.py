@@ -1,14 +1,18 @@
 """Reading ONNX files: what comes out runs like the original, and what cannot be read is refused in one line."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
-from onnx import helper, numpy_helper, parser
+from onnx import AttributeProto, TensorProto, helper, numpy_helper, parser
 
+from conftest import Call
 from loaded_models import Arrays, model, normal, run, same
+from models import feeds
 from qdqtune.errors import BadModel
-from qdqtune.graph.loading import load
+from qdqtune.graph.loading import load, load_proto
 
 
 def test_node_names_become_unique_and_stay_the_same_from_load_to_load(file: Path) -> None:
@@ -159,3 +163,187 @@ def test_invalid_graphs(file: Path, nodes: str, message: str) -> None:
     with pytest.raises(BadModel, match=message) as caught:
         load(file)
     assert "\n" not in str(caught.value)
+
+
+TEXT = """<ir_version: 8, opset_import: ["": 17, "own": 1]>
+net (float[2,8] x) => (float[2,8] y) {
+    [first] a = MatMul(x, w)
+    [second] y = Softmax(a)
+}"""
+
+
+def small() -> onnx.ModelProto:
+    proto: onnx.ModelProto = onnx.parser.parse_model(TEXT)
+    proto.graph.initializer.append(numpy_helper.from_array(np.eye(8, dtype=np.float32), "w"))
+    return proto
+
+
+def with_output(proto: onnx.ModelProto, node: onnx.NodeProto, kind: onnx.TypeProto) -> onnx.ModelProto:
+    proto.graph.node.append(node)
+    proto.graph.output.append(helper.make_value_info(node.output[0], kind))
+    return proto
+
+
+FLOATS = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
+MADE_OF: dict[str, Callable[[], onnx.ModelProto]] = {
+    "sequence": lambda: with_output(
+        small(), helper.make_node("SequenceConstruct", ["y", "a"], ["s"]), helper.make_sequence_type_proto(FLOATS)
+    ),
+    "optional": lambda: with_output(
+        small(), helper.make_node("Optional", ["y"], ["s"]), helper.make_optional_type_proto(FLOATS)
+    ),
+}
+
+
+@pytest.mark.parametrize("command", ["quantize", "tune", "check --layers"])
+@pytest.mark.parametrize("kind", MADE_OF)
+def test_an_output_that_is_no_tensor_is_refused(call: Call, tmp_path: Path, kind: str, command: str) -> None:
+    onnx.save(MADE_OF[kind](), tmp_path / "m.onnx")
+    where = [] if command == "check --layers" else ["-o", tmp_path / "out"]
+    code, out, err = call(*command.split(), tmp_path / "m.onnx", *where)
+    assert (code, out) == (2, "")
+    assert f"output 's' is no tensor but of type {kind}" in err
+    assert not list(tmp_path.glob("out/*.onnx"))
+    assert load(tmp_path / "m.onnx").outputs == ("y", "s")  # it can be inspected all the same
+
+
+@pytest.mark.parametrize("place", ["input", "output", "value_info", "body"])
+@pytest.mark.parametrize("code", [99, -5])
+def test_an_unknown_element_type_is_refused(place: str, code: int) -> None:
+    proto = small()
+    if place == "body":
+        bodies = [
+            helper.make_graph([helper.make_node("Neg", ["y"], [o])], o, [], [helper.make_value_info(o, FLOATS)])
+            for o in "pq"
+        ]
+        proto.graph.input.append(helper.make_tensor_value_info("c", TensorProto.BOOL, []))
+        proto.graph.node.append(helper.make_node("If", ["c"], ["z"], then_branch=bodies[0], else_branch=bodies[1]))
+        changed = proto.graph.node[-1].attribute[0].g.output[0]
+    else:
+        proto.graph.value_info.append(helper.make_tensor_value_info("a", TensorProto.FLOAT, None))
+        changed = getattr(proto.graph, place)[0]
+    changed.type.tensor_type.elem_type = code
+    with pytest.raises(BadModel, match=f"unknown element type \\({code}\\)"):
+        load_proto(proto)
+
+
+def test_an_input_without_an_element_type_is_refused(call: Call, tmp_path: Path) -> None:
+    proto = small()
+    proto.graph.input[0].type.tensor_type.elem_type = TensorProto.UNDEFINED
+    onnx.save(proto, tmp_path / "m.onnx")
+    code, _, err = call("quantize", tmp_path / "m.onnx")
+    assert (code, "input 'x' has no element type" in err) == (2, True)
+
+
+def function(name: str, nodes: list[onnx.NodeProto]) -> onnx.FunctionProto:
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
+    made: onnx.FunctionProto = helper.make_function("own", name, ["X"], ["Y"], nodes, opsets, ["alpha"])
+    return made
+
+
+def referring() -> onnx.NodeProto:
+    """A node with an attribute that is one of the function that it stands in."""
+    node = helper.make_node("LeakyRelu", ["X"], ["Y"], "leaky")
+    node.attribute.append(AttributeProto(name="alpha", ref_attr_name="alpha", type=AttributeProto.FLOAT))
+    return node
+
+
+def test_an_attribute_refers_to_one_of_a_function_only_inside_of_one() -> None:
+    proto = small()
+    proto.functions.append(function("F", [referring()]))
+    proto.graph.node.append(helper.make_node("F", ["y"], ["z"], domain="own", alpha=0.5))
+    proto.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, None))
+    leaky = next(node for node in load_proto(proto).nodes if node.op == "LeakyRelu")
+    assert leaky.attributes["alpha"] == 0.5
+    outside = small()
+    outside.graph.node.append(referring())
+    outside.graph.node[-1].input[0] = "y"
+    with pytest.raises(BadModel, match="attribute 'alpha' of node 'leaky' refers to one of a function"):
+        load_proto(outside)
+
+
+def test_functions_that_stand_for_endless_nodes_are_refused() -> None:
+    """Each calls the one before twice: thirty of them are a thousand million nodes."""
+    proto = small()
+    proto.functions.append(function("F0", [helper.make_node("Relu", ["X"], ["Y"])]))
+    for i in range(1, 31):
+        twice = [helper.make_node(f"F{i - 1}", [a], [b], domain="own") for a, b in (("X", "m"), ("m", "Y"))]
+        proto.functions.append(function(f"F{i}", twice))
+    proto.graph.node.append(helper.make_node("F30", ["y"], ["z"], domain="own"))
+    with pytest.raises(BadModel, match=r"inlining its functions gives 3,221,225,47\d nodes"):
+        load_proto(proto)
+
+
+def sparse(dims: list[int], indices: object = (3, 5), values: object = (1.0, 2.0)) -> onnx.SparseTensorProto:
+    held = np.asarray(values, object) if isinstance(values, list) else np.asarray(values, np.float32)
+    return onnx.SparseTensorProto(
+        values=numpy_helper.from_array(held, "k"),
+        indices=numpy_helper.from_array(np.asarray(indices), "k_places"),
+        dims=dims,
+    )
+
+
+@pytest.mark.parametrize(
+    ("constant", "words"),
+    [
+        (sparse([2**31]), "takes 8,589,934,592 bytes"),
+        (sparse([2**62, 2**10]), "bytes when it is written out"),
+        (sparse([-4, 4]), "do not fit its shape"),
+        (sparse([4]), "do not fit its shape"),
+        (sparse([]), "do not fit its shape"),
+        (sparse([8], (3.0, 5.0)), "its indices must be int64"),
+        (sparse([8], (3,), ["text"]), "must hold numbers"),
+    ],
+)
+@pytest.mark.parametrize("place", ["initializer", "Constant"])
+def test_sparse_constants_with_false_shapes_are_refused(
+    constant: onnx.SparseTensorProto, words: str, place: str
+) -> None:
+    proto = small()
+    if place == "Constant":
+        proto.graph.node.insert(0, helper.make_node("Constant", [], ["k"], sparse_value=constant))
+    else:
+        proto.graph.sparse_initializer.append(constant)
+    proto.graph.node.append(helper.make_node("Add", ["y", "k"], ["z"]))
+    with pytest.raises(BadModel, match=words):
+        load_proto(proto)
+
+
+def test_a_negative_size_in_a_body_is_an_open_one() -> None:
+    proto = small()
+    proto.graph.input.append(helper.make_tensor_value_info("c", TensorProto.BOOL, []))
+    kinds = [helper.make_tensor_value_info(o, TensorProto.FLOAT, [-1, 8]) for o in "pq"]
+    bodies = [helper.make_graph([helper.make_node("Neg", ["y"], [o.name])], o.name, [], [o]) for o in kinds]
+    proto.graph.node.append(helper.make_node("If", ["c"], ["z"], then_branch=bodies[0], else_branch=bodies[1]))
+    proto.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, None))
+    body = load_proto(proto).proto.graph.node[-1].attribute[0].g
+    assert body.output[0].type.tensor_type.shape.dim[0].dim_value == 2  # by inference
+
+
+def test_sizes_beyond_the_memory_are_refused(call: Call, tmp_path: Path) -> None:
+    proto = small()
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2**60
+    onnx.save(proto, tmp_path / "m.onnx")
+    code, out, err = call("quantize", tmp_path / "m.onnx")
+    assert (code, out) == (2, "")
+    assert "inputs are too large to make up" in err
+
+
+def test_outputs_whose_shape_depends_on_values_are_compared(call: Call, tmp_path: Path) -> None:
+    """As those of detectors, which give as many boxes as they see."""
+    proto = small()
+    proto.graph.node.extend(
+        [
+            helper.make_node("Greater", ["y", "limit"], ["large"], "greater"),
+            helper.make_node("NonZero", ["large"], ["places"], "places"),
+        ]
+    )
+    proto.graph.initializer.append(numpy_helper.from_array(np.float32(0.125), "limit"))
+    proto.graph.output.append(helper.make_tensor_value_info("places", TensorProto.INT64, None))
+    onnx.save(proto, tmp_path / "m.onnx")
+    given = load(tmp_path / "m.onnx")
+    np.savez(tmp_path / "m.npz", **feeds(given, 1)[0])
+    data = ("--calibration-data", tmp_path / "m.npz")
+    code, out, err = call("quantize", tmp_path / "m.onnx", "-o", tmp_path / "q.onnx", *data)
+    assert code == 0, err
+    assert "output SQNR" in out
