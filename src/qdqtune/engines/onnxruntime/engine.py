@@ -273,7 +273,7 @@ class OnnxRuntimeModel:
         if self._engine.table is not None and self._engine.table.compiles:
             return self._partitions(model, self._engine.table)
         is_large = saves_memory or nbytes(self._path) >= LOADED_ONCE
-        with TemporaryDirectory(prefix="qdqtune-") as name:
+        with TemporaryDirectory(prefix="profile-") as name:
             folder = Path(name)
             (folder / NOWHERE).symlink_to(os.devnull)
             written = {"optimized_model_filepath": str(folder / "optimized.onnx"), "log_severity_level": LOG_ERROR}
@@ -305,7 +305,7 @@ class OnnxRuntimeModel:
         and its log why others run elsewhere."""
         if not hasattr(Session, "get_provider_graph_assignment_info"):
             raise EngineFailure(f"ONNX Runtime {ort.__version__} does not say where nodes run: install 1.24 or later")
-        with TemporaryDirectory(prefix="qdqtune-") as name:
+        with TemporaryDirectory(prefix="profile-") as name:
             log, entries = Path(name) / "log", {INPUT_FOLDER: str(self._path.parent), RECORD_ASSIGNMENT: "1"}
             with output_to(log), translated(*ORT_MESSAGES):
                 session = self._engine.session(model.SerializeToString(), entries, log_severity_level=LOG_VERBOSE)
