@@ -23,8 +23,8 @@ OTHER_EXTRAS = {
     "torch": "qdqtune.commands.torch_export",
     "onnxscript": "qdqtune.commands.torch_export",
     "PIL": "qdqtune.calibration.pictures",
-    "tokenizers": "qdqtune.calibration.texts",
-    "pyarrow": "qdqtune.calibration.dataset_folders",
+    "tokenizers": "qdqtune.calibration.raw_data",
+    "pyarrow": "qdqtune.calibration.raw_data",
 }
 """Libraries of extras that are no engines, and the module that imports each of them."""
 GRAPH_TOOLS = {"onnxruntime.transformers"}

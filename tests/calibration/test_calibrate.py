@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from models import FP8, INT8, UINT8, Arrays, activations, branching, build, conv_net, embedding, feeds, normal
-from qdqtune.calibration.calibrate import calibrate, candidate_tensors
-from qdqtune.calibration.histograms import Histogram
+from qdqtune.calibration.calibrate import Histogram, calibrate, candidate_tensors
 from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Calibration, Method
 from qdqtune.errors import BadData, BadModel

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import FP8, INT8, UINT8, normal
-from qdqtune.calibration.histograms import Histogram
+from qdqtune.calibration.calibrate import Histogram
 from qdqtune.calibration.scales import Range
 from range_errors import Array, close, error
 

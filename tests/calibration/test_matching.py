@@ -11,8 +11,7 @@ import pytest
 from onnx import helper
 
 from models import build, conv_net, normal
-from qdqtune.calibration.caches import Cache
-from qdqtune.calibration.matching import from_file, match
+from qdqtune.calibration.caches import Cache, from_file, match
 from qdqtune.calibration.scales import Range
 from qdqtune.errors import BadData
 from qdqtune.graph.loading import load

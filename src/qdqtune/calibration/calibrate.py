@@ -1,7 +1,7 @@
 """Ranges of all candidate tensors in one pass over the samples, in memory that does not grow with their number.
 
-Minimum and maximum are reduced inside the graph. The other methods count each tensor's values in a histogram (see
-`histograms`), so that no values are stored.
+Minimum and maximum are reduced inside the graph. The other methods count each tensor's values in a histogram and take
+the range from it, so that no values are stored.
 """
 
 from __future__ import annotations
@@ -13,12 +13,201 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qdqtune.calibration.histograms import Histogram
+from qdqtune.calibration import scales
 from qdqtune.calibration.observe import observe, outputs_on, with_outputs
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.graph.model import Model
-from qdqtune.types import NumericFormat, Placement, QType, Sample
+from qdqtune.types import Array, NumericFormat, Placement, QType, Sample
+
+THRESHOLD_STEP = 16
+"""Bins between two clipping thresholds that are tried: 128 thresholds at most. Chosen, not measured."""
+
+EXACT_ERRORS = 4
+"""How many thresholds, those with the least estimated errors, get their exact error. Chosen, not measured."""
+
+MAGNITUDES = 128
+"""Magnitudes that 8 bits with a sign can represent."""
+
+SMOOTHING = 1e-4
+"""The count of an empty last bin before all values above are added: as in ONNX Runtime and MXNet."""
+
+
+SUBNORMAL = 2.0**-120
+"""Bins of at most this width are counted in float64: float32 may not hold the inverse."""
+
+
+class Histogram:
+    """Counts of values in 2 x 2048 equal bins around zero, which double in width when a value is outside."""
+
+    BINS = 2048
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(2 * self.BINS, np.int64)
+        self._width = 0.0
+        self._low, self._high = np.inf, -np.inf
+        self._broken = False
+
+    def add(self, values: Array) -> None:
+        flat = values.reshape(-1)
+        if flat.dtype != np.float32:
+            flat = flat.astype(np.float64)
+        if not flat.size or self._broken:
+            return
+        low, high = float(flat.min()), float(flat.max())
+        self._broken = not (np.isfinite(low) and np.isfinite(high))
+        if self._broken:
+            return
+        self._low, self._high = min(self._low, low), max(self._high, high)
+        top = max(-self._low, self._high)
+        if self._width == 0.0 and top > 0:
+            self._width = float(2.0 ** np.ceil(np.log2(top / self.BINS)))
+        while top > self._width * self.BINS:
+            self._double()
+        if self._width == 0.0:
+            self._counts[self.BINS] += flat.size
+            return
+        exact = flat if self._width > SUBNORMAL else flat.astype(np.float64)
+        bins = np.floor(exact * exact.dtype.type(1 / self._width))  # a power of two: no rounding
+        bins += self.BINS
+        found = np.bincount(bins.astype(np.intp), minlength=2 * self.BINS + 1)
+        found[-2] += found[-1]  # the upper end belongs to the last bin
+        self._counts += found[:-1]
+
+    def _double(self) -> None:
+        merged = self._counts.reshape(-1, 2).sum(axis=1)
+        self._counts[:] = 0
+        self._counts[self.BINS // 2 : self.BINS // 2 + self.BINS] = merged
+        self._width *= 2
+
+    @property
+    def whole(self) -> Range | None:
+        """The range of all values; None if one is not finite, or there is none."""
+        return None if self._broken or not self._counts.any() else Range(self._low, self._high)
+
+    def range(self, percentile: float) -> Range | None:
+        """The range without half of (100 - percentile) % of the values at each end; None if a value is not finite."""
+        if self.whole is None:
+            return None
+        tail = (100 - percentile) / 200 * self._counts.sum()
+        below, above = np.cumsum(self._counts), np.cumsum(self._counts[::-1])
+        first = int(np.searchsorted(below, tail, side="right"))
+        last = 2 * self.BINS - 1 - int(np.searchsorted(above, tail, side="right"))
+        low, high = (first - self.BINS) * self._width, (last + 1 - self.BINS) * self._width
+        return Range(max(low, self._low), min(max(high, max(low, self._low)), self._high))
+
+    def least_divergence(self, numbers: NumericFormat) -> Range | None:
+        """The range within [-T, T] that loses the least information, by the Kullback-Leibler divergence of magnitudes.
+
+        From Migacz, "8-bit inference with TensorRT", GTC 2017: P is the counts of i bins up to T = (i + 1/2) bins, with
+        all values above in the last bin. Q merges these into 128 levels, and spreads each level evenly over its bins
+        that are not empty. i is at least 128, since fewer bins would not be merged, and large enough to keep half of
+        the values, since a single bin with all values above would lose nothing either. Pairs keep zeros exactly, so
+        the zeros of a Relu do not count: the first bin is set to the second. FP8 gets the whole range.
+        """
+        whole = self.whole
+        if whole is None or self._width == 0.0 or numbers.activation is QType.FP8:
+            return whole
+        counts = (self._counts[self.BINS :] + self._counts[: self.BINS][::-1]).astype(np.float64)
+        counts = counts[: int(np.flatnonzero(counts)[-1]) + 1]
+        if counts.size > 1:
+            counts[0] = counts[1]
+
+        def best(tried: Iterable[int]) -> int:
+            bins = np.fromiter((counts.size, *tried), np.int64)
+            divergences = _divergences(counts, bins)
+            return int(bins[divergences == divergences.min()].max())
+
+        below = np.cumsum(counts)
+        first = max(MAGNITUDES, int(np.searchsorted(below, below[-1] / 2)) + 1)
+        near = best(range(first, counts.size, THRESHOLD_STEP))
+        bins = best(range(max(first, near - THRESHOLD_STEP), min(counts.size, near + THRESHOLD_STEP)))
+        top = (bins + 0.5) * self._width
+        return _within(whole, -top, top) or whole  # values far from zero may all be above
+
+    def least_error(self, numbers: NumericFormat) -> Range | None:
+        """The range whose quantization has the least mean squared error, of rounding inside and clipping outside.
+
+        Both ends are moved in together first, then each by itself.
+        """
+        whole = self.whole
+        if whole is None or self._width == 0.0:
+            return whole
+        used = np.flatnonzero(self._counts)
+        counts = self._counts[used].astype(np.float64)
+        centres = np.where(used == self.BINS, 0.0, (used + 0.5 - self.BINS) * self._width)  # zeros are mostly exact
+
+        def best(lows: Array, highs: Array) -> Range:
+            lows, highs = np.maximum(lows, whole.low), np.minimum(highs, whole.high)
+            lows, highs = lows[lows <= highs], highs[lows <= highs]
+            order = np.arange(len(lows))
+            if numbers.activation is not QType.FP8:
+                order = np.argsort(_estimated_errors(counts, centres, lows, highs, numbers), kind="stable")[
+                    :EXACT_ERRORS
+                ]
+            tried = [Range(float(lows[i]), float(highs[i])) for i in order]
+            return min(tried, key=lambda r: (_squared_error(counts, centres, r, numbers), -r.high + r.low))
+
+        step = (
+            8 * THRESHOLD_STEP if numbers.activation is QType.FP8 else THRESHOLD_STEP
+        )  # the steps of FP8 grow with the values
+        tops = np.arange(step, self.BINS + step, step) * self._width
+        found = best(-tops, tops)
+        if not numbers.symmetric:
+            found = best(-tops, np.full(len(tops), found.high))
+            found = best(np.full(len(tops), found.low), tops)
+        return found
+
+
+def _within(whole: Range, low: float, high: float) -> Range | None:
+    """The part of a range between two bounds; None if there is none."""
+    low, high = max(whole.low, low), min(whole.high, high)
+    return Range(low, high) if low <= high else None
+
+
+def _squared_error(counts: Array, centres: Array, tried: Range, numbers: NumericFormat) -> float:
+    how = scales.of_range(tried, numbers)
+    return float((counts * np.square(centres - scales.dequantize(scales.quantize(centres, how), how))).sum())
+
+
+def _estimated_errors(counts: Array, centres: Array, lows: Array, highs: Array, numbers: NumericFormat) -> Array:
+    """An estimate for each range: the clipping errors, and step^2 / 12 for each value inside that is not zero."""
+    low, high = np.minimum(lows, 0.0), np.maximum(highs, 0.0)
+    if numbers.symmetric:
+        step = np.maximum(-low, high) / np.where(numbers.unsigned & (low >= 0), 255, 127)
+    else:
+        step = (high - low) / 255
+    first, last = np.searchsorted(centres, low), np.searchsorted(centres, high, side="right")
+    n, s, q = (np.concatenate([[0.0], np.cumsum(counts * centres**k)]) for k in range(3))
+    below = q[first] - 2 * low * s[first] + low**2 * n[first]
+    above = (q[-1] - q[last]) - 2 * high * (s[-1] - s[last]) + high**2 * (n[-1] - n[last])
+    inside = n[last] - n[first] - counts[centres == 0].sum()
+    return np.asarray(below + above + inside * np.square(step) / 12)
+
+
+def _divergences(counts: Array, bins: Array) -> Array:
+    """For each n of `bins`: the divergence of P from Q. P is the first n counts with all others added to the last of
+    them, Q what merging P into `MAGNITUDES` levels leaves of it.
+
+    With P and Q the sums of p and q: sum(p/P log((p/P) / (q/Q))) = (sum(p log p) - sum(p log q)) / P + log(Q/P), and q
+    is one number in each level. So sums up to each bin serve for all thresholds.
+    """
+    total = counts.sum()
+    below, filled, informed = (np.concatenate([[0.0], np.cumsum(a)]) for a in (counts, counts > 0, _x_log_x(counts)))
+    ends = -(-np.arange(MAGNITUDES + 1) * bins[:, None] // MAGNITUDES)
+    held, spread = np.diff(below[ends], axis=1), np.maximum(np.diff(filled[ends], axis=1), 1)
+    kept, above = below[bins], total - below[bins]
+    is_empty = counts[bins - 1] == 0
+    last = np.where(is_empty, SMOOTHING, np.maximum(held[:, -1] / spread[:, -1], SMOOTHING))
+    p_log_p = informed[bins - 1] + _x_log_x(counts[bins - 1] + above)
+    p_log_q = (_x_log_x(held) - held * np.log(spread)).sum(axis=1) + above * np.log(last)
+    found: Array = (p_log_p - p_log_q) / total + np.log((kept + SMOOTHING * is_empty) / total)
+    return found
+
+
+def _x_log_x(values: Array) -> Array:
+    return np.asarray(values * np.log(np.maximum(values, np.finfo(np.float64).tiny)))
+
 
 ASYMMETRIC = NumericFormat(QType.UINT8, QType.INT8, symmetric=False)
 """The default format to which entropy and mse fit ranges."""

@@ -31,7 +31,6 @@ class InputSpec:
 
     @property
     def is_string(self) -> bool:
-        """Whether the input takes strings, which are numpy objects."""
         return self.dtype.kind == "O"
 
     def fits(self, shape: tuple[int, ...]) -> bool:
@@ -74,7 +73,6 @@ def fixed_inputs(file: Path, fixed: Mapping[str, float | int | str]) -> Sample:
 
 
 def listed(specs: tuple[InputSpec, ...]) -> str:
-    """The inputs as text."""
     return ", ".join(str(s) for s in specs)
 
 

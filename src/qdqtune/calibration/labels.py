@@ -138,7 +138,6 @@ def _is_number(cell: str) -> bool:
 
 
 def _label(label: Any, path: Path) -> Array:
-    """A label as an array of int64 or float64."""
     try:
         array = np.asarray(label)
         if array.dtype.kind in "US":

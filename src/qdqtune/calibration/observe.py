@@ -42,12 +42,10 @@ class ModelRun:
         self._runner, self._build = runner, cache(partial(runner.load, path))
 
     def __call__(self, samples: Iterable[Sample]) -> list[dict[str, Array]] | Failure:
-        """The outputs by name, for each sample."""
         handle = self._build()
         return handle if isinstance(handle, Failure) else self._runner.outputs(handle, samples)
 
     def checking(self, check: Check) -> AbstractContextManager[None]:
-        """See `Runner.checking`."""
         return self._runner.checking(check)
 
 

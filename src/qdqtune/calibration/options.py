@@ -63,7 +63,6 @@ class DataOptions(Options):
 
 
 def samples_option(**how: Any) -> Any:
-    """The field for the option `calibration_data`: the source of samples."""
     return option(
         Anything(Reads(files_named, path_type=str)),
         None,
@@ -107,7 +106,6 @@ class RangeOptions(Options):
 
     @property
     def says_how(self) -> bool:
-        """Whether the user gave one of these options."""
         return any(value is not None for value in self._given)
 
     @property

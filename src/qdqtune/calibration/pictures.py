@@ -76,7 +76,6 @@ class PictureSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_normalized(self) -> bool:
-        """Whether the mean is subtracted."""
         return self.image_mean is not None if self.do_normalize is None else self.do_normalize
 
     @property
@@ -134,12 +133,10 @@ class Pictures:
 
     @property
     def batch(self) -> int:
-        """The number of pictures in a sample."""
         return self.spec.shape[0] or 1
 
     @property
     def _is_last(self) -> bool:
-        """Whether the channels are the last dimension."""
         return self.spec.shape[3] in (1, 3) and self.spec.shape[1] not in (1, 3)
 
     def arrays(self, pictures: Sequence[tuple[str, Any]]) -> dict[str, Array]:
@@ -192,7 +189,6 @@ class Pictures:
         return picture.crop((left, top, left + crop[1], top + crop[0]))
 
     def _resized(self, height: int, width: int, size: Sizes) -> tuple[int, int]:
-        """Height and width after resizing."""
         if (high := size.get("height")) and (wide := size.get("width")):
             return high, wide
         short, long = size.get("shortest_edge"), size.get("longest_edge")

@@ -247,7 +247,6 @@ def _how_to_fold(model: Model, samples: Samples) -> str:
 
 
 def _deciding_inputs(model: Model) -> list[str]:
-    """The inputs on which conditions of If depend."""
     waiting = [node.inputs[0] for node in model.nodes if node.op == "If"]
     seen: set[str] = set()
     while waiting:

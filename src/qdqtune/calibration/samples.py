@@ -239,8 +239,6 @@ def files_named(source: str | None) -> list[Path]:
 
 
 def _digest(files: Sequence[Path], execution: Execution) -> str:
-    """16 hex digits of the files' content."""
-
     def digests() -> Iterator[bytes]:
         for path in files:
             if not path.is_file():

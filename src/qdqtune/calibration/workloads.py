@@ -33,11 +33,9 @@ class WorkloadFile:
 
     @property
     def name(self) -> str:
-        """The name of the file, without its folder and ending."""
         return self.path.stem
 
     def __str__(self) -> str:
-        """FILE:WEIGHT, as on the command line."""
         return f"{self.path}:{self.weight:g}"
 
 
@@ -95,7 +93,6 @@ class Workloads(Several):
 
 
 def workloads_option() -> Any:
-    """The field for the option `workloads`."""
     return option(
         Workloads(),
         None,
@@ -162,7 +159,6 @@ def common_sizes(mix: Mix) -> Sizes:
 
 
 def samples_of(mix: Mix) -> Samples:
-    """The workloads as samples."""
     digest = hashlib.sha256("".join(map(workload_digest, mix)).encode()).hexdigest()[:16]
 
     def produce() -> Iterator[Sample]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qdqtune.calibration.matching import Matched
+from qdqtune.calibration.caches import Matched
 from qdqtune.calibration.options import check_cache
 from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.inputs import ModelOption, execution_of

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qdqtune.calibration.matching import Matched
+from qdqtune.calibration.caches import Matched
 from qdqtune.calibration.observe import MOST_OPTIMIZED
 from qdqtune.calibration.options import check_cache
 from qdqtune.calibration.prepare import LEAST_JUDGED, Prepared, hidden_work

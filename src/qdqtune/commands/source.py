@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from qdqtune.calibration.matching import Matched, from_file
+from qdqtune.calibration.caches import Matched, from_file
 from qdqtune.calibration.options import CacheOption, DataOptions, RangeOptions, RewriteOption
 from qdqtune.calibration.prepare import MOST_JUDGED, Data, Prepared, prepare
 from qdqtune.calibration.scales import Calibration, Ranges

@@ -20,8 +20,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from qdqtune.calibration.caches import from_file
 from qdqtune.calibration.calibrate import calibrate
-from qdqtune.calibration.matching import from_file
 from qdqtune.calibration.observe import running
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges

@@ -32,7 +32,6 @@ class Limits:
 
     @property
     def are_set(self) -> bool:
-        """Whether there is a limit at all."""
         limits = self.min_sqnr, self.max_drop, self.min_agreement, self.min_sqnr_worst
         return any(limit is not None for limit in limits)
 

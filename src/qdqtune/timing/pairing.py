@@ -31,7 +31,6 @@ def rounds_of(runner: Runner, a: Handle, b: Handle, plan: Plan, seed: int, sampl
 def compare_builds(
     runner: Runner, a: Handle, b: Handle, plan: Plan, seed: int, decided: Callable[[Ratio], bool] | None = None
 ) -> Measurement | Failure:
-    """Rounds of two builds until a look decides: see `ratios.compare`."""
     return compare(rounds_of(runner, a, b, plan, seed), plan, decided=decided)
 
 

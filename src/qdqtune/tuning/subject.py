@@ -12,8 +12,8 @@ from typing import Any
 
 import onnx
 
+from qdqtune.calibration.caches import from_file
 from qdqtune.calibration.inputs import fixed_inputs
-from qdqtune.calibration.matching import from_file
 from qdqtune.calibration.prepare import Data, Prepared, hidden_work, prepare
 from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Ranges
