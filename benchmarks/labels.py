@@ -40,8 +40,7 @@ from qdqtune.errors import InputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL, accuracy
-from qdqtune.numerics.label_metrics import Tally, answer, chosen
-from qdqtune.numerics.losses import Score, loss_high
+from qdqtune.numerics.label_metrics import Score, Tally, answer, chosen, loss_high
 from qdqtune.timing.limits import Limits
 from qdqtune.types import Array, Failure
 

@@ -21,8 +21,8 @@ import zoo
 from qdqtune.graph.loading import load
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import ratios_to_float
+from qdqtune.search.costs.decisions import decision_of
 from qdqtune.search.costs.prices import Costs
-from qdqtune.search.costs.unit_decisions import decision_of
 from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
 from qdqtune.tuning.bench import trial_of

@@ -3,7 +3,7 @@
 import random
 from itertools import product
 
-from qdqtune.search.costs.labels import Conversion, LabelProblem
+from qdqtune.search.costs.mincut import Conversion, LabelProblem
 
 
 def label_problem(seed: int, decisions: int, labels: int, dearest: float = 3.0) -> LabelProblem:

@@ -52,7 +52,7 @@ from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import read_placement
 from qdqtune.qdq_utils import get_quantized_tensors
-from qdqtune.search.regions.region import NodeInput, Scheme
+from qdqtune.search.regions.discovery import NodeInput, Scheme
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings

@@ -48,7 +48,7 @@ from qdqtune.autotune.region_search import CombinedRegionSearch, RegionPartition
 from qdqtune.autotune.torch_region_builder import TorchRegionBuilder
 from qdqtune.errors import BadOption
 from qdqtune.search.regions.cache import read_cache
-from qdqtune.search.regions.region import NodeInput
+from qdqtune.search.regions.discovery import NodeInput
 from runs import write
 from workers import Workers
 

@@ -16,7 +16,7 @@ from qdqtune.commands.tune_tables import result_table
 from qdqtune.explanation.formatting import built
 from qdqtune.explanation.report import report_of_run
 from qdqtune.graph.loading import load
-from qdqtune.numerics.closeness import slice_cell
+from qdqtune.numerics.accuracy import slice_cell
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Observers
 from qdqtune.types import Accuracy

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qdqtune.explanation.formatting import builds, built, origin_in_words, title
-from qdqtune.numerics.closeness import closeness, closeness_cell, closeness_of
+from qdqtune.numerics.accuracy import closeness, closeness_cell, closeness_of
 from qdqtune.numerics.scores import equal_share
 from qdqtune.types import Accuracy
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from qdqtune.numerics.accuracy import accuracy, cosine, is_finite, noisiest, sqnr_db
-from qdqtune.numerics.closeness import closeness_of
+from qdqtune.numerics.accuracy import accuracy, closeness_of, cosine, is_finite, noisiest, sqnr_db
 from qdqtune.timing.limits import Limits
 from qdqtune.types import Accuracy
 

@@ -12,7 +12,7 @@ from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import accuracy
-from qdqtune.numerics.biases import NotRunnableError, biased_placement, compared_values
+from qdqtune.numerics.fitting import NotRunnableError, biased_placement, compared_values
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges

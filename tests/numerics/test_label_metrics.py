@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from qdqtune.errors import BadOption
-from qdqtune.numerics.label_metrics import Name, Tally, answer, check_classes, chosen, fits, parsed
-from qdqtune.numerics.losses import Score
+from qdqtune.numerics.label_metrics import Name, Score, Tally, answer, check_classes, chosen, fits, parsed
 
 RANDOM = np.random.default_rng(0)
 SCORES = RANDOM.normal(size=(60, 4)).astype(np.float32)

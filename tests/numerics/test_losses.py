@@ -5,7 +5,7 @@ from math import log, sqrt
 import numpy as np
 import pytest
 
-from qdqtune.numerics.losses import LEAST_CHANGED, Z2, Score, can_tell, few_changed, loss_high, samples_to_tell
+from qdqtune.numerics.label_metrics import LEAST_CHANGED, Z2, Score, can_tell, few_changed, loss_high, samples_to_tell
 
 
 def hits(*, lost: int, won: int, count: int, name: str = "top1") -> tuple[Score, Score]:

@@ -5,9 +5,8 @@ import pytest
 
 from models import build
 from qdqtune.errors import BadOption
-from qdqtune.numerics.accuracy import accuracy
-from qdqtune.numerics.closeness import closeness_of
-from qdqtune.numerics.scores import agrees, check_named, class_axis, independent, scores_of, smallest_seen
+from qdqtune.numerics.accuracy import accuracy, closeness_of
+from qdqtune.numerics.scores import agrees, check_named, independent, scores_of, smallest_seen
 from qdqtune.types import Array
 
 SAMPLES = 6
@@ -48,7 +47,7 @@ def clear(shape: tuple[int, ...], axis: int) -> list[Array]:
     ],
 )
 def test_scores_are_found(outputs: list[Array], axis: int) -> None:
-    assert class_axis(outputs) == axis
+    assert scores_of([{"out": output} for output in outputs]).axis.get("out") == axis
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_scores_are_found(outputs: list[Array], axis: int) -> None:
     ],
 )
 def test_other_outputs_are_no_scores(outputs: list[Array]) -> None:
-    assert class_axis(outputs) is None
+    assert not scores_of([{"out": output} for output in outputs]).axis
 
 
 def test_the_worst_output_of_scores_counts_with_all_its_positions() -> None:

@@ -5,7 +5,7 @@ import numpy as np
 from fitted_nets import Heard
 from models import conv_net, feeds, run
 from qdqtune.engines.execution import EXECUTION
-from qdqtune.numerics.sessions import InferenceCount, onnxruntime_session
+from qdqtune.numerics.simulation import InferenceCount, onnxruntime_session
 from workers import Workers
 
 

@@ -9,8 +9,7 @@ from models import INT8, build, conv_net, feeds, ranges
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.errors import BadModel
 from qdqtune.graph.model import Constant, Model, rebuild
-from qdqtune.numerics.sessions import Session, onnxruntime_session
-from qdqtune.numerics.stripped import check_stripped
+from qdqtune.numerics.simulation import Session, check_stripped, onnxruntime_session
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.stripping import strip_pairs

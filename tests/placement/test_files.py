@@ -27,7 +27,7 @@ from qdqtune.placement.files import (
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.cache import cache_of, read_cache, write_cache
-from qdqtune.search.regions.region import ChildInput, NodeInput, RegionOutput, Scheme
+from qdqtune.search.regions.discovery import ChildInput, NodeInput, RegionOutput, Scheme
 from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Trial

@@ -14,10 +14,9 @@ from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
-from qdqtune.search.costs.cheapest_decision import Formulation, cut, formulate
+from qdqtune.search.costs.decisions import Formulation, cut, decision_of, formulate
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs, Price
-from qdqtune.search.costs.unit_decisions import decision_of
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CutSearch
 from qdqtune.timing.ratios import Plan, judge

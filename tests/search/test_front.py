@@ -4,7 +4,7 @@ import pytest
 
 from models import build, normal, ranges
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.cheapest_decision import everything
+from qdqtune.search.costs.decisions import everything
 from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, partition
 from qdqtune.search.front import NEAR, PredictedPoint, Tradeoff, between, farthest, unbeaten

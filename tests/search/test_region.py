@@ -25,8 +25,8 @@ from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.region import BATCH, Config, RegionSearch
 from qdqtune.search.regions import cache, discovery, patterns
+from qdqtune.search.regions.discovery import Scheme
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.search.regions.region import Scheme
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Trial, WeightFormat
 from runs import mixed

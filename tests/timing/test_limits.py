@@ -20,7 +20,7 @@ from qdqtune.errors import BadOption, BaselineFailed
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
-from qdqtune.numerics.losses import Score
+from qdqtune.numerics.label_metrics import Score
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges

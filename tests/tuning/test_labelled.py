@@ -15,7 +15,7 @@ from models import build, feeds, normal
 from qdqtune.errors import BadData, BadOption
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
-from qdqtune.numerics.losses import Score, loss_high
+from qdqtune.numerics.label_metrics import Score, loss_high
 from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent

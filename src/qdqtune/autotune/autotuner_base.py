@@ -49,8 +49,8 @@ from qdqtune.qdq_utils import QuantizedTensors
 from qdqtune.search import ratios_to_float
 from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import patterns
+from qdqtune.search.regions.discovery import Scheme
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.search.regions.region import Scheme
 from qdqtune.system.checks import RECORD_KIND, Output, check_outputs, replaceable
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.records import ConversationRecord, StoredPlacement

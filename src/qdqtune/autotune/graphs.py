@@ -16,7 +16,7 @@ from qdqtune.errors import BadOption, InputError
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMMUTATIVE
-from qdqtune.search.regions import region as core
+from qdqtune.search.regions import discovery as core
 from qdqtune.search.regions.discovery import Regions
 from qdqtune.search.regions.patterns import Pattern, alike
 from qdqtune.search.regions.structure import Listing, Structure

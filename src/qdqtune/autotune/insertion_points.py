@@ -25,7 +25,7 @@ from qdqtune.graph.model import GRAPH, Model, Use
 from qdqtune.graph.operators import COMPUTE, CONVOLUTIONS
 from qdqtune.placement.possible import can_carry
 from qdqtune.search.regions import patterns
-from qdqtune.search.regions.region import ChildInput, NodeInput, Point, RegionOutput, Scheme
+from qdqtune.search.regions.discovery import ChildInput, NodeInput, Point, RegionOutput, Scheme
 from qdqtune.types import Edge
 
 

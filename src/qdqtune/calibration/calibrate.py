@@ -261,7 +261,9 @@ def calibrate(
     if how.method == "minmax":
         ranges = _minmax(model, tensors, samples, execution)
     else:
-        histograms = _histograms(model, tensors, samples, execution)
+        histograms = {tensor: Histogram() for tensor in tensors}
+        for tensor, values in observe(model, tensors, samples, execution=execution):
+            histograms[tensor].add(values)
         ranges = {tensor: _chosen(histogram, how, numbers) for tensor, histogram in histograms.items()}
     return Ranges({tensor: each for tensor, each in ranges.items() if each is not None})
 
@@ -289,15 +291,6 @@ def _minmax(
         lows, highs = np.fmin(lows, values[:, 0]), np.fmax(highs, values[:, 1])
     ends = zip(tensors, broken.tolist(), lows.tolist(), highs.tolist(), strict=True)
     return {tensor: None if is_broken else Range(low, high) for tensor, is_broken, low, high in ends}
-
-
-def _histograms(
-    model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution
-) -> dict[str, Histogram]:
-    histograms = {tensor: Histogram() for tensor in tensors}
-    for tensor, values in observe(model, tensors, samples, execution=execution):
-        histograms[tensor].add(values)
-    return histograms
 
 
 def _chosen(histogram: Histogram, how: Calibration, numbers: NumericFormat) -> Range | None:

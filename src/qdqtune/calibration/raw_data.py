@@ -179,13 +179,10 @@ class Texts:
             POSITIONS: np.where(mask == 0, 1, mask.cumsum(1) - 1),  # as Transformers counts in generation
         }
         made = {spec.name: values.get(OTHER_NAMES.get(spec.name, spec.name)) for spec in self.specs}
-        made |= {s.name: np.zeros(_without_past(s, len(texts))) for s in self.specs if s.name.startswith(PAST)}
+        for spec in self.specs:
+            if spec.name.startswith(PAST):  # keys or values before the first token: none
+                made[spec.name] = np.zeros((len(texts), *(size or 0 for size in spec.shape[1:])))
         return {spec.name: array.astype(spec.dtype) for spec in self.specs if (array := made[spec.name]) is not None}
-
-
-def _without_past(spec: InputSpec, batch: int) -> tuple[int, ...]:
-    """The shape of a cache of keys or values before the first token."""
-    return (batch, *(size or 0 for size in spec.shape[1:]))
 
 
 def texts_for(

@@ -27,8 +27,7 @@ from qdqtune.engines.devices import usual_threads
 from qdqtune.engines.options import with_timing_cache
 from qdqtune.errors import ConstraintUnmet, EngineFailure
 from qdqtune.explanation.formatting import placed
-from qdqtune.numerics.accuracy import concern
-from qdqtune.numerics.closeness import closeness_of
+from qdqtune.numerics.accuracy import closeness_of, concern
 from qdqtune.options import REQUIRED, Files, Option, PathLike, option
 from qdqtune.tuning import advice
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from qdqtune.cli.command import is_quiet, is_verbose
 from qdqtune.cli.output import EVENTS, Event, console, emit, with_flags
 from qdqtune.explanation.formatting import counted, duration
-from qdqtune.numerics.closeness import decibels
+from qdqtune.numerics.accuracy import decibels
 from qdqtune.search.costs.rule_costs import left_nodes
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.limits import failure

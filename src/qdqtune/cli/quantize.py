@@ -12,8 +12,8 @@ from qdqtune.commands.quantize import Quantized, quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.explanation.formatting import placed, samples
 from qdqtune.graph.saving import nbytes
-from qdqtune.numerics.closeness import closeness, integers_differ
-from qdqtune.numerics.losses import few_changed, loss_high
+from qdqtune.numerics.accuracy import closeness, integers_differ
+from qdqtune.numerics.label_metrics import few_changed, loss_high
 
 AS_JSON = switch("as_machine", "--json", "Print JSON instead of text.", short="print JSON")
 

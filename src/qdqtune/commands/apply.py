@@ -21,10 +21,10 @@ from qdqtune.explanation.formatting import counted, placed
 from qdqtune.graph.float16 import load_for
 from qdqtune.graph.rewrites import allowed
 from qdqtune.graph.saving import save
-from qdqtune.numerics.closeness import closeness_of
+from qdqtune.numerics.accuracy import closeness_of
 from qdqtune.numerics.fitting import with_wide
 from qdqtune.numerics.half_precision import finished
-from qdqtune.numerics.label_options import ScoreOption
+from qdqtune.numerics.labelled import ScoreOption
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.options import FILE, REQUIRED, TEXT, Duration, File, MaybeText, option

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 from qdqtune.commands.shown import Table
 from qdqtune.errors import escaped
-from qdqtune.numerics.closeness import decibels, integers_differ
+from qdqtune.numerics.accuracy import decibels, integers_differ
 from qdqtune.numerics.scores import equal_share
 from qdqtune.options import Number, Option, Options, option
 from qdqtune.system.checks import RECORD_KIND, mark

@@ -16,9 +16,8 @@ from qdqtune.explanation.formatting import counted
 from qdqtune.graph.model import Model
 from qdqtune.options import COUNT, SWITCH, Flag, Option, Text, choice, option
 from qdqtune.search.regions import discovery
-from qdqtune.search.regions.discovery import Regions
+from qdqtune.search.regions.discovery import Region, Regions, RegionType
 from qdqtune.search.regions.patterns import Pattern, group, is_quantizable, tunable
-from qdqtune.search.regions.region import Region, RegionType
 from qdqtune.tuning.options import Division
 from qdqtune.tuning.subject import tuned_graph
 

@@ -44,12 +44,10 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import integer_operators
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.graph.saving import one_constant_file, save
-from qdqtune.numerics.accuracy import accuracy, concern, cosine, is_finite
-from qdqtune.numerics.closeness import closeness, decibels, slice_cell
+from qdqtune.numerics.accuracy import accuracy, closeness, concern, cosine, decibels, is_finite, slice_cell
 from qdqtune.numerics.half_precision import finished
-from qdqtune.numerics.label_options import check_metric
-from qdqtune.numerics.labelled import Metric, measure, open_labelled, option_of
-from qdqtune.numerics.losses import Score, doubt, loss_high
+from qdqtune.numerics.label_metrics import Score, doubt, loss_high
+from qdqtune.numerics.labelled import Metric, check_metric, measure, open_labelled, option_of
 from qdqtune.numerics.metric import load_evaluation
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
 from qdqtune.placement import engine_rules, start_placements

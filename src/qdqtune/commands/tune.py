@@ -24,7 +24,7 @@ from qdqtune.engines.machine import is_simulated
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.remote.connection import facts_of
 from qdqtune.engines.tensorrt.options import usual_shapes
-from qdqtune.numerics.closeness import closeness
+from qdqtune.numerics.accuracy import closeness
 from qdqtune.numerics.scores import equal_share
 from qdqtune.options import SWITCH, Anything, Flag, MaybeInt, Option, choice, option
 from qdqtune.search.region import Config

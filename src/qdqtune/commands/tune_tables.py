@@ -8,9 +8,9 @@ from typing import Any
 
 from qdqtune.commands.shown import Table
 from qdqtune.explanation.formatting import built, counted, duration, rewrite_ratios, samples, title
-from qdqtune.numerics.closeness import closeness, closeness_cell, closeness_of, decibels, integers_differ, slice_cell
+from qdqtune.numerics.accuracy import closeness, closeness_cell, closeness_of, decibels, integers_differ, slice_cell
 from qdqtune.numerics.scores import independent_of, smallest_seen
-from qdqtune.search.costs.unit_decisions import UnitPrice
+from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import Ratio, speed
 from qdqtune.tuning.records import GroupOutcome

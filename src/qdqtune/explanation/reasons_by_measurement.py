@@ -21,7 +21,7 @@ from qdqtune.graph.model import Node
 from qdqtune.placement.possible import refusal
 from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.attribution import NodeTime
-from qdqtune.search.costs.unit_decisions import cheapest_formats, decision_of, is_shown_by, margin, nearest, other
+from qdqtune.search.costs.decisions import cheapest_formats, decision_of, is_shown_by, margin, nearest, other
 from qdqtune.search.costs.units import Decision, Partition, Unit, partition, usual_groups
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import judge, speed

@@ -19,7 +19,7 @@ from qdqtune.explanation.model_map import Ran, alike, draw, everywhere
 from qdqtune.explanation.reasons_by_measurement import tallied
 from qdqtune.explanation.report_values import Bar, Candidate, Fact, Headline, Map, MapGroup, Point, Report, Speed, Strip
 from qdqtune.graph.operators import QDQ
-from qdqtune.numerics.closeness import closeness, slice_cell
+from qdqtune.numerics.accuracy import closeness, slice_cell
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float

@@ -1,22 +1,43 @@
 """Ranges of a placement, and biases that keep its outputs close to the float model's.
 
 They are decided before anything is timed, so that what a search measures is what ships; no pair moves.
+
+Biases are corrected as in Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv
+1906.04721, section 4.2): rounded weights and clipped inputs move the mean of an output channel, which the bias takes
+back. Here the means are those of calibration samples.
+
+Two things say whether outputs gain: the outputs, and the values in front of a Softmax or the like at the end. Behind a
+confident Softmax all errors look small, and a few uncertain samples decide. In front of it every sample counts, but so
+do the scores of classes that are out of the question. Both together are a stable measure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
 
 from qdqtune.calibration.calibrate import tensors_with_pairs, unknown_ranges
+from qdqtune.calibration.observe import MOST_OPTIMIZED
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
+from qdqtune.engines.execution import EXECUTION, Execution
+from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.reused_workers import reused_workers
-from qdqtune.graph.model import Model
-from qdqtune.graph.operators import work
-from qdqtune.numerics.biases import NotRunnableError, biased_placement
-from qdqtune.numerics.sessions import InferenceCount
-from qdqtune.types import Deaf, Listener, NumericFormat, Placement
+from qdqtune.errors import EngineFailure
+from qdqtune.graph.model import Constant, Model, rebuild
+from qdqtune.graph.operators import COPIES, is_float, work
+from qdqtune.numerics.simulation import InferenceCount, Loaded, Outputs, Session, onnxruntime_session
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import BiasedLayer, biased_layers
+from qdqtune.types import Array, Deaf, Edge, Failure, Listener, NumericFormat, Placement, Sample
 
 BIAS_SAMPLES = 64
 """Samples of calibration that biases are corrected by, if `WORK` allows so many; `LEAST_SAMPLES` in any case."""
@@ -125,3 +146,279 @@ def with_known_ranges(model: Model, ranges: Ranges, numbers: NumericFormat) -> R
     made = {n.outputs[0] for n in model.nodes if n.op == "Softmax" and not n.domain}
     known = {t: Range(0.0, 1.0) for t, r in ranges.activations.items() if t in made and r.high >= 0.5}
     return replace(ranges, activations={**ranges.activations, **known})
+
+
+T = TypeVar("T")
+
+SQUASHES = frozenset({"ArgMax", "ArgMin", "HardSigmoid", "Hardmax", "LogSoftmax", "Sigmoid", "Softmax", "TopK"})
+"""Operators that turn scores into probabilities or decisions."""
+
+SHIFT, MOVE = "__shift_", "__move_"
+"""Prefixes of inputs and outputs, with a number for each channel of a layer; the number of the layer follows."""
+
+Mode = Literal["means", "centred", "shifted"]
+"""What a model does to the channels of layers.
+
+- means: nothing; moves are their means.
+- shifted: it adds the shifts.
+- centred: it changes their means to the shifts, sample by sample; moves are by how much. Later layers then see right
+  means, so one run over a sample serves all layers.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class OutputNoise:
+    """Signal and noise power, [samples, compared values]; noise is infinite where values are not finite. The values of
+    each output are neighbours: `parts` says how many there are of each."""
+
+    signal: Array
+    noise: Array
+    parts: tuple[int, ...]
+
+    def db(self) -> float:
+        """SQNR in dB over all samples: for each output the mean over its values, then the least of all outputs;
+        infinite where nothing is lost."""
+        signal, noise = (a.sum(axis=0) for a in (self.signal, self.noise))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            single = 10 * np.log10(np.maximum(signal, np.finfo(np.float64).tiny) / noise)
+        return min(float(np.mean(part)) for part in np.split(single, np.cumsum(self.parts)[:-1]))
+
+
+class NotRunnableError(Exception):
+    """ONNX Runtime does not run the model with pairs."""
+
+
+class BiasedPlacement:
+    """A placement of one model with ranges, run on some samples with any biases.
+
+    Offsets of biases are arrays [samples, channels]: a row for each sample, and in it the channels of all `layers` that
+    can have a bias, one after the other. `ran` is told the number of inferences after each run on all samples.
+
+    Raises:
+        NotRunnableError: from all methods that run the model.
+    """
+
+    def __init__(
+        self, session: Session, model: Model, placement: Placement, numbers: NumericFormat, ranges: Ranges,
+        samples: Sequence[Sample], ran: Callable[[int], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.layers = biased_layers(model, placement)
+        self._session, self._ran, self._samples = session, ran, samples
+        self._model, self._quantized = model, Inserter(model, ranges, numbers).insert(placement)
+        groups = compared_values(model)
+        self._shown, self._parts = tuple(chain.from_iterable(groups)), tuple(map(len, groups))
+        self._shifted: Loaded | None = None
+        self._exact = _checked(session.outputs(self._written("means"), "means", samples))
+        ran(len(samples))
+        self._means = [[outputs.pop(f"{MOVE}{i}") for i in range(len(self.layers))] for outputs in self._exact]
+        self._signals = [{name: _power(values) for name, values in outputs.items()} for outputs in self._exact]
+
+    @property
+    def is_correctable(self) -> bool:
+        """Whether there are layers with a bias, and float outputs to judge them by."""
+        return bool(self.layers and self._shown)
+
+    def noise(self, offsets: Array | None = None) -> OutputNoise:
+        """The noise of the outputs. With `offsets`, the biases for each sample are corrected by the offsets of all
+        others."""
+        if self._shifted is None:
+            self._shifted = _checked(self._session.load(self._written("shifted"), "shifted"))
+        if offsets is None:
+            offsets = np.zeros((len(self._samples), sum(layer.channels for layer in self.layers)))
+        shifts = [self._by_layer(shift) for shift in shifts_by_others(offsets)]
+        found = _checked(self._shifted(self._fed(shifts)))
+        self._ran(len(found))
+        rows = []
+        for exact, signals, actual in zip(self._exact, self._signals, found, strict=True):
+            with np.errstate(all="ignore"):
+                rows.append([(signals[name], _power(exact[name], actual[name])) for name in exact])
+        signal, noise = np.moveaxis(np.array(rows), 2, 0)
+        return OutputNoise(signal, np.where(np.isfinite(noise), noise, np.inf), self._parts)
+
+    def offsets(self) -> Array:
+        """By how much the means of channels are off, [samples, channels]."""
+        found: Outputs = _checked(self._session.outputs(self._written("centred"), "centred", self._fed(self._means)))
+        self._ran(len(found))
+        return np.stack([np.concatenate([out[f"{MOVE}{i}"] for i in range(len(self.layers))]) for out in found])
+
+    def shifts(self, offsets: Array) -> Mapping[str, tuple[float, ...]]:
+        """The corrections that the offsets of all samples give, as `Ranges` hold them."""
+        parts = zip(self.layers, self._by_layer(shrunk_mean(offsets.astype(np.float64))), strict=True)
+        return {layer.node: tuple(part.tolist()) for layer, part in parts if np.isfinite(part).all()}
+
+    def _by_layer(self, channels: Array) -> list[Array]:
+        ends = np.cumsum([layer.channels for layer in self.layers])
+        return np.split(channels.astype(np.float32), ends[:-1]) if self.layers else []
+
+    def _fed(self, shifts: Sequence[Sequence[Array]]) -> list[Sample]:
+        return [
+            {**sample, **{f"{SHIFT}{i}": part for i, part in enumerate(parts)}}
+            for sample, parts in zip(self._samples, shifts, strict=True)
+        ]
+
+    def _written(self, mode: Mode) -> Model:
+        model = self._model if mode == "means" else self._quantized
+        shown = [
+            model.nodes[model.index_of[edge.node]].inputs[edge.index] if edge.node else edge.tensor
+            for edge in (self._shown if mode != "centred" else ())
+        ]
+        dtypes = [self._model.tensors[layer.result].dtype for layer in self.layers]
+        return _with_moves(model, self.layers, dtypes, mode, shown)
+
+
+@contextmanager
+def biased_placement(
+    model: Model,
+    placement: Placement,
+    numbers: NumericFormat,
+    ranges: Ranges,
+    samples: Sequence[Sample],
+    ran: Callable[[int], None] = lambda _: None,
+    execution: Execution = EXECUTION,
+) -> Iterator[BiasedPlacement]:
+    """A `BiasedPlacement` on ONNX Runtime.
+
+    Raises:
+        NotRunnableError: ONNX Runtime does not run the float model.
+    """
+    written = len(model.nodes) + 2 * len(placement)
+    memory = MemoryBudget.for_model(sum(constant.nbytes for constant in model.large.values()))
+    options = {"fuse": written <= MOST_OPTIMIZED, "fuse_pairs": False}
+    with onnxruntime_session(execution, memory=memory, **options) as session:
+        yield BiasedPlacement(session, model, placement, numbers, ranges, samples, ran)
+
+
+def _with_moves(
+    model: Model, layers: Sequence[BiasedLayer], dtypes: Sequence[int], mode: Mode, shown: Sequence[str]
+) -> Model:
+    """`model` with shifts as inputs, and the values of the tensors `shown` and then the moves as outputs, see `Mode`.
+    `dtypes` are the types of the layers' results."""
+    numbers = {layer.node: i for i, layer in enumerate(layers)}
+    nodes: list[onnx.NodeProto] = []
+    constants: dict[str, Constant] = {}
+    moves: list[str] = []
+
+    def add(op: str, *inputs: str, result: str = "", **attributes: Any) -> str:
+        result = result or f"__{op}_{len(nodes)}"
+        nodes.append(helper.make_node(op, inputs, [result], f"__node_{len(nodes)}", **attributes))
+        return result
+
+    def integers(values: Sequence[int]) -> str:
+        name = f"__integers_{len(constants)}"
+        constants[name] = Constant.of(np.asarray(values, np.int64))
+        return name
+
+    def mean(layer: BiasedLayer, dtype: int, values: str) -> str:
+        """The mean of each channel over all other axes."""
+        if dtype != TensorProto.FLOAT:
+            values = add("Cast", values, to=TensorProto.FLOAT)
+        if layer.rank is None:
+            values = add("Reshape", values, integers([-1, layer.channels]))
+        axes = [i for i in range(layer.rank or 2) if i != 1]
+        if model.opset >= 18:
+            return add("ReduceMean", values, integers(axes), keepdims=0)
+        return add("ReduceMean", values, axes=axes, keepdims=0)
+
+    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+        copy = deepcopy(proto)
+        nodes.append(copy)
+        if node.name not in numbers:
+            continue
+        number, result = numbers[node.name], node.outputs[0]
+        layer, dtype = layers[number], dtypes[number]
+        if mode == "means":
+            moves.append(add("Identity", mean(layer, dtype, result), result=f"{MOVE}{number}"))
+            continue
+        copy.output[0], move = f"__before_{number}", f"{SHIFT}{number}"
+        if mode == "centred":
+            move = add("Sub", move, mean(layer, dtype, copy.output[0]), result=f"{MOVE}{number}")
+            moves.append(move)
+        if layer.rank is not None:
+            move = add("Reshape", move, integers([1, layer.channels] + [1] * (layer.rank - 2)))
+        if dtype != TensorProto.FLOAT:
+            move = add("Cast", move, to=dtype)
+        add("Add", copy.output[0], move, result=result)
+    outputs = [add("Identity", tensor, result=f"__shown_{i}") for i, tensor in enumerate(shown)]
+    written = rebuild(model, nodes, constants)
+    graph = written.proto.graph
+    if mode != "means":
+        graph.input.extend(
+            helper.make_tensor_value_info(f"{SHIFT}{i}", TensorProto.FLOAT, [layer.channels])
+            for i, layer in enumerate(layers)
+        )
+    del graph.output[:]
+    for name in (*outputs, *moves):
+        graph.output.add(name=name)  # ONNX Runtime infers the rest
+    written.proto.ir_version = max(written.proto.ir_version, 7)
+    return Model(written.proto, written.large)
+
+
+def _checked(found: T | Failure) -> T:
+    """What was found.
+
+    Raises:
+        NotRunnableError: ONNX Runtime refuses the model.
+        EngineFailure: it crashed, took too long, or ran out of memory: biases must not depend on that.
+    """
+    if not isinstance(found, Failure):
+        return found
+    if not found.is_transient:
+        raise NotRunnableError(found.reason)
+    raise EngineFailure(f"biases cannot be corrected: {found.reason}. Try again, or switch `bias_correction` off")
+
+
+def _power(values: Array, others: Array | None = None) -> float:
+    """The sum of squares, or of squared differences, in float64 without copies in that type of both."""
+    exact = values.astype(np.float64) if others is None else np.subtract(values, others, dtype=np.float64)
+    flat = exact.reshape(-1)
+    return float(flat @ flat)
+
+
+def shifts_by_others(offsets: Array) -> list[Array]:
+    """For each sample what the offsets of all others say that is to be added to biases, [channels]."""
+    exact = offsets.astype(np.float64)
+    others = [np.delete(exact, i, axis=0) if len(exact) > 1 else exact for i in range(len(exact))]
+    return [np.nan_to_num(shrunk_mean(o)) for o in others]
+
+
+def shrunk_mean(offsets: Array) -> Array:
+    """What to add to a bias, from the offset of each sample: [samples, channels] to [channels].
+
+    The mean of few samples is partly chance: it is shrunk by the share of its square that its own standard error
+    explains (the positive-part estimator of James and Stein, 1961, channel by channel).
+    """
+    shift = offsets.mean(axis=0)
+    if len(offsets) > 1:
+        error = offsets.var(axis=0, ddof=1) / len(offsets)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            kept = np.where(shift == 0, 0.0, np.maximum(1 - error / np.square(shift), 0))
+        shift = shift * kept
+    return np.asarray(shift)
+
+
+def compared_values(model: Model) -> tuple[tuple[Edge, ...], ...]:
+    """The float values that are compared for each output: itself, and the input of squashing operators at its end.
+    Outputs without float values are left out."""
+    found = []
+    for slot, output in enumerate(model.outputs):
+        edge = Edge(output, "", slot)
+        found.append(tuple(e for e in dict.fromkeys((edge, _scores(model, edge))) if is_float(model, e.tensor)))
+    return tuple(edges for edges in found if edges)
+
+
+def _scores(model: Model, edge: Edge) -> Edge:
+    """The input of the first in a row of squashing operators that ends at `edge`; itself if there is none."""
+    best = edge
+    while (node := model.maker(edge.tensor)) is not None:
+        if node.op == "ZipMap":  # it makes maps of a tensor
+            edge = best = node.into[0]
+            continue
+        if node.domain or node.op not in COPIES | SQUASHES | {"Div"}:
+            break
+        if node.op == "Div":  # a Softmax written as Exp and Div
+            node = model.maker(node.inputs[0])
+            if node is None or node.op != "Exp":
+                break
+        edge = node.into[0]
+        best = edge if node.op in SQUASHES | {"Exp"} else best
+    return best

@@ -39,8 +39,7 @@ from qdqtune.graph.float16 import (
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import ARITHMETIC, COMPUTE, CONTROL_FLOW, COPIES, FUSED_POINTWISE, NORMALIZATIONS, elements
-from qdqtune.numerics.accuracy import FLOOR_DB, accuracy, is_finite
-from qdqtune.numerics.closeness import closeness_of
+from qdqtune.numerics.accuracy import FLOOR_DB, accuracy, closeness_of, is_finite
 from qdqtune.types import Accuracy, Array, Failure, Sample
 
 NAMES: Mapping[HalfPrecision, str] = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})

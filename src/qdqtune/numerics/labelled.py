@@ -1,27 +1,111 @@
-"""A metric without code: labels in a file beside the samples, and the name of a metric (see `label_metrics`)."""
+"""A metric without code: its options, labels in a file beside the samples, and its value (see `label_metrics`)."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
+from typing import Any
 
+import click
 import numpy as np
+import numpy.typing as npt
 from onnx.helper import tensor_dtype_to_np_dtype
 
+from qdqtune import options
 from qdqtune.calibration.inputs import input_specs
-from qdqtune.calibration.labels import holds_inputs, paired, read_labels
+from qdqtune.calibration.labels import FORMS, holds_inputs, paired, read_labels
 from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import NOT_FINITE, is_finite
-from qdqtune.numerics.label_metrics import Asked, Tally, answer, check_classes, chosen, fits, parsed
-from qdqtune.numerics.losses import Score
+from qdqtune.numerics.label_metrics import NAMES, Asked, Score, Tally, answer, check_classes, chosen, fits, parsed
 from qdqtune.numerics.metric import Evaluation, evaluate
+from qdqtune.options import Anything, Names, Option, Options, PathLike, Reads, Text, option
 from qdqtune.types import Array, Failure, Sample
+
+LabelsLike = PathLike | npt.ArrayLike | Sequence[npt.ArrayLike]
+"""Labels: a file, or an array or a list with one for each sample."""
+
+
+class MetricName(click.Choice[str]):
+    """The name of a metric, and behind a colon that of the output which it reads."""
+
+    def __init__(self) -> None:
+        super().__init__(("auto", *NAMES))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        name, colon, output = str(value).partition(":")
+        return super().convert(name, param, ctx) + colon + output
+
+
+@dataclass(kw_only=True)
+class LabelOptions(Options):
+    """A metric over labelled samples."""
+
+    labels: Option[LabelsLike | None, LabelsLike | None] = option(
+        Anything(Reads(path_type=str)),
+        None,
+        "What is right for each sample of `calibration_data`, in the same order: class numbers from 0, or vectors, "
+        f"in {FORMS}. An .npz may hold samples of its own beside its array 'labels': those "
+        "that calibration does not see are the fairest.",
+        "Data",
+        short="right answers, one for each sample",
+        metavar="FILE",
+    )
+    metric: Text = option(
+        MetricName(),
+        "auto",
+        "How outputs are compared with `labels`; without labels, with what the float model says: METRIC, or "
+        "METRIC:OUTPUT for an output that is not the first that fits. Higher is better. "
+        "top1, top5: the right class has the best score, or one of the best five. cosine: of vectors. auto: top1 where "
+        "that fits the shapes, else cosine. Any other metric is a function: `evaluate`.",
+        "Data",
+        metavar="METRIC[:OUTPUT]",
+        is_rare=True,
+    )
+
+    @property
+    def is_labelled(self) -> bool:
+        """Whether a metric without code is asked for."""
+        return self.labels is not None or self.metric != "auto"
+
+    @property
+    def label_file(self) -> Path | None:
+        """The file of labels; labels of Python programs lie in one, too (see `commands.inputs.on_disk`)."""
+        return None if self.labels is None else Path(str(self.labels))
+
+
+def check_metric(evaluate: object, options: LabelOptions) -> None:
+    """Refuse two metrics at once.
+
+    Raises:
+        BadOption: a function is given together with labels or the name of a metric.
+    """
+    if evaluate is not None and options.is_labelled:
+        raise BadOption("`evaluate` is a metric of its own: leave `labels` and `metric` out")
+
+
+@dataclass(kw_only=True)
+class ScoreOption(Options):
+    """Which outputs hold scores of classes (see `numerics.scores`)."""
+
+    scores: Names = option(
+        options.NAMES,
+        (),
+        "Outputs that hold scores of classes, tokens or pixels, whose best class is compared with the float model's: "
+        "NAME or NAME:AXIS, by commas, where AXIS is that of the classes (1 of four, the last of three); or none. Of "
+        "raw scores of pixels the values do not tell.",
+        "Accuracy",
+        default_in_words="what the float model's values show",
+        metavar="NAME[:AXIS]",
+        is_repeated=True,
+        is_rare=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -123,14 +207,11 @@ def measure(metric: Metric, runner: Runner, handle: Handle, floats: Callable[[],
     if isinstance(metric, Evaluation):
         value = evaluate(metric, runner, handle)
         return value if isinstance(value, Failure) else Score(value)
-    return _measured(metric, runner, handle, handle if metric.labels else floats())
-
-
-def _measured(metric: Labelled, runner: Runner, handle: Handle, floats: Handle | Failure) -> Score | Failure:
-    if isinstance(floats, Failure):
-        return floats
+    original = handle if metric.labels else floats()
+    if isinstance(original, Failure):
+        return original
     tally, of = None, ""
-    for sample, right in _with_labels(metric):
+    for sample, right in zip(metric.samples, metric.labels or repeat(None), strict=False):
         outputs = _ran(runner, handle, sample)
         if isinstance(outputs, Failure):
             return outputs
@@ -139,7 +220,7 @@ def _measured(metric: Labelled, runner: Runner, handle: Handle, floats: Handle |
             tally = Tally(name)
         told = answer(tally.metric, outputs[of])
         if right is None:
-            reference = outputs if floats is handle else _ran(runner, floats, sample)
+            reference = outputs if original is handle else _ran(runner, original, sample)
             if isinstance(reference, Failure):
                 return reference
             right = answer(tally.metric, reference[of])
@@ -157,11 +238,3 @@ def _ran(runner: Runner, handle: Handle, sample: Sample) -> Mapping[str, Array] 
     if isinstance(ran, Failure):
         return ran
     return ran[0] if is_finite(ran) else NOT_FINITE
-
-
-def _with_labels(metric: Labelled) -> Iterator[tuple[Sample, Array | None]]:
-    """Each sample with its labels; None where the float model tells what is right."""
-    if metric.labels is None:
-        yield from ((sample, None) for sample in metric.samples)
-    else:
-        yield from zip(metric.samples, metric.labels, strict=False)

@@ -156,21 +156,18 @@ def _axis_of(name: str, axis: int | None, outputs: Sequence[Mapping[str, Array]]
     """The axis of the classes in an output that a user names: where none is told, the one that the values show, or else
     the one behind the rows; the last one of three axes, as tokens have them."""
     first = outputs[0][name]
-    if axis is None and (axis := class_axis([sample[name] for sample in outputs])) is None:
-        axis = first.ndim - 1 if first.ndim == 3 else 1
+    if axis is None:
+        shown = _axis_or_why_not([sample[name] for sample in outputs])
+        usual = first.ndim - 1 if first.ndim == 3 else 1
+        axis = usual if isinstance(shown, str) else shown
     if first.dtype.kind != "f" or not _has_classes(first.shape, axis):
         raise BadOption(_no_classes(name, str(first.dtype), first.shape, axis))
     return axis % first.ndim
 
 
-def class_axis(outputs: Sequence[Array]) -> int | None:
-    """The axis of an output's classes, from its values for each sample; None if it holds no scores of classes."""
-    axis = _axis_or_why_not(outputs)
-    return None if isinstance(axis, str) else axis
-
-
 def _axis_or_why_not(outputs: Sequence[Array]) -> int | str:
-    """As `class_axis`, or why the output does not look like scores, in words that follow its name."""
+    """The axis of an output's classes, from its values for each sample; or why it does not look like scores, in words
+    that follow its name."""
     first = outputs[0]
     if first.dtype.kind != "f":
         return "holds no floats"

@@ -27,7 +27,7 @@ from qdqtune.engines.pool import WorkerPool
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import Constant, Model
 from qdqtune.numerics.accuracy import is_finite, noisiest, sqnr_db
-from qdqtune.numerics.sessions import InferenceCount, Outputs
+from qdqtune.numerics.simulation import InferenceCount, Outputs
 from qdqtune.placement.insertion import quantized
 from qdqtune.placement.possible import weight_at, weight_role
 from qdqtune.placement.switches import SWITCH, Rounding, is_switched_at_reader, with_roundings
@@ -224,7 +224,9 @@ def halved(
     single: list[tuple[float, int, int]] = []
     known: dict[Block, float] = {}
     done = 1
-    while blocks and done + 2 <= limits.measurements and _goes_on(limits, -blocks[0][0]):
+    while blocks and done + 2 <= limits.measurements and -blocks[0][0] > limits.floor:
+        if limits.deadline is not None and time.monotonic() > limits.deadline:
+            break
         if not known.keys() >= (halves := _halves(blocks[0])):
             ahead = min(-(-width // 2), (limits.measurements - done) // 2)
             likely = (half for block in heapq.nsmallest(ahead, blocks) for half in sorted(_halves(block)))
@@ -241,11 +243,6 @@ def halved(
     for negative, start, stop in (*blocks, *single):
         shares[start:stop] = [-negative / (stop - start)] * (stop - start)
     return shares
-
-
-def _goes_on(limits: Limits, most_noise: float) -> bool:
-    is_late = limits.deadline is not None and time.monotonic() > limits.deadline
-    return most_noise > limits.floor and not is_late
 
 
 def _halves(block: tuple[float, int, int]) -> set[Block]:

@@ -1,7 +1,8 @@
-"""What a placement does to the outputs, predicted without the engine: ONNX Runtime runs the Q/DQ model, fusing no pair.
+"""ONNX Runtime in a worker process, for variants of one model: what placements do to outputs, without the engine.
 
-Engines round where the file says so, and compute what they fuse at least as exactly, so their outputs differ from these
-far less than from the float model's. A search asks here before it spends a build.
+Constants that the variants share are written once. To simulate a placement, ONNX Runtime runs the Q/DQ model and fuses
+no pair. Engines round where the file says so, and compute what they fuse at least as exactly, so their outputs differ
+from these far less than from the float model's. A search asks here before it spends a build.
 
 ONNX Runtime itself does more: between a pair in front of a convolution (or of a MaxPool and the like before it) and one
 behind it, it also rounds the weights, per tensor. For this engine the model runs after these rewrites of the graph.
@@ -11,21 +12,92 @@ predicted. Its Softmax of 8 bits computes in integers, to less than a step, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Self
 
+import numpy as np
 import onnx
 
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
+from qdqtune.engines.runner import Runner
+from qdqtune.errors import BadModel
 from qdqtune.graph.model import Model, rebuild
+from qdqtune.graph.saving import ConstantFile
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
-from qdqtune.numerics.scores import Scores, scores_of
-from qdqtune.numerics.sessions import Outputs, Session, onnxruntime_session
+from qdqtune.numerics.scores import NO_SCORES, Scores, scores_of
 from qdqtune.placement.insertion import Inserter
-from qdqtune.types import Accuracy, Failure, Placement, Sample
+from qdqtune.placement.reading import dynamic_products_of
+from qdqtune.placement.switches import file_pairs, with_file_pairs
+from qdqtune.system.writing import temporary_folder
+from qdqtune.types import Accuracy, Array, Failure, Listener, Placement, Sample, noise_of, sqnr_of
+
+Outputs = list[dict[str, Array]]
+"""The outputs by name, for each sample."""
+
+Loaded = Callable[[Iterable[Sample]], Outputs | Failure]
+"""A built model: samples in, outputs out."""
+
+
+MOST_AT_ONCE = 4
+"""Samples that run at the same time, where there are so many cores: the threads of one inference wait for each other
+after each operator, inferences do not, but each takes memory. Chosen, not measured."""
+
+
+@dataclass
+class InferenceCount:
+    """Reports to a listener how many inferences, or other steps, were made of at most `most`."""
+
+    listener: Listener
+    most: int
+    done: int = 0
+
+    def add(self, count: int) -> None:
+        """Count so many more inferences, and report the sum."""
+        self.done = min(self.done + count, self.most)
+        self.listener.progress(self.done, self.most)
+
+
+class Session:
+    """Builds models and runs them on samples, one after the other."""
+
+    def __init__(self, runner: Runner, constants: ConstantFile, at_once: int = 1) -> None:
+        self._runner, self._constants, self._at_once = runner, constants, at_once
+
+    def outputs(self, model: Model, name: str, samples: Iterable[Sample]) -> Outputs | Failure:
+        """The outputs of a model that is built for this call only."""
+        path = self._constants.write(model, name)
+        outputs = self._runner.outputs_of(path, samples, self._at_once)
+        path.unlink()
+        return outputs
+
+    def load(self, model: Model, name: str) -> Loaded | Failure:
+        """A model that stays built until the session ends."""
+        handle = self._runner.load(self._constants.write(model, name))
+        return handle if isinstance(handle, Failure) else partial(self._runner.outputs, handle, at_once=self._at_once)
+
+
+@contextmanager
+def onnxruntime_session(
+    execution: Execution, *, memory: MemoryBudget | None = None, unpacked: int = 0, **options: bool
+) -> Iterator[Session]:
+    """A session with these `options` of the onnxruntime engine; for `memory` and `unpacked` see `Runner`."""
+    at_once = min(usable_cores(), MOST_AT_ONCE)
+    spec = EngineSpec("onnxruntime", {"threads": usable_cores() // at_once, **options})
+    with (
+        temporary_folder() as folder,
+        execution.constant_file() as constants,
+        Runner(
+            spec, log_dir=folder, execution=execution, start=execution.start, unpacked=unpacked, memory=memory
+        ) as runner,
+    ):
+        yield Session(runner, constants, at_once)
+
 
 MICROSOFT = "com.microsoft"
 
@@ -119,3 +191,46 @@ def with_integer_softmax(model: Model) -> Model:
     if all(o.domain != MICROSOFT for o in changed.proto.opset_import):
         changed.proto.opset_import.append(onnx.helper.make_opsetid(MICROSOFT, 1))
     return Model(changed.proto, changed.large)
+
+
+LEAST_DB = 40.0
+"""Both graphs compute the same: only roundings around Casts may differ. Chosen, not measured."""
+
+
+def check_stripped(stripped: Model, given: Model, session: Session, sample: Sample, name: str, instead: str) -> None:
+    """Compare the outputs of `given`, the Q/DQ model of the file `name`, with those of `stripped`, the float model made
+    of it, with all pairs put back. `session` runs both without optimization.
+
+    Nothing is compared where ONNX Runtime does not run the file, or gives no equal or no finite outputs twice, or where
+    activations are quantized dynamically.
+
+    Raises:
+        BadModel: outputs differ; the message ends with what to do `instead`.
+    """
+    if any(True for _ in dynamic_products_of(given)):
+        return
+    outputs = session.outputs(given, "given", [sample, sample])
+    if isinstance(outputs, Failure) or not is_finite(outputs):
+        return
+    once, again = outputs
+    if not all(np.array_equal(once[output], again[output]) for output in once):
+        return
+    pairs, unmatched = file_pairs(stripped, given)
+    # Constants that the file has as integers stay floats: they are to be the same numbers.
+    pairs = tuple(p for p in pairs if any(node.op_type == "QuantizeLinear" for node in p.nodes))
+    found = session.outputs(with_file_pairs(stripped, pairs, given), "put_back", [sample])
+    if isinstance(found, Failure):
+        if found.is_transient:
+            return
+        how = f"they do not run: {found.reason}"
+    else:
+        judged = accuracy([once], found, NO_SCORES)
+        noise = max(judged.noise, 0.0 if judged.agreement is None else 1 - judged.agreement)
+        if is_finite(found) and noise <= noise_of(LEAST_DB):
+            return
+        how = f"outputs have {sqnr_of(noise):.1f} dB" if is_finite(found) else "outputs are NaN or infinite"
+    where = f" (the first without a tensor: {unmatched[0]})" if unmatched else ""
+    raise BadModel(
+        f"{name} cannot be read as a float model with Q/DQ pairs: with the pairs taken off and put back{where}, {how}; "
+        f"{instead}"
+    )

@@ -15,10 +15,9 @@ from functools import cached_property
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMPUTE, elements, work
 from qdqtune.search import best_of
-from qdqtune.search.costs.cheapest_decision import cut_within
+from qdqtune.search.costs.decisions import cut_within, nearest, other
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs, Price
-from qdqtune.search.costs.unit_decisions import nearest, other
 from qdqtune.search.costs.units import Partition, Unit, partition, usual_groups
 from qdqtune.types import Edge, Placement, Proposal, Trial
 

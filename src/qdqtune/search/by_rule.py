@@ -79,15 +79,11 @@ class RuleSearch:
     plan: Plan | None = None
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """The next candidate, see `Strategy`."""
-        proposal = next(self._untried(history), None)
-        return () if proposal is None else (proposal,)
-
-    def _untried(self, history: Sequence[Trial]) -> Iterator[Proposal]:
         tried = {t.placement for t in history} | {Placement()}
         for proposal in self._proposals(history):
             if proposal.placement not in tried:
-                yield proposal
+                return (proposal,)
+        return ()
 
     def _proposals(self, history: Sequence[Trial]) -> Iterator[Proposal]:
         costs = self.learned(history)

@@ -41,10 +41,9 @@ import numpy as np
 from qdqtune.graph.model import Model
 from qdqtune.search import best_of, products_left_in_float, ratios_to_float
 from qdqtune.search.costs.attribution import CONVERSION, BuildTimes, attribute, group_ms, timed_builds, with_float_times
-from qdqtune.search.costs.cheapest_decision import cut, cut_holding, cut_within, everything
+from qdqtune.search.costs.decisions import cut, cut_holding, cut_within, decision_of, everything, flip, margins
 from qdqtune.search.costs.output_noise import RESERVE, Noise
 from qdqtune.search.costs.prices import Costs, learn
-from qdqtune.search.costs.unit_decisions import decision_of, flip, margins
 from qdqtune.search.costs.units import (
     Decision,
     FormatShares,

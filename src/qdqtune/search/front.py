@@ -16,10 +16,9 @@ from typing import TypeVar
 import numpy as np
 
 from qdqtune.search import best_of, ratios_to_float
-from qdqtune.search.costs.cheapest_decision import cut
+from qdqtune.search.costs.decisions import cut, decision_of, other
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs
-from qdqtune.search.costs.unit_decisions import decision_of, other
 from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
 from qdqtune.timing.ratios import Plan
@@ -123,7 +122,6 @@ class MeasuredPoint:
 
     @property
     def placement(self) -> Placement:
-        """The measured placement."""
         return self.trial.placement
 
     @property

@@ -25,8 +25,8 @@ from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.output_noise import DOUBT, Noise
 from qdqtune.search.costs.units import FormatShares
 from qdqtune.search.regions import patterns
+from qdqtune.search.regions.discovery import Point, Scheme
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.search.regions.region import Point, Scheme
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Edge, Placement, Proposal, Trial, WeightFormat
 

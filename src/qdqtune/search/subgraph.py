@@ -16,10 +16,9 @@ from itertools import takewhile
 from qdqtune.graph.model import Model
 from qdqtune.search import best_of
 from qdqtune.search.costs.attribution import BuildTimes, attribute, timed_builds
-from qdqtune.search.costs.cheapest_decision import cut_holding, cut_within
+from qdqtune.search.costs.decisions import cut_holding, cut_within, nearest
 from qdqtune.search.costs.output_noise import RESERVE, Noise
 from qdqtune.search.costs.profiles import GroupSelection
-from qdqtune.search.costs.unit_decisions import nearest
 from qdqtune.search.costs.units import Partition
 from qdqtune.search.cut import CUT, CutSearch
 from qdqtune.search.region import WITHIN_LIMITS
@@ -91,12 +90,10 @@ class SubgraphSearch:
 
     @property
     def parts(self) -> Partition:
-        """The groups, as units of the model."""
         return self.selection.parts
 
     @property
     def model(self) -> Model:
-        """The whole model."""
         return self.parts.model
 
     @cached_property
@@ -217,14 +214,12 @@ class SubgraphSearch:
             if stands:
                 edges.add(edge)
         paired = {edge.node for edge in edges}
-        return Placement.of(edges, ((e, s) for e, s in self._weight_formats(base, taken) if e.node not in paired))
-
-    def _weight_formats(self, base: Placement, taken: Mapping[int, Placement]) -> Iterator[tuple[Edge, WeightFormat]]:
-        """The weight formats of a mixed placement: each group's from the placement that the group is taken from."""
-        for placement in {base, *taken.values()}:
+        weight_formats = dict[Edge, WeightFormat]()
+        for placement in views:
             for edge, weight_format in placement.weight_formats.items():
-                if taken.get(self.parts.owner[edge.node], base) == placement:
-                    yield edge, weight_format
+                if taken.get(parts.owner[edge.node], base) == placement and edge.node not in paired:
+                    weight_formats[edge] = weight_format
+        return Placement.of(edges, weight_formats.items())
 
     def _batch_name(self, batch: Batch) -> str:
         first = self.model.nodes[self.parts.units[batch[0].number].nodes[0]].name

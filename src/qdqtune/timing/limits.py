@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from qdqtune.numerics.losses import Score, can_tell, few_changed, loss_high
+from qdqtune.numerics.label_metrics import Score, can_tell, few_changed, loss_high
 from qdqtune.numerics.scores import agrees
 from qdqtune.numerics.slices import loss_of_slice
 from qdqtune.timing.ratios import Plan, Verdict, judge
@@ -20,8 +20,8 @@ class Limits:
     equal elements in outputs that hold integers, and of equal first choices in those that hold scores of classes. What
     is None sets no limit.
 
-    Of a metric over labels, the upper end of the 95 % interval of the loss decides, see `losses.loss_high`: what may
-    have lost more than `max_drop` is refused. Where the samples cannot tell, the loss on them decides.
+    Of a metric over labels, the upper end of the 95 % interval of the loss decides, see `label_metrics.loss_high`: what
+    may have lost more than `max_drop` is refused. Where the samples cannot tell, the loss on them decides.
     """
 
     min_sqnr: float | None = None

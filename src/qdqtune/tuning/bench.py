@@ -14,8 +14,8 @@ from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import BaselineFailed
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
+from qdqtune.numerics.label_metrics import Score
 from qdqtune.numerics.labelled import Metric, measure
-from qdqtune.numerics.losses import Score
 from qdqtune.numerics.scores import Scores, scores_of
 from qdqtune.timing.ratios import Plan, is_cut_short
 from qdqtune.tuning.records import (

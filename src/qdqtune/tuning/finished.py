@@ -13,7 +13,7 @@ from qdqtune.calibration.prepare import Data
 from qdqtune.calibration.samples import digest_of
 from qdqtune.engines.execution import Execution
 from qdqtune.errors import BadState, InputError
-from qdqtune.numerics.losses import Score
+from qdqtune.numerics.label_metrics import Score
 from qdqtune.placement.files import read_placement_file
 from qdqtune.timing.limits import Limits, wins
 from qdqtune.timing.ratios import MOST_PAIRS, PAIRS, Plan

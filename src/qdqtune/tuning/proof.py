@@ -16,7 +16,7 @@ from qdqtune.engines.runner import insist
 from qdqtune.errors import BaselineFailed, writing
 from qdqtune.graph.loading import data_files, load
 from qdqtune.graph.saving import data_of
-from qdqtune.numerics.losses import Score
+from qdqtune.numerics.label_metrics import Score
 from qdqtune.search import best_of
 from qdqtune.system.writing import atomic_write, rename_all
 from qdqtune.timing.ratios import Ratio

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from qdqtune.calibration.scales import Ranges
-from qdqtune.numerics.losses import Score
+from qdqtune.numerics.label_metrics import Score
 from qdqtune.numerics.scores import Scores
 from qdqtune.timing.ratios import Ratio
 from qdqtune.types import (

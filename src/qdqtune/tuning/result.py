@@ -16,12 +16,12 @@ from qdqtune.engines.machine import simulated
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import concern
-from qdqtune.numerics.losses import Score
+from qdqtune.numerics.label_metrics import Score
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement import files
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
-from qdqtune.search.costs.unit_decisions import UnitPrice
+from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.search.front import MeasuredPoint, named, spread, undominated
 from qdqtune.search.regions import cache
 from qdqtune.system.writing import write_json

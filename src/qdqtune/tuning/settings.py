@@ -18,7 +18,7 @@ from qdqtune.engines.machine import MachineFacts, is_simulated, simulated
 from qdqtune.errors import BadOption
 from qdqtune.graph.rewrites import allowed
 from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL
-from qdqtune.numerics.label_options import check_metric
+from qdqtune.numerics.labelled import check_metric
 from qdqtune.search.region import Config
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import PAIRS, Plan, least_rounds

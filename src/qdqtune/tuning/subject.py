@@ -31,8 +31,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.numerics.fitting import fitted, with_wide
 from qdqtune.numerics.half_precision import NAMES, in_half_precision
-from qdqtune.numerics.sessions import onnxruntime_session
-from qdqtune.numerics.stripped import check_stripped
+from qdqtune.numerics.simulation import check_stripped, onnxruntime_session
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.possible import NO_WIDE, possible_edges
 from qdqtune.placement.reading import Reading, is_quantized, read_placement

@@ -8,7 +8,7 @@ from models import build, normal
 from price_chain import FLOAT, chain, parts_of, placed, times
 from qdqtune.graph.model import Model
 from qdqtune.search.costs.attribution import TimedBuild, attribute, node_times, with_float_times
-from qdqtune.search.costs.cheapest_decision import cut
+from qdqtune.search.costs.decisions import cut
 from qdqtune.search.costs.prices import learn
 from qdqtune.types import Edge, Layer, Placement, WeightFormat
 from tensorrt_exports import EXPORTS, report_of

@@ -9,10 +9,9 @@ import pytest
 
 from models import attention, build, normal
 from qdqtune.graph.model import Model
-from qdqtune.search.costs.cheapest_decision import cut, cut_holding, cut_within
+from qdqtune.search.costs.decisions import cut, cut_holding, cut_within, decision_of, margin
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs, Price
-from qdqtune.search.costs.unit_decisions import decision_of, margin
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.types import Edge, WeightFormat
 from runs import mixed

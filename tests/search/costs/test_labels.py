@@ -5,7 +5,7 @@ from math import inf
 import pytest
 
 from label_problems import label_problem, least_cost
-from qdqtune.search.costs.labels import Conversion, LabelProblem, cheapest, expansion
+from qdqtune.search.costs.mincut import Conversion, LabelProblem, cheapest, expansion
 
 
 @pytest.mark.parametrize("seed", range(12))

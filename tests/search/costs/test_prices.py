@@ -7,7 +7,7 @@ from price_chain import CHAIN, FLOAT, chain, parts_of, placed, times
 from qdqtune.engines.fake import CostModel
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.attribution import BuildTimes, TimedBuild, attribute
-from qdqtune.search.costs.cheapest_decision import everything
+from qdqtune.search.costs.decisions import everything
 from qdqtune.search.costs.observations import state
 from qdqtune.search.costs.prices import UNMEASURED_SHARE, learn
 from qdqtune.search.costs.units import Decision, partition

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from qdqtune.cli.output import drawn
 from qdqtune.commands.tune_tables import units_table
-from qdqtune.search.costs.unit_decisions import UnitPrice
+from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
 from runs import hopeless, mixed, settings, write

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqtune.search.regions import discovery
-from qdqtune.search.regions.by_topology import Flow, post_dominators
-from qdqtune.search.regions.region import RegionType
+from qdqtune.search.regions.discovery import Flow, RegionType, post_dominators
 from region_models import Network, networks, resnet
 
 METHODS = ["names", "topology"]

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune.graph.operators import COMMUTATIVE
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.search.regions.region import ChildInput, NodeInput, Region, RegionOutput, RegionType, Scheme
+from qdqtune.search.regions.discovery import ChildInput, NodeInput, Region, RegionOutput, RegionType, Scheme
 from qdqtune.types import Edge
 from region_models import Network, networks, resnet, shuffled
 

@@ -27,8 +27,7 @@ from qdqtune.explanation.reasons_by_graph import is_low
 from qdqtune.graph.loading import load
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.accuracy import NOT_FINITE, is_finite, sqnr_db
-from qdqtune.numerics.sessions import Outputs
-from qdqtune.numerics.simulation import with_integer_softmax
+from qdqtune.numerics.simulation import Outputs, with_integer_softmax
 from qdqtune.system.interpreter import end_group
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest

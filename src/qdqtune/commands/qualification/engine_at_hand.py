@@ -22,7 +22,7 @@ from qdqtune.engines.options import with_timing_cache
 from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.engines.tensorrt.options import Span, with_spans
 from qdqtune.errors import BadOption
-from qdqtune.numerics.sessions import Session, onnxruntime_session
+from qdqtune.numerics.simulation import Session, onnxruntime_session
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer
 from qdqtune.types import Layer, Sample

@@ -20,9 +20,8 @@ from qdqtune.graph.operators import elements
 from qdqtune.placement import start_placements
 from qdqtune.placement.possible import consistent
 from qdqtune.search.costs.attribution import TimedBuild, attribute
-from qdqtune.search.costs.cheapest_decision import cut
+from qdqtune.search.costs.decisions import cut, margin
 from qdqtune.search.costs.prices import Costs, Price
-from qdqtune.search.costs.unit_decisions import margin
 from qdqtune.search.costs.units import Decision, FormatShares, Partition, Unit, partition
 from qdqtune.types import Edge, Failure, Layer, Measurement, Placement, WeightFormat
 

@@ -28,7 +28,7 @@ from scipy.optimize import nnls
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements, is_dilated, is_float
 from qdqtune.placement.possible import weight_role
-from qdqtune.search.costs.labels import Conversion, LabelProblem, cheapest
+from qdqtune.search.costs.mincut import Conversion, LabelProblem, cheapest
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.types import Edge, Layer, Placement
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.placement.files import VERSION, read_yaml, write_yaml, wrong_part
+from qdqtune.search.regions.discovery import ChildInput, NodeInput, Point, RegionOutput, Scheme
 from qdqtune.search.regions.patterns import Pattern, scheme_of
-from qdqtune.search.regions.region import ChildInput, NodeInput, Point, RegionOutput, Scheme
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Placement, Trial, WeightFormat
 

@@ -21,8 +21,16 @@ from typing import NamedTuple
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import CONTROL_FLOW, HEAVY, INTEGER_KERNELS, MOVERS, may_be_float
 from qdqtune.placement.possible import can_carry
-from qdqtune.search.regions.discovery import Regions
-from qdqtune.search.regions.region import ChildInput, NodeInput, Point, Region, RegionOutput, RegionType, Scheme
+from qdqtune.search.regions.discovery import (
+    ChildInput,
+    NodeInput,
+    Point,
+    Region,
+    RegionOutput,
+    Regions,
+    RegionType,
+    Scheme,
+)
 from qdqtune.search.regions.structure import Listing, Structure
 from qdqtune.types import Edge, Placement, WeightFormat
 
@@ -49,7 +57,6 @@ class Pattern:
 
     @cached_property
     def ops(self) -> tuple[str, ...]:
-        """The operators in canonical order."""
         return tuple(self.model.nodes[n].op for n in self.listings[self.instances[0]].nodes)
 
     @cached_property
@@ -64,12 +71,10 @@ class Pattern:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits that stand for the signature."""
         return hashlib.sha256(self.signature.encode()).hexdigest()[:16]
 
     @property
     def everything(self) -> Scheme:
-        """The scheme with all points."""
         return Scheme(frozenset(self.points))
 
 
@@ -248,7 +253,6 @@ def _points(region: Region, listing: Listing) -> tuple[Point, ...]:
 
 
 def _edges(model: Model, points: Iterable[Point], region: Region, listing: Listing) -> Edges:
-    """The edges of each point of a region."""
     edges_at: dict[Point, set[Edge]] = {p: set() for p in points}
 
     def add(point: Point, node: int, slot: int) -> None:

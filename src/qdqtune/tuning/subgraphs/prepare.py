@@ -13,8 +13,8 @@ from qdqtune.engines.tensorrt.options import spans
 from qdqtune.errors import writing
 from qdqtune.graph.operators import work
 from qdqtune.search.costs.attribution import TimedBuild, attribute
+from qdqtune.search.costs.decisions import nearest
 from qdqtune.search.costs.profiles import Profile, passthrough_profile, select, signature
-from qdqtune.search.costs.unit_decisions import nearest
 from qdqtune.search.costs.units import Partition, Unit, partition, weights_by_family
 from qdqtune.search.subgraph import SubgraphSearch
 from qdqtune.system.writing import atomic_write, write_json
