@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qdqtune.calibration.labels import paired, read_labels
 from qdqtune.errors import BadData
+from qdqtune.numerics.metrics import paired, read_labels
 
 SAMPLE = {"x": np.zeros((1, 3), np.float32)}
 PAIR = {"x": np.zeros((2, 3), np.float32)}

@@ -11,7 +11,7 @@ import pytest
 from qdqtune.commands.inputs import metric_source, model_file, sample_source
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.errors import BadData, BadModel, BadOption
-from qdqtune.numerics.metric import load_evaluation
+from qdqtune.numerics.metrics import load_evaluation
 
 
 def test_samples_of_every_kind_have_one_file_or_one_each(tmp_path: Path) -> None:

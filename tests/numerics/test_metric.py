@@ -15,7 +15,7 @@ from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption
 from qdqtune.graph.saving import save
-from qdqtune.numerics.metric import evaluate, load_evaluation
+from qdqtune.numerics.metrics import evaluate, load_evaluation
 from qdqtune.types import Failure
 from workers import Workers
 

@@ -190,7 +190,7 @@ class TestWhatCannotBe:
         assert "\n" not in str(told.value)
 
     def test_labels_that_fit_no_output_are_refused_before_the_model_is_measured(self, model: Path, monkeypatch) -> None:
-        monkeypatch.setattr("qdqtune.numerics.labelled._measured", None)
+        monkeypatch.setattr("qdqtune.numerics.metrics.Tally", None)
         stages = list[str]()
         log = Notes()
         log.stage = stages.append

@@ -35,7 +35,7 @@ HELD_OUT = 5
 """One sample of so many is held out of calibration. Chosen, not measured."""
 
 LABELS = "labels"
-"""An array of this name beside the inputs holds what is right for each sample (see `calibration.labels`)."""
+"""An array of this name beside the inputs holds what is right for each sample (see `numerics.metrics`)."""
 
 UNPACKED_BYTES, UNPACKED_TIMES = 2**30, 32
 """A packed file may unpack to so many bytes, or to so many times its size: real data shrink by far less, and files that

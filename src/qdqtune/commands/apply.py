@@ -24,7 +24,7 @@ from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import closeness_of
 from qdqtune.numerics.fitting import with_wide
 from qdqtune.numerics.half_precision import finished
-from qdqtune.numerics.labelled import ScoreOption
+from qdqtune.numerics.metrics import ScoreOption
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.options import FILE, REQUIRED, TEXT, Duration, File, MaybeText, option

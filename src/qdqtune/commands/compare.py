@@ -31,7 +31,7 @@ from qdqtune.explanation.formatting import samples
 from qdqtune.graph.loading import files_of, load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, closeness_cell, concern, is_finite, slice_cell
-from qdqtune.numerics.labelled import ScoreOption
+from qdqtune.numerics.metrics import ScoreOption
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
 from qdqtune.options import Assignments, MaybeText, Option, ValuesByInput, option
 from qdqtune.system.checks import content_digest

@@ -31,7 +31,7 @@ from qdqtune.commands.torch_export import PROTOBUF_LIMIT, Module
 from qdqtune.engines.execution import EXECUTION, TIME_LIMIT, Check, Execution
 from qdqtune.errors import BadData, BadModel, BadOption, one_line
 from qdqtune.graph.model_folder import model_in
-from qdqtune.numerics.metric import Predict
+from qdqtune.numerics.metrics import Predict
 from qdqtune.options import REQUIRED, Anything, Option, Options, Reads, option
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Cancel, check_cancel

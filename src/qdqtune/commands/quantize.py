@@ -47,8 +47,7 @@ from qdqtune.graph.saving import one_constant_file, save
 from qdqtune.numerics.accuracy import accuracy, closeness, concern, cosine, decibels, is_finite, slice_cell
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.label_metrics import Score, doubt, loss_high
-from qdqtune.numerics.labelled import Metric, check_metric, measure, open_labelled, option_of
-from qdqtune.numerics.metric import load_evaluation
+from qdqtune.numerics.metrics import Metric, check_metric, load_evaluation, measure, open_labelled, option_of
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules

@@ -14,7 +14,7 @@ from qdqtune.engines.formats import FORMATS
 from qdqtune.engines.options import time_limit_option
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
-from qdqtune.numerics.labelled import LabelOptions, ScoreOption
+from qdqtune.numerics.metrics import LabelOptions, ScoreOption
 from qdqtune.options import (
     SWITCH,
     TEXT,

@@ -1,7 +1,7 @@
 """The metrics of labelled samples, and how far the metric of all such samples may have fallen.
 
 A metric says how good the outputs of a model are, given what is right for each sample: the mean over all rows of a
-row's own score, which `Score.by_sample` holds. Any other metric is a function of the user (see `metric`).
+row's own score, which `Score.by_sample` holds. Any other metric is a function of the user (see `metrics`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import BaselineFailed
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
 from qdqtune.numerics.label_metrics import Score
-from qdqtune.numerics.labelled import Metric, measure
+from qdqtune.numerics.metrics import Metric, measure
 from qdqtune.numerics.scores import Scores, scores_of
 from qdqtune.timing.ratios import Plan, is_cut_short
 from qdqtune.tuning.records import (

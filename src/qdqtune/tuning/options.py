@@ -16,7 +16,7 @@ from qdqtune.graph.float16 import Precision
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.model_folder import graphs_in, model_in
 from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL
-from qdqtune.numerics.labelled import LabelOptions, ScoreOption
+from qdqtune.numerics.metrics import LabelOptions, ScoreOption
 from qdqtune.options import (
     FILE,
     NAMES,

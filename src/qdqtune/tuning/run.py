@@ -22,8 +22,7 @@ from qdqtune.errors import BadOption, BaselineFailed, writing
 from qdqtune.graph.loading import bytes_of_files, files_of
 from qdqtune.graph.saving import ConstantFile, one_constant_file
 from qdqtune.numerics.label_metrics import can_tell, doubt, samples_to_tell
-from qdqtune.numerics.labelled import Metric, open_labelled, option_of
-from qdqtune.numerics.metric import load_evaluation
+from qdqtune.numerics.metrics import Metric, load_evaluation, open_labelled, option_of
 from qdqtune.numerics.scores import check_named
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement import engine_rules

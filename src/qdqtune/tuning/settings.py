@@ -18,7 +18,7 @@ from qdqtune.engines.machine import MachineFacts, is_simulated, simulated
 from qdqtune.errors import BadOption
 from qdqtune.graph.rewrites import allowed
 from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL
-from qdqtune.numerics.labelled import check_metric
+from qdqtune.numerics.metrics import check_metric
 from qdqtune.search.region import Config
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import PAIRS, Plan, least_rounds
@@ -99,7 +99,7 @@ class Settings(SearchOptions):
     `builds` is what the search may spend, the float model's build included. Each comparison of the proof takes 4 more:
     one comparison, or two for a model that has pairs, for each of at most two candidates, and another if both fail. For
     a `front` it is what search and proof may spend together.
-    `evaluate` names the user's metric (see `numerics.metric`), in place of `labels` and `metric`.
+    `evaluate` names the user's metric (see `numerics.metrics`), in place of `labels` and `metric`.
     `accuracy_samples` is the most samples on which outputs are compared.
     `workloads` are calls of different shapes that are timed as one mix; they are the samples if there are no
     `calibration_data`.

@@ -18,7 +18,7 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.saving import ConstantFile, save
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
-from qdqtune.numerics.labelled import Metric
+from qdqtune.numerics.metrics import Metric
 from qdqtune.numerics.scores import Scores
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes

@@ -3,7 +3,7 @@
 from models import ranges
 from price_chain import chain, parts_of, placed
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.observations import behind, state, stored_in
+from qdqtune.search.costs.prices import behind, state, stored_in
 from qdqtune.search.costs.units import Decision, partition
 from qdqtune.types import Edge, Placement
 

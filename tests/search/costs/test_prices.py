@@ -8,8 +8,7 @@ from qdqtune.engines.fake import CostModel
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.attribution import BuildTimes, TimedBuild, attribute
 from qdqtune.search.costs.decisions import everything
-from qdqtune.search.costs.observations import state
-from qdqtune.search.costs.prices import UNMEASURED_SHARE, learn
+from qdqtune.search.costs.prices import UNMEASURED_SHARE, learn, state
 from qdqtune.search.costs.units import Decision, partition
 from qdqtune.types import Edge, Placement
 from region_models import resnet

@@ -13,9 +13,8 @@ from types import MappingProxyType
 import numpy as np
 
 from qdqtune.search.costs.mincut import Problem, solve
-from qdqtune.search.costs.observations import state, stored_in
 from qdqtune.search.costs.output_noise import Noise
-from qdqtune.search.costs.prices import Costs
+from qdqtune.search.costs.prices import Costs, state, stored_in
 from qdqtune.search.costs.units import Decision, Partition, Unit
 from qdqtune.types import Placement, WeightFormat
 

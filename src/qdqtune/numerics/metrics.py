@@ -1,0 +1,492 @@
+"""How good the outputs of a model are: by a function of the user, or by a metric over labelled samples.
+
+The user's own metric is a function that asks a model for outputs and says how good they are. `evaluate`
+module:callable or `path/to/file.py:callable` is called as `callable(predict) -> float`; higher is better.
+`predict` takes one set of inputs, {input name: array}, and returns {output name: array}, computed on the target
+engine; threads that call it wait for each other. The time limit holds for each call of `predict`, and for what the
+function takes beside them. The function is called for the float model and for each candidate that is about to be
+accepted, and should return the same number for the same model:
+
+    def accuracy(predict):
+        hits = [predict({"image": x[None]})["logits"].argmax() == label for x, label in test_set()]
+        return sum(hits) / len(hits)
+
+A metric without code (see `label_metrics`) compares outputs with labels in a file, one for each calibration sample in
+the order of the samples, or else with what the float model says.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import inspect
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import click
+import numpy as np
+import numpy.typing as npt
+from onnx.helper import tensor_dtype_to_np_dtype
+
+from qdqtune import options
+from qdqtune.calibration.inputs import InputSpec, input_specs
+from qdqtune.calibration.samples import LABELS, Samples, open_samples, read_arrays
+from qdqtune.calibration.user_code import BudgetEnded, call_in_thread, import_callable, user_errors
+from qdqtune.engines.execution import CHECK_SECONDS, Execution
+from qdqtune.engines.runner import Handle, Runner
+from qdqtune.errors import BadData, BadOption, EngineFailure, one_line, parsed_json
+from qdqtune.graph.model import Model
+from qdqtune.numerics.accuracy import NOT_FINITE, is_finite
+from qdqtune.numerics.label_metrics import NAMES, Asked, Score, Tally, answer, check_classes, chosen, fits, parsed
+from qdqtune.options import Anything, Names, Option, Options, PathLike, Reads, Text, option
+from qdqtune.types import Array, Failure, Sample
+
+Predict = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+"""Outputs by name for one set of inputs by name."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A metric: its name as the user gave it, 16 hex digits of a hash of its source text, the function, and the limits
+    of its time."""
+
+    source: str
+    digest: str
+    function: Callable[[Predict], float]
+    execution: Execution
+
+
+def load_evaluation(source: str, execution: Execution) -> Evaluation:
+    """The metric of `module:callable` or `path/to/file.py:callable`.
+
+    Raises:
+        BadOption: it cannot be imported, or is not callable.
+        TooSlow: the import takes too long.
+    """
+    function = import_callable(source, "`evaluate`", execution)
+    try:
+        code = inspect.getsource(sys.modules.get(function.__module__, function))
+    except (OSError, TypeError, AttributeError):
+        code = ""
+    return Evaluation(
+        source, hashlib.sha256((source + code).encode(errors="replace")).hexdigest()[:16], function, execution
+    )
+
+
+def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | Failure:
+    """The metric of a model that the runner holds; a failure if the engine cannot run it, the metric is not finite, or
+    the time budget has ended.
+
+    The output of the function goes to standard error.
+
+    Raises:
+        BadOption: the function itself fails, or does not return a number.
+        TooSlow: it takes too long.
+    """
+    failures: list[Failure] = []
+    tasks, is_over, process = SimpleQueue[Any](), threading.Event(), os.getpid()
+
+    def predict(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        if os.getpid() != process:
+            raise EngineFailure("predict works in the process of the metric only: use threads, or none")
+        answers, sample = SimpleQueue[Any](), {name: np.asarray(array) for name, array in inputs.items()}
+        tasks.put(lambda: answers.put(runner.outputs(handle, [sample])))
+        while not is_over.is_set():
+            with suppress(Empty):
+                result = answers.get(timeout=CHECK_SECONDS)
+                if isinstance(result, Failure):
+                    failures.append(result)
+                    raise EngineFailure(result.reason)
+                outputs: Mapping[str, Array] = result[0]
+                return outputs
+        raise EngineFailure("nobody waits for the metric any more")
+
+    def score() -> float:
+        with user_errors(f"`evaluate` {evaluation.source} failed", BadOption):
+            return evaluation.function(predict)
+
+    try:
+        with redirect_stdout(sys.stderr):
+            value = call_in_thread(score, f"`evaluate` {evaluation.source}", evaluation.execution, tasks)
+    except BudgetEnded as ended:
+        return Failure("timeout", str(ended))
+    except (BadOption, EngineFailure) as error:
+        if failures:
+            return failures[0]
+        if isinstance(error.__cause__, TypeError):
+            raise BadOption(f"{error} (it is called with `predict`, which takes {{input name: array}})") from error
+        if isinstance(error, EngineFailure):
+            raise BadOption(f"`evaluate` {evaluation.source} failed: {error}") from error
+        raise
+    finally:
+        is_over.set()
+    if failures:  # it caught the error and went on, so its number means nothing
+        return failures[0]
+    return _number(evaluation.source, value)
+
+
+def _number(source: str, value: object) -> float | Failure:
+    array = np.asarray(value)
+    if array.size != 1 or array.dtype.kind not in "biuf":
+        raise BadOption(f"`evaluate` {source} returned {type(value).__name__}, not a number")
+    number = float(array.reshape(()))
+    return number if np.isfinite(number) else Failure("output", f"the metric of {source} is {number}")
+
+
+FORMS = ".npz, .npy, .json, .csv or .txt"
+
+COLUMNS = (LABELS, "label")
+"""Names of the array of labels in an .npz, of the list in a .json, and of the column in a .csv."""
+
+
+def read_labels(path: Path) -> tuple[Array, ...]:
+    """The labels in a file, one array a label: a number has shape (), a vector its own.
+
+    A .npy, and the array `labels` of an .npz (or its only one), have the labels along the first axis. A .json holds a
+    list, or labels by name in the order of the samples; a .csv has them in the column `label`, or else in the last
+    one; a .txt has one a line, or several numbers a line where a label is a vector.
+
+    Raises:
+        BadData: the file is missing or unreadable, or holds something else than numbers.
+    """
+    if not path.is_file():
+        raise BadData(f"labels {path} not found")
+    ending = path.suffix.lower()
+    if ending in (".npz", ".npy"):
+        found = _of_arrays(path)
+    else:
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, ValueError) as error:
+            raise BadData(f"cannot read labels {path}: {one_line(error)}") from error
+        if ending == ".json":
+            found = _of_json(text, path)
+        elif ending == ".csv":
+            found = _of_csv(text, path)
+        elif ending == ".txt":
+            lines = [line.replace(",", " ").split() for line in text.splitlines() if line.strip()]
+            found = [line[0] if len(line) == 1 else line for line in lines]
+            if any(isinstance(label, list) for label in found):  # a vector of one number is a vector
+                found = [label if isinstance(label, list) else [label] for label in found]
+        else:
+            raise BadData(f"labels {path} are in no form that is read: give {FORMS}")
+    labels = tuple(_label(label, path) for label in found)
+    if not labels:
+        raise BadData(f"{path} holds no label")
+    if labels[0].shape == (1,) and all(label.shape == (1,) for label in labels):
+        labels = tuple(label.reshape(()) for label in labels)
+    if len({label.ndim for label in labels}) > 1:
+        raise BadData(f"{path}: some labels are numbers and others lists: give one form for all")
+    return labels
+
+
+def holds_inputs(path: Path, specs: Sequence[InputSpec]) -> bool:
+    """Whether a file of labels is an .npz that holds the arrays of inputs, too.
+
+    Raises:
+        BadData: the file is missing or unreadable.
+    """
+    return path.suffix.lower() == ".npz" and all(spec.name in read_arrays(path) for spec in specs)
+
+
+def paired(labels: Sequence[Array], samples: int, first: Sample, origin: str) -> tuple[Array, ...]:
+    """The labels of each sample, with its rows (its batch) along the first axis.
+
+    Raises:
+        BadData: there is not one label for each sample, or each row of a sample.
+    """
+    rows = next((array.shape[0] for array in first.values() if array.ndim), 1)
+    if rows == 1 and len(labels) == samples:
+        return tuple(label[None] for label in labels)
+    if len(labels) == samples * rows:
+        return tuple(np.stack(labels[i * rows : (i + 1) * rows]) for i in range(samples))
+    if len(labels) == samples and all(label.shape[:1] == (rows,) for label in labels):
+        return tuple(labels)
+    many = f"more than {len(labels)}" if samples > len(labels) else str(samples)
+    each = "sample" if rows == 1 else f"sample, or for each of its {rows} rows"
+    raise BadData(
+        f"{len(labels)} labels for {many} samples of {origin}: `labels` has one for each {each}, in the same order"
+    )
+
+
+def _of_arrays(path: Path) -> Sequence[Any]:
+    arrays = read_arrays(path, (InputSpec(LABELS, np.dtype(np.float32), ()),))
+    name = next((name for name in COLUMNS if name in arrays), next(iter(arrays)) if len(arrays) == 1 else None)
+    if name is None:
+        raise BadData(f"{path} has no array '{LABELS}'; it holds {', '.join(map(repr, arrays))}")
+    array = arrays[name]
+    if not array.ndim:
+        raise BadData(f"{path}: '{name}' is one number: give an array with a label for each sample")
+    return list(array)
+
+
+def _of_json(text: str, path: Path) -> Sequence[Any]:
+    try:
+        found = parsed_json(text)
+    except (ValueError, json.JSONDecodeError) as error:
+        raise BadData(f"cannot read labels {path} as JSON: {one_line(error)}") from error
+    if isinstance(found, Mapping):
+        lists = [value for value in found.values() if isinstance(value, list)]
+        named = next((found[name] for name in COLUMNS if isinstance(found.get(name), list)), None)
+        found = named if named is not None else lists[0] if len(found) == len(lists) == 1 else list(found.values())
+    if not isinstance(found, list):
+        raise BadData(f"{path} holds no list: give a JSON list with a label for each sample")
+    return found
+
+
+def _of_csv(text: str, path: Path) -> Sequence[Any]:
+    rows = [row for row in csv.reader(text.splitlines()) if any(cell.strip() for cell in row)]
+    if not rows:
+        return []
+    header = [cell.strip().lower() for cell in rows[0]]
+    column = next((header.index(name) for name in COLUMNS if name in header), -1)
+    if column >= 0 or not _is_number(rows[0][-1]):
+        rows = rows[1:]
+    if short := [row for row in rows if len(row) <= column]:
+        raise BadData(f"{path}: the row {','.join(short[0])!r} has no label")
+    return [row[column] for row in rows]
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _label(label: Any, path: Path) -> Array:
+    try:
+        array = np.asarray(label)
+        if array.dtype.kind in "US":
+            array = array.astype(np.float64)
+    except ValueError:
+        array = np.asarray(None)
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise BadData(f"{path}: a label holds NaN or infinite values")
+    if array.dtype.kind not in "biuf":
+        raise BadData(f"{path}: label {str(label)[:40]!r} is no number: give class numbers, counted from 0, not names")
+    if array.dtype.kind == "f" and (array == array.astype(np.int64)).all() and not isinstance(label, np.ndarray):
+        array = array.astype(np.int64)
+    return array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
+
+
+LabelsLike = PathLike | npt.ArrayLike | Sequence[npt.ArrayLike]
+"""Labels: a file, or an array or a list with one for each sample."""
+
+
+class MetricName(click.Choice[str]):
+    """The name of a metric, and behind a colon that of the output which it reads."""
+
+    def __init__(self) -> None:
+        super().__init__(("auto", *NAMES))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        name, colon, output = str(value).partition(":")
+        return super().convert(name, param, ctx) + colon + output
+
+
+@dataclass(kw_only=True)
+class LabelOptions(Options):
+    """A metric over labelled samples."""
+
+    labels: Option[LabelsLike | None, LabelsLike | None] = option(
+        Anything(Reads(path_type=str)),
+        None,
+        "What is right for each sample of `calibration_data`, in the same order: class numbers from 0, or vectors, "
+        f"in {FORMS}. An .npz may hold samples of its own beside its array 'labels': those "
+        "that calibration does not see are the fairest.",
+        "Data",
+        short="right answers, one for each sample",
+        metavar="FILE",
+    )
+    metric: Text = option(
+        MetricName(),
+        "auto",
+        "How outputs are compared with `labels`; without labels, with what the float model says: METRIC, or "
+        "METRIC:OUTPUT for an output that is not the first that fits. Higher is better. "
+        "top1, top5: the right class has the best score, or one of the best five. cosine: of vectors. auto: top1 where "
+        "that fits the shapes, else cosine. Any other metric is a function: `evaluate`.",
+        "Data",
+        metavar="METRIC[:OUTPUT]",
+        is_rare=True,
+    )
+
+    @property
+    def is_labelled(self) -> bool:
+        """Whether a metric without code is asked for."""
+        return self.labels is not None or self.metric != "auto"
+
+    @property
+    def label_file(self) -> Path | None:
+        """The file of labels; labels of Python programs lie in one, too (see `commands.inputs.on_disk`)."""
+        return None if self.labels is None else Path(str(self.labels))
+
+
+def check_metric(evaluate: object, options: LabelOptions) -> None:
+    """Refuse two metrics at once.
+
+    Raises:
+        BadOption: a function is given together with labels or the name of a metric.
+    """
+    if evaluate is not None and options.is_labelled:
+        raise BadOption("`evaluate` is a metric of its own: leave `labels` and `metric` out")
+
+
+@dataclass(kw_only=True)
+class ScoreOption(Options):
+    """Which outputs hold scores of classes (see `numerics.scores`)."""
+
+    scores: Names = option(
+        options.NAMES,
+        (),
+        "Outputs that hold scores of classes, tokens or pixels, whose best class is compared with the float model's: "
+        "NAME or NAME:AXIS, by commas, where AXIS is that of the classes (1 of four, the last of three); or none. Of "
+        "raw scores of pixels the values do not tell.",
+        "Accuracy",
+        default_in_words="what the float model's values show",
+        metavar="NAME[:AXIS]",
+        is_repeated=True,
+        is_rare=True,
+    )
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A metric over labelled samples. `labels` has those of each sample, its rows along the first axis; None where the
+    float model's own outputs are right. `output` is the one that is compared, None for the first that fits. `source`
+    names the metric in messages, `digest` is 16 hex digits of all its content."""
+
+    source: str
+    digest: str
+    metric: Asked
+    samples: Samples
+    labels: tuple[Array, ...] | None
+    output: str | None = None
+
+
+Metric = Evaluation | Labelled
+"""What can be asked of a model: a function of the user, or a metric over labels."""
+
+
+def option_of(metric: Metric) -> str:
+    """The metric in messages: the option that asks for it, and its name."""
+    return f"`{'evaluate' if isinstance(metric, Evaluation) else 'metric'}` {metric.source}"
+
+
+def open_labelled(
+    labels: Path | None,
+    metric: str,
+    data: str | None,
+    model: Model,
+    execution: Execution,
+    *,
+    limit: int | None = None,
+    fixed: Collection[str] = (),
+    folders: Sequence[Path] = (),
+) -> Labelled:
+    """The `metric` (METRIC or METRIC:OUTPUT) of a file of labels, over the samples of `data`, or over those in the file
+    itself if it is an .npz with the inputs of the `model`. Without labels it is over at most `limit` samples.
+    `folders` are those of the model (see `open_samples`).
+
+    Raises:
+        BadData: labels or samples cannot be read, or are not equally many.
+        BadOption: there are no samples, no such output, no labels for a metric that needs them, or these fit no output.
+    """
+    asked, output = parsed(metric)
+    name = "metric" if metric == "auto" else metric
+    if output is not None and output not in model.outputs:
+        raise BadOption(f"`metric` {metric} names no output: there are {', '.join(model.outputs)}")
+    if labels is None:
+        if data is None:
+            raise BadOption(f"`metric` {metric} needs samples: give `calibration_data`")
+        samples = open_samples(data, model, execution, limit=limit, fixed=fixed, folders=folders)
+        digest = _digest(name, samples.digest, str(limit))
+        return Labelled(f"{name} against the float model", digest, asked, samples, None, output)
+    found = read_labels(labels)
+    own = str(labels) if holds_inputs(labels, input_specs(model)) else None
+    if data is None and own is None:
+        raise BadOption(
+            "`labels` tells what is right for samples: give `calibration_data`, or an .npz that holds the inputs and "
+            "an array 'labels'"
+        )
+    samples = open_samples(own or data, model, execution, limit=len(found) + 1, fixed=fixed, folders=folders)
+    first = samples.first(1)[0]
+    count = sum(1 for _ in samples)
+    rows = paired(found, count, first, samples.origin)
+    _check_shapes(asked, model, rows[0], output)
+    content = (part for label in found for part in (str(label.shape), str(label.dtype), label.tobytes().hex()))
+    return Labelled(f"{name} on {labels}", _digest(name, samples.digest, *content), asked, samples, rows, output)
+
+
+def _check_shapes(asked: Asked, shaped: Model, right: Array, only: str | None) -> None:
+    """Refuse labels of a sample that fit no output, before the model runs; not where a shape is unknown. An output is
+    taken to have as many rows as the labels: its first size may be that of another batch.
+
+    Raises:
+        BadOption: see `label_metrics.chosen`.
+    """
+    infos = {name: shaped.tensors.get(name) for name in (shaped.outputs if only is None else [only])}
+    outputs = dict[str, Array]()
+    for name, info in infos.items():
+        if info is not None and info.sizes is not None and info.dtype:
+            kind = np.float32 if info.is_float else tensor_dtype_to_np_dtype(info.dtype)
+            outputs[name] = np.zeros((*right.shape[:1], *info.sizes[1:]), kind)
+    if len(outputs) == len(infos):
+        chosen(asked, outputs, right, only)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def measure(metric: Metric, runner: Runner, handle: Handle, floats: Callable[[], Handle | Failure]) -> Score | Failure:
+    """The metric of a model that the runner holds, or why there is none; see `evaluate`. `floats` gives the
+    build of the float model, whose outputs are right where there are no labels.
+
+    Raises:
+        BadOption: the function of the user fails, or no output fits the metric.
+    """
+    if isinstance(metric, Evaluation):
+        value = evaluate(metric, runner, handle)
+        return value if isinstance(value, Failure) else Score(value)
+    original = handle if metric.labels else floats()
+    if isinstance(original, Failure):
+        return original
+    tally, of = None, ""
+    for sample, right in zip(metric.samples, metric.labels or repeat(None), strict=False):
+        outputs = _ran(runner, handle, sample)
+        if isinstance(outputs, Failure):
+            return outputs
+        if tally is None:
+            name, of = chosen(metric.metric, outputs, right, metric.output)
+            tally = Tally(name)
+        told = answer(tally.metric, outputs[of])
+        if right is None:
+            reference = outputs if original is handle else _ran(runner, original, sample)
+            if isinstance(reference, Failure):
+                return reference
+            right = answer(tally.metric, reference[of])
+        else:
+            check_classes(tally.metric, of, outputs[of], right)
+        if told is None or right is None or not fits(tally.metric, told, right):
+            raise BadOption(f"{metric.source}: output {of} of one sample has another form than that of the first")
+        tally.add(told, right)
+    assert tally is not None  # a source without samples is refused when it is opened
+    return tally.score
+
+
+def _ran(runner: Runner, handle: Handle, sample: Sample) -> Mapping[str, Array] | Failure:
+    ran = runner.outputs(handle, [sample])
+    if isinstance(ran, Failure):
+        return ran
+    return ran[0] if is_finite(ran) else NOT_FINITE
