@@ -7,6 +7,7 @@ from itertools import chain, combinations, product
 import numpy as np
 import pytest
 
+from label_problems import cost_of
 from models import INT8, attention, build, conv_net, normal, ranges
 from qdqtune.engines.fake import CostModel
 from qdqtune.graph.model import Model
@@ -163,7 +164,7 @@ def test_the_cut_minimizes_what_total_predicts(name: str, per_consumer: bool) ->
         kept = frozenset(t for t in made.stored if parts.producer.get(t) in quantized and random.random() < 0.7)
         decision = Decision(quantized, kept)
         total = costs.total(decision)
-        assert min(made.problem.cost(a) for a in settled(made, parts, decision)) == pytest.approx(total)
+        assert min(cost_of(made.problem, a) for a in settled(made, parts, decision)) == pytest.approx(total)
         assert lowest <= total + 1e-9
 
 

@@ -366,7 +366,6 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
 
 
 def _casts(model: Model, tensors: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Pairs of tensors that differ in the float type only, as a conversion to float16 makes them."""
     for node in model.nodes:
         if node.op == "Cast" and not node.domain and is_float(model, node.inputs[0]):
             pair = node.inputs[0], node.outputs[0]

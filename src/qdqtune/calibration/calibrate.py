@@ -18,7 +18,7 @@ from qdqtune.calibration.observe import observe, outputs_on, with_outputs
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.graph.model import Model
-from qdqtune.types import Array, NumericFormat, Placement, QType, Sample
+from qdqtune.types import Array, NumericFormat, QType, Sample
 
 THRESHOLD_STEP = 16
 """Bins between two clipping thresholds that are tried: 128 thresholds at most. Chosen, not measured."""
@@ -223,17 +223,6 @@ def candidate_tensors(model: Model) -> tuple[str, ...]:
         return is_filled and any(use.slot >= 0 for use in model.uses(tensor))
 
     return tuple(filter(can_have_a_range, made))
-
-
-def unknown_ranges(model: Model) -> Ranges:
-    """Ranges of all candidate tensors in graph order, which say only that there will be some."""
-    return Ranges(dict.fromkeys(candidate_tensors(model), Range(-1.0, 1.0)))
-
-
-def tensors_with_pairs(model: Model, placement: Placement) -> tuple[str, ...]:
-    """The candidate tensors that a placement puts pairs on, in graph order."""
-    read = {edge.tensor for edge in placement}
-    return tuple(tensor for tensor in candidate_tensors(model) if tensor in read)
 
 
 def calibrate(

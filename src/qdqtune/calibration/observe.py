@@ -80,7 +80,6 @@ def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample], exec
 
 
 def bytes_of(model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution = EXECUTION) -> int:
-    """The bytes of the tensors' values on one sample."""
     return sum(_sizes(model, tensors, samples, execution).values())
 
 

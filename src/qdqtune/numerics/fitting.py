@@ -24,7 +24,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qdqtune.calibration.calibrate import tensors_with_pairs, unknown_ranges
+from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.observe import MOST_OPTIMIZED
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
@@ -77,7 +77,12 @@ def fitted(
     model, listener = prepared.shaped, listener or Deaf()
     with reused_workers(prepared.execution) as execution:
         prepared = replace(prepared, execution=execution)
-        tensors = tensors_with_pairs(model, placed(unknown_ranges(model))) if only_placed else None
+        tensors = None
+        if only_placed:
+            candidates = candidate_tensors(model)
+            any_ranges = Ranges(dict.fromkeys(candidates, Range(-1.0, 1.0)))  # say only that there will be some
+            with_pairs = {edge.tensor for edge in placed(any_ranges)}
+            tensors = tuple(tensor for tensor in candidates if tensor in with_pairs)
         listener.stage(f"calibrating on {prepared.samples.origin}")
         ranges = prepared.ranges(how, numbers, tensors)
         if tensors and not all(tensor in ranges.activations for tensor in tensors):

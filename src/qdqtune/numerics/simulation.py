@@ -58,7 +58,6 @@ class InferenceCount:
     done: int = 0
 
     def add(self, count: int) -> None:
-        """Count so many more inferences, and report the sum."""
         self.done = min(self.done + count, self.most)
         self.listener.progress(self.done, self.most)
 

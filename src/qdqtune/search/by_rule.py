@@ -313,5 +313,4 @@ def _neighbours(labels: Labels, fewest: Labels) -> Iterator[Labels]:
 
 
 def _with(labels: Labels, numbers: Collection[int], label: int) -> Labels:
-    """The labels with another one for some parts."""
     return tuple(label if number in numbers else own for number, own in enumerate(labels))

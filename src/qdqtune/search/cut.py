@@ -302,7 +302,6 @@ class CutSearch:
         return (self._proposal(costs, decision) for decision in worth)
 
     def _proposal(self, costs: Costs, decision: Decision) -> Proposal:
-        """The proposal of a decision, with the predicted ratio to float."""
         predicted, placement = costs.total(decision) / self.float_ms, costs.partition.placement(decision)
         return Proposal(CUT, placement, predicted=predicted, wants_layers=True)
 
@@ -367,7 +366,6 @@ def _layers_at(shares: Sequence[float], layers: Sequence[Layer]) -> tuple[Layer,
 
 
 def _trial_at(shares: Sequence[float], trial: Trial) -> Trial:
-    """A trial as it was measured in a context."""
     result, layers = trial.result, None if trial.layers is None else _layers_at(shares, trial.layers)
     if not isinstance(result, Measurement) or not result.parts:
         return replace(trial, layers=layers)

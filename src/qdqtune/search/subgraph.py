@@ -98,7 +98,6 @@ class SubgraphSearch:
 
     @cached_property
     def all_accepted(self) -> Placement:
-        """The placement of all accepted groups together."""
         return self.selection.placement()
 
     @cached_property

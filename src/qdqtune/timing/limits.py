@@ -80,7 +80,6 @@ class Limits:
         return f"the metric is {trial.metric:g}, float has {self.before.value:g}, and may lose {self.max_drop:.2g}{by}"
 
     def is_good_enough(self, metric: Score) -> bool:
-        """Whether the user's metric holds its limit."""
         if self.max_drop is None:
             return True
         if self.before is None:

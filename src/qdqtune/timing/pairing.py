@@ -7,11 +7,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Rounds, compare, compare_pairs
+from qdqtune.timing.ratios import Plan, Ratio, Rounds, compare, compare_pairs
 from qdqtune.types import Failure, Listener, Measurement, Tensors
-
-FRESH = tuple(f"final_{number}" for number in range(PAIRS))
-"""The log names of the first builds of a proof."""
 
 
 def rounds_of(runner: Runner, a: Handle, b: Handle, plan: Plan, seed: int, samples: Sequence[Tensors] = ()) -> Rounds:

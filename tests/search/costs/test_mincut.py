@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from label_problems import cost_of
 from qdqtune.search.costs.mincut import CAPACITY, Problem, solve
 
 COSTS = st.integers(0, 6).map(float) | st.just(inf)
@@ -29,7 +30,7 @@ def problems(draw: st.DrawFn) -> Problem:
 def best_answers(problem: Problem) -> tuple[bool, ...] | None:
     """By trying all: the cheapest, and among those the one with the fewest yeses; None if all are forbidden."""
     options = product((False, True), repeat=len(problem.if_no))
-    cost, _, answers = min((problem.cost(a), sum(a), a) for a in options)
+    cost, _, answers = min((cost_of(problem, a), sum(a), a) for a in options)
     return None if cost == inf else answers
 
 
@@ -50,8 +51,8 @@ def test_costs_of_any_size_are_minimized_up_to_rounding(costs: list[float], rand
         problem.decision(costs[k], costs[7 - k])
     for k in range(4):
         problem.charge(k, (k + 1) % 4, costs[k])
-    lowest = min(problem.cost(a) for a in product((False, True), repeat=4))
-    assert problem.cost(solve(problem)) <= lowest + 1e-7 * sum(costs)
+    lowest = min(cost_of(problem, a) for a in product((False, True), repeat=4))
+    assert cost_of(problem, solve(problem)) <= lowest + 1e-7 * sum(costs)
 
 
 def test_huge_and_tiny_costs_do_not_wrap() -> None:
@@ -135,4 +136,4 @@ def test_ten_thousand_decisions() -> None:
         down, up = steps[k].tolist() if k else (0, 0)
         no, yes = min(no, yes + down) + if_no, min(yes, no + up) + if_yes
     assert singles.sum() < CAPACITY
-    assert problem.cost(solve(problem)) == min(no, yes)
+    assert cost_of(problem, solve(problem)) == min(no, yes)

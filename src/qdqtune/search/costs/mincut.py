@@ -46,11 +46,6 @@ class Problem:
         self.no.append(no)
         self.charges.append(cost)
 
-    def cost(self, answers: Sequence[bool]) -> float:
-        single = sum(y if a else n for a, n, y in zip(answers, self.if_no, self.if_yes, strict=True))
-        charged = zip(self.yes, self.no, self.charges, strict=True)
-        return float(single + sum(c for i, j, c in charged if answers[i] and not answers[j]))
-
 
 def solve(problem: Problem) -> list[bool]:
     """The cheapest assignment; among equal ones, that with the fewest yeses.

@@ -300,7 +300,6 @@ class Costs:
         return sum(price.as_float for price in self.prices)
 
     def total(self, decision: Decision) -> float:
-        """The predicted ms of a decision."""
         return sum(self.of_unit(u, decision) for u in self.partition.units) + sum(
             self.of_tensor(t, decision) for t in self.partition.edges
         )
@@ -330,14 +329,12 @@ class Costs:
         return min(choices, key=lambda choice: choice[0])
 
     def of_tensor(self, tensor: str, decision: Decision) -> float:
-        """The predicted ms of the conversions of one tensor."""
         if tensor in decision.stored:
             floats = sum(u is None or u not in decision.quantized for u in self.partition.users[tensor])
             return self.dequantize[tensor] * (floats if self.per_consumer else min(floats, 1))
         return self.quantize[tensor] if self._is_read(tensor, decision) else 0.0
 
     def _is_read(self, tensor: str, decision: Decision) -> bool:
-        """Whether a quantized unit reads a tensor."""
         partition = self.partition
         return tensor in partition.edges and any(u in decision.quantized for u in partition.users[tensor])
 
