@@ -317,8 +317,8 @@ class LabelOptions(Options):
         "top1, top5: the right class has the best score, or one of the best five. cosine: of vectors. auto: top1 where "
         "that fits the shapes, else cosine. Any other metric is a function: `evaluate`.",
         "Data",
+        short="top1, top5, cosine or auto",
         metavar="METRIC[:OUTPUT]",
-        is_rare=True,
     )
 
     @property
@@ -356,7 +356,6 @@ class ScoreOption(Options):
         default_in_words="what the float model's values show",
         metavar="NAME[:AXIS]",
         is_repeated=True,
-        is_rare=True,
     )
 
 
