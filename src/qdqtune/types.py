@@ -307,7 +307,7 @@ class Accuracy:
     is float. `agreement` is the share of equal elements of the worst integer output, `top1` of equal first choices of
     `choices` (see `numerics.scores`), which tell as much as so many `independent` ones. If not all samples were run,
     `at_most_db` is the SQNR where the others have the float model's outputs. `slice_name` and `slice_db` tell the worst
-    slice of a float output, and `slice_is_lost` that the SQNR of its output hides its loss (`numerics.slices`)."""
+    slice of a float output, and `slice_is_lost` that the SQNR of its output hides its loss (`numerics.accuracy`)."""
 
     sqnr_db: float | None = None
     lowest_db: float | None = None

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from qdqtune.numerics.accuracy import accuracy, concern, slice_cell
-from qdqtune.numerics.slices import MOST_SLICES, Slice, worst_slice
+from qdqtune.numerics.accuracy import MOST_SLICES, Slice, accuracy, concern, slice_cell, worst_slice
 from qdqtune.timing.limits import Limits
 from qdqtune.types import Accuracy, Array
 

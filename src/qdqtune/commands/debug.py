@@ -37,10 +37,9 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites, between
 from qdqtune.graph.saving import ConstantFile
-from qdqtune.numerics.accuracy import FLOOR_DB, accuracy
+from qdqtune.numerics.accuracy import FLOOR_DB, accuracy, loss_of_slice
 from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.numerics.simulation import Outputs, check_stripped, onnxruntime_session
-from qdqtune.numerics.slices import loss_of_slice
 from qdqtune.options import Anything, Number, Option, option
 from qdqtune.placement.reading import dynamic_products_of, is_quantized, placement_in, tables_of, twins_of
 from qdqtune.placement.stripping import strip_pairs

@@ -17,11 +17,10 @@ from qdqtune.errors import EngineFailure
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import REARRANGES
-from qdqtune.numerics.accuracy import accuracy, is_finite
+from qdqtune.numerics.accuracy import ANOTHER_SIZE, accuracy, is_finite
 from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.numerics.sensitivity import Block, Limits, halved
 from qdqtune.numerics.simulation import Outputs
-from qdqtune.numerics.slices import ANOTHER_SIZE
 from qdqtune.placement.switches import SWITCH, FilePair, Kind, file_pairs, representable, with_file_pairs
 from qdqtune.types import Array, Failure, Sample, noise_of, sqnr_of
 

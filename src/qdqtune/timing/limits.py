@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from qdqtune.numerics.accuracy import loss_of_slice
 from qdqtune.numerics.label_metrics import Score, can_tell, few_changed, loss_high
 from qdqtune.numerics.scores import agrees
-from qdqtune.numerics.slices import loss_of_slice
 from qdqtune.timing.ratios import Plan, Verdict, judge
 from qdqtune.types import Accuracy, CostsByRule, Failure, Placement, Trial, noise_of
 
