@@ -14,7 +14,7 @@ import yaml
 from conftest import Call
 from qdqtune.cli.job_files import KNOWN, read_jobs
 from qdqtune.errors import BadOption
-from qdqtune.placement import parsing
+from qdqtune.placement import files
 from runs import environment
 
 HUGE = "9" * 5000
@@ -49,7 +49,7 @@ STRUCTURES = [
     "jobs: [{model: a.onnx, fix-input: [n]}]", "jobs: [{model: a.onnx, engine-option: [n]}]",
     "jobs: [{model: a.onnx, node-filter: gone}]", "jobs: [{model: a.onnx, <<: {builds: 3}}]",
     "\x00", "\x07jobs: []",
-    "%YAML 7.0\n---\njobs: []", "jobs: [{model: a.onnx}]x", "a: " + "x" * (parsing.MOST_BYTES + 1),
+    "%YAML 7.0\n---\njobs: []", "jobs: [{model: a.onnx}]x", "a: " + "x" * (files.MOST_BYTES + 1),
     "{" * 3000, "[" * 100_000, "- " * 100_000, "? " * 100_000, "&a " * 1000, "jobs: " + "[" * 60,
     f"jobs: {[{'model': 'a.onnx'}] * 1001}", f"jobs: [{{model: {'a' * 200_000}}}]", f"jobs: {['a'] * 1_000_001}",
     f"jobs: [{{model: 1{':1' * 99_999}}}]", f"jobs: [{{model: a.onnx, fix-input: {['a=1'] * 30_000}}}]",
