@@ -91,7 +91,7 @@ class Described:
 @pytest.mark.parametrize("engine", ["tensorrt", "trtexec", "tensorrt-rtx"])
 @pytest.mark.parametrize("device", ["none", EngineUnavailable("TensorRT cannot be loaded")])
 def test_without_a_gpu_the_error_names_other_commands(engine: str, device: str | Exception) -> None:
-    way = "quantize MODEL --engine tensorrt.*check quantized.onnx --engine tensorrt-rtx --target sm89"
+    way = "quantize MODEL --engine tensorrt.*check quantized.onnx --engine tensorrt-rtx --engine-option target=sm89"
     with pytest.raises(EngineUnavailable, match=way):
         check_device(EngineSpec(engine), Described(device))  # type: ignore[arg-type]
 
