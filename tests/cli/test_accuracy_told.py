@@ -18,7 +18,7 @@ from workers import in_process
 
 FAKE = ("--engine", "fake")
 TUNE = (*FAKE, "--builds", "8", "--min-sqnr", "none", "--no-report", "-q")
-TELLS = {"sqnr_db", "output_sqnr_db", "output_cosine", "accuracy", "lowest_db", "agreement", "top1", "output_db"}
+TELLS = {"sqnr_db", "output_sqnr_db", "accuracy", "lowest_db", "agreement", "top1", "output_db"}
 """Keys of JSON that hold accuracy."""
 
 

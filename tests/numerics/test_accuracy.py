@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qdqtune.numerics.accuracy import accuracy, closeness_of, cosine, is_finite, noisiest, sqnr_db
+from qdqtune.numerics.accuracy import accuracy, closeness_of, is_finite, noisiest, sqnr_db
 from qdqtune.timing.limits import Limits
 from qdqtune.types import Accuracy
 
@@ -55,24 +55,6 @@ def test_samples_must_correspond() -> None:
 def test_finite_outputs(value: float, expected: bool, dtype: type) -> None:
     outputs = [{"y": np.ones(3, dtype)}, {"y": np.array([1, value], dtype), "n": np.array([1]), "s": np.array(["a"])}]
     assert is_finite(outputs) == expected
-
-
-def test_the_cosine_is_taken_over_all_samples_of_the_worst_output() -> None:
-    reference = [
-        {"a": np.float32([3, 0]), "b": np.float32([1, 1]), "n": np.array([1])},
-        {"a": np.float32([0, 4]), "b": np.float32([1, 1]), "n": np.array([1])},
-    ]
-    outputs = [
-        {"a": np.float32([6, 0]), "b": np.float32([1, 0]), "n": np.array([2])},
-        {"a": np.float32([0, 8]), "b": np.float32([1, 1]), "n": np.array([2])},
-    ]
-    assert cosine(reference, outputs) == pytest.approx(3 / np.sqrt(4 * 3))
-    assert cosine(reference, reference) == pytest.approx(1)
-
-
-def test_outputs_without_floats_or_of_zeros_have_no_angle() -> None:
-    assert cosine([{"n": np.array([3])}], [{"n": np.array([4])}]) is None
-    assert cosine([{"y": np.zeros(2)}], [{"y": np.ones(2)}]) is None
 
 
 def test_the_spread_is_that_of_single_samples_of_the_worst_output() -> None:
@@ -132,7 +114,6 @@ def test_what_one_of_two_shapes_lacks_counts_as_zeros() -> None:
     judged = accuracy(reference, outputs)
     assert judged.sqnr_db == pytest.approx(10 * np.log10(25 / 16))
     assert judged.agreement == pytest.approx(2 / 3)
-    assert cosine(reference, outputs) == pytest.approx(9 / (5 * 3))
 
 
 def test_an_output_without_values_has_lost_nothing() -> None:

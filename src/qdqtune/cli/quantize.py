@@ -56,10 +56,9 @@ def _lines(options: QuantizeOptions, done: Quantized) -> Iterator[str]:
     if not done.judged:
         yield "not compared with the float model: give --calibration-data for that"
     else:
-        angle = "" if done.cosine is None else f", cosine {done.cosine:.6f}"
-        angle += "" if done.agreement is None else f", agreement {done.agreement:.1%}"
+        agreement = "" if done.agreement is None else f", agreement {done.agreement:.1%}"
         near = closeness(done.sqnr_db, done.agreement) if done.is_finite else "unknown"
-        told = f"outputs: {near}" if integers_differ(done.sqnr_db, done.agreement) else f"output SQNR {near}{angle}"
+        told = f"outputs: {near}" if integers_differ(done.sqnr_db, done.agreement) else f"output SQNR {near}{agreement}"
         yield f"{told}, on {samples(done.judged, done.is_held_out)}"
         if done.worst_slice:
             yield f"worst slice of the outputs: {done.worst_slice}"

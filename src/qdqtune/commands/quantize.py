@@ -44,7 +44,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import integer_operators
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.graph.saving import one_constant_file, save
-from qdqtune.numerics.accuracy import accuracy, closeness, concern, cosine, decibels, is_finite, slice_cell
+from qdqtune.numerics.accuracy import accuracy, closeness, concern, decibels, is_finite, slice_cell
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.label_metrics import Score, doubt, loss_high
 from qdqtune.numerics.metrics import Metric, check_metric, load_evaluation, measure, open_labelled, option_of
@@ -65,8 +65,8 @@ REFUSED = "ONNX Runtime cannot run the model"
 class Quantized(Shown):
     """What `quantize` has written, and its accuracy.
 
-    `sqnr_db` and `cosine` are those of the worst output against the float model on `judged` samples; None where outputs
-    are equal, or not finite. `agreement` is the share of integers or best classes that are as in float, if any;
+    `sqnr_db` is that of the worst output against the float model on `judged` samples; None where outputs are equal, or
+    not finite. `agreement` is the share of integers or best classes that are as in float, if any;
     `scores` are the outputs whose best classes these are.
     `measured` is the user's metric before and after. `damages` is the report, the worst tensor first.
     """
@@ -74,7 +74,6 @@ class Quantized(Shown):
     output: Path
     placed: PlacedByRules
     sqnr_db: float | None
-    cosine: float | None
     judged: int
     is_held_out: bool
     measured: tuple[Score, Score] | None = None
@@ -120,7 +119,6 @@ class Quantized(Shown):
             "edges": len(self.placed.placement),
             "rules": dict(self.placed.counts),
             "output_sqnr_db": self.sqnr_db,
-            "output_cosine": self.cosine,
             "agreement": self.agreement,
             "worst_slice": self.worst_slice,
             "scores": self.scores.as_json(),
@@ -207,7 +205,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         hidden = None if prepared is None else hidden_work(ready.graph, prepared.samples)
         raise BadModel(what + _float_rules(placed) + (f"; {hidden}" if hidden else ""))
     quantized = Inserter(ready.graph, ranges, numbers).insert(placed.placement)
-    done = Quantized(options.target, placed, None, None, 0, False)
+    done = Quantized(options.target, placed, None, 0, False)
     with checked_output(options.target, options.engine, execution, is_run=prepared is not None) as fresh:
         save(quantized, fresh)
         if prepared is not None:
@@ -316,7 +314,7 @@ def _judged(
             measured = _measured(metric, runner, before, before), _measured(metric, runner, after, before)
     judged = len(samples) if prepared.has_real_samples else 0
     doubts = tuple(filter(None, [measured and doubt(measured[0])]))
-    done = Quantized(options.target, placed, None, None, judged, True, measured, notes=doubts)
+    done = Quantized(options.target, placed, None, judged, True, measured, notes=doubts)
     if not judged:
         return done
     for outputs, whose in ((expected, "float"), (returned, "quantized")):
@@ -335,7 +333,6 @@ def _judged(
         agreement=equal_share(lost),
         worst_slice=slice_cell(lost),
         scores=scores,
-        cosine=cosine(expected, returned),
     )
 
 

@@ -187,26 +187,6 @@ def _choices(outputs: Outputs, scores: Scores) -> tuple[float | None, int, float
     return (None, 0, None) if found is None else (*found[:2], None if found[1] == found[2] else found[2])
 
 
-def cosine(reference: Outputs, outputs: Outputs) -> float | None:
-    """Cosine of the angle between the outputs and the reference, for the worst float output, over all samples.
-
-    sum(reference * output) / sqrt(sum(reference^2) sum(output^2)). None if no output is float, or one is all zeros.
-    """
-    reference, outputs = _aligned(reference, outputs), _aligned(outputs, reference)
-    cosines = []
-    for name in reference[0]:
-        product = first = second = 0.0
-        for expected, given in zip(reference, outputs, strict=True):
-            if expected[name].dtype.kind == "f":
-                a, b = expected[name].astype(np.float64), given[name].astype(np.float64)
-                product += float((a * b).sum())
-                first += float(np.square(a).sum())
-                second += float(np.square(b).sum())
-        if first > 0 and second > 0:
-            cosines.append(product / np.sqrt(first * second))
-    return float(min(cosines)) if cosines else None
-
-
 def decibels(sqnr_db: float | None) -> str:
     """An output SQNR in dB; None means that outputs are equal."""
     return "exact" if sqnr_db is None else f"{sqnr_db:.1f} dB"
