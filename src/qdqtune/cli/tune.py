@@ -14,7 +14,7 @@ from qdqtune.cli.command import Parameter, command, command_line, is_quiet, is_v
 from qdqtune.cli.output import print_json, say, say_notes, show
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.commands.tune import Result, TuneOptions, tune
-from qdqtune.commands.tune_tables import front_table, met_table, mode_table, rule_table
+from qdqtune.commands.tune_tables import front_table, groups_table, met_table, rule_table
 from qdqtune.errors import BadOption, ConstraintUnmet, QdqtuneError
 from qdqtune.explanation.formatting import builds, duration
 from qdqtune.options import REQUIRED, TEXT, Option, option
@@ -24,6 +24,7 @@ from qdqtune.tuning.estimate import Estimate, estimate
 from qdqtune.tuning.folder import FINAL, REPORT
 from qdqtune.tuning.front import pick as pick_point
 from qdqtune.tuning.observer import Observer, Observers
+from qdqtune.tuning.records import GroupOutcome
 
 CANDIDATE = re.compile(r"\b[0-9a-f]{16}\.onnx\b")
 """Matches names of candidate files, which differ in reasons that are otherwise equal."""
@@ -134,7 +135,7 @@ def _print_result(result: Result, *, as_machine: bool) -> None:
     if as_machine:
         print_json(dict(result.summary))
     else:
-        _print(result, result.file, verbose=is_verbose())
+        _print(result, result.file)
 
 
 def _write_report(folder: Path, *, quiet: bool = False) -> None:
@@ -162,10 +163,11 @@ def ship_point(folder: Path, point: str, *, as_machine: bool) -> int:
     return 0
 
 
-def _print(result: Result, final: Path, *, verbose: bool) -> None:
+def _print(result: Result, final: Path) -> None:
     """Print the result as tables."""
-    if (table := mode_table(result, verbose=verbose)) is not None:
-        show(table)
+    groups = [row for row in result.recorded.rows if isinstance(row, GroupOutcome)]
+    if groups:
+        show(groups_table(groups))
     if result.summary.get("front"):
         show(front_table(result.summary))
     elif result.summary.get("by_rule"):

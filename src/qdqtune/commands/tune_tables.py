@@ -10,15 +10,11 @@ from qdqtune.commands.shown import Table
 from qdqtune.explanation.formatting import built, counted, duration, rewrite_ratios, samples, title
 from qdqtune.numerics.accuracy import closeness, closeness_cell, closeness_of, decibels, integers_differ, slice_cell
 from qdqtune.numerics.scores import independent_of, smallest_seen
-from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import Ratio, speed
 from qdqtune.tuning.records import GroupOutcome
 from qdqtune.tuning.result import Result
 from qdqtune.types import Accuracy
-
-LARGEST_UNITS = 12
-"""The most rows of the table of units."""
 
 NOT_MEASURED = "not measured"
 
@@ -250,30 +246,6 @@ def _carry(row: Mapping[str, Any]) -> str:
 
 def _db(row: Mapping[str, Any], has_accuracy: bool) -> str:
     return closeness_cell(row["sqnr_db"], row["agreement"]) if has_accuracy else NOT_MEASURED
-
-
-def mode_table(found: Result, *, verbose: bool) -> Table | None:
-    """A table of the mode: the outcomes of groups, or with `verbose` the prices of units."""
-    units = [row for row in found.recorded.rows if isinstance(row, UnitPrice)]
-    groups = [row for row in found.recorded.rows if isinstance(row, GroupOutcome)]
-    return units_table(units) if verbose and units else groups_table(groups) if groups else None
-
-
-def units_table(units: Sequence[UnitPrice]) -> Table:
-    """The units that take the most time in float: their prices in float and in 8 bits, and the decision."""
-    rows, has_formats = [], any(unit.format_ms for unit in units)
-    for unit in units[:LARGEST_UNITS]:
-        quantized = "" if unit.quantized_ms is None else f"{unit.quantized_ms:.3f}" + ("" if unit.seen else " ?")
-        margin = "" if unit.margin_ms is None else f"{unit.margin_ms:+.3f}"
-        decision = "8 bits" if unit.quantized else unit.weight_format or "float"
-        in_format = unit.format_ms.get(unit.weight_format, min(unit.format_ms.values(), default=None))
-        name = unit.nodes[0] + (f" and {len(unit.nodes) - 1} more" if len(unit.nodes) > 1 else "")
-        weights = [] if not has_formats else ["" if in_format is None else f"{in_format:.3f}"]
-        rows.append((name, f"{unit.float_ms:.3f}", *weights, quantized, f"{unit.boundary_ms:.3f}", decision, margin))
-    weights = ["weights, ms"] if has_formats else []
-    columns = ("unit", "float, ms", *weights, "8 bits, ms", "borders, ms", "runs in", "otherwise, ms")
-    caption = "the largest units, in inferences that are profiled, which take longer; ?: guessed, not measured; "
-    return Table(columns, rows, caption + "otherwise: what the other decision would cost more")
 
 
 def groups_table(outcomes: Sequence[GroupOutcome]) -> Table:

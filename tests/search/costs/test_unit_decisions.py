@@ -1,16 +1,10 @@
 """What cut mode says about each unit, in whole runs on the fake engine."""
 
 import json
-from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from qdqtune.cli.output import drawn
-from qdqtune.commands.tune_tables import units_table
-from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
 from runs import hopeless, mixed, settings, write
@@ -49,25 +43,6 @@ def test_nothing_faster_is_explained_too(tmp_path: Path) -> None:
     assert result.recorded.rows
     assert not any(unit.quantized for unit in result.recorded.rows)
     assert result.summary["predicted_ms"] is None
-
-
-def test_the_largest_units_are_printed(tmp_path: Path) -> None:
-    console = Console(width=120, record=True, file=StringIO())
-    console.print(drawn(units_table(cut_run(tmp_path).recorded.rows)))
-    lines = console.export_text().splitlines()
-    second = next(line for line in lines if "second" in line)
-    assert "8 bits" in second
-    assert any("first and 1 more" in line for line in lines)
-
-
-def test_weights_in_fewer_bits_are_printed_with_the_time_of_their_storage(tmp_path: Path) -> None:
-    first = cut_run(tmp_path).recorded.rows[0]
-    assert isinstance(first, UnitPrice)
-    stored = replace(first, quantized=False, weight_format="w8", format_ms={"w8": 0.75, "w4b32": 0.25})
-    console = Console(width=140, record=True, file=StringIO())
-    console.print(drawn(units_table([stored, replace(stored, weight_format="")])))
-    own, least = (line.split() for line in console.export_text().splitlines() if first.nodes[0] in line)
-    assert ("0.750" in own, "w8" in own, "0.250" in least, "float" in least) == (True, True, True, True)
 
 
 def test_region_mode_explains_no_units(tmp_path: Path) -> None:
