@@ -1,11 +1,10 @@
-"""Safe standard streams and Ctrl-C. Streams may be closed, full, ASCII only, or a pipe that nobody reads.
+"""Safe standard streams and Ctrl-C. Streams may be closed, full, or a pipe that nobody reads.
 
 Text may hold names from models, so control characters in it are escaped.
 """
 
 from __future__ import annotations
 
-import codecs
 import ctypes
 import io
 import os
@@ -33,30 +32,12 @@ PARENT = "QDQTUNE_PARENT"
 ENDING_SECONDS = 30.0
 """How long a process may take to clean up when its parent is gone. Chosen, not measured."""
 
-DRAWN = str.maketrans({"─": "-", "━": "-", "│": "|", "├": "|", "└": "`", "█": "#", "…": "~", "·": "."})
-"""Characters of tables and trees, and what replaces them on an ASCII terminal."""
-
-BRAILLE = range(0x2800, 0x2900)
-"""Characters of spinners."""
-
 SHOW_CURSOR = b"\x1b[?25h"
 
 
 def escaped_lines(text: str) -> str:
     """The text with control characters escaped, but not line breaks."""
     return text if text.isprintable() else "\n".join(map(escaped, text.split("\n")))
-
-
-def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that a stream cannot encode: those of tables by ASCII, others by escapes."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    text = error.object[error.start : error.end].translate(DRAWN)
-    text = "".join("*" if ord(c) in BRAILLE else c for c in text)
-    return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
-
-
-codecs.register_error("qdqtune.in_ascii", _in_ascii)
 
 
 class SafeStream(io.TextIOBase):
@@ -88,7 +69,7 @@ class SafeStream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Write text; characters that the encoding lacks are replaced."""
+        """Write text; characters that the encoding lacks become escapes."""
         if not isinstance(text, str):
             raise TypeError(f"text is written here, not {type(text).__name__}")
         with self._guard():
@@ -96,7 +77,7 @@ class SafeStream(io.TextIOBase):
                 self._stream.write(text)
             except UnicodeEncodeError:
                 encoding = self.encoding
-                self._stream.write(text.encode(encoding, "qdqtune.in_ascii").decode(encoding))
+                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:
