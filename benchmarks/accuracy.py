@@ -40,8 +40,7 @@ from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration, Method
 from qdqtune.commands.compare import compare_files
-from qdqtune.commands.quantize import quantize
-from qdqtune.commands.quantize_options import QuantizeOptions
+from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model

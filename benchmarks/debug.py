@@ -22,8 +22,7 @@ import zoo
 from onnx import numpy_helper
 
 from qdqtune.commands.debug import DebugOptions, Diagnosis, debug
-from qdqtune.commands.quantize import quantize
-from qdqtune.commands.quantize_options import QuantizeOptions
+from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines import EngineSpec
 from qdqtune.numerics.accuracy import FLOOR_DB
 from qdqtune.types import Array

@@ -20,8 +20,7 @@ import zoo
 from cores import pinned, shares
 from labels import judged, outputs
 
-from qdqtune.commands.quantize import quantize
-from qdqtune.commands.quantize_options import QuantizeOptions
+from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner

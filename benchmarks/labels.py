@@ -31,8 +31,7 @@ import zoo
 from quantizers import write_static
 
 from qdqtune.calibration.prepare import Data, prepare
-from qdqtune.commands.quantize import quantize
-from qdqtune.commands.quantize_options import QuantizeOptions
+from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner

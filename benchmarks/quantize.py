@@ -25,8 +25,7 @@ from quantizers import write_static
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import open_samples
 from qdqtune.commands.compare import compare_files
-from qdqtune.commands.quantize import quantize
-from qdqtune.commands.quantize_options import QuantizeOptions
+from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import save

@@ -26,8 +26,8 @@ from rich.console import Console
 from qdqtune.cli import progress as lines
 from qdqtune.commands import apply as apply_command
 from qdqtune.commands import build as build_command
+from qdqtune.commands import check as check_command
 from qdqtune.commands import inspect as inspect_command
-from qdqtune.commands import layers as layers_command
 from qdqtune.commands import quantize as quantize_command
 from qdqtune.commands.check import Checked, CheckOptions, check_file
 from qdqtune.commands.compare import CompareOptions, Comparison
@@ -35,7 +35,7 @@ from qdqtune.commands.compare import compare as compare_files
 from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.commands.inputs import ModelLike, check_of, execution_of, model_file, on_disk
 from qdqtune.commands.paths import check_options
-from qdqtune.commands.quantize_options import QuantizeOptions
+from qdqtune.commands.quantize import QuantizeOptions
 from qdqtune.commands.tune import Result, TuneOptions
 from qdqtune.commands.tune import tune as tune_settings
 from qdqtune.commands.verify import Verified, VerifyOptions
@@ -153,7 +153,7 @@ class CheckCall(ModelCallOptions, CheckOptions):
 
 
 @dataclass(kw_only=True)
-class LayersCall(ModelCallOptions, layers_command.LayersOptions):
+class LayersCall(ModelCallOptions, check_command.LayersOptions):
     """Keywords of `layers`."""
 
 
@@ -214,18 +214,18 @@ def _check(options: CheckCall, observer: Observer) -> Checked:
     """Find what the engine does not fuse in a Q/DQ model, and why.
 
     Raises:
-        QdqtuneError: see `commands.check_file.check_file`.
+        QdqtuneError: see `commands.check.check_file`.
     """
     return check_file(options)
 
 
-def _layers(options: LayersCall, observer: Observer) -> layers_command.Layers:
+def _layers(options: LayersCall, observer: Observer) -> check_command.Layers:
     """The layers that the engine runs for a model, in order, with their nodes and times.
 
     Raises:
-        QdqtuneError: see `commands.layers.layers`.
+        QdqtuneError: see `commands.check.layers`.
     """
-    return layers_command.layers(options)
+    return check_command.layers(options)
 
 
 def _build(options: BuildCall, observer: Observer) -> build_command.Artifact:

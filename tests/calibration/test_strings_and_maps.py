@@ -14,8 +14,7 @@ import qdqtune
 from loaded_modules import present
 from models import normal
 from qdqtune.calibration.samples import open_samples
-from qdqtune.commands.quantize import quantize
-from qdqtune.commands.quantize_options import QuantizeOptions
+from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.errors import BadData
 from qdqtune.graph.loading import load
 from workers import Workers

@@ -14,7 +14,7 @@ from conftest import Call
 from engine_contract import quantized_conv_model
 from models import UINT8, build, normal
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.commands import layers
+from qdqtune.commands.check import profiled as layers_of_engine
 from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import insert
 from qdqtune.types import Edge, Placement
@@ -124,7 +124,7 @@ def test_what_a_provider_leaves_is_told_of_float_models_too(call, model, monkeyp
     """A table is put over the fake engine, whose first layer is said to run elsewhere."""
 
     def profiled(*given, **named):
-        first, *rest = layers.profiled(*given, **named)
+        first, *rest = layers_of_engine(*given, **named)
         return (replace(first, elsewhere="on the CPU: no kernel"), *rest)
 
     monkeypatch.setattr("qdqtune.commands.check.PROVIDERS", {"fake": None})

@@ -11,7 +11,7 @@ import pytest
 
 from engine_contract import conv_model, quantized_conv_model, static
 from qdqtune.cli import main
-from qdqtune.commands.layers import Layers
+from qdqtune.commands.check import Layers
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.types import Layer, NumericFormat, QType
 from trtexec_stand_in import stand_in
@@ -117,7 +117,7 @@ def test_layers_have_no_times_where_these_mean_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     onnx.save(conv_model(), tmp_path / "m.onnx")
-    monkeypatch.setattr("qdqtune.commands.layers.is_simulated", lambda name, _: name == "fake")
+    monkeypatch.setattr("qdqtune.commands.check.is_simulated", lambda name, _: name == "fake")
     assert run(tmp_path / "m.onnx", "--engine", "fake", "--json") == 0
     layers = json.loads(capsys.readouterr().out)["layers"]
     assert layers

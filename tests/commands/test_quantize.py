@@ -15,8 +15,7 @@ import qdqtune
 from models import attention, build, conv_net, embedding, feeds, joined, normal, run
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.commands.apply import ApplyOptions, apply
-from qdqtune.commands.quantize import HELD_OUT, quantize
-from qdqtune.commands.quantize_options import QuantizeOptions
+from qdqtune.commands.quantize import HELD_OUT, QuantizeOptions, quantize
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadOption, EngineFailure, OutputError
 from qdqtune.graph.loading import load

@@ -7,7 +7,7 @@ from pathlib import Path
 from qdqtune.calibration.scales import Calibration
 from qdqtune.cli import main
 from qdqtune.cli.quantize import quantize_command
-from qdqtune.commands.quantize_options import QuantizeOptions
+from qdqtune.commands.quantize import QuantizeOptions
 
 QUANTIZE: dict[str, tuple[Sequence[str], Callable[[QuantizeOptions], object], object]] = {
     "--output": (["x.onnx"], lambda r: r.output, Path("x.onnx")),

@@ -8,8 +8,7 @@ import pytest
 from loaded_modules import CUDA, absent
 from models import attention, build, conv_net, normal
 from qdqtune.calibration.calibrate import candidate_tensors
-from qdqtune.commands.quantize import quantize
-from qdqtune.commands.quantize_options import QuantizeOptions
+from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save

@@ -12,8 +12,7 @@ from models import build, feeds, normal
 from qdqtune.calibration.scales import Calibration
 from qdqtune.commands.apply import ApplyOptions, apply
 from qdqtune.commands.debug import DebugOptions, debug
-from qdqtune.commands.quantize import quantize
-from qdqtune.commands.quantize_options import QuantizeOptions
+from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites

@@ -1,6 +1,6 @@
 """Results that show themselves."""
 
-from qdqtune.commands.layers import Layers
+from qdqtune.commands.check import Layers
 from qdqtune.commands.shown import MOST_ROWS
 from qdqtune.types import Layer
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from qdqtune.cli import progress
 from qdqtune.cli.command import AS_JSON, command, switch
 from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude, with_flags_in_notes
-from qdqtune.commands.check import Checked, CheckOptions, check_file, time_of
+from qdqtune.commands.check import Checked, CheckOptions, LayersOptions, check_file, layers, time_of
 from qdqtune.commands.debug import DebugOptions, Diagnosis, debug
 from qdqtune.commands.doctor import (
     ClusterState,
@@ -27,7 +27,6 @@ from qdqtune.commands.doctor import (
     examine_elsewhere,
 )
 from qdqtune.commands.inputs import MODEL, execution_of
-from qdqtune.commands.layers import LayersOptions, layers
 from qdqtune.commands.shown import Table
 from qdqtune.commands.worst_tensors import UNKNOWN_NOISE, Damage
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable, escaped

@@ -61,7 +61,7 @@ def parsed_event(line: str) -> Event:
 
 def flags() -> dict[str, str]:
     """Flags by field name: of the command at hand; else of `tune` or `quantize`, which other commands advise."""
-    from qdqtune.commands.quantize_options import QuantizeOptions  # slow to import, and most lines name no option
+    from qdqtune.commands.quantize import QuantizeOptions  # slow to import, and most lines name no option
     from qdqtune.commands.tune import TuneOptions
     from qdqtune.options import flags_of
 

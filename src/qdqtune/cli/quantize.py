@@ -8,8 +8,7 @@ from pathlib import Path
 from qdqtune.cli import progress
 from qdqtune.cli.command import command, switch
 from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude, with_flags_in_notes
-from qdqtune.commands.quantize import Quantized, quantize
-from qdqtune.commands.quantize_options import QuantizeOptions
+from qdqtune.commands.quantize import Quantized, QuantizeOptions, quantize
 from qdqtune.explanation.formatting import placed, samples
 from qdqtune.graph.saving import nbytes
 from qdqtune.numerics.accuracy import closeness, integers_differ
