@@ -50,7 +50,16 @@ from qdqtune.graph.saving import one_constant_file, save
 from qdqtune.numerics.accuracy import accuracy, closeness, concern, decibels, is_finite, slice_cell
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.label_metrics import Score, doubt, loss_high
-from qdqtune.numerics.metrics import LabelOptions, Metric, ScoreOption, check_metric, load_evaluation, measure, open_labelled, option_of
+from qdqtune.numerics.metrics import (
+    LabelOptions,
+    Metric,
+    ScoreOption,
+    check_metric,
+    load_evaluation,
+    measure,
+    open_labelled,
+    option_of,
+)
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
 from qdqtune.options import (
     SWITCH,

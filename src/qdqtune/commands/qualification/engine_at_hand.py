@@ -14,8 +14,7 @@ import onnx
 from qdqtune.commands.doctor import find_gpus
 from qdqtune.commands.inputs import sample_source
 from qdqtune.commands.qualification import graphs
-from qdqtune.commands.quantize import quantize
-from qdqtune.commands.quantize_options import QuantizeOptions
+from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import with_timing_cache
