@@ -369,15 +369,6 @@ def test_timing_needs_a_sample(tmp_path: Path, files: SimpleNamespace) -> None:
             runner.rounds(plain, plain, 1, **ROUNDS)
 
 
-def test_engine_seconds_count_the_waiting(tmp_path: Path, files: SimpleNamespace) -> None:
-    with opened(tmp_path, build_seconds=0.1) as runner:
-        start = time.monotonic()
-        for path in (files.plain, files.large):
-            loaded(runner, path)
-        time.sleep(0.2)
-        assert 0.2 <= runner.engine_seconds <= time.monotonic() - start - 0.2
-
-
 def test_a_worker_that_printed_nothing_leaves_no_log(tmp_path: Path) -> None:
     with Runner(EngineSpec("fake"), log_dir=tmp_path / "logs") as runner:
         runner.describe()

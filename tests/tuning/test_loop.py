@@ -43,7 +43,7 @@ from workers import Build, Workers, in_process
 
 SUMMARY = {
     "model", "engine", "mode", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "builds", "trials",
-    "seconds", "engine_seconds", "patterns", "regions", "pairs", "output_sqnr_db", "seed", "versions",
+    "seconds", "patterns", "regions", "pairs", "output_sqnr_db", "seed", "versions",
 }  # fmt: skip
 
 

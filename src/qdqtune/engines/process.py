@@ -6,7 +6,6 @@ import contextlib
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -190,8 +189,6 @@ class WorkerConnection(Checked):
         ended: Callable[[], None],
     ) -> None:
         super().__init__(execution.check)
-        self.seconds = 0.0
-        """Wall time spent waiting for answers."""
         self.worker: Worker | None = None
         self.spec, self.limit, self.execution = spec, execution.seconds, execution
         self._start, self._first_requests, self._ended = start, first_requests, ended
@@ -260,7 +257,7 @@ class WorkerConnection(Checked):
         """
         worker, limit = self.worker, self.execution.within_budget(self.limit if limit is None else limit)
         assert worker is not None
-        begun, answered = time.monotonic(), False
+        answered = False
         try:
             good, result = worker.request(name, arguments, limit, self.check)
             answered = True
@@ -271,7 +268,6 @@ class WorkerConnection(Checked):
             reason = f"the engine process ended with {worker.exit_reason()} while {what}"
             raise WorkerLostError(Failure("crash", reason, last_lines(log, worker.printed()))) from None
         finally:
-            self.seconds += time.monotonic() - begun
             if not answered:  # also after an interrupt: a late answer must not be taken for that of the next request
                 self.close()
         if not good:

@@ -110,11 +110,6 @@ class Runner:
         self._connection.close()
 
     @property
-    def engine_seconds(self) -> float:
-        """Wall time that callers have spent waiting for the engine."""
-        return self._connection.seconds
-
-    @property
     def location(self) -> str:
         """The device and the host of the worker, for messages."""
         worker = self._connection.worker

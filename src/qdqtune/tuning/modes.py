@@ -236,8 +236,7 @@ def subgraph(run: Run) -> Mode:
 def _record_groups(profiled: Profiled, history: Sequence[Trial], proof: Proof) -> ModeResult:
     """What became of every fusion group."""
     rows = outcomes(profiled, history, proof.in_file)
-    summary = profiled.summary() | {"groups": [asdict(row) for row in rows]}
-    return ModeResult(rows, summary, notes=profiled.notes)
+    return ModeResult(rows, {"groups": [asdict(row) for row in rows]}, notes=profiled.notes)
 
 
 MODES: Mapping[str, Callable[[Run], Mode]] = {"cut": cut, "region": region, "subgraph": subgraph}

@@ -236,9 +236,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "builds": 1 + run.found.builds + sum(t.builds for t in history),
         "proof_builds": proof.builds,
         "predicted_ratio": predicted,
-        "predicted_ms": None if predicted is None or not proof.float_seconds else predicted * proof.float_seconds * 1e3,
         "trials": len(history),
-        "engine_seconds": round(run.runner.engine_seconds, 3),
         "patterns": len(subject.tuned),
         "regions": subject.region_count,
         "pairs": count_pairs(final),
@@ -253,7 +251,6 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "accuracy_samples": len(subject.accuracy) if is_judged else 0,
         "accuracy_held_out": subject.held_out,
         **({"calibration_cut_short": list(subject.hurried)} if subject.hurried else {}),
-        "scores": run.bench.floats.scores.as_json(),
         "scores_told": run.bench.floats.scores.told,
         "seed": settings.seed,
         "versions": {
@@ -285,7 +282,7 @@ def _metric_after(proof: Proof, run: Run) -> Score | Failure | None:
 def _rewrites(run: Run, proof: Proof) -> dict[str, Any]:
     """The rewrites of the float model before pairs were placed, and the ratio due to them where it was measured."""
     made, found = run.subject.rewrites, run.found
-    row: dict[str, Any] = {"folded": made.folded, "names": list(made.names), "merged": list(made.merged)}
+    row: dict[str, Any] = {"folded": made.folded, "names": list(made.names)}
     if found.tried:
         row |= {"tried": [_tried(one) for one in found.tried], "builds": found.builds}
     if found.names and proof.ratio is not None:

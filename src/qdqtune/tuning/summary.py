@@ -102,19 +102,10 @@ class TriedRewrite(TypedDict):
     kept: bool
 
 
-class ScoredOutput(TypedDict):
-    """An output that is taken for scores of so many classes along an axis."""
-
-    output: str
-    axis: Count
-    classes: Count
-
-
 class Rewritten(TypedDict):
     """The rewrites of the float model; `gave` is the ratio due to them, `placement_gave` that due to the placement."""
 
     folded: bool
-    merged: NotRequired[list[str]]
     names: list[str]
     tried: NotRequired[list[TriedRewrite]]
     builds: NotRequired[Count]
@@ -162,9 +153,7 @@ class Summary(TypedDict):
     builds: Count
     proof_builds: Count
     predicted_ratio: float | None
-    predicted_ms: float | None
     trials: Count
-    engine_seconds: float
     patterns: Count
     regions: Count
     pairs: Count
@@ -178,7 +167,6 @@ class Summary(TypedDict):
     accuracy_samples: Count
     accuracy_held_out: bool
     calibration_cut_short: NotRequired[list[str]]
-    scores: NotRequired[list[ScoredOutput]]
     scores_told: NotRequired[str]
     seed: int
     versions: dict[str, str]
@@ -197,10 +185,6 @@ class Summary(TypedDict):
     by_rule: NotRequired[ByRule]
     bits: NotRequired[Bits]
     front: NotRequired[list[FrontPoint]]
-    group_kinds: NotRequired[Count]
-    groups_accepted: NotRequired[Count]
-    group_builds: NotRequired[Count]
-    group_engine_seconds: NotRequired[float]
     groups: NotRequired[list[GroupOutcome]]
     seconds: float
 

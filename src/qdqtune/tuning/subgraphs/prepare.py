@@ -88,8 +88,6 @@ class Profiled:
     kinds: tuple[GroupKind, ...]
     why: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    builds: int = 0
-    engine_seconds: float = 0.0
 
     @property
     def shortfall(self) -> str | None:
@@ -99,15 +97,6 @@ class Profiled:
             return None
         untimed = f"{late} of {len(profiles)} groups were fully timed"
         return f"`time_budget` ended before {untimed}: with more time the same command goes on from there"
-
-    def summary(self) -> dict[str, Any]:
-        """The keys of summary.json about all groups."""
-        return {
-            "group_kinds": len(self.kinds),
-            "groups_accepted": len(self.search.savings),
-            "group_builds": self.builds,
-            "group_engine_seconds": round(self.engine_seconds, 3),
-        }
 
 
 def profile(run: Run) -> Profiled:
@@ -146,7 +135,7 @@ def profile(run: Run) -> Profiled:
     notes = _notes(grouped, layers, is_timed)
     with writing(log := settings.output_dir / LOGS / GROUP_LOG):
         log.write_text("\n".join([*grouped.lines(), *notes, ""]), encoding="utf-8")
-    return Profiled(search, progress, kinds, why, notes, profiler.builds, profiler.engine_seconds)
+    return Profiled(search, progress, kinds, why, notes)
 
 
 def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> Grouping:

@@ -99,9 +99,6 @@ class Profiler:
     """
 
     def __init__(self, run: Run, parts: Partition, resolved: Resolved, *, timed: bool) -> None:
-        self.builds = 0
-        """Builds so far, those of earlier runs included."""
-        self.engine_seconds = 0.0
         settings = run.settings
         self._execution = run.execution
         self._subject, self._parts, self._resolved, self._store = run.subject, parts, resolved, run.store
@@ -125,7 +122,6 @@ class Profiler:
     def __exit__(self, *_: object) -> None:
         self._pool.close()
         self._constants.__exit__()
-        self.engine_seconds = sum(runner.engine_seconds for runner in self._runners)
         for runner in self._runners:  # those that the pool has lost as well: a process may still wait there
             runner.close()
 
@@ -250,7 +246,6 @@ class Profiler:
         base = self._store.get(PartRecord, part.key)
         with atomic_write(part.path) as fresh:
             self._constants.save(part.model, fresh)
-        self.builds += 1
         assert base is not None  # the part was measured
         if base.failure is not None:
             return Profile(part.kind.each_ms, (), {"": base.failure.reason})
@@ -259,7 +254,6 @@ class Profiler:
             if record := self._store.get(SchemeRecord, key):
                 result = None if record.result is None else record.result.result
                 answers.append(SchemeResult(name, part.schemes[name], result, record.layers))
-                self.builds += 1
         profile = profile_of(part.model, base.layers, answers)
         if len(answers) == len(part.schemes):
             return profile
