@@ -231,8 +231,6 @@ def test_json_is_all_that_goes_to_standard_output(call, tuned, tmp_path):
         "seconds",
         "notes",
         "rewrite_builds",
-        "processes",
-        "start_seconds",
     }
     assert json.loads(printed).keys() == told
     code, printed, _ = call("compare", tuned, out / "optimized_final.onnx", "--engine", "fake", *data, "--json")

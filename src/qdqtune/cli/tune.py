@@ -216,9 +216,8 @@ def _result_line(result: Result, final: Path) -> str:
 def _estimate_lines(estimate: Estimate) -> str:
     """The estimate of a run, in four lines."""
     spent = builds(estimate.builds - estimate.rewrite_builds, estimate.rewrite_builds)
-    each = "" if estimate.processes is None else f", {estimate.processes} starts of {estimate.start_seconds:.1f} s"
     return (
         f"regions: {estimate.regions}\npatterns: {estimate.patterns}\n"
         f"builds: at most {spent}, without the proof\n"
-        f"time: about {duration(estimate.seconds)} (float model: {estimate.latency * 1e3:.3f} ms{each})"
+        f"time: about {duration(estimate.seconds)} (float model: {estimate.latency * 1e3:.3f} ms)"
     )

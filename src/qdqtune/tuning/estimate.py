@@ -25,7 +25,7 @@ from qdqtune.tuning.rewritten import most_builds
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import read_journal
 from qdqtune.tuning.subject import open_subject
-from qdqtune.tuning.trial_worker import profiled_runs, trial_seconds, trial_starts
+from qdqtune.tuning.trial_worker import profiled_runs, trial_seconds
 
 NOISE_INFERENCES = 50
 """Inferences presumed for measuring the noise of single tensors: none if all pairs hold the limits, else up to 256."""
@@ -37,8 +37,7 @@ FITTED_BUILDS = 3
 @dataclass(frozen=True)
 class Estimate:
     """What a run would take, in seconds; `latency` is that of the float model. `rewrite_builds` are those of `builds`
-    that rewrites may take. `notes` are for the user. `processes` are those that the engine starts, each for
-    `start_seconds`; None and 0 on engines that stay loaded."""
+    that rewrites may take. `notes` are for the user."""
 
     regions: int
     patterns: int
@@ -47,8 +46,6 @@ class Estimate:
     seconds: float
     notes: tuple[str, ...] = ()
     rewrite_builds: int = 0
-    processes: int | None = None
-    start_seconds: float = 0.0
 
 
 def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
@@ -95,7 +92,6 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     float_model = start + build + latency * (2 * judged + profiled_runs(latency))
     float_runs = judged + REPEATED * settings.limits.are_set + 2 + 1  # outputs, rounds, and a layer report
     float_model += float_runs * launch
-    proving = counts * 2 * 2 * (1 + settings.proof[0]) if trials else 0
     predicting = 2 * start + each * judged * (1 + PAIRED) + NOISE_INFERENCES * each if settings.limits.are_set else 0.0
     rewrite_builds = most_builds(settings, subject)
     rewriting = rewrite_builds * (build + each_round / 2 * plan.looks[0])
@@ -111,8 +107,6 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         seconds=seconds,
         notes=subject.notes,
         rewrite_builds=rewrite_builds,
-        processes=1 + float_runs + proving + (trials + rewrite_builds) * trial_starts(plan) if launch else None,
-        start_seconds=launch,
     )
 
 

@@ -328,11 +328,6 @@ def trial_seconds(
     return build + judged * seconds + profiled * turn + start + comparison
 
 
-def trial_starts(plan: Plan) -> int:
-    """The least number of processes for a candidate if each call starts one: for its build, rounds and layers."""
-    return 2 + 2 * plan.looks[0]
-
-
 def profiled_runs(seconds: float) -> int:
     """The number of inferences for a layer report of a model that takes so many seconds each."""
     (least, enough, most), (short, long) = PROFILED, PROFILED_SECONDS

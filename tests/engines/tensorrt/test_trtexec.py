@@ -29,9 +29,7 @@ from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import node_names
 from qdqtune.timing.pairing import compare_builds
 from qdqtune.timing.ratios import Plan, ratio
-from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.settings import Settings
 from qdqtune.types import Failure, NumericFormat, QType
 from runs import mixed, write
 from trtexec_stand_in import calls, launch, stand_in
@@ -439,23 +437,14 @@ def test_a_file_seldom_wins_against_itself(tmp_path: Path, workers: Workers) -> 
     assert verdicts.count("faster") <= 2
 
 
-def test_a_whole_search_starts_few_processes_and_says_so_before(tmp_path: Path, workers: Workers) -> None:
+def test_a_whole_search_starts_few_processes(tmp_path: Path, workers: Workers) -> None:
     model = write(mixed(), tmp_path)
     program = {"trtexec": stand_in(tmp_path, "10.16")}
     options = {"engine": "trtexec", "engine_options": program, "report": False}
-
-    def asked(folder: str) -> Settings:
-        data = model.with_suffix(".npz")
-        return TuneOptions(model=model, output_dir=tmp_path / folder, calibration_data=data, **options).settings()
-
-    told = estimate(asked("estimated"))
-    before = len(calls(tmp_path))
-    result = tune(asked("out"))
-    took = len(calls(tmp_path)) - before
+    data, out = model.with_suffix(".npz"), tmp_path / "out"
+    result = tune(TuneOptions(model=model, output_dir=out, calibration_data=data, **options).settings())
     assert result.improved
-    assert told.processes is not None
-    assert took <= told.processes <= 2 * took
-    timed = [flags for flags in calls(tmp_path)[before:] if "exportTimes" in flags]
+    timed = [flags for flags in calls(tmp_path) if "exportTimes" in flags]
     assert len(timed) <= 2 * (1 + 7 * len(result.history) + 2 * 12), "rounds of candidates, and of the proof"
 
 
