@@ -39,17 +39,13 @@ class Machine(msgspec.Struct, frozen=True):
 
 class LoggedTrial(msgspec.Struct, frozen=True, kw_only=True):
     """A trial in the order of the search, how it was judged, and when it ended, in seconds from the beginning of the
-    session. `replayed`: it was read from the state file of an earlier session. Its rounds are in the `TrialRecord` with
-    the same `of`."""
+    session. Its origin and its rounds are in the `TrialRecord` with the same `of`."""
 
     of: str
-    origin: str
-    predicted: float | None
     accepted: bool
     holds: bool | None
     metric: float | None
     seconds: float | None
-    replayed: bool
 
 
 class ReadSettings(TypedDict, total=False):
@@ -92,7 +88,7 @@ class RunLogWriter(Silent):
         self._begun, self._clock = datetime.now(UTC), time.monotonic()
         self._load = load()
         self._stages: list[tuple[str, float]] = []
-        self._times: dict[int, tuple[float, bool]] = {}
+        self._times: dict[int, float] = {}
 
     @property
     def seconds(self) -> float:
@@ -105,7 +101,7 @@ class RunLogWriter(Silent):
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """Record when a trial ends."""
-        self._times[trial.number] = self.seconds, state.replayed
+        self._times[trial.number] = self.seconds
 
     def content(self, history: Sequence[Trial], run: Run, notes: tuple[str, ...]) -> Mapping[str, Any]:
         """The JSON values of run.json."""
@@ -128,17 +124,13 @@ class RunLogWriter(Silent):
         return values
 
     def _logged(self, trial: Trial) -> LoggedTrial:
-        seconds, replayed = self._times.get(trial.number, (None, False))
-        rounded = None if seconds is None else round(seconds, 2)
+        seconds = self._times.get(trial.number)
         return LoggedTrial(
             of=job_of(trial.placement.digest, trial.against.digest),
-            origin=trial.proposal.origin,
-            predicted=trial.proposal.predicted,
             accepted=trial.accepted,
             holds=trial.holds,
             metric=trial.metric,
-            seconds=rounded,
-            replayed=replayed,
+            seconds=None if seconds is None else round(seconds, 2),
         )
 
 
