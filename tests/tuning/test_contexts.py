@@ -12,9 +12,11 @@ from qdqtune.commands.compare import CompareOptions
 from qdqtune.commands.tune_tables import result_table
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
+from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.options import EngineOptions
 from qdqtune.errors import BadOption, BadState
 from qdqtune.explanation.report import report_of_run
+from qdqtune.tuning import contexts
 from qdqtune.tuning.contexts import counts_of, tuned_for
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
@@ -231,3 +233,33 @@ def test_only_commands_that_time_files_take_several_numbers_of_threads() -> None
     assert CompareOptions(threads="1,4").spec().options["threads"] == 4
     with pytest.raises(BadOption, match="`threads` takes one number here"):
         EngineOptions(threads="1,4").spec()
+
+
+@pytest.mark.parametrize(
+    ("load", "threads", "is_busy"), [(0.1, 1, False), (1.9, 1, True), (0.0, 2, False), (0.9, 2, True)]
+)
+def test_a_busy_machine_is_noted_before_the_run(load: float, threads: int, is_busy: bool) -> None:
+    note = contexts.busy_with(threads, 2, 2, load)
+    assert (note is not None) == is_busy
+    assert note is None or f"({load:.1f} processes want the 2 cores of this machine beside this run)" in note
+
+
+def test_a_busy_machine_is_not_noted_where_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contexts, "load", lambda: 500.0)
+    assert contexts.busy(EngineSpec("onnxruntime")) is not None
+    assert contexts.busy(EngineSpec("fake")) is None
+    monkeypatch.setattr(contexts, "is_simulated", lambda name, machine: True)
+    assert contexts.busy(EngineSpec("onnxruntime")) is None
+
+
+def test_more_threads_than_cores_are_noted() -> None:
+    note = contexts.busy_with(4, 2, 2, 0.0)
+    assert str(note).startswith("`threads` 4 is more than the 2 cores that this process may use:")
+
+
+def test_advice_about_another_machine_names_it() -> None:
+    board = MachineFacts(4, 4, "aarch64", False, "", "Linux", 3.0, "board", "me@board")
+    threads = {n: contexts.busy(EngineSpec("onnxruntime", {"threads": n}), board) for n in (1, 2, 8)}
+    assert threads[1] is None
+    assert "(3.0 processes want the 4 cores of me@board beside this run)" in str(threads[2])
+    assert "the 4 cores that this process may use on me@board" in str(threads[8])

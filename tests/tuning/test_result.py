@@ -1,13 +1,17 @@
 """What a run gives back and writes."""
 
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
 
 from models import build, normal
 from qdqtune.placement.start_placements import STATIC
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
+from qdqtune.tuning.result import best_undecided, no_format
+from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
 from runs import HOPELESS, MIXED, cost, mixed, out, settings, write
 
 
@@ -53,3 +57,31 @@ def test_they_are_told_names_of_the_file_alone(tmp_path: Path) -> None:
     given.graph.node[2].name = ""
     onnx.save(given, model)
     assert tune(settings(model)).summary["float_nodes"] == ["first", "soft"]
+
+
+PLAN = Plan((12,))
+
+
+def trial(number: int, seconds: list[float], **how: Any) -> Trial:
+    placement = Placement.of([Edge("t", "n", number)])
+    return Trial(
+        number, Proposal(f"no {number}", placement), Placement(), Measurement((1.0,) * 12, tuple(seconds)), **how
+    )
+
+
+def test_the_best_candidate_of_none_that_is_faster_is_named() -> None:
+    seeming, slower = trial(1, [0.8] * 11 + [1.2]), trial(2, [1.1] * 12)
+    inaccurate = trial(3, [0.5] * 11 + [1.2], holds=False)
+    said = best_undecided([seeming, slower, inaccurate], PLAN)
+    assert said is not None
+    assert said.startswith("the best candidate, no 1, was 1.25x [0.83x, 1.25x] the speed of float; ")
+    assert best_undecided([slower], PLAN) is None
+    assert best_undecided([trial(1, [0.5] * 12, accepted=True), slower], PLAN) is None
+
+
+def test_weight_formats_that_gain_nowhere_are_told() -> None:
+    told = no_format(("w8", "w4"), has_pairs=False)
+    assert told is not None
+    assert told.startswith("`formats` w8,w4: no weight of a product gains by them here; ")
+    assert no_format(None, has_pairs=True) is None
+    assert no_format(("int8",), has_pairs=True) is None

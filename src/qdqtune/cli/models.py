@@ -29,7 +29,7 @@ from qdqtune.errors import ConstraintUnmet, EngineFailure
 from qdqtune.explanation.formatting import placed
 from qdqtune.numerics.accuracy import closeness_of, concern
 from qdqtune.options import REQUIRED, Files, Option, PathLike, option
-from qdqtune.tuning import advice
+from qdqtune.tuning import contexts
 
 
 @command("inspect", InspectOptions, AS_JSON)
@@ -71,7 +71,7 @@ def compare_command(options: CompareArguments, junit: Path | None, markdown: Pat
     """
     files = options.files
     spec = options.spec(options.input_shapes, threads=usual_threads())
-    if options.on is None and (busy := advice.busy(spec)) is not None:
+    if options.on is None and (busy := contexts.busy(spec)) is not None:
         say_notes([busy])
     with progress.shown() as observer, failing_gate(str(files[0]), junit, markdown):
         done = with_flags_in_notes(compare(files, options, observer))

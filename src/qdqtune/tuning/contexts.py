@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from qdqtune.engines import THREADED, EngineSpec, threads_of
-from qdqtune.engines.devices import usable_cores
-from qdqtune.engines.machine import MachineFacts
+from qdqtune.engines.devices import load, usable_cores
+from qdqtune.engines.machine import COST_MODEL, MachineFacts, is_simulated
 from qdqtune.engines.runner import Handle, Runner, as_workloads
 from qdqtune.errors import BadOption
 from qdqtune.types import Failure, Measurement, Mix, Placement, Trial
@@ -141,3 +143,28 @@ def ratios_at(history: Sequence[Trial], mix: Mix, counts: Sequence[int | None]) 
 def measured_at(measured: Measurement, mix: Mix, counts: Sequence[int | None]) -> tuple[Measurement, ...]:
     """The rounds at each of these numbers of threads, of rounds on all workloads at each number (see `at_each`)."""
     return tuple(map(measured.mean, shares_at(mix, counts))) or (measured,)
+
+
+def busy(engine: EngineSpec, machine: MachineFacts | None = None) -> str | None:
+    """Advice about this machine, or another `machine` that measures, see `busy_with`; None for the fake engine, and
+    where times mean nothing."""
+    if engine.name == COST_MODEL or is_simulated(engine.name, machine):
+        return None
+    if machine is not None:
+        facts = machine.cores, machine.cores, machine.load or 0.0
+        return busy_with(engine.options.get("threads", 1), *facts, machine.where)
+    return busy_with(engine.options.get("threads", 1), usable_cores(), os.cpu_count() or 1, load() or 0.0)
+
+
+def busy_with(threads: Any, usable: int, cores: int, load: float, where: str = "") -> str | None:
+    """Advice if a run with so many threads has fewer `usable` cores, or if other processes use those of the machine
+    `where`, "" for this one; `load` is their average number in the last minute."""
+    if isinstance(threads, int) and threads > usable:
+        whose = f"the {usable} core{'s' * (usable > 1)} that this process may use{where and f' on {where}'}"
+        return f"`threads` {threads} is more than {whose}: threads wait for each other, and times say little"
+    if load + threads <= cores + 0.5:
+        return None
+    share = (
+        f"{load:.1f} processes want the {cores} core{'s' * (cores > 1)} of {where or 'this machine'} beside this run"
+    )
+    return f"the machine is busy ({share}): intervals will be wide; end other work, or tune at a quieter time"

@@ -10,7 +10,7 @@ from qdqtune.engines.execution import Check
 from qdqtune.search import Strategy, best_of, products_left_in_float
 from qdqtune.search.front import FrontSearch
 from qdqtune.timing.limits import outcome
-from qdqtune.tuning import advice
+from qdqtune.tuning.contexts import busy
 from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.tuning.folder import FRONT
 from qdqtune.tuning.front import prove_front
@@ -41,7 +41,7 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
     log = RunLogWriter()
     observer = Observers((log, observer or Silent()))
     with prepared(settings, observer, check) as ready:
-        if (note := advice.busy(settings.engine, settings.machine)) is not None:
+        if (note := busy(settings.engine, settings.machine)) is not None:
             observer.note(note)
         if note := ready.store.measuring_on(settings.measured_on):
             observer.note(note)

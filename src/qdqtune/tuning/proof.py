@@ -24,10 +24,18 @@ from qdqtune.tuning import shipping
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest
 from qdqtune.tuning.contexts import Context, open_contexts
 from qdqtune.tuning.folder import BASELINE, FINAL
-from qdqtune.tuning.proof_notes import CHANGES_ALONE, notes_of
 from qdqtune.tuning.records import Shipped
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.shipping import Attempt, Compared, InContext, Terms, first_faster, is_slower
+from qdqtune.tuning.shipping import (
+    CHANGES_ALONE,
+    Attempt,
+    Compared,
+    InContext,
+    Terms,
+    first_faster,
+    is_slower,
+    notes_of,
+)
 from qdqtune.types import Failure, Placement, Proposal, Trial
 
 

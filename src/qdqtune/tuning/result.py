@@ -15,28 +15,27 @@ from qdqtune.engines.fallback import fallback
 from qdqtune.engines.machine import simulated
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import concern
 from qdqtune.numerics.label_metrics import Score
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement import files
 from qdqtune.placement.reading import count_pairs
-from qdqtune.search import ratios_to_float
+from qdqtune.search import products_left_in_float, ratios_to_float
 from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.search.front import MeasuredPoint, named, spread, undominated
 from qdqtune.search.regions import cache
 from qdqtune.system.writing import write_json
-from qdqtune.timing.ratios import Plan, Ratio
-from qdqtune.tuning import advice
+from qdqtune.timing.ratios import Plan, Ratio, judge
 from qdqtune.tuning.contexts import tuned_for
 from qdqtune.tuning.deploy import copy_companions, processor_of, write_kit
 from qdqtune.tuning.folder import FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.proof import Proof
-from qdqtune.tuning.proof_notes import slower_workloads
 from qdqtune.tuning.records import GroupOutcome, Shipped, Tried
 from qdqtune.tuning.rule_results import bits_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.run_log import RunLogWriter
-from qdqtune.tuning.shipping import rows_by_threads, rows_by_workload
+from qdqtune.tuning.shipping import TO_DECIDE, rows_by_threads, rows_by_workload, slower_workloads, wide
 from qdqtune.tuning.summary import FORMAT
 from qdqtune.types import Failure, Placement, Trial
 from qdqtune.version import __version__
@@ -163,14 +162,14 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
     shipped = None if proof.trial is None or not settings.has_samples else proof.trial.accuracy
     yield from slower_workloads(standings, run.subject.mix)
     doubts = [None if shipped is None else concern(shipped), shortfall]
-    doubts.append(advice.no_kernels(history, run.subject.shaped, settings.plan))
+    doubts.append(no_kernels(history, run.subject.shaped, settings.plan))
     if not settings.is_timed:
         doubts += [] if history else [run.budget.excuse]
     elif proof.ratio is None:
-        untried = run.budget.excuse or advice.no_format(settings.formats, has_pairs=settings.has_pairs)
-        doubts += [advice.undecided(history, settings.plan), None if history else untried]
+        untried = run.budget.excuse or no_format(settings.formats, has_pairs=settings.has_pairs)
+        doubts += [best_undecided(history, settings.plan), None if history else untried]
     else:
-        doubts.append(advice.wide(proof.ratio))
+        doubts.append(wide(proof.ratio))
     yield from filter(None, doubts)
 
 
@@ -341,3 +340,40 @@ def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]
     ratio, trial = fastest
     missed = run.limits.why_refused(trial)
     return {"ratio": ratio, "sqnr_db": trial.sqnr_db, "agreement": equal_share(trial.accuracy), "missed": missed}
+
+
+def best_undecided(history: Sequence[Trial], plan: Plan) -> str | None:
+    """The best candidate that seemed faster if none was accepted: how fast, and what would decide it."""
+    floats = ratios_to_float(history, plan)
+    seeming = [
+        (measured.scaled(floats[trial.against]), trial)
+        for trial in history
+        if (measured := judge(trial, plan)) is not None and trial.holds is not False
+    ]
+    ratio, trial = min(seeming, key=lambda pair: pair[0].median, default=(None, None))
+    if trial is None or ratio is None or ratio.median >= 1 or any(t.accepted for t in history):
+        return None
+    return f"the best candidate, {trial.proposal.origin}, was {ratio.speedup} the speed of float; {TO_DECIDE}"
+
+
+def no_kernels(history: Sequence[Trial], model: Model, plan: Plan) -> str | None:
+    """What shows that an engine has no 8-bit kernels, if a trial does."""
+    for trial in history:
+        if left := products_left_in_float(trial, model, plan):
+            speed = ratios_to_float(history, plan).get(trial.placement)
+            slower = f" ({1 / speed:.2f}x the speed of float)" if speed else ""
+            return (
+                f"the engine ran all {left} products with pairs of the candidate {trial.proposal.origin} in float"
+                f"{slower}: it has no 8-bit kernels for them, so no other pairs were tried"
+            )
+    return None
+
+
+def no_format(formats: Sequence[str] | None, *, has_pairs: bool) -> str | None:
+    """Why nothing was tried where weight formats alone were asked for; None where pairs may be placed, too."""
+    if formats is None or has_pairs:
+        return None
+    return (
+        f"`formats` {','.join(formats)}: no weight of a product gains by them here; they take too small a part of "
+        "the time, fit in a cache in float, or are not faster so on this engine"
+    )

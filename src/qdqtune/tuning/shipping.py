@@ -1,9 +1,9 @@
-"""Results of comparing two files, and what follows from them: which candidate a search accepts, which file ships. Pure
-functions."""
+"""Results of comparing two files, and what follows from them: which candidate a search accepts, which file ships; also
+as sentences. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -368,3 +368,69 @@ def keeps_given(attempts: Sequence[Attempt], terms: Terms, *, from_qdq: bool, pa
         return pairs_hold
     to_given = attempts[-1].contexts[0].to_given if attempts else None
     return terms.is_rewritten or (to_given is not None and to_given.verdict == "slower")
+
+
+# ---------------------------------------------------------------- what users read about it
+
+CHANGES_ALONE = "no pair is worth its time here: what ships is the float model {}"
+
+WIDE_INTERVAL = 1.5
+"""An interval whose ends are further apart than this factor suggests a busy machine: with two pairs of builds, 20 to 30
+% are usual on a quiet one."""
+
+TO_DECIDE = "a quieter machine, or more rounds (`effort` extensive, `restart`), would decide"
+
+
+def notes_of(attempt: Attempt, model: str, changes: str) -> Iterator[str]:
+    """Why a file did not ship, and whether the user's file, named `model`, could not be compared with it. `changes` is
+    what was done to that without pairs, see `Subject.changes`."""
+    for one in attempt.contexts:
+        if isinstance(one.given, Failure):
+            yield f"the engine does not run {model} as it is, so it was not compared: {one.given.reason}"
+    edges = f"a candidate of {len(attempt.placement)} edges" if attempt.placement else f"the float model {changes}"
+    first, last = first_faster(attempt.to_float), attempt.to_float[-1]
+    match attempt.verdict:
+        case "pairs do not pay" if attempt.without_pairs is not None:
+            speedup = attempt.without_pairs.ratio.speedup
+            yield f"{edges} did not prove more than its rewrites: {speedup} the speed without its pairs"
+        case "slower elsewhere":
+            here = f"{first.ratio.speedup} the speed of float{at_threads(first.threads)}"
+            yield f"{edges} is no gain where it may run: {here}, but {last.ratio.speedup}{at_threads(last.threads)}"
+        case "not faster than given":
+            slowest = max(attempt.to_given, key=lambda ratio: ratio.median)
+            yield f"{edges} did not prove faster than {model}: {unproven(slowest, model)}"
+        case "misses the limits":
+            yield f"{edges} proved faster, and was not taken: {attempt.missed}"
+        case "not faster":
+            yield f"{edges} did not prove faster on fresh builds: {unproven(first.ratio)}"
+
+
+def unproven(ratio: Ratio, of: str = "float") -> str:
+    """How fast a model was that did not prove faster, and what would decide it."""
+    known = f"{ratio.speedup} the speed of {of}"
+    return f"{known}; {TO_DECIDE}" if ratio.verdict == "undecided" else known
+
+
+def wide(ratio: Ratio) -> str | None:
+    """Advice if an interval is wide, which that of a few pairs of builds is on any machine."""
+    if ratio.low is None or ratio.high is None or ratio.high / ratio.low <= WIDE_INTERVAL:
+        return None
+    return f"the interval {ratio.speedup} is wide: more time, or a quieter machine, makes it narrower"
+
+
+def at_threads(count: int | None) -> str:
+    """The phrase " at N threads"; empty if the engine has no number of threads."""
+    return "" if count is None else f" at {count} thread{'s' * (count != 1)}"
+
+
+def slower_workloads(contexts: Sequence[Compared], mix: Mix) -> Iterator[str]:
+    """A line for each of several workloads that is slower in what ships, with the context in which that is worst."""
+    for number, workload in enumerate(mix if contexts and contexts[0].by_workload else ()):
+        alone = [one.by_workload[number] for one in contexts]
+        worst = max(alone, key=lambda one: one.ratio.median)
+        if is_slower(worst):
+            at = at_threads(worst.threads) if len(contexts) > 1 else ""
+            yield (
+                f"{workload.name} alone ({workload.share:.0%} of the calls) got slower: {worst.ratio.speedup} the "
+                f"speed of float{at}; the others gain more than it loses"
+            )
