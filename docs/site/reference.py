@@ -35,8 +35,7 @@ from qdqtune.engines.providers import PROVIDERS
 from qdqtune.placement import engine_rules
 from qdqtune.tuning.deploy import DeploySettings
 from qdqtune.tuning.folder import FILES
-from qdqtune.tuning.run_log import RunLog
-from qdqtune.tuning.summary import Summary
+from qdqtune.tuning.summary import RunLog, Summary
 
 OF_RUNS = {"summary.json": Summary, "run.json": RunLog, "deploy/settings.json": DeploySettings}
 """JSON files of a run, with the types that read them."""

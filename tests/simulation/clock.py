@@ -37,5 +37,5 @@ class Clock:
                 patch.setattr(time, name, lambda: self.now)
             patch.setattr(time, "time", lambda: self.wall)
             patch.setattr(time, "sleep", self.advance)
-            patch.setattr("qdqtune.tuning.run_log.datetime", Dates)
+            patch.setattr("qdqtune.tuning.result.datetime", Dates)
             yield

@@ -29,9 +29,8 @@ from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import Ratio, judge, ratio
 from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
-from qdqtune.tuning.run_log import RunLog
 from qdqtune.tuning.subgraphs.groups import by_rules, from_layers
-from qdqtune.tuning.summary import Summary
+from qdqtune.tuning.summary import RunLog, Summary
 from qdqtune.types import EQUAL_DB, CostsByRule, Failure, Measurement, Placement, Trial
 
 BARS = 24

@@ -31,10 +31,9 @@ from qdqtune.tuning.records import (
     NoiseRecord,
     TrialRecord,
 )
-from qdqtune.tuning.run_log import RunLog
 from qdqtune.tuning.settings import STATE
 from qdqtune.tuning.store import Journal, read_journal
-from qdqtune.tuning.summary import AtThreads, Summary, read_json, read_summary
+from qdqtune.tuning.summary import AtThreads, RunLog, Summary, read_json, read_summary
 from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
 
 

@@ -17,10 +17,9 @@ from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes import MODES
 from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent
 from qdqtune.tuning.proof import chosen_by_rule, prove
-from qdqtune.tuning.result import Result, conclude
+from qdqtune.tuning.result import Result, RunLogWriter, conclude
 from qdqtune.tuning.rewritten import with_rewrites
 from qdqtune.tuning.run import Run, open_run, prepared, written_once
-from qdqtune.tuning.run_log import RunLogWriter
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import accepted
 from qdqtune.types import Trial

@@ -28,9 +28,8 @@ from qdqtune.tuning.contexts import shares_at
 from qdqtune.tuning.folder import RAW, REGION_MODELS, UNITS
 from qdqtune.tuning.observer import Observer, Silent, State
 from qdqtune.tuning.proof import Proof
-from qdqtune.tuning.result import ModeResult
+from qdqtune.tuning.result import ModeResult, summary_by_rule
 from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_bits, simulated_noise
-from qdqtune.tuning.rule_results import summary_by_rule
 from qdqtune.tuning.run import Run, rule_costs
 from qdqtune.tuning.subgraphs.prepare import Profiled, outcomes, profile
 from qdqtune.types import Placement, Trial

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from qdqtune.engines import unwatched
+from qdqtune.engines import devices, unwatched
 from qdqtune.engines.fallback import fallback
 from qdqtune.engines.machine import simulated
 from qdqtune.engines.providers import PROVIDERS
@@ -20,23 +22,26 @@ from qdqtune.numerics.accuracy import concern
 from qdqtune.numerics.label_metrics import Score
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement import files
+from qdqtune.placement.possible import conversions, wide_tensors, wide_weights
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import products_left_in_float, ratios_to_float
 from qdqtune.search.costs.decisions import UnitPrice
+from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.search.front import MeasuredPoint, named, spread, undominated
 from qdqtune.search.regions import cache
 from qdqtune.system.writing import write_json
+from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import Plan, Ratio, judge
 from qdqtune.tuning.contexts import tuned_for
 from qdqtune.tuning.deploy import copy_companions, processor_of, write_kit
 from qdqtune.tuning.folder import FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
+from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.proof import Proof
-from qdqtune.tuning.records import GroupOutcome, Shipped, Tried
-from qdqtune.tuning.rule_results import bits_of
+from qdqtune.tuning.records import GroupOutcome, Shipped, Tried, job_of, plain
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.run_log import RunLogWriter
+from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import TO_DECIDE, rows_by_threads, rows_by_workload, slower_workloads, wide
-from qdqtune.tuning.summary import FORMAT
+from qdqtune.tuning.summary import FORMAT, Bits, ByRule, ByRuleCandidate, LoggedTrial, Machine, RunLog
 from qdqtune.types import Failure, Placement, Trial
 from qdqtune.version import __version__
 
@@ -377,3 +382,120 @@ def no_format(formats: Sequence[str] | None, *, has_pairs: bool) -> str | None:
         f"`formats` {','.join(formats)}: no weight of a product gains by them here; they take too small a part of "
         "the time, fit in a cache in float, or are not faster so on this engine"
     )
+
+
+# ---------------------------------------------------------------- run.json
+
+ELSEWHERE = frozenset(
+    {"model", "output_dir", "engine", "calibration", "config", "plan", "state_file", "command", "restart", "machine"}
+)
+"""Fields of the settings that stand elsewhere in the log, or make no difference to what was measured."""
+
+
+class RunLogWriter(Silent):
+    """An observer that records when each stage began and each trial ended, in seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._begun, self._clock = datetime.now(UTC), time.monotonic()
+        self._load = devices.load()
+        self._stages: list[tuple[str, float]] = []
+        self._times: dict[int, float] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of this session."""
+        return time.monotonic() - self._clock
+
+    def stage(self, text: str) -> None:
+        """Record when a stage begins."""
+        self._stages.append((text, self.seconds))
+
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
+        """Record when a trial ends."""
+        self._times[trial.number] = self.seconds
+
+    def content(self, history: Sequence[Trial], run: Run, notes: tuple[str, ...]) -> Mapping[str, Any]:
+        """The JSON values of run.json."""
+        settings = run.settings
+        log = RunLog(
+            begun=self._begun.isoformat(timespec="seconds"),
+            command=settings.command,
+            settings=changed(settings),
+            engine=settings.engine,
+            calibration=f"{settings.calibration.method} on {run.subject.prepared.samples.origin}",
+            machine=_measuring(settings, self._load),
+            plan=settings.plan,
+            proof=settings.proof,
+            stages=tuple((text, round(seconds, 2)) for text, seconds in self._stages),
+            trials=tuple(map(self._logged, history)),
+            notes=notes,
+            seconds=round(self.seconds, 2),
+        )
+        values: Mapping[str, Any] = plain(log)
+        return values
+
+    def _logged(self, trial: Trial) -> LoggedTrial:
+        seconds = self._times.get(trial.number)
+        return LoggedTrial(
+            of=job_of(trial.placement.digest, trial.against.digest),
+            accepted=trial.accepted,
+            holds=trial.holds,
+            metric=trial.metric,
+            seconds=None if seconds is None else round(seconds, 2),
+        )
+
+
+def _measuring(settings: Settings, load_before: float | None) -> Machine:
+    """The machine that measures. What else another one does is known from before the run only."""
+    if (other := settings.machine) is not None:
+        return Machine(other.cores, (other.load, None), other.system, other.where)
+    return Machine(devices.usable_cores(), (load_before, devices.load()), platform.platform())
+
+
+def changed(settings: Settings) -> dict[str, Any]:
+    """The settings that differ from the defaults."""
+    usual = Settings(settings.model)
+    names = (f.name for f in fields(settings) if f.name not in ELSEWHERE)
+    others = {name: value for name in names if (value := getattr(settings, name)) != getattr(usual, name)}
+    if settings.workloads:
+        others["workloads"] = [str(file) for file in settings.workloads]
+    values: dict[str, Any] = plain(others)
+    return values
+
+
+# ---------------------------------------------------------------- what a search by rule has found
+
+
+def summary_by_rule(costs: RuleCosts, history: Sequence[Trial], final: Placement, *, is_judged: bool) -> ByRule:
+    """The candidates by nodes elsewhere, bits and accuracy; without what random inputs say of that."""
+    rows = [_row_by_rule(costs, trial, is_final=trial.placement == final) for trial in history]
+    if not is_judged:
+        rows = [{**row, "sqnr_db": None, "agreement": None} for row in rows]
+    return {"candidates": rows}
+
+
+def bits_of(model: Model, placement: Placement) -> Bits:
+    """How many bits the tensors of a placement have."""
+    activations = {edge.tensor for edge in placement.edges} - model.constants.keys()
+    wide, weights = wide_tensors(model, placement), wide_weights(model, placement)
+    return Bits(tensors=len(activations), tensors_16=len(wide), weights_16=len(weights))
+
+
+def _row_by_rule(costs: RuleCosts, trial: Trial, *, is_final: bool) -> ByRuleCandidate:
+    bits, failed, placement = bits_of(costs.model, trial.placement), failure(trial), trial.placement
+    converted = conversions(costs.model, placement, wide_tensors(costs.model, placement))
+    row = ByRuleCandidate(
+        number=trial.number,
+        origin=trial.proposal.origin,
+        elsewhere=None if failed else len(left_nodes(trial.layers or ())),
+        tensors=bits["tensors"],
+        tensors_16=bits["tensors_16"],
+        weights_16=bits["weights_16"],
+        conversions=len({edge.tensor for edge in converted}),
+        sqnr_db=trial.sqnr_db,
+        agreement=equal_share(trial.accuracy),
+        holds_limits=trial.holds if failed is None else False,
+        shipped=is_final,
+        samples=0 if trial.accuracy is None else trial.accuracy.samples,
+    )
+    return row if failed is None else row | {"failure": failed.reason}

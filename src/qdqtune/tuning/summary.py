@@ -1,19 +1,19 @@
-"""What summary.json holds, checked by msgspec when it is read."""
+"""What summary.json and run.json hold, checked by msgspec when they are read."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, NotRequired, Required, TypedDict, TypeVar
+from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict, TypeVar
 
 import msgspec
 
+from qdqtune.engines import EngineSpec
 from qdqtune.engines.fallback import Fallback
 from qdqtune.errors import BadOption, check_file, reading
-from qdqtune.timing.ratios import Verdict
+from qdqtune.timing.ratios import Plan, Verdict
 from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.options import Mode
 from qdqtune.tuning.records import Form, GroupOutcome, Shipped
-from qdqtune.tuning.rule_results import Bits, ByRule
 from qdqtune.types import Accuracy
 
 FORMAT = 1
@@ -122,6 +122,37 @@ class WithoutLimits(TypedDict):
     missed: NotRequired[str | None]
 
 
+class Bits(TypedDict):
+    """The activations of a placement with a pair, those of them that are stored in 16 bits, and the weights that are.
+    Files of earlier versions do not count weights."""
+
+    tensors: int
+    tensors_16: int
+    weights_16: NotRequired[int]
+
+
+class ByRuleCandidate(Bits):
+    """A candidate: the nodes that run elsewhere, None if it failed; the values that are converted between 8 and 16
+    bits; and on how many samples it ran: on the first ones if they showed that it misses a limit."""
+
+    number: int
+    origin: str
+    elsewhere: int | None
+    conversions: int
+    sqnr_db: float | None
+    agreement: float | None
+    holds_limits: bool | None
+    shipped: bool
+    samples: NotRequired[int]
+    failure: NotRequired[str]
+
+
+class ByRule(TypedDict):
+    """The result of a search by rule."""
+
+    candidates: list[ByRuleCandidate]
+
+
 class Summary(TypedDict):
     """The content of summary.json.
 
@@ -187,6 +218,60 @@ class Summary(TypedDict):
     front: NotRequired[list[FrontPoint]]
     groups: NotRequired[list[GroupOutcome]]
     seconds: float
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """Where a run was measured; `load` is how many processes wanted the cores when it began and when it ended, `where`
+    the name of the machine if it is another one (`on`)."""
+
+    cores: int
+    load: tuple[float | None, float | None]
+    system: str
+    where: str = ""
+
+
+class LoggedTrial(msgspec.Struct, frozen=True, kw_only=True):
+    """A trial in the order of the search, how it was judged, and when it ended, in seconds from the beginning of the
+    session. Its origin and its rounds are in the `TrialRecord` with the same `of`."""
+
+    of: str
+    accepted: bool
+    holds: bool | None
+    metric: float | None
+    seconds: float | None
+
+
+class ReadSettings(TypedDict, total=False):
+    """Settings in the log that other code reads; the log has only those that differ from the defaults."""
+
+    calibration_data: str | None
+    calibration_samples: int | None
+    seed: int
+    time_limit: float
+    fix_inputs: dict[str, float | int | str]
+    input_shapes: dict[str, list[int]]
+    workloads: list[str]
+
+
+class RunLog(msgspec.Struct, frozen=True, kw_only=True):
+    """run.json. Seconds count from the beginning of the session."""
+
+    format: int = FORMAT
+    begun: str
+    command: tuple[str, ...]
+    settings: dict[str, Any]
+    engine: EngineSpec
+    calibration: str
+    machine: Machine
+    plan: Plan
+    proof: tuple[int, ...]
+    stages: tuple[tuple[str, float], ...]
+    trials: tuple[LoggedTrial, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    def __post_init__(self) -> None:
+        msgspec.convert(self.settings, ReadSettings)  # raises if one has another type
 
 
 def read_summary(folder: Path) -> Summary:
