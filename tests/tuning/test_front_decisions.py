@@ -7,16 +7,14 @@ import pytest
 from qdqtune.search.front import Tradeoff
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, Ratio
-from qdqtune.tuning.front_decisions import (
+from qdqtune.tuning.front import ProvenPoint, front_of, shipped_point
+from qdqtune.tuning.front_candidates import (
     FrontCandidate,
     FrontTerms,
-    ProvenPoint,
-    front_of,
     has_builds_for_another,
     judged,
     may_ship,
     promising,
-    shipped_point,
     to_compare_again,
 )
 from qdqtune.tuning.shipping import Compared

@@ -17,9 +17,10 @@ from qdqtune.graph.saving import data_of
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
-from qdqtune.search.front import TARGET_POINTS, WORTHWHILE_RATIO, FrontSearch, MeasuredPoint, named
+from qdqtune.search.front import TARGET_POINTS, WORTHWHILE_RATIO, FrontSearch, MeasuredPoint, Tradeoff, named
 from qdqtune.system.checks import content_digest
 from qdqtune.system.writing import atomic_write, write_json
+from qdqtune.timing.ratios import PAIRS, Ratio
 from qdqtune.tuning.contexts import measured_at
 from qdqtune.tuning.deploy import renew_kit
 from qdqtune.tuning.folder import (
@@ -33,17 +34,68 @@ from qdqtune.tuning.folder import (
     alone,
     check_names,
 )
-from qdqtune.tuning.front_candidates import FrontCandidates, compare_candidates
-from qdqtune.tuning.front_decisions import FrontCandidate, ProvenPoint, front_of, shipped_point
+from qdqtune.tuning.front_candidates import FrontCandidate, FrontCandidates, compare_candidates
 from qdqtune.tuning.proof import Proof, copy_model, prove
 from qdqtune.tuning.records import plain
 from qdqtune.tuning.result import write_placement_of
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.shipping import is_proven, judged_together, rows_by_threads, rows_by_workload
+from qdqtune.tuning.shipping import (
+    Compared,
+    first_faster,
+    is_alike,
+    is_proven,
+    judged_together,
+    rows_by_threads,
+    rows_by_workload,
+)
 from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
 from qdqtune.types import Failure, Mix, Placement, Trial
 
 PROVEN_APART = "what ships is no point of the front: it was proven as without `front`, on more pairs of builds"
+
+
+@dataclass(frozen=True)
+class ProvenPoint:
+    """A point of the front: a file that was compared with the user's in each of `contexts`, on so many `pairs` of
+    builds. `metric` is the user's own, `holds` whether it holds the limits on accuracy, `content` a
+    digest of the file."""
+
+    trial: Trial
+    contexts: tuple[Compared, ...]
+    pairs: int
+    holds: bool
+    metric: float | None = None
+    name: str = ""
+    content: str = ""
+
+    @property
+    def shown(self) -> Compared:
+        """The context whose figures users see."""
+        return first_faster(self.contexts)
+
+    @property
+    def ratio(self) -> Ratio:
+        """The ratio to the user's file in the context that is shown."""
+        return self.shown.ratio
+
+    @property
+    def tradeoff(self) -> Tradeoff:
+        """Its latency and accuracy."""
+        return Tradeoff(self.ratio.median, self.trial.exactness)
+
+
+def front_of(points: Sequence[ProvenPoint]) -> list[ProvenPoint]:
+    """The points that no other one beats, the fastest first."""
+    kept = (p for p in points if not any(other.tradeoff.beats(p.tradeoff) for other in points))
+    return sorted(kept, key=lambda p: p.ratio.median)
+
+
+def shipped_point(front: Sequence[ProvenPoint]) -> ProvenPoint | None:
+    """The point that ships: the fastest that holds the limits, on two pairs of builds at least, or the most exact of
+    those that are equal to it. None if no point may."""
+    holding = [p for p in front if p.holds and p.pairs >= PAIRS]
+    alike = [p for p in holding if is_alike(p.ratio, holding[0].ratio)]
+    return max(alike, key=lambda p: (round(p.trial.exactness), -p.ratio.median), default=None)
 
 
 @dataclass(frozen=True)
