@@ -11,6 +11,7 @@ import pytest
 from conftest import Call
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.commands.explain import explain_run
+from qdqtune.errors import BadOption
 from qdqtune.explanation.page import render
 from qdqtune.explanation.report import report_of_run
 from qdqtune.tuning.loop import tune
@@ -73,14 +74,10 @@ def test_candidates_are_told_in_order_with_what_became_of_them(finished: Path) -
     assert all(len(strip.rounds) >= 12 for strip in report.proof)
 
 
-def test_a_run_whose_log_is_gone_has_a_report_too(finished: Path) -> None:
-    whole = report_of_run(finished)
+def test_without_its_log_a_run_has_no_report(finished: Path) -> None:
     (finished / "run.json").unlink()
-    told = report_of_run(finished)
-    assert told.verdict == whole.verdict
-    assert [(c.number, c.outcome, c.speed) for c in told.candidates] == [
-        (c.number, c.outcome, c.speed) for c in whole.candidates
-    ]
+    with pytest.raises(BadOption, match=r"has lost run\.json: run the same tune command again"):
+        report_of_run(finished)
 
 
 def test_tune_leaves_a_report_unless_told_not_to(model: Path, call: Call) -> None:

@@ -64,7 +64,7 @@ def report_of_run(folder: Path) -> Report:
         title=title(Path(run.summary["model"])),
         verdict=verdict(run),
         facts=tuple(_facts(run)),
-        notes=() if run.log is None else run.log.notes,
+        notes=run.log.notes,
         bars=bars(drawn),
         bars_lead=_bars_lead(drawn, run),
         map=drawn,
@@ -367,7 +367,7 @@ def _points(run: FinishedRun) -> Iterator[Point]:
 
 def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
     ratios = ratios_to_float(run.history, run.plan)
-    rows = {} if run.log is None else {row.of: row.seconds for row in run.log.trials}
+    rows = {row.of: row.seconds for row in run.log.trials}
     seconds = list(rows.values()) if len(rows) == len(run.history) else [None] * len(run.history)
     for trial, when in zip(run.history, seconds, strict=True):
         is_timed = not isinstance(trial.result, CostsByRule)
@@ -437,7 +437,7 @@ def outcome_text(trial: Trial, run: FinishedRun) -> str:
 
 def _compare_command(run: FinishedRun) -> Fact:
     """The `compare` command that measures the result again, and hints about files that are gone."""
-    settings = {} if run.log is None else run.log.settings
+    settings = run.log.settings
     first, hints = Path(run.summary["model"]), list[str]()
     if settings.get("fix_inputs") or not first.is_file():
         why = "inputs were made constant in it" if first.is_file() else f"{first} is gone"
@@ -449,9 +449,8 @@ def _compare_command(run: FinishedRun) -> Fact:
     named = [source] if source is not None and ":" not in source else []
     if gone := [name for name in (*named, *(text.rpartition(":")[0] for text in workloads)) if not Path(name).exists()]:
         hints.append(f"{', '.join(gone)} is gone: name a file with your samples instead")
-    spec = EngineSpec(run.summary["engine"]["engine"]) if run.log is None else run.log.engine
     counts = [row["threads"] for row in run.summary["by_threads"]]
-    words = ["qdqtune", "compare", str(first), str(run.folder / FINAL), *_engine(spec, counts), *options]
+    words = ["qdqtune", "compare", str(first), str(run.folder / FINAL), *_engine(run.log.engine, counts), *options]
     return Fact("measure the result again", shlex.join(words), "; ".join(hints))
 
 
@@ -487,19 +486,17 @@ def circumstances(run: FinishedRun) -> Iterator[Fact]:
             yield Fact({"isa": "instruction sets"}.get(name, name.replace("_", " ")), engine[name])
     if summary["tuned_for"]:
         yield Fact("tuned for", summary["tuned_for"])
-    if log is not None:
-        yield Fact("cores", str(log.machine.cores))
-        loads = [f"{load:g}" for load in log.machine.load if load is not None]
-        if loads:
-            yield Fact("load, begin and end", " and ".join(loads), "processes that wanted the cores")
-        yield Fact("system", log.machine.system)
-        yield Fact("begun", log.begun.replace("T", " ").replace("+00:00", " UTC"))
-        if spent := _longest_stages(log):
-            yield Fact("where the time of the run went", spent)
+    yield Fact("cores", str(log.machine.cores))
+    loads = [f"{load:g}" for load in log.machine.load if load is not None]
+    if loads:
+        yield Fact("load, begin and end", " and ".join(loads), "processes that wanted the cores")
+    yield Fact("system", log.machine.system)
+    yield Fact("begun", log.begun.replace("T", " ").replace("+00:00", " UTC"))
+    if spent := _longest_stages(log):
+        yield Fact("where the time of the run went", spent)
     yield Fact("seed", str(summary["seed"]))
     yield Fact("mode", summary["mode"])
-    if log is not None:
-        yield Fact("calibration", log.calibration)
+    yield Fact("calibration", log.calibration)
     if judging := summary["accuracy_samples"]:
         held = "kept apart from calibration" if summary["accuracy_held_out"] else "which calibration saw as well"
         yield Fact("outputs judged on", f"{judging} samples, {held}")
@@ -519,12 +516,12 @@ def _longest_stages(log: RunLog) -> str:
 
 def commands(run: FinishedRun) -> Iterator[Fact]:
     """The commands that made the run, start it again, and measure its result again."""
-    typed = () if run.log is None else run.log.command
+    typed = run.log.command
     if typed:
         yield Fact("what was run", shlex.join(typed))
         yield Fact(
             "again from the beginning", shlex.join([*typed, *(["--restart"] if "--restart" not in typed else [])])
         )
-    elif run.log is not None and run.log.settings:
+    elif run.log.settings:
         yield Fact("settings", ", ".join(f"{name}={value!r}" for name, value in run.log.settings.items()))
     yield _compare_command(run)

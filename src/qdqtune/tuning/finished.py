@@ -12,10 +12,10 @@ import msgspec
 from qdqtune.calibration.prepare import Data
 from qdqtune.calibration.samples import digest_of
 from qdqtune.engines.execution import Execution
-from qdqtune.errors import BadState, InputError
+from qdqtune.errors import BadOption, BadState, InputError
 from qdqtune.numerics.label_metrics import Score
 from qdqtune.placement.files import read_placement_file
-from qdqtune.timing.limits import Limits, wins
+from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import MOST_PAIRS, PAIRS, Plan
 from qdqtune.tuning.bench import trial_of
 from qdqtune.tuning.fingerprint import Fingerprint
@@ -34,7 +34,7 @@ from qdqtune.tuning.records import (
 from qdqtune.tuning.settings import STATE
 from qdqtune.tuning.store import Journal, read_journal
 from qdqtune.tuning.summary import AtThreads, RunLog, Summary, read_json, read_summary
-from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
+from qdqtune.types import Layer, Measurement, Placement, Trial
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,24 @@ class FinishedRun:
     records: Journal
 
     @cached_property
-    def log(self) -> RunLog | None:
-        """The content of run.json; None if the file is gone.
+    def log(self) -> RunLog:
+        """The content of run.json.
 
         Raises:
-            BadOption: it is damaged.
+            BadOption: it is missing or damaged.
         """
-        return read_json(self.folder / RUN, RunLog)
+        log = read_json(self.folder / RUN, RunLog)
+        if log is None:
+            raise BadOption(f"{self.folder} has lost {RUN}: run the same tune command again, which writes it anew")
+        return log
 
     @property
     def limits(self) -> Limits:
         """The limits on accuracy that candidates had to hold."""
         summary = self.summary
-        before = self._metrics.get(Placement().digest)
+        digest = Placement().digest
+        scores = [r.result for r in self.records.of(MetricRecord) if r.of.rpartition(":")[2] == digest]
+        before = scores[-1] if scores and isinstance(scores[-1], Score) else None
         if before is None and (value := summary["metric_before"]) is not None:
             before = Score(value)
         of_metric = summary["max_drop"], before
@@ -67,14 +72,13 @@ class FinishedRun:
 
     @property
     def plan(self) -> Plan:
-        """The numbers of rounds after which candidates were judged, with the error of a comparison; the usual
-        ones if run.json is gone."""
-        return Plan() if self.log is None else self.log.plan
+        """The numbers of rounds after which candidates were judged, with the error of a comparison."""
+        return self.log.plan
 
     @property
     def proof_plan(self) -> Plan:
-        """As `plan`, for the proof: from run.json; if the file is gone, those of candidates."""
-        return self.plan if self.log is None else replace(self.plan, looks=self.log.proof)
+        """As `plan`, for the proof."""
+        return replace(self.plan, looks=self.log.proof)
 
     @property
     def here(self) -> Summary | AtThreads:
@@ -106,19 +110,17 @@ class FinishedRun:
 
     @cached_property
     def history(self) -> tuple[Trial, ...]:
-        """The trials in the order of the search, with their judgements from run.json; without run.json, all measured
-        trials, judged again by the limits of the run."""
-        trials = measured_trials(self.records)
-        if self.log is not None and self.log.trials:
-            rows = enumerate(self.log.trials, 1)
-            return tuple(
-                replace(trials[row.of], number=number, holds=row.holds, metric=row.metric, accepted=row.accepted)
-                for number, row in rows
-                if row.of in trials
-            )
-        judged = tuple(map(self._judged, trials.values()))
-        followed = {record.against for record in self.records.of(TrialRecord)} | {self.final.digest}
-        return tuple(replace(t, accepted=t.placement.digest in followed and wins(t, self.plan)) for t in judged)
+        """The trials in the order of the search, with their judgements from run.json."""
+        measured, trials = {Placement().digest: Placement()}, dict[str, Trial]()
+        for record in self.records.of(TrialRecord):
+            if record.against in measured:
+                trials[record.of] = trial = trial_of(0, record, measured[record.against])
+                measured[trial.placement.digest] = trial.placement
+        return tuple(
+            replace(trials[row.of], number=number, holds=row.holds, metric=row.metric, accepted=row.accepted)
+            for number, row in enumerate(self.log.trials, 1)
+            if row.of in trials
+        )
 
     @cached_property
     def final(self) -> Placement:
@@ -164,29 +166,6 @@ class FinishedRun:
         record = self.records.get(LayersRecord, of)
         return () if record is None else record.layers
 
-    def _judged(self, trial: Trial) -> Trial:
-        metric = self._metrics.get(trial.placement.digest)
-        holds = self.limits.on_outputs(trial.accuracy)
-        if holds is not None or metric is None:
-            return replace(trial, holds=holds)
-        return replace(trial, metric=metric.value, holds=self.limits.is_good_enough(metric))
-
-    @cached_property
-    def _metrics(self) -> Mapping[str, Score | None]:
-        found = ((record.of.rpartition(":")[2], record.result) for record in self.records.of(MetricRecord))
-        return {of: None if isinstance(score, Failure) else score for of, score in found}
-
-
-def measured_trials(records: Journal) -> dict[str, Trial]:
-    """All measured trials by the key `of` of their records, in the order of measuring. Trials are left out if they were
-    compared with a placement that is not among these."""
-    known, trials = {Placement().digest: Placement()}, {}
-    for record in records.of(TrialRecord):
-        if record.against in known:
-            trials[record.of] = trial = trial_of(len(known), record, known[record.against])
-            known[trial.placement.digest] = trial.placement
-    return trials
-
 
 def read_run(folder: Path) -> FinishedRun:
     """Read a finished run. Its state file is the one that summary.json names, or else the folder's.
@@ -220,8 +199,7 @@ def data_beside(file: Path, execution: Execution) -> Data | None:
         return None
     try:
         run = read_run(folder)
-        settings = {} if run.log is None else run.log.settings
-        source, folders = settings.get("calibration_data"), (Path(run.summary["model"]).parent, folder)
+        source, folders = run.log.settings.get("calibration_data"), (Path(run.summary["model"]).parent, folder)
         digest = run.fingerprint.calibration_data.digest
         is_same = isinstance(source, str) and digest_of(source, execution, folders) == digest
     except InputError:  # the folder holds no run, or was altered
