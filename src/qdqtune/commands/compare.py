@@ -41,7 +41,7 @@ from qdqtune.tuning.contexts import Context, at_each, busy, counts_of
 from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.settings import EFFORTS
-from qdqtune.tuning.shipping import Compared, wide
+from qdqtune.tuning.shipping import Compared
 from qdqtune.types import Accuracy, Array, Failure, Measurement, Mix, Sample, Workload
 
 DEFAULT_ROUNDS = 24
@@ -193,7 +193,6 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         warned = {row.file: warning for row in rows if row.accuracy and (warning := concern(row.accuracy))}
         warned |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
         notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
-        notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := wide(row.ratio))]
         notes += filter(None, (tuned_elsewhere(f, machine=machine, engine=spec.name) for f in files))
         if machine is not None:
             notes += filter(None, (f"run {'and timed ' * is_timed}on {machine.where}", busy(spec, machine)))

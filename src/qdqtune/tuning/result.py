@@ -40,7 +40,7 @@ from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.records import GroupOutcome, Shipped, Tried, job_of, plain
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.shipping import TO_DECIDE, rows_by_threads, rows_by_workload, slower_workloads, wide
+from qdqtune.tuning.shipping import TO_DECIDE, rows_by_threads, rows_by_workload, slower_workloads
 from qdqtune.tuning.summary import FORMAT, Bits, ByRule, ByRuleCandidate, LoggedTrial, Machine, RunLog
 from qdqtune.types import Failure, Placement, Trial
 from qdqtune.version import __version__
@@ -173,8 +173,6 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
     elif proof.ratio is None:
         untried = run.budget.excuse or no_format(settings.formats, has_pairs=settings.has_pairs)
         doubts += [best_undecided(history, settings.plan), None if history else untried]
-    else:
-        doubts.append(wide(proof.ratio))
     yield from filter(None, doubts)
 
 

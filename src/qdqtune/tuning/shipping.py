@@ -374,10 +374,6 @@ def keeps_given(attempts: Sequence[Attempt], terms: Terms, *, from_qdq: bool, pa
 
 CHANGES_ALONE = "no pair is worth its time here: what ships is the float model {}"
 
-WIDE_INTERVAL = 1.5
-"""An interval whose ends are further apart than this factor suggests a busy machine: with two pairs of builds, 20 to 30
-% are usual on a quiet one."""
-
 TO_DECIDE = "a quieter machine, or more rounds (`effort` extensive, `restart`), would decide"
 
 
@@ -409,13 +405,6 @@ def unproven(ratio: Ratio, of: str = "float") -> str:
     """How fast a model was that did not prove faster, and what would decide it."""
     known = f"{ratio.speedup} the speed of {of}"
     return f"{known}; {TO_DECIDE}" if ratio.verdict == "undecided" else known
-
-
-def wide(ratio: Ratio) -> str | None:
-    """Advice if an interval is wide, which that of a few pairs of builds is on any machine."""
-    if ratio.low is None or ratio.high is None or ratio.high / ratio.low <= WIDE_INTERVAL:
-        return None
-    return f"the interval {ratio.speedup} is wide: more time, or a quieter machine, makes it narrower"
 
 
 def at_threads(count: int | None) -> str:
