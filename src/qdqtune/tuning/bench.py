@@ -110,7 +110,6 @@ class Bench:
                 yield done.pop(place)
 
     def _answers(self, jobs: Sequence[TrialJob]) -> Generator[Trial]:
-        """The trial of each job, as it is done."""
         if not jobs:
             return
         reference = self.reference
@@ -122,7 +121,6 @@ class Bench:
                 yield trial
 
     def _known(self, number: int, proposal: Proposal, against: Placement) -> Trial | None:
-        """The trial of a candidate that an earlier run has measured."""
         record = self._store.get(TrialRecord, job_of(proposal.placement.digest, against.digest))
         if record is None or (proposal.wants_layers and record.layers is None and record.result.failure is None):
             return None  # or it was measured by a search that did not ask for layers
@@ -169,7 +167,6 @@ class Bench:
         return record.result
 
     def _put_metric(self, of: str, evaluation: Metric, handle: Handle | Failure) -> MetricRecord:
-        """Measure the user's metric of a build, and store it."""
         floats = partial(self._loaded.load, FLOAT, "baseline")
         found = handle if isinstance(handle, Failure) else measure(evaluation, self._runner, handle, floats)
         if isinstance(found, Failure):
@@ -259,7 +256,6 @@ class Bench:
 
     @property
     def _worker(self) -> TrialWorker:
-        """The worker for what takes a single one."""
         return self._first if self._is_alone else self._pool.first
 
     @property
@@ -331,7 +327,6 @@ class Bench:
 
 
 def _record(trial: Trial) -> TrialRecord:
-    """The record of a trial."""
     return TrialRecord(
         of=job_of(trial.placement.digest, trial.against.digest),
         origin=trial.proposal.origin,

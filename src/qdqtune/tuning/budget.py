@@ -105,12 +105,10 @@ class Budget:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the search has to end."""
         return None if self.deadline is None else self.deadline - time.monotonic()
 
     @property
     def is_late(self) -> bool:
-        """Whether the search has to end."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     @property
@@ -179,7 +177,6 @@ def _least_proof(parts: tuple[float, float], ratio: float) -> float:
 
 
 def builds_of(trials: Sequence[Trial]) -> int:
-    """The builds that trials have spent."""
     return sum(t.builds for t in trials)
 
 

@@ -157,7 +157,6 @@ class Comparer:
         return record.result.result if samples is None or len(samples.a) >= self.plan.looks[0] else None
 
     def record(self, key: str, files: tuple[str, str], result: Measurement | Failure) -> Measurement | Failure:
-        """Keep what a pair of builds gave, and return it."""
         if self.store is not None:
             self.store.put(ComparisonRecord(of=key, result=Outcome.of(result), files=files))
         return result

@@ -219,7 +219,6 @@ def _state_option(settings: Settings) -> str:
 
 
 def _elsewhere(settings: Settings) -> Iterator[Output]:
-    """The files that a run writes and that need not lie in its folder."""
     state, times = settings.state, settings.engine.options.get("timing_cache")
     option = _state_option(settings)
     yield Output(state, option, may_continue, is_appended=True, makes_folder=True)
@@ -306,12 +305,10 @@ def _folders(settings: Settings, listed: set[str]) -> Iterator[str]:
 
 
 def _names(settings: Settings) -> list[str]:
-    """The names that a run with these settings may write in its folder, the folder of logs included."""
     return [*_files(settings), f"{LOGS}/"]
 
 
 def _files(settings: Settings) -> Iterator[str]:
-    """The files that a run with these settings may write in its folder."""
     models = [BASELINE, FINAL]
     yield from (PLACEMENT, SUMMARY, RUN, REPORT, DEPLOY_SETTINGS, DEPLOY_SCRIPT)
     if settings.mode == "cut":

@@ -90,7 +90,6 @@ class FrontCandidate:
 
     @property
     def placement(self) -> Placement:
-        """The placement of the candidate."""
         return self.trial.placement
 
     @property
@@ -231,7 +230,6 @@ class FrontCandidates:
         return _new_trials(self.by_placement.values())
 
     def has_more(self) -> bool:
-        """Whether there was another candidate to compare."""
         return self.finder.next(self.by_placement) is not None
 
 
@@ -316,7 +314,6 @@ class _Comparing:
         return self.has_builds(candidates) and many < self.run.budget.points
 
     def has_builds(self, candidates: ByPlacement) -> bool:
-        """Whether builds are left for one more candidate."""
         to_open = self._to_open(range(PAIRS))
         return has_builds_for_another(candidates.values(), self.terms, spent=self.shared.builds, to_open=to_open)
 
@@ -412,7 +409,6 @@ class _Comparing:
 
 
 def _with_scaled_a(measured: Measurement, by: float) -> Measurement:
-    """The measurement with the times of side a multiplied by `by`."""
     parts = tuple(_with_scaled_a(part, by) for part in measured.parts)
     return Measurement(tuple(by * seconds for seconds in measured.a), measured.b, parts)
 

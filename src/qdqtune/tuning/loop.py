@@ -53,7 +53,6 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
 
 
 def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
-    """Run a mode, and write its result to the folder."""
     settings, budget = run.settings, run.budget
     if not budget.is_late:
         run.bench.layers()  # while the float build is loaded; kept in the state file for the report

@@ -192,7 +192,6 @@ class RegionModels(Silent):
         self._constants: ConstantFile | None = None
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        """Write the model of a trial that is the best so far."""
         if state.best == trial.placement and (name := self._names.get(trial.proposal.pattern)):
             self._write(name, trial.placement)
 
@@ -233,7 +232,6 @@ def subgraph(run: Run) -> Mode:
 
 
 def _record_groups(profiled: Profiled, history: Sequence[Trial], proof: Proof) -> ModeResult:
-    """What became of every fusion group."""
     rows = outcomes(profiled, history, proof.in_file)
     return ModeResult(rows, {"groups": [asdict(row) for row in rows]}, notes=profiled.notes)
 

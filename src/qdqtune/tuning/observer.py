@@ -103,21 +103,16 @@ class Observers:
             check_cancel(self._cancel)
 
     def stage(self, text: str) -> None:
-        """Pass the stage on."""
         self._pass_on("stage", text)
 
     def patterns(self, tuned: Sequence[Pattern]) -> None:
-        """Pass the patterns on."""
         self._pass_on("patterns", tuned)
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        """Pass the trial on."""
         self._pass_on("trial", trial, outcome, state)
 
     def progress(self, done: int, total: int | None) -> None:
-        """Pass the progress on."""
         self._pass_on("progress", done, total)
 
     def note(self, text: str) -> None:
-        """Pass the note on."""
         self._pass_on("note", text)

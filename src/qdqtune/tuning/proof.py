@@ -252,7 +252,6 @@ def _unproven(placement: Placement, run: Run) -> Path:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Move a model file, with the file of its constants if it has one."""
     with writing(target):
         both = [(data_of(source), data_of(target)), (source, target)]
         rename_all([(old, new) for old, new in both if old.exists()], source.with_name("replaced"))

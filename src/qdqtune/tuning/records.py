@@ -59,7 +59,6 @@ class StoredPlacement(msgspec.Struct, frozen=True, omit_defaults=True, dict=True
 
     @classmethod
     def of(cls, placement: Placement) -> StoredPlacement:
-        """Convert a placement to its stored form."""
         return cls(
             tuple(placement),
             tuple((edge, weight_format.name) for edge, weight_format in placement.weight_formats.items()),
@@ -125,7 +124,6 @@ class TrialOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def _check_one(value: object, failure: Failure | None) -> None:
-    """Raise if a record holds neither a value nor a failure, or both."""
     if (value is None) == (failure is None):
         raise ValueError("there is either a value or a failure")
 

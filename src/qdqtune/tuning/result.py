@@ -112,16 +112,8 @@ def conclude(
     shortfall: str | None,
     log: RunLogWriter,
 ) -> Result:
-    """Write what a run has found to its output folder.
-
-    Args:
-        run: the run.
-        history: its trials, those of the front included.
-        proof: what ships, and how it compares with the float model.
-        recorded: what the mode adds.
-        front: the rows of summary.json of the points of a front, if one was asked for.
-        shortfall: what to tell the user if the search has run out of time.
-        log: the observer that has followed the run.
+    """Write what a run has found to its output folder. `history` has the trials of the front, too, `front` its rows for
+    summary.json if one was asked for; `shortfall` tells the user that the search has run out of time.
 
     Raises:
         OutputError: a file cannot be written.
@@ -177,11 +169,6 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
 
 
 def _write_placements(history: Sequence[Trial], proof: Proof, run: Run) -> None:
-    """Write placement.yaml and the pattern cache.
-
-    Raises:
-        OutputError: a file cannot be written.
-    """
     settings, subject, final = run.settings, run.subject, proof.placement
     write_placement_of(final, settings.output_dir / PLACEMENT, run)
     caches = cache.cache_of(
@@ -197,11 +184,6 @@ def _write_placements(history: Sequence[Trial], proof: Proof, run: Run) -> None:
 
 
 def write_placement_of(placement: Placement, path: Path, run: Run) -> None:
-    """Write a placement of a run's model.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
     settings = run.settings
     engine, calibration = settings.engine.name, settings.calibration.chosen(run.subject.ranges)
     how = calibration, run.subject.rewrites, processor_of(settings), settings.portable
@@ -401,19 +383,15 @@ class RunLogWriter(Silent):
 
     @property
     def seconds(self) -> float:
-        """Seconds of this session."""
         return time.monotonic() - self._clock
 
     def stage(self, text: str) -> None:
-        """Record when a stage begins."""
         self._stages.append((text, self.seconds))
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        """Record when a trial ends."""
         self._times[trial.number] = self.seconds
 
     def content(self, history: Sequence[Trial], run: Run, notes: tuple[str, ...]) -> Mapping[str, Any]:
-        """The JSON values of run.json."""
         settings = run.settings
         log = RunLog(
             begun=self._begun.isoformat(timespec="seconds"),

@@ -247,7 +247,6 @@ class _Builder:
         return None if samples is not None and is_cut_short(samples, self.ready.settings.plan) else record
 
     def close(self) -> None:
-        """Unload all builds."""
         for handle in self.handles:
             self.ready.runner.unload(handle)
 

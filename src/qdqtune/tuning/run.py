@@ -297,13 +297,8 @@ def _widths(ready: Ready) -> tuple[int, int]:
 
 
 def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget: Budget, observer: Observer) -> Limits:
-    """The limits on accuracy, with the metric of the float model.
-
-    Raises:
-        BadOption: a limit cannot be held, or is about outputs that the model does not have, or the time budget has
-            ended before the float model has its metric.
-        BaselineFailed: the user's metric fails on the float model.
-    """
+    """The limits on accuracy, with the metric of the float model. Raises BadOption if a limit cannot be held, or is
+    about outputs that the model does not have."""
     holds_floats = "f" in bench.floats.kinds
     for name in ("min_sqnr", "min_sqnr_worst"):
         if isinstance(getattr(settings, name), float) and not holds_floats:

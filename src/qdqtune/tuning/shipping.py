@@ -184,7 +184,6 @@ class InContext:
 
     @property
     def to_float(self) -> Compared:
-        """The file against the float model."""
         found = self.baseline or self.given
         assert isinstance(found, Compared)  # one of both was run
         return found
@@ -196,7 +195,6 @@ class InContext:
 
     @property
     def builds(self) -> int:
-        """The builds that both comparisons took."""
         return sum(one.builds for one in (self.given, self.baseline) if isinstance(one, Compared))
 
 
@@ -251,7 +249,6 @@ class Attempt:
 
     @property
     def builds(self) -> int:
-        """The builds that it took."""
         return sum(one.builds for one in self.contexts) + (self.without_pairs.builds if self.without_pairs else 0)
 
 

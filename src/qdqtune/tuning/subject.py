@@ -108,7 +108,6 @@ class Subject:
 
     @cached_property
     def tuned(self) -> tuple[Pattern, ...]:
-        """The patterns that region mode tunes."""
         return patterns.tunable(self.shaped, self.patterns)
 
     def float_nodes(self, placement: Placement, file: Path) -> list[str]:

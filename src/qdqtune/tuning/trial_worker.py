@@ -203,7 +203,6 @@ class TrialWorker:
         self._costs: dict[Placement, float] = {}
 
     def checking(self, check: Check) -> AbstractContextManager[None]:
-        """See `Runner.checking`."""
         return self.runner.checking(check)
 
     def trial(self, job: TrialJob, batch: Batch) -> Trial:

@@ -160,7 +160,6 @@ def _spent(model: Model, layers: Sequence[Layer], weights: Mapping[Edge, Weight]
 
 
 def _by_workload(subject: Subject) -> list[Model]:
-    """The model in the shapes of each workload."""
     shapes = [{name: a.shape for name, a in w.inputs.items() if name in subject.shaped.inputs} for w in subject.mix]
     return [with_input_shapes(subject.shaped, s) for s in shapes] if len(shapes) > 1 else [subject.shaped]
 
@@ -248,7 +247,6 @@ def _layers(
 
 
 def _columns(size: Size) -> int:
-    """Outputs of the product that is tried for a size."""
     return max(1, min(size.outputs, MOST_WEIGHTS // size.inputs))
 
 
