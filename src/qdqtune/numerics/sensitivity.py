@@ -85,7 +85,7 @@ def sensitivities(
     workers: int = 1,
     budget: MemoryBudget | None = None,
     execution: Execution = EXECUTION,
-    on_fewer: Callable[[int, int, float], None] = lambda fewer, wanted, seconds: None,
+    on_fewer: Callable[[], None] = lambda: None,
     effort: Effort | None = None,
 ) -> dict[str, float] | Failure:
     """The relative noise (`search.costs.output_noise`) that rounding each tensor of `pairs` brings to the worst output.
@@ -95,8 +95,8 @@ def sensitivities(
     are not finite; and a transient one as soon as one occurs.
 
     - `floor`: blocks with less noise are not halved.
-    - `deadline`: no block is halved once `time.monotonic` is past it. Where it leaves time for fewer measurements,
-      `on_fewer` is called with that number, the number wanted, and the seconds of one measurement.
+    - `deadline`: no block is halved once `time.monotonic` is past it. Where it leaves time for fewer measurements
+      than wanted, `on_fewer` is called.
     - `workers`: processes that measure a block each; the result is the same.
     - `budget`: of the memory that engines hold meanwhile.
     - `execution`: how the model is run.
@@ -151,7 +151,7 @@ def _plan(
     samples: Sequence[Sample],
     deadline: float | None,
     effort: Effort,
-    on_fewer: Callable[[int, int, float], None],
+    on_fewer: Callable[[], None],
 ) -> _Plan | Failure:
     wanted = min(2 * count, effort.measurements)
     each = max(1, min(effort.samples, effort.inferences // wanted))
@@ -165,7 +165,7 @@ def _plan(
     seconds = max(time.monotonic() - begun, sys.float_info.epsilon)  # clocks may be coarser
     possible = wanted if deadline is None else len(pool) * int((deadline - time.monotonic()) / seconds)
     if possible < wanted:
-        on_fewer(max(1, possible), wanted, seconds)
+        on_fewer()
         wanted = max(1, possible)
     elif len(seen := samples[: int(effort.considered * each * wanted / 2)]) > each:
         exact, changed = outputs(count, NONE, seen), outputs(count, (0, count), seen)

@@ -291,13 +291,9 @@ def _measured(run: Run, what: str, model: Model, pairs: Mapping[Edge, How], floo
     run.observer.stage(f"measuring what {what} does to the outputs")
     deadline, is_thinned = _deadline(run, share), False
 
-    def thinned(fewer: int, wanted: int, seconds: float) -> None:
+    def thinned() -> None:
         nonlocal is_thinned
         is_thinned = True
-        run.observer.note(
-            f"what {what} does to the outputs is measured in {fewer} runs in place of {wanted}, as each takes "
-            f"{seconds:.3g} s: tensors that are not told apart share what they do together"
-        )
 
     alone = sensitivities(
         model,
