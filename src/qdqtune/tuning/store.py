@@ -57,11 +57,6 @@ OTHER_MACHINE = (
     "names: `restart` starts over"
 )
 
-LABELS: Mapping[tuple[str, ...], str] = {
-    ("graph_json",): "graph JSON",
-}
-"""Names for users of entries of the fingerprint whose own names do not explain them."""
-
 
 @dataclass(frozen=True)
 class Journal:
@@ -306,7 +301,7 @@ def _refuse_difference(old: Mapping[str, Any], new: Mapping[str, Any], path: Pat
     """Refuse a fingerprint that differs from that of the file, and name the first difference."""
     for names, was, now in _differences(old, new, ()):
         words = " ".join(names).replace("_", " ").split()
-        label = LABELS.get(names, " ".join(dict.fromkeys(words)))  # "engine engine" becomes "engine"
+        label = " ".join(dict.fromkeys(words))  # "engine engine" becomes "engine"
         made = f"with {label} {_shown(was)}, now it is {_shown(now)}"
         if names == ("model",):
             made = "with another model, or the file has changed since then"

@@ -145,7 +145,7 @@ def test_groups_of_a_given_file(tmp_path: Path, call: Call) -> None:
     graph.write_text(json.dumps({"Layers": ["first", "relu"]}))
     code, _, said = call(*common)
     assert code == 2
-    assert "made with graph JSON" in said
+    assert "made with graph json" in said
 
 
 @pytest.mark.parametrize(
