@@ -190,23 +190,18 @@ def _named(points: Sequence[ProvenPoint], files: Mapping[Placement, Path], run: 
     for name, point in zip(names, points, strict=True):
         placement = point.trial.placement
         file = run.output.claim(files[placement].with_name(f"{name}.onnx"))
-        _rename(files[placement], file, run, placement)
+        if data_of(files[placement]).exists():  # its constants lie in a file named after it: both are written again
+            run.output.claim(data_of(file))
+            run.candidates.write_whole(placement, file)
+        else:
+            with writing(file):
+                files[placement].replace(file)
         write_placement_of(placement, run.output.claim(file.with_suffix(".yaml")), run)
         found.append(replace(point, name=name, content=content_digest(files_of(file))))
     for file in files.values():
         for part in (file, data_of(file)):
             part.unlink(missing_ok=True)
     return found
-
-
-def _rename(file: Path, target: Path, run: Run, placement: Placement) -> None:
-    """Give the file of a placement another name. One whose constants lie in a file named after it is written again."""
-    if data_of(file).exists():
-        run.output.claim(data_of(target))
-        run.candidates.write_whole(placement, target)
-        return
-    with writing(target):
-        file.replace(target)
 
 
 def _proven(candidates: Sequence[FrontCandidate], run: Run) -> list[ProvenPoint]:

@@ -69,14 +69,12 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
     front = prove_front(history, run, by_points) if settings.front else None
     proof = front.proof if front else prove(history, run) if settings.is_timed else chosen_by_rule(history, run)
     history = [*history, *front.trials] if front else history
-    history = [_with_metric_of_proof(trial, run) for trial in history]
+    for at, trial in enumerate(history):
+        if run.bench.asked_metric(trial.placement):  # the proof may have asked for it after the search
+            history[at] = run.limits.with_metric(trial, run.bench.metric)
     recorded = mode.record(history, proof)
     rows = front.rows(run.subject.mix) if front else None
     return conclude(run, history, proof, recorded, front=rows, shortfall=shortfall, log=log)
-
-
-def _with_metric_of_proof(trial: Trial, run: Run) -> Trial:
-    return run.limits.with_metric(trial, run.bench.metric) if run.bench.asked_metric(trial.placement) else trial
 
 
 def search(strategy: Strategy, run: Run, observer: Observer) -> list[Trial]:

@@ -75,7 +75,7 @@ def cut(run: Run) -> Mode:
     strategy: Strategy = LatencySearch(subject.shaped, subject.possible, seeds, run.width)
     if subject.numbers.wide is not None and not run.budget.is_late:
         strategy = TwoStage(rule_search(run), strategy, run.budget.builds)
-    return Mode(strategy, _record_nothing)
+    return Mode(strategy, lambda history, proof: ModeResult())
 
 
 def rule_search(run: Run) -> RuleSearch:
@@ -126,10 +126,6 @@ def _record_units(by_layers: CutSearch, history: Sequence[Trial], proof: Proof) 
     """What each fusion group costs with pairs and in float, and how it runs in the file that ships."""
     units = decisions.explain(by_layers.costs(history, proof.in_file), proof.in_file)
     return ModeResult(units, files={UNITS: {"units": decisions.record(units)}})
-
-
-def _record_nothing(history: Sequence[Trial], proof: Proof) -> ModeResult:
-    return ModeResult()
 
 
 # ---------------------------------------------------------------- region
