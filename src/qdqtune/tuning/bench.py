@@ -64,16 +64,12 @@ class Bench:
     @property
     def trial_seconds(self) -> float:
         """The least seconds that a candidate takes if it is as fast as the float model. With limits on accuracy,
-        samples count twice: outputs are also simulated.
-
-        Raises:
-            BaselineFailed: the engine cannot build or run the float model.
-        """
+        samples count twice: outputs are also simulated."""
         return self._trial_seconds(self._conditions.plan, profiled_runs(self.floats.seconds))
 
     @property
     def brief_trial_seconds(self) -> float:
-        """The same for a candidate that is timed in few rounds, without a layer report. Raises as `trial_seconds`."""
+        """The same for a candidate that is timed in few rounds, without a layer report."""
         return self._trial_seconds(replace(self._conditions.plan, looks=(BRIEF_ROUNDS,)), 0)
 
     def _trial_seconds(self, plan: Plan, profiled: int) -> float:
@@ -215,11 +211,7 @@ class Bench:
         return PointRecord(of=of, accuracy=accuracy(reference, outputs, self.scores))
 
     def layers(self, placement: Placement = FLOAT) -> tuple[Layer, ...]:
-        """The layer report of the float model, or of a placement that was measured; empty if the engine has none.
-
-        Raises:
-            BaselineFailed: the engine cannot build or run the float model.
-        """
+        """The layer report of the float model, or of a placement that was measured; empty if the engine has none."""
         of, stored = placement.digest if placement else "", StoredPlacement.of(placement)
         record = self._store.get(LayersRecord, of)
         if record is not None and record.layers:
@@ -239,11 +231,7 @@ class Bench:
         return record.layers
 
     def repeatability(self) -> Accuracy:
-        """The float model's outputs against those of the same build run again: no candidate can be more exact.
-
-        Raises:
-            BaselineFailed: the engine cannot build or run the float model.
-        """
+        """The float model's outputs against those of the same build run again: no candidate can be more exact."""
         record = self._store.get(RepeatabilityRecord)
         if record is None:
             samples = self._conditions.samples[: REPEATED if self.floats.start_seconds else None]
@@ -306,11 +294,7 @@ class Bench:
 
     @cached_property
     def reference(self) -> list[dict[str, Array]]:
-        """The outputs of the float model on the samples; where times mean nothing, as the CPU computes them.
-
-        Raises:
-            BaselineFailed: the engine cannot build or run it.
-        """
+        """The outputs of the float model on the samples; where times mean nothing, as the CPU computes them."""
         if (by_rule := self._conditions.by_rule) is not None:
             outputs = insist(by_rule.reference(), "ONNX Runtime cannot run the float model", BaselineFailed)
         else:

@@ -201,11 +201,7 @@ class SharedBuilds:
         self, number: int, digest: str, file: Path, look: Callable[[Handle], None] | None = None
     ) -> Measurement | Failure:
         """Rounds of a fresh build of a file, of the placement with that digest, against the build of that number; from
-        the store where it has them, unless the build is to be shown to `look` and the engine makes it.
-
-        Raises:
-            BaselineFailed: the engine does not build the float model again.
-        """
+        the store where it has them, unless the build is to be shown to `look` and the engine makes it."""
         if number not in self._handles:
             self._unload([other for other in self._handles if other >= self._kept])
             self._handles[number] = None

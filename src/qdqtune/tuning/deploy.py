@@ -102,11 +102,7 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
-    """Write the folder `deploy` of a run that has written its files; `summary` is the content of summary.json.
-
-    Raises:
-        OutputError: a file cannot be written.
-    """
+    """Write the folder `deploy` of a run that has written its files; `summary` is the content of summary.json."""
     folder, spec, fed = run.settings.output_dir, run.settings.engine, run.subject.mix[0].inputs
     specs = input_specs(load(folder / FINAL))
     names = [one.name for one in specs if one.name in fed]
@@ -173,11 +169,7 @@ def tuned_elsewhere(file: Path, remedy: str = "", machine: MachineFacts | None =
 
 def copy_companions(run: Run) -> None:
     """Copy the settings and tokenizers beside the model (see `model_folder`) to the folder of the run, so that Optimum
-    loads what ships.
-
-    Raises:
-        OutputError: a file cannot be written.
-    """
+    loads what ships."""
     folder = run.settings.output_dir
     for file in companions(run.settings.model):
         if real(file.parent) != real(folder):

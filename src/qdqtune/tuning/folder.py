@@ -129,11 +129,7 @@ class OutputFolder:
         return frozenset(self._ours)
 
     def claim(self, path: Path, *, is_folder: bool = False) -> Path:
-        """Add a path to the list before its file is written; gives the path.
-
-        Raises:
-            OutputError: it leads out of the folder by a link, or the list cannot be written.
-        """
+        """Add a path to the list before its file is written; gives the path."""
         check_inside(path, self.path)
         self._claim([path.relative_to(self.path).as_posix() + "/" * is_folder])
         return path
@@ -152,11 +148,7 @@ class OutputFolder:
         self._ours.update(fresh)
 
     def clear(self, folder: str) -> Path:
-        """Delete the listed files of a subfolder, and the subfolder if it holds no others.
-
-        Raises:
-            OutputError: one cannot be deleted, or lies elsewhere, behind a link.
-        """
+        """Delete the listed files of a subfolder, and the subfolder if it holds no others."""
         check_inside(self.path / folder, self.path)
         with writing(self.path / folder):
             for path in sorted(map(Path, self._ours)):
@@ -240,11 +232,7 @@ def lines_of_state(progress: Path) -> list[str]:
 def restored_state(settings: Settings) -> str | None:
     """Restore the state file of a run in subgraph mode from its progress file, if only that is left.
 
-    Returns a note for the user; None if there was nothing to do.
-
-    Raises:
-        OutputError: the state file cannot be written.
-    """
+    Returns a note for the user; None if there was nothing to do."""
     path = settings.output_dir / PROGRESS
     if settings.mode != "subgraph" or settings.restart or settings.state.exists():
         return None

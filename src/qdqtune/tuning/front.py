@@ -138,12 +138,7 @@ def _row(point: ProvenPoint, shipped: Placement, mix: Mix) -> dict[str, Any]:
 
 def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) -> Front:
     """Write a file for each candidate of the front and compare it with the user's own. Candidates that do not prove
-    faster, or that others beat, are deleted. If no point may ship, `proof.prove` decides what ships.
-
-    Raises:
-        BaselineFailed: the engine fails on a finished file.
-        OutputError: a file cannot be written.
-    """
+    faster, or that others beat, are deleted. If no point may ship, `proof.prove` decides what ships."""
     folder = run.output.clear(FRONT)
     with writing(folder):
         folder.mkdir(exist_ok=True)

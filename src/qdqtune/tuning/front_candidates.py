@@ -176,12 +176,7 @@ ByPlacement = dict[Placement, FrontCandidate]
 
 
 def compare_candidates(history: Sequence[Trial], run: Run, search: FrontSearch | None) -> FrontCandidates:
-    """Compare candidates with the user's file until there are enough points, or builds or time are spent.
-
-    Raises:
-        BaselineFailed: the engine does not build the float model again.
-        OutputError: a file cannot be written.
-    """
+    """Compare candidates with the user's file until there are enough points, or builds or time are spent."""
     settings = run.settings
     terms = FrontTerms(
         plan=settings.proof_plan,

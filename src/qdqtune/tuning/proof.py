@@ -82,11 +82,7 @@ class Proof:
 
 
 def chosen_by_rule(history: Sequence[Trial], run: Run) -> Proof:
-    """What ships where nothing is timed: the cheapest placement by rule that holds the limits, or the float model.
-
-    Raises:
-        OutputError: a file cannot be written.
-    """
+    """What ships where nothing is timed: the cheapest placement by rule that holds the limits, or the float model."""
     folder, placement = run.settings.output_dir, best_of(history)
     if run.settings.withholds_pairs:
         placement = Placement()
@@ -102,12 +98,7 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     """Write the files that may ship, and compare them as they lie on disk, until one proves itself.
 
     First come the placements of the search, then the float model as we write it, which can prove itself only where it
-    was rewritten. If no file does, that float model ships anyway, or the user's file where that is faster.
-
-    Raises:
-        BaselineFailed: the engine fails on a finished file.
-        OutputError: a file cannot be written.
-    """
+    was rewritten. If no file does, that float model ships anyway, or the user's file where that is faster."""
     settings, folder = run.settings, run.settings.output_dir
     run.candidates.write_whole(Placement(), folder / BASELINE)
     given, metric = _given_file(run)

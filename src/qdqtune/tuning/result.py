@@ -113,11 +113,7 @@ def conclude(
     log: RunLogWriter,
 ) -> Result:
     """Write what a run has found to its output folder. `history` has the trials of the front, too, `front` its rows for
-    summary.json if one was asked for; `shortfall` tells the user that the search has run out of time.
-
-    Raises:
-        OutputError: a file cannot be written.
-    """
+    summary.json if one was asked for; `shortfall` tells the user that the search has run out of time."""
     _write_placements(history, proof, run)
     summary = summary_of(history, proof, run) | ({} if front is None else {"front": front})
     left = list(filter(None, [unwatched(run.settings.engine)]))

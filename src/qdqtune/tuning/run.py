@@ -192,11 +192,7 @@ def _engines(settings: Settings, logs: Path, observer: Observer, execution: Exec
 
 @contextmanager
 def written_once(ready: Ready) -> Iterator[ConstantFile]:
-    """The file of constants that all candidates share, in a folder for them that is deleted at the end.
-
-    Raises:
-        OutputError: they cannot be written.
-    """
+    """The file of constants that all candidates share, in a folder for them that is deleted at the end."""
     with ExitStack() as stack:
         with writing(f"to {ready.output.path}"):
             folder = stack.enter_context(Scratch(ready.output.path)) / CANDIDATE_FOLDER

@@ -135,11 +135,7 @@ class Store:
         return cast(R | None, self._left.get((kind, "")))
 
     def forget(self) -> None:
-        """Forget everything that was measured: another float model, or another engine, is measured from now on.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Forget everything that was measured: another float model, or another engine, is measured from now on."""
         with writing(self.path):
             self._file.truncate(0)
         self._append(self.journal.head)
@@ -170,11 +166,7 @@ class Store:
         return self._file.read().decode().split("\n")[:-1]
 
     def measuring_on(self, where: str) -> str | None:
-        """Record which machine measures from now on. What to tell the user if another one has measured so far.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Record which machine measures from now on. What to tell the user if another one has measured so far."""
         if (was := (self.get(MachineRecord) or MachineRecord()).where) == where:
             return None
         is_new = not len(self)

@@ -39,11 +39,7 @@ class Candidates:
         self._used: Counter[Placement] = Counter()
 
     def file(self, placement: Placement) -> Path:
-        """A small file of the placement that refers to the constants which all candidates share.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """A small file of the placement that refers to the constants which all candidates share."""
         path = self.folder / f"{placement.digest}.onnx"
         with self._lock:
             if not path.exists():
@@ -64,11 +60,7 @@ class Candidates:
                 (self.folder / f"{placement.digest}.onnx").unlink(missing_ok=True)
 
     def write_whole(self, placement: Placement, path: Path) -> None:
-        """Write a placement as a self-contained file.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Write a placement as a self-contained file."""
         save(self._inserter.insert(placement), path, self._constants)
 
 
@@ -81,11 +73,7 @@ class Loaded:
         self._loaded: dict[Placement, Handle] = {}
 
     def load(self, placement: Placement, log_name: str) -> Handle | Failure:
-        """The build of a placement, made now if there is none; what the engine prints then goes to that log.
-
-        Raises:
-            OutputError: its file cannot be written.
-        """
+        """The build of a placement, made now if there is none; what the engine prints then goes to that log."""
         if placement not in self._loaded:
             handle = self._runner.load(self._candidates.keep(placement), log_name)
             if isinstance(handle, Failure):
