@@ -231,6 +231,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "accuracy_samples": len(subject.accuracy) if is_judged else 0,
         "accuracy_held_out": subject.held_out,
         **({"calibration_cut_short": list(subject.hurried)} if subject.hurried else {}),
+        "scores": run.bench.floats.scores.as_json(),
         "scores_told": run.bench.floats.scores.told,
         "seed": settings.seed,
         "versions": {

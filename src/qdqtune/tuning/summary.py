@@ -198,6 +198,7 @@ class Summary(TypedDict):
     accuracy_samples: Count
     accuracy_held_out: bool
     calibration_cut_short: NotRequired[list[str]]
+    scores: NotRequired[list[dict[str, str | int]]]
     scores_told: NotRequired[str]
     seed: int
     versions: dict[str, str]
