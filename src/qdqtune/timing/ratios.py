@@ -217,7 +217,7 @@ def spread_of(pairs: Sequence[Sequence[Ratio]]) -> Spread:
     """
     logs = np.log([[r.median for r in row] for row in pairs])
     if logs.ndim < 2 or logs.shape[1] < 2:
-        return Spread(0.0, 0)
+        return UNSEEN
     files, builds = logs.shape
     shifts = logs.mean(axis=0) - logs.mean()
     rest = logs - logs.mean(axis=1, keepdims=True) - shifts
@@ -264,8 +264,8 @@ def across_builds(ratios: Sequence[Ratio], plan: Plan, seen: Spread = UNSEEN, lo
 def _build_margin(known: Spread, pairs: int, error: float) -> float:
     """How far the mean logarithm of so many pairs may lie from the true one on either side, except with chance `error`.
 
-    One degree of freedom says next to nothing about a deviation: Student's t asks for 480 times of what was seen by
-    chance. So there the margin is a fixed distance plus `DEVIATIONS`, which holds the error up to `MOST_SPREAD`.
+    One degree of freedom says next to nothing about a deviation: Student's t would ask for 675 times the one that two
+    pairs show. So there the margin is a fixed distance plus `DEVIATIONS`, which holds the error up to `MOST_SPREAD`.
     """
     from scipy.special import stdtrit  # slow to import
 
