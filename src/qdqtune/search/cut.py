@@ -139,9 +139,9 @@ class CutSearch:
 
     @cached_property
     def _first_batch(self) -> tuple[Proposal, ...]:
-        """All weights in a weight format, the seeds, and everything quantized in fused
-        units. Placements that may ship come first, in case the time ends; weight formats come last where they
-        are expected to gain less than pairs usually do."""
+        """All weights in a weight format, the seeds, and everything quantized in fused units. Placements that may ship
+        come first, in case the time ends; weight formats come last where they are expected to gain less than pairs
+        usually do."""
         bits = self._weight_placements()
         rest = {name: p for name, p in bits.items() if expected_share(self.format_shares, p) >= USUAL_SHARE}
         seeds = {n: p for n, p in bits.items() if n not in rest} | dict(self.seeds)

@@ -1,14 +1,13 @@
-"""Exact minimization of a pairwise cost over yes/no decisions, as a minimum s-t cut.
+"""Minimization of a cost over decisions by minimum s-t cuts: exact for yes or no, nearly so for more answers.
 
-The cost is a sum of terms for one decision (cost if no, cost if yes) and for two (cost if one is yes and the other no),
-all at least zero: such a function is submodular, and a minimum cut is its optimum over all assignments.
+`Problem`: the cost is a sum of terms for one decision (cost if no, cost if yes) and for two (cost if one is yes and the
+other no), all at least zero. Such a function is submodular, and a minimum cut is its optimum over all assignments.
 
-Near-exact minimization of a cost over decisions with several answers, by minimum cuts.
-
-A decision is a label: how many bits a part of a graph computes in. The cost is a sum of terms for one decision, and of
-charges for conversions between decisions with different labels. Two labels make it one minimum cut, which is exact.
-With more, alpha expansion (Boykov, Veksler and Zabih, IEEE PAMI 23, 2001) lets any set of decisions change to one label
-at a time, the best such set by one cut, until no label gains: no single cut improves the result any more.
+`LabelProblem`: a decision is a label, namely how many bits a part of a graph computes in. The cost is a sum of terms
+for one decision, and of charges for conversions between decisions with different labels. Two labels make it one
+minimum cut, which is exact. With more, alpha expansion (Boykov, Veksler and Zabih, IEEE PAMI 23, 2001) lets any set of
+decisions change to one label at a time, the best such set by one cut, until no label gains: no single cut improves the
+result any more.
 """
 
 from __future__ import annotations
