@@ -86,8 +86,11 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> list[Trial]:
     def is_useless(trial: Trial) -> bool:
         return products_left_in_float(trial, run.subject.shaped, plan) > 0
 
-    while not budget.is_spent(history) and (batch := strategy.propose(history)):
-        if any(map(is_useless, history)) and not (batch := [p for p in batch if not p.placement.edges]):
+    while not budget.is_spent(history):
+        batch = strategy.propose(history)
+        if any(map(is_useless, history)):
+            batch = [p for p in batch if not p.placement.edges]
+        if not batch:
             break
         best = next((t for t in reversed(history) if t.accepted), None)
         trials: list[Trial] = []
@@ -97,8 +100,12 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> list[Trial]:
                 trials.append(run.limits.judged(trial, trials, plan, run.bench.metric))
                 known = [*history, *accepted(trials, plan, best, run.slower([*history, *trials]))]
                 state = budget.state(known, plan, time.monotonic() - started, replayed=replayed)
-                state = replace(state, missed=run.limits.why_refused(trials[-1]), timed=run.settings.is_timed)
-                state = replace(state, judged=run.settings.has_samples)
+                state = replace(
+                    state,
+                    missed=run.limits.why_refused(trials[-1]),
+                    timed=run.settings.is_timed,
+                    judged=run.settings.has_samples,
+                )
                 observer.trial(trials[-1], outcome(trials[-1], plan), state)
                 if budget.is_spent([*history, *trials]) or is_useless(trials[-1]):
                     break
