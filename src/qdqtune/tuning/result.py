@@ -74,7 +74,8 @@ class Result:
 
     `ratio` is the time of the final model over that of the float model, None where nothing faster was found. `shipped`
     says what optimized_final.onnx is: the tuned model, the float model, or a copy of the user's file. `recorded` is
-    what the mode adds.
+    what the mode adds. `withheld` is the time, over that of float, of the fastest candidate where none ships as
+    accuracy was not measured.
     """
 
     shipped: Shipped
@@ -84,6 +85,7 @@ class Result:
     history: tuple[Trial, ...]
     notes: tuple[str, ...]
     recorded: ModeResult = field(default_factory=ModeResult)
+    withheld: float | None = None
 
     @property
     def improved(self) -> bool:
@@ -94,12 +96,6 @@ class Result:
     def unmet(self) -> bool:
         """Whether candidates were faster, or may be, but none of these holds the limits on accuracy."""
         return self.summary["constraint_met"] is False
-
-    @property
-    def withheld(self) -> float | None:
-        """The time, over that of float, of the fastest candidate where none ships as accuracy was not measured."""
-        without = self.summary["fastest_without_limits"]
-        return without["ratio"] if without is not None and without["missed"] == UNMEASURED else None
 
 
 def conclude(
@@ -133,6 +129,7 @@ def conclude(
         write_json(run.settings.output_dir / name, content)
     write_kit(run, summary)
     copy_companions(run)
+    without = summary["fastest_without_limits"] if run.settings.withholds_pairs else None
     return Result(
         shipped=proof.shipped,
         placement=proof.placement,
@@ -141,6 +138,7 @@ def conclude(
         history=tuple(history),
         notes=notes,
         recorded=recorded,
+        withheld=None if without is None else without["ratio"],
     )
 
 
