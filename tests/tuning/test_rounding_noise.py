@@ -38,8 +38,8 @@ def test_tensors_that_a_time_budget_could_not_tell_apart_are_measured_again(
     run = SimpleNamespace(
         subject=SimpleNamespace(accuracy=feeds(MODEL)),
         settings=SimpleNamespace(model=write(MODEL, tmp_path)),
-        budget=SimpleNamespace(builds=1),
-        bench=SimpleNamespace(deadline=deadline, trial_seconds=1.0),
+        budget=SimpleNamespace(builds=1, deadline=deadline),
+        bench=SimpleNamespace(trial_seconds=1.0),
         runner=SimpleNamespace(memory=None),
         **{"observer": Silent(), "others": (), "execution": EXECUTION},
     )
@@ -63,8 +63,8 @@ def test_that_of_dynamic_quantization_includes_the_activations(tmp_path: Path) -
             ),
             settings=SimpleNamespace(front=True, model=write(MODEL, tmp_path)),
             limits=SimpleNamespace(are_set=False, max_noise=None),
-            budget=SimpleNamespace(is_late=False, builds=1),
-            bench=SimpleNamespace(deadline=None, trial_seconds=1.0),
+            budget=SimpleNamespace(is_late=False, builds=1, deadline=None),
+            bench=SimpleNamespace(trial_seconds=1.0),
             format_shares={edge: {W8: 0.6, dynamic: 0.4} for edge in SHARES},
             runner=SimpleNamespace(memory=None),
             **{"observer": Silent(), "others": (), "execution": EXECUTION, "store": store},

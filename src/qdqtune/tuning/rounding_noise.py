@@ -209,7 +209,7 @@ def _processes(run: Run) -> int:
 
 def _deadline(run: Run, share: float) -> float:
     """When measuring noise has to end: after a share of the time that is left, or of the time of all builds."""
-    deadline, now = run.bench.deadline, time.monotonic()
+    deadline, now = run.budget.deadline, time.monotonic()
     if deadline is None:
         return now + max(LEAST_SECONDS, share * run.budget.builds * run.bench.trial_seconds)
     return now + share * (deadline - now)
@@ -310,7 +310,7 @@ def _measured(run: Run, what: str, model: Model, pairs: Mapping[Edge, How], floo
     run.observer.stage(SEARCHING)
     if isinstance(alone, Failure):
         return Measured(None, alone)
-    return Measured(alone, None, run.bench.deadline is not None and (is_thinned or time.monotonic() > deadline))
+    return Measured(alone, None, run.budget.deadline is not None and (is_thinned or time.monotonic() > deadline))
 
 
 def error_of(model: Model, edge: Edge, weight_format: WeightFormat) -> float:
