@@ -123,7 +123,8 @@ SLOWER = 1.01
 """A median above this counts as slower in a context, even if the rounds have not decided it. Chosen, not measured."""
 
 CLEARLY_FASTER = 0.95
-"""A file whose ratio to float is lower is worth a proof. Chosen, not measured."""
+"""A file that takes less than this share of the time of another is clearly faster: a placement is then worth a proof,
+and one with rewrites need not be compared with these alone. Chosen, not measured."""
 
 FINALISTS, MOST_FINALISTS = 2, 5
 """How many placements are tried for shipping whatever the results of those before; and how many in all if one was
