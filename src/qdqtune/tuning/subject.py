@@ -341,8 +341,9 @@ def _baseline(settings: Settings, model: Model, precision: Precision, kept: Coll
     """The pairs of `qdq_baseline` that fit `model`; None without that option."""
     if settings.qdq_baseline is None:
         return None
-    baseline = load(settings.qdq_baseline)
-    if precision != "fp32":
+    if precision == "fp32":
+        baseline = load(settings.qdq_baseline)
+    else:
         baseline = converted(load(settings.qdq_baseline, min_opset=OPSET), precision, kept)
     reading = read_placement(model, Rewrites().of(baseline), settings.quant_type)
     if not reading.placement:
