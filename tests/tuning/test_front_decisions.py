@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from qdqtune.search.front import Tradeoff
+from qdqtune.search.front import Tradeoff, unbeaten
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, Ratio
-from qdqtune.tuning.front import ProvenPoint, front_of, shipped_point
+from qdqtune.tuning.front import ProvenPoint, shipped_point
 from qdqtune.tuning.front_candidates import (
     FrontCandidate,
     FrontTerms,
@@ -93,7 +93,7 @@ def test_builds_are_kept_for_what_others_still_need() -> None:
 
 def test_a_front_holds_what_nothing_beats_the_fastest_first() -> None:
     fast, beaten, exact = point(1, 0.5, 30.0), point(2, 0.6, 25.0), point(3, 0.8, 50.0)
-    assert front_of([exact, beaten, fast]) == [fast, exact]
+    assert unbeaten([exact, beaten, fast]) == (fast, exact)
 
 
 def test_the_fastest_point_that_holds_ships_or_the_most_exact_that_is_as_fast() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -130,7 +130,22 @@ class MeasuredPoint:
         return Tradeoff(self.ratio, self.trial.exactness)
 
 
-T = TypeVar("T", bound=MeasuredPoint | PredictedPoint)
+class HasTradeoff(Protocol):
+    """A point with a time and an accuracy, measured or predicted."""
+
+    @property
+    def tradeoff(self) -> Tradeoff: ...
+
+
+class HasTrial(Protocol):
+    """A point that was measured."""
+
+    @property
+    def trial(self) -> Trial: ...
+
+
+T = TypeVar("T", bound=HasTradeoff)
+M = TypeVar("M", bound=HasTrial)
 
 
 def farthest(candidates: Iterable[T], taken: Sequence[Tradeoff], near: float = NEAREST) -> T | None:
@@ -159,9 +174,9 @@ def spread(points: Sequence[MeasuredPoint], count: int) -> tuple[MeasuredPoint, 
     return tuple(points[i] for i in sorted(chosen))
 
 
-def named(points: Sequence[MeasuredPoint]) -> dict[str, MeasuredPoint]:
+def named(points: Sequence[M]) -> dict[str, M]:
     """The points by name, after their SQNR: 24db, or 24db-2 where that is taken."""
-    found: dict[str, MeasuredPoint] = {}
+    found: dict[str, M] = {}
     for point in points:
         stem = "exact" if point.trial.sqnr_db is None else f"{point.trial.sqnr_db:.0f}db"
         name, number = stem, 1

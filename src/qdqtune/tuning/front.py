@@ -17,7 +17,7 @@ from qdqtune.graph.saving import data_of
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
-from qdqtune.search.front import TARGET_POINTS, WORTHWHILE_RATIO, FrontSearch, MeasuredPoint, Tradeoff, named
+from qdqtune.search.front import TARGET_POINTS, WORTHWHILE_RATIO, FrontSearch, Tradeoff, named, unbeaten
 from qdqtune.system.checks import content_digest
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.timing.ratios import PAIRS, Ratio
@@ -84,12 +84,6 @@ class ProvenPoint:
         return Tradeoff(self.ratio.median, self.trial.exactness)
 
 
-def front_of(points: Sequence[ProvenPoint]) -> list[ProvenPoint]:
-    """The points that no other one beats, the fastest first."""
-    kept = (p for p in points if not any(other.tradeoff.beats(p.tradeoff) for other in points))
-    return sorted(kept, key=lambda p: p.ratio.median)
-
-
 def shipped_point(front: Sequence[ProvenPoint]) -> ProvenPoint | None:
     """The point that ships: the fastest that holds the limits, on two pairs of builds at least, or the most exact of
     those that are equal to it. None if no point may."""
@@ -146,7 +140,7 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     compared = compare_candidates(history, run, search)
     proven = _proven(compared.promising, run)
     held = [point for point in proven if is_proven(point.contexts)]
-    points = _named(front_of(held), compared.files, run)
+    points = _named(unbeaten(held), compared.files, run)
     if not points:
         run.output.clear(FRONT)
     builds = compared.builds - len(compared.trials)
@@ -180,9 +174,8 @@ def _short_front(compared: FrontCandidates, points: int, run: Run) -> str:
 
 def _named(points: Sequence[ProvenPoint], files: Mapping[Placement, Path], run: Run) -> list[ProvenPoint]:
     """Name the points and their files, and write the placement of each beside its file. Other files are deleted."""
-    names = named([MeasuredPoint(p.ratio.median, p.trial) for p in points])
     found = []
-    for name, point in zip(names, points, strict=True):
+    for name, point in named(points).items():
         placement = point.trial.placement
         file = run.output.claim(files[placement].with_name(f"{name}.onnx"))
         if data_of(files[placement]).exists():  # its constants lie in a file named after it: both are written again
