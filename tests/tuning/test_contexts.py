@@ -132,6 +132,7 @@ def test_points_of_a_front_hold_at_each_number(model: Path, workers: Workers) ->
     pick(model.parent / "out", rows[-1]["name"])
     told = json.loads((model.parent / "out" / "summary.json").read_text())
     assert told["by_threads"] == rows[-1]["by_threads"]
+    assert (told["baseline_ms"], told["final_ms"]) in [(at["baseline_ms"], at["final_ms"]) for at in told["by_threads"]]
 
 
 @pytest.mark.usefixtures("workers")

@@ -79,6 +79,10 @@ def test_another_point_ships_without_a_measurement(model: Path, workers: Workers
     assert (folder / "optimized_final.onnx").read_bytes() == (folder / chosen["file"]).read_bytes()
     assert summary == json.loads((folder / "summary.json").read_text())
     assert (summary["ratio"], summary["output_sqnr_db"]) == (chosen["ratio"], chosen["sqnr_db"])
+    assert summary["output_accuracy"] == chosen["accuracy"] != told["output_accuracy"]
+    assert summary["output_accuracy"]["sqnr_db"] == chosen["sqnr_db"]
+    assert summary["final_ms"] / summary["baseline_ms"] == pytest.approx(chosen["ratio"])
+    assert summary["float_nodes"] == chosen["float_nodes"] != told["float_nodes"]
     assert [row["name"] for row in summary["front"] if row["shipped"]] == [chosen["name"]]
     recorded = read_placement_file(folder / "placement.yaml")
     assert (summary["edges"], summary["weights"]) == (len(recorded.placement), {"w8": 2})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from qdqtune.tuning.shipping import (
     rows_by_threads,
     rows_by_workload,
 )
+from qdqtune.tuning.subject import node_names
 from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
 from qdqtune.types import Failure, Mix, Placement, Trial
 
@@ -101,12 +102,20 @@ class Front:
     points: tuple[ProvenPoint, ...]
     trials: tuple[Trial, ...] = ()
 
-    def rows(self, mix: Mix) -> list[dict[str, Any]]:
+    def rows(self, run: Run) -> list[dict[str, Any]]:
         """The rows `front` of summary.json."""
-        return [_row(point, self.proof.placement, mix) for point in self.points]
+        names = node_names(run.settings.model)
+        return [
+            _row(point, run.subject.mix)
+            | {
+                "float_nodes": run.subject.float_nodes(point.trial.placement, names),
+                "shipped": point.trial.placement == self.proof.placement,
+            }
+            for point in self.points
+        ]
 
 
-def _row(point: ProvenPoint, shipped: Placement, mix: Mix) -> dict[str, Any]:
+def _row(point: ProvenPoint, mix: Mix) -> dict[str, Any]:
     accuracy, placement = point.trial.accuracy, point.trial.placement
     assert accuracy is not None  # a point was measured
     return {
@@ -118,13 +127,14 @@ def _row(point: ProvenPoint, shipped: Placement, mix: Mix) -> dict[str, Any]:
         "high": point.ratio.high,
         "sqnr_db": accuracy.sqnr_db,
         "agreement": equal_share(accuracy),
+        "accuracy": asdict(accuracy),
         "metric": point.metric,
         "pairs": count_pairs(placement),
         "edges": len(placement),
         "weights": dict(Counter(weight_format.name for weight_format in placement.weight_formats.values())),
+        "baseline_ms": point.shown.a_seconds * 1e3,
         "ms": point.shown.b_seconds * 1e3,
         "holds_limits": point.holds,
-        "shipped": placement == shipped,
         "by_threads": rows_by_threads(point.contexts),
         **({"workloads": rows_by_workload(point.contexts, mix)} if len(mix) > 1 else {}),
     }
@@ -259,12 +269,17 @@ def _as_shipped(summary: Summary, row: FrontPoint, rows: Sequence[FrontPoint]) -
     picked: Summary = {
         **summary,
         "shipped": "tuned",
+        "baseline_ms": row["baseline_ms"],
         "final_ms": row["ms"],
         "ratio": row["ratio"],
         "ratio_low": row["low"],
         "ratio_high": row["high"],
+        "ratio_to_given": None,
+        "predicted_ratio": None,
         "pairs": row["pairs"],
+        "float_nodes": row["float_nodes"],
         "output_sqnr_db": row["sqnr_db"],
+        "output_accuracy": row["accuracy"],
         "metric_after": row["metric"],
         "constraint_met": row["holds_limits"],
         "by_threads": row["by_threads"],
@@ -274,4 +289,8 @@ def _as_shipped(summary: Summary, row: FrontPoint, rows: Sequence[FrontPoint]) -
     }
     if "workloads" in row:
         picked["workloads"] = row["workloads"]
+    if "metric_loss_high" in summary:  # it was that of what shipped before
+        picked["metric_loss_high"] = picked["metric_loss_unknown"] = None
+    if "gave" in summary["rewrites"]:
+        picked["rewrites"] = {**summary["rewrites"], "placement_gave": row["ratio"] / summary["rewrites"]["gave"]}
     return picked

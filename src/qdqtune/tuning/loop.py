@@ -73,7 +73,7 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
         if run.bench.asked_metric(trial.placement):  # the proof may have asked for it after the search
             history[at] = run.limits.with_metric(trial, run.bench.metric)
     recorded = mode.record(history, proof)
-    rows = front.rows(run.subject.mix) if front else None
+    rows = front.rows(run) if front else None
     return conclude(run, history, proof, recorded, front=rows, shortfall=shortfall, log=log)
 
 

@@ -110,15 +110,11 @@ class Subject:
     def tuned(self) -> tuple[Pattern, ...]:
         return patterns.tunable(self.shaped, self.patterns)
 
-    def float_nodes(self, placement: Placement, file: Path) -> list[str]:
-        """The names of the nodes of the user's `file` that read no pair in a placement, and around which other
-        quantizers put pairs: those take them as nodes to exclude. Nodes that rewrites made, or that have no name in the
-        file, are left out.
-
-        Raises:
-            BadModel: the file cannot be read.
-        """
-        left = {node.name for node in read(file).graph.node} - {edge.node for edge in placement}
+    def float_nodes(self, placement: Placement, names: Collection[str]) -> list[str]:
+        """The names of the nodes that read no pair in a placement, and around which other quantizers put pairs: those
+        take them as nodes to exclude. `names` are those of the user's file (`node_names`): nodes that rewrites made, or
+        that have no name in the file, are left out."""
+        left = set(names) - {edge.node for edge in placement}
         return [node.name for node in self.model.nodes if node.op in start_placements.STATIC and node.name in left]
 
     @property
@@ -146,6 +142,15 @@ class Subject:
         """The suggestions that are always built, see `FOREMOST`."""
         given = self.suggestions()
         return {name: given[name] for name in FOREMOST if name in given}
+
+
+def node_names(file: Path) -> frozenset[str]:
+    """The names of the nodes in a model file.
+
+    Raises:
+        BadModel: the file cannot be read.
+    """
+    return frozenset(node.name for node in read(file).graph.node)
 
 
 def open_subject(settings: Settings, runner: Runner, execution: Execution, rewrites: Rewrites | None = None) -> Subject:

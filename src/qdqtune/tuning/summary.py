@@ -65,10 +65,13 @@ class FrontPoint(TypedDict):
     high: Positive | None
     sqnr_db: float | None
     agreement: float | None
+    accuracy: Accuracy
     metric: float | None
     pairs: Count
     edges: Count
     weights: dict[str, Count]
+    float_nodes: list[str]
+    baseline_ms: Positive
     ms: Positive
     holds_limits: bool
     shipped: bool
