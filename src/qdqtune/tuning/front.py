@@ -14,6 +14,7 @@ from qdqtune.engines.acceptance import check_loads
 from qdqtune.errors import BadOption, writing
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import data_of
+from qdqtune.numerics.label_metrics import Score
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
@@ -165,9 +166,19 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
         return Front(proof, tuple(points), compared.trials)
     run.given.check()
     copy_model(folder / f"{best.name}.onnx", run.settings.output_dir / FINAL)
-    seconds = best.shown.a_seconds, best.shown.b_seconds
-    placement, measured = best.trial.placement, (best.ratio, None, *seconds)
-    proof = Proof("tuned", placement, *measured, notes, builds, best.contexts, placement, best.trial)
+    proof = Proof(
+        shipped="tuned",
+        placement=best.trial.placement,
+        ratio=best.ratio,
+        to_given=None,
+        float_seconds=best.shown.a_seconds,
+        final_seconds=best.shown.b_seconds,
+        notes=notes,
+        builds=builds,
+        contexts=best.contexts,
+        in_file=best.trial.placement,
+        trial=best.trial,
+    )
     return Front(proof, tuple(points), compared.trials)
 
 
@@ -217,11 +228,10 @@ def _proven(candidates: Sequence[FrontCandidate], run: Run) -> list[ProvenPoint]
         compared = tuple(one for one in contexts if one is not None)
         if len(compared) < len(contexts):
             continue
-        trial, holds = candidate.trial, candidate.is_exact
+        trial = run.limits.with_metric(candidate.trial, run.bench.metric)
         metric = run.bench.metric(trial.placement) if run.settings.has_metric else None
-        if metric is not None:
-            holds = holds and not isinstance(metric, Failure) and run.limits.is_good_enough(metric)
-        value = None if metric is None or isinstance(metric, Failure) else metric.value
+        holds = trial.holds is True and not isinstance(metric, Failure)
+        value = metric.value if isinstance(metric, Score) else None
         found.append(ProvenPoint(trial, compared, len(candidate.measured), holds, value))
     return found
 

@@ -179,10 +179,19 @@ def _trial_of(placement: Placement, history: Sequence[Trial]) -> Trial | None:
 def _proof(won: Attempt, trial: Trial | None, notes: tuple[str, ...], builds: int, *, has_given: bool) -> Proof:
     """The proof of what ships; `has_given` if its ratio to the user's file is another one than that to float."""
     best = first_faster(won.to_float)
-    to_given = won.contexts[won.to_float.index(best)].to_given if has_given else None
-    times = best.a_seconds, best.b_seconds
-    measured = best.ratio, to_given, *times
-    return Proof("tuned", won.placement, *measured, notes, builds, won.to_float, won.placement, trial)
+    return Proof(
+        shipped="tuned",
+        placement=won.placement,
+        ratio=best.ratio,
+        to_given=won.contexts[won.to_float.index(best)].to_given if has_given else None,
+        float_seconds=best.a_seconds,
+        final_seconds=best.b_seconds,
+        notes=notes,
+        builds=builds,
+        contexts=won.to_float,
+        in_file=won.placement,
+        trial=trial,
+    )
 
 
 def _attempt(placement: Placement, contexts: Sequence[Context], run: Run, terms: Terms) -> Attempt:
