@@ -170,7 +170,6 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
         shipped="tuned",
         placement=best.trial.placement,
         ratio=best.ratio,
-        to_given=None,
         float_seconds=best.shown.a_seconds,
         final_seconds=best.shown.b_seconds,
         notes=notes,

@@ -55,12 +55,12 @@ class Proof:
 
     shipped: Shipped
     placement: Placement
-    ratio: Ratio | None
-    to_given: Ratio | None
-    float_seconds: float | None
-    final_seconds: float | None
-    notes: tuple[str, ...]
-    builds: int
+    ratio: Ratio | None = None
+    to_given: Ratio | None = None
+    float_seconds: float | None = None
+    final_seconds: float | None = None
+    notes: tuple[str, ...] = ()
+    builds: int = 0
     contexts: tuple[Compared, ...] = ()
     in_file: Placement = field(default_factory=Placement)
     trial: Trial | None = None
@@ -91,7 +91,7 @@ def chosen_by_rule(history: Sequence[Trial], run: Run) -> Proof:
     run.given.check()
     trial = _trial_of(placement, history)
     shipped: Shipped = "tuned" if placement else "baseline"
-    return Proof(shipped, placement, None, None, None, None, (), 0, in_file=placement, trial=trial)
+    return Proof(shipped, placement, in_file=placement, trial=trial)
 
 
 def prove(history: Sequence[Trial], run: Run) -> Proof:
@@ -135,16 +135,23 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     is_given = shipping.keeps_given(attempts, terms, from_qdq=settings.from_qdq, pairs_hold=pairs_hold)
     copy_model(settings.model if is_given else folder / BASELINE, folder / FINAL)
     seconds = attempts[-1].to_float[0].a_seconds if attempts else run.bench.floats.seconds
+    unproven = Proof("given" if is_given else "baseline", Placement(), notes=tuple(notes), builds=builds)
     if not is_given:
-        return Proof("baseline", Placement(), None, None, seconds, seconds, tuple(notes), builds)
+        return replace(unproven, float_seconds=seconds, final_seconds=seconds)
     ratio = shipping.given_to_float(attempts)
     if given is None:
         if not attempts:  # the float build is that of the rewritten model
             seconds /= run.found.ratio
-        return Proof("given", Placement(), None, None, seconds, seconds * (ratio or 1.0), tuple(notes), builds)
-    own = Proof("given", Placement(), None, None, seconds, None, tuple(notes), builds)
+        return replace(unproven, float_seconds=seconds, final_seconds=seconds * (ratio or 1.0))
     own_seconds = None if ratio is None else ratio * seconds
-    return replace(own, final_seconds=own_seconds, in_file=given.placement, trial=given, metric=metric)
+    return replace(
+        unproven,
+        float_seconds=seconds,
+        final_seconds=own_seconds,
+        in_file=given.placement,
+        trial=given,
+        metric=metric,
+    )
 
 
 def _given_file(run: Run) -> tuple[Trial | None, Score | Failure | None]:
