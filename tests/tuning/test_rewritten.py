@@ -25,6 +25,7 @@ from qdqtune.graph.rewrites import REWRITES, Rewrites
 from qdqtune.graph.saving import ConstantFile
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import is_quantized
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning import rewritten
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
@@ -232,6 +233,13 @@ def test_a_rewrite_that_an_accident_kept_out_is_tried_by_the_next_run(tmp_path, 
     kinds = [record["kind"] for record in rows(tmp_path / "out" / "autotuner_state.yaml")]
     assert kinds.count("ranges") == 1  # what was measured of the other float model is forgotten
     assert without_seconds(tune(run(tmp_path, swishing())).summary) == without_seconds(second.summary)
+
+
+def test_a_rewrite_that_too_few_rounds_left_open_is_tried_with_more(tmp_path: Path) -> None:
+    few = Plan((2,), turn_seconds=0.0)
+    assert tune(run(tmp_path, swishing(), plan=few)).summary["rewrites"]["names"] == []
+    assert tune(run(tmp_path, swishing(), plan=few)).summary["rewrites"]["names"] == []
+    assert tune(run(tmp_path, swishing())).summary["rewrites"]["names"] == ["hardswish"]
 
 
 def test_nothing_applies_and_nothing_is_spent(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.timing.pairing import compare_builds
-from qdqtune.timing.ratios import Ratio, is_cut_short, ratio, settled
+from qdqtune.timing.ratios import Plan, Ratio, is_cut_short, ratio, settled
 from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.records import NO_REWRITES, Form, Outcome, RewriteRecord, RewritesRecord, Tried, TriedRewrites
 from qdqtune.tuning.run import Ready
@@ -72,12 +72,13 @@ def with_rewrites(ready: Ready, constants: ConstantFile) -> Ready:
     """
     ready = ready.sharing(constants)
     store, subject = ready.store, ready.subject
-    record = store.get(RewritesRecord)
+    earlier, plan = store.get(RewritesRecord) or store.left(RewritesRecord), ready.settings.plan
+    record = None if any(_is_open(one, plan) for one in store.of(RewriteRecord)) else store.get(RewritesRecord)
     if record is None:
         if not (names := _applicable(ready.settings, subject)):
             return ready
         found, subject, is_cut_short = _search(names, ready, constants)
-        if (left := store.left(RewritesRecord)) is not None and left.found.names != found.names:
+        if earlier is not None and earlier.found.names != found.names:
             store.forget()  # candidates were made of another float model
         store.put(RewritesRecord(found=found, is_cut_short=is_cut_short))
     elif (found := record.found).names:
@@ -85,6 +86,12 @@ def with_rewrites(ready: Ready, constants: ConstantFile) -> Ready:
             ready.settings, ready.runner, ready.execution, replace(subject.rewrites, names=found.names)
         )
     return replace(ready, found=found, subject=subject)
+
+
+def _is_open(record: RewriteRecord, plan: Plan) -> bool:
+    """Whether a comparison has more rounds to come by this plan: it lacked time, or its own plan had fewer."""
+    samples = record.result.samples
+    return samples is not None and is_cut_short(samples, plan)
 
 
 def most_builds(settings: Settings, subject: Subject) -> int:
@@ -181,10 +188,8 @@ def _compared(
         spent = builder.count - before
         if result is None:
             return None, spent
-        is_accident = isinstance(result, Failure) and result.is_transient
-        is_open = isinstance(result, Measurement) and is_cut_short(result, builder.ready.settings.plan)
-        builder.is_cut_short |= is_accident or is_open
-        record = store.put(RewriteRecord(of=of, result=Outcome.of(result), builds=spent, is_cut_short=is_open))
+        builder.is_cut_short |= isinstance(result, Failure) and result.is_transient
+        record = store.put(RewriteRecord(of=of, result=Outcome.of(result), builds=spent))
     return record.result.result, record.builds
 
 
@@ -243,8 +248,7 @@ class _Builder:
     def recorded(self, of: str) -> RewriteRecord | None:
         """The comparison of an earlier session, unless it had more rounds to come by the plan of this one."""
         record = self.ready.store.get(RewriteRecord, of)
-        samples = None if record is None else record.result.samples
-        return None if samples is not None and is_cut_short(samples, self.ready.settings.plan) else record
+        return None if record is None or _is_open(record, self.ready.settings.plan) else record
 
     def close(self) -> None:
         for handle in self.handles:
