@@ -191,7 +191,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
     settings, subject, final, tuned = run.settings, run.subject, proof.in_file, proof.ratio
     accuracy = None if proof.trial is None else proof.trial.accuracy
     predicted = None if proof.trial is None else proof.trial.proposal.predicted
-    description, is_judged = run.runner.describe(), subject.prepared.has_real_samples
+    description, is_judged = run.runner.describe(), settings.has_samples
     summary = {
         "format": FORMAT,
         "model": str(settings.model),
