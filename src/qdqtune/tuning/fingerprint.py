@@ -26,7 +26,8 @@ class CalibrationData(msgspec.Struct, frozen=True):
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that measurements depend on; budgets are no part of it, nor are the rounds that they have room for:
-    what a plan with fewer rounds has left open is measured again (see `ratios.is_cut_short`).
+    candidates and rewrites that a plan with fewer rounds has left open are measured again (see `ratios.is_cut_short`).
+    Comparisons of the proof are kept as they are, see `Comparer.recorded`.
 
     Options come before entries that follow from them, so that the first difference is the one that the user made.
     """
