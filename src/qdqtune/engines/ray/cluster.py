@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import ray
@@ -18,7 +17,7 @@ from ray.exceptions import RayActorError, RayError
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import Device, cores_for, needs_gpu
-from qdqtune.engines.execution import CHECK_SECONDS, Check
+from qdqtune.engines.execution import Check, Deadline
 from qdqtune.engines.remote.actor import WorkerActor
 from qdqtune.engines.remote.files import Sender
 from qdqtune.engines.remote.messages import Reply
@@ -114,12 +113,9 @@ def _end_actor(actor: Any) -> None:
 
 def _await_answer(reference: Any, limit: float, check: Check | None) -> Any:
     """The answer of an actor. `check` is called every `CHECK_SECONDS` while this waits."""
-    deadline = monotonic() + limit
-    while not ray.wait([reference], timeout=CHECK_SECONDS)[0]:
-        if monotonic() >= deadline:
-            raise TimeoutError
-        if check is not None:
-            check()
+    deadline = Deadline(limit, check)
+    while not ray.wait([reference], timeout=deadline.pause)[0]:
+        deadline.after_pause()
     return ray.get(reference)
 
 
