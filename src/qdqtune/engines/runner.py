@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -81,8 +81,6 @@ class Runner:
         memory: MemoryBudget | None = None,
     ) -> None:
         self.log_dir, self.device, self.memory, self._unpacked = log_dir, device, memory, unpacked
-        self.before_start: Callable[[], None] = lambda: None
-        """Called before a worker starts."""
         self._spec, self._start_worker = spec, start or start_worker
         self._mix: Mix = ()
         self._numbers = itertools.count()
@@ -294,7 +292,6 @@ class Runner:
     # Requests to the worker
 
     def _start(self) -> Worker:
-        self.before_start()
         return self._start_worker(self.log_dir / f"{self.device.name or 'worker'}.log", self.device, self.check)
 
     def _first_requests(self) -> Iterator[tuple[Any, ...]]:
