@@ -37,7 +37,7 @@ def test_a_provider_is_named_in_two_ways_that_make_one_engine(table) -> None:
     given = EngineSpec("onnxruntime", {**long.spec().options, "provider": table.ep})
     assert long.spec() == EngineOptions(engine=given).spec()
     assert long.engine_name == table.name
-    assert threads_of(short.spec()) == (1 if table.uses_threads else None)
+    assert threads_of(short.spec()) == (1 if table.threads_option else None)
     assert devices.needs_gpu(short.spec()) is table.is_gpu
 
 

@@ -42,7 +42,7 @@ class Provider:
     memory: what ONNX Runtime calls the memory of its device; by default that of the CPU.
     precision: the usual precision of what stays in float.
     recording: its option that records the kernels of an inference and starts them together; "" if it has none.
-    uses_threads: whether it computes on the CPU's threads; `threads_option` is its own option for their number.
+    threads_option: its own option for the number of the CPU's threads that it computes on; "" if it computes elsewhere.
     has_fixed_sizes: whether it takes models only whose sizes are all fixed.
     compiles: whether it runs many nodes as one, so that ONNX Runtime cannot write its graph or time single nodes.
     simulated_on: processors (as `platform.machine` names them) on which it is a simulator: outputs and partitions are
@@ -67,7 +67,6 @@ class Provider:
     memory: str = "cpu"
     precision: Literal["fp32", "fp16"] = "fp32"
     recording: str = ""
-    uses_threads: bool = False
     threads_option: str = ""
     has_fixed_sizes: bool = False
     compiles: bool = False
@@ -111,7 +110,6 @@ ORT_OPENVINO = Provider(
         **dict.fromkeys(("num_of_threads", "num_streams"), NUMBER),
         **dict.fromkeys(("disable_dynamic_shapes", "enable_qdq_optimizer"), "[A-Za-z]+"),
     },
-    uses_threads=True,
     threads_option="num_of_threads",
     compiles=True,
 )
