@@ -26,8 +26,8 @@ LIST = ".qdqtune"
 
 HEAD = "# what qdqtune has written to this folder, and may overwrite or delete: a path a line"
 
-PAGE_KIND, RECORD_KIND, LOG_KIND = "page", "record", "log"
-"""Kinds of outputs besides models: HTML pages, YAML files, logs."""
+PAGE_KIND, RECORD_KIND = "page", "record"
+"""Kinds of outputs besides models: HTML pages and YAML files."""
 
 SEARCHED = 2**16
 """Bytes at the beginning and at the end of a file in which a mark is searched."""

@@ -9,20 +9,17 @@ import io
 import os
 import pickle
 import select
-import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from time import monotonic
 from typing import IO, Any, Literal
 
+from qdqtune.engines.channel import LENGTH
 from qdqtune.engines.devices import Device
 from qdqtune.engines.execution import Check, Deadline
 from qdqtune.types import Array
 from qdqtune.version import __version__
-
-LENGTH = struct.Struct(">Q")
-"""The length of a message, in front of it."""
 
 CHUNK = 2**16
 """Bytes that are read at once, so that a long message shows that the other side lives. Chosen, not measured."""
