@@ -472,9 +472,9 @@ class Turn:
     @classmethod
     def of(cls, seconds: float, least: float, start: float = 0.0) -> Turn:
         """The turn that lasts at least `least` seconds, for inferences of `seconds`."""
-        return cls(
-            max(1, math.ceil(least / (seconds or 1))), 1 if start or seconds >= LONG_INFERENCE else 2, seconds, start
-        )
+        runs = max(1, math.ceil(least / (seconds or 1)))
+        per_round = 1 if start or seconds >= LONG_INFERENCE else 2
+        return cls(runs, per_round, seconds, start)
 
     @property
     def round_seconds(self) -> float:

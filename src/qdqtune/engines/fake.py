@@ -4,12 +4,12 @@ Outputs come from ONNX's reference evaluator. Latencies come from a cost model, 
 engines where it matters for placing Q/DQ pairs:
 
 - Work is counted in multiply-adds for Conv, ConvTranspose, Gemm and MatMul, in output elements for everything else,
-plus a fixed cost for each node that runs. Inputs bring their sizes; sizes that stay unknown count as 1. - A Relu or
-Clip behind a compute operator that it alone consumes is fused into it. - An operator with an integer kernel uses it if
-all its inputs (biases aside) come out of DequantizeLinear and only QuantizeLinear reads its output. It then takes a
-fraction of the time, and absorbs that QuantizeLinear. - A DequantizeLinear is absorbed if all its readers run in
-integers, or if it reads a constant; a QuantizeLinear, if its producer runs in integers. All other Q and DQ nodes run,
-and cost like any node of their size.
+  plus a fixed cost for each node that runs. Inputs bring their sizes; sizes that stay unknown count as 1.
+- A Relu or Clip behind a compute operator that it alone consumes is fused into it.
+- An operator with an integer kernel uses it if all its inputs (biases aside) come out of DequantizeLinear and only
+  QuantizeLinear reads its output. It then takes a fraction of the time, and absorbs that QuantizeLinear.
+- A DequantizeLinear is absorbed if all its readers run in integers, or if it reads a constant; a QuantizeLinear, if its
+  producer runs in integers. All other Q and DQ nodes run, and cost like any node of their size.
 
 So pairs around one small or unsupported operator cost more than they gain, and a chain of pairs around large operators
 gains: the best placement is neither empty nor full.

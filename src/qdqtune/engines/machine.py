@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import platform
 import re
@@ -100,7 +99,7 @@ def lacks_dot_products(machine: str | None = None, cpuinfo: str | None = None) -
 def _cpuinfo_field(cpuinfo: str | None, *names: str) -> str:
     """The value of the first field in /proc/cpuinfo that has one of `names`; "" if there is none, or no such file."""
     if cpuinfo is None:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     line = re.search(rf"^(?:{'|'.join(names)})\s*:\s*(.*)$", cpuinfo or "", re.MULTILINE)
     return line[1].strip() if line else ""

@@ -76,7 +76,7 @@ class WorkerProcess:
     location = ""
 
     def __init__(self, log: Path, device: Device = ANYWHERE, check: Check | None = None) -> None:
-        """Start the process. Nothing is waited for, so `check` is not called.
+        """Start the process. A device that is still in use is waited for without `check`, for `LEASE_SECONDS` at most.
 
         Raises:
             EngineUnavailable: another process has the device, or the system starts no process.

@@ -13,7 +13,7 @@ HOME = str(Path(__file__).parents[2])
 """The folder that holds this package."""
 
 USER_CODE = "code of the user: "
-"""What names of threads begin with that run code of the user, which may never end."""
+"""Beginning of the names of threads that run code of the user, which may never end."""
 
 
 def python(*arguments: str, **variables: str) -> dict[str, Any]:

@@ -20,10 +20,10 @@ import onnx
 import onnxruntime as ort
 from onnxruntime import InferenceSession as Session
 
-from qdqtune.engines import CPU_PROVIDER, devices, formats, machine, output_to, translated
+from qdqtune.engines import CPU_PROVIDER, devices, formats, output_to, translated
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.library_settings import DENORMALS_AS_ZERO, provider_options, session_settings
-from qdqtune.engines.machine import is_simulated, simulated_chip
+from qdqtune.engines.machine import instruction_sets, is_simulated, processor_name, simulated_chip
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.engines.onnxruntime.options import OnnxRuntimeOptions
 from qdqtune.engines.providers import OF_EP, SYMMETRIC, Provider
@@ -115,7 +115,7 @@ def _register(provider: str, library: str) -> None:
 
 def _device_of(table: Provider | None) -> tuple[str, str]:
     """The name of the device that a provider runs on, and of its driver, as far as it is known."""
-    name = machine.processor_name()
+    name = processor_name()
     if table is not None and is_simulated(table.name):
         return f"simulator on {name}", ""
     gpus = devices.gpus_here() if table is not None and table.is_gpu else ()
@@ -147,7 +147,7 @@ class OnnxRuntime:
             "threads": str(options.threads),
             "device": device,
             **({"driver": driver} if driver else {}),
-            "isa": " ".join(machine.instruction_sets()),
+            "isa": " ".join(instruction_sets()),
             **({} if options.fuse else {"fuse": "after rewrites" if options.rewrite else "no"}),
             **({} if options.fuse_pairs else {"fuse_pairs": "no"}),
             **({} if options.denormals_as_zero else {"denormals_as_zero": "no"}),

@@ -56,7 +56,8 @@ ENDING_SECONDS = 10.0
 """How long the other side may take to remove its files before the program is ended. Chosen, not measured."""
 
 ANSWER_SECONDS = 1.0
-"""How long after the limit of a request its answer may come, or go on to come. Chosen, not measured."""
+"""How long after the limit of a request its answer may still begin to come, and how long it may then pause. Chosen, not
+measured."""
 
 MOST_KEPT = 2**30
 """Bytes of inputs that are kept there. Chosen, not measured."""
