@@ -1,4 +1,7 @@
-"""What engines tell the vendors' libraries, in the words of these: for the engines, and for programs that deploy."""
+"""What engines tell the vendors' libraries, in the words of these: for the engines, and for programs that deploy.
+
+And which options of an engine are taken from a file that may come from elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class WorkerActor:
             text = _text(log) + self._worker.printed()
             self._worker.kill()
             return Reply("timeout", text=text)
-        except (EOFError, BrokenPipeError, ConnectionError):
+        except (EOFError, ConnectionError):
             return Reply("ended", text=self._worker.exit_reason())
         except OutputError as error:  # other hosts may have room, so only this worker is lost
             return Reply("answer", False, EngineUnavailable(f"on {socket.gethostname()}: {error}"))
