@@ -369,15 +369,19 @@ def weight_format_in(zero_point: Array, block: int | None) -> WeightFormat | Non
         return None
 
 
-def without_blocks(integers: Array, scale: Array, zero_point: Array, axis: int, block: int) -> Array:
-    """(q - zero point) * scale in float32, where one scale serves `block` neighbours along `axis`."""
+def dequantized(integers: Array, scale: Array, zero_point: Array, axis: int, block: int | None) -> Array:
+    """(q - zero point) * scale in float32. There is one scale for all values, or one for each index along `axis`, or
+    with a `block` one for so many neighbours along it; of zero points as well."""
 
     def spread(numbers: Array) -> Array:
-        whole = np.repeat(numbers.astype(np.float32), block, axis)
-        return np.take(whole, range(integers.shape[axis]), axis)
+        exact = numbers.astype(np.float32)
+        if exact.size == 1:
+            return exact.reshape(())
+        if block is not None:
+            return np.take(np.repeat(exact, block, axis), range(integers.shape[axis]), axis)
+        return exact.reshape([-1 if i == axis % integers.ndim else 1 for i in range(integers.ndim)])
 
-    centre = spread(zero_point) if zero_point.ndim else np.float32(0)
-    return np.asarray((integers.astype(np.float32) - centre) * spread(scale))
+    return np.asarray((integers.astype(np.float32) - spread(zero_point)) * spread(scale))
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,10 +16,10 @@ from qdqtune.placement.reading import (
     DynamicProduct,
     IntegerTable,
     Pair,
+    dequantized,
     dynamic_products_of,
     pairs_of,
     tables_of,
-    without_blocks,
 )
 from qdqtune.types import Array
 
@@ -110,12 +110,7 @@ def _dequantized(model: Model, pair: Pair) -> Constant:
         return Constant(key, pair.dtype, constant.shape, lambda: constant.array().astype(dtype))
 
     def read() -> Array:
-        quantized = constant.array().astype(np.float32)
-        if pair.block is not None:
-            return without_blocks(quantized, pair.scale, pair.zero_point, pair.axis, pair.block).astype(dtype)
-        shape = [-1 if i == pair.axis % max(quantized.ndim, 1) else 1 for i in range(quantized.ndim)]
-        scale, zero = (a.astype(np.float32).reshape(shape if a.size > 1 else ()) for a in (pair.scale, pair.zero_point))
-        return np.asarray((quantized - zero) * scale).astype(dtype)
+        return dequantized(constant.array(), pair.scale, pair.zero_point, pair.axis, pair.block).astype(dtype)
 
     numbers = ":".join(model.constants[name].key for name in pair.dq.inputs[1:] if name)
     key = f"{constant.key}:dequantized:{numbers}:{pair.axis}:{pair.block}:{pair.dtype}"
@@ -199,7 +194,7 @@ def _float_table(model: Model, table: IntegerTable) -> Constant:
     block = int(table.dq.attributes["block_size"])
 
     def read() -> Array:
-        values = without_blocks(rows.array(), scales.array(), np.zeros(()), rows.array().ndim - 1, block)
+        values = dequantized(rows.array(), scales.array(), np.zeros(()), rows.array().ndim - 1, block)
         return values.astype(helper.tensor_dtype_to_np_dtype(scales.dtype))
 
     return Constant(f"{rows.key}:table:{scales.key}", scales.dtype, rows.shape, read)

@@ -20,7 +20,7 @@ from qdqtune.graph.model import Constant, Model, Node, rebuild
 from qdqtune.graph.operators import CLAMPS
 from qdqtune.graph.simplifying import UniqueNames, names_in
 from qdqtune.placement.insertion import RAW_OUTPUT
-from qdqtune.placement.reading import Pair, counterpart, ends, is_conversion, pairs_of, twins_of, without_blocks
+from qdqtune.placement.reading import Pair, counterpart, dequantized, ends, is_conversion, pairs_of, twins_of
 from qdqtune.types import Array, Edge
 
 SWITCH = "__switch_"
@@ -250,20 +250,12 @@ def representable(pair: FilePair) -> tuple[float, float]:
 
     For a constant without a Q, the least and the largest of its dequantized values.
     """
-    block = next((a.i for a in pair.nodes[-1].attribute if a.name == "block_size"), 0)
-    is_stored = len(pair.nodes) == 1
-    if block and is_stored:
+    if len(pair.nodes) == 1:
         integers = pair.constants[pair.nodes[0].input[0]].array()
-        values = without_blocks(integers, pair.scale, pair.zero_point, pair.axis, block)
-        return float(values.min()), float(values.max())
-    scale, zero = pair.scale.astype(np.float64), pair.zero_point.astype(np.float64)
-    if is_stored:
-        integers = pair.constants[pair.nodes[0].input[0]].array().astype(np.float64)
-        rank = max(integers.ndim, 1)
-        shape = [-1 if i == pair.axis % rank else 1 for i in range(integers.ndim)]
-        scale, zero = (a.reshape(shape if a.size > 1 else ()) for a in (scale, zero))
-        values = (integers - zero) * scale
+        block = next((a.i for a in pair.nodes[0].attribute if a.name == "block_size"), 0)
+        values = dequantized(integers, pair.scale, pair.zero_point, pair.axis, block or None)
     else:
+        scale, zero = pair.scale.astype(np.float64), pair.zero_point.astype(np.float64)
         values = np.stack([(end - zero) * scale for end in ends(pair.zero_point.dtype)])
     return float(values.min()), float(values.max())
 
