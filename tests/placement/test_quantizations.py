@@ -14,7 +14,6 @@ from models import (
     UINT8,
     build,
     case,
-    conv_net,
     edges,
     feeds,
     normal,
@@ -26,7 +25,6 @@ from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import Model, Node
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import RAW_OUTPUT, insert
-from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.placement.quantizations import Quantizer
 from qdqtune.types import Edge, NumericFormat, Placement, QType
 
@@ -330,18 +328,3 @@ def test_a_table_and_what_is_looked_up_in_it_share_their_scale() -> None:
     assert scale_of(quantized, "table", "tied")[0].shape == (7,)
     apart = insert(model, placement, found, PLAIN)
     assert scale_of(apart, "e", "relu")[0] == np.float32(1 / 255)
-
-
-def test_a_quantizer_with_other_ranges_gives_the_scales_of_a_new_one() -> None:
-    model = conv_net()
-    found = ranges(model)
-    placement = consistent(model, Placement.of(possible_edges(model, found)))
-    wider = Ranges({t: Range(2 * r.low, 2 * r.high) for t, r in found.activations.items()})
-    used = Quantizer(model, found, PLAIN)
-
-    def steps(quantizer: Quantizer) -> dict[str, float]:
-        return {tensor: float(how.scale) for tensor, how in quantizer.scales(placement)[0].items()}
-
-    before = steps(used)
-    assert steps(used.with_ranges(wider)) == steps(Quantizer(model, wider, PLAIN)) != before
-    assert steps(used) == before

@@ -598,7 +598,7 @@ def place_implicit(model: Model, possible: frozenset[Edge], quant_type: QuantTyp
 
 def _into_quantizable(queries: GraphQueries, node: Node) -> Iterator[Edge]:
     if node.op in COMPUTE:
-        yield from compute_edges(queries.model, node, queries.possible)
+        yield from compute_edges(node, queries.possible)
     elif node.op in OTHERS_IN_8_BITS:
         data = queries.data(node)
         outputs = [e for e in queries.model.edges(node.outputs[0]) if not e.is_graph_output]

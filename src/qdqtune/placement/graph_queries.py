@@ -136,7 +136,7 @@ class GraphQueries:
 
     def runs_in_8_bits(self, node: Node, placed: frozenset[Edge]) -> bool:
         """Whether a compute operator has pairs on activation and weight."""
-        return bool(compute_edges(self.model, node, placed))
+        return bool(compute_edges(node, placed))
 
     @cached_property
     def attentions(self) -> tuple[Attention, ...]:

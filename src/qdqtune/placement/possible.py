@@ -204,7 +204,7 @@ def weight_only_edges(model: Model) -> frozenset[Edge]:
     return frozenset(edge for edge, w in weights if np.isfinite(w.constant.array()).all())
 
 
-def compute_edges(model: Model, node: Node, possible: frozenset[Edge]) -> frozenset[Edge]:
+def compute_edges(node: Node, possible: frozenset[Edge]) -> frozenset[Edge]:
     """The edges of a compute node's activation and weight if both are in `possible`, else none: with a pair on only one
     of them the node runs in float, and the conversion costs time."""
     both = frozenset(node.into[:2])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,12 +71,6 @@ class Quantizer:
         self._activations: dict[tuple[Range, int, bool, bool], Quantization] = {}
         self._fixed = {fixed.op: fixed for fixed in fmt.wide_scales}
         self._clamps: dict[str, tuple[Node, tuple[float, float], frozenset[Edge]] | None] = {}
-
-    def with_ranges(self, ranges: Ranges) -> Quantizer:
-        """A quantizer of the same model with other ranges of activations, which shares the cached scales."""
-        other = copy(self)
-        other._ranges = ranges
-        return other
 
     def scales(self, placement: Placement) -> tuple[dict[str, Quantization], dict[Edge, Quantization]]:
         """The quantization of activations by name, and of constants by edge, before biases raise weight scales."""

@@ -22,7 +22,7 @@ TAKES_SEVERAL = INTEGER_KERNELS - {"GlobalAveragePool"}  # it has one input
 def compute_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
     """All inputs of Conv, ConvTranspose, Gemm and MatMul; all else stays in float."""
     nodes = (n for n in model.nodes if n.op in COMPUTE and not n.domain)
-    return Placement.of(e for n in nodes for e in compute_edges(model, n, possible))
+    return Placement.of(e for n in nodes for e in compute_edges(n, possible))
 
 
 def residual_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
@@ -49,7 +49,7 @@ def integer_islands(
     edges = set(compute_inputs(model, possible).edges)
     integer: set[str] = set()
     for node in model.nodes:
-        is_compute = node.op in COMPUTE and not node.domain and compute_edges(model, node, possible)
+        is_compute = node.op in COMPUTE and not node.domain and compute_edges(node, possible)
         if is_compute or (node.op in FUSED_BEHIND and node.inputs[0] in integer):
             integer.update(node.outputs)
         elif node.op in MOVERS | joining:

@@ -317,7 +317,7 @@ class RegionSearch:
     @cached_property
     def _others(self) -> Mapping[Edge, Edge]:
         """For each of the two inputs of a compute operator the other one: a pair on one alone has no use."""
-        computing = (compute_edges(self.model, n, self.possible) for n in self.model.nodes if n.op in COMPUTE)
+        computing = (compute_edges(n, self.possible) for n in self.model.nodes if n.op in COMPUTE)
         both = [tuple(edges) for edges in computing if len(edges) == 2]
         return {one: other for a, b in both for one, other in ((a, b), (b, a))}
 
