@@ -336,7 +336,7 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
     Raises:
         BadData: most of the names in the cache are no tensors of the model.
     """
-    tensors = candidate_tensors(model)
+    tensors = dict.fromkeys(candidate_tensors(model))  # large models have thousands, and each name is looked up
     named = {n: n for n in cache.ranges} | {n: t for n, t in aliases.items() if n in cache.ranges}
     entries = {n: t for n, t in named.items() if t in tensors}
     known = {t: cache.ranges[n] for n, t in entries.items()} | {

@@ -20,7 +20,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import inspect
-import json
 import os
 import sys
 import threading
@@ -195,7 +194,7 @@ def holds_inputs(path: Path, specs: Sequence[InputSpec]) -> bool:
     Raises:
         BadData: the file is missing or unreadable.
     """
-    return path.suffix.lower() == ".npz" and all(spec.name in read_arrays(path) for spec in specs)
+    return path.suffix.lower() == ".npz" and {spec.name for spec in specs} <= read_arrays(path).keys()
 
 
 def paired(labels: Sequence[Array], samples: int, first: Sample, origin: str) -> tuple[Array, ...]:
@@ -232,12 +231,17 @@ def _of_arrays(path: Path) -> Sequence[Any]:
 def _of_json(text: str, path: Path) -> Sequence[Any]:
     try:
         found = parsed_json(text)
-    except (ValueError, json.JSONDecodeError) as error:
+    except ValueError as error:
         raise BadData(f"cannot read labels {path} as JSON: {one_line(error)}") from error
     if isinstance(found, Mapping):
         lists = [value for value in found.values() if isinstance(value, list)]
         named = next((found[name] for name in COLUMNS if isinstance(found.get(name), list)), None)
-        found = named if named is not None else lists[0] if len(found) == len(lists) == 1 else list(found.values())
+        if named is not None:
+            found = named
+        elif len(found) == len(lists) == 1:
+            found = lists[0]
+        else:
+            found = list(found.values())
     if not isinstance(found, list):
         raise BadData(f"{path} holds no list: give a JSON list with a label for each sample")
     return found
