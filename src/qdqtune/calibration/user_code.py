@@ -167,8 +167,8 @@ def read_in_thread(make: Callable[[], Iterator[T]], origin: str, execution: Exec
         Cancelled: another thread has cancelled the call.
     """
     wanted, answers = SimpleQueue[bool](), SimpleQueue[tuple[T] | BaseException | None]()
-    arguments = copy_context().run, (_give, make, wanted, answers)
-    thread = threading.Thread(target=arguments[0], args=arguments[1], name=USER_CODE + origin, daemon=True)
+    call = partial(copy_context().run, _give, make, wanted, answers)
+    thread = threading.Thread(target=call, name=USER_CODE + origin, daemon=True)
     thread.start()
     spent = 0.0
     try:

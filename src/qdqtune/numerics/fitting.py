@@ -205,7 +205,7 @@ class BiasedPlacement:
 
     def __init__(
         self, session: Session, model: Model, placement: Placement, numbers: NumericFormat, ranges: Ranges,
-        samples: Sequence[Sample], ran: Callable[[int], None] = lambda _: None,
+        samples: Sequence[Sample], ran: Callable[[int], None],
     ) -> None:  # fmt: skip
         self.layers = biased_layers(model, placement)
         self._session, self._ran, self._samples = session, ran, samples

@@ -268,7 +268,8 @@ def pairs_of(model: Model) -> Iterator[Pair]:
 
 
 def _gives_back(model: Model, pair: Pair) -> bool:
-    """Whether the DQ of a pair divides by nothing else than its Q multiplied with, but for the rounding of a scale."""
+    """Whether the DQ of a pair undoes its Q: zero point, axis and blocks are the same, and the scale but for
+    rounding."""
     if pair.q is None:
         return True
     scale, zero = model.constants[pair.q.inputs[1]].array().astype(np.float32), _zero_point(model, pair.dq, pair.dtype)
