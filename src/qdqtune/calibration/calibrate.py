@@ -142,15 +142,13 @@ class Histogram:
             lows, highs = lows[lows <= highs], highs[lows <= highs]
             order = np.arange(len(lows))
             if numbers.activation is not QType.FP8:
-                order = np.argsort(_estimated_errors(counts, centres, lows, highs, numbers), kind="stable")[
-                    :EXACT_ERRORS
-                ]
+                estimates = _estimated_errors(counts, centres, lows, highs, numbers)
+                order = np.argsort(estimates, kind="stable")[:EXACT_ERRORS]
             tried = [Range(float(lows[i]), float(highs[i])) for i in order]
             return min(tried, key=lambda r: (_squared_error(counts, centres, r, numbers), -r.high + r.low))
 
-        step = (
-            8 * THRESHOLD_STEP if numbers.activation is QType.FP8 else THRESHOLD_STEP
-        )  # the steps of FP8 grow with the values
+        # The steps of FP8 grow with the values.
+        step = 8 * THRESHOLD_STEP if numbers.activation is QType.FP8 else THRESHOLD_STEP
         tops = np.arange(step, self.BINS + step, step) * self._width
         found = best(-tops, tops)
         if not numbers.symmetric:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from onnx import TensorProto
@@ -167,8 +167,15 @@ def prepare(
     if mix and data.calibration_data is None:
         samples = samples_of(mix)
     else:
-        own, how = data.calibration_data, dict[str, Any]({"limit": data.calibration_samples, "folders": data.folders})
-        samples = open_samples(own, shaped, execution, seed=data.seed, fixed=fixed, **how)
+        samples = open_samples(
+            data.calibration_data,
+            shaped,
+            execution,
+            seed=data.seed,
+            limit=data.calibration_samples,
+            fixed=fixed,
+            folders=data.folders,
+        )
     count, usual = _affordable(shaped, most, slower), min(USUAL_JUDGED, most)
     least, parts = min(LEAST_JUDGED, most), None
     judging = tuple(samples.others(count + 1)) if most and samples.others is not None else ()
@@ -218,12 +225,10 @@ def hidden_work(model: Model, samples: Samples) -> str | None:
     layers = HEAVY - CONTROL_FLOW
     inside = [n.op_type for g in islice(graphs(model.proto.graph), 1, None) for n in g.node if n.op_type in layers]
     outside = sum(node.op in layers for node in model.nodes)
+    if not inside and outside:
+        return None
     if not inside:
-        return (
-            None
-            if outside
-            else f"the model has none of the operators that 8 bits make faster ({', '.join(sorted(COMPUTE))})"
-        )
+        return f"the model has none of the operators that 8 bits make faster ({', '.join(sorted(COMPUTE))})"
     flows = [node for node in model.nodes if node.op in CONTROL_FLOW]
     kinds = " and ".join(dict.fromkeys(node.op for node in flows))
     share = "all" if not outside else f"{len(inside)} of {len(inside) + outside}"

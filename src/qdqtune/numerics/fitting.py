@@ -288,8 +288,8 @@ def biased_placement(
     """
     written = len(model.nodes) + 2 * len(placement)
     memory = MemoryBudget.for_model(sum(constant.nbytes for constant in model.large.values()))
-    options = {"fuse": written <= MOST_OPTIMIZED, "fuse_pairs": False}
-    with onnxruntime_session(execution, memory=memory, **options) as session:
+    is_fused = written <= MOST_OPTIMIZED
+    with onnxruntime_session(execution, memory=memory, fuse=is_fused, fuse_pairs=False) as session:
         yield BiasedPlacement(session, model, placement, numbers, ranges, samples, ran)
 
 

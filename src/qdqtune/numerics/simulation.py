@@ -159,8 +159,9 @@ class Simulation:
     @cached_property
     def _session(self) -> Session:
         unpacked = sum(constant.nbytes for constant in self._float_model.large.values())
-        options = {"fuse": False, "rewrite": self._is_onnxruntime}
-        opened = onnxruntime_session(self._execution, memory=self._memory, unpacked=unpacked, **options)
+        opened = onnxruntime_session(
+            self._execution, memory=self._memory, unpacked=unpacked, fuse=False, rewrite=self._is_onnxruntime
+        )
         return self._stack.enter_context(opened)
 
 

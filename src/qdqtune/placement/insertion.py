@@ -137,9 +137,9 @@ class Inserter:
             self._dequantized(builder, decision, edge, raw)
         result = rebuild(model, builder.nodes, builder.constants)
         if placement:
-            oldest = (
-                10 if model.opset >= 21 and (placement.weight_only or placement.wide) else 9 if model.opset >= 19 else 7
-            )
+            oldest = 9 if model.opset >= 19 else 7
+            if model.opset >= BLOCK_OPSET and (placement.weight_only or placement.wide):
+                oldest = 10
             result.proto.ir_version = max(result.proto.ir_version, oldest)
         return result
 

@@ -176,11 +176,8 @@ def weight_at(model: Model, edge: Edge) -> Weight | None:
         case "MatMul", 1:
             return Weight(node, constant, turned)
         case "Gemm", 1 if all(node.attributes.get(a, 1.0) == 1.0 for a in ("alpha", "beta")):
-            return (
-                None
-                if node.attributes.get("transA", 0)
-                else Weight(node, constant, turned != bool(node.attributes.get("transB", 0)))
-            )
+            if not node.attributes.get("transA", 0):
+                return Weight(node, constant, turned != bool(node.attributes.get("transB", 0)))
         case "Gather", 0 if node.attributes.get("axis", 0) == 0:
             return Weight(node, constant, True)
     return None
