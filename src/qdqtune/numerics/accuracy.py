@@ -73,8 +73,8 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
     reference, outputs = _aligned(reference, outputs), _aligned(outputs, reference)
     agreements = []
     for name in (name for name, first in reference[0].items() if first.dtype.kind != "f"):
-        pairs = [(expected[name], actual[name]) for expected, actual in zip(reference, outputs, strict=True)]
-        equal, total = (sum(n) for n in zip(*((int((a == b).sum()), a.size) for a, b in pairs), strict=True))
+        pairs = _pairs(reference, outputs, name)
+        equal, total = sum(int((a == b).sum()) for a, b in pairs), sum(a.size for a, _ in pairs)
         agreements.append(equal / total if total else 1.0)
     worst = _worst(reference, outputs)
     single = [] if worst is None else worst.single
@@ -104,19 +104,23 @@ def noisiest(reference: Outputs, outputs: Outputs, count: int) -> list[int]:
 
 def _worst(reference: Outputs, outputs: Outputs) -> _Power | None:
     """The float output with the least SQNR, if any differs."""
-    names = (name for name, first in reference[0].items() if first.dtype.kind == "f")
-    powers = (_Power.of([(a[name], b[name]) for a, b in zip(reference, outputs, strict=True)]) for name in names)
+    powers = (_Power.of(_pairs(reference, outputs, name)) for name in _floats(reference))
     return min((power for power in powers if power.noise.sum() > 0), key=lambda power: power.db, default=None)
 
 
 def _worst_slice(reference: Outputs, outputs: Outputs) -> Slice | None:
     """The slice of all float outputs with the least SQNR, a lost one first."""
-    slices = list[Slice]()
-    for name, first in reference[0].items():
-        if first.dtype.kind == "f":
-            pairs = [(expected[name], actual[name]) for expected, actual in zip(reference, outputs, strict=True)]
-            slices += filter(None, [worst_slice(name, pairs)])
-    return min(slices, key=lambda one: (not one.is_lost, one.db), default=None)
+    slices = (worst_slice(name, _pairs(reference, outputs, name)) for name in _floats(reference))
+    return min(filter(None, slices), key=_gravest_first, default=None)
+
+
+def _floats(outputs: Outputs) -> list[str]:
+    return [name for name, first in outputs[0].items() if first.dtype.kind == "f"]
+
+
+def _pairs(reference: Outputs, outputs: Outputs, name: str) -> list[tuple[Array, Array]]:
+    """One output, as the float model and as another model gives it for each sample."""
+    return [(expected[name], actual[name]) for expected, actual in zip(reference, outputs, strict=True)]
 
 
 def _aligned(outputs: Outputs, others: Outputs) -> list[dict[str, Array]]:
@@ -296,7 +300,11 @@ def worst_slice(name: str, pairs: Sequence[tuple[Array, Array]]) -> Slice | None
         index = [":"] * first.ndim
         index[axis] = str(start) if stop == start + 1 else f"{start}:{stop}"
         found.append(Slice(f"{name}[{', '.join(index)}]", db, is_lost))
-    return min(found, key=lambda one: (not one.is_lost, one.db), default=None)
+    return min(found, key=_gravest_first, default=None)
+
+
+def _gravest_first(part: Slice) -> tuple[bool, float]:
+    return not part.is_lost, part.db
 
 
 def loss_of_slice(accuracy: Accuracy) -> str | None:
