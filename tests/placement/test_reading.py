@@ -481,3 +481,26 @@ def test_the_pair_of_a_weight_behind_a_transpose_is_that_of_the_product() -> Non
     mine = insert(model, reading.placement, reading.ranges, INT8)
     samples = feeds(model, 2)
     assert sqnr(run(quantized, samples), run(mine, samples)) > 60
+
+
+def test_q_and_dq_may_write_the_same_numbers_in_two_ways() -> None:
+    text = "[q] q = QuantizeLinear(x, s, z)\n [dq] d = DequantizeLinear(q, t, z)\n [relu] y = Relu(d)"
+    model = build("net (float[N,4] x) => (float[N,4] y) { [relu] y = Relu(x) }")
+    numbers = {"s": np.float32(2), "t": np.array([2], np.float32), "z": np.array([3], np.int8)}
+    quantized = build(f"net (float[N,4] x) => (float[N,4] y) {{ {text} }}", numbers)
+    assert read_placement(model, quantized).placement == Placement.of([Edge("x", "relu", 0)])
+
+
+def test_an_axis_may_be_counted_from_the_end() -> None:
+    text = """net (float[N,4] x) => (float[N,4] y) {
+        [q] q = QuantizeLinear <axis=1> (w, s, z)
+        [dq] d = DequantizeLinear <axis=AXIS> (q, s, z)
+        [product] y = MatMul(x, d)
+    }"""
+    weights = {"w": normal(4, 4)}
+    model = build("net (float[N,4] x) => (float[N,4] y) { [product] y = MatMul(x, w) }", weights)
+    numbers = weights | {"s": np.float32([1, 2, 3, 4]), "z": np.zeros(4, np.int8)}
+    quantized = [build(text.replace("AXIS", axis), numbers) for axis in ("-1", "0")]
+    assert read_placement(model, quantized[0]).placement == Placement.of([Edge("w", "product", 1)])
+    with pytest.raises(BadModel, match="the pair on w does not give its values back"):
+        read_placement(model, quantized[1])

@@ -272,15 +272,24 @@ def _gives_back(model: Model, pair: Pair) -> bool:
     rounding."""
     if pair.q is None:
         return True
-    scale, zero = model.constants[pair.q.inputs[1]].array().astype(np.float32), _zero_point(model, pair.dq, pair.dtype)
-    is_same_part = scale.size == 1 or all(
-        pair.q.attributes.get(name, default) == pair.dq.attributes.get(name, default)
-        for name, default in (("axis", 1), ("block_size", 0))
-    )
-    if zero is None or scale.shape != pair.scale.shape or not is_same_part:
+    scale = model.constants[pair.q.inputs[1]].array().astype(np.float32)
+    zero = _zero_point(model, pair.dq, pair.dtype)
+    if scale.size != pair.scale.size or zero is None or not {zero.size, pair.zero_point.size} <= {1, scale.size}:
         return False
-    same_zero = np.array_equal(np.broadcast_to(zero, scale.shape), np.broadcast_to(pair.zero_point, scale.shape))
-    return same_zero and np.allclose(scale, pair.scale, rtol=HALF_ROUNDING, atol=0)
+    if scale.size > 1 and (scale.shape != pair.scale.shape or not _has_parts_of_q(model, pair, pair.q)):
+        return False
+    same_zero = (zero.reshape(-1) == pair.zero_point.reshape(-1)).all()
+    return bool(same_zero) and np.allclose(scale.reshape(-1), pair.scale.reshape(-1), rtol=HALF_ROUNDING, atol=0)
+
+
+def _has_parts_of_q(model: Model, pair: Pair, q: Node) -> bool:
+    """Whether the scales of Q and DQ belong to the same channels or blocks; an axis may be counted from the end."""
+    info = model.tensors.get(pair.source)
+    axis = q.attributes.get("axis", 1)
+    is_same_axis = axis == pair.axis
+    if info is not None and info.shape:
+        is_same_axis = axis % len(info.shape) == pair.axis % len(info.shape)
+    return is_same_axis and (q.attributes.get("block_size") or None) == pair.block
 
 
 def _zero_point(model: Model, node: Node, dtype: int) -> Array | None:
