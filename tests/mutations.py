@@ -33,6 +33,7 @@ from models import ATTENTION, build, conv_net, normal
 from qdqtune.autotune import command as autotune
 from qdqtune.cli import main
 from qdqtune.graph.saving import save
+from qdqtune.system.checks import LIST
 from qdqtune.tuning.store import line_of
 from runs import contents, mixed, write
 from workers import in_process
@@ -654,7 +655,7 @@ def broken(code: int, out: str, err: str, before: dict[str, bytes], after: dict[
         wrong.append("a control character on standard error")
     ours = {name for name in before if name.split("/")[0] == OUT}
     wrong += [f"{name} was changed" for name in before.keys() - ours if after.get(name) != before[name]]
-    wrong += [f"{name} was written" for name in after.keys() - before.keys() if not name.startswith(OUT)]
+    wrong += [f"{name} was written" for name in after.keys() - before.keys() if not name.startswith((OUT, LIST))]
     wrong += [f"{name} is left" for name in after if ".qdqtune-" in name or "/candidates/" in name or "worker-" in name]
     if code not in (0, 3, 4):
         wrong += [f"{name} is there" for name in after.keys() - before.keys() if name == f"{OUT}.onnx"]

@@ -119,9 +119,6 @@ def test_without_its_state_file_a_run_starts_over(run: Run, model: Path) -> None
     Path("out/autotuner_state.yaml").unlink()
     code, _, errors = run("-m", model, "-o", "out", "--builds", 4)
     assert (code, errors.count("from the state file")) == (0, 0)
-    Path("out/autotuner_state.yaml").unlink()
-    Path("out/autotuner_state_pattern_cache.yaml").write_text("of another program: 1\n")
-    assert run("-m", model, "-o", "out", "--builds", 4)[0] == 2
 
 
 def test_no_improvement_is_no_error(run: Run, tmp_path: Path) -> None:

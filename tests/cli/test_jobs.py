@@ -140,6 +140,6 @@ def test_a_folder_of_one_model_is_that_model_and_what_ships_is_loadable(call: Ca
     assert (out / "tokenizer.json").read_text() == '{"new": 1}'
     code, _, err = call("tune", home, "-o", taken, *QUICK, *UNCHECKED)
     assert code == 2
-    assert "config.json is not of qdqtune's making, and would be overwritten" in err
+    assert "config.json was there before, and is not of qdqtune's making" in err
     assert call("tune", home, "-o", home, *QUICK, *UNCHECKED)[0] == 0
     assert (home / "config.json").read_text() == '{"of": "net"}'

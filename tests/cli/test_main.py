@@ -209,7 +209,7 @@ def test_a_model_with_pairs_needs_from_qdq(call, tuned, model, tmp_path):
 def test_files_that_would_overwrite_the_model(call, tuned):
     out = tuned.parent / "out"
     code, error = errors(call("tune", out / "baseline.onnx", *QUICK, "-o", out))
-    assert (code, error) == (2, f"{out / 'baseline.onnx'} would be overwritten: choose another --output-dir")
+    assert (code, error) == (2, f"{out / 'baseline.onnx'} would overwrite the model: choose another --output-dir")
     code, error = errors(call("apply", tuned, "--placement", out / "placement.yaml", "-o", tuned))
     assert code == 2
     assert "would overwrite the model" in error

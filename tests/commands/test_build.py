@@ -16,6 +16,7 @@ from qdqtune.commands import build as building
 from qdqtune.engines import MODULES, open_engine
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import EngineFailure
+from qdqtune.system.checks import HEAD, LIST
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_build_writes_what_the_engine_saves(call, float_file, tmp_path):
     outputs = ReferenceEvaluator(conv_model()).run(None, IMAGE)
     session = open_engine(building.EngineSpec("onnxruntime")).build(target, tmp_path / "log")
     np.testing.assert_allclose(session.run(IMAGE)["y"], outputs[0], atol=1e-4)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["built.onnx", "float.onnx", "log"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [LIST, "built.onnx", "float.onnx", "log"]
 
 
 def test_build_as_json(call, float_file, tmp_path):
@@ -127,11 +128,12 @@ def test_the_model_is_never_replaced(how, call, float_file, tmp_path):
 def test_a_failed_build_leaves_what_was_there(call, float_file, tmp_path, workers):
     target = tmp_path / "m.plan"
     target.write_text("ftrt good")
+    (tmp_path / LIST).write_text(f"{HEAD}\nm.plan (build)\n")
     workers.opener = lambda _: Saves("TensorRT: no")
     code, _, err = call("build", float_file, "-o", target, "--engine", "tensorrt")
     assert (code, err) == (5, "error: TensorRT: no\n")
     assert target.read_text() == "ftrt good"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["float.onnx", "m.plan"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [LIST, "float.onnx", "m.plan"]
 
 
 @pytest.mark.parametrize(("target", "code", "words"), [

@@ -17,7 +17,7 @@ from qdqtune.autotune import command as autotune
 from qdqtune.cli import main
 from qdqtune.cli.main import Later, app
 from qdqtune.options import OfRun, Reads, Writes
-from qdqtune.system.checks import HEAD, LIST, PAGE_KIND, mark
+from qdqtune.system.checks import HEAD, LIST
 from qdqtune.tuning import folder
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
@@ -103,7 +103,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
     (tmp_path / "run" / LIST).write_text(f"{HEAD}\nsummary.json\nreport.html\noptimized_final.onnx\nlogs/\n")
     for name in ("summary.json", "optimized_final.onnx", "autotuner_state.yaml"):
         (tmp_path / "run" / name).write_text("{}")
-    (tmp_path / "run" / "report.html").write_text(mark(PAGE_KIND))
+    (tmp_path / "run" / "report.html").write_text("a page")
     for name in ("before.txt", "before.html", "before.yaml", "before.json", "before.npz", "before.xml", "before"):
         (tmp_path / name).write_bytes(samples.read_bytes() if name.endswith("npz") else b"<p>mine</p>")
     shutil.copy(made["qdq_baseline"], tmp_path / "before.onnx")
@@ -237,5 +237,4 @@ def test_an_artifact_is_written_again(engine, files, tmp_path, capfd):
     refused(capfd, tmp_path, "quantize", model, "-o", asked[-1])
     if engine == "openvino":
         (tmp_path / "b.xml").unlink()
-        told = refused(capfd, tmp_path, "build", *asked)
-        assert "b.bin was there before" in told
+        assert run(capfd, "build", *asked)[0] == 0

@@ -19,7 +19,6 @@ from qdqtune.engines.devices import Device, pinned
 from qdqtune.engines.execution import OVERTIME, Execution
 from qdqtune.engines.process import WorkerConnection, WorkerProcess
 from qdqtune.errors import EngineUnavailable
-from qdqtune.system.cleanup import Cleaner
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="cores are pinned on Linux only")
 
@@ -44,7 +43,6 @@ def test_a_process_that_cannot_be_started_leaves_nothing(tmp_path: Path, monkeyp
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(process.subprocess, "Popen", refused)
-    monkeypatch.setattr(process, "cleaner", Cleaner)  # one that has not started
     open_before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(EngineUnavailable, match="no process for the engine can be started"):
         WorkerProcess(tmp_path / "worker.log")

@@ -17,7 +17,7 @@ import yaml
 from conftest import Call
 from engine_contract import quantized_conv_model
 from models import UINT8
-from qdqtune.system.checks import RECORD_KIND, mark
+from qdqtune.commands.gate import BEGINNING
 from runs import environment
 
 ROOT = Path(__file__).parent.parent.parent
@@ -101,7 +101,7 @@ def test_check_tells_what_is_not_fused(folder: Path, tuned: Path) -> None:
     assert runner.step("Measure").returncode == 0
     assert runner.outputs["code"] == "0"
     told = (folder / "summary").read_text()
-    assert told.startswith(f"<!-- {mark(RECORD_KIND)} -->")  # by which the comment is found, and the file replaced
+    assert told.startswith(BEGINNING)  # by which the comment is found
     assert "no pairs, nothing to check" in told
     wrong = Runner(folder, {"command": "dance", "model": str(tuned)})
     assert "::error::command is" in wrong.step("Measure").stdout

@@ -26,7 +26,7 @@ import pytest
 from qdqtune.engines import EngineSpec, allocation, devices, pool, process, worker
 from qdqtune.engines.execution import Deadline
 from qdqtune.errors import Cancelled, EngineFailure, QdqtuneError
-from qdqtune.system.cleanup import remove_left
+from qdqtune.system.writing import SCRATCH, TEMPORARY, WORKERS, sweep
 from qdqtune.tuning.settings import STATE
 from qdqtune.types import Measurement
 from simulation.clock import Clock
@@ -166,19 +166,6 @@ class Channel:
         self._process.end(1)
 
 
-class Cleaner:
-    """Remembers which temporary folders are to be removed when the process has ended."""
-
-    def __init__(self) -> None:
-        self.places: set[tuple[str, str]] = set()
-
-    def watch(self, parent: str | os.PathLike[str], prefix: str) -> None:
-        self.places.add((os.fspath(parent), prefix))
-
-    def start(self) -> None:
-        return
-
-
 class Machine:
     """Owns all that a run does not decide itself. `noise_of` is the seed of the noise of latencies; 0 for none."""
 
@@ -188,7 +175,7 @@ class Machine:
         self.temporary = root / "tmp"
         self.temporary.mkdir(exist_ok=True)
         self.processes: list[Process] = []
-        self.cleaner, self.threads = Cleaner(), Threads(self.clock, self.random)
+        self.threads = Threads(self.clock, self.random)
         self.faults: Sequence[Fault] = ()
         self.tells = False  # whether it keeps where errors came from
         self._was_short = False
@@ -308,8 +295,6 @@ class Machine:
             patch.setattr(process, "python", lambda *_, **__: {})
             patch.setattr(worker, "return_free_memory", lambda: None)
             patch.setattr(worker, "coins_of", coins_of)
-            for module in ("qdqtune.engines.process", "qdqtune.system.writing"):
-                patch.setattr(f"{module}.cleaner", lambda: self.cleaner)
             patch.setattr(os, "getloadavg", lambda: (self.random.random(), 0.0, 0.0))
             patch.setattr(tempfile, "tempdir", str(self.temporary))
             yield
@@ -317,7 +302,7 @@ class Machine:
     def process(self, faults: Sequence[Fault], do: Callable[[], Any], time_budget: float | None = None) -> "Ended":
         """Do something in a process of its own, with these faults. What it asks of workers after so many seconds is
         counted."""
-        self.faults, self.events, self.cleaner, self.processes = faults, Counter(), Cleaner(), []
+        self.faults, self.events, self.processes = faults, Counter(), []
         self.threads = Threads(self.clock, self.random)
         self.late, self._ends_at = Counter(), self.clock.now + (inf if time_budget is None else time_budget)
         self.disk.begin()
@@ -341,9 +326,10 @@ class Machine:
         return ended
 
     def clean_up(self) -> None:
-        """What the cleaner does once the process has ended."""
-        for parent, prefix in self.cleaner.places:
-            remove_left(parent, prefix)
+        """What a next process does with temporary folders when it starts."""
+        for folder in (self.temporary.parent, *self.temporary.parent.rglob("*/")):
+            for prefix in (SCRATCH, TEMPORARY, WORKERS):
+                sweep(folder, prefix)
 
 
 @dataclass

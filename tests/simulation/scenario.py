@@ -36,7 +36,7 @@ from simulation.worlds import ASKS, KINDS_OF_WORLDS, METRIC, OFTEN, SCORE, World
 OF_THE_MACHINE = OutputError, EngineUnavailable, EngineFailure, BaselineFailed
 """What a run may say when something of the machine fails: none blames the user."""
 
-TEMPORARY = re.compile(r"^tmp/|\.qdqtune-|worker-\w{8}(/|$)")
+TEMPORARY = re.compile(r"^tmp/|\.qdqtune-|worker-\w{8}\.tmp(/|$)")
 """Names of what is temporary."""
 
 ENDING = "kill", "torn", "power", "interrupt"
@@ -302,11 +302,11 @@ def _badly_ended(ended: Ended, machine: Machine) -> list[str]:
 
 
 def _left_behind(ended: Ended, happened: int, stage: Stage) -> list[str]:
-    """Files, processes and locks that a process leaves. A killed one leaves temporary ones, until the cleaner comes."""
+    """Files, processes and locks that a process leaves. A killed one leaves temporary ones to the next."""
     if isinstance(ended.error, Died):
         return []
     if isinstance(ended.error, KeyboardInterrupt) and happened > 1:
-        return []  # interrupted again on its way out, it leaves the rest to the end of the process and to the cleaner
+        return []  # interrupted again on its way out, it leaves the rest to the end of the process and to the next
     wrong = []
     if ended.workers:
         wrong.append(f"{ended.workers} workers go on")
@@ -316,7 +316,7 @@ def _left_behind(ended: Ended, happened: int, stage: Stage) -> list[str]:
         wrong.append(f"{ended.open_files} files stay open")
     names = {str(p.relative_to(stage.root)) for p in stage.root.rglob("*")}
     if isinstance(ended.error, KeyboardInterrupt):
-        return wrong  # it may have been removing some: that is up to the cleaner now
+        return wrong  # it may have been removing some: that is up to the next one
     left = sorted(filter(TEMPORARY.search, names))
     if left:
         wrong.append(f"it leaves {left[:3]}")

@@ -87,7 +87,7 @@ def test_files_that_engine_options_name_are_not_overwritten(call: Call, model: P
 def test_a_result_that_is_the_model_by_another_name_is_refused(call: Call, external: Path, how: Callable) -> None:  # type: ignore[type-arg]
     out = external.parent / "out"
     linked(external, out / "baseline.onnx", how)
-    is_refused(call, external.parent, "would be overwritten", "tune", external, *QUICK, "-o", out)
+    is_refused(call, external.parent, "would overwrite", "tune", external, *QUICK, "-o", out)
 
 
 @pytest.mark.parametrize("option", ["--calibration-data", "--evaluate", "--qdq-baseline"])
@@ -100,7 +100,7 @@ def test_whatever_a_run_reads_it_does_not_write(call: Call, model: Path, tmp_pat
     os.link(given, tmp_path / "out" / "summary.json")
     named = f"{metric}:score" if option == "--evaluate" else given
     is_refused(
-        call, tmp_path, "would be overwritten", "autotune", "-m", model, *QUICK, option, named, "-o", tmp_path / "out"
+        call, tmp_path, "would overwrite", "autotune", "-m", model, *QUICK, option, named, "-o", tmp_path / "out"
     )
 
 
@@ -116,7 +116,7 @@ def test_groups_and_patterns_are_not_overwritten(call, model, tmp_path, option, 
     given.parent.mkdir(parents=True)
     given.write_text("{}")
     arguments = ["autotune", "-m", model, *QUICK, "--mode", mode, option, given, "-o", tmp_path / "out"]
-    is_refused(call, tmp_path, "would be overwritten", *arguments)
+    is_refused(call, tmp_path, "would overwrite", *arguments)
 
 
 @pytest.mark.parametrize("mode", ["cut", "region", "subgraph", "front"])
@@ -171,7 +171,7 @@ def test_a_part_of_an_earlier_run_is_not_tuned_into_its_folder(call: Call, model
     tune(settings(model, builds=3, mode="subgraph"))
     part = out / "subgraphs" / "group_001.onnx"
     arguments = ["tune", part, *QUICK, "--mode", "subgraph", "--restart", "-o", out]
-    is_refused(call, tmp_path, "would be overwritten", *arguments)
+    is_refused(call, tmp_path, "would overwrite", *arguments)
 
 
 NAMED = {
@@ -212,7 +212,7 @@ def test_pipes_in_the_folder_of_a_run_are_refused(call: Call, external: Path, na
 
 def test_the_option_that_names_a_state_file_is_told(call: Call, external: Path) -> None:
     arguments = ("autotune", "-m", external, *QUICK, "-o", external.parent / "out", "--state-file", external)
-    is_refused(call, external.parent, "would be overwritten: choose another --state-file", *arguments)
+    is_refused(call, external.parent, "would overwrite the model: choose another --state-file", *arguments)
 
 
 def test_what_lies_below_a_folder_is_listed_without_following_links(tmp_path: Path) -> None:

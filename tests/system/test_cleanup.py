@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqtune.system.cleanup import MARK, remove, remove_left
-from qdqtune.system.writing import SCRATCH, Scratch, atomic_write
+from qdqtune.system.writing import SCRATCH, Scratch, atomic_write, sweep
 from runs import environment
 
 NEW = b"new" * 1000
@@ -33,66 +32,42 @@ with atomic_write(pathlib.Path({str(target)!r})) as fresh:
     (tmp_path / ".qdqtune-mine" / "notes.txt").touch()
     with Scratch(tmp_path) as busy, atomic_write(target) as fresh:
         fresh.write_bytes(NEW)
-        assert (busy / MARK).exists()
+        assert busy.exists()
     assert not left.exists()
     assert names(tmp_path) == {"r.onnx", ".qdqtune-mine"}
     assert names(tmp_path / ".qdqtune-mine") == {"notes.txt"}
 
 
-def test_a_folder_that_was_killed_before_it_was_marked_is_removed(tmp_path: Path) -> None:
-    unmarked = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=tmp_path))
-    (tmp_path / f"{SCRATCH}mine").mkdir(mode=0o755)
-    with Scratch(tmp_path):
-        assert not unmarked.exists()
-    assert names(tmp_path) == {f"{SCRATCH}mine"}
-
-
 def test_a_folder_that_another_process_takes_for_one_that_was_left_is_made_again(tmp_path, monkeypatch):
     taken: list[str] = []
 
-    def made(**how: str) -> str:
-        path = tempfile_mkdtemp(**how)
+    def made(*how: object) -> str:
+        path = tempfile_mkdtemp(*how)
         if not taken:
             taken.append(path)
-            assert not remove_left(tmp_path, SCRATCH)
+            sweep(tmp_path, SCRATCH)
         return path
 
     tempfile_mkdtemp = tempfile.mkdtemp
     monkeypatch.setattr(tempfile, "mkdtemp", made)
     with Scratch(tmp_path) as folder:
         assert taken[0] != str(folder)
-        assert (folder / MARK).exists()
+        assert folder.exists()
     assert not names(tmp_path)
-
-
-def test_a_removal_that_is_cut_short_is_finished_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "qdqtune-x"
-    (folder / "inner").mkdir(parents=True)
-    (folder / MARK).touch()
-
-    def killed(*_: object, **__: object) -> None:
-        raise SystemExit
-
-    with monkeypatch.context() as patch:
-        patch.setattr("shutil.rmtree", killed)
-        with pytest.raises(SystemExit):
-            remove(folder)
-    assert not remove_left(tmp_path, "qdqtune-")
-    assert not folder.exists()
 
 
 def test_a_removal_that_is_interrupted_closes_its_lock_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scratch = Scratch(tmp_path)
 
-    def interrupted(_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("qdqtune.system.cleanup.remove", interrupted)
+        patch.setattr("shutil.rmtree", interrupted)
         with pytest.raises(KeyboardInterrupt):
             scratch.close()
     with (tmp_path / "other").open("wb") as other:  # which gets the number of the lock
         scratch.close()
         other.write(NEW)
-    assert remove_left(tmp_path, SCRATCH) is False
+    sweep(tmp_path, SCRATCH)
     assert names(tmp_path) == {"other"}

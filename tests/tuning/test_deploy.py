@@ -98,7 +98,7 @@ def test_a_file_of_the_user_in_its_place_is_not_overwritten(call: Call, model: P
     (tmp_path / "out" / "deploy" / "run.py").write_text("mine")
     code, _, err = call("tune", model, *QUICK, "-o", tmp_path / "out")
     assert code == 2
-    assert "run.py is not of qdqtune's making" in err
+    assert "run.py was there before, and is not of qdqtune's making" in err
     assert (tmp_path / "out" / "deploy" / "run.py").read_text() == "mine"
 
 

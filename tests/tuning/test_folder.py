@@ -196,5 +196,5 @@ def test_a_list_whose_writer_was_killed_is_gone_on_with(model: Path, end: int) -
             pass
         assert (told.output_dir / LIST).read_bytes() == expected
     else:
-        with pytest.raises(BadOption, match=r"baseline\.onnx is not of qdqtune's making"):
+        with pytest.raises(BadOption, match=r"baseline\.onnx was there before, and is not of"):
             OutputFolder(told)

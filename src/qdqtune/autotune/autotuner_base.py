@@ -51,7 +51,7 @@ from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import patterns
 from qdqtune.search.regions.discovery import Scheme
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.system.checks import RECORD_KIND, Output, check_outputs, replaceable
+from qdqtune.system.checks import Output, check_outputs, written_as
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.records import ConversationRecord, StoredPlacement
 from qdqtune.tuning.result import Result
@@ -271,7 +271,7 @@ class QDQAutotunerBase:
             BadOption, BadState: there is a file of another model, engine or configuration, or no such file at all.
         """
         path = Path(output_path)
-        cache = Output(cache_beside(path), "output_path", replaceable(RECORD_KIND))
+        cache = Output(cache_beside(path), "output_path", written_as("record"))
         check_outputs([cache], {})
         best, best_ms = self._standing()
         record = ConversationRecord(

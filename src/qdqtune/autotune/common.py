@@ -207,7 +207,7 @@ class PatternCache:
         """Write the file: what a tuning run reads of it, and the schemes as they are here."""
         rows = {own.pattern.digest: [(s.core, s.ratio) for s in own.schemes] for own in self.pattern_schemes}
         content = cache.content_of(rows, [own.pattern for own in self.pattern_schemes])
-        write_yaml(Path(output_path), {**content, "interface": self.to_dict()})
+        write_yaml(Path(output_path), {**content, "interface": self.to_dict()}, "record")
 
     @classmethod
     def load(cls, input_path: str | Path) -> Self:

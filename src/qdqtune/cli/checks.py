@@ -33,7 +33,6 @@ from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable, escape
 from qdqtune.explanation.findings import Finding
 from qdqtune.explanation.formatting import counted, placed, samples
 from qdqtune.options import REQUIRED, Files, given_in, option
-from qdqtune.system.checks import RECORD_KIND, mark
 from qdqtune.system.writing import temporary_folder, write_json
 from qdqtune.types import sqnr_of
 
@@ -300,7 +299,7 @@ def _qualify(options: DoctorOptions, as_machine: bool) -> int:
         done = qualify(options, observer)
     told = done.to_dict()
     if options.output is not None:
-        write_json(options.output, told | {"mark": mark(RECORD_KIND)})
+        write_json(options.output, told, "record")
     if as_machine:
         print_json(told)
     else:

@@ -13,12 +13,12 @@ from qdqtune.commands.gate import RUNS, Gated
 from qdqtune.commands.shown import Table
 from qdqtune.errors import EngineFailure
 from qdqtune.options import Given, Option, Writes
-from qdqtune.system.checks import RECORD_KIND, Output, replaceable
+from qdqtune.system.checks import Output, written_as
 from qdqtune.system.writing import atomic_write
 
 
 def _record(path: Path, name: str, _: Given) -> list[Output]:
-    return [Output(path, name, replaceable(RECORD_KIND))]
+    return [Output(path, name, written_as("record"))]
 
 
 def _file(name: str, help: str, short: str) -> Parameter:
@@ -43,10 +43,10 @@ def write_gate(
         OutputError: one cannot be written.
     """
     if junit is not None:
-        with atomic_write(junit) as fresh:
+        with atomic_write(junit, "record") as fresh:
             fresh.write_text(with_flags(gate.junit(gated)), encoding="utf-8")
     if markdown is not None:
-        with atomic_write(markdown) as fresh:
+        with atomic_write(markdown, "record") as fresh:
             fresh.write_text(with_flags(gate.markdown(told, table, gated, notes)), encoding="utf-8")
 
 

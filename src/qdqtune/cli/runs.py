@@ -16,7 +16,7 @@ from qdqtune.explanation.page import write_report
 from qdqtune.explanation.reasons_by_measurement import IN_WORDS, Explanation
 from qdqtune.explanation.report import report_of_run
 from qdqtune.options import REQUIRED, File, Given, MaybeFile, Options, Reads, Writes, option
-from qdqtune.system.checks import PAGE_KIND, Output, below, is_marked, is_of_a_run
+from qdqtune.system.checks import Output, below, in_list, written_as
 from qdqtune.tuning.folder import REPORT
 
 
@@ -58,8 +58,9 @@ def _record(text: str) -> list[Path]:
 
 
 def _report(path: Path, name: str, given: Given) -> list[Output]:
-    own = given["directory"] / REPORT
-    return [Output(path, name, lambda file: is_marked(file, PAGE_KIND) and (file == own or not is_of_a_run(file)))]
+    folder, is_page = given["directory"], written_as("page")
+    own = folder / REPORT
+    return [Output(path, name, lambda file: is_page(file) or (file == own and in_list(folder)(file)))]
 
 
 CANNOT_TELL = 3

@@ -8,18 +8,18 @@ from typing import Any
 
 from qdqtune.commands.inputs import ModelOption
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.engines import MODULES, TENSORRT_FAMILY, EngineSpec
+from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import EngineOptions, tensorrt_cache, with_timing_cache
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.runner import Handle, Runner, temporary_runner
-from qdqtune.engines.tensorrt.options import check_inputs, is_plan
+from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.loading import read
 from qdqtune.graph.model import Model
-from qdqtune.graph.saving import model_outputs, sign
+from qdqtune.graph.saving import model_outputs
 from qdqtune.options import REQUIRED, File, Given, Writes, option
-from qdqtune.system.checks import Output, is_of_a_run, mark, replaceable
+from qdqtune.system.checks import Output, written_as
 from qdqtune.system.writing import atomic_write
 from qdqtune.types import Failure
 
@@ -37,7 +37,7 @@ SUFFIXES = {".onnx": "ONNX", ".xml": "OpenVINO", ".plan": "plan", ".engine": "pl
 """The format that a file suffix stands for: a part of the engine's text in `FORMATS`."""
 
 ARTIFACT = "build"
-"""The mark in files that `build` has written."""
+"""The kind of files that `build` writes (see `system.checks.written_as`)."""
 
 
 def _outputs(path: Path, name: str, given: Given) -> list[Output]:
@@ -98,32 +98,18 @@ def build(model: Path, output: Path, spec: EngineSpec, execution: Execution) -> 
     if spec.name in MODULES and spec.name not in FORMATS:
         able = ", ".join(FORMATS)
         raise EngineFailure(f"engine {spec.name!r} has no format of its own to save; these have: {able}")
-    with temporary_runner(spec, execution) as runner, atomic_write(output) as fresh:
+    with temporary_runner(spec, execution) as runner, atomic_write(output, ARTIFACT) as fresh:
         handle = _saved(runner, model, fresh)
-        _sign(fresh, spec.name)
         made = sorted(path for path in fresh.parent.iterdir() if path.is_file())
         nbytes = sum(path.stat().st_size for path in made)
     return Artifact(spec.name, tuple(output.with_name(path.name) for path in made), nbytes, handle.build_seconds)
 
 
 def artifact(output: Path, option: str, engine: str) -> list[Output]:
-    """The files that `build` writes for an engine. A plan may replace any plan, since plans carry no mark."""
+    """The files that `build` writes for an engine."""
     if engine == "openvino":
-        own = replaceable(ARTIFACT)
-        data = output.with_suffix(".bin")
-        return [Output(output, option, own), Output(data, option, lambda _: own(output))]
-    if engine in TENSORRT_FAMILY:
-        return [Output(output, option, lambda file: is_plan(file) and not is_of_a_run(file))]
+        return [Output(file, option, written_as(ARTIFACT)) for file in (output, output.with_suffix(".bin"))]
     return model_outputs(output, option, ARTIFACT)
-
-
-def _sign(output: Path, engine: str) -> None:
-    """Write the mark of `build` into an artifact whose format allows it."""
-    if FORMATS[engine] == FORMATS["onnxruntime"]:
-        sign(output, ARTIFACT)
-    if engine == "openvino":
-        with output.open("a", encoding="utf-8") as file:
-            file.write(f"<!-- {mark(ARTIFACT)} -->\n")
 
 
 def _saved(runner: Runner, model: Path, target: Path) -> Handle:

@@ -53,7 +53,7 @@ from qdqtune.options import (
     Writes,
     option,
 )
-from qdqtune.system.checks import RECORD_KIND, Output, replaceable
+from qdqtune.system.checks import Output, written_as
 
 PRETENDS = "fake"
 """The engine that is always usable, since it measures nothing."""
@@ -86,7 +86,7 @@ ELSEWHERE_SECONDS = 300.0
 
 
 def _records(path: Path, name: str, _: Given) -> list[Output]:
-    return [Output(path, name, replaceable(RECORD_KIND))]
+    return [Output(path, name, written_as("record"))]
 
 
 def _usual_record(given: Given) -> Path | None:

@@ -13,7 +13,6 @@ from qdqtune.errors import escaped
 from qdqtune.numerics.accuracy import decibels, integers_differ
 from qdqtune.numerics.scores import equal_share
 from qdqtune.options import Number, Option, Options, option
-from qdqtune.system.checks import RECORD_KIND, mark
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Ratio
 from qdqtune.types import Accuracy
@@ -134,6 +133,10 @@ TAGS: Mapping[Outcome, str] = {"undecided": "skipped", "missed": "failure", "fai
 """What JUnit calls an outcome."""
 
 
+BEGINNING = "<!-- made by qdqtune -->"
+"""First line of Markdown, by which the action finds its comment on a pull request."""
+
+
 def junit(gated: Sequence[Gated]) -> str:
     """The outcomes as JUnit XML: a test case for each limit of each file; an undecided one counts as skipped."""
     found = Counter(one.outcome for one in gated)
@@ -146,14 +149,13 @@ def junit(gated: Sequence[Gated]) -> str:
             ElementTree.SubElement(case, TAGS[one.outcome], message=escaped(one.told))
         else:
             ElementTree.SubElement(case, "system-out").text = escaped(one.told)
-    suites.append(ElementTree.Comment(f" {mark(RECORD_KIND)} "))
     ElementTree.indent(suites)
     return ElementTree.tostring(suites, "unicode", xml_declaration=True) + "\n"
 
 
 def markdown(told: str, table: Table | None, gated: Sequence[Gated], notes: Sequence[str] = ()) -> str:
     """A result as Markdown: a sentence, its table, the outcome of each limit, notes."""
-    lines = [f"<!-- {mark(RECORD_KIND)} -->", f"**qdqtune:** {_plain(told)}", ""]
+    lines = [BEGINNING, f"**qdqtune:** {_plain(told)}", ""]
     if table is not None:
         rows = [table.columns, ["---"] * len(table.columns), *table.rows]
         lines += [f"| {' | '.join(map(_plain, row))} |" for row in rows]

@@ -12,7 +12,6 @@ from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.runner import insist, temporary_runner
 from qdqtune.errors import BadModel, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import load
-from qdqtune.graph.saving import sign
 from qdqtune.system.writing import atomic_write
 
 LOADED_BY = dict.fromkeys(("fake", "onnxruntime", *PROVIDERS), "onnxruntime") | {"openvino": "openvino"}
@@ -22,7 +21,7 @@ options. TensorRT builds for minutes and may need shapes and plug-ins, so ONNX's
 
 @contextlib.contextmanager
 def checked_output(output: Path, engine: str, execution: Execution, *, is_run: bool = False) -> Iterator[Path]:
-    """Yield a path to write a model to. At the end the file is marked as an output, checked, and renamed to `output`.
+    """Yield a path to write a model to. At the end the file is checked and renamed to `output`.
 
     `is_run`: the block itself runs the file on ONNX Runtime, so it is not loaded there again.
 
@@ -30,9 +29,8 @@ def checked_output(output: Path, engine: str, execution: Execution, *, is_run: b
         EngineFailure: the engine does not load it.
         OutputError: the file cannot be written.
     """
-    with atomic_write(output) as fresh:
+    with atomic_write(output, "model") as fresh:
         yield fresh
-        sign(fresh)
         if not (is_run and LOADED_BY.get(engine, "onnxruntime") == "onnxruntime"):
             check_loads(fresh, engine, execution)
 

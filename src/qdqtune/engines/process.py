@@ -16,7 +16,6 @@ from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
 from qdqtune.engines.execution import Check, Checked, Deadline, Execution
 from qdqtune.engines.memory import OUT_OF_RESOURCES
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
-from qdqtune.system.cleanup import cleaner
 from qdqtune.system.interpreter import end_group, python
 from qdqtune.system.writing import WORKERS, Scratch, append
 from qdqtune.types import Failure
@@ -94,7 +93,6 @@ class WorkerProcess:
                 output = stack.enter_context(log.open("ab"))
             self._log_start = output.tell()
             try:
-                cleaner().start()
                 ours, theirs = map(undo.enter_context, socket.socketpair())
                 # A process group of its own: Ctrl-C in a terminal does not reach the worker, and one kill ends it with
                 # all that the engine has started.

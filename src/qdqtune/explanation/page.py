@@ -17,7 +17,6 @@ from qdqtune.errors import escaped, with_flags
 from qdqtune.explanation import charts
 from qdqtune.explanation.formatting import duration
 from qdqtune.explanation.report_values import Map, MapBlock, Report
-from qdqtune.system.checks import PAGE_KIND, mark
 from qdqtune.system.writing import atomic_write
 from qdqtune.types import EQUAL_DB
 from qdqtune.version import __version__
@@ -32,7 +31,7 @@ def write_report(report: Report, path: Path, flags: Mapping[str, str]) -> None:
     with suppress(OSError, UnicodeDecodeError):
         if path.read_text(encoding="utf-8") == page:
             return
-    with atomic_write(path) as fresh:
+    with atomic_write(path, "page") as fresh:
         fresh.write_text(page, encoding="utf-8")
 
 
@@ -50,7 +49,6 @@ def render(report: Report, flags: Mapping[str, str]) -> str:
             data=None if report.map is None else Markup(embedded(compact(report.map, flags))),
             charts=charts,
             version=__version__,
-            generator=mark(PAGE_KIND),
         )
     )
 

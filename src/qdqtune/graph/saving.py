@@ -10,13 +10,12 @@ from pathlib import Path
 from threading import RLock
 
 import onnx
-from onnx import ModelProto, StringStringEntryProto, TensorProto
+from onnx import TensorProto
 
 from qdqtune.errors import writing
-from qdqtune.graph.loading import files_of
 from qdqtune.graph.model import Constant, Model, size_of
 from qdqtune.graph.protobuf import head, parsed, refer
-from qdqtune.system.checks import Output, is_of_a_run, mark
+from qdqtune.system.checks import Output, written_as
 from qdqtune.system.writing import atomic_write
 
 CONSTANTS, WEIGHTS = "constants.bin", "weights.bin"
@@ -65,40 +64,9 @@ def data_of(path: Path) -> Path:
     return path.parent / f"{path.name}.data"
 
 
-MODEL_KIND = "model"
-"""The kind of output that the mark in a model file names (see `system.checks.mark`)."""
-
-
-def model_outputs(path: Path, option: str, kind: str = MODEL_KIND) -> list[Output]:
+def model_outputs(path: Path, option: str, kind: str = "model") -> list[Output]:
     """The files that are written for an `option` that names a model: the model, and its constants if it is large."""
-    data = data_of(path)
-
-    def is_ours(file: Path) -> bool:
-        return _is_signed(path, kind) and not is_of_a_run(path) and (file == path or file in files_of(path))
-
-    return [Output(path, option, is_ours), Output(data, option, is_ours)]
-
-
-def sign(path: Path, kind: str = MODEL_KIND) -> None:
-    """Append the mark of an output to a finished ONNX file as metadata: protobuf merges appended fields."""
-    with writing(path), path.open("ab") as file:
-        file.write(signature(file.tell(), kind))
-
-
-def signature(size: int, kind: str = MODEL_KIND) -> bytes:
-    """The mark of an output of `size` bytes, as a part of an ONNX file. If another program changes the file, the size
-    no longer fits, and the file is not taken for our output."""
-    entry = StringStringEntryProto(key=f"qdqtune.{kind}.{size:016}", value=mark(kind))
-    return ModelProto(metadata_props=[entry]).SerializeToString()
-
-
-def _is_signed(path: Path, kind: str) -> bool:
-    """Whether a file ends with the mark of an output of this kind, and has its size."""
-    length = len(signature(0, kind))
-    with suppress(OSError), path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END) - length
-        return size >= 0 and file.seek(size) == size and file.read() == signature(size, kind)
-    return False
+    return [Output(file, option, written_as(kind)) for file in (path, data_of(path))]
 
 
 class ConstantFile:

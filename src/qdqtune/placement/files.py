@@ -17,7 +17,6 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import is_float
 from qdqtune.graph.rewrites import Rewrites
 from qdqtune.placement.possible import computable, format_refusal, weight_at
-from qdqtune.system.checks import RECORD_KIND, mark
 from qdqtune.system.writing import atomic_write
 from qdqtune.types import Edge, Placement, QuantType, WeightFormat
 
@@ -173,11 +172,10 @@ def _uncast(model: Model, tensor: str) -> str:
     return tensor
 
 
-def write_yaml(path: Path, content: Mapping[str, object]) -> None:
-    """Write a YAML file whose first line marks it as an output of qdqtune."""
-    with atomic_write(path) as fresh:
+def write_yaml(path: Path, content: Mapping[str, object], kind: str = "") -> None:
+    with atomic_write(path, kind) as fresh:
         text = yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=None, width=120)
-        fresh.write_text(f"# {mark(RECORD_KIND)}\n{text}")
+        fresh.write_text(text)
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Checks whether a command may write its files, and whether the files that it reads have changed.
 
-A path that does not exist may be written. An existing file may be replaced if an earlier command wrote it: it carries a
-mark, or is on the list in a run's folder. A file that the command reads is never written, under whatever name, and
-nothing is written through a link that leaves its folder.
+A path that does not exist may be written. An existing file may be replaced if an earlier command wrote it: it is on the
+list in its folder. A file that the command reads is never written, under whatever name, and nothing is written through
+a link that leaves its folder.
 """
 
 from __future__ import annotations
@@ -22,29 +22,23 @@ Inputs = Mapping[str, Iterable[Path]]
 """The files that a command reads, by a description of them."""
 
 LIST = ".qdqtune"
-"""The list of what a run has written to its folder: a relative path a line; a folder ends with a slash."""
+"""The list of what qdqtune has written to a folder: a relative path a line, behind it in brackets the kind of a file
+that was written by itself, and not by a run; a folder ends with a slash."""
 
 HEAD = "# what qdqtune has written to this folder, and may overwrite or delete: a path a line"
-
-PAGE_KIND, RECORD_KIND = "page", "record"
-"""Kinds of outputs besides models: HTML pages and YAML files."""
-
-SEARCHED = 2**16
-"""Bytes at the beginning and at the end of a file in which a mark is searched."""
 
 
 @dataclass(frozen=True)
 class Output:
     """A file to write: its path, the option that names it, and a test whether an existing file is an earlier output.
 
-    `is_appended`: an existing file is changed in place, under all of its hard links. `makes_folder`: a missing folder
-    is made.
+    `folder`: what no link may lead out of, by default the folder of the file. `makes_folder`: a missing folder is made.
     """
 
     path: Path
     option: str
     is_ours: Callable[[Path], bool]
-    is_appended: bool = False
+    folder: Path | None = None
     makes_folder: bool = False
 
 
@@ -55,51 +49,45 @@ def check_outputs(outputs: Sequence[Output], read: Inputs) -> None:
     Raises:
         BadOption, OutputError: an output is refused.
     """
-    for number, output in enumerate(outputs):
-        others = {f"file of {other.option}": [other.path] for other in outputs[:number]}
-        _check_output(output, {**read, **others})
+    taken: dict[Path | tuple[int, int], str] = {}
+    for what, files in read.items():
+        for file in files:
+            for key in _identities(file):
+                taken.setdefault(key, what)
+    for output in outputs:
+        _check_output(output, taken)
+        for key in _identities(output.path):
+            if isinstance(key, Path):  # a second name of an output keeps its content
+                taken.setdefault(key, f"file of {output.option}")
 
 
-def _check_output(output: Output, read: Inputs) -> None:
+def _check_output(output: Output, taken: Mapping[Path | tuple[int, int], str]) -> None:
     path, hint = output.path, f"choose another {output.option}"
     if "\0" in str(path):
         raise BadOption(f"{output.option} {str(path)!r} is no name of a file")
     if path.is_dir():
         raise OutputError(f"cannot write {path}: it is a folder")
-    if (found := overwritten([path], read)) is not None:
-        raise BadOption(f"{path} would overwrite the {found[1]}: {hint}")
+    for key in _identities(path):
+        if key in taken:
+            raise BadOption(f"{path} would overwrite the {taken[key]}: {hint}")
     if path.exists() and not path.is_file():
         raise OutputError(f"cannot write {path}: it is no file; name one with {output.option}")
-    check_inside(path, path.parent)
-    if output.makes_folder and not path.parent.is_dir():
-        return
-    if not path.parent.is_dir():
+    check_inside(path, output.folder or path.parent)
+    if not path.parent.is_dir() and not output.makes_folder:
         raise OutputError(f"cannot write {path}: there is no folder {path.parent}")
     if path.exists() and not output.is_ours(path):
-        raise BadOption(f"{path} was there before, and is not of qdqtune's making: {hint}, or remove it")
-    if output.is_appended:
-        check_single(path)
-    else:
+        raise BadOption(f"{path} was there before, and is not of qdqtune's making: {hint}, or move it")
+    if not output.makes_folder:
         with writing(path, hint):
             tempfile.TemporaryFile(dir=real(path).parent).close()
-
-
-def overwritten(outputs: Iterable[Path], read: Inputs) -> tuple[Path, str] | None:
-    """The first input that an output would overwrite, with its description."""
-    named: dict[Path | tuple[int, int], tuple[Path, str]] = {}
-    for what, files in read.items():
-        for file in files:
-            for key in _identities(file):
-                named.setdefault(key, (file, what))
-    return next((named[key] for output in outputs for key in _identities(output) if key in named), None)
 
 
 def _identities(path: Path) -> Iterator[Path | tuple[int, int]]:
     """What equal files have in common: the path with links resolved, and device and inode number."""
     with suppress(OSError, ValueError):  # a name that no file can have: writing it gives an error
         yield real(path)
-        found = path.stat()
-        yield found.st_dev, found.st_ino
+        status = path.stat()
+        yield status.st_dev, status.st_ino
 
 
 def below(folder: Path) -> list[Path]:
@@ -115,12 +103,12 @@ def real(path: Path) -> Path:
         OSError: no file can have that name (it holds a NUL, say), or its links lead in a circle.
     """
     try:
-        found = Path(os.path.realpath(path))
+        resolved = Path(os.path.realpath(path))
     except ValueError as error:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL)) from error
-    if found.is_symlink():
+    if resolved.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-    return found
+    return resolved
 
 
 def check_inside(path: Path, folder: Path) -> None:
@@ -138,47 +126,40 @@ def check_single(path: Path) -> None:
         raise OutputError(f"cannot write {path}: the file has another name (a hard link) as well; put a copy there")
 
 
-def is_list(path: Path) -> bool:
-    """Whether a file begins like the list in a run's folder, or is the beginning of one, whose writer was killed."""
+def listed(folder: Path) -> set[str] | None:
+    """The lines of the list in a folder, without one whose writer was killed; None if a file of its name is no list."""
+    path = folder / LIST
     try:
         check_file(path)
-        first, *others = path.read_text(encoding="utf-8", errors="replace").split("\n", 1)
-        return first == HEAD or (not others and HEAD.startswith(first))
-    except OSError:
-        return False
-
-
-def listed(folder: Path) -> set[str]:
-    """The paths on the list in a run's folder; empty if there is no such list."""
-    if not is_list(folder / LIST):
+        first, *lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except (FileNotFoundError, NotADirectoryError):
         return set()
-    names = (folder / LIST).read_text(encoding="utf-8", errors="replace").split("\n")[1:-1]  # behind them: a torn one
-    return {name for name in names if (parts := Path(name).parts) and ".." not in parts and parts[0] != "/"}
+    except OSError:
+        return None
+    if first != HEAD and (lines or not HEAD.startswith(first)):
+        return None
+    return {line for line in lines[:-1] if (parts := Path(line).parts) and ".." not in parts and parts[0] != "/"}
 
 
-def is_of_a_run(path: Path) -> bool:
-    """Whether a file is on the list of a run, in its folder or the one above, so that only that run may write it."""
-    place = real(path)
-    return any(place.relative_to(folder).as_posix() in listed(folder) for folder in list(place.parents)[:2])
+def in_list(folder: Path) -> Callable[[Path], bool]:
+    """A test whether a file in the folder of a run is on the list there, and what it is a link to as well."""
+    names, home = listed(folder) or set(), real(folder)
+    return lambda path: {path.relative_to(folder).as_posix(), real(path).relative_to(home).as_posix()} <= names
 
 
-def mark(kind: str) -> str:
-    """The text in an output of one kind (model, page) by which the same option may replace it later."""
-    return f"made by qdqtune ({kind}), which may replace this file"
+def written_as(kind: str) -> Callable[[Path], bool]:
+    """A test whether a file was written by itself, as one of this kind, and not by a run."""
+
+    def is_ours(path: Path) -> bool:
+        place = real(path)
+        names = listed(place.parent) or set()
+        return list_line(place.name, kind) in names and place.name not in names
+
+    return is_ours
 
 
-def is_marked(path: Path, kind: str) -> bool:
-    """Whether a file has the mark of an output of this kind at its beginning or its end."""
-    with suppress(OSError), path.open("rb") as file:
-        ends = file.read(SEARCHED)
-        file.seek(-min(SEARCHED, path.stat().st_size), os.SEEK_END)
-        return mark(kind).encode() in ends + b"\n" + file.read()
-    return False
-
-
-def replaceable(kind: str) -> Callable[[Path], bool]:
-    """A test whether a file is an earlier output of this kind and not of a run."""
-    return lambda path: is_marked(path, kind) and not is_of_a_run(path)
+def list_line(name: str, kind: str) -> str:
+    return f"{name} ({kind})"
 
 
 Stamp = tuple[int, int, int]
@@ -213,10 +194,10 @@ NO_STAMPS = Stamps(())
 def stamp(file: Path) -> Stamp | None:
     """The stamp of a file, which differs after a change; None if the file is missing."""
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:
         return None
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def content_digest(files: Iterable[Path]) -> str:

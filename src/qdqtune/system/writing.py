@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from qdqtune.errors import OutputError, writing
-from qdqtune.system.checks import check_inside, real
-from qdqtune.system.cleanup import MARK, cleaner, locked, remove_left, remove_locked
+from qdqtune.system.checks import HEAD, LIST, check_inside, list_line, listed, real
 
 SCRATCH = ".qdqtune-"
 """Prefix of temporary folders beside a result."""
@@ -25,14 +26,17 @@ TEMPORARY = "qdqtune-"
 WORKERS = "worker-"
 """Prefix of temporary folders of engine processes, beside their logs."""
 
+ENDING = ".tmp"
+"""Ending of all temporary folders. Only folders of such names are ever removed."""
+
 
 @contextmanager
-def atomic_write(target: Path) -> Iterator[Path]:
+def atomic_write(target: Path, kind: str = "") -> Iterator[Path]:
     """Yield a file to write instead of `target`, which is renamed to `target` when the block ends without an error.
 
     Files that were written beside it (external data of a model) are renamed with it. Until then, and after an error,
     existing files of these names are unchanged. If `target` is a link to a file in its folder or below, that file is
-    replaced."""
+    replaced. Files of a `kind` are put on the list of their folder (see `system.checks.written_as`)."""
     with writing(target):
         file = _replaceable(target)
         with Scratch(file.parent) as folder:
@@ -45,6 +49,8 @@ def atomic_write(target: Path) -> Iterator[Path]:
                 _flush(fresh / name, file.parent / name)
             made.sort(key=lambda name: name == Path(file.name))  # the file itself comes last
             rename_all([(fresh / name, file.parent / name) for name in made], folder / "old")
+            if kind:
+                add_to_list(file.parent, map(str, made), kind)
 
 
 def _replaceable(path: Path) -> Path:
@@ -62,6 +68,29 @@ def _flush(fresh: Path, target: Path) -> None:
         os.fsync(file.fileno())
     if target.exists():
         shutil.copymode(target, fresh)
+
+
+def add_to_list(folder: Path, names: Iterable[str], kind: str) -> None:
+    """Add files of this kind to the list in their folder, so that a later command may replace them. Where a user has a
+    file of the list's name, nothing is added."""
+    path, known = folder / LIST, listed(folder)
+    if known is None:
+        return
+    check_inside(path, folder)
+    fresh = [list_line(name, kind) for name in names if not {name, list_line(name, kind)} & known]
+    if fresh:
+        with writing(path), path.open("ab", buffering=0) as file:
+            append_lines(file, fresh)
+
+
+def append_lines(file: IO[bytes], lines: Sequence[str]) -> None:
+    """Add lines to a list that is open for appending. A line whose writer was killed is cut off."""
+    content = Path(file.name).read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        file.truncate(whole)
+    text = "".join(f"{line}\n" for line in (lines if whole else [HEAD, *lines]))
+    write_through(file, text.encode())
 
 
 def write_through(file: IO[bytes], data: bytes) -> None:
@@ -87,9 +116,8 @@ def append(log: Path, text: str) -> None:
         file.write(text)
 
 
-def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Write a JSON file."""
-    with atomic_write(path) as fresh:
+def write_json(path: Path, content: Mapping[str, object], kind: str = "") -> None:
+    with atomic_write(path, kind) as fresh:
         fresh.write_text(json.dumps(dict(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -119,13 +147,11 @@ def rename_all(moves: Sequence[tuple[Path, Path]], aside: Path) -> None:
 
 
 def temporary_folder() -> Scratch:
-    """A new folder in the system's folder for temporary files. It is removed even if this process is killed at once."""
+    """A new folder in the system's folder for temporary files."""
     try:
         parent = Path(tempfile.gettempdir())
     except OSError as error:  # no such folder can be written to, as on full disks
         raise OutputError(f"cannot write temporary files: {error.strerror}") from error
-    with suppress(OSError):  # without it, the folder of a killed process is removed by the next command
-        cleaner().start()
     with writing(parent):
         return Scratch(parent, TEMPORARY)
 
@@ -133,8 +159,7 @@ def temporary_folder() -> Scratch:
 class Scratch:
     """A temporary folder: a context manager that gives its path and removes it at the end.
 
-    It is locked while its process lives. If the process is killed, `cleanup` removes it, at the latest when the next
-    folder is made in the same place.
+    It is locked while its process lives. If the process is killed, it is removed when the next one is made there.
     """
 
     def __init__(self, parent: Path, prefix: str = SCRATCH) -> None:
@@ -143,26 +168,12 @@ class Scratch:
         Raises:
             OSError: the folder cannot be made.
         """
-        remove_left(parent, prefix)
-        cleaner().watch(parent, prefix)
-        self._lock, self.path = -1, parent
-        while not self._made(Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()):
-            pass
-
-    def _made(self, path: Path) -> bool:
-        """Lock and mark a new folder. False if another process was faster, which takes it for one that was left."""
-        try:
-            self._lock, self.path = locked(path), path
-            (path / MARK).touch()
-        except (BlockingIOError, FileNotFoundError):
-            self.close()
-            return False
-        except BaseException:
-            self.close()
-            with suppress(OSError):
-                path.rmdir()  # it was not locked yet
-            raise
-        return True
+        sweep(parent, prefix)
+        lock = None
+        while lock is None:  # another process may take a new folder for one that was left
+            self.path = Path(tempfile.mkdtemp(ENDING, prefix, parent)).absolute()
+            lock = _locked(self.path)
+        self._lock = lock
 
     def __enter__(self) -> Path:
         return self.path
@@ -173,4 +184,37 @@ class Scratch:
     def close(self) -> None:
         lock, self._lock = self._lock, -1  # closed once, even if this is interrupted: another file may get its number
         if lock >= 0:
-            remove_locked(self.path, lock)
+            _remove(self.path, lock)
+
+
+def sweep(parent: Path, prefix: str) -> None:
+    """Remove the temporary folders in `parent` whose processes were killed."""
+    name = re.compile(rf"{re.escape(prefix)}\w{{8}}{re.escape(ENDING)}")
+    folders = [folder for folder in parent.glob(f"{prefix}*{ENDING}") if name.fullmatch(folder.name)]
+    for folder in folders:
+        with suppress(OSError):  # of another user, say
+            lock = None if folder.is_symlink() else _locked(folder)
+            if lock is not None:
+                _remove(folder, lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor that locks a folder until it is closed; None if another process has the lock, or it is gone."""
+    with ExitStack() as stack:
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, FileNotFoundError):
+            return None
+        if folder.exists():
+            stack.pop_all()
+            return descriptor
+    return None
+
+
+def _remove(folder: Path, lock: int) -> None:
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Self
@@ -20,23 +20,19 @@ from qdqtune.graph.loading import files_of
 from qdqtune.graph.model_folder import companions
 from qdqtune.graph.saving import CONSTANTS, data_of
 from qdqtune.system.checks import (
-    HEAD,
     LIST,
-    RECORD_KIND,
     Inputs,
     Output,
     below,
     check_inside,
     check_outputs,
     check_single,
-    is_list,
+    in_list,
     listed,
-    overwritten,
     real,
-    replaceable,
+    written_as,
 )
-from qdqtune.system.cleanup import remove_left
-from qdqtune.system.writing import SCRATCH, write_through
+from qdqtune.system.writing import SCRATCH, WORKERS, append_lines, sweep
 from qdqtune.tuning.settings import STATE, Settings
 from qdqtune.tuning.store import BEGINNING, may_continue
 
@@ -97,16 +93,16 @@ class OutputFolder:
         self.path = settings.output_dir
         self._list = self.path / LIST
         check_run(settings)
-        self._ours = listed(self.path)
         is_new, logs = not self._list.exists(), self.path / LOGS
         self._made = tuple(folder for folder in (logs, *logs.parents) if is_new and not folder.exists())
         with writing(f"to {self.path}"):
             logs.mkdir(parents=True, exist_ok=True)
             self._file = _locked(self.path)
-            remove_left(self.path, SCRATCH)
-        for name in _names(settings):
-            check_inside(self.path / name, self.path)
-        self._claim(_names(settings))
+            for part in ("", *WRITTEN):
+                sweep(self.path / part, SCRATCH)
+            sweep(logs, WORKERS)
+        self._ours = listed(self.path) or set()
+        self._claim([*_files(settings), f"{LOGS}/"])
 
     def __enter__(self) -> Self:
         return self
@@ -123,29 +119,19 @@ class OutputFolder:
             for folder in self._made:
                 folder.rmdir()
 
-    @property
-    def ours(self) -> frozenset[str]:
-        """The names on the list of files that runs have written here."""
-        return frozenset(self._ours)
-
-    def claim(self, path: Path, *, is_folder: bool = False) -> Path:
+    def claim(self, path: Path) -> Path:
         """Add a path to the list before its file is written; gives the path."""
         check_inside(path, self.path)
-        self._claim([path.relative_to(self.path).as_posix() + "/" * is_folder])
+        self._claim([path.relative_to(self.path).as_posix()])
         return path
 
     def _claim(self, names: Iterable[str]) -> None:
         """Add names to the list, on the disk as well: a file that is not on it is never overwritten."""
         fresh = list(dict.fromkeys(name for name in names if name not in self._ours))
-        if not fresh:
-            return
-        with writing(self._list):
-            content = self._list.read_bytes()
-            if (whole := content.rfind(b"\n") + 1) < len(content):  # a writer was killed
-                self._file.truncate(whole)
-            lines = fresh if whole else [HEAD, *fresh]
-            write_through(self._file, "".join(f"{line}\n" for line in lines).encode())
-        self._ours.update(fresh)
+        if fresh:
+            with writing(self._list):
+                append_lines(self._file, fresh)
+            self._ours.update(fresh)
 
     def clear(self, folder: str) -> Path:
         """Delete the listed files of a subfolder, and the subfolder if it holds no others."""
@@ -165,27 +151,21 @@ def check_run(settings: Settings) -> None:
     Raises:
         BadOption, BadState, OutputError: it may not write one.
     """
-    folder, names, read = settings.output_dir, _names(settings), _inputs(settings)
-    if (folder / LIST).is_file() and (folder / LIST).stat().st_size and not is_list(folder / LIST):
+    folder, state, times = settings.output_dir, settings.state, settings.engine.options.get("timing_cache")
+    check_inside(folder / LIST, folder)
+    lines = listed(folder)
+    if lines is None:
         raise BadOption(f"{folder / LIST} is not of qdqtune's making: move it, or choose another `output_dir`")
-    present = [path for name in WRITTEN for path in below(folder / name)]
-    of_state, beside = _state_option(settings), [settings.state, pattern_cache_of(settings.state)]
-    for option, outputs in (("`output_dir`", [*(folder / name for name in names), *present]), (of_state, beside)):
-        if (found := overwritten(outputs, read)) is not None:
-            file, what = found
-            hint = "" if what == "model" else f", the {what},"
-            raise BadOption(f"{file}{hint} would be overwritten: choose another {option}")
-    for path in (folder / LIST, *(folder / name for name in WRITTEN), *present):
-        check_inside(path, folder)
-        if path.is_relative_to(folder / LOGS) or path.name == LIST:
-            check_single(path)
-    ours = listed(folder)
-    parts = [
-        path for part in _folders(settings, ours) for named in WRITTEN[part] for path in (folder / part).glob(named)
-    ]
-    check_names(folder, [*names, *(path.relative_to(folder).as_posix() for path in parts)])
-    own = [folder / name for name in names if not name.endswith("/")]
-    check_outputs([*_elsewhere(settings)], {**read, "result of this run": own})
+    outputs = _in_folder(folder, dict.fromkeys(_files(settings)))
+    named = {output.path for output in outputs}
+    present = _present(folder, set(_folders(settings, lines)))
+    outputs += [output for output in present if output.path not in named]
+    of_state = "`output_dir`" if settings.state_file is None else "`state_file`"
+    outputs.append(Output(state, of_state, may_continue, makes_folder=True))
+    outputs.append(Output(pattern_cache_of(state), of_state, written_as("record"), makes_folder=True))
+    if isinstance(times, str):
+        outputs.append(timing_cache(Path(times), "`engine_options` timing_cache"))
+    check_outputs(outputs, _inputs(settings))
 
 
 def check_names(folder: Path, names: Iterable[str]) -> None:
@@ -194,29 +174,28 @@ def check_names(folder: Path, names: Iterable[str]) -> None:
     Raises:
         BadOption, OutputError: one is not.
     """
-    ours, home = listed(folder), real(folder)
-    for name in names:
-        path = folder / name
-        check_inside(path, folder)
-        if name.endswith("/") or not path.exists():
-            continue
-        if not {name, real(path).relative_to(home).as_posix()} <= ours:
-            what = f"{path} is not of qdqtune's making, and would be overwritten"
-            raise BadOption(f"{what}: choose another `output_dir`, or move it")
+    check_outputs(_in_folder(folder, names), {})
 
 
-def _state_option(settings: Settings) -> str:
-    """The option that says where the state file lies."""
-    return "`output_dir`" if settings.state_file is None else "`state_file`"
+def _in_folder(folder: Path, names: Iterable[str]) -> list[Output]:
+    is_ours = in_list(folder)
+    return [Output(folder / name, "`output_dir`", is_ours, folder, makes_folder=True) for name in names]
 
 
-def _elsewhere(settings: Settings) -> Iterator[Output]:
-    state, times = settings.state, settings.engine.options.get("timing_cache")
-    option = _state_option(settings)
-    yield Output(state, option, may_continue, is_appended=True, makes_folder=True)
-    yield Output(pattern_cache_of(state), option, replaceable(RECORD_KIND), makes_folder=True)
-    if isinstance(times, str):
-        yield timing_cache(Path(times), "`engine_options` timing_cache")
+def _present(folder: Path, parts: Collection[str]) -> Iterator[Output]:
+    """What lies in the subfolders of a run. Files there may be deleted, and are no inputs; in the subfolders `parts`
+    files of the names that the run writes are on the list."""
+    is_ours = in_list(folder)
+    for part, patterns in WRITTEN.items():
+        check_inside(folder / part, folder)
+        for path in below(folder / part):
+            check_inside(path, folder)
+            if part == LOGS:
+                check_single(path)
+            if path.is_file():
+                is_named = path.parent == folder / part and any(path.match(pattern) for pattern in patterns)
+                must_be_ours = part in parts and is_named
+                yield Output(path, "`output_dir`", is_ours if must_be_ours else Path.exists, folder, makes_folder=True)
 
 
 def lines_of_state(progress: Path) -> list[str]:
@@ -248,10 +227,9 @@ def _locked(folder: Path) -> IO[bytes]:
 
     Raises:
         BadState: another run has locked it.
-        OutputError: it is a link out of the folder, or has other hard links.
+        OutputError: it is a link out of the folder.
     """
     check_inside(folder / LIST, folder)
-    check_single(folder / LIST)
     while True:
         file = (folder / LIST).open("ab", buffering=0)
         try:
@@ -290,10 +268,6 @@ def _folders(settings: Settings, listed: set[str]) -> Iterator[str]:
         yield GROUP_MODELS
     if settings.front:
         yield FRONT
-
-
-def _names(settings: Settings) -> list[str]:
-    return [*_files(settings), f"{LOGS}/"]
 
 
 def _files(settings: Settings) -> Iterator[str]:

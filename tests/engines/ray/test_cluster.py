@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from qdqtune.cli import main
 from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.allocation import allocate_workers
 from qdqtune.errors import BadOption, EngineUnavailable
-from qdqtune.system.cleanup import MARK, locked
+from qdqtune.system.writing import ENDING, SCRATCH, TEMPORARY, sweep
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.settings import Settings
@@ -120,10 +119,11 @@ def _read(path: Path) -> bytes:
 def leftovers(*places: Path) -> list[Path]:
     """Folders of temporary files that no process holds."""
     found = []
-    for mark in (m for place in (Path("/tmp"), *places) for m in place.glob(f"*qdqtune-*/{MARK}")):
-        with suppress(OSError):
-            os.close(locked(mark.parent))
-            found.append(mark.parent)
+    for place in (Path("/tmp"), *places):
+        before = set(place.glob(f"*qdqtune-*{ENDING}"))
+        for prefix in (TEMPORARY, SCRATCH):
+            sweep(place, prefix)
+        found += before - set(place.glob(f"*qdqtune-*{ENDING}"))
     return found
 
 

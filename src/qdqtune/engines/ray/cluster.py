@@ -23,7 +23,6 @@ from qdqtune.engines.remote.files import Sender
 from qdqtune.engines.remote.messages import Reply
 from qdqtune.engines.remote.worker import NETWORK_SECONDS, LinkLostError, RemoteWorker
 from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line
-from qdqtune.system.cleanup import cleaner
 from qdqtune.system.writing import TEMPORARY, Scratch
 from qdqtune.version import __version__
 
@@ -36,7 +35,7 @@ CLOSING_SECONDS = 2.0
 LOCAL = "local"
 """The address that starts a cluster on this host for one run."""
 
-LONGEST_FOLDER = 24
+LONGEST_FOLDER = 20
 """Characters of a folder's path with which the names of Ray's sockets fit into the 107 that Linux allows."""
 
 
@@ -138,7 +137,6 @@ def connected(address: str) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    cleaner().start()
     quiet: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.ERROR}
     with contextlib.ExitStack() as stack:
         usual = tempfile.gettempdir()

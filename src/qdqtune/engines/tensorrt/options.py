@@ -122,7 +122,7 @@ def is_plan(path: Path) -> bool:
 def timing_cache(path: Path, option: str) -> Output:
     """A timing cache to read and write. TensorRT and trtexec add to an existing file. Nothing in a timing cache says
     that it is one, so only texts, archives, arrays, models and plans are refused."""
-    return Output(path, option, _may_be_timing_cache, is_appended=True, makes_folder=True)
+    return Output(path, option, _may_be_timing_cache, makes_folder=True)
 
 
 def _may_be_timing_cache(path: Path) -> bool:

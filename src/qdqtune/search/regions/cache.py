@@ -35,7 +35,7 @@ def write_cache(
     Raises:
         OutputError: the file cannot be written.
     """
-    write_yaml(path, content_of(caches, patterns))
+    write_yaml(path, content_of(caches, patterns), "record")
 
 
 def content_of(
