@@ -232,8 +232,8 @@ def files_page() -> str:
         "# Files\n\nYour model file is never changed. No command writes to a file that it reads, or through a link out "
         "of the output folder. There, only files listed in `.qdqtune` are overwritten or deleted; another file with "
         "the name of a result is refused before work begins. Results appear whole.\n\n"
-        "A second `-o q.onnx` replaces the first, which carries a mark. Another file of that "
-        "name, or an output that you have changed, is refused.\n\n## What tune writes\n\n"
+        "A second `-o q.onnx` replaces the first, which stands in the list `.qdqtune` beside it. Another "
+        "file of that name is refused.\n\n## What tune writes\n\n"
         "In `qdqtune_output/`, or the folder that `-o` names:\n\n" + table(("file", "content"), rows)
     )
 
