@@ -42,12 +42,13 @@ from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration, Method
 from qdqtune.commands.compare import compare_files
 from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines.runner import Runner
+from qdqtune.errors import EngineRefused
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
 from qdqtune.timing.ratios import Plan
-from qdqtune.types import Array, Failure, NumericFormat, Sample
+from qdqtune.types import Array, NumericFormat, Sample
 
 IMAGENET_MEAN = np.array([123.68, 116.779, 103.939], np.float32)
 CIFAR_MEAN, CIFAR_SPREAD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
@@ -175,12 +176,10 @@ def pictures(path: Path) -> list[Array]:
 
 
 def outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> list[dict[str, Array]]:
-    handle = runner.load(file, fresh=True)
-    found = handle if isinstance(handle, Failure) else runner.outputs(handle, samples)
-    if isinstance(handle, Failure) or isinstance(found, Failure):
-        raise SystemExit(f"{file} does not run: {found}")
-    runner.unload(handle)
-    return found
+    try:
+        return runner.outputs_of(file, samples)
+    except EngineRefused as refused:
+        raise SystemExit(f"{file} does not run: {refused}") from refused
 
 
 def named_command(text: str) -> tuple[str, str]:

@@ -35,13 +35,13 @@ from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import InputError
+from qdqtune.errors import EngineRefused, InputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL, accuracy
 from qdqtune.numerics.label_metrics import Score, Tally, answer, chosen, loss_high
 from qdqtune.timing.limits import Limits
-from qdqtune.types import Array, Failure
+from qdqtune.types import Array
 
 PLAIN: Mapping[str, Any] = {"bias_correction": False}
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -151,16 +151,15 @@ def scaled(array: Array, times: float) -> Array:
 
 def outputs(file: Path, runner: Runner, samples: Sequence[dict[str, Array]]) -> Outputs:
     """The outputs of a file for each sample. Ends the program where it does not run."""
-    handle, found = runner.load(file, fresh=True), Outputs()
-    if isinstance(handle, Failure):
-        raise SystemExit(f"{file} does not run: {handle.reason}")
-    for start in range(0, len(samples), PART):
-        part = runner.outputs(handle, samples[start : start + PART])
-        if isinstance(part, Failure):
-            raise SystemExit(f"{file} does not run: {part.reason}")
-        found += part
+    outputs = Outputs()
+    try:
+        handle = runner.load(file, fresh=True)
+        for start in range(0, len(samples), PART):
+            outputs += runner.outputs(handle, samples[start : start + PART])
+    except EngineRefused as refused:
+        raise SystemExit(f"{file} does not run: {refused}") from refused
     runner.unload(handle)
-    return found
+    return outputs
 
 
 def told(found: Outputs, labels: Array) -> tuple[Score, Array]:

@@ -27,11 +27,12 @@ from qdqtune.calibration.samples import open_samples
 from qdqtune.commands.compare import compare_files
 from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines.runner import Runner
+from qdqtune.errors import EngineRefused
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
 from qdqtune.timing.ratios import Plan, Ratio
-from qdqtune.types import Array, Failure, Sample
+from qdqtune.types import Array, Sample
 
 COLUMNS = ("model", "float ms", "theirs ms", "ours ms", "ours/theirs", "theirs dB", "ours dB", "as fast", "as accurate",
            "top 1: float, theirs, ours")  # fmt: skip
@@ -81,12 +82,10 @@ def rotated(samples: Sequence[Sample], by: int, path: Path) -> Path:
 
 
 def outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> list[dict[str, Array]]:
-    handle = runner.load(file)
-    found = handle if isinstance(handle, Failure) else runner.outputs(handle, samples)
-    if isinstance(handle, Failure) or isinstance(found, Failure):
-        raise SystemExit(f"{file} does not run: {found}")
-    runner.unload(handle)
-    return found
+    try:
+        return runner.outputs_of(file, samples)
+    except EngineRefused as refused:
+        raise SystemExit(f"{file} does not run: {refused}") from refused
 
 
 def top_one(labels: Path, by_file: Sequence[Sequence[Mapping[str, Array]]]) -> str:

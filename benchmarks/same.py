@@ -24,11 +24,12 @@ from cores import pinned, shares
 from qdqtune.calibration.samples import open_samples
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
+from qdqtune.errors import EngineRefused
 from qdqtune.graph.loading import load
 from qdqtune.timing.pairing import fresh_pairs
 from qdqtune.timing.ratios import MOST_PAIRS, Plan, across_builds, as_many_pairs_as_needed, ratio
 from qdqtune.tuning.settings import EFFORTS
-from qdqtune.types import Failure, Measurement
+from qdqtune.types import Measurement
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class _Builds:
     plan: Plan
     seed: int
 
-    def __call__(self, numbers: Sequence[int]) -> list[Measurement] | Failure:
+    def __call__(self, numbers: Sequence[int]) -> list[Measurement]:
         """The rounds of these pairs."""
         seeds = [self.seed + number for number in numbers]
         names = [f"same_{seed}" for seed in seeds]
@@ -81,9 +82,10 @@ def compared(entry: zoo.Entry, setting: Setting, seeds: range, until: float) -> 
             if time.time() > until:
                 break
             begun = time.monotonic()
-            found = as_many_pairs_as_needed(_Builds(runner, entry.path, plan, MOST_PAIRS * seed), plan)
-            if isinstance(found, Failure):
-                raise SystemExit(f"{entry.name} does not run: {found.reason}")
+            try:
+                found = as_many_pairs_as_needed(_Builds(runner, entry.path, plan, MOST_PAIRS * seed), plan)
+            except EngineRefused as refused:
+                raise SystemExit(f"{entry.name} does not run: {refused}") from refused
             logs = [np.log(np.asarray(m.b) / np.asarray(m.a)) for m in found]
             medians = tuple(float(np.median(x)) for x in logs)
             within = float(np.median([1.4826 * np.median(np.abs(x - np.median(x))) for x in logs]))

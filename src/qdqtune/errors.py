@@ -9,7 +9,8 @@
     ├── OutputError                 2   the output folder cannot be written
     ├── ConstraintUnmet             4   no placement holds a limit that the user set
     ├── EngineUnavailable           5   library, driver or device is missing
-    ├── EngineFailure               5   an engine refused, crashed or hung (in a search: a `types.Failure`)
+    ├── EngineFailure               5   an engine cannot build or run a model
+    │   └── EngineRefused               a request to a worker has no answer; with its `Failure`
     ├── BaselineFailed              5   the engine cannot run the float model
     └── Cancelled                 130   another thread cancelled the call; measurements are kept
 
@@ -24,13 +25,14 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 class QdqtuneError(Exception):
     """Base of all errors below; `exit_code` is what the command line returns for it, and `is_transient` tells whether
-    it comes of a `types.Failure` that the machine may not meet again."""
+    it comes of a `Failure` that the machine may not meet again."""
 
     exit_code = 2
     is_transient = False
@@ -76,6 +78,43 @@ class EngineFailure(QdqtuneError):
     """An engine refused a model, crashed or ran out of time."""
 
     exit_code = 5
+
+
+TRANSIENT = frozenset({"timeout", "crash", "resources"})
+"""Stages of failures after which another attempt may succeed."""
+
+
+Stage = Literal["build", "run", "timeout", "crash", "output", "resources"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a build or a run gave no result. `log` is the output of the engine.
+
+    Stages: "build" and "run": the engine refused; "output": values are unusable; "timeout"; "crash": the process ended;
+    "resources": memory or disk was short.
+    """
+
+    stage: Stage
+    reason: str
+    log: str = ""
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether another attempt may succeed, after a crash, a timeout or a lack of memory."""
+        return self.stage in TRANSIENT
+
+
+class EngineRefused(EngineFailure):
+    """A request to an engine's worker gave no result. `failure` says at which stage, and why."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+        self.is_transient = failure.is_transient
+
+    def __str__(self) -> str:
+        return self.failure.reason
 
 
 class BaselineFailed(QdqtuneError):
@@ -132,6 +171,17 @@ def parsed_json(text: str, **how: Any) -> Any:
         return json.loads(text, **{"parse_constant": refused, "parse_float": finite} | how)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+@contextmanager
+def rewording(text: str, error: type[QdqtuneError] = EngineFailure) -> Iterator[None]:
+    """Turn an EngineRefused of the block into `error`, whose message is `text` and the reason."""
+    try:
+        yield
+    except EngineRefused as refused:
+        reworded = error(f"{text}: {refused}")
+        reworded.is_transient = refused.is_transient
+        raise reworded from refused
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from qdqtune.errors import Failure
+
 
 class Edge(NamedTuple):
     """One use of a tensor: input number `index` of a node, or with `node` empty graph output number `index`.
@@ -262,28 +264,6 @@ class Layer:
     kind: LayerKind
     parts: tuple[float, ...] = ()
     elsewhere: str = ""
-
-
-TRANSIENT = frozenset({"timeout", "crash", "resources"})
-"""Stages of failures after which another attempt may succeed."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a build or a run gave no result. `log` is the output of the engine.
-
-    Stages: "build" and "run": the engine refused; "output": values are unusable; "timeout"; "crash": the process ended;
-    "resources": memory or disk was short.
-    """
-
-    stage: Literal["build", "run", "timeout", "crash", "output", "resources"]
-    reason: str
-    log: str = ""
-
-    @property
-    def is_transient(self) -> bool:
-        """Whether another attempt may succeed, after a crash, a timeout or a lack of memory."""
-        return self.stage in TRANSIENT
 
 
 EQUAL_DB = 200.0

@@ -21,7 +21,7 @@ from qdqtune.autotune.__main__ import apply_mode_presets, get_parser
 from qdqtune.autotune.options import AutotuneOptions
 from qdqtune.autotune.workflows import RegionLogs
 from qdqtune.cli import tune
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadOption, Failure
 from qdqtune.graph.loading import load
 from qdqtune.graph.rewrites import folded
 from qdqtune.graph.saving import save
@@ -34,7 +34,7 @@ from qdqtune.search.regions.patterns import group, tunable
 from qdqtune.tuning.observer import State
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
 from qdqtune.tuning.subject import tuned_patterns
-from qdqtune.types import Failure, Placement, Proposal, Trial
+from qdqtune.types import Placement, Proposal, Trial
 from runs import cost, environment, hopeless, mixed, write
 from workers import Workers
 

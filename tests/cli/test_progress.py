@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 
 from qdqtune.cli import progress
+from qdqtune.errors import Failure
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.observer import State
-from qdqtune.types import Accuracy, Edge, Failure, Measurement, Placement, Proposal, Trial
+from qdqtune.types import Accuracy, Edge, Measurement, Placement, Proposal, Trial
 
 PAIR, OTHER = Placement.of([Edge("a")]), Placement.of([Edge("b")])
 TIMED = Measurement((1.0,), (1.0,))

@@ -19,7 +19,7 @@ from qdqtune.commands.worst_tensors import (
     to_exclude,
 )
 from qdqtune.placement.switches import file_pairs
-from qdqtune.types import Array, Failure, noise_of
+from qdqtune.types import Array, noise_of
 from workers import Workers
 
 EXACT = {"y": np.array([3.0, 4.0]), "class": np.array([1, 2, 3, 4])}
@@ -39,10 +39,6 @@ EXACT = {"y": np.array([3.0, 4.0]), "class": np.array([1, 2, 3, 4])}
 )
 def test_the_worst_output_counts(changed: dict[str, Array], expected: float) -> None:
     assert noise([EXACT], [EXACT | changed]) == pytest.approx(expected)
-
-
-def test_a_failure_is_no_finite_output() -> None:
-    assert noise([EXACT], Failure("run", "no")) == UNKNOWN_NOISE
 
 
 FITS = Damage("t", "activation", ("a", "b"), 0.5, (-1.0, 1.0), (-1.0, 1.0), (0.01, 0.01), (0, 0))

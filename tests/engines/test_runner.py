@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +24,10 @@ from qdqtune.engines.execution import Execution
 from qdqtune.engines.fake import latency
 from qdqtune.engines.memory import MemoryBudget, scarce_memory
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BadOption, EngineUnavailable, OutputError
+from qdqtune.errors import BadOption, EngineUnavailable, Failure, OutputError
 from qdqtune.graph.saving import nbytes, save
-from qdqtune.types import Failure, Measurement, NumericFormat, QType
+from qdqtune.types import Measurement, NumericFormat, QType
+from refusals import refusal
 from runs import environment
 from trtexec_stand_in import stand_in
 from workers import Workers
@@ -56,21 +57,10 @@ def opened(folder: Path, limit: float = 60.0, engine: str = "fake", **options: A
         yield runner
 
 
-def loaded(runner: Runner, path: Path, **how: Any) -> Handle:
-    handle = runner.load(path, **how)
-    assert isinstance(handle, Handle), handle
-    return handle
-
-
-def measured(result: Measurement | Failure) -> Measurement:
-    assert isinstance(result, Measurement), result
-    return result
-
-
-def failed(result: object) -> Failure:
-    assert isinstance(result, Failure), result
-    assert len(result.reason.splitlines()) == 1
-    return result
+def failed(ask: Callable[[], object]) -> Failure:
+    failure = refusal(ask)
+    assert len(failure.reason.splitlines()) == 1
+    return failure
 
 
 def pid(runner: Runner) -> int:
@@ -94,12 +84,11 @@ def test_a_session_from_load_to_unload(tmp_path: Path, files: SimpleNamespace, e
     with opened(tmp_path, engine=engine) as runner:
         assert runner.describe()["engine"] == engine
         assert runner.numeric_format("int8").weight is QType.INT8
-        plain, large = loaded(runner, files.plain, log_name="baseline"), loaded(runner, files.quantized)
+        plain, large = runner.load(files.plain, log_name="baseline"), runner.load(files.quantized)
         assert (tmp_path / "logs" / "baseline.log").exists()
         outputs = runner.outputs(plain, [IMAGE, IMAGE])
-        assert not isinstance(outputs, Failure)
         np.testing.assert_allclose(outputs[1]["y"], ReferenceEvaluator(conv_model()).run(None, IMAGE)[0], atol=1e-4)
-        samples = measured(runner.rounds(plain, large, 4, seed=0, first_round=0, turn_seconds=0.001, warmup=1))
+        samples = runner.rounds(plain, large, 4, seed=0, first_round=0, turn_seconds=0.001, warmup=1)
         assert len(samples.a) == len(samples.b) == 4
         runner.unload(plain)
         runner.unload(plain)
@@ -109,32 +98,32 @@ def test_a_session_from_load_to_unload(tmp_path: Path, files: SimpleNamespace, e
 
 def test_a_file_is_built_once_unless_a_fresh_build_is_asked_for(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path, build_seconds=0.05) as runner:
-        first = loaded(runner, files.plain)
+        first = runner.load(files.plain)
         assert first.build_seconds >= 0.05
-        assert loaded(runner, files.plain) == first
-        second = loaded(runner, files.plain, fresh=True)
+        assert runner.load(files.plain) == first
+        second = runner.load(files.plain, fresh=True)
         assert second != first
-        assert measured(runner.rounds(first, second, 2, **ROUNDS)).a
+        assert runner.rounds(first, second, 2, **ROUNDS).a
         runner.unload(second)
-        assert loaded(runner, files.plain) == first
+        assert runner.load(files.plain) == first
         runner.unload(first)
-        assert loaded(runner, files.plain) not in (first, second)
+        assert runner.load(files.plain) not in (first, second)
 
 
 def test_rounds_give_the_latencies_of_both_sides(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path) as runner:
-        a, b = loaded(runner, files.plain), loaded(runner, files.large)
-        samples = measured(runner.rounds(a, b, 5, **ROUNDS))
+        a, b = runner.load(files.plain), runner.load(files.large)
+        samples = runner.rounds(a, b, 5, **ROUNDS)
         assert samples == Measurement((latency(conv_model()),) * 5, (latency(conv_model(32)),) * 5)
 
 
 def test_rounds_continue_where_the_last_call_stopped(tmp_path: Path, files: SimpleNamespace) -> None:
     def run(*counts: int, seed: int = 3) -> list[tuple[float, float]]:
         with opened(tmp_path, noise=0.1) as runner:
-            a, b = loaded(runner, files.plain), loaded(runner, files.large)
+            a, b = runner.load(files.plain), runner.load(files.large)
             pairs: list[tuple[float, float]] = []
             for count in counts:
-                part = measured(runner.rounds(a, b, count, **ROUNDS | {"first_round": len(pairs), "seed": seed}))
+                part = runner.rounds(a, b, count, **ROUNDS | {"first_round": len(pairs), "seed": seed})
                 pairs += zip(part.a, part.b, strict=True)
             return pairs
 
@@ -144,7 +133,7 @@ def test_rounds_continue_where_the_last_call_stopped(tmp_path: Path, files: Simp
 
 def test_the_slower_model_fills_a_slot(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path) as runner:
-        runner.rounds(loaded(runner, files.plain), loaded(runner, files.large), 1, **ROUNDS | {"turn_seconds": 0.01})
+        runner.rounds(runner.load(files.plain), runner.load(files.large), 1, **ROUNDS | {"turn_seconds": 0.01})
         ((slot,),) = runner._turns.values()
     assert slot.seconds == latency(conv_model(32))
     assert (slot.runs - 1) * slot.seconds < 0.01 <= slot.runs * slot.seconds
@@ -158,46 +147,45 @@ def test_a_build_that_fails_leaves_the_rest_usable(
     tmp_path: Path, files: SimpleNamespace, fault: str, stage: str, words: str
 ) -> None:
     with opened(tmp_path, faults={fault: "conv"}) as runner:
-        a, b = loaded(runner, files.plain), loaded(runner, files.large)
-        before = measured(runner.rounds(a, b, 2, **ROUNDS))
+        a, b = runner.load(files.plain), runner.load(files.large)
+        before = runner.rounds(a, b, 2, **ROUNDS)
         for _ in range(2):
             runner._connection.limit = 1.0 if fault == "hang" else 60.0
-            failure = failed(runner.load(files.quantized, "bad"))
+            failure = failed(lambda: runner.load(files.quantized, "bad"))
             runner._connection.limit = 60.0  # the good ones may take their time
             assert failure.stage == stage
             assert words in failure.reason
             assert f"fault: {fault}" in failure.log
-        assert measured(runner.rounds(a, b, 2, **ROUNDS)) == before
+        assert runner.rounds(a, b, 2, **ROUNDS) == before
 
 
 def test_nan_is_an_output_like_any_other(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path, faults={"nan": "conv"}) as runner:
-        outputs = runner.outputs(loaded(runner, files.quantized), [IMAGE])
-        assert not isinstance(outputs, Failure)
+        outputs = runner.outputs(runner.load(files.quantized), [IMAGE])
         assert np.isnan(outputs[0]["y"]).all()
 
 
 def test_inputs_that_do_not_fit_are_a_failed_run(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path, engine="onnxruntime") as runner:
-        plain = loaded(runner, files.plain)
-        assert failed(runner.outputs(plain, [{"x": np.zeros((1, 3, 8, 8), np.float32)}])).stage == "run"
+        plain = runner.load(files.plain)
+        assert failed(lambda: runner.outputs(plain, [{"x": np.zeros((1, 3, 8, 8), np.float32)}])).stage == "run"
         runner.feed({"x": np.zeros((1, 3, 8, 8), np.float32)})
-        assert failed(runner.rounds(plain, plain, 1, **ROUNDS)).stage == "run"
-        assert len(runner.outputs(plain, [IMAGE])) == 1  # type: ignore[arg-type]
+        assert failed(lambda: runner.rounds(plain, plain, 1, **ROUNDS)).stage == "run"
+        assert len(runner.outputs(plain, [IMAGE])) == 1
 
 
 def test_a_worker_killed_between_calls_is_replaced(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path) as runner:
-        a, b = loaded(runner, files.plain), loaded(runner, files.large)
-        before = measured(runner.rounds(a, b, 2, **ROUNDS))
+        a, b = runner.load(files.plain), runner.load(files.large)
+        before = runner.rounds(a, b, 2, **ROUNDS)
         first = pid(runner)
         os.kill(first, signal.SIGKILL)
         assert gone(first)
-        assert measured(runner.rounds(a, b, 2, **ROUNDS)) == before
+        assert runner.rounds(a, b, 2, **ROUNDS) == before
         assert pid(runner) != first
         os.kill(pid(runner), signal.SIGKILL)
         runner.unload(a)
-        assert not isinstance(runner.outputs(b, [{"x": np.zeros((1, 4, 32, 32), np.float32)}]), Failure)
+        assert runner.outputs(b, [{"x": np.zeros((1, 4, 32, 32), np.float32)}])
 
 
 def kill_when_they_hang(runner: Runner, log: Path, count: int) -> None:
@@ -216,19 +204,19 @@ def kill_when_they_hang(runner: Runner, log: Path, count: int) -> None:
 
 def test_a_worker_killed_twice_during_a_call_is_a_crash_that_names_the_signal(tmp_path, files):
     with opened(tmp_path, faults={"hang": "conv"}) as runner:
-        plain = loaded(runner, files.plain)
+        plain = runner.load(files.plain)
         threading.Thread(target=kill_when_they_hang, args=(runner, tmp_path / "logs" / "bad.log", 2)).start()
-        failure = failed(runner.load(files.quantized, "bad"))
+        failure = failed(lambda: runner.load(files.quantized, "bad"))
         assert (failure.stage, "SIGKILL" in failure.reason) == ("crash", True)
-        assert len(runner.outputs(plain, [IMAGE])) == 1  # type: ignore[arg-type]
+        assert len(runner.outputs(plain, [IMAGE])) == 1
 
 
 def test_a_model_that_cannot_be_built_again_is_a_failure(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path) as runner:
-        plain = loaded(runner, files.plain)
+        plain = runner.load(files.plain)
         runner.close()
         files.plain.write_bytes(b"damaged")
-        assert failed(runner.outputs(plain, [IMAGE])).stage == "build"
+        assert failed(lambda: runner.outputs(plain, [IMAGE])).stage == "build"
 
 
 def test_an_interrupt_while_waiting_leaves_the_runner_usable(tmp_path, files, monkeypatch):
@@ -236,25 +224,25 @@ def test_an_interrupt_while_waiting_leaves_the_runner_usable(tmp_path, files, mo
         raise KeyboardInterrupt
 
     with opened(tmp_path, faults={"hang": "conv"}) as runner:
-        plain = loaded(runner, files.plain)
+        plain = runner.load(files.plain)
         hung = pid(runner)
         with monkeypatch.context() as patch:
             patch.setattr(Channel, "recv", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 runner.load(files.quantized)
         assert gone(hung)
-        assert len(runner.outputs(plain, [IMAGE])) == 1  # type: ignore[arg-type]
+        assert len(runner.outputs(plain, [IMAGE])) == 1
         last = pid(runner)
     assert gone(last)
 
 
 def test_an_interrupt_from_the_terminal_is_not_for_the_worker(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path) as runner:
-        plain = loaded(runner, files.plain)
+        plain = runner.load(files.plain)
         worker = pid(runner)
         assert os.getpgid(worker) != os.getpgid(0)
         os.kill(worker, signal.SIGINT)
-        assert len(runner.outputs(plain, [IMAGE])) == 1  # type: ignore[arg-type]
+        assert len(runner.outputs(plain, [IMAGE])) == 1
         assert pid(runner) == worker
 
 
@@ -362,7 +350,7 @@ def test_the_log_folder_must_be_writable(tmp_path: Path) -> None:
 
 def test_timing_needs_a_sample(tmp_path: Path, files: SimpleNamespace) -> None:
     with Runner(EngineSpec("fake"), execution=Execution(60), log_dir=tmp_path) as runner:
-        plain = loaded(runner, files.plain)
+        plain = runner.load(files.plain)
         with pytest.raises(ValueError, match="feed"):
             runner.rounds(plain, plain, 1, **ROUNDS)
 
@@ -385,11 +373,11 @@ class TestMemoryBudget:
         workers = Workers()
         size = nbytes(files.large)
         with self.runner(tmp_path, workers, MemoryBudget(2 * size)) as runner:
-            first, second = loaded(runner, files.large), loaded(runner, files.large, fresh=True)
+            first, second = runner.load(files.large), runner.load(files.large, fresh=True)
             assert isinstance(runner.outputs(first, [IMAGE]), list)
-            third = loaded(runner, files.large, fresh=True)
+            third = runner.load(files.large, fresh=True)
             assert held(runner) == {first.build, third.build}
-            measured(runner.rounds(second, third, 2, **ROUNDS))
+            runner.rounds(second, third, 2, **ROUNDS)
             assert held(runner) == {second.build, third.build}
             assert [build.path.stem for build in workers.builds] == ["large"] * 4
 
@@ -400,10 +388,10 @@ class TestMemoryBudget:
             self.runner(tmp_path, workers, budget) as runner,
             self.runner(tmp_path / "other", workers, budget) as other,
         ):
-            a, b = loaded(runner, files.large), loaded(runner, files.large, fresh=True)
-            measured(runner.rounds(a, b, 2, **ROUNDS))
+            a, b = runner.load(files.large), runner.load(files.large, fresh=True)
+            runner.rounds(a, b, 2, **ROUNDS)
             assert held(runner) == {a.build, b.build}
-            loaded(other, files.large)
+            other.load(files.large)
             assert (held(runner), len(held(other))) == (set(), 1)
             assert isinstance(runner.outputs(a, [IMAGE]), list)
             assert (held(runner), held(other)) == ({a.build}, set())
@@ -411,10 +399,10 @@ class TestMemoryBudget:
     def test_builds_with_unpacked_weights_count_file_and_weights(self, files: SimpleNamespace, tmp_path: Path) -> None:
         size = nbytes(files.large)
         with self.runner(tmp_path, Workers(), budget := MemoryBudget(2 * size)) as runner:
-            loaded(runner, files.large)
+            runner.load(files.large)
             spec, unpacked = EngineSpec("fake"), size - nbytes(files.plain) + 1
             with Runner(spec, log_dir=tmp_path / "o", start=Workers(), unpacked=unpacked, memory=budget) as other:
-                loaded(other, files.plain)
+                other.load(files.plain)
                 assert (held(runner), len(held(other))) == (set(), 1)
 
     def test_layer_reports_within_a_budget_save_memory(self, files: SimpleNamespace, tmp_path: Path) -> None:
@@ -438,13 +426,13 @@ class TestMemoryBudget:
 
     def test_a_build_for_a_report_is_freed(self, files: SimpleNamespace, tmp_path: Path) -> None:
         with self.runner(tmp_path, Workers()) as runner:
-            kept = loaded(runner, files.plain)
+            kept = runner.load(files.plain)
             assert runner.report(files.plain, IMAGE, 1, "layers")
             assert held(runner) == {kept.build}
 
     def test_without_a_budget_all_builds_stay(self, files: SimpleNamespace, tmp_path: Path) -> None:
         with self.runner(tmp_path, Workers()) as runner:
-            builds = {loaded(runner, files.large, fresh=True).build for _ in range(4)}
+            builds = {runner.load(files.large, fresh=True).build for _ in range(4)}
             assert held(runner) == builds
 
     @staticmethod

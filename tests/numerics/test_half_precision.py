@@ -26,7 +26,7 @@ from qdqtune.numerics.half_precision import (
 )
 from qdqtune.placement.files import existing
 from qdqtune.placement.possible import possible_edges
-from qdqtune.types import Accuracy, Edge, Failure, Placement
+from qdqtune.types import Accuracy, Edge, Placement
 
 pytestmark = pytest.mark.usefixtures("workers")
 LOUD = """net (float[2,16] x) => (float[2,16] y) {
@@ -125,7 +125,7 @@ def test_overflow_is_seen_and_kept_nodes_mend_it() -> None:
     model = loud()
     samples = feeds(model)
     broken = keeping(model, "fp16", model, {}, samples)
-    assert isinstance(broken.accuracy, Failure)
+    assert broken.refusal
     half = lowered(model, "fp16", ranges_of(model), model, samples)
     assert half.kept.keys() >= {"square", "shift", "cube", "root"}
     assert half.db > 45
@@ -157,7 +157,7 @@ def test_bfloat16_is_everywhere_that_float16_would_be(make) -> None:  # type: ig
 
 
 def test_what_does_not_hold_stays_in_float32_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.numerics.half_precision._lost", lambda *_: Accuracy(12.0))
+    monkeypatch.setattr("qdqtune.numerics.half_precision._accuracy_without", lambda *_: Accuracy(12.0))
     prepared = prepare(conv_net(), Data())
     left, half, notes = in_half_precision(prepared, None, "fp16")
     assert (left, half) == (prepared, None)

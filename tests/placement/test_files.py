@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from models import ranges
 from qdqtune.calibration.scales import Calibration
-from qdqtune.errors import BadOption, OutputError
+from qdqtune.errors import BadOption, Failure, OutputError
 from qdqtune.graph.rewrites import Rewrites
 from qdqtune.placement.files import (
     MOST_BYTES,
@@ -30,7 +30,7 @@ from qdqtune.search.regions.cache import cache_of, read_cache, write_cache
 from qdqtune.search.regions.discovery import ChildInput, NodeInput, RegionOutput, Scheme
 from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan
-from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Trial
+from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
 from runs import mixed
 
 DATA = Path(__file__).parents[1] / "data"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from models import build, normal, ranges
+from qdqtune.errors import Failure
 from qdqtune.placement import engine_rules
 from qdqtune.placement.possible import possible_edges, wide_weights
 from qdqtune.search.by_rule import ALL_8, ALL_16, FRUITLESS, RuleSearch
@@ -17,7 +18,6 @@ from qdqtune.tuning.shipping import accepted
 from qdqtune.types import (
     Accuracy,
     CostsByRule,
-    Failure,
     Layer,
     Measurement,
     Placement,

@@ -10,6 +10,7 @@ import pytest
 from label_problems import cost_of
 from models import INT8, attention, build, conv_net, normal, ranges
 from qdqtune.engines.fake import CostModel
+from qdqtune.errors import Failure
 from qdqtune.graph.model import Model
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
@@ -21,7 +22,7 @@ from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CutSearch
 from qdqtune.timing.ratios import Plan, judge
-from qdqtune.types import Failure, Layer, Measurement, Placement, Trial, WeightFormat
+from qdqtune.types import Layer, Measurement, Placement, Trial, WeightFormat
 from runs import mixed
 from weight_only_nets import MODEL, SHARES, W4, W8
 

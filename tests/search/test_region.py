@@ -16,6 +16,7 @@ import pytest
 from models import attention, build, conv_net, normal, ranges
 from qdqtune.engines import formats
 from qdqtune.engines.fake import latency
+from qdqtune.errors import Failure
 from qdqtune.graph import operators
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
@@ -28,7 +29,7 @@ from qdqtune.search.regions import cache, discovery, patterns
 from qdqtune.search.regions.discovery import Scheme
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.ratios import Plan
-from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Trial, WeightFormat
+from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial, WeightFormat
 from runs import mixed
 
 ROUNDS = 12

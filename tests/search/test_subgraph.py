@@ -7,6 +7,7 @@ from math import ceil, log2
 import pytest
 
 from models import build, normal, ranges
+from qdqtune.errors import Failure
 from qdqtune.graph.model import Model
 from qdqtune.placement import start_placements
 from qdqtune.placement.possible import possible_edges
@@ -17,7 +18,7 @@ from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CUT, CutSearch
 from qdqtune.search.subgraph import Change, SubgraphSearch
 from qdqtune.timing.ratios import Plan, judge
-from qdqtune.types import Failure, Layer, Measurement, Placement, Proposal, Trial
+from qdqtune.types import Layer, Measurement, Placement, Proposal, Trial
 
 PLAN = Plan((12,), turn_seconds=0.0)
 GROUPS = 16

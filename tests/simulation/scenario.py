@@ -20,6 +20,7 @@ from qdqtune.errors import (
     Cancelled,
     EngineFailure,
     EngineUnavailable,
+    Failure,
     OutputError,
 )
 from qdqtune.tuning.loop import tune
@@ -27,7 +28,7 @@ from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.records import job_of
 from qdqtune.tuning.settings import STATE
 from qdqtune.tuning.store import is_transient, read_journal
-from qdqtune.types import Failure, Trial
+from qdqtune.types import Trial
 from runs import contents, mixed, write
 from simulation.disk import Died
 from simulation.machine import KINDS, MARK, Ended, Fault, Machine

@@ -16,7 +16,7 @@ from conftest import Call
 from models import INT8, build, feeds, joined, normal, ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
-from qdqtune.errors import BadOption, BaselineFailed
+from qdqtune.errors import BadOption, BaselineFailed, EngineRefused, Failure
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
@@ -33,7 +33,8 @@ from qdqtune.tuning.budget import Budget
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.settings import Settings
-from qdqtune.types import Accuracy, Failure, Measurement, Placement, Proposal, Trial
+from qdqtune.types import Accuracy, Measurement, Placement, Proposal, Trial
+from refusals import or_raise
 from runs import hopeless, mixed, settings, write
 from workers import Workers
 
@@ -90,9 +91,14 @@ class TestOneTrial:
         [(Score(0.95), True), (Score(0.8), True), (Score(0.79), False), (Failure("run", ""), False)],
     )
     def test_the_metric_may_fall_so_far(self, metric: Score | Failure, holds: bool) -> None:
-        found = Limits(max_drop=0.1, before=Score(0.9)).judged(trial(0.5), [], PLAN, lambda _: metric)
-        assert found.holds is holds
-        assert found.metric == (None if isinstance(metric, Failure) else metric.value)
+        def measured(_: Placement) -> Score:
+            if isinstance(metric, Failure):
+                raise EngineRefused(metric)
+            return metric
+
+        judged = Limits(max_drop=0.1, before=Score(0.9)).judged(trial(0.5), [], PLAN, measured)
+        assert judged.holds is holds
+        assert judged.metric == (None if isinstance(metric, Failure) else metric.value)
 
     def test_without_the_float_models_metric_nothing_is_good_enough(self) -> None:
         assert not Limits(max_drop=0.1).is_good_enough(Score(1.0))
@@ -164,7 +170,7 @@ def summary(model: Path) -> dict:
 def test_a_metric_of_the_float_model_that_the_time_budget_cuts_is_no_failure_of_the_engine(
     is_over: bool, kind: type[Exception], model: Path, metric: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qdqtune.tuning.bench.measure", lambda *_: Failure("timeout", "took too long"))
+    monkeypatch.setattr("qdqtune.tuning.bench.measure", lambda *_: or_raise(Failure("timeout", "took too long")))
     monkeypatch.setattr(Budget, "lacks", lambda *_: is_over)
     with pytest.raises(kind, match="fails on the float model: took too long"):
         tune(evaluated(model))

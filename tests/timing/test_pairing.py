@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from qdqtune.engines.runner import Handle, Runner
+from qdqtune.errors import EngineRefused, Failure
 from qdqtune.timing.pairing import compare_builds, fresh_builds
 from qdqtune.timing.ratios import Plan
-from qdqtune.types import Failure, Measurement
+from qdqtune.types import Measurement
 
 A, B = Path("a.onnx"), Path("b.onnx")
 
@@ -17,9 +20,11 @@ class Engine:
     def __init__(self, *refused: Path) -> None:
         self.refused, self.events, self.asked = refused, list[str](), list[tuple[int, int, int]]()
 
-    def load(self, path: Path, log_name: str, *, fresh: bool) -> Handle | Failure:
+    def load(self, path: Path, log_name: str, *, fresh: bool) -> Handle:
         self.events.append(f"load {log_name}")
-        return Failure("build", "no") if path in self.refused else Handle(path, len(self.events), 0.0)
+        if path in self.refused:
+            raise EngineRefused(Failure("build", "no"))
+        return Handle(path, len(self.events), 0.0)
 
     def unload(self, handle: Handle) -> None:
         self.events.append(f"unload {handle.path.stem}")
@@ -32,10 +37,13 @@ class Engine:
 def test_b_is_built_first_and_what_was_built_is_unloaded() -> None:
     engine = Engine()
     with fresh_builds(cast(Runner, engine), A, B, "final_0") as pair:
-        assert [handle.path for handle in pair] == [A, B]  # type: ignore[union-attr]
+        assert [handle.path for handle in pair] == [A, B]
     assert engine.events == ["load final_0_b", "load final_0_a", "unload a", "unload b"]
-    with fresh_builds(cast(Runner, engine := Engine(A)), A, B, "x") as failure:
-        assert failure == Failure("build", "no")
+    with (
+        pytest.raises(EngineRefused, match="no"),
+        fresh_builds(cast(Runner, engine := Engine(A)), A, B, "x"),
+    ):
+        pass
     assert engine.events == ["load x_b", "load x_a", "unload b"]
 
 

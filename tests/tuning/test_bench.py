@@ -17,7 +17,7 @@ from models import feeds, ranges
 from qdqtune.engines import formats
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BaselineFailed, EngineFailure, EngineUnavailable, OutputError
+from qdqtune.errors import BaselineFailed, EngineFailure, EngineUnavailable, Failure, OutputError
 from qdqtune.graph.saving import one_constant_file
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
@@ -28,7 +28,8 @@ from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.records import job_of
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.trial_worker import Candidates, Conditions, TrialWorker, profiled_runs
-from qdqtune.types import Edge, Failure, Measurement, Mix, Placement, Proposal
+from qdqtune.types import Edge, Measurement, Mix, Placement, Proposal
+from refusals import or_raise
 from runs import mixed, room_for
 
 FLOAT = Placement()
@@ -49,15 +50,14 @@ class Script:
     check = None
     mix: Mix = ()
 
-    def load(self, path: Path, log_name: str | None = None, *, fresh: bool = False) -> Handle | Failure:
+    def load(self, path: Path, log_name: str | None = None, *, fresh: bool = False) -> Handle:
         kept = [h for h in self.present if h.path == path]
         if kept and not fresh:
             return kept[0]
         number = len(self.builds)
         self.builds.append(path)
         self.contents[path] = path.read_bytes()
-        if failure := self.refused(path, number):
-            return failure
+        or_raise(self.refused(path, number))
         handle = Handle(path, number, 0.0)
         self.present.add(handle)
         return handle
@@ -65,11 +65,10 @@ class Script:
     def unload(self, handle: Handle) -> None:
         self.present.remove(handle)
 
-    def outputs(self, handle: Handle, samples: Any) -> list[dict[str, Any]] | Failure:
+    def outputs(self, handle: Handle, samples: Any) -> list[dict[str, Any]]:
         assert handle in self.present
         error = self.spoiled(handle.path) if len(self.builds) > 1 else 0.0
-        if isinstance(error, Failure):
-            return error
+        or_raise(error)
         return [{"y": np.array([1.0, -1.0]) + error} for _ in samples]
 
     def start_seconds(self, handle: Handle) -> float:

@@ -1,14 +1,16 @@
 """The service that compares files: what is built, asked again, kept in the store, and when it ends."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BaselineFailed
+from qdqtune.errors import BaselineFailed, EngineRefused, Failure
 from qdqtune.graph.saving import save
 from qdqtune.timing.ratios import Plan, Ratio, across_builds
 from qdqtune.tuning import comparison
@@ -16,7 +18,8 @@ from qdqtune.tuning.comparison import Comparer, ComparisonRequest, SharedBuilds
 from qdqtune.tuning.contexts import Context
 from qdqtune.tuning.shipping import Compared
 from qdqtune.tuning.store import Store
-from qdqtune.types import Failure, Measurement, Mix
+from qdqtune.types import Measurement, Mix
+from refusals import or_raise, refusal
 from runs import hopeless, mixed
 
 PLAN = Plan((16,))
@@ -34,12 +37,11 @@ class Script:
     seeds: list[int] = field(default_factory=list)
     check = None
 
-    def load(self, path: Path, log_name: str, *, fresh: bool) -> Handle | Failure:
+    def load(self, path: Path, log_name: str, *, fresh: bool) -> Handle:
         assert fresh
         number = len(self.builds)
         self.builds.append(path.stem)
-        if failure := self.refused(path, number):
-            return failure
+        or_raise(self.refused(path, number))
         self.present.add(handle := Handle(path, number, 0.0))
         self.most = max(self.most, len(self.present))
         return handle
@@ -113,22 +115,23 @@ def test_contexts_have_records_of_their_own(files: tuple[Path, Path], store: Sto
 @pytest.mark.parametrize(("tries", "fails", "works"), [(3, 2, True), (3, 3, False), (1, 1, False)])
 def test_a_transient_failure_is_tried_again(files: tuple[Path, Path], tries: int, fails: int, works: bool) -> None:
     script = Script(refused=lambda _, build: Failure("crash", "killed") if build < fails else None)
-    found = Comparer(PLAN, 0, tries=tries).compare(request(files, script))
-    assert isinstance(found, Compared) == works
+    with nullcontext() if works else pytest.raises(EngineRefused):
+        Comparer(PLAN, 0, tries=tries).compare(request(files, script))
 
 
 def test_what_fails_when_no_time_is_left_is_not_tried_again(files: tuple[Path, Path]) -> None:
     for stage, left, builds in (("timeout", 0.0, 1), ("timeout", 9.0, 3), ("crash", 0.0, 1), ("crash", 9.0, 3)):
         script = Script(refused=lambda _, __, stage=stage: Failure(stage, "lost"))  # type: ignore[misc]
-        found = Comparer(PLAN, 0, tries=3, lacks=lambda s, left=left: s >= left).compare(request(files, script))  # type: ignore[misc]
-        assert found == Failure(stage, "lost")
+        comparer = Comparer(PLAN, 0, tries=3, lacks=lambda s, left=left: s >= left)  # type: ignore[misc]
+        asked = request(files, script)
+        assert refusal(partial(comparer.compare, asked)) == Failure(stage, "lost")  # type: ignore[arg-type]
         assert len(script.builds) == builds
 
 
 def test_a_file_that_is_refused_is_built_once(files: tuple[Path, Path], store: Store) -> None:
     script = Script(refused=lambda path, _: Failure("build", "no kernel") if path.stem == "b" else None)
-    found = Comparer(PLAN, 0, store=store, tries=3).compare(request(files, script))
-    assert found == Failure("build", "no kernel")
+    comparer = Comparer(PLAN, 0, store=store, tries=3)
+    assert refusal(lambda: comparer.compare(request(files, script))) == Failure("build", "no kernel")
     assert script.builds == ["b"]
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from qdqtune.errors import Failure
 from qdqtune.search.front import Tradeoff, unbeaten
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, Ratio
@@ -18,7 +19,7 @@ from qdqtune.tuning.front_candidates import (
     to_compare_again,
 )
 from qdqtune.tuning.shipping import Compared
-from qdqtune.types import Accuracy, Edge, Failure, Measurement, Placement, Proposal, Trial
+from qdqtune.types import Accuracy, Edge, Measurement, Placement, Proposal, Trial
 
 TERMS = FrontTerms(Plan((12,), turn_seconds=0.0), Limits(min_sqnr=30.0), builds=20)
 FAILED = Failure("build", "no kernel")

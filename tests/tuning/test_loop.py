@@ -18,7 +18,7 @@ from observers import Log
 from qdqtune.commands.tune_tables import result_table
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
-from qdqtune.errors import BadModel, BadOption, BaselineFailed, OutputError
+from qdqtune.errors import BadModel, BadOption, BaselineFailed, Failure, OutputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.graph.saving import save
@@ -37,7 +37,7 @@ from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.tuning.summary import read_summary
-from qdqtune.types import Failure, Measurement, Placement, Trial
+from qdqtune.types import Measurement, Placement, Trial
 from runs import cost, hopeless, mixed, out, rows, settings, write
 from workers import Build, Workers, in_process
 

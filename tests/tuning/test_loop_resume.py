@@ -12,9 +12,8 @@ import yaml
 from observers import Log
 from qdqtune.cli import main
 from qdqtune.engines.machine import MachineFacts
-from qdqtune.errors import EngineFailure
+from qdqtune.errors import EngineFailure, Failure
 from qdqtune.tuning.loop import tune
-from qdqtune.types import Failure
 from runs import environment, mixed, out, rows, settings, timeless, write
 from workers import Build, Workers, in_process
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from qdqtune.errors import BaselineFailed, EngineFailure
+from qdqtune.errors import BaselineFailed, EngineFailure, Failure
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
-from qdqtune.types import Failure
 from runs import mixed, rows, settings, write
 from workers import Build, WatchedModel, Workers, in_process
 

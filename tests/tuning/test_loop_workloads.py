@@ -19,7 +19,7 @@ from qdqtune.errors import BadOption, BadState
 from qdqtune.graph.loading import load
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
-from qdqtune.types import Failure, Measurement, Workload
+from qdqtune.types import Measurement, Workload
 from runs import rows
 from workers import Workers
 
@@ -150,7 +150,6 @@ def test_onnxruntime_times_batches_of_one_and_eight_together(tmp_path: Path) -> 
         first, second = measured.parts
         assert measured.a == pytest.approx([0.75 * x + 0.25 * y for x, y in zip(first.a, second.a, strict=True)])
         layers = runner.layers(built, 4)
-        assert not isinstance(layers, Failure)
         assert {"first", "second"} <= {node for layer in layers for node in layer.nodes}
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.errors import Failure
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import records as kinds
 from qdqtune.tuning.records import (
@@ -24,7 +25,7 @@ from qdqtune.tuning.records import (
     plain,
 )
 from qdqtune.tuning.store import line_of
-from qdqtune.types import Accuracy, Edge, Failure, Layer, Measurement, Placement
+from qdqtune.types import Accuracy, Edge, Layer, Measurement, Placement
 from state_records import MORE, RECORDS
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

@@ -16,7 +16,7 @@ from qdqtune.commands.tune_tables import result_table
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.fake import latency
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import BadModel
+from qdqtune.errors import BadModel, EngineRefused, Failure
 from qdqtune.graph import rewrites
 from qdqtune.graph.inference import infer
 from qdqtune.graph.loading import load
@@ -31,7 +31,6 @@ from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subject import Subject, open_subject
-from qdqtune.types import Failure
 from runs import mixed, rows, settings, without_seconds, write
 from workers import Build, Workers
 
@@ -224,8 +223,11 @@ def test_rewrites_ship_without_samples_as_they_are_exact(tmp_path: Path) -> None
 
 
 def test_a_rewrite_that_an_accident_kept_out_is_tried_by_the_next_run(tmp_path, monkeypatch):
+    def crash(*_: object) -> None:
+        raise EngineRefused(Failure("crash", "the engine process ended"))
+
     with monkeypatch.context() as patch:
-        patch.setattr(rewritten, "compare_builds", lambda *_: Failure("crash", "the engine process ended"))
+        patch.setattr(rewritten, "compare_builds", crash)
         first = tune(run(tmp_path, swishing()))
     assert first.summary["rewrites"]["names"] == []
     second = tune(run(tmp_path, swishing()))

@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 from qdqtune.engines.runner import as_workloads
+from qdqtune.errors import Failure
 from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning.shipping import (
     Attempt,
@@ -30,7 +31,7 @@ from qdqtune.tuning.shipping import (
     with_comparison_without_pairs,
     within_limits,
 )
-from qdqtune.types import Accuracy, Edge, Failure, Measurement, Placement, Proposal, Trial, Workload
+from qdqtune.types import Accuracy, Edge, Measurement, Placement, Proposal, Trial, Workload
 
 PLAN = Plan((12,), turn_seconds=0.0)
 BEST = Placement.of([Edge("t", "n", 0)])

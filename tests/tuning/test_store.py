@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 import yaml
 
-from qdqtune.engines.runner import insist
-from qdqtune.errors import BadOption, BadState, BaselineFailed, Cancelled, OutputError
+from qdqtune.errors import (
+    BadOption,
+    BadState,
+    BaselineFailed,
+    Cancelled,
+    EngineRefused,
+    Failure,
+    OutputError,
+    rewording,
+)
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.records import (
     ComparisonRecord,
@@ -24,7 +32,7 @@ from qdqtune.tuning.records import (
     RepeatabilityRecord,
 )
 from qdqtune.tuning.store import Store, read_journal
-from qdqtune.types import Accuracy, Failure, Measurement
+from qdqtune.types import Accuracy, Measurement
 from runs import room_for, rows
 from state_records import MORE, RECORDS
 
@@ -279,8 +287,8 @@ def test_the_order_of_a_set_makes_no_other_run(path: Path) -> None:
 
 
 def test_what_the_machine_ends_keeps_its_file(path: Path) -> None:
-    with pytest.raises(BaselineFailed) as ended:
-        insist(Failure("crash", "killed"), "it failed", BaselineFailed)
+    with pytest.raises(BaselineFailed) as ended, rewording("it failed", BaselineFailed):
+        raise EngineRefused(Failure("crash", "killed"))
     with pytest.raises(BaselineFailed):
         ended_by(ended.value, path, RECORDS[:1])
     assert found(path) == RECORDS[:1]

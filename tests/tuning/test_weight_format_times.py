@@ -16,6 +16,7 @@ from qdqtune.calibration.scales import Calibration
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format, weight_formats
 from qdqtune.engines.runner import Runner, as_workloads
+from qdqtune.errors import EngineRefused, Failure
 from qdqtune.graph.model import Model
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.possible import possible_edges
@@ -26,7 +27,7 @@ from qdqtune.tuning.records import StoredPlacement, plain
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject
-from qdqtune.types import Edge, Failure, Layer, Mix, Placement, WeightFormat, Workload
+from qdqtune.types import Edge, Layer, Mix, Placement, WeightFormat, Workload
 from runs import write
 from weight_only_nets import DYNAMIC
 
@@ -57,11 +58,11 @@ class Telling:
     def feed(self, _: Any) -> None:
         """Nothing."""
 
-    def report(self, path: Path, *_: Any) -> tuple[Layer, ...] | Failure:
+    def report(self, path: Path, *_: Any) -> tuple[Layer, ...]:
         self.asked += 1
         names = [n for n in self.ms if f"{n}_product".encode() in path.read_bytes()]
         if set(names) & set(self.refused):
-            return Failure("build", "no such type")
+            raise EngineRefused(Failure("build", "no such type"))
         layers = []
         for name in names:
             for copy, factor in enumerate((0.9, 1.0, 9.0)):
@@ -105,8 +106,10 @@ def test_formats_that_the_machine_lost_are_asked_for_again_by_the_next_run(tmp_p
     class Losing(Telling):
         is_short = True
 
-        def report(self, path: Path, *more: Any) -> tuple[Layer, ...] | Failure:
-            return Failure("resources", "no memory") if self.is_short else super().report(path, *more)
+        def report(self, path: Path, *more: Any) -> tuple[Layer, ...]:
+            if self.is_short:
+                raise EngineRefused(Failure("resources", "no memory"))
+            return super().report(path, *more)
 
     engine = Losing({"float": 1.0, "w8": 0.4})
     assert shares_of(tmp_path, engine, model(), formats=("w8",)) == {}
@@ -133,9 +136,8 @@ def test_without_time_other_sizes_count_as_the_most_similar_one(tmp_path: Path) 
 
 def test_the_time_of_a_product_is_the_sum_over_its_layers_and_its_part_of_shared_ones(tmp_path: Path) -> None:
     class Halving(Telling):
-        def report(self, path: Path, *_: Any) -> tuple[Layer, ...] | Failure:
+        def report(self, path: Path, *_: Any) -> tuple[Layer, ...]:
             layers = super().report(path)
-            assert not isinstance(layers, Failure)
             floats = [layer for layer in layers if layer.nodes[-1].startswith("float")]
             joined = Layer("floats", tuple(n for layer in floats for n in layer.nodes), "", 3.0, "compute")
             halves = [replace(layer, time_ms=0.3) for layer in layers if layer not in floats for _ in range(2)]
@@ -147,7 +149,7 @@ def test_the_time_of_a_product_is_the_sum_over_its_layers_and_its_part_of_shared
 
 def test_dynamic_quantization_takes_the_time_of_its_nodes_and_of_what_they_read(tmp_path: Path) -> None:
     class Split(Telling):
-        def report(self, path: Path, *_: Any) -> tuple[Layer, ...] | Failure:
+        def report(self, path: Path, *_: Any) -> tuple[Layer, ...]:
             layers = [Layer("x", ("x_DynamicQuantizeLinear",), "", 0.1, "compute")]
             for copy in range(3):
                 for name, parts in (("float", [""]), (DYNAMIC.name, ["", "_Cast", "_Mul"])):
@@ -168,9 +170,9 @@ def test_a_product_is_tried_on_the_rows_of_each_workload(tmp_path: Path) -> None
     own, asked_of = subject(graph), list[tuple[object, str]]()
     vars(own)["mix"] = mix
 
-    def report(_: Path, given: Mix, __: int, log_name: str) -> Failure:
+    def report(_: Path, given: Mix, __: int, log_name: str) -> None:
         asked_of.append(([(w.inputs["x"].shape[0], w.share) for w in given], log_name))
-        return Failure("build", "no more to see")
+        raise EngineRefused(Failure("build", "no more to see"))
 
     settings = Settings(tmp_path / "m.onnx", formats=("w4b32",))
     engine = cast(Runner, SimpleNamespace(report=report, feed=lambda _: None, mix=()))

@@ -21,14 +21,14 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.machine import is_simulated, simulated
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.tensorrt.options import usual_shapes
-from qdqtune.errors import BadModel, EngineUnavailable
+from qdqtune.errors import BadModel, EngineRefused, EngineUnavailable
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
 from qdqtune.system.writing import atomic_write, temporary_folder
 from qdqtune.timing.pairing import rounds_of
 from qdqtune.timing.ratios import Plan, compare, ratio
 from qdqtune.tuning.settings import EFFORTS, looks_until
-from qdqtune.types import Failure, NumericFormat, QuantType
+from qdqtune.types import NumericFormat, QuantType
 
 log = logging.getLogger("qdqtune.autotune")
 
@@ -119,34 +119,30 @@ class Benchmark:
             path.write_bytes(model)
         else:
             path = Path(model)
+        latency_ms = inf
         try:
             latency_ms = self._timed(path, log_path.stem)
-            if export_profile_path is not None and not isinstance(latency_ms, Failure):
-                latency_ms = self._profile(path, Path(export_profile_path)) or latency_ms
-        except (BadModel, EngineUnavailable) as error:
-            latency_ms = Failure("build", str(error))
+            if export_profile_path is not None:
+                self._profile(path, Path(export_profile_path))
+        except (BadModel, EngineUnavailable, EngineRefused) as error:
+            latency_ms = inf
+            log.warning("the model cannot be timed: %s", error)
         for old in self._folder.path.glob("*.onnx"):  # a long run would fill the disk
             if self._first is None or self._first.path != old:
                 old.unlink()
         if log_file is not None and log_path.exists():
             shutil.copyfile(log_path, log_file)
-        if isinstance(latency_ms, Failure):
-            log.warning("the model cannot be timed: %s", latency_ms.reason)
-            return inf
         return latency_ms
 
     __call__ = run
 
-    def _profile(self, model: Path, target: Path) -> Failure | None:
+    def _profile(self, model: Path, target: Path) -> None:
         layers = self._runner.report(model, self.prepared(load(model)).samples.first(1)[0], 5, "profile")
-        if isinstance(layers, Failure):
-            return layers
         times = [{"name": layer.name, "averageMs": layer.time_ms or 0.0} for layer in layers]
         with atomic_write(target) as fresh:
             fresh.write_text(json.dumps([{"count": 5}, *times], indent=2), encoding="utf-8")
-        return None
 
-    def _timed(self, path: Path, log_name: str) -> float | Failure:
+    def _timed(self, path: Path, log_name: str) -> float:
         if is_simulated(self.spec.name):
             raise EngineUnavailable(simulated(self.spec.name))
         inputs = [v.SerializeToString() for v in read(path).graph.input]
@@ -156,13 +152,15 @@ class Benchmark:
         if self._first is None:
             self._runner.feed(self.prepared(load(path)).samples.first(1)[0])
         handle = self._runner.load(path, log_name, fresh=True)
-        if isinstance(handle, Failure):
-            return handle
-        first = self._first or handle
-        rounds = compare(rounds_of(self._runner, first, handle, self.plan, seed=0), self.plan, decided=lambda _: False)
-        if isinstance(rounds, Failure) or self._first is not None:
-            self._runner.unload(handle)
-            return rounds if isinstance(rounds, Failure) else ratio(rounds, self.plan).median * self._first_ms
+        first, rounds = self._first or handle, None
+        try:
+            taken = rounds_of(self._runner, first, handle, self.plan, seed=0)
+            rounds = compare(taken, self.plan, decided=lambda _: False)
+        finally:
+            if rounds is None or self._first is not None:
+                self._runner.unload(handle)
+        if self._first is not None:
+            return ratio(rounds, self.plan).median * self._first_ms
         self._first, self._inputs, self._first_ms = handle, inputs, float(np.median(rounds.a)) * 1e3
         return self._first_ms
 

@@ -21,10 +21,10 @@ from qdqtune.engines.devices import Device, usable_cores
 from qdqtune.engines.execution import EXECUTION, Check, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import BadData, BadModel, EngineFailure, first_of
+from qdqtune.errors import BadData, BadModel, EngineFailure, EngineRefused, first_of
 from qdqtune.graph.model import Model
 from qdqtune.system.writing import temporary_folder
-from qdqtune.types import Array, Failure, Sample
+from qdqtune.types import Array, Sample
 
 BATCH_BYTES = 2**29
 """Bytes of values that one inference returns, if no single tensor is larger. Chosen, not measured."""
@@ -41,9 +41,8 @@ class ModelRun:
     def __init__(self, runner: Runner, path: Path) -> None:
         self._runner, self._build = runner, cache(partial(runner.load, path))
 
-    def __call__(self, samples: Iterable[Sample]) -> list[dict[str, Array]] | Failure:
-        handle = self._build()
-        return handle if isinstance(handle, Failure) else self._runner.outputs(handle, samples)
+    def __call__(self, samples: Iterable[Sample]) -> list[dict[str, Array]]:
+        return self._runner.outputs(self._build(), samples)
 
     def checking(self, check: Check) -> AbstractContextManager[None]:
         return self._runner.checking(check)
@@ -117,20 +116,22 @@ def outputs_on(
     is_fused = len(model.proto.graph.node) <= MOST_OPTIMIZED
     with running_in_several(model, 1, execution, fuse=is_fused, budget=budget) as (run,):
         for sample in samples:
-            outputs = run([sample])
-            if isinstance(outputs, Failure):
-                hint = ": `time_limit` gives it longer" if outputs.stage == "timeout" else ""
+            try:
+                (outputs,) = run([sample])
+            except EngineRefused as refused:
+                hint = ": `time_limit` gives it longer" if refused.failure.stage == "timeout" else ""
                 sizes = [f"{name} {'x'.join(map(str, array.shape)) or 'scalar'}" for name, array in sample.items()]
-                error = EngineFailure if outputs.is_transient else BadModel
-                raise error(f"calibration cannot run the model on {first_of(sizes)}: {outputs.reason}{hint}")
-            yield outputs[0]
+                error = EngineFailure if refused.is_transient else BadModel
+                text = f"calibration cannot run the model on {first_of(sizes)}: {refused}{hint}"
+                raise error(text) from refused
+            yield outputs
     if sample is None:
         raise BadData("the calibration data hold no sample")
 
 
 @contextmanager
 def running(model: Model, execution: Execution = EXECUTION, *, fuse: bool = True) -> Iterator[ModelRun]:
-    """A function that runs a model in a process. If the model cannot be built, each call returns that failure."""
+    """A function that runs a model in a process. If the model cannot be built, each call raises EngineRefused."""
     with running_in_several(model, 1, execution, fuse=fuse) as (run,):
         yield run
 

@@ -16,7 +16,7 @@ from qdqtune.commands.source import PreparedModel, SourceOptions
 from qdqtune.engines.acceptance import checked_output
 from qdqtune.engines.formats import follow_processor, numeric_format, portable, usual_precision
 from qdqtune.engines.options import time_limit_option
-from qdqtune.errors import BadModel
+from qdqtune.errors import BadModel, EngineRefused
 from qdqtune.explanation.formatting import counted, placed
 from qdqtune.graph.float16 import load_for
 from qdqtune.graph.rewrites import allowed
@@ -34,7 +34,7 @@ from qdqtune.placement.possible import NO_WIDE, possible_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.tuning.deploy import of_other_processor
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.types import Accuracy, Edge, Failure, Placement
+from qdqtune.types import Accuracy, Edge, Placement
 
 
 @dataclass
@@ -156,21 +156,21 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     inserter = Inserter(ready.graph, ranges, numbers)
     with checked_output(options.target, engine, execution) as fresh:
         save(finished(inserter.insert(placed), precision), fresh)
-        judged, scores = _judged(ready, inserter, placed, engine, options.scores)  # nothing is written if it refuses
+        judged, scores = None, None
+        try:
+            judged, scores = _judged(ready, inserter, placed, engine, options.scores)
+        except EngineRefused as refused:
+            notes.append(f"outputs were not compared: {refused}")
     is_random = ready.prepared is not None and not ready.prepared.has_real_samples
-    if isinstance(judged, Failure):
-        notes.append(f"outputs were not compared: {judged.reason}")
-        judged = None
     return Applied(options.target, placed, lost, is_random, judged, ready.matched, tuple(notes), scores)
 
 
 def _judged(
     ready: PreparedModel, inserter: Inserter, placed: Placement, engine: str, asked: Sequence[str]
-) -> tuple[Accuracy | Failure | None, Scores | None]:
+) -> tuple[Accuracy | None, Scores | None]:
     """The accuracy of the outputs with this placement, and the scores among them; None where samples are random."""
     if ready.prepared is None or not ready.prepared.has_real_samples:
         return None, None
     samples, execution = ready.prepared.judging, ready.prepared.execution
     with Simulation(inserter, samples, engine, execution=execution, scores=asked) as simulation:
-        accuracy = simulation.accuracy(placed)
-        return accuracy, simulation.scores if isinstance(accuracy, Accuracy) else None
+        return simulation.accuracy(placed), simulation.scores

@@ -12,7 +12,7 @@ from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import EngineOptions, tensorrt_cache, with_timing_cache
 from qdqtune.engines.providers import PROVIDERS
-from qdqtune.engines.runner import Handle, Runner, temporary_runner
+from qdqtune.engines.runner import temporary_runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.loading import read
@@ -21,7 +21,6 @@ from qdqtune.graph.saving import model_outputs
 from qdqtune.options import REQUIRED, File, Given, Writes, option
 from qdqtune.system.checks import Output, written_as
 from qdqtune.system.writing import atomic_write
-from qdqtune.types import Failure
 
 FORMATS = {
     "onnxruntime": "an optimized ONNX file",
@@ -99,7 +98,8 @@ def build(model: Path, output: Path, spec: EngineSpec, execution: Execution) -> 
         able = ", ".join(FORMATS)
         raise EngineFailure(f"engine {spec.name!r} has no format of its own to save; these have: {able}")
     with temporary_runner(spec, execution) as runner, atomic_write(output, ARTIFACT) as fresh:
-        handle = _saved(runner, model, fresh)
+        handle = runner.load(model, "build")
+        runner.save(handle, fresh)
         made = sorted(path for path in fresh.parent.iterdir() if path.is_file())
         nbytes = sum(path.stat().st_size for path in made)
     return Artifact(spec.name, tuple(output.with_name(path.name) for path in made), nbytes, handle.build_seconds)
@@ -110,12 +110,3 @@ def artifact(output: Path, option: str, engine: str) -> list[Output]:
     if engine == "openvino":
         return [Output(file, option, written_as(ARTIFACT)) for file in (output, output.with_suffix(".bin"))]
     return model_outputs(output, option, ARTIFACT)
-
-
-def _saved(runner: Runner, model: Path, target: Path) -> Handle:
-    handle = runner.load(model, "build")
-    if isinstance(handle, Failure):
-        raise EngineFailure(handle.reason)
-    if failure := runner.save(handle, target):
-        raise EngineFailure(failure.reason)
-    return handle

@@ -22,10 +22,10 @@ from qdqtune.engines.fallback import Fallback, fallback
 from qdqtune.engines.machine import MachineFacts, is_simulated
 from qdqtune.engines.options import EngineOptions, on_device, on_option
 from qdqtune.engines.providers import PROVIDERS
-from qdqtune.engines.runner import Runner, insist, temporary_runner
+from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.engines.tensorrt.options import built_for_sample
 from qdqtune.engines.tensorrt.report import read_report
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadOption, rewording
 from qdqtune.explanation.findings import Finding, allow, check, excuse, is_measured, lost_by_pairs
 from qdqtune.explanation.formatting import counted, placed
 from qdqtune.explanation.reasons_by_graph import is_low
@@ -142,10 +142,11 @@ def profiled(
     Raises:
         EngineFailure: the engine fails; the message is `refusal`, and the reason.
     """
-    found = insist(runner.report(model, sample, runs, "layers"), refusal)
+    with rewording(refusal):
+        layers = runner.report(model, sample, runs, "layers")
     if is_simulated(runner.describe()["engine"], machine):
-        return tuple(replace(layer, time_ms=None, parts=()) for layer in found)
-    return found
+        return tuple(replace(layer, time_ms=None, parts=()) for layer in layers)
+    return layers
 
 
 TENSORRT = {

@@ -26,11 +26,11 @@ from qdqtune.engines.devices import usual_threads
 from qdqtune.engines.machine import is_simulated, simulated
 from qdqtune.engines.options import EngineOptions, on_device, on_option
 from qdqtune.engines.runner import Runner, temporary_runner
-from qdqtune.errors import BadOption, EngineFailure
+from qdqtune.errors import BadOption, EngineRefused, Failure, rewording
 from qdqtune.explanation.formatting import samples
 from qdqtune.graph.loading import files_of, load
 from qdqtune.graph.model import Model
-from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, closeness_cell, concern, is_finite, slice_cell
+from qdqtune.numerics.accuracy import accuracy, check_finite, closeness_cell, concern, slice_cell
 from qdqtune.numerics.metrics import ScoreOption
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
 from qdqtune.options import Assignments, MaybeText, Option, ValuesByInput, option
@@ -42,7 +42,7 @@ from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.settings import EFFORTS
 from qdqtune.tuning.shipping import Compared
-from qdqtune.types import Accuracy, Array, Failure, Measurement, Mix, Sample, Workload
+from qdqtune.types import Accuracy, Array, Measurement, Mix, Sample, Workload
 
 DEFAULT_ROUNDS = 24
 """Rounds of each pair of builds by default. Chosen, not measured."""
@@ -328,9 +328,8 @@ def compare_files(
     timed = mix or (Workload(judging[0]),)
     runner.feed(timed)
     is_timed = reference_from is None
-    reference = _outputs(first, reference_from or runner, judging)
-    if isinstance(reference, Failure):
-        raise EngineFailure(f"{first} does not run, so there is nothing to compare with: {reference.reason}")
+    with rewording(f"{first} does not run, so there is nothing to compare with"):
+        reference = _outputs(first, reference_from or runner, judging)
     scores = scores_of(reference.values, asked) if has_real_samples else None
     seconds = PAIRS * plan.looks[0] * plan.round_seconds(reference.seconds / len(judging)) * len(timed)
     told = f": {seconds:.0f} s, more where that does not decide" if is_timed and seconds >= LONG_COMPARISON else ""
@@ -340,17 +339,22 @@ def compare_files(
     for file in files[1:]:
         observer.stage(f"{'timing' if is_timed else 'running'} {file.name} against {first.name}{told}")
         request = ComparisonRequest("", first, file, context)
-        compared = comparer.compare(request, pairs=builds) if is_timed else None
-        if isinstance(compared, Failure):
-            rows.append(Row(str(file), reason=compared.reason))
+        try:
+            compared = comparer.compare(request, pairs=builds) if is_timed else None
+        except EngineRefused as refused:
+            rows.append(Row(str(file), reason=str(refused)))
             continue
-        judged = None if scores is None else _accuracy(file, runner, judging, reference.values, scores)
-        exact = judged if isinstance(judged, Accuracy) else None
+        judged, unlike = None, ""
+        if scores is not None:
+            try:
+                judged = _accuracy(file, runner, judging, reference.values, scores)
+            except EngineRefused as refused:
+                unlike = str(refused)
         row = Row(
             str(file),
-            sqnr_db=None if exact is None else exact.sqnr_db,
-            accuracy=exact,
-            unlike=judged.reason if isinstance(judged, Failure) else "",
+            sqnr_db=None if judged is None else judged.sqnr_db,
+            accuracy=judged,
+            unlike=unlike,
             is_same=content_digest(files_of(first)) == content_digest(files_of(file)),
             scores=scores,
         )
@@ -417,29 +421,28 @@ class _Ran(NamedTuple):
     build_seconds: float
 
 
-def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> _Ran | Failure:
+def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> _Ran:
     handle = runner.load(file, f"compare_{file.stem}")
-    if isinstance(handle, Failure):
-        return handle
-    begun = time.monotonic()
-    outputs = runner.outputs(handle, samples)
-    seconds = time.monotonic() - begun
-    runner.unload(handle)
-    return outputs if isinstance(outputs, Failure) else _Ran(outputs, seconds, handle.build_seconds)
+    try:
+        begun = time.monotonic()
+        outputs = runner.outputs(handle, samples)
+        return _Ran(outputs, time.monotonic() - begun, handle.build_seconds)
+    finally:
+        runner.unload(handle)
 
 
 def _accuracy(
     file: Path, runner: Runner, samples: Sequence[Sample], reference: list[dict[str, Array]], scores: Scores
-) -> Accuracy | Failure:
-    """The accuracy of a file's outputs against those of the first file; a failure if they cannot be compared."""
-    seen = _outputs(file, runner, samples)
-    if isinstance(seen, Failure):
-        return seen
-    outputs = seen.values
+) -> Accuracy:
+    """The accuracy of a file's outputs against those of the first file.
+
+    Raises:
+        EngineRefused: they cannot be compared.
+    """
+    outputs = _outputs(file, runner, samples).values
     if outputs[0].keys() != reference[0].keys():
-        return Failure("output", "they have other names")
+        raise EngineRefused(Failure("output", "they have other names"))
     if any(o[k].shape != r[k].shape for o, r in zip(outputs, reference, strict=True) for k in r):
-        return Failure("output", "they have other shapes")
-    if not is_finite([*reference, *outputs]):
-        return NOT_FINITE
+        raise EngineRefused(Failure("output", "they have other shapes"))
+    check_finite([*reference, *outputs])
     return accuracy(reference, outputs, scores)

@@ -31,7 +31,7 @@ from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
-from qdqtune.errors import BadModel, BadOption, EngineFailure
+from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused
 from qdqtune.graph.float16 import Precision, kept_in, load_for, to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -46,7 +46,7 @@ from qdqtune.placement.stripping import strip_pairs
 from qdqtune.placement.switches import FilePair, file_pairs, with_file_pairs
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.types import Failure, Placement, noise_of, sqnr_of
+from qdqtune.types import Placement, noise_of, sqnr_of
 
 # The limits below are chosen, not measured.
 
@@ -251,13 +251,16 @@ class _Search:
         """Run `file` on the engine, and find the tensors that take its noise above `limit`."""
         switched, engine, judged = self.switched, self.engine, len(self.switched.samples)
         self.observer.stage(f"running {file.name} on {engine}")
-        outputs = self._on_engine(file)
-        loss, notes = noise(switched.reference, outputs), list[str]()
-        if isinstance(outputs, Failure):
-            notes.append(f"{engine} does not run {file.name}: {outputs.reason}")
-        elif loss < UNKNOWN_NOISE and (part := loss_of_slice(accuracy(switched.reference, outputs, NO_SCORES))):
-            notes.append(part)
-        is_refused = isinstance(outputs, Failure)
+        outputs, loss, notes = None, UNKNOWN_NOISE, list[str]()
+        try:
+            outputs = self._on_engine(file)
+        except EngineRefused as refused:
+            notes.append(f"{engine} does not run {file.name}: {refused}")
+        else:
+            loss = noise(switched.reference, outputs)
+            if loss < UNKNOWN_NOISE and (part := loss_of_slice(accuracy(switched.reference, outputs, NO_SCORES))):
+                notes.append(part)
+        is_refused = outputs is None
         done = Diagnosis(
             len(self.pairs), judged, limit, loss, is_refused=is_refused, notes=tuple(notes), file=file, engine=engine
         )
@@ -278,7 +281,7 @@ class _Search:
             left = self._noise_of_rest(without.keys())
         largest: dict[str, float] = {}
         if left > max(limit, WORSE * defined):
-            if not isinstance(outputs, Failure):
+            if outputs is not None:
                 levels = " where these have ".join(f"{sqnr_of(max(value, EXACT)):.1f} dB" for value in (left, defined))
                 notes.append(f"{engine} computes other values than the pairs define: {levels}")
         elif left > limit and ranking:
@@ -299,12 +302,10 @@ class _Search:
             runs=self.runs + switched.runs,
         )
 
-    def _on_engine(self, file: Path) -> Outputs | Failure:
+    def _on_engine(self, file: Path) -> Outputs:
         """The outputs of a file on the engine, those that the float model has."""
         self.runs += 1
         outputs, first = self.runner.outputs_of(file, self.switched.samples), self.switched.reference[0]
-        if isinstance(outputs, Failure):
-            return outputs
         if missing := first.keys() - outputs[0].keys():
             raise EngineFailure(f"{file.name} has no output {sorted(missing)[0]!r} as the float model has")
         return [{name: each[name] for name in first} for each in outputs]
@@ -317,7 +318,10 @@ class _Search:
         file = self.folder / "rest.onnx"
         with ConstantFile(self.folder / "rest.bin") as constants:
             constants.save(with_file_pairs(self.plain, rest, self.quantized), file)
-        return noise(self.switched.reference, self._on_engine(file))
+        try:
+            return noise(self.switched.reference, self._on_engine(file))
+        except EngineRefused:
+            return UNKNOWN_NOISE
 
 
 def _spread(noises: Sequence[float]) -> str:

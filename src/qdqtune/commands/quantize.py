@@ -38,8 +38,8 @@ from qdqtune.engines.formats import (
 )
 from qdqtune.engines.options import time_limit_option
 from qdqtune.engines.reused_workers import reused_workers
-from qdqtune.engines.runner import Handle, Runner, insist
-from qdqtune.errors import BadModel, BadOption, EngineFailure
+from qdqtune.engines.runner import Handle, Runner
+from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, rewording
 from qdqtune.explanation.formatting import placed
 from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.loading import load
@@ -83,7 +83,7 @@ from qdqtune.placement.reading import is_quantized
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import portable_option, quant_type_option
-from qdqtune.types import Edge, Failure, NumericFormat, QuantType
+from qdqtune.types import Edge, NumericFormat, QuantType
 
 Likeness = Literal["rules", "implicit"]
 
@@ -449,8 +449,9 @@ def _judged(
     spec = EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": is_fused})
     execution = prepared.execution
     with Runner(spec, log_dir=folder, execution=execution, start=execution.start) as runner:
-        before, after = (insist(runner.load(file), REFUSED) for file in (plain, written))
-        expected, returned = (insist(runner.outputs(handle, samples), REFUSED) for handle in (before, after))
+        with rewording(REFUSED):
+            before, after = runner.load(plain), runner.load(written)
+            expected, returned = runner.outputs(before, samples), runner.outputs(after, samples)
         measured = None
         if metric is not None:
             measured = _measured(metric, runner, before, before), _measured(metric, runner, after, before)
@@ -485,7 +486,10 @@ def _measured(metric: Metric, runner: Runner, handle: Handle, floats: Handle) ->
         BadOption: the metric is not finite, or its calls fail on the model.
         EngineFailure: the engine crashed or hung.
     """
-    value = measure(metric, runner, handle, lambda: floats)
-    if isinstance(value, Failure) and value.stage in ("output", "run"):
-        raise BadOption(f"{option_of(metric)} cannot be used: {value.reason}")
-    return insist(value, REFUSED)
+    with rewording(REFUSED):
+        try:
+            return measure(metric, runner, handle, lambda: floats)
+        except EngineRefused as refused:
+            if refused.failure.stage not in ("output", "run"):
+                raise
+            raise BadOption(f"{option_of(metric)} cannot be used: {refused}") from refused

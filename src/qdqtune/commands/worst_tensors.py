@@ -12,8 +12,7 @@ import numpy as np
 
 from qdqtune.calibration.observe import ModelRun, observe, running
 from qdqtune.engines.execution import EXECUTION, Execution
-from qdqtune.engines.runner import insist
-from qdqtune.errors import EngineFailure
+from qdqtune.errors import EngineFailure, rewording
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import REARRANGES
@@ -22,7 +21,7 @@ from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.numerics.sensitivity import Block, Limits, halved
 from qdqtune.numerics.simulation import Outputs
 from qdqtune.placement.switches import SWITCH, FilePair, Kind, file_pairs, representable, with_file_pairs
-from qdqtune.types import Array, Failure, Sample, noise_of, sqnr_of
+from qdqtune.types import Array, Sample, noise_of, sqnr_of
 
 # The limits are chosen, not measured.
 
@@ -117,12 +116,12 @@ class Damage:
         return row | {"output_db": self.output_db, **without, "reason": self.reason}
 
 
-def noise(reference: Outputs, outputs: Outputs | Failure) -> float:
+def noise(reference: Outputs, outputs: Outputs) -> float:
     """The power of the error relative to that of the signal, for the worst output, or for a slice of one that is lost.
 
     For integer outputs, such as class numbers, the share of values that differ, if that is larger.
     """
-    if isinstance(outputs, Failure) or not is_finite(outputs):
+    if not is_finite(outputs):
         return UNKNOWN_NOISE
     shapes = ((r[name].shape, o[name].shape) for r, o in zip(reference, outputs, strict=True) for name in r)
     if any(a != b for a, b in shapes):
@@ -157,18 +156,18 @@ class SwitchedPairs:
         self.runs += 1
         tensors = set(on)
         switches = {f"{SWITCH}{i}": np.asarray(pair.tensor in tensors) for i, pair in enumerate(self._pairs)}
-        outputs = self._run(sample | switches for sample in self.samples)
-        return insist(outputs, "ONNX Runtime cannot run the model with a switch at every pair")
+        with rewording("ONNX Runtime cannot run the model with a switch at every pair"):
+            return self._run(sample | switches for sample in self.samples)
 
     def noise(self, on: Iterable[str]) -> float:
         """The noise that the pairs of some tensors make."""
         return noise(self.reference, self.outputs(on))
 
-    def narrow(self, outputs: Outputs | Failure, limit: float = 0.0) -> float:
+    def narrow(self, outputs: Outputs | None, limit: float = 0.0) -> float:
         """Keep only the samples with the largest error in these outputs, if the noise on them is above `limit`. The
-        noise of the outputs on the samples that are kept."""
+        noise of the outputs on the samples that are kept. Without outputs the first samples are kept."""
         reference, most = self.reference, max(1, min(MOST_SAMPLES, MOST_INFERENCES // len(self.tensors)))
-        if isinstance(outputs, Failure):
+        if outputs is None:
             self.samples, self.reference = self.samples[:most], reference[:most]
             return UNKNOWN_NOISE
         single = [noise([r], [o]) for r, o in zip(reference, outputs, strict=True)]

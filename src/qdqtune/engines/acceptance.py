@@ -9,8 +9,8 @@ from pathlib import Path
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.providers import PROVIDERS
-from qdqtune.engines.runner import insist, temporary_runner
-from qdqtune.errors import BadModel, EngineFailure, EngineUnavailable
+from qdqtune.engines.runner import temporary_runner
+from qdqtune.errors import BadModel, EngineFailure, EngineUnavailable, rewording
 from qdqtune.graph.loading import load
 from qdqtune.system.writing import atomic_write
 
@@ -44,7 +44,8 @@ def check_loads(model: Path, engine: str, execution: Execution = EXECUTION) -> N
     if engine in LOADED_BY:
         spec = EngineSpec(LOADED_BY[engine])
         with contextlib.suppress(EngineUnavailable), temporary_runner(spec, execution) as runner:
-            insist(runner.load(model), f"{engine} does not load what was written, so nothing was kept")
+            with rewording(f"{engine} does not load what was written, so nothing was kept"):
+                runner.load(model)
             return
     try:
         load(model)

@@ -15,10 +15,9 @@ from qdqtune.engines.channel import Channel
 from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
 from qdqtune.engines.execution import Check, Checked, Deadline, Execution
 from qdqtune.engines.memory import OUT_OF_RESOURCES
-from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
+from qdqtune.errors import EngineFailure, EngineRefused, EngineUnavailable, Failure, QdqtuneError, Stage, writing
 from qdqtune.system.interpreter import end_group, python
 from qdqtune.system.writing import WORKERS, Scratch, append
-from qdqtune.types import Failure
 
 START_SECONDS = 120.0
 """Least time limit for opening an engine: how long a library takes to load says nothing about a candidate."""
@@ -161,14 +160,6 @@ class WorkerProcess:
             return file.read().decode(errors="replace")
 
 
-class WorkerLostError(Exception):
-    """The worker has ended or took too long. `failure` says which."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.reason)
-        self.failure = failure
-
-
 class WorkerConnection(Checked):
     """Sends requests to a worker, which is started before the first request, and replaced after it was lost.
 
@@ -204,23 +195,24 @@ class WorkerConnection(Checked):
         self._ended()
 
     def ask(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
-        """The answer to a request, or a `Failure` of the engine or the worker. `what` says in messages what is being
-        done; `log` is the log of a build; `extra` seconds are added to the limit.
+        """The answer to a request. `what` says in messages what is being done; `log` is the log of a build; `extra`
+        seconds are added to the limit.
 
         Raises:
+            EngineRefused: the engine refuses, or the worker gives no answer.
             EngineUnavailable: the engine cannot be opened.
-            QdqtuneError: what the engine raises, except for EngineFailure.
+            QdqtuneError: what else the engine raises.
         """
         try:
             self.open()
             return self.exchange(name, *arguments, what=what, log=log, limit=self.limit + extra)
-        except WorkerLostError as lost:
-            return lost.failure
+        except EngineRefused:
+            raise
         except EngineFailure as error:
-            printed = last_lines(log) if log else ""
+            stage: Stage = "build" if name == "build" else "run"
             if OUT_OF_RESOURCES.search(str(error)):
-                return Failure("resources", str(error), printed)
-            return Failure("build" if name == "build" else "run", str(error), printed)
+                stage = "resources"
+            raise EngineRefused(Failure(stage, str(error), last_lines(log) if log else "")) from error
 
     def open(self) -> None:
         """Start a worker, unless there is one, and open the engine there.
@@ -238,8 +230,8 @@ class WorkerConnection(Checked):
             self.exchange("open", spec, what="opening the engine", limit=limit)
             for name, *arguments in self._first_requests():
                 self.exchange(name, *arguments, what="opening the engine", limit=limit)
-        except WorkerLostError as lost:
-            raise EngineUnavailable(f"engine {self.spec.name!r} does not work here: {lost.failure.reason}") from lost
+        except EngineRefused as refused:
+            raise EngineUnavailable(f"engine {self.spec.name!r} does not work here: {refused}") from refused
         except QdqtuneError:
             self.close()
             raise
@@ -250,7 +242,7 @@ class WorkerConnection(Checked):
         """Send a request to the running worker, and return its answer.
 
         Raises:
-            WorkerLostError: the worker gave no answer.
+            EngineRefused: the worker gave no answer.
             QdqtuneError: the error that it answered with.
         """
         worker, limit = self.worker, self.execution.within_budget(self.limit if limit is None else limit)
@@ -261,10 +253,10 @@ class WorkerConnection(Checked):
             answered = True
         except TimeoutError:
             reason = f"{what} took longer than {limit:.4g} s"
-            raise WorkerLostError(Failure("timeout", reason, last_lines(log, worker.printed()))) from None
+            raise EngineRefused(Failure("timeout", reason, last_lines(log, worker.printed()))) from None
         except (EOFError, OSError):
             reason = f"the engine process ended with {worker.exit_reason()} while {what}"
-            raise WorkerLostError(Failure("crash", reason, last_lines(log, worker.printed()))) from None
+            raise EngineRefused(Failure("crash", reason, last_lines(log, worker.printed()))) from None
         finally:
             if not answered:  # also after an interrupt: a late answer must not be taken for that of the next request
                 self.close()
@@ -273,15 +265,18 @@ class WorkerConnection(Checked):
         return result
 
 
-def twice(ask: Callable[[], T | Failure]) -> T | Failure:
+def twice(ask: Callable[[], T]) -> T:
     """The result of `ask`; of a second call if the worker crashed in the first one: the system may have killed it."""
-    result = ask()
-    return ask() if isinstance(result, Failure) and result.stage == "crash" else result
+    try:
+        return ask()
+    except EngineRefused as refused:
+        if refused.failure.stage != "crash":
+            raise
+    return ask()
 
 
-def finish_log(log: Path, path: Path, seconds: float | Failure) -> None:
+def finish_log(log: Path, path: Path, outcome: str) -> None:
     """Write the outcome of a build to the end of its log: many engines print nothing."""
-    outcome = f"failed: {seconds.reason}" if isinstance(seconds, Failure) else f"built in {seconds:.3f} s"
     with contextlib.suppress(OSError):  # a full disk is reported where a write has to succeed
         append(log, f"[qdqtune] {path.name}: {outcome}\n")
 

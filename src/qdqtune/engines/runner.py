@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 
@@ -20,23 +20,20 @@ from qdqtune.engines.process import (
     StartWorker,
     Worker,
     WorkerConnection,
-    WorkerLostError,
     WorkerProcess,
     finish_log,
     twice,
 )
-from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
+from qdqtune.errors import EngineRefused, EngineUnavailable, rewording, writing
 from qdqtune.graph.saving import nbytes
 from qdqtune.system.writing import temporary_folder
-from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Turn, Workload
+from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Turn, Workload
 
 SLACK = 5.0
 """Multiple of the expected time that rounds may take beyond their limit: a shared machine rarely slows down so much."""
 
 AHEAD = 4
 """Samples for each thread in a request that runs several at once. Chosen, not measured."""
-
-T = TypeVar("T")
 
 start_worker: StartWorker = WorkerProcess
 """How a `Runner` starts workers unless it is told otherwise."""
@@ -55,7 +52,7 @@ class Runner:
     """An engine in a worker process. A context manager; not for use by several threads at once.
 
     A request is repeated once if the worker crashes, since the system may have killed it. If it crashes again, or takes
-    too long, the call returns a `Failure`. The next request starts another worker, where loaded models are built again
+    too long, the call raises EngineRefused. The next request starts another worker, where loaded models are built again
     when they are needed. An interrupt during a call ends the worker too, and the runner stays usable.
 
     Args:
@@ -167,11 +164,14 @@ class Runner:
 
     # Builds
 
-    def load(self, path: Path, log_name: str | None = None, *, fresh: bool = False) -> Handle | Failure:
+    def load(self, path: Path, log_name: str | None = None, *, fresh: bool = False) -> Handle:
         """Build the model in a file, which must not change until it is unloaded.
 
         A loaded file is not built again, unless `fresh` asks for one more build beside the first. What the engine
         prints goes to `<log_name>.log` in the log folder.
+
+        Raises:
+            EngineRefused: the engine does not build it. So do all methods below that need a build.
         """
         path = path.absolute()
         loaded = [handle for handle in self._logs if handle.path == path]
@@ -179,10 +179,12 @@ class Runner:
             return loaded[-1]
         number = next(self._numbers)
         log = self.log_dir / f"{log_name or f'{path.stem}-{number}'}.log"
-        seconds = twice(lambda: self._build(number, path, log))
-        finish_log(log, path, seconds)
-        if isinstance(seconds, Failure):
-            return seconds
+        try:
+            seconds = twice(lambda: self._build(number, path, log))
+        except EngineRefused as refused:
+            finish_log(log, path, f"failed: {refused}")
+            raise
+        finish_log(log, path, f"built in {seconds:.3f} s")
         handle = Handle(path, number, seconds)
         self._logs[handle] = log
         return handle
@@ -194,61 +196,55 @@ class Runner:
         if handle.build in self._present:
             self._free(handle.build)
 
-    def save(self, handle: Handle, path: Path) -> Failure | None:
+    def save(self, handle: Handle, path: Path) -> None:
         """`Built.save` in the worker process."""
-        what = f"saving {handle.path.name}"
-        failure: Failure | None = self._ask_of([handle], "save", handle.build, path.absolute(), what=what)
-        return failure
+        self._ask_of([handle], "save", handle.build, path.absolute(), what=f"saving {handle.path.name}")
 
     # Inferences
 
-    def outputs(self, handle: Handle, samples: Iterable[Tensors], at_once: int = 1) -> list[dict[str, Array]] | Failure:
+    def outputs(self, handle: Handle, samples: Iterable[Tensors], at_once: int = 1) -> list[dict[str, Array]]:
         """The graph outputs for each sample. They may hold NaN. `at_once` samples run at the same time, for engines
         whose models do that (ONNX Runtime's)."""
         results: list[dict[str, Array]] = []
         waiting, what = iter(samples), f"running {handle.path.name}"
         while part := list(itertools.islice(waiting, 1 if at_once == 1 else AHEAD * at_once)):
             asked = ("run", handle.build, part[0]) if at_once == 1 else ("run_all", handle.build, part, at_once)
-            found = self._ask_of([handle], *asked, what=what, extra=(len(part) - 1) * self._connection.limit)
-            if isinstance(found, Failure):
-                return found
-            results += [found] if at_once == 1 else found
+            answer = self._ask_of([handle], *asked, what=what, extra=(len(part) - 1) * self._connection.limit)
+            results += [answer] if at_once == 1 else answer
         return results
 
-    def outputs_of(self, path: Path, samples: Iterable[Tensors], at_once: int = 1) -> list[dict[str, Array]] | Failure:
+    def outputs_of(self, path: Path, samples: Iterable[Tensors], at_once: int = 1) -> list[dict[str, Array]]:
         """`outputs` of a file. Its build is freed afterwards."""
         handle = self.load(path)
-        if isinstance(handle, Failure):
-            return handle
-        outputs = self.outputs(handle, samples, at_once)
-        self.unload(handle)
-        return outputs
+        try:
+            return self.outputs(handle, samples, at_once)
+        finally:
+            self.unload(handle)
 
     def start_seconds(self, handle: Handle) -> float:
         """Seconds of a turn in a round on an engine that starts a process for each turn; 0 on other engines, and if the
         model cannot be built again."""
         if self._spec.name not in LAUNCHED:
             return 0.0
-        seconds = self._ask_of([handle], "start_seconds", handle.build, what="answering")
-        return 0.0 if isinstance(seconds, Failure) else float(seconds)
+        try:
+            return float(self._ask_of([handle], "start_seconds", handle.build, what="answering"))
+        except EngineRefused:
+            return 0.0
 
-    def layers(self, handle: Handle, runs: int) -> tuple[Layer, ...] | Failure:
+    def layers(self, handle: Handle, runs: int) -> tuple[Layer, ...]:
         """`Built.layers` for the inputs of `feed`, with the times of the average call."""
         what, extra = f"profiling {handle.path.name}", SLACK * self._connection.limit
-        layers: tuple[Layer, ...] | Failure = self._ask_of(
-            [handle], "layers", handle.build, runs, what=what, extra=extra
-        )
+        layers: tuple[Layer, ...] = self._ask_of([handle], "layers", handle.build, runs, what=what, extra=extra)
         return layers
 
-    def report(self, model: Path, given: Tensors | Mix, runs: int, log_name: str) -> tuple[Layer, ...] | Failure:
+    def report(self, model: Path, given: Tensors | Mix, runs: int, log_name: str) -> tuple[Layer, ...]:
         """`layers` of the file `model` for the inputs `given` (see `feed`). Its build is freed afterwards."""
         self.feed(given)
         handle = self.load(model, log_name, fresh=True)
-        if isinstance(handle, Failure):
-            return handle
-        layers = self.layers(handle, runs)
-        self.unload(handle)
-        return layers
+        try:
+            return self.layers(handle, runs)
+        finally:
+            self.unload(handle)
 
     def rounds(
         self,
@@ -261,7 +257,7 @@ class Runner:
         turn_seconds: float,
         warmup: int,
         samples: Sequence[Tensors] = (),
-    ) -> Measurement | Failure:
+    ) -> Measurement:
         """Time two models against each other on the inputs of `feed`, in one exchange with the worker.
 
         Round r runs A B B A or B A A B, drawn with seed (seed, r); with long inferences A B or B A. Its times are the
@@ -277,16 +273,13 @@ class Runner:
         what = f"timing {a.path.name} against {b.path.name}"
         key = frozenset({a, b}), turn_seconds
         if key not in self._turns:
-            probed = self._ask_of([a, b], "probe", a.build, b.build, turn_seconds, what=what)
-            if isinstance(probed, Failure):
-                return probed
-            self._turns[key] = probed
+            self._turns[key] = self._ask_of([a, b], "probe", a.build, b.build, turn_seconds, what=what)
         turns = self._turns[key]
         numbers = range(first_round, first_round + count)
         these = samples[first_round : first_round + count] if self._spec.name in LAUNCHED else ()
         timed = a.build, b.build, seed, numbers, turns, warmup, these
         extra = SLACK * sum(2 * (warmup + count) * turn.seconds + count * turn.round_seconds for turn in turns)
-        result: Measurement | Failure = self._ask_of([a, b], "rounds", *timed, what=what, extra=extra)
+        result: Measurement = self._ask_of([a, b], "rounds", *timed, what=what, extra=extra)
         return result
 
     # Requests to the worker
@@ -306,50 +299,46 @@ class Runner:
         Raises:
             EngineUnavailable: the request fails.
         """
-        result = twice(lambda: self._connection.ask(name, *arguments, what="answering"))
-        if isinstance(result, Failure):
-            raise EngineUnavailable(f"engine {self._spec.name!r} does not work here: {result.reason}")
-        return result
+        with rewording(f"engine {self._spec.name!r} does not work here", EngineUnavailable):
+            return twice(lambda: self._connection.ask(name, *arguments, what="answering"))
 
     def _ask_of(self, handles: list[Handle], name: str, *arguments: Any, what: str, extra: float = 0.0) -> Any:
-        """The answer to a request that needs loaded builds, or the failure of engine or worker."""
-        return twice(lambda: self._rebuild(handles) or self._connection.ask(name, *arguments, what=what, extra=extra))
+        """The answer to a request that needs loaded builds."""
 
-    def _rebuild(self, handles: list[Handle]) -> Failure | None:
-        """Build again those of `handles` that were lost with a worker, or freed for other builds; the first failure."""
+        def ask() -> Any:
+            self._rebuild(handles)
+            return self._connection.ask(name, *arguments, what=what, extra=extra)
+
+        return twice(ask)
+
+    def _rebuild(self, handles: list[Handle]) -> None:
+        """Build again those of `handles` that were lost with a worker, or freed for other builds."""
         self._connection.open()
         needed = frozenset(handle.build for handle in handles)
         for handle in handles:
             if handle not in self._logs:
                 raise ValueError(f"{handle.path} is not loaded")
             if handle.build not in self._present:
-                result = self._build(handle.build, handle.path, self._logs[handle], needed)
-                if isinstance(result, Failure):
-                    return result
+                self._build(handle.build, handle.path, self._logs[handle], needed)
             elif self.memory is not None:
                 self.memory.use((id(self), handle.build))
-        return None
 
-    def _build(self, number: int, path: Path, log: Path, needed: frozenset[int] = frozenset()) -> float | Failure:
+    def _build(self, number: int, path: Path, log: Path, needed: frozenset[int] = frozenset()) -> float:
         """Build a file within the memory budget, without freeing builds that are `needed` now; the seconds it took."""
         size = 0 if self.memory is None else builds_for(self._mix) * (nbytes(path) + self._unpacked)
         if self.memory is not None:
             self.memory.make_room(size, frozenset((id(self), build) for build in needed))
-        result: float | Failure = self._connection.ask(
-            "build", number, path, log, what=f"building {path.name}", log=log
-        )
-        if isinstance(result, Failure):
-            return result
+        seconds: float = self._connection.ask("build", number, path, log, what=f"building {path.name}", log=log)
         self._present.add(number)
         if self.memory is not None:
             self.memory.add((id(self), number), size, lambda: self._free(number))
-        return result
+        return seconds
 
     def _free(self, number: int) -> None:
         """Free a build in the worker."""
         self._forget(number)
         if self._connection.is_open:
-            with contextlib.suppress(WorkerLostError):  # then the memory is free as well
+            with contextlib.suppress(EngineRefused):  # then the memory is free as well
                 self._connection.exchange("unload", number, what="unloading a model")
 
     def _forget(self, number: int) -> None:
@@ -370,19 +359,6 @@ def as_workloads(given: Tensors | Mix) -> Mix:
         replace(w, inputs={name: np.asarray(array) for name, array in w.inputs.items()}, share=w.share / total)
         for w in mix
     )
-
-
-def insist(result: T | Failure, otherwise: str, error: type[QdqtuneError] = EngineFailure) -> T:
-    """The result, if it is no `Failure`.
-
-    Raises:
-        `error`, by default EngineFailure: it is one. The message is `otherwise` and the reason.
-    """
-    if isinstance(result, Failure):
-        raised = error(f"{otherwise}: {result.reason}")
-        raised.is_transient = result.is_transient
-        raise raised
-    return result
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Literal
 
 from qdqtune.calibration.observe import running
 from qdqtune.engines.execution import Execution
-from qdqtune.errors import InputError, parsed_json
+from qdqtune.errors import EngineRefused, InputError, parsed_json
 from qdqtune.explanation.reasons_by_graph import UNKNOWN, Reason, Reasons, is_conversion, is_float, is_low
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, Node
@@ -20,7 +20,7 @@ from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import placement_in, tables_of, weight_only_formats
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.tuning.folder import BASELINE
-from qdqtune.types import Accuracy, Failure, Layer, NumericFormat, Sample
+from qdqtune.types import Accuracy, Layer, NumericFormat, Sample
 
 Symptom = Literal["standalone pair", "float compute", "reformat", "elsewhere", "boundary"]
 
@@ -229,7 +229,8 @@ def lost_by_pairs(model: Model, samples: Sequence[Sample], execution: Execution)
     """
     plain = strip_pairs(model)
     with running(plain, execution) as as_float, running(model, execution, fuse=False) as as_quantized:
-        reference, outputs = as_float(samples), as_quantized(samples)
-    if isinstance(reference, Failure) or isinstance(outputs, Failure):
-        return None
+        try:
+            reference, outputs = as_float(samples), as_quantized(samples)
+        except EngineRefused:
+            return None
     return accuracy(reference, outputs) if is_finite([*reference, *outputs]) else None

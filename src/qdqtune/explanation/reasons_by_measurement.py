@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from onnx import TensorProto
 
+from qdqtune.errors import Failure
 from qdqtune.explanation.facts import Facts
 from qdqtune.explanation.reasons_by_graph import is_float, is_low
 from qdqtune.graph.model import Node
@@ -25,7 +26,7 @@ from qdqtune.search.costs.decisions import cheapest_formats, decision_of, is_sho
 from qdqtune.search.costs.units import Decision, Partition, Unit, partition, usual_groups
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import judge, speed
-from qdqtune.types import Failure, Layer, Placement, Trial, WeightFormat
+from qdqtune.types import Layer, Placement, Trial, WeightFormat
 
 Why = Literal[
     "faster", "slower", "placement", "inaccurate", "no kernel", "elsewhere", "unproven", "unsupported", "no time"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from qdqtune.engines import THREADED, EngineSpec
 from qdqtune.engines.fallback import Fallback
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadOption, Failure
 from qdqtune.explanation.charts import longest
 from qdqtune.explanation.facts import Facts, facts_of
 from qdqtune.explanation.formatting import built, counted, duration, origin_in_words, rewrite_ratios, title
@@ -31,7 +31,7 @@ from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
 from qdqtune.tuning.subgraphs.groups import by_rules, from_layers
 from qdqtune.tuning.summary import RunLog, Summary
-from qdqtune.types import EQUAL_DB, CostsByRule, Failure, Measurement, Placement, Trial
+from qdqtune.types import EQUAL_DB, CostsByRule, Measurement, Placement, Trial
 
 BARS = 24
 """Most bars in the chart of times; one more is for all other groups."""

@@ -13,8 +13,9 @@ from math import prod
 
 import numpy as np
 
+from qdqtune.errors import EngineRefused, Failure
 from qdqtune.numerics.scores import Scores, agrees, independent, scores_of
-from qdqtune.types import Accuracy, Array, Failure
+from qdqtune.types import Accuracy, Array
 
 FLOOR_DB = 20.0
 """Output SQNR in dB below which a model is not to be trusted: an error of a tenth of the signal. Of classifiers, files
@@ -56,6 +57,12 @@ def concern(accuracy: Accuracy) -> str | None:
 
 def is_finite(outputs: Outputs) -> bool:
     return all(np.isfinite(a).all() for sample in outputs for a in sample.values() if a.dtype.kind == "f")
+
+
+def check_finite(outputs: Outputs) -> None:
+    """Raise EngineRefused with `NOT_FINITE` if outputs hold NaN or infinite values."""
+    if not is_finite(outputs):
+        raise EngineRefused(NOT_FINITE)
 
 
 def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None) -> Accuracy:

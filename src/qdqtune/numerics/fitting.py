@@ -31,13 +31,13 @@ from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.reused_workers import reused_workers
-from qdqtune.errors import EngineFailure
+from qdqtune.errors import EngineFailure, EngineRefused
 from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.graph.operators import COPIES, is_float, work
-from qdqtune.numerics.simulation import InferenceCount, Loaded, Outputs, Session, onnxruntime_session
+from qdqtune.numerics.simulation import InferenceCount, Loaded, Session, onnxruntime_session
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import BiasedLayer, biased_layers
-from qdqtune.types import Array, Deaf, Edge, Failure, Listener, NumericFormat, Placement, Sample
+from qdqtune.types import Array, Deaf, Edge, Listener, NumericFormat, Placement, Sample
 
 BIAS_SAMPLES = 64
 """Samples of calibration that biases are corrected by, if `WORK` allows so many; `LEAST_SAMPLES` in any case."""
@@ -213,7 +213,8 @@ class BiasedPlacement:
         groups = compared_values(model)
         self._shown, self._parts = tuple(chain.from_iterable(groups)), tuple(map(len, groups))
         self._shifted: Loaded | None = None
-        self._exact = _checked(session.outputs(self._written("means"), "means", samples))
+        with _runnable():
+            self._exact = session.outputs(self._written("means"), "means", samples)
         ran(len(samples))
         self._means = [[outputs.pop(f"{MOVE}{i}") for i in range(len(self.layers))] for outputs in self._exact]
         self._signals = [{name: _power(values) for name, values in outputs.items()} for outputs in self._exact]
@@ -226,12 +227,13 @@ class BiasedPlacement:
     def noise(self, offsets: Array | None = None) -> OutputNoise:
         """The noise of the outputs. With `offsets`, the biases for each sample are corrected by the offsets of all
         others."""
-        if self._shifted is None:
-            self._shifted = _checked(self._session.load(self._written("shifted"), "shifted"))
         if offsets is None:
             offsets = np.zeros((len(self._samples), sum(layer.channels for layer in self.layers)))
         shifts = [self._by_layer(shift) for shift in shifts_by_others(offsets)]
-        found = _checked(self._shifted(self._fed(shifts)))
+        with _runnable():
+            if self._shifted is None:
+                self._shifted = self._session.load(self._written("shifted"), "shifted")
+            found = self._shifted(self._fed(shifts))
         self._ran(len(found))
         rows = []
         for exact, signals, actual in zip(self._exact, self._signals, found, strict=True):
@@ -242,7 +244,8 @@ class BiasedPlacement:
 
     def offsets(self) -> Array:
         """By how much the means of channels are off, [samples, channels]."""
-        found: Outputs = _checked(self._session.outputs(self._written("centred"), "centred", self._fed(self._means)))
+        with _runnable():
+            found = self._session.outputs(self._written("centred"), "centred", self._fed(self._means))
         self._ran(len(found))
         return np.stack([np.concatenate([out[f"{MOVE}{i}"] for i in range(len(self.layers))]) for out in found])
 
@@ -358,18 +361,17 @@ def _with_moves(
     return Model(written.proto, written.large)
 
 
-def _checked(found: T | Failure) -> T:
-    """What was found.
-
-    Raises:
-        NotRunnableError: ONNX Runtime refuses the model.
-        EngineFailure: it crashed, took too long, or ran out of memory: biases must not depend on that.
-    """
-    if not isinstance(found, Failure):
-        return found
-    if not found.is_transient:
-        raise NotRunnableError(found.reason)
-    raise EngineFailure(f"biases cannot be corrected: {found.reason}. Try again, or switch `bias_correction` off")
+@contextmanager
+def _runnable() -> Iterator[None]:
+    """Turn refusals of ONNX Runtime into NotRunnableError, but a crash, a timeout or a lack of memory into
+    EngineFailure: biases must not depend on that."""
+    try:
+        yield
+    except EngineRefused as refused:
+        if not refused.is_transient:
+            raise NotRunnableError(str(refused)) from refused
+        text = f"biases cannot be corrected: {refused}. Try again, or switch `bias_correction` off"
+        raise EngineFailure(text) from refused
 
 
 def _power(values: Array, others: Array | None = None) -> float:

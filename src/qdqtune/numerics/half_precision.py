@@ -26,7 +26,7 @@ from qdqtune.calibration.observe import running
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
-from qdqtune.errors import ConstraintUnmet
+from qdqtune.errors import ConstraintUnmet, EngineRefused, Failure
 from qdqtune.graph.float16 import (
     HALF_TYPES,
     HalfPrecision,
@@ -40,7 +40,7 @@ from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import ARITHMETIC, COMPUTE, CONTROL_FLOW, COPIES, FUSED_POINTWISE, NORMALIZATIONS, elements
 from qdqtune.numerics.accuracy import FLOOR_DB, accuracy, closeness_of, is_finite
-from qdqtune.types import Accuracy, Array, Failure, Sample
+from qdqtune.types import Accuracy, Array, Sample
 
 NAMES: Mapping[HalfPrecision, str] = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})
 
@@ -74,26 +74,27 @@ LISTED_NODES = 5
 @dataclass(frozen=True)
 class Half:
     """A model in half precision. `kept` gives the reason for each node that stays in float32; `accuracy` compares the
-    outputs with the float32 model's, None where nothing was run."""
+    outputs with the float32 model's, None where nothing was run, or `refusal` says why there are none."""
 
     model: Model
     precision: HalfPrecision
     kept: Mapping[str, str] = field(default_factory=dict)
-    accuracy: Accuracy | Failure | None = None
+    accuracy: Accuracy | None = None
+    refusal: str = ""
 
     @property
     def db(self) -> float:
         """The SQNR of the outputs in dB; infinite where they are equal or unknown, -infinite for a failure."""
-        if isinstance(self.accuracy, Failure):
+        if self.refusal:
             return -math.inf
         return math.inf if self.accuracy is None or self.accuracy.sqnr_db is None else self.accuracy.sqnr_db
 
     def notes(self) -> tuple[str, ...]:
         """Notes for users: the precision, the accuracy it costs, and the nodes that stay in float32."""
         name = NAMES[self.precision]
-        lost, known = "", self.accuracy
-        if known is not None:
-            left = f"nothing: {known.reason}" if isinstance(known, Failure) else closeness_of(known)
+        lost = ""
+        if self.accuracy is not None or self.refusal:
+            left = f"nothing: {self.refusal}" if self.accuracy is None else closeness_of(self.accuracy)
             lost = f"; alone it leaves an output SQNR of {left}"
         told = f"{name} where no pair stands (`precision` fp32 keeps float32){lost}"
         if not self.kept:
@@ -180,8 +181,12 @@ def keeping(
     """`model` in half precision except for the nodes `kept`, and for nodes near them that are cheaper in float32."""
     whole = {**kept, **dict.fromkeys(cheaper_in_float32(shaped, kept), "casts around it would cost more")}
     half = converted(model, precision, whole.keys())
-    lost = _lost(shaped, precision, whole, samples, execution) if samples else None
-    return Half(half, precision, whole, lost)
+    if not samples:
+        return Half(half, precision, whole)
+    try:
+        return Half(half, precision, whole, _accuracy_without(shaped, precision, whole, samples, execution))
+    except EngineRefused as refused:
+        return Half(half, precision, whole, refusal=str(refused))
 
 
 def finished(quantized: Model, precision: Precision) -> Model:
@@ -299,9 +304,9 @@ def _cast_values(model: Model, tensor: str, full: Collection[int]) -> float:
 # ---- what is lost
 
 
-def _lost(
+def _accuracy_without(
     model: Model, precision: HalfPrecision, kept: Collection[str], samples: Sequence[Sample], execution: Execution
-) -> Accuracy | Failure:
+) -> Accuracy:
     """How far the outputs are from the float32 model's if all nodes but `kept` are in half precision.
 
     ONNX Runtime skips roundings between operators without kernels in half precision, so the float32 model gets casts
@@ -310,12 +315,8 @@ def _lost(
     low = rounded(model, precision, kept)
     with running(model, execution, fuse=False) as exact, running(low, execution, fuse=False) as halved:
         reference, outputs = exact(samples), halved(samples)
-    if isinstance(reference, Failure):
-        return reference
-    if isinstance(outputs, Failure):
-        return outputs
     if is_finite(reference) and not is_finite(outputs):
-        return Failure("output", "outputs are NaN or infinite in half precision")
+        raise EngineRefused(Failure("output", "outputs are NaN or infinite in half precision"))
     return accuracy(reference, outputs)
 
 

@@ -42,12 +42,12 @@ from qdqtune.calibration.samples import LABELS, Samples, open_samples, read_arra
 from qdqtune.calibration.user_code import BudgetEnded, call_in_thread, import_callable, user_errors
 from qdqtune.engines.execution import CHECK_SECONDS, Execution
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BadData, BadOption, EngineFailure, one_line, parsed_json
+from qdqtune.errors import BadData, BadOption, EngineFailure, EngineRefused, Failure, one_line, parsed_json
 from qdqtune.graph.model import Model
-from qdqtune.numerics.accuracy import NOT_FINITE, is_finite
+from qdqtune.numerics.accuracy import check_finite
 from qdqtune.numerics.label_metrics import NAMES, Asked, Score, Tally, answer, check_classes, chosen, fits, parsed
 from qdqtune.options import Anything, Names, Option, Options, PathLike, Reads, Text, option
-from qdqtune.types import Array, Failure, Sample
+from qdqtune.types import Array, Sample
 
 Predict = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 """Outputs by name for one set of inputs by name."""
@@ -81,31 +81,35 @@ def load_evaluation(source: str, execution: Execution) -> Evaluation:
     )
 
 
-def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | Failure:
-    """The metric of a model that the runner holds; a failure if the engine cannot run it, the metric is not finite, or
-    the time budget has ended.
-
-    The output of the function goes to standard error.
+def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float:
+    """The metric of a model that the runner holds. The output of the function goes to standard error.
 
     Raises:
+        EngineRefused: the engine cannot run the model, the metric is not finite, or the time budget has ended.
         BadOption: the function itself fails, or does not return a number.
         TooSlow: it takes too long.
     """
-    failures: list[Failure] = []
+    refusals: list[EngineRefused] = []
     tasks, is_over, process = SimpleQueue[Any](), threading.Event(), os.getpid()
 
     def predict(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         if os.getpid() != process:
             raise EngineFailure("predict works in the process of the metric only: use threads, or none")
         answers, sample = SimpleQueue[Any](), {name: np.asarray(array) for name, array in inputs.items()}
-        tasks.put(lambda: answers.put(runner.outputs(handle, [sample])))
+
+        def run() -> None:
+            try:
+                answers.put(runner.outputs(handle, [sample])[0])
+            except EngineRefused as refused:
+                refusals.append(refused)
+                answers.put(None)
+
+        tasks.put(run)
         while not is_over.is_set():
             with suppress(Empty):
-                result = answers.get(timeout=CHECK_SECONDS)
-                if isinstance(result, Failure):
-                    failures.append(result)
-                    raise EngineFailure(result.reason)
-                outputs: Mapping[str, Array] = result[0]
+                outputs: Mapping[str, Array] | None = answers.get(timeout=CHECK_SECONDS)
+                if outputs is None:
+                    raise EngineFailure(str(refusals[-1]))
                 return outputs
         raise EngineFailure("nobody waits for the metric any more")
 
@@ -117,10 +121,10 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | 
         with redirect_stdout(sys.stderr):
             value = call_in_thread(score, f"`evaluate` {evaluation.source}", evaluation.execution, tasks)
     except BudgetEnded as ended:
-        return Failure("timeout", str(ended))
+        raise EngineRefused(Failure("timeout", str(ended))) from ended
     except (BadOption, EngineFailure) as error:
-        if failures:
-            return failures[0]
+        if refusals:
+            raise refusals[0] from error
         if isinstance(error.__cause__, TypeError):
             raise BadOption(f"{error} (it is called with `predict`, which takes {{input name: array}})") from error
         if isinstance(error, EngineFailure):
@@ -128,17 +132,19 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | 
         raise
     finally:
         is_over.set()
-    if failures:  # it caught the error and went on, so its number means nothing
-        return failures[0]
+    if refusals:  # it caught the error and went on, so its number means nothing
+        raise refusals[0]
     return _number(evaluation.source, value)
 
 
-def _number(source: str, value: object) -> float | Failure:
+def _number(source: str, value: object) -> float:
     array = np.asarray(value)
     if array.size != 1 or array.dtype.kind not in "biuf":
         raise BadOption(f"`evaluate` {source} returned {type(value).__name__}, not a number")
     number = float(array.reshape(()))
-    return number if np.isfinite(number) else Failure("output", f"the metric of {source} is {number}")
+    if not np.isfinite(number):
+        raise EngineRefused(Failure("output", f"the metric of {source} is {number}"))
+    return number
 
 
 FORMS = ".npz, .npy, .json, .csv or .txt"
@@ -452,32 +458,26 @@ def _digest(*parts: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def measure(metric: Metric, runner: Runner, handle: Handle, floats: Callable[[], Handle | Failure]) -> Score | Failure:
-    """The metric of a model that the runner holds, or why there is none; see `evaluate`. `floats` gives the
-    build of the float model, whose outputs are right where there are no labels.
+def measure(metric: Metric, runner: Runner, handle: Handle, floats: Callable[[], Handle]) -> Score:
+    """The metric of a model that the runner holds; see `evaluate`. `floats` gives the build of the float model, whose
+    outputs are right where there are no labels.
 
     Raises:
+        EngineRefused: there is none, see `evaluate`.
         BadOption: the function of the user fails, or no output fits the metric.
     """
     if isinstance(metric, Evaluation):
-        value = evaluate(metric, runner, handle)
-        return value if isinstance(value, Failure) else Score(value)
+        return Score(evaluate(metric, runner, handle))
     original = handle if metric.labels else floats()
-    if isinstance(original, Failure):
-        return original
     tally, of = None, ""
     for sample, right in zip(metric.samples, metric.labels or repeat(None), strict=False):
-        outputs = _ran(runner, handle, sample)
-        if isinstance(outputs, Failure):
-            return outputs
+        outputs = _outputs(runner, handle, sample)
         if tally is None:
             name, of = chosen(metric.metric, outputs, right, metric.output)
             tally = Tally(name)
         told = answer(tally.metric, outputs[of])
         if right is None:
-            reference = outputs if original is handle else _ran(runner, original, sample)
-            if isinstance(reference, Failure):
-                return reference
+            reference = outputs if original is handle else _outputs(runner, original, sample)
             right = answer(tally.metric, reference[of])
         else:
             check_classes(tally.metric, of, outputs[of], right)
@@ -488,8 +488,7 @@ def measure(metric: Metric, runner: Runner, handle: Handle, floats: Callable[[],
     return tally.score
 
 
-def _ran(runner: Runner, handle: Handle, sample: Sample) -> Mapping[str, Array] | Failure:
-    ran = runner.outputs(handle, [sample])
-    if isinstance(ran, Failure):
-        return ran
-    return ran[0] if is_finite(ran) else NOT_FINITE
+def _outputs(runner: Runner, handle: Handle, sample: Sample) -> Mapping[str, Array]:
+    outputs = runner.outputs(handle, [sample])
+    check_finite(outputs)
+    return outputs[0]

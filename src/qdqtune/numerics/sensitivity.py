@@ -24,6 +24,7 @@ from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.pool import WorkerPool
+from qdqtune.errors import EngineRefused, Failure
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import Constant, Model
 from qdqtune.numerics.accuracy import is_finite, noisiest, sqnr_db
@@ -32,7 +33,7 @@ from qdqtune.placement.insertion import quantized
 from qdqtune.placement.possible import weight_at, weight_role
 from qdqtune.placement.switches import SWITCH, Rounding, is_switched_at_reader, with_roundings
 from qdqtune.placement.weight_only import BLOCK_OPSET, WeightOnlyWriter
-from qdqtune.types import Accuracy, Deaf, Edge, Failure, Listener, NumericFormat, QType, Sample, WeightFormat
+from qdqtune.types import Accuracy, Deaf, Edge, Listener, NumericFormat, QType, Sample, WeightFormat
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,12 +88,11 @@ def sensitivities(
     execution: Execution = EXECUTION,
     on_fewer: Callable[[], None] = lambda: None,
     effort: Effort | None = None,
-) -> dict[str, float] | Failure:
+) -> dict[str, float]:
     """The relative noise (`search.costs.output_noise`) that rounding each tensor of `pairs` brings to the worst output.
 
     Runs on ONNX Runtime, on at most `effort.samples` samples: those of the first ones whose outputs change most when
-    everything is rounded. A failure if ONNX Runtime does not run the model with switches, or the float model's outputs
-    are not finite; and a transient one as soon as one occurs.
+    everything is rounded.
 
     - `floor`: blocks with less noise are not halved.
     - `deadline`: no block is halved once `time.monotonic` is past it. Where it leaves time for fewer measurements
@@ -100,6 +100,10 @@ def sensitivities(
     - `workers`: processes that measure a block each; the result is the same.
     - `budget`: of the memory that engines hold meanwhile.
     - `execution`: how the model is run.
+
+    Raises:
+        EngineRefused: ONNX Runtime does not run the model with switches, the float model's outputs are not finite, or
+            any measurement met a transient failure, which says nothing about noise.
     """
     if not pairs:
         return {}
@@ -113,26 +117,13 @@ def sensitivities(
         WorkerPool(runs, repeat_after=None, check=execution.check, checking=ModelRun.checking) as pool,
     ):
         plan = _plan(pool, len(roundings), samples, deadline, effort or EFFORT, on_fewer)
-        if isinstance(plan, Failure):
-            return plan
         measured = InferenceCount(listener or Deaf(), plan.measurements)
         noise = partial(_noise, pool, plan, measured)
-        try:
-            shares = halved(len(roundings), noise, Limits(plan.measurements, floor, deadline), workers)
-        except _NotMeasured as stopped:
-            return stopped.failure
+        shares = halved(len(roundings), noise, Limits(plan.measurements, floor, deadline), workers)
     return {rounding.tensor: share for rounding, share in zip(roundings, shares, strict=True)}
 
 
 # ---- measuring
-
-
-class _NotMeasured(Exception):
-    """A measurement met a transient failure, which says nothing about noise."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.reason)
-        self.failure = failure
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +143,7 @@ def _plan(
     deadline: float | None,
     effort: Effort,
     on_fewer: Callable[[], None],
-) -> _Plan | Failure:
+) -> _Plan:
     wanted = min(2 * count, effort.measurements)
     each = max(1, min(effort.samples, effort.inferences // wanted))
     outputs = partial(_outputs, run=pool.first)
@@ -160,46 +151,54 @@ def _plan(
         outputs(count, NONE, samples[:1])  # builds the model, so that the next inferences show how long one takes
     begun = time.monotonic()
     reference = outputs(count, NONE, used := samples[:each])
-    if isinstance(reference, Failure):
-        return reference
     seconds = max(time.monotonic() - begun, sys.float_info.epsilon)  # clocks may be coarser
     possible = wanted if deadline is None else len(pool) * int((deadline - time.monotonic()) / seconds)
     if possible < wanted:
         on_fewer()
         wanted = max(1, possible)
     elif len(seen := samples[: int(effort.considered * each * wanted / 2)]) > each:
-        exact, changed = outputs(count, NONE, seen), outputs(count, (0, count), seen)
-        if (lost := next((f for f in (exact, changed) if isinstance(f, Failure) and f.is_transient), None)) is not None:
-            return lost
-        if not isinstance(exact, Failure) and not isinstance(changed, Failure) and is_finite(changed):
-            chosen = noisiest(exact, changed, each)
-            reference, used = [exact[i] for i in chosen], [seen[i] for i in chosen]
+        try:
+            exact, changed = outputs(count, NONE, seen), outputs(count, (0, count), seen)
+        except EngineRefused as refused:
+            if refused.is_transient:
+                raise
+        else:
+            if is_finite(changed):
+                chosen = noisiest(exact, changed, each)
+                reference, used = [exact[i] for i in chosen], [seen[i] for i in chosen]
     if not is_finite(reference):
-        return Failure("output", "outputs of the float model are NaN or infinite")
+        raise EngineRefused(Failure("output", "outputs of the float model are NaN or infinite"))
     return _Plan(count, used, reference, wanted)
 
 
-def _outputs(count: int, block: Block, samples: Iterable[Sample], run: ModelRun) -> Outputs | Failure:
+def _outputs(count: int, block: Block, samples: Iterable[Sample], run: ModelRun) -> Outputs:
     """The outputs of the model with the switches of a block on and the others of all `count` off."""
     switches = {f"{SWITCH}{i}": np.asarray(block[0] <= i < block[1]) for i in range(count)}
     return run({**sample, **switches} for sample in samples)
 
 
 def _noise(pool: WorkerPool[ModelRun], plan: _Plan, measured: InferenceCount, blocks: Sequence[Block]) -> list[float]:
-    """The relative noise of each block, measured side by side.
-
-    Raises:
-        _NotMeasured: a failure was transient.
-    """
-    found = [UNBOUNDED_NOISE] * len(blocks)
-    jobs = [partial(_outputs, plan.count, block, plan.samples) for block in blocks]
-    for number, rounded in pool.results(jobs):
+    """The relative noise of each block, measured side by side."""
+    noises = [UNBOUNDED_NOISE] * len(blocks)
+    jobs = [partial(_noise_of, plan, block) for block in blocks]
+    for number, noise in pool.results(jobs):
         measured.add(1)
-        if isinstance(rounded, Failure) and rounded.is_transient:
-            raise _NotMeasured(rounded)
-        if not isinstance(rounded, Failure) and is_finite(rounded):
-            found[number] = min(Accuracy(sqnr_db(plan.reference, rounded)).noise, UNBOUNDED_NOISE)
-    return found
+        noises[number] = noise
+    return noises
+
+
+def _noise_of(plan: _Plan, block: Block, run: ModelRun) -> float:
+    try:
+        rounded = _outputs(plan.count, block, plan.samples, run)
+    except EngineRefused as refused:
+        if refused.is_transient:
+            raise
+        return UNBOUNDED_NOISE
+    return (
+        min(Accuracy(sqnr_db(plan.reference, rounded)).noise, UNBOUNDED_NOISE)
+        if is_finite(rounded)
+        else UNBOUNDED_NOISE
+    )
 
 
 @dataclass(frozen=True)

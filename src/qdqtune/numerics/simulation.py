@@ -26,21 +26,21 @@ from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import BadModel
+from qdqtune.errors import BadModel, EngineRefused
 from qdqtune.graph.model import Model, rebuild
 from qdqtune.graph.saving import ConstantFile
-from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
+from qdqtune.numerics.accuracy import accuracy, check_finite, is_finite
 from qdqtune.numerics.scores import NO_SCORES, Scores, scores_of
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.reading import dynamic_products_of
 from qdqtune.placement.switches import file_pairs, with_file_pairs
 from qdqtune.system.writing import temporary_folder
-from qdqtune.types import Accuracy, Array, Failure, Listener, Placement, Sample, noise_of, sqnr_of
+from qdqtune.types import Accuracy, Array, Listener, Placement, Sample, noise_of, sqnr_of
 
 Outputs = list[dict[str, Array]]
 """The outputs by name, for each sample."""
 
-Loaded = Callable[[Iterable[Sample]], Outputs | Failure]
+Loaded = Callable[[Iterable[Sample]], Outputs]
 """A built model: samples in, outputs out."""
 
 
@@ -68,17 +68,18 @@ class Session:
     def __init__(self, runner: Runner, constants: ConstantFile, at_once: int = 1) -> None:
         self._runner, self._constants, self._at_once = runner, constants, at_once
 
-    def outputs(self, model: Model, name: str, samples: Iterable[Sample]) -> Outputs | Failure:
+    def outputs(self, model: Model, name: str, samples: Iterable[Sample]) -> Outputs:
         """The outputs of a model that is built for this call only."""
         path = self._constants.write(model, name)
-        outputs = self._runner.outputs_of(path, samples, self._at_once)
-        path.unlink()
-        return outputs
+        try:
+            return self._runner.outputs_of(path, samples, self._at_once)
+        finally:
+            path.unlink()
 
-    def load(self, model: Model, name: str) -> Loaded | Failure:
+    def load(self, model: Model, name: str) -> Loaded:
         """A model that stays built until the session ends."""
         handle = self._runner.load(self._constants.write(model, name))
-        return handle if isinstance(handle, Failure) else partial(self._runner.outputs, handle, at_once=self._at_once)
+        return partial(self._runner.outputs, handle, at_once=self._at_once)
 
 
 @contextmanager
@@ -104,7 +105,11 @@ MICROSOFT = "com.microsoft"
 class Simulation:
     """Accuracies of placements of one model on some samples, as on `engine`. A context manager; ONNX Runtime starts
     when the first accuracy is asked for, within the `memory` budget of the run. `scores` are the outputs that the user
-    names as scores of classes."""
+    names as scores of classes.
+
+    Raises:
+        EngineRefused: from what follows, if ONNX Runtime does not run a model, or outputs are not finite.
+    """
 
     def __init__(
         self,
@@ -126,30 +131,26 @@ class Simulation:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def accuracy(self, placement: Placement) -> Accuracy | Failure:
-        """How far the outputs of a placement are from the float model's; a failure if ONNX Runtime does not run it, or
-        outputs are not finite."""
+    def accuracy(self, placement: Placement) -> Accuracy:
+        """How far the outputs of a placement are from the float model's."""
         reference = self.reference
-        if isinstance(reference, Failure):
-            return reference
         outputs = self._outputs(self._inserter.insert(placement), placement.digest)
-        return outputs if isinstance(outputs, Failure) else accuracy(reference, outputs, self.scores)
+        return accuracy(reference, outputs, self.scores)
 
     @cached_property
-    def scores(self) -> Scores | None:
-        """The scores of classes among the float model's outputs; None if ONNX Runtime does not run it."""
-        return None if isinstance(self.reference, Failure) else scores_of(self.reference, self._asked)
+    def scores(self) -> Scores:
+        """The scores of classes among the float model's outputs."""
+        return scores_of(self.reference, self._asked)
 
     @cached_property
-    def reference(self) -> Outputs | Failure:
-        """The outputs of the float model; a failure if ONNX Runtime does not run it, or they are not finite."""
+    def reference(self) -> Outputs:
+        """The outputs of the float model."""
         return self._outputs(self._float_model, Placement().digest)
 
-    def _outputs(self, model: Model, digest: str) -> Outputs | Failure:
+    def _outputs(self, model: Model, digest: str) -> Outputs:
         written = with_integer_softmax(model) if self._is_onnxruntime else model
         outputs = self._session.outputs(written, f"simulated_{digest}", self._samples)
-        if not isinstance(outputs, Failure) and not is_finite(outputs):
-            return NOT_FINITE
+        check_finite(outputs)
         return outputs
 
     @cached_property
@@ -209,26 +210,29 @@ def check_stripped(stripped: Model, given: Model, session: Session, sample: Samp
     """
     if any(True for _ in dynamic_products_of(given)):
         return
-    outputs = session.outputs(given, "given", [sample, sample])
-    if isinstance(outputs, Failure) or not is_finite(outputs):
+    try:
+        once, again = session.outputs(given, "given", [sample, sample])
+    except EngineRefused:
         return
-    once, again = outputs
+    if not is_finite([once, again]):
+        return
     if not all(np.array_equal(once[output], again[output]) for output in once):
         return
     pairs, unmatched = file_pairs(stripped, given)
     # Constants that the file has as integers stay floats: they are to be the same numbers.
     pairs = tuple(p for p in pairs if any(node.op_type == "QuantizeLinear" for node in p.nodes))
-    found = session.outputs(with_file_pairs(stripped, pairs, given), "put_back", [sample])
-    if isinstance(found, Failure):
-        if found.is_transient:
+    try:
+        outputs = session.outputs(with_file_pairs(stripped, pairs, given), "put_back", [sample])
+    except EngineRefused as refused:
+        if refused.is_transient:
             return
-        how = f"they do not run: {found.reason}"
+        how = f"they do not run: {refused}"
     else:
-        judged = accuracy([once], found, NO_SCORES)
+        judged = accuracy([once], outputs, NO_SCORES)
         noise = max(judged.noise, 0.0 if judged.agreement is None else 1 - judged.agreement)
-        if is_finite(found) and noise <= noise_of(LEAST_DB):
+        if is_finite(outputs) and noise <= noise_of(LEAST_DB):
             return
-        how = f"outputs have {sqnr_of(noise):.1f} dB" if is_finite(found) else "outputs are NaN or infinite"
+        how = f"outputs have {sqnr_of(noise):.1f} dB" if is_finite(outputs) else "outputs are NaN or infinite"
     where = f" (the first without a tensor: {unmatched[0]})" if unmatched else ""
     raise BadModel(
         f"{name} cannot be read as a float model with Q/DQ pairs: with the pairs taken off and put back{where}, {how}; "

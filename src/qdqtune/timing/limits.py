@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from qdqtune.errors import EngineRefused, Failure
 from qdqtune.numerics.accuracy import loss_of_slice
 from qdqtune.numerics.label_metrics import Score, can_tell, few_changed, loss_high
 from qdqtune.numerics.scores import agrees
 from qdqtune.timing.ratios import Plan, Verdict, judge
-from qdqtune.types import Accuracy, CostsByRule, Failure, Placement, Trial, noise_of
+from qdqtune.types import Accuracy, CostsByRule, Placement, Trial, noise_of
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,7 @@ class Limits:
             return False
         return True if self.max_drop is None else None
 
-    def judged(
-        self, trial: Trial, rivals: Sequence[Trial], plan: Plan, metric: Callable[[Placement], Score | Failure]
-    ) -> Trial:
+    def judged(self, trial: Trial, rivals: Sequence[Trial], plan: Plan, metric: Callable[[Placement], Score]) -> Trial:
         """The trial with its metric, and whether it holds the limits (None: not measured).
 
         The user's metric takes time. It is computed only for a trial that would be accepted: faster than what it was
@@ -112,22 +111,20 @@ class Limits:
             return trial
         return self.with_metric(trial, metric)
 
-    def with_metric(self, trial: Trial, metric: Callable[[Placement], Score | Failure]) -> Trial:
+    def with_metric(self, trial: Trial, metric: Callable[[Placement], Score]) -> Trial:
         """The trial, judged by the user's metric as well if nothing else has decided whether it holds the limits."""
         if trial.holds is not None:
             return trial
-        value = metric(trial.placement)
-        if isinstance(value, Failure):
+        try:
+            value = metric(trial.placement)
+        except EngineRefused:
             return replace(trial, holds=False)
         return replace(trial, metric=value.value, holds=self.is_good_enough(value))
 
-    def summary(
-        self, history: Sequence[Trial], plan: Plan, after: Score | Failure | None, *, is_tuned: bool
-    ) -> dict[str, Any]:
+    def summary(self, history: Sequence[Trial], plan: Plan, after: Score | None, *, is_tuned: bool) -> dict[str, Any]:
         """The limits and whether they were met, for summary.json. `after` is the metric of the model that ships; if it
         `is_tuned`, it holds the limits."""
         unmet = not is_tuned and not any(t.accepted for t in history) and is_unmet(history, plan)
-        after = None if isinstance(after, Failure) else after
         over_labels: dict[str, Any] = {}
         if self.before is not None and self.before.by_sample:
             over_labels = {"metric": self.before.name, "metric_samples": len(self.before.by_sample)}

@@ -25,7 +25,8 @@ from typing import Literal
 
 import numpy as np
 
-from qdqtune.types import CostsByRule, Deaf, Failure, Listener, Measurement, Trial, Turn
+from qdqtune.errors import Failure
+from qdqtune.types import CostsByRule, Deaf, Listener, Measurement, Trial, Turn
 
 Verdict = Literal["faster", "slower", "undecided"]
 
@@ -339,11 +340,11 @@ def judge(trial: Trial, plan: Plan) -> Ratio | None:
     return first if trial.check is None else envelope([first, ratio(trial.check, plan)])
 
 
-Rounds = Callable[[int, int], Measurement | Failure]
+Rounds = Callable[[int, int], Measurement]
 """(first round, number of rounds) -> samples."""
 
 
-def compare(rounds: Rounds, plan: Plan, *, decided: Callable[[Ratio], bool] | None = None) -> Measurement | Failure:
+def compare(rounds: Rounds, plan: Plan, *, decided: Callable[[Ratio], bool] | None = None) -> Measurement:
     """Take rounds until a look decides, or all rounds of the plan are taken. All samples are kept.
 
     `decided` says when to stop; by default as soon as the interval lies on one side of 1, be it faster or slower.
@@ -353,8 +354,6 @@ def compare(rounds: Rounds, plan: Plan, *, decided: Callable[[Ratio], bool] | No
     for look in plan.looks:
         first = len(total.a) if total else 0
         part = rounds(first, look - first)
-        if isinstance(part, Failure):
-            return part
         total = total + part if total else part
         if done(ratio(total, plan)):
             break
@@ -368,7 +367,7 @@ def compare_pairs(
     *,
     is_late: Callable[[], bool] = lambda: False,
     listener: Listener | None = None,
-) -> list[Measurement] | Failure:
+) -> list[Measurement]:
     """Take rounds of several pairs of builds of the same two models in turns, look by look, until each pair is decided.
 
     All end together where more rounds change nothing: if two pairs disagree, the files count as equal, further
@@ -384,8 +383,6 @@ def compare_pairs(
                 continue
             first = 0 if known is None else len(known.a)
             part = rounds(first, look - first)
-            if isinstance(part, Failure):
-                return part
             totals[number] = part if known is None else known + part
         found = [ratio(total, plan) for total in totals.values()]
         verdicts = {r.verdict for r in found}
@@ -397,19 +394,16 @@ def compare_pairs(
 
 
 def as_many_pairs_as_needed(
-    measure: Callable[[Sequence[int]], list[Measurement] | Failure],
+    measure: Callable[[Sequence[int]], list[Measurement]],
     plan: Plan,
     wants_more: Callable[[Sequence[Ratio]], bool] | None = None,
-) -> list[Measurement] | Failure:
+) -> list[Measurement]:
     """Measure pairs of builds, given by their numbers, as long as more are wanted: by default until they decide or more
     would not help."""
     measured: list[Measurement] = []
     wants_more = wants_more or partial(wants_builds, plan=plan)
     for pairs in BUILD_LOOKS:
-        more = measure(range(len(measured), pairs))
-        if isinstance(more, Failure):
-            return more
-        measured += more
+        measured += measure(range(len(measured), pairs))
         if not wants_more([ratio(m, plan) for m in measured]):
             break
     return measured

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from qdqtune.engines import builds_for
 from qdqtune.engines.pool import WorkerPool
-from qdqtune.engines.runner import Handle, Runner, insist
-from qdqtune.errors import BaselineFailed
-from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
+from qdqtune.engines.runner import Handle, Runner
+from qdqtune.errors import BaselineFailed, EngineRefused, rewording
+from qdqtune.numerics.accuracy import accuracy, check_finite, is_finite
 from qdqtune.numerics.label_metrics import Score
 from qdqtune.numerics.metrics import Metric, measure
 from qdqtune.numerics.scores import Scores, scores_of
@@ -41,7 +41,7 @@ from qdqtune.tuning.trial_worker import (
     profiled_runs,
     trial_seconds,
 )
-from qdqtune.types import Accuracy, Array, Failure, Layer, Placement, Proposal, Sample, Trial
+from qdqtune.types import Accuracy, Array, Layer, Placement, Proposal, Sample, Trial
 
 FLOAT = Placement()
 
@@ -146,10 +146,11 @@ class Bench:
         if self._store.get(TrialRecord, record.of) != record:
             self._store.put(record)
 
-    def metric(self, placement: Placement) -> Score | Failure:
+    def metric(self, placement: Placement) -> Score:
         """The user's metric of a placement, on the engine.
 
         Raises:
+            EngineRefused: there is none, see `metrics.evaluate`.
             BadOption: the user's function fails, or no output fits the labels.
         """
         evaluation = self._conditions.evaluation
@@ -158,27 +159,29 @@ class Bench:
         of = f"{evaluation.digest}:{placement.digest}"
         record = self._store.get(MetricRecord, of)
         if record is None:
-            handle = self._loaded.load(placement, f"metric_{placement.digest}")
-            record = self._put_metric(of, evaluation, handle)
-        return record.result
+            build = partial(self._loaded.load, placement, f"metric_{placement.digest}")
+            record = self._put_metric(of, evaluation, build)
+        return record.score()
 
-    def _put_metric(self, of: str, evaluation: Metric, handle: Handle | Failure) -> MetricRecord:
+    def _put_metric(self, of: str, evaluation: Metric, build: Callable[[], Handle]) -> MetricRecord:
         floats = partial(self._loaded.load, FLOAT, "baseline")
-        found = handle if isinstance(handle, Failure) else measure(evaluation, self._runner, handle, floats)
-        if isinstance(found, Failure):
-            return self._store.put(MetricRecord(of=of, failure=found))
-        return self._store.put(MetricRecord(of=of, **asdict(found)))
+        try:
+            score = measure(evaluation, self._runner, build(), floats)
+        except EngineRefused as refused:
+            return self._store.put(MetricRecord(of=of, failure=refused.failure))
+        return self._store.put(MetricRecord(of=of, **asdict(score)))
 
     def asked_metric(self, placement: Placement) -> bool:
         """Whether this session has asked for the user's metric of a placement. What an earlier one left does not count:
         after a failure it may have asked for others."""
         return placement in self._asked_metrics
 
-    def given_file(self, file: Path, fixed: Sample) -> tuple[Accuracy, Score | Failure | None] | Failure:
+    def given_file(self, file: Path, fixed: Sample) -> tuple[Accuracy, Score | None]:
         """How near the outputs of the user's own Q/DQ file are to the float model's, and the user's metric of it, None
-        without one. `fixed` are inputs that samples lack.
+        without one, or if it fails. `fixed` are inputs that samples lack.
 
         Raises:
+            EngineRefused: the engine does not run the file, or outputs are not finite.
             BadOption: the user's function fails.
             BaselineFailed: the engine cannot run the float model.
         """
@@ -187,27 +190,31 @@ class Bench:
         point, metric = self._store.get(PointRecord, of), self._store.get(MetricRecord, of_metric)
         lacks_metric = evaluation is not None and metric is None and (point is None or point.failure is None)
         if point is None or lacks_metric:
-            handle = self._runner.load(file, "given_outputs")
+            try:
+                handle = self._runner.load(file, "given_outputs")
+            except EngineRefused as refused:
+                self._store.put(PointRecord(of=of, failure=refused.failure))
+                raise
             try:
                 point = self._store.put(self._given_point(of, handle, fixed))
                 if evaluation is not None and point.failure is None:
-                    metric = self._put_metric(of_metric, evaluation, handle)
+                    metric = self._put_metric(of_metric, evaluation, lambda: handle)
             finally:
-                if not isinstance(handle, Failure):
-                    self._runner.unload(handle)
-        if point.accuracy is None:
-            return point.failure or NOT_FINITE
-        return point.accuracy, None if metric is None else metric.result
+                self._runner.unload(handle)
+        if point.failure is not None:
+            raise EngineRefused(point.failure)
+        assert point.accuracy is not None  # checked when it was made
+        return point.accuracy, None if metric is None or metric.failure is not None else metric.score()
 
-    def _given_point(self, of: str, handle: Handle | Failure, fixed: Sample) -> PointRecord:
+    def _given_point(self, of: str, handle: Handle, fixed: Sample) -> PointRecord:
         samples = [{**sample, **fixed} for sample in self._conditions.samples]
-        outputs = handle if isinstance(handle, Failure) else self._runner.outputs(handle, samples)
-        if isinstance(outputs, Failure):
-            return PointRecord(of=of, failure=outputs)
         reference = self.reference
-        outputs = [{name: one[name] for name in reference[0]} for one in outputs]
-        if not is_finite(outputs):
-            return PointRecord(of=of, failure=NOT_FINITE)
+        try:
+            outputs = self._runner.outputs(handle, samples)
+            outputs = [{name: one[name] for name in reference[0]} for one in outputs]
+            check_finite(outputs)
+        except EngineRefused as refused:
+            return PointRecord(of=of, failure=refused.failure)
         return PointRecord(of=of, accuracy=accuracy(reference, outputs, self.scores))
 
     def layers(self, placement: Placement = FLOAT) -> tuple[Layer, ...]:
@@ -220,14 +227,13 @@ class Bench:
         if (known := next((t.layers for t in trials if t.placement == stored and t.layers), None)) is not None:
             return known
         if record is None:
-            handle = self._loaded.load(placement, "final_layers" if placement else "baseline")
             runs = profiled_runs(self.floats.seconds)
-            layers = handle if isinstance(handle, Failure) else self._runner.layers(handle, runs)
-            record = self._store.put(
-                LayersRecord(of=of, failure=layers)
-                if isinstance(layers, Failure)
-                else LayersRecord(of=of, layers=layers)
-            )
+            try:
+                handle = self._loaded.load(placement, "final_layers" if placement else "baseline")
+                record = LayersRecord(of=of, layers=self._runner.layers(handle, runs))
+            except EngineRefused as refused:
+                record = LayersRecord(of=of, failure=refused.failure)
+            self._store.put(record)
         return record.layers
 
     def repeatability(self) -> Accuracy:
@@ -235,9 +241,8 @@ class Bench:
         record = self._store.get(RepeatabilityRecord)
         if record is None:
             samples = self._conditions.samples[: REPEATED if self.floats.start_seconds else None]
-            handle = self._loaded.load(Placement(), "baseline")
-            found = handle if isinstance(handle, Failure) else self._runner.outputs(handle, samples)
-            again = insist(found, "the engine cannot run the float model again", BaselineFailed)
+            with rewording("the engine cannot run the float model again", BaselineFailed):
+                again = self._runner.outputs(self._loaded.load(Placement(), "baseline"), samples)
             reference, scores = self.reference[: len(samples)], self.scores.first(len(samples))
             record = self._store.put(RepeatabilityRecord(accuracy=accuracy(reference, again, scores)))
         return record.accuracy
@@ -274,9 +279,10 @@ class Bench:
             each = (time.monotonic() - begun) / len(outputs)
             seconds, turn, build, start = each, each, each, 0.0
         else:
-            handle = insist(self._loaded.load(FLOAT, "baseline"), *CANNOT_RUN)
-            rounds = self._runner.rounds(handle, handle, 1, seed=0, first_round=0, turn_seconds=0.0, warmup=0)
-            timed = insist(rounds, "the engine cannot time the float model", BaselineFailed)
+            with rewording(*CANNOT_RUN):
+                handle = self._loaded.load(FLOAT, "baseline")
+            with rewording("the engine cannot time the float model", BaselineFailed):
+                timed = self._runner.rounds(handle, handle, 1, seed=0, first_round=0, turn_seconds=0.0, warmup=0)
             untimed = 1.5 if len(timed.parts) > builds_for(self._runner.mix) else 1.0
             seconds, turn = timed.a[0], untimed * sum(part.a[0] for part in timed.parts) or timed.a[0]
             build, start = handle.build_seconds, self._runner.start_seconds(handle)
@@ -296,10 +302,11 @@ class Bench:
     def reference(self) -> list[dict[str, Array]]:
         """The outputs of the float model on the samples; where times mean nothing, as the CPU computes them."""
         if (by_rule := self._conditions.by_rule) is not None:
-            outputs = insist(by_rule.reference(), "ONNX Runtime cannot run the float model", BaselineFailed)
+            with rewording("ONNX Runtime cannot run the float model", BaselineFailed):
+                outputs = by_rule.reference()
         else:
-            handle = insist(self._loaded.load(FLOAT, "baseline"), *CANNOT_RUN)
-            outputs = insist(self._runner.outputs(handle, self._conditions.samples), *CANNOT_RUN)
+            with rewording(*CANNOT_RUN):
+                outputs = self._runner.outputs(self._loaded.load(FLOAT, "baseline"), self._conditions.samples)
         if not is_finite(outputs):
             raise BaselineFailed("the float model's outputs hold NaN or infinite values on the calibration data")
         return outputs

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from qdqtune.engines.runner import Handle, insist
-from qdqtune.errors import BaselineFailed
+from qdqtune.engines.runner import Handle
+from qdqtune.errors import BaselineFailed, EngineRefused, Failure, rewording
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import nbytes
 from qdqtune.system.checks import content_digest
@@ -35,7 +35,7 @@ from qdqtune.tuning.records import ComparisonRecord, Outcome
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import Compared
 from qdqtune.tuning.store import Store
-from qdqtune.types import Deaf, Failure, Listener, Measurement
+from qdqtune.types import Deaf, Listener, Measurement
 
 SIDE_BY_SIDE = 512 * 2**20
 """If two model files have more bytes together, only one pair of builds is held at a time, else two. Chosen, not
@@ -90,9 +90,7 @@ class Comparer:
         told = run.observer, run.store, run.budget.lacks, MOST_TRIES, int(settings.precision_seconds / pair)
         return cls(plan, settings.seed, *told)
 
-    def compare(
-        self, asked: ComparisonRequest, *, pairs: int | None = None, only_not_slower: bool = False
-    ) -> Compared | Failure:
+    def compare(self, asked: ComparisonRequest, *, pairs: int | None = None, only_not_slower: bool = False) -> Compared:
         """Compare two files on so many pairs of fresh builds, by default on as many as it takes to decide.
         `only_not_slower`: it is enough to see that b is not slower."""
         begun = time.monotonic()
@@ -107,9 +105,9 @@ class Comparer:
 
         measure = partial(self._pairs, asked)
         measured = as_many_pairs_as_needed(measure, self.plan, wants_more) if pairs is None else measure(range(pairs))
-        return measured if isinstance(measured, Failure) else Compared.of(measured, self.plan, asked.context.threads)
+        return Compared.of(measured, self.plan, asked.context.threads)
 
-    def _pairs(self, asked: ComparisonRequest, numbers: Sequence[int]) -> list[Measurement] | Failure:
+    def _pairs(self, asked: ComparisonRequest, numbers: Sequence[int]) -> list[Measurement]:
         """Rounds of the pairs of builds with these numbers; those that are not in the store side by side, unless the
         files are large."""
         files = self.contents(asked.a, asked.b)
@@ -120,16 +118,17 @@ class Comparer:
         size = PAIRS if nbytes(asked.a) + nbytes(asked.b) <= SIDE_BY_SIDE else 1
         turns = [missing[at : at + size] for at in range(0, len(missing), size)]
         for done, turn in enumerate(turns):
-            if any(isinstance(result, Failure) for result in measured.values()):
-                break
-            results = self.repeated(partial(self._fresh, asked, turn, len(turns) - done))
-            told: Sequence[Measurement | Failure] = [results] if isinstance(results, Failure) else results
-            for number, result in zip(turn, told, strict=False):
-                measured[number] = self.record(keys[number], files, result)
-        failed = next((result for result in measured.values() if isinstance(result, Failure)), None)
-        return failed or [result for _, result in sorted(measured.items()) if isinstance(result, Measurement)]
+            try:
+                results = self.repeated(partial(self._fresh, asked, turn, len(turns) - done))
+            except EngineRefused as refused:
+                self.record(keys[turn[0]], files, refused.failure)
+                raise
+            for number, result in zip(turn, results, strict=True):
+                self.record(keys[number], files, result)
+                measured[number] = result
+        return [measured[number] for number in numbers]
 
-    def _fresh(self, asked: ComparisonRequest, numbers: Sequence[int], turns: int) -> list[Measurement] | Failure:
+    def _fresh(self, asked: ComparisonRequest, numbers: Sequence[int], turns: int) -> list[Measurement]:
         """Rounds of fresh pairs of builds. `turns` such calls are left, this one included: all have to fit in the time
         that is left."""
         begun = time.monotonic()
@@ -147,29 +146,35 @@ class Comparer:
         """Digests of the content of two models, which are kept with results; empty without a store."""
         return ("", "") if self.store is None else (content_digest(files_of(a)), content_digest(files_of(b)))
 
-    def recorded(self, key: str, files: tuple[str, str]) -> Measurement | Failure | None:
-        """The stored result of a pair of builds of files with these contents; None if there is none, or if it has fewer
-        rounds than a first look."""
+    def recorded(self, key: str, files: tuple[str, str]) -> Measurement | None:
+        """The stored rounds of a pair of builds of files with these contents; None if there are none, or fewer than in
+        a first look.
+
+        Raises:
+            EngineRefused: the engine refused them.
+        """
         record = None if self.store is None else self.store.get(ComparisonRecord, key)
         if record is None or record.files != files:
             return None
+        if record.result.failure is not None:
+            raise EngineRefused(record.result.failure)
         samples = record.result.samples
-        return record.result.result if samples is None or len(samples.a) >= self.plan.looks[0] else None
+        return samples if samples is not None and len(samples.a) >= self.plan.looks[0] else None
 
-    def record(self, key: str, files: tuple[str, str], result: Measurement | Failure) -> Measurement | Failure:
+    def record(self, key: str, files: tuple[str, str], result: Measurement | Failure) -> None:
         if self.store is not None:
             self.store.put(ComparisonRecord(of=key, result=Outcome.of(result), files=files))
-        return result
 
-    def repeated(self, measure: Callable[[], T | Failure]) -> T | Failure:
+    def repeated(self, measure: Callable[[], T]) -> T:
         """Measure, and again after transient failures, up to `tries` times in all while time is left: the same command
         goes on from there."""
-        result = measure()
         for _ in range(self.tries - 1):
-            if not (isinstance(result, Failure) and result.is_transient) or self.lacks(0.0):
-                break
-            result = measure()
-        return result
+            try:
+                return measure()
+            except EngineRefused as refused:
+                if not refused.is_transient or self.lacks(0.0):
+                    raise
+        return measure()
 
 
 class SharedBuilds:
@@ -199,7 +204,7 @@ class SharedBuilds:
 
     def compare(
         self, number: int, digest: str, file: Path, look: Callable[[Handle], None] | None = None
-    ) -> Measurement | Failure:
+    ) -> Measurement:
         """Rounds of a fresh build of a file, of the placement with that digest, against the build of that number; from
         the store where it has them, unless the build is to be shown to `look` and the engine makes it."""
         if number not in self._handles:
@@ -210,36 +215,42 @@ class SharedBuilds:
         key = f"front:{digest}{self._context.suffix}:{number}"
         files = self._comparer.contents(self._given, file)
         known = self._comparer.recorded(key, files)
-        if isinstance(known, Failure) or (known is not None and look is None):
+        if known is not None and look is None:
             return known
-        result = self._comparer.repeated(partial(self._fresh, number, file, look))
-        return self._comparer.record(key, files, result)
+        try:
+            result = self._comparer.repeated(partial(self._fresh, number, file, look))
+        except EngineRefused as refused:
+            self._comparer.record(key, files, refused.failure)
+            raise
+        self._comparer.record(key, files, result)
+        return result
 
-    def _fresh(self, number: int, file: Path, look: Callable[[Handle], None] | None) -> Measurement | Failure:
+    def _fresh(self, number: int, file: Path, look: Callable[[Handle], None] | None) -> Measurement:
         runner, comparer = self._context.runner, self._comparer
         handle = runner.load(file, f"front_{number}{self._context.log_suffix}_{file.stem}", fresh=True)
-        if isinstance(handle, Failure):
-            return handle
-        if look is not None:
-            look(handle)
-        shared, begun = self._handle(number), time.monotonic()
+        try:
+            if look is not None:
+                look(handle)
+            shared, begun = self._handle(number), time.monotonic()
 
-        def is_decided(found: Ratio) -> bool:
-            return found.verdict != "undecided" and time.monotonic() - begun >= LEAST_SECONDS
+            def is_decided(found: Ratio) -> bool:
+                return found.verdict != "undecided" and time.monotonic() - begun >= LEAST_SECONDS
 
-        result = compare_builds(runner, shared, handle, comparer.plan, comparer.seed + number, is_decided)
-        runner.unload(handle)
-        return result
+            return compare_builds(runner, shared, handle, comparer.plan, comparer.seed + number, is_decided)
+        finally:
+            runner.unload(handle)
 
     def _handle(self, number: int) -> Handle:
         found = self._handles[number]
         for file, name, what in ((self._given, "given", "given model"), (self._baseline, "baseline", "float model")):
             if found is None:
                 log_name = f"front_{number}{self._context.log_suffix}_{name}"
-                built = self._context.runner.load(file, log_name, fresh=True)
-                is_refused = name == "given" and isinstance(built, Failure) and not built.is_transient
-                if not is_refused:  # else the float model takes its place
-                    found = insist(built, f"the engine does not build the {what} again", BaselineFailed)
+                with rewording(f"the engine does not build the {what} again", BaselineFailed):
+                    try:
+                        found = self._context.runner.load(file, log_name, fresh=True)
+                    except EngineRefused as refused:
+                        if name != "given" or refused.is_transient:  # else the float model takes its place
+                            raise
         assert found is not None  # else it has raised
         self._handles[number] = found
         return found

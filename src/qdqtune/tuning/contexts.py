@@ -14,9 +14,9 @@ import numpy as np
 from qdqtune.engines import THREADED, EngineSpec, threads_of
 from qdqtune.engines.devices import load, usable_cores
 from qdqtune.engines.machine import COST_MODEL, MachineFacts, is_simulated
-from qdqtune.engines.runner import Handle, Runner, as_workloads
-from qdqtune.errors import BadOption
-from qdqtune.types import Failure, Measurement, Mix, Placement, Trial
+from qdqtune.engines.runner import Runner, as_workloads
+from qdqtune.errors import BadOption, EngineRefused
+from qdqtune.types import Measurement, Mix, Placement, Trial
 
 GLANCE_ROUNDS = 3
 """Rounds of the glance at one thread; each takes four inferences. Chosen, not measured."""
@@ -90,14 +90,16 @@ def glance_at_one_thread(runner: Runner, file: Path, mix: Mix, count: int) -> st
     at each tell; None where the engine fails."""
     before, counts = runner.mix, (count, 1)
     runner.feed(at_each(mix, counts))
-    handle = runner.load(file, "glance")
-    measured: Measurement | Failure | None = None
-    if isinstance(handle, Handle):
-        measured = runner.rounds(handle, handle, GLANCE_ROUNDS, seed=0, first_round=0, turn_seconds=0.0, warmup=1)
-        runner.unload(handle)
-    runner.feed(before)
-    if not isinstance(measured, Measurement):
+    try:
+        handle = runner.load(file, "glance")
+        try:
+            measured = runner.rounds(handle, handle, GLANCE_ROUNDS, seed=0, first_round=0, turn_seconds=0.0, warmup=1)
+        finally:
+            runner.unload(handle)
+    except EngineRefused:
         return None
+    finally:
+        runner.feed(before)
     usual, one = (1e3 * float(np.median(part.a + part.b)) for part in measured_at(measured, mix, counts))
     if one > CLEARLY_LESS * usual:
         return None

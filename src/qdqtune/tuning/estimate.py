@@ -12,8 +12,8 @@ from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.machine import simulated
 from qdqtune.engines.options import on_device
-from qdqtune.engines.runner import insist, temporary_runner
-from qdqtune.errors import BadOption, BaselineFailed
+from qdqtune.engines.runner import temporary_runner
+from qdqtune.errors import BadOption, BaselineFailed, rewording
 from qdqtune.numerics.fitting import inferences
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.bench import REPEATED
@@ -70,10 +70,10 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
             read_journal(settings.state)  # as a run does at this point: it may be damaged
         runner.feed(at_each(subject.mix, settings.thread_counts))
         observer.stage("measuring the float model")
-        refused = "the engine cannot run the float model", BaselineFailed
-        handle = insist(runner.load(settings.model, "estimate"), *refused)
-        rounds = runner.rounds(handle, handle, 2, seed=0, first_round=0, turn_seconds=0.0, warmup=1)
-        measured, launch = insist(rounds, *refused), runner.start_seconds(handle)
+        with rewording("the engine cannot run the float model", BaselineFailed):
+            handle = runner.load(settings.model, "estimate")
+            measured = runner.rounds(handle, handle, 2, seed=0, first_round=0, turn_seconds=0.0, warmup=1)
+        launch = runner.start_seconds(handle)
         observer.stage("timing what calibration takes")
         start, each = pace(subject.prepared)
     latency = float(np.median(measured.a))

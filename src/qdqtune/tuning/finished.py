@@ -63,8 +63,8 @@ class FinishedRun:
         """The limits on accuracy that candidates had to hold."""
         summary = self.summary
         digest = Placement().digest
-        scores = [r.result for r in self.records.of(MetricRecord) if r.of.rpartition(":")[2] == digest]
-        before = scores[-1] if scores and isinstance(scores[-1], Score) else None
+        of_float = [r for r in self.records.of(MetricRecord) if r.of.rpartition(":")[2] == digest]
+        before = of_float[-1].score() if of_float and of_float[-1].failure is None else None
         if before is None and (value := summary["metric_before"]) is not None:
             before = Score(value)
         of_metric = summary["max_drop"], before

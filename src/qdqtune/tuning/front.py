@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.engines.acceptance import check_loads
-from qdqtune.errors import BadOption, writing
+from qdqtune.errors import BadOption, EngineRefused, Failure, writing
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import data_of
-from qdqtune.numerics.label_metrics import Score
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
@@ -51,7 +50,7 @@ from qdqtune.tuning.shipping import (
 )
 from qdqtune.tuning.subject import node_names
 from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
-from qdqtune.types import Failure, Mix, Placement, Trial
+from qdqtune.types import Mix, Placement, Trial
 
 PROVEN_APART = "what ships is no point of the front: it was proven as without `front`, on more pairs of builds"
 
@@ -228,9 +227,12 @@ def _proven(candidates: Sequence[FrontCandidate], run: Run) -> list[ProvenPoint]
         if len(compared) < len(contexts):
             continue
         trial = run.limits.with_metric(candidate.trial, run.bench.metric)
-        metric = run.bench.metric(trial.placement) if run.settings.has_metric else None
-        holds = trial.holds is True and not isinstance(metric, Failure)
-        value = metric.value if isinstance(metric, Score) else None
+        holds, value = trial.holds is True, None
+        if run.settings.has_metric:
+            try:
+                value = run.bench.metric(trial.placement).value
+            except EngineRefused:
+                holds = False
         found.append(ProvenPoint(trial, compared, len(candidate.measured), holds, value))
     return found
 

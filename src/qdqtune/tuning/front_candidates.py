@@ -9,14 +9,16 @@ left, candidates that may ship or are undecided get a second pair, and undecided
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
 from qdqtune.engines.runner import Handle
+from qdqtune.errors import EngineRefused, Failure
 from qdqtune.graph.saving import data_of
-from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
+from qdqtune.numerics.accuracy import accuracy, check_finite
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.front import (
     DISTANCE_UNITS,
@@ -42,7 +44,7 @@ from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.tuning.shipping import LOOKS, judged_together
 from qdqtune.tuning.trial_worker import profiled_runs
-from qdqtune.types import EQUAL_DB, Failure, Measurement, Placement, Proposal, Trial
+from qdqtune.types import EQUAL_DB, Layer, Measurement, Placement, Proposal, Trial
 
 SIMULATED = 72
 """How many predicted points are simulated at most in a run. Chosen, not measured."""
@@ -332,10 +334,12 @@ class _Comparing:
         """Compare a candidate on as many pairs of builds as without a front, while builds and time are left."""
         begun, measured = time.monotonic(), list(candidate.measured)
 
-        def measure(numbers: Sequence[int]) -> list[Measurement] | Failure:
+        def measure(numbers: Sequence[int]) -> list[Measurement]:
             measured.extend(self._measured(number, candidate.placement) for number in numbers if number)
-            failed = next((m for m in measured if isinstance(m, Failure)), None)
-            return failed or [m for m in measured[numbers[0] :] if isinstance(m, Measurement)]
+            for one in measured:
+                if isinstance(one, Failure):
+                    raise EngineRefused(one)
+            return [m for m in measured[numbers[0] :] if isinstance(m, Measurement)]
 
         def wants_more(ratios: Sequence[Ratio]) -> bool:
             is_late = self.run.budget.lacks(time.monotonic() - begun)
@@ -343,14 +347,23 @@ class _Comparing:
             can_follow = not is_late and left >= 2 * len(ratios)  # the next look takes as many
             return can_follow and wants_builds(ratios, self.terms.plan)
 
-        as_many_pairs_as_needed(measure, self.terms.plan, wants_more)
+        with suppress(EngineRefused):  # the failure is among what was measured
+            as_many_pairs_as_needed(measure, self.terms.plan, wants_more)
         return self._with(candidate, measured)
 
     def _with(self, known: FrontCandidate, measured: Sequence[Measurement | Failure]) -> FrontCandidate:
         return judged(known.trial, known.expected, measured, self.terms, is_new=known.is_new)
 
     def _measured(self, number: int, placement: Placement) -> Measurement | Failure:
-        return self.shared.compare(number, placement.digest, self.files[placement])
+        return self._outcome(number, placement, None)
+
+    def _outcome(
+        self, number: int, placement: Placement, look: Callable[[Handle], None] | None
+    ) -> Measurement | Failure:
+        try:
+            return self.shared.compare(number, placement.digest, self.files[placement], look)
+        except EngineRefused as refused:
+            return refused.failure
 
     def first(self, point: MeasuredPoint | PredictedPoint, number: int) -> FrontCandidate:
         """Write the file of a point and compare it on one pair of builds. If the search has not built it, a new trial
@@ -368,7 +381,7 @@ class _Comparing:
             store.put(self._point_record(handle, digest))
 
         is_known = store.get(PointRecord, digest) is not None
-        result = self.shared.compare(0, digest, self.files[placement], None if is_known else look)
+        result = self._outcome(0, placement, None if is_known else look)
         known = store.get(PointRecord, digest)
         if known is not None and known.accuracy is not None and isinstance(result, Measurement):
             holds = self.run.limits.on_outputs(known.accuracy)
@@ -391,16 +404,18 @@ class _Comparing:
     def _point_record(self, handle: Handle, of: str) -> PointRecord:
         """The accuracy of a build, and its layers, from which the search learns prices."""
         runner, bench = self.run.runner, self.run.bench
-        outputs = runner.outputs(handle, self.run.subject.accuracy)
-        if isinstance(outputs, Failure):
-            return PointRecord(of=of, failure=outputs)
-        if not is_finite(outputs):
-            return PointRecord(of=of, failure=NOT_FINITE)
-        layers = runner.layers(handle, profiled_runs(bench.floats.seconds))
-        if isinstance(layers, Failure) and layers.is_transient:
-            return PointRecord(of=of, failure=layers)
-        told = () if isinstance(layers, Failure) else layers
-        return PointRecord(of=of, accuracy=accuracy(bench.reference, outputs, bench.scores), layers=told)
+        layers = tuple[Layer, ...]()
+        try:
+            outputs = runner.outputs(handle, self.run.subject.accuracy)
+            check_finite(outputs)
+            try:
+                layers = runner.layers(handle, profiled_runs(bench.floats.seconds))
+            except EngineRefused as refused:
+                if refused.is_transient:
+                    raise
+        except EngineRefused as refused:
+            return PointRecord(of=of, failure=refused.failure)
+        return PointRecord(of=of, accuracy=accuracy(bench.reference, outputs, bench.scores), layers=layers)
 
 
 def _with_scaled_a(measured: Measurement, by: float) -> Measurement:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qdqtune.calibration.inputs import fixed_inputs
-from qdqtune.engines.runner import insist
-from qdqtune.errors import BaselineFailed, writing
+from qdqtune.errors import BaselineFailed, EngineRefused, Failure, rewording, writing
 from qdqtune.graph.loading import data_files, load
 from qdqtune.graph.saving import data_of
 from qdqtune.numerics.label_metrics import Score
@@ -36,7 +35,7 @@ from qdqtune.tuning.shipping import (
     is_slower,
     notes_of,
 )
-from qdqtune.types import Failure, Placement, Proposal, Trial
+from qdqtune.types import Placement, Proposal, Trial
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Proof:
     contexts: tuple[Compared, ...] = ()
     in_file: Placement = field(default_factory=Placement)
     trial: Trial | None = None
-    metric: Score | Failure | None = None
+    metric: Score | None = None
 
     @property
     def candidate(self) -> Trial | None:
@@ -154,19 +153,21 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     )
 
 
-def _given_file(run: Run) -> tuple[Trial | None, Score | Failure | None]:
+def _given_file(run: Run) -> tuple[Trial | None, Score | None]:
     """What the user's own file with pairs does to the outputs, judged by the limits, and the user's metric of it; both
     None for a float model. Pairs may have no counterpart in the float model, so that no candidate is the same."""
     settings, own = run.settings, run.subject.imported
     if own is None or not settings.from_qdq:
         return None, None
     untimed = Trial(0, Proposal("imported", own.placement), Placement(), Failure("run", "not timed"))
-    measured = run.bench.given_file(settings.model, fixed_inputs(settings.model, settings.fix_inputs))
-    if isinstance(measured, Failure):
+    try:
+        accuracy, metric = run.bench.given_file(settings.model, fixed_inputs(settings.model, settings.fix_inputs))
+    except EngineRefused:
         return replace(untimed, holds=False), None
-    accuracy, metric = measured
     trial = replace(untimed, accuracy=accuracy, holds=run.limits.on_outputs(accuracy))
-    return run.limits.with_metric(trial, lambda _: metric or Failure("run", "not computed")), metric
+    if metric is None:
+        return replace(trial, holds=trial.holds is True), None
+    return run.limits.with_metric(trial, lambda _: metric), metric
 
 
 def _within_limits(attempt: Attempt, history: Sequence[Trial], run: Run) -> Attempt:
@@ -221,8 +222,9 @@ def _attempt(placement: Placement, contexts: Sequence[Context], run: Run, terms:
         return attempt
     context = contexts[attempt.to_float.index(first_faster(attempt.to_float))]
     files = run.settings.output_dir / BASELINE, _unproven(placement, run)
-    alone = Comparer.of(run).compare(ComparisonRequest(f"alone:{placement.digest}", *files, context))
-    return shipping.with_comparison_without_pairs(attempt, _insist(alone))
+    with rewording(*FAILED):
+        alone = Comparer.of(run).compare(ComparisonRequest(f"alone:{placement.digest}", *files, context))
+    return shipping.with_comparison_without_pairs(attempt, alone)
 
 
 def _compared(placement: Placement, run: Run, context: Context, *, is_won: bool) -> InContext:
@@ -231,15 +233,20 @@ def _compared(placement: Placement, run: Run, context: Context, *, is_won: bool)
     faster, and here it need only be not slower."""
     settings, final, comparer = run.settings, _unproven(placement, run), Comparer.of(run)
     asked = ComparisonRequest(f"given:{placement.digest}", settings.model, final, context)
-    given = comparer.compare(asked, only_not_slower=is_won)
-    if isinstance(given, Compared) and not settings.from_qdq and not _is_folded(run):
-        return InContext(given)
+    given: Compared | Failure
+    try:
+        given = comparer.compare(asked, only_not_slower=is_won)
+    except EngineRefused as refused:
+        given = refused.failure
+    else:
+        if not settings.from_qdq and not _is_folded(run):
+            return InContext(given)
     asked = replace(asked, key=f"proof:{placement.digest}", a=settings.output_dir / BASELINE)
-    return InContext(given, _insist(comparer.compare(asked, only_not_slower=is_won)))
+    with rewording(*FAILED):
+        return InContext(given, comparer.compare(asked, only_not_slower=is_won))
 
 
-def _insist(compared: Compared | Failure) -> Compared:
-    return insist(compared, "the engine failed on the finished files", BaselineFailed)
+FAILED = "the engine failed on the finished files", BaselineFailed
 
 
 def _is_folded(run: Run) -> bool:

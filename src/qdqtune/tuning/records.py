@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from qdqtune.calibration.scales import Ranges
+from qdqtune.errors import EngineRefused, Failure
 from qdqtune.numerics.label_metrics import Score
 from qdqtune.numerics.scores import Scores
 from qdqtune.timing.ratios import Ratio
@@ -25,7 +26,6 @@ from qdqtune.types import (
     Accuracy,
     CostsByRule,
     Edge,
-    Failure,
     Layer,
     Measurement,
     Placement,
@@ -181,11 +181,14 @@ class MetricRecord(Record, frozen=True, tag="metric"):
     def __post_init__(self) -> None:
         _check_one(self.value, self.failure)
 
-    @property
-    def result(self) -> Score | Failure:
-        """The metric, or why there is none."""
+    def score(self) -> Score:
+        """The metric.
+
+        Raises:
+            EngineRefused: there is none.
+        """
         if self.failure is not None:
-            return self.failure
+            raise EngineRefused(self.failure)
         assert self.value is not None  # checked when it was made
         return Score(self.value, self.by_sample, self.name)
 

@@ -16,6 +16,7 @@ from qdqtune.engines import devices, unwatched
 from qdqtune.engines.fallback import fallback
 from qdqtune.engines.machine import simulated
 from qdqtune.engines.providers import PROVIDERS
+from qdqtune.errors import EngineRefused
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import concern
@@ -43,7 +44,7 @@ from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import TO_DECIDE, rows_by_threads, rows_by_workload, slower_workloads
 from qdqtune.tuning.subject import node_names
 from qdqtune.tuning.summary import FORMAT, Bits, ByRule, ByRuleCandidate, LoggedTrial, Machine, RunLog
-from qdqtune.types import Failure, Placement, Trial
+from qdqtune.types import Placement, Trial
 from qdqtune.version import __version__
 
 MOST_UNBEATEN = 8
@@ -250,13 +251,16 @@ def _is_unchecked(proof: Proof, run: Run) -> bool:
     return is_changed and not run.settings.has_samples and not run.settings.has_metric
 
 
-def _metric_after(proof: Proof, run: Run) -> Score | Failure | None:
+def _metric_after(proof: Proof, run: Run) -> Score | None:
     """The user's metric of what ships; None without one."""
     if proof.shipped == "given" and run.settings.from_qdq:
         return proof.metric
     if not run.settings.has_metric or not proof.in_file:
         return run.limits.before
-    return run.bench.metric(proof.in_file)
+    try:
+        return run.bench.metric(proof.in_file)
+    except EngineRefused:
+        return None
 
 
 def _rewrites(run: Run, proof: Proof) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.scales import Calibration
 from qdqtune.engines.runner import Handle
-from qdqtune.errors import BadModel
+from qdqtune.errors import BadModel, EngineRefused, Failure
 from qdqtune.graph.float16 import HALF, load_for
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import REWRITES
@@ -34,7 +34,7 @@ from qdqtune.tuning.records import NO_REWRITES, Form, Outcome, RewriteRecord, Re
 from qdqtune.tuning.run import Ready
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subject import Subject, open_subject
-from qdqtune.types import Failure, Measurement, Placement
+from qdqtune.types import Measurement, Placement
 
 FORMS: Mapping[str, tuple[Form, ...]] = {
     "hardswish": ("float", "pairs"),
@@ -157,14 +157,15 @@ def _tried(name: str, found: TriedRewrites, kept: _FloatModel, builder: _Builder
         if is_late or found.builds + wanted > MOST_REWRITE_BUILDS:
             builder.is_cut_short |= is_late
             return _noted(found, f"rewrite {name} was not tried: no room for its builds"), kept
-        result, spent = _compared(form, kept, rewritten, of, builder)
+        outcome, spent = _compared(form, kept, rewritten, of, builder)
         found = replace(found, builds=found.builds + spent)
-        if result is None:
+        if outcome is None:
             continue
-        if isinstance(result, Failure):
+        if outcome.samples is None:
             tried = Tried(name, form, None, kept=False)
-            return _noted(found, f"rewrite {name} was passed over: {result.reason}", tried), kept
-        measured_ratio = ratio(result, settings.plan)
+            reason = outcome.failure.reason if outcome.failure else ""
+            return _noted(found, f"rewrite {name} was passed over: {reason}", tried), kept
+        measured_ratio = ratio(outcome.samples, settings.plan)
         tried = Tried(name, form, measured_ratio, kept=measured_ratio.verdict == "faster")
         found = replace(found, tried=(*found.tried, tried))
         if tried.kept:
@@ -178,59 +179,63 @@ def _noted(found: TriedRewrites, note: str, *tried: Tried) -> TriedRewrites:
 
 def _compared(
     form: Form, kept: _FloatModel, rewritten: _FloatModel, of: str, builder: _Builder
-) -> tuple[Measurement | Failure | None, int]:
+) -> tuple[Outcome | None, int]:
     """Rounds of two models in one form, from the store if its record `of` has them, and the builds that they took; None
     if there is nothing to compare, as the engine refuses the model kept so far or rules place no pair."""
     store, before = builder.ready.store, builder.count
     record = builder.recorded(of)
     if record is None:
-        result = _measured(form, kept, rewritten, f"rewrite:{of}", builder)
-        spent = builder.count - before
-        if result is None:
-            return None, spent
-        builder.is_cut_short |= isinstance(result, Failure) and result.is_transient
-        record = store.put(RewriteRecord(of=of, result=Outcome.of(result), builds=spent))
-    return record.result.result, record.builds
+        try:
+            measured = _measured(form, kept, rewritten, f"rewrite:{of}", builder)
+        except EngineRefused as refused:
+            builder.is_cut_short |= refused.is_transient
+            outcome = Outcome(failure=refused.failure)
+        else:
+            if measured is None:
+                return None, builder.count - before
+            outcome = Outcome(samples=measured)
+        record = store.put(RewriteRecord(of=of, result=outcome, builds=builder.count - before))
+    return record.result, record.builds
 
 
-def _measured(
-    form: Form, kept: _FloatModel, rewritten: _FloatModel, key: str, builder: _Builder
-) -> Measurement | Failure | None:
+def _measured(form: Form, kept: _FloatModel, rewritten: _FloatModel, key: str, builder: _Builder) -> Measurement | None:
     runner, settings = builder.ready.runner, builder.ready.settings
-    a = builder.build(form, kept, "kept")
-    if a is None or isinstance(a, Failure):
-        builder.is_cut_short |= a is not None and a.is_transient
+    try:
+        a = builder.build(form, kept, "kept")
+    except EngineRefused as refused:
+        builder.is_cut_short |= refused.is_transient
+        return None
+    if a is None:
         return None
     b = builder.build(form, rewritten, key.replace(":", "_").replace("+", "_"))
-    if b is None or isinstance(b, Failure):
-        return b
+    if b is None:
+        return None
 
     def is_decided(found: Ratio) -> bool:
         return settled(found) or builder.is_late()
 
     result = compare_builds(runner, a, b, settings.plan, settings.seed, is_decided)
-    if isinstance(result, Failure) or ratio(result, settings.plan).verdict != "faster":
-        return result
-    return _difference(kept, rewritten, builder) or result
+    if ratio(result, settings.plan).verdict == "faster":
+        _check_same(kept, rewritten, builder)
+    return result
 
 
-def _difference(kept: _FloatModel, rewritten: _FloatModel, builder: _Builder) -> Failure | None:
-    """A failure if the engine fails, or if float outputs differ from those of `kept` by more than rounding."""
-    a, b = builder.build("float", kept, "kept"), builder.build("float", rewritten, "rewritten")
-    if isinstance(b, Failure):
-        return b
-    if b is None or a is None or isinstance(a, Failure):
-        return None
+def _check_same(kept: _FloatModel, rewritten: _FloatModel, builder: _Builder) -> None:
+    """Raise EngineRefused if the engine fails, or if float outputs differ from those of `kept` by more than
+    rounding."""
+    try:
+        a = builder.build("float", kept, "kept")
+    except EngineRefused:
+        a = None
+    b = builder.build("float", rewritten, "rewritten")
+    if a is None or b is None:
+        return
     samples = [workload.inputs for workload in builder.ready.subject.mix]
     before, after = (builder.ready.runner.outputs(handle, samples) for handle in (a, b))
-    if isinstance(after, Failure):
-        return after
-    if isinstance(before, Failure):
-        return before
     lost = accuracy(before, after, NO_SCORES)
     if lost.sqnr_db is not None and lost.sqnr_db < SAME_DB:
-        return Failure("output", f"the engine computes other outputs with it ({lost.sqnr_db:.1f} dB)")
-    return None
+        reason = f"the engine computes other outputs with it ({lost.sqnr_db:.1f} dB)"
+        raise EngineRefused(Failure("output", reason))
 
 
 @dataclass
@@ -262,16 +267,14 @@ class _Builder:
         reading = self.begun - (ends - budget)
         return time.monotonic() + readings * reading > self.begun + REWRITES_SHARE * budget
 
-    def build(self, form: Form, model: _FloatModel, log_name: str) -> Handle | Failure | None:
+    def build(self, form: Form, model: _FloatModel, log_name: str) -> Handle | None:
         """The build of a model, made when it is first asked for; None where rules place no pair."""
         if form not in model.builds:
             file = self._file(form, model.subject)
             if file is None:
                 return None
-            handle = self.ready.runner.load(file, log_name)
             self.count += 1
-            if isinstance(handle, Failure):
-                return handle
+            handle = self.ready.runner.load(file, log_name)
             self.handles.append(handle)
             model.builds[form] = handle
         return model.builds[form]

@@ -17,6 +17,7 @@ import numpy as np
 from qdqtune.calibration.rounding import rounded_weight
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.engines.devices import usable_cores
+from qdqtune.errors import EngineRefused, Failure
 from qdqtune.graph.loading import bytes_of_files
 from qdqtune.graph.model import Model
 from qdqtune.numerics.sensitivity import How, quantization, quantized_weights, sensitivities
@@ -26,7 +27,7 @@ from qdqtune.search.costs.rule_costs import NoiseOfBits
 from qdqtune.tuning.observer import SEARCHING
 from qdqtune.tuning.records import NoiseRecord, PredictionRecord, WeightNoiseRecord
 from qdqtune.tuning.run import Run
-from qdqtune.types import Accuracy, Edge, Failure, NumericFormat, Placement, WeightFormat
+from qdqtune.types import Accuracy, Edge, NumericFormat, Placement, WeightFormat
 
 Key = TypeVar("Key")
 Found = TypeVar("Found")
@@ -295,21 +296,23 @@ def _measured(run: Run, what: str, model: Model, pairs: Mapping[Edge, How], floo
         nonlocal is_thinned
         is_thinned = True
 
-    alone = sensitivities(
-        model,
-        pairs,
-        run.subject.accuracy,
-        floor=floor,
-        listener=run.observer,
-        deadline=deadline,
-        workers=_processes(run),
-        budget=run.runner.memory,
-        execution=run.execution,
-        on_fewer=thinned,
-    )
-    run.observer.stage(SEARCHING)
-    if isinstance(alone, Failure):
-        return Measured(None, alone)
+    try:
+        alone = sensitivities(
+            model,
+            pairs,
+            run.subject.accuracy,
+            floor=floor,
+            listener=run.observer,
+            deadline=deadline,
+            workers=_processes(run),
+            budget=run.runner.memory,
+            execution=run.execution,
+            on_fewer=thinned,
+        )
+    except EngineRefused as refused:
+        return Measured(None, refused.failure)
+    finally:
+        run.observer.stage(SEARCHING)
     return Measured(alone, None, run.budget.deadline is not None and (is_thinned or time.monotonic() > deadline))
 
 
@@ -331,12 +334,11 @@ def predicted_accuracy(run: Run, placement: Placement) -> Accuracy | None:
     if record is None and run.budget.is_late:
         return None
     if record is None:
-        found = run.simulation.accuracy(placement)
-        record = run.store.put(
-            PredictionRecord(of=of, failure=found)
-            if isinstance(found, Failure)
-            else PredictionRecord(of=of, accuracy=found)
-        )
+        try:
+            record = PredictionRecord(of=of, accuracy=run.simulation.accuracy(placement))
+        except EngineRefused as refused:
+            record = PredictionRecord(of=of, failure=refused.failure)
+        run.store.put(record)
     return record.accuracy
 
 

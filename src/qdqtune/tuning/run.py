@@ -17,8 +17,8 @@ from qdqtune.engines.execution import Check, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.options import on_device
 from qdqtune.engines.pool import WorkerPool
-from qdqtune.engines.runner import Runner, insist
-from qdqtune.errors import BadOption, BaselineFailed, writing
+from qdqtune.engines.runner import Runner
+from qdqtune.errors import BadOption, BaselineFailed, EngineRefused, rewording, writing
 from qdqtune.graph.loading import bytes_of_files, files_of
 from qdqtune.graph.saving import ConstantFile, one_constant_file
 from qdqtune.numerics.label_metrics import can_tell, doubt, samples_to_tell
@@ -45,7 +45,7 @@ from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject, calibrated, open_subject
 from qdqtune.tuning.trial_worker import ByRule, Candidates, Conditions, TrialWorker
 from qdqtune.tuning.weight_format_times import format_shares
-from qdqtune.types import Failure, Placement, Trial
+from qdqtune.types import Placement, Trial
 
 CANDIDATE_FOLDER = "candidates"
 """The folder for files of candidates, in a folder that is deleted when the run ends."""
@@ -308,11 +308,12 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
     if evaluation is None or (budget.is_spent(()) and not settings.from_qdq):  # no candidate follows that may ship
         return limits
     observer.stage(f"evaluating the float model with {evaluation.source}")
-    metric = bench.metric(Placement())
-    is_cut = isinstance(metric, Failure) and metric.stage == "timeout" and budget.lacks(0.0)
-    before = insist(
-        metric, f"{option_of(evaluation)} fails on the float model", BadOption if is_cut else BaselineFailed
-    )
+    try:
+        before = bench.metric(Placement())
+    except EngineRefused as refused:
+        is_cut = refused.failure.stage == "timeout" and budget.lacks(0.0)
+        with rewording(f"{option_of(evaluation)} fails on the float model", BadOption if is_cut else BaselineFailed):
+            raise
     if doubtful := doubt(before):
         observer.note(doubtful)
     max_drop = DROP * abs(before.value) if settings.max_drop == "auto" else limits.max_drop

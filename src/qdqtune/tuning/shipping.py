@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from qdqtune.errors import Failure
 from qdqtune.search import ratios_to_float
 from qdqtune.timing.ratios import (
     BUILD_LOOKS,
@@ -23,7 +24,7 @@ from qdqtune.timing.ratios import (
     ratio,
     spread_of,
 )
-from qdqtune.types import Failure, Measurement, Mix, Placement, Trial
+from qdqtune.types import Measurement, Mix, Placement, Trial
 
 LOOKS = (1, *BUILD_LOOKS)
 """After how many pairs of builds the files of a front are judged. One pair can decide there if other files have two,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
-from qdqtune.errors import BadData, BadModel, BadOption, BadState, BaselineFailed, reading, writing
+from qdqtune.errors import TRANSIENT, BadData, BadModel, BadOption, BadState, BaselineFailed, Failure, reading, writing
 from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside, check_single
 from qdqtune.system.writing import write_through
 from qdqtune.tuning.records import (
@@ -32,7 +32,6 @@ from qdqtune.tuning.records import (
     parsed,
     plain,
 )
-from qdqtune.types import TRANSIENT, Failure
 
 VERSION = 1
 CANDIDATE_VERSION = 5

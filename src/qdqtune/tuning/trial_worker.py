@@ -15,9 +15,9 @@ import numpy as np
 
 from qdqtune.engines.execution import Check
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import EngineFailure
+from qdqtune.errors import EngineRefused, Failure, rewording
 from qdqtune.graph.saving import ConstantFile, save
-from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, is_finite
+from qdqtune.numerics.accuracy import accuracy, check_finite, is_finite
 from qdqtune.numerics.metrics import Metric
 from qdqtune.numerics.scores import Scores
 from qdqtune.placement.insertion import Inserter
@@ -25,7 +25,7 @@ from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.pairing import compare_builds, fresh_builds, rounds_of
 from qdqtune.timing.ratios import Plan, compare, judge, settled
-from qdqtune.types import Array, CostsByRule, Failure, Measurement, Placement, Proposal, Sample, Trial
+from qdqtune.types import Array, CostsByRule, Layer, Measurement, Placement, Proposal, Sample, Trial
 
 
 class Candidates:
@@ -72,14 +72,15 @@ class Loaded:
         self._runner = runner
         self._loaded: dict[Placement, Handle] = {}
 
-    def load(self, placement: Placement, log_name: str) -> Handle | Failure:
+    def load(self, placement: Placement, log_name: str) -> Handle:
         """The build of a placement, made now if there is none; what the engine prints then goes to that log."""
         if placement not in self._loaded:
-            handle = self._runner.load(self._candidates.keep(placement), log_name)
-            if isinstance(handle, Failure):
+            file = self._candidates.keep(placement)
+            try:
+                self._loaded[placement] = self._runner.load(file, log_name)
+            except EngineRefused:
                 self._candidates.drop(placement)
-                return handle
-            self._loaded[placement] = handle
+                raise
         return self._loaded[placement]
 
     def drop(self, placement: Placement) -> None:
@@ -107,17 +108,13 @@ PROFILED_SECONDS = (0.05, 1.0)
 """Seconds of all inferences behind a layer report (least, most): short layers need many. Chosen, not measured."""
 
 
-Ran = tuple[Handle | Failure, list[dict[str, Array]] | Failure]
-"""A build of a candidate and its outputs; the list is empty if rounds give the outputs."""
-
-
 @dataclass(frozen=True)
 class ByRule:
     """How candidates are judged on an engine whose times mean nothing: by `costs`. `reference` gives the outputs of the
     float model on the samples, as the CPU computes them."""
 
     costs: RuleCosts
-    reference: Callable[[], list[dict[str, Array]] | Failure]
+    reference: Callable[[], list[dict[str, Array]]]
 
 
 @dataclass(frozen=True)
@@ -202,75 +199,74 @@ class TrialWorker:
         Raises:
             EngineFailure: the engine refuses the other placement, which it has built before.
         """
-        by_rule = self._conditions.by_rule
-        trial = job.known or (self._measured(job, batch) if by_rule is None else self._ruled(job, batch, by_rule))
+        trial = job.known or self._fresh(job, batch)
         if self._conditions.needs_check(trial):
-            trial = replace(trial, check=self._checked(trial))
+            try:
+                trial = replace(trial, check=self._checked(trial))
+            except EngineRefused as refused:
+                trial = replace(trial, check=refused.failure)
         if not self._conditions.may_be_taken(trial):
             self.loaded.drop(trial.placement)
         return trial
 
+    def _fresh(self, job: TrialJob, batch: Batch) -> Trial:
+        by_rule = self._conditions.by_rule
+        try:
+            return self._measured(job, batch) if by_rule is None else self._ruled(job, batch, by_rule)
+        except EngineRefused as refused:
+            return Trial(job.number, job.proposal, job.against, refused.failure)
+
     def _measured(self, job: TrialJob, batch: Batch) -> Trial:
-        conditions, asked = self._conditions, (job.number, job.proposal, job.against)
-        opponent = self._opponent(job)
-        if isinstance(opponent, Failure):  # it was built before, so the candidate is not to blame
-            raise EngineFailure(f"the engine does not build the best model so far again: {opponent.reason}")
-        candidate, outputs = self._ran(job)
-        if isinstance(candidate, Failure):
-            return Trial(*asked, candidate)
-        if isinstance(outputs, Failure):
-            return Trial(*asked, outputs)
-        if not is_finite(outputs):
-            return Trial(*asked, NOT_FINITE)
+        conditions = self._conditions
+        with rewording("the engine does not build the best model so far again"):  # it has built it before
+            opponent = self._opponent(job)
+        candidate = self.loaded.load(job.proposal.placement, f"trial_{job.number:03}")
+        outputs: list[dict[str, Array]] = []
+        if not self.runner.start_seconds(candidate):  # else rounds give outputs, too
+            outputs = self.runner.outputs(candidate, conditions.samples)
+            check_finite(outputs)
         samples = () if outputs else conditions.samples
         rounds = rounds_of(self.runner, opponent, candidate, conditions.plan, conditions.seed, samples)
         begun = time.monotonic()
         is_brief = batch.deadline is not None and begun > batch.deadline
         plan = replace(conditions.plan, looks=(BRIEF_ROUNDS,)) if is_brief else conditions.plan
         result = compare(rounds, plan, decided=lambda r: settled(r) or _is_late(begun, batch.deadline))
-        if isinstance(result, Failure):
-            return Trial(*asked, result)
         if not outputs:
             outputs = self.runner.outputs(candidate, conditions.samples)
-            if isinstance(outputs, Failure) or not is_finite(outputs):
-                return Trial(*asked, outputs if isinstance(outputs, Failure) else NOT_FINITE)
-        runs = profiled_runs(float(np.median(result.b)))
-        layers = self.runner.layers(candidate, runs) if job.proposal.wants_layers else None
-        if isinstance(layers, Failure) and layers.is_transient:
-            return Trial(*asked, layers)
-        report = () if isinstance(layers, Failure) else layers
-        return Trial(*asked, result, accuracy=accuracy(batch.reference, outputs, batch.scores), layers=report)
+            check_finite(outputs)
+        layers: tuple[Layer, ...] | None = None
+        if job.proposal.wants_layers:
+            try:
+                layers = self.runner.layers(candidate, profiled_runs(float(np.median(result.b))))
+            except EngineRefused as refused:
+                if refused.is_transient:
+                    raise
+                layers = ()
+        exactness = accuracy(batch.reference, outputs, batch.scores)
+        return Trial(job.number, job.proposal, job.against, result, accuracy=exactness, layers=layers)
 
     def _ruled(self, job: TrialJob, batch: Batch, by_rule: ByRule) -> Trial:
         """A candidate with its outputs, its layers, and its costs by rule; nothing is timed."""
-        asked = job.number, job.proposal, job.against
         candidate = self.loaded.load(job.proposal.placement, f"trial_{job.number:03}")
-        if isinstance(candidate, Failure):
-            return Trial(*asked, candidate)
         outputs = self._deciding(candidate, batch)
-        if isinstance(outputs, Failure) or not is_finite(outputs):
-            return Trial(*asked, outputs if isinstance(outputs, Failure) else NOT_FINITE)
+        check_finite(outputs)
         layers = self.runner.layers(candidate, 1)
-        if isinstance(layers, Failure):
-            return Trial(*asked, layers)
         computed = [name for layer in layers if layer.kind != "quantize" for name in layer.nodes]
         if computed and left_nodes(layers).issuperset(computed):
-            return Trial(*asked, NO_NODES)
+            raise EngineRefused(NO_NODES)
         self._costs[job.proposal.placement] = cost = by_rule.costs.cost(job.proposal.placement, layers)
         result = CostsByRule(self._cost_of(job.against, job, by_rule), cost)
-        return Trial(*asked, result, accuracy=accuracy(batch.reference, outputs, batch.scores), layers=layers)
+        exactness = accuracy(batch.reference, outputs, batch.scores)
+        return Trial(job.number, job.proposal, job.against, result, accuracy=exactness, layers=layers)
 
-    def _deciding(self, candidate: Handle, batch: Batch) -> list[dict[str, Array]] | Failure:
+    def _deciding(self, candidate: Handle, batch: Batch) -> list[dict[str, Array]]:
         """The outputs on all samples, or on the first ones if they show that the limit on the SQNR is missed: a
         simulator takes up to a minute for each."""
         outputs: list[dict[str, Array]] = []
         for sample in self._conditions.samples:
-            found = self.runner.outputs(candidate, [sample])
-            if isinstance(found, Failure):
-                return found
-            outputs += found
+            outputs += self.runner.outputs(candidate, [sample])
             known = accuracy(batch.reference, outputs, batch.scores)
-            if self._conditions.limits.is_surely_missed(known) or not is_finite(found):
+            if self._conditions.limits.is_surely_missed(known) or not is_finite(outputs[-1:]):
                 break
         return outputs
 
@@ -278,28 +274,20 @@ class TrialWorker:
         """The cost of the placement that a candidate is compared with, once its layers are known. Where the engine does
         not run it, which is possible for the float model only, each of its nodes counts as one that runs elsewhere."""
         if placement not in self._costs:
-            handle = self._opponent(job)
-            layers = handle if isinstance(handle, Failure) else self.runner.layers(handle, 1)
-            self._costs[placement] = by_rule.costs.cost(placement, () if isinstance(layers, Failure) else layers)
+            try:
+                layers = self.runner.layers(self._opponent(job), 1)
+            except EngineRefused:
+                layers = ()
+            self._costs[placement] = by_rule.costs.cost(placement, layers)
         return self._costs[placement]
 
-    def _checked(self, trial: Trial) -> Measurement | Failure:
+    def _checked(self, trial: Trial) -> Measurement:
         files = self._candidates.file(trial.against), self._candidates.file(trial.placement)
         with fresh_builds(self.runner, *files, f"trial_{trial.number:03}{self._mark}") as pair:
-            if isinstance(pair, Failure):
-                return pair
             plan, seed = self._conditions.plan, self._conditions.seed + 1
             return compare_builds(self.runner, *pair, plan, seed, settled)
 
-    def _ran(self, job: TrialJob) -> Ran:
-        candidate = self.loaded.load(job.proposal.placement, f"trial_{job.number:03}")
-        if isinstance(candidate, Failure):
-            return candidate, candidate
-        if self.runner.start_seconds(candidate):
-            return candidate, []  # rounds give outputs, too
-        return candidate, self.runner.outputs(candidate, self._conditions.samples)
-
-    def _opponent(self, job: TrialJob) -> Handle | Failure:
+    def _opponent(self, job: TrialJob) -> Handle:
         return self.loaded.load(job.against, f"best{self._mark}")
 
 

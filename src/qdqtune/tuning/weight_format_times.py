@@ -21,7 +21,7 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import unwatched
 from qdqtune.engines.formats import weight_formats, weight_formats_like
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import writing
+from qdqtune.errors import EngineRefused, Failure, writing
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.operators import elements
@@ -36,7 +36,7 @@ from qdqtune.tuning.records import WeightFormatsRecord
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject
-from qdqtune.types import Edge, Failure, Layer, Placement, WeightFormat, Workload
+from qdqtune.types import Edge, Layer, Placement, WeightFormat, Workload
 
 LEAST_BYTES = 2**20
 """Weights of fewer bytes in all fit in a cache: reading less of them gains nothing. Estimated, not measured."""
@@ -187,14 +187,22 @@ def _tried(
     that the engine refuses or does not fuse into the product; and a failure that may not occur again."""
     able = [s for s in wanted if s.block is None or size.inputs % s.block == 0]
     able = [s for s in able if not s.dynamic or size.dtype == TensorProto.FLOAT]
-    layers, lost = _layers(size, able, subject, runner, counts), None
-    if isinstance(layers, Failure):  # if the engine refuses one format, it refuses the model with all
-        alone = {s: _layers(size, [s], subject, runner, counts) for s in able} if len(able) > 1 else {}
-        lost = next((f for f in (layers, *alone.values()) if isinstance(f, Failure) and f.is_transient), None)
-        able = [s for s, found in alone.items() if not isinstance(found, Failure)]
-        layers = _layers(size, able, subject, runner, counts)
-        if isinstance(layers, Failure):
-            return {}, layers if layers.is_transient else lost
+    failures = list[Failure]()
+
+    def layers_of(formats: Sequence[WeightFormat]) -> tuple[Layer, ...] | None:
+        try:
+            return _layers(size, formats, subject, runner, counts)
+        except EngineRefused as refused:
+            failures.append(refused.failure)
+            return None
+
+    layers = layers_of(able)
+    if layers is None:  # if the engine refuses one format, it refuses the model with all
+        able = [s for s in able if layers_of([s]) is not None] if len(able) > 1 else []
+        layers = layers_of(able)
+    lost = next((failure for failure in failures if failure.is_transient), None)
+    if layers is None:
+        return {}, lost
     shares = dict[str, float]()
     floats = _time(layers, "float")
     for weight_format in able:
@@ -227,7 +235,7 @@ def _time(layers: Sequence[Layer], name: str) -> float | None:
 
 def _layers(
     size: Size, wanted: Sequence[WeightFormat], subject: Subject, runner: Runner, counts: Sequence[int | None]
-) -> tuple[Layer, ...] | Failure:
+) -> tuple[Layer, ...]:
     """The layers of a model that holds one product in float and in each weight format, several copies of each."""
     copies = min(max(PRODUCT_COPIES[0], TOGETHER // (size.inputs * _columns(size))), PRODUCT_COPIES[1])
     model = _side_by_side(size, wanted, copies)

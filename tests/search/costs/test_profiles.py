@@ -7,6 +7,7 @@ import pytest
 
 from models import INT8, attention, build, conv_net, normal, ranges, tapped
 from qdqtune.engines.fake import CostModel
+from qdqtune.errors import Failure
 from qdqtune.graph.model import Model
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
@@ -26,7 +27,7 @@ from qdqtune.search.costs.profiles import (  # fmt: skip
 from qdqtune.search.costs.units import Partition, Unit, partition
 from qdqtune.search.subgraph import Change, SubgraphSearch
 from qdqtune.tuning.subgraphs.groups import Resolved, by_rules, extract
-from qdqtune.types import Edge, Failure, Layer, Measurement, Placement, WeightFormat
+from qdqtune.types import Edge, Layer, Measurement, Placement, WeightFormat
 
 
 def parts_of(model: Model) -> Partition:

@@ -20,8 +20,8 @@ from qdqtune.commands.tune import TuneOptions, tune
 from qdqtune.engines import LAUNCHED, execution
 from qdqtune.engines.devices import Device
 from qdqtune.engines.process import WorkerProcess
-from qdqtune.engines.runner import Runner, as_workloads, insist
-from qdqtune.errors import first_of
+from qdqtune.engines.runner import Runner, as_workloads
+from qdqtune.errors import EngineRefused, first_of, rewording
 from qdqtune.explanation.findings import check
 from qdqtune.explanation.reasons_by_graph import is_low
 from qdqtune.graph.loading import load
@@ -33,7 +33,7 @@ from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest
 from qdqtune.tuning.contexts import Context
 from qdqtune.tuning.options import Mode
-from qdqtune.types import EQUAL_DB, Failure, Sample
+from qdqtune.types import EQUAL_DB, Sample
 
 FLOAT_DB, LOST_DB = 40.0, 3.0
 """The least SQNR of float outputs, which TF32 and float16 reach; and how far the SQNR of a quantized model may be below
@@ -140,10 +140,11 @@ def _agrees_with_simulation(engine: EngineAtHand, name: str) -> str:
     engine.insist_on_device()
     plain, quantized, samples = engine.files(name).plain, engine.quantized(name), engine.files(name).samples
     exact = _simulated(engine, plain, samples)
-    level = _db(exact, insist(engine.runner.outputs(engine.loaded(plain), samples), "the float file does not run"))
+    with rewording("the float file does not run"):
+        level = _db(exact, engine.runner.outputs(engine.loaded(plain), samples))
     expected = _db(exact, _simulated(engine, quantized, samples))
-    outputs = insist(engine.runner.outputs(engine.loaded(quantized), samples), "the quantized file does not run")
-    measured = _db(exact, outputs)
+    with rewording("the quantized file does not run"):
+        measured = _db(exact, engine.runner.outputs(engine.loaded(quantized), samples))
     told = f"{measured:.1f} dB, {expected:.1f} dB in the simulation; in float {level:.0f} dB"
     if level < FLOAT_DB or measured < min(expected, FLOAT_DB) - LOST_DB:
         raise BrokenError(told)
@@ -152,7 +153,8 @@ def _agrees_with_simulation(engine: EngineAtHand, name: str) -> str:
 
 def _simulated(engine: EngineAtHand, file: Path, samples: Sequence[Sample]) -> Outputs:
     model = with_integer_softmax(load(file)) if engine.spec.name == "onnxruntime" else load(file)
-    return insist(engine.simulation.outputs(model, "simulated", samples), "ONNX Runtime does not run the file")
+    with rewording("ONNX Runtime does not run the file"):
+        return engine.simulation.outputs(model, "simulated", samples)
 
 
 def _db(exact: Outputs, outputs: Outputs) -> float:
@@ -169,10 +171,10 @@ def _tells_apart(engine: EngineAtHand, subject: str) -> str:
     plan = Plan((LAUNCHED_ROUNDS if engine.spec.name in LAUNCHED else ROUNDS,))
     context = Context(None, engine.runner, as_workloads(files.samples[0]))
     second = files.plain if subject == ITSELF else other
-    compared = Comparer(plan, 0).compare(ComparisonRequest("", files.plain, second, context))
-    found = insist(compared, "the files cannot be timed").ratio
-    told = f"the second file is {found.verdict}, {found.speedup}"
-    if found.verdict != ("undecided" if subject == ITSELF else "slower"):
+    with rewording("the files cannot be timed"):
+        ratio = Comparer(plan, 0).compare(ComparisonRequest("", files.plain, second, context)).ratio
+    told = f"the second file is {ratio.verdict}, {ratio.speedup}"
+    if ratio.verdict != ("undecided" if subject == ITSELF else "slower"):
         raise BrokenError(told)
     return told
 
@@ -226,13 +228,17 @@ def _survives_lack_of_memory(engine: EngineAtHand, subject: str) -> str:
 
 def _fails_once(spoiled: Callable[[], object], ask: Callable[[], object], stages: Sequence[str]) -> str:
     """What became of a request that must fail at one of some stages, if the next one works."""
-    failed = spoiled()
-    if not isinstance(failed, Failure):
+    try:
+        spoiled()
+    except EngineRefused as refused:
+        failure = refused.failure
+    else:
         raise BrokenError("the request was answered as if nothing had happened")
-    if failed.stage not in stages or not failed.reason:
-        raise BrokenError(f"the failure is told as {failed.stage!r}: {failed.reason}")
-    insist(ask(), "the next request fails")
-    return failed.stage if failed.stage == "timeout" else f"{failed.stage}: {failed.reason}"
+    if failure.stage not in stages or not failure.reason:
+        raise BrokenError(f"the failure is told as {failure.stage!r}: {failure.reason}")
+    with rewording("the next request fails"):
+        ask()
+    return failure.stage if failure.stage == "timeout" else f"{failure.stage}: {failure.reason}"
 
 
 def _tunes(engine: EngineAtHand, mode: str) -> str:
@@ -243,7 +249,8 @@ def _tunes(engine: EngineAtHand, mode: str) -> str:
     done = tune(TuneOptions(files.plain, **given).settings(), engine.observer)
     if done.improved and (done.ratio is None or done.ratio.verdict != "faster"):
         raise BrokenError(f"a file ships that is not proven to be faster: {done.ratio}")
-    insist(engine.runner.outputs_of(done.file, files.samples[:1]), "the engine does not run what ships")
+    with rewording("the engine does not run what ships"):
+        engine.runner.outputs_of(done.file, files.samples[:1])
     return done.in_words() if done.ratio is None else f"proven, {done.ratio.speedup}"
 
 

@@ -18,9 +18,9 @@ from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import with_timing_cache
-from qdqtune.engines.runner import Handle, Runner, insist
+from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.tensorrt.options import Span, with_spans
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadOption, rewording
 from qdqtune.numerics.simulation import Session, onnxruntime_session
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer
@@ -109,7 +109,8 @@ class EngineAtHand:
         Raises:
             EngineFailure: the engine refuses it.
         """
-        return insist(self.runner.load(file), f"{file.name} is not built")
+        with rewording(f"{file.name} is not built"):
+            return self.runner.load(file)
 
     def layers(self, file: Path, sample: Sample) -> tuple[Layer, ...]:
         """The layers of a file.
@@ -119,7 +120,9 @@ class EngineAtHand:
         """
         if file not in self._layers:
             self.runner.feed(sample)
-            self._layers[file] = insist(self.runner.layers(self.loaded(file), RUNS), f"{file.name} has no layers")
+            handle = self.loaded(file)
+            with rewording(f"{file.name} has no layers"):
+                self._layers[file] = self.runner.layers(handle, RUNS)
         return self._layers[file]
 
     def insist_on_device(self) -> None:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from qdqtune.errors import Failure
 from qdqtune.graph import operators
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements
@@ -23,7 +24,7 @@ from qdqtune.search.costs.attribution import TimedBuild, attribute
 from qdqtune.search.costs.decisions import cut, margin
 from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, FormatShares, Partition, Unit, partition
-from qdqtune.types import Edge, Failure, Layer, Measurement, Placement, WeightFormat
+from qdqtune.types import Edge, Layer, Measurement, Placement, WeightFormat
 
 GroupPoint = tuple[int, int]
 """Input `slot` of the group's node number `n` as (n, slot); all uses of the group's output number `k` as (-1, k)."""

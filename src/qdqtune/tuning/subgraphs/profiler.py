@@ -24,7 +24,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.tensorrt.options import with_spans
-from qdqtune.errors import BadOption, InputError, writing
+from qdqtune.errors import BadOption, EngineRefused, Failure, InputError, writing
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement.insertion import Inserter
@@ -38,7 +38,7 @@ from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.records import Outcome, PartRecord, R, SchemeRecord
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.subgraphs.groups import Resolved, borders, extract, is_shape
-from qdqtune.types import Array, Edge, Failure, Layer, Measurement, Placement
+from qdqtune.types import Array, Edge, Layer, Placement
 
 GROUP_ROUNDS = Plan(looks=(5, 9), turn_seconds=0.001, warmup=1)
 """Rounds of a group with pairs against the same group in float: few, as what ships is decided on the whole model."""
@@ -293,18 +293,20 @@ class Profiler:
         has."""
         with self._writing:
             self._constants.save(part.model, part.path)
-        handle = _loaded(runner, part.path)
         base = self._store.get(PartRecord, part.key)
-        if base is None:
-            layers = handle if isinstance(handle, Failure) else self._layers(runner, handle)
-            base = self._kept(
-                PartRecord(of=part.key, failure=layers)
-                if isinstance(layers, Failure)
-                else PartRecord(of=part.key, layers=layers)
-            )
-        if isinstance(handle, Failure):
-            self._not_loaded[part.key] = handle
+        try:
+            handle = _loaded(runner, part.path)
+        except EngineRefused as refused:
+            self._not_loaded[part.key] = refused.failure
+            if base is None:
+                self._kept(PartRecord(of=part.key, failure=refused.failure))
             return
+        if base is None:
+            try:
+                base = PartRecord(of=part.key, layers=self._layers(runner, handle))
+            except EngineRefused as refused:
+                base = PartRecord(of=part.key, failure=refused.failure)
+            self._kept(base)
         inserter = Inserter(part.model, self._subject.ranges, self._subject.numbers)
         for name, key in self._keys(part).items() if base.failure is None else ():
             if is_late():
@@ -325,30 +327,31 @@ class Profiler:
         self, runner: Runner, part: _Part, scheme: str, float_form: Handle, path: Path, floats: Sequence[Layer]
     ) -> SchemeRecord:
         """Measure one scheme: its layers, and rounds unless the layers show that it is slower."""
-        handle, key = _loaded(runner, path), self._keys(part)[scheme]
-        if isinstance(handle, Failure):
-            return SchemeRecord(of=key, result=Outcome.of(handle))
-        layers = self._layers(runner, handle)
-        result: Measurement | Failure | None = None
-        if isinstance(layers, Failure):
-            result, layers = layers, ()
-        else:
+        key, layers, handle = self._keys(part)[scheme], tuple[Layer, ...](), None
+        try:
+            handle = _loaded(runner, path)
+            layers = self._layers(runner, handle)
             known = profile_of(part.model, floats, [SchemeResult(scheme, part.schemes[scheme], None, layers)])
-            if not self._timed or any(option.ms < HOPELESS_SHARE * known.float_ms for option in known.options):
-                rounds = rounds_of(runner, float_form, handle, GROUP_ROUNDS, self._seed)
-                result = compare(rounds, GROUP_ROUNDS, decided=lambda r: abs(r.median - 1) > DECISIVE)
-        runner.unload(handle)
-        return SchemeRecord(of=key, result=None if result is None else Outcome.of(result), layers=layers)
+            if self._timed and all(option.ms >= HOPELESS_SHARE * known.float_ms for option in known.options):
+                return SchemeRecord(of=key, layers=layers)
+            rounds = rounds_of(runner, float_form, handle, GROUP_ROUNDS, self._seed)
+            result = compare(rounds, GROUP_ROUNDS, decided=lambda r: abs(r.median - 1) > DECISIVE)
+            return SchemeRecord(of=key, result=Outcome(samples=result), layers=layers)
+        except EngineRefused as refused:
+            return SchemeRecord(of=key, result=Outcome(failure=refused.failure), layers=layers)
+        finally:
+            if handle is not None:
+                runner.unload(handle)
 
-    def _layers(self, runner: Runner, handle: Handle) -> tuple[Layer, ...] | Failure:
+    def _layers(self, runner: Runner, handle: Handle) -> tuple[Layer, ...]:
         return runner.layers(handle, PROFILED_RUNS) if self._timed else ()
 
 
-def _loaded(runner: Runner, path: Path) -> Handle | Failure:
+def _loaded(runner: Runner, path: Path) -> Handle:
     try:
         return runner.load(path, path.name.removesuffix(".onnx"))
     except InputError as error:  # an option of the engine that fits the whole model, but not this part
-        return Failure("build", str(error))
+        raise EngineRefused(Failure("build", str(error))) from error
 
 
 def _runners(run: Run, spec: EngineSpec, logs: Path) -> Iterator[Runner]:
