@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 
 from models import build, normal
-from qdqtune.explanation.findings import Finding, check
+from qdqtune.explanation.unfused import Finding, check
 from qdqtune.graph.model import Model
 from qdqtune.types import Layer, NumericFormat
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from qdqtune.engines import EngineSpec as EngineSpec
     from qdqtune.errors import Cancelled as Cancelled
     from qdqtune.errors import QdqtuneError as QdqtuneError
-    from qdqtune.explanation.reasons_by_measurement import Explanation as Explanation
+    from qdqtune.explanation.units import Explanation as Explanation
     from qdqtune.tuning.observer import Observer as Observer
     from qdqtune.tuning.observer import State as State
     from qdqtune.tuning.settings import Settings as Settings
@@ -34,7 +34,7 @@ _HOMES = {
     "Cancelled": "errors",
     "Edge": "types",
     "EngineSpec": "engines",
-    "Explanation": "explanation.reasons_by_measurement",
+    "Explanation": "explanation.units",
     "Observer": "tuning.observer",
     "Placement": "types",
     "QdqtuneError": "errors",

@@ -11,7 +11,7 @@ import pytest
 from engine_contract import conv_model, quantized_conv_model
 from models import INT8
 from qdqtune.cli import checks
-from qdqtune.explanation.findings import Finding, allow
+from qdqtune.explanation.unfused import Finding, allow
 
 
 @pytest.fixture

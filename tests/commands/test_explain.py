@@ -26,14 +26,6 @@ def test_what_is_no_finished_run_is_refused(tuned: Path, tmp_path: Path) -> None
         explain_run(tmp_path / "out")
 
 
-def test_units_decided_otherwise_together_need_no_conversions_between_them(tuned: Path) -> None:
-    explained = explain_run(tuned.parent / "out")
-    in_8_bits = {row.unit: row for row in explained.rows if row.quantized}.values()
-    (together,) = (tally for tally in explained.tallies if tally.quantized)
-    assert together.margin_ms is not None
-    assert 0 < together.margin_ms < sum(row.margin_ms or 0.0 for row in in_8_bits)
-
-
 def test_what_a_provider_leaves_is_told_by_tune_explain_and_the_report(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

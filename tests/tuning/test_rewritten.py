@@ -70,7 +70,7 @@ def test_a_rewrite_that_pays_is_kept_and_told(tmp_path: Path) -> None:
     final = load(asked.output_dir / "optimized_final.onnx")
     assert "HardSwish" in {n.op for n in final.nodes}
     assert read_placement_file(asked.output_dir / "placement.yaml").rewrites == Rewrites(True, ("hardswish",))
-    assert any(row.op == "HardSwish" for row in explain_run(asked.output_dir).rows)
+    assert any("HardSwish" in row.operators for row in explain_run(asked.output_dir).rows)
 
 
 @pytest.mark.parametrize("pays", [True, False])

@@ -30,8 +30,8 @@ from qdqtune.commands.inputs import MODEL, execution_of
 from qdqtune.commands.shown import Table
 from qdqtune.commands.worst_tensors import UNKNOWN_NOISE, Damage
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable, escaped
-from qdqtune.explanation.findings import Finding
 from qdqtune.explanation.formatting import counted, placed, samples
+from qdqtune.explanation.unfused import Finding
 from qdqtune.options import REQUIRED, Files, given_in, option
 from qdqtune.system.writing import temporary_folder, write_json
 from qdqtune.types import sqnr_of

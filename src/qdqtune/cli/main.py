@@ -145,8 +145,7 @@ SUMMARIES = {
         "doctor": "Show which engines work on this machine, on what hardware, and what to install for the others.",
     },
     "runs": {
-        "explain": "Explain a finished run: why each node runs in 8 bits or in float, and what the other way would "
-        "cost.",
+        "explain": "Explain a finished run: why each node runs in 8 bits or in float, and what it takes.",
         "report": "Write the report of a finished run: one HTML file that works offline and makes no request.",
         "verify": "Say whether what a run has proven holds on this machine.",
     },

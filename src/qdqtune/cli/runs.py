@@ -13,8 +13,8 @@ from qdqtune.commands.explain import ExplainOptions, explain_run
 from qdqtune.commands.verify import VerifyOptions, verify
 from qdqtune.errors import ConstraintUnmet
 from qdqtune.explanation.page import write_report
-from qdqtune.explanation.reasons_by_measurement import IN_WORDS, Explanation
 from qdqtune.explanation.report import report_of_run
+from qdqtune.explanation.units import Explanation
 from qdqtune.options import REQUIRED, File, Given, MaybeFile, Options, Reads, Writes, option
 from qdqtune.system.checks import Output, below, in_list, written_as
 from qdqtune.tuning.folder import REPORT
@@ -22,11 +22,14 @@ from qdqtune.tuning.folder import REPORT
 
 @command("explain", ExplainOptions, AS_JSON)
 def explain_command(options: ExplainOptions, as_machine: bool) -> None:
-    """Explain a finished run: why each node runs in 8 bits or in float, and what the other way would cost.
+    """Explain a finished run: why each node runs in 8 bits or in float, and what it takes.
 
     DIR is the output folder of `qdqtune tune`. Without a node: the nodes by reason, what takes the most time first.
-    Times are in ms: what rounds have measured of the whole model, shared out over its layers as the engine told of the
-    builds; each conversion counts with one node. What the other way would cost is predicted. Nothing is run.
+    Times are in ms: the measured latency of the whole model, divided among its layers as the engine reports them; each
+    conversion counts with one node. What a node would take the other way is shown where a build ran it so, with all
+    nodes around it as in what ships: `measured` if nothing else differed, else `estimated` from the layers of that
+    build. A node in float has one of five reasons: no kernel for this operator; conversions cost more than it saves; no
+    gain beyond noise; accuracy limit; not tried. Nothing is run.
 
     \b
     qdqtune explain qdqtune_output
@@ -36,19 +39,17 @@ def explain_command(options: ExplainOptions, as_machine: bool) -> None:
     if as_machine:
         print_json(explained.to_dict())
     elif explained.is_part:
-        print_prose(by_node(explained.rows))
+        print_prose(_by_unit(explained.rows))
     else:
         print_prose([f"{explained.folder}: {explained.headline}"])
         show(explained.table())
 
 
-def by_node(rows: Sequence[Explanation]) -> Iterator[str]:
+def _by_unit(rows: Sequence[Explanation]) -> Iterator[str]:
     for row in rows:
-        others = [name for name in row.unit if name != row.node]
-        together = f", decided together with {', '.join(others)}" if others else ""
-        stored = f", its weights stored as {row.weight_format}" if row.weight_format else ""
-        yield f"{row.node} ({row.op}): runs in {row.precision}{stored}{together}"
-        yield f"    {IN_WORDS[row.why]}: {row.reason}"
+        names = (f"{name} ({operator})" for name, operator in zip(row.nodes, row.operators, strict=True))
+        yield f"{', '.join(names)}: {row.state}{row.precision and f', {row.precision}'}"
+        yield f"    {row.why}"
 
 
 def _record(text: str) -> list[Path]:

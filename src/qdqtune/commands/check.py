@@ -12,6 +12,7 @@ import click
 import numpy as np
 from onnx import TensorProto
 
+from qdqtune.calibration.observe import running
 from qdqtune.calibration.options import DataOptions, samples_option
 from qdqtune.commands.inputs import ModelOption, SamplesLike, execution_of
 from qdqtune.commands.shown import Shown, Table, milliseconds
@@ -25,20 +26,21 @@ from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.engines.tensorrt.options import built_for_sample
 from qdqtune.engines.tensorrt.report import read_report
-from qdqtune.errors import BadOption, rewording
-from qdqtune.explanation.findings import Finding, allow, check, excuse, is_measured, lost_by_pairs
+from qdqtune.errors import BadOption, EngineRefused, InputError, parsed_json, rewording
 from qdqtune.explanation.formatting import counted, placed
-from qdqtune.explanation.reasons_by_graph import is_low
+from qdqtune.explanation.unfused import Finding, allow, check, is_low
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMPUTE
-from qdqtune.numerics.accuracy import concern
+from qdqtune.numerics.accuracy import accuracy, concern, is_finite
 from qdqtune.options import FILE, WORDS, MaybeFile, MaybeText, Names, Option, option
+from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import is_quantized, placement_in
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.tuning.deploy import tuned_elsewhere
-from qdqtune.types import Layer, NumericFormat, QType, QuantType, Sample
+from qdqtune.tuning.folder import BASELINE
+from qdqtune.types import Accuracy, Layer, NumericFormat, QType, QuantType, Sample
 
 
 @dataclass(kw_only=True)
@@ -253,7 +255,7 @@ class Checked(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """For machines."""
-        findings = excuse(self.findings) if self.measured else self.findings
+        findings = [replace(finding, fails=finding.fails and not self.measured) for finding in self.findings]
         return {
             "model": str(self.model),
             "engine": self.engine,
@@ -311,7 +313,7 @@ def check_file(options: CheckOptions) -> Checked:
     found = check(graph, layers, numbers)
     where = None if machine is None else machine.where
     told += _overflows(graph, numbers, "here" if where is None else f"on {where}")
-    measured = described is not None and is_measured(path, graph, described)
+    measured = described is not None and _is_measured(path, graph, described)
     if not options.graph_json and is_quantized(graph):
         told += _accuracy_notes(options, path, graph, execution)
     return Checked(path, graph, engine, layers, allow(found, options.allow_boundary), measured, told, left, where)
@@ -335,7 +337,7 @@ def _overflows(graph: Model, numbers: NumericFormat, at: str) -> tuple[str, ...]
 def _accuracy_notes(options: CheckOptions, path: Path, graph: Model, execution: Execution) -> tuple[str, ...]:
     """A note if the pairs, as ONNX defines them, make the outputs inaccurate."""
     prepared = prepared_for(graph, options.spec(options.input_shapes), data_of(options, execution, path), execution)
-    lost = lost_by_pairs(graph, prepared.judging, execution) if prepared.has_real_samples else None
+    lost = _lost_by_pairs(graph, prepared.judging, execution) if prepared.has_real_samples else None
     if lost is None or not (warning := concern(lost)):
         return ()
     return (f"as ONNX defines its pairs, on {prepared.samples.origin}: {warning}",)
@@ -345,3 +347,33 @@ def _numbers(model: Model) -> QuantType:
     carriers = (node.inputs[0] for node in model.nodes if node.op == "DequantizeLinear")
     types = {model.tensors[tensor].dtype for tensor in carriers if tensor in model.tensors}
     return "fp8" if TensorProto.FLOAT8E4M3FN in types else "int8"
+
+
+def _is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
+    """Whether `file` lies in the folder of a run that has proven the pairs of its `model` faster on this engine.
+
+    `engine` is the description of the engine: another version, device or setting may fuse otherwise.
+    """
+    folder = file.parent
+    try:
+        summary = parsed_json((folder / "summary.json").read_text(encoding="utf-8"))
+        fuses_as = [{k: v for k, v in e.items() if k != "machine"} for e in (summary["engine"], engine)]
+        if summary["shipped"] != "tuned" or fuses_as[0] != fuses_as[1]:
+            return False
+        recorded = read_placement_file(folder / "placement.yaml").placement
+        return recorded == placement_in(load(folder / BASELINE), model)  # fails in folders that tune has not written
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, InputError):
+        return False
+
+
+def _lost_by_pairs(model: Model, samples: Sequence[Sample], execution: Execution) -> Accuracy | None:
+    """The accuracy of a Q/DQ model against itself without pairs, on ONNX Runtime without fusion; None if that cannot
+    run it. Weights that are stored in 8 bits count as exact.
+    """
+    plain = strip_pairs(model)
+    with running(plain, execution) as as_float, running(model, execution, fuse=False) as as_quantized:
+        try:
+            reference, outputs = as_float(samples), as_quantized(samples)
+        except EngineRefused:
+            return None
+    return accuracy(reference, outputs) if is_finite([*reference, *outputs]) else None

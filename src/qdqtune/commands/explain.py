@@ -1,17 +1,17 @@
-"""`qdqtune explain`: why each node of a finished run runs as it does, read from the folder of the run."""
+"""`qdqtune explain`: why each unit of a finished run runs as it does, read from the folder of the run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from qdqtune.commands.shown import Shown, Table
+from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.errors import BadOption
 from qdqtune.explanation.facts import facts_of
 from qdqtune.explanation.formatting import shortened
-from qdqtune.explanation.reasons_by_measurement import IN_WORDS, Explanation, Tally, headline, tallied, total
+from qdqtune.explanation.units import Explanation, Tally, explanations, headline, tally, total
 from qdqtune.options import FILE, REQUIRED, TEXT, File, MaybeText, Options, option
 from qdqtune.tuning.finished import read_run
 
@@ -31,67 +31,57 @@ class ExplainOptions(Options):
 
 @dataclass(frozen=True, repr=False)
 class Explained(Shown):
-    """A finished run, explained: what shipped in a sentence, a row for every node, and sums by reason, the most time
-    first. `is_part`: `rows` are only the nodes that were asked for."""
+    """A finished run, explained: what shipped in a sentence, and a row for every unit. `is_part`: `rows` are only the
+    units of the nodes that were asked for."""
 
     folder: Path
     headline: str
     rows: tuple[Explanation, ...]
-    tallies: tuple[Tally, ...]
     is_part: bool = False
 
+    @property
+    def tallies(self) -> tuple[Tally, ...]:
+        """The sums of the rows by state and reason, the most time first."""
+        return tally(self.rows)
+
     def in_words(self) -> str:
-        """What shipped; or, for a single node, why it runs as it does."""
+        """What shipped; or, for a single unit, why it runs as it does."""
         if self.is_part and len(self.rows) == 1:
-            row = self.rows[0]
-            return f"{row.node} ({row.op}) runs in {row.precision}: {row.reason}"
+            (row,) = self.rows
+            return f"{', '.join(row.nodes)} ({', '.join(row.operators)}): {row.state}; {row.why}"
         return self.headline
 
     def table(self) -> Table:
-        """The nodes by reason, or one by one if only some were asked for."""
+        """The units by state and reason, or one by one if only some were asked for."""
         if self.is_part:
-            titles = ("node", "operator", "runs in", "reason", "ms", "float, ms")
-            return Table(titles, [(r.node, r.op, r.precision, r.reason, _ms(r.ms), _ms(r.float_ms)) for r in self.rows])
-        rows = list[tuple[str, ...]]()
-        for tally in self.tallies:
-            more = "" if tally.margin_ms is None else f"{tally.margin_ms:+.4g}" + " ?" * (not tally.measured)
-            times, example = (_ms(tally.ms), _ms(tally.float_ms), more), shortened(tally.example, LONGEST)
-            rows.append((str(tally.nodes), tally.runs_in, *times, IN_WORDS[tally.why], example))
-        sums = (_ms(total([t.ms for t in self.tallies])), _ms(total([t.float_ms for t in self.tallies])))
-        rows.append((str(len(self.rows)), "", *sums, "", "all nodes", ""))
-        columns = ("nodes", "runs in", "ms", "float, ms", "otherwise", "why", "such as")
-        caption = "otherwise: what the model would take more if all of them were decided the other way"
-        caption += "; ?: a guess in part, as no build ran all of them so" * any(" ?" in row[4] for row in rows)
-        if any(row.ms is None for row in self.rows):
-            caption = "no ms: the builds of this run have no layer times, so that single nodes have no price"
-        return Table(columns, rows, caption, left=("runs in", "why", "such as"))
-
-    def matching(self, pattern: str) -> tuple[Explanation, ...]:
-        """The rows of the node with that name, or else of those whose names match the wildcard, in graph order.
-
-        Raises:
-            BadOption: no row matches.
-        """
-        named = tuple(row for row in self.rows if row.node == pattern)
-        rows = named or tuple(row for row in self.rows if fnmatchcase(row.node, pattern))
-        if not rows:
-            near = [row.node for row in self.rows if pattern.strip("*/?") in row.node][:3]
-            hint = f"; near are {', '.join(near)}" if near and pattern.strip("*/?") else ""
-            raise BadOption(f"no node of the model is named {pattern!r}{hint} (wildcards: '/layer1/*')")
-        return rows
+            titles = ("nodes", "operators", "runs in", "why", "ms", "float, ms")
+            rows = [
+                (", ".join(row.nodes), ", ".join(row.operators), row.state, row.why, *_times(row)) for row in self.rows
+            ]
+            return Table(titles, rows)
+        sums: list[tuple[str, ...]] = [
+            (str(each.nodes), each.state, *_times(each), each.reason, shortened(each.example, LONGEST))
+            for each in self.tallies
+        ]
+        both = (milliseconds(total(row.ms for row in self.rows)), milliseconds(total(r.float_ms for r in self.rows)))
+        sums.append((str(sum(len(row.nodes) for row in self.rows)), "", *both, "all nodes", ""))
+        is_timed = all(row.ms is not None for row in self.rows)
+        caption = "" if is_timed else "no ms: the builds of this run have no layer times, so that no node has a time"
+        columns = ("nodes", "runs in", "ms", "float, ms", "why not in 8 bits", "such as")
+        return Table(columns, sums, caption, left=("runs in", "why not in 8 bits", "such as"))
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
         return {
             "folder": str(self.folder),
             "headline": self.headline,
-            "reasons": [row.to_dict() for row in self.tallies],
-            "nodes": [row.to_dict() for row in self.rows],
+            "reasons": [asdict(row) for row in self.tallies],
+            "units": [asdict(row) for row in self.rows],
         }
 
 
 def explain_run(folder: Path, pattern: str | None = None) -> Explained:
-    """Explain a finished run; with a `pattern`, only the node of that name, or nodes that match it.
+    """Explain a finished run; with a `pattern`, only the units with the node of that name, or with nodes that match it.
 
     Raises:
         BadOption: the folder holds no finished run, or no such node.
@@ -99,10 +89,23 @@ def explain_run(folder: Path, pattern: str | None = None) -> Explained:
     """
     run = read_run(folder)
     facts, left = facts_of(run), run.summary.get("fallback")
-    told = "" if left is None else f"; {left.in_words()}"
-    whole = Explained(folder, headline(facts) + told, *tallied(facts))
-    return whole if pattern is None else replace(whole, rows=whole.matching(pattern), is_part=True)
+    others = "" if left is None else f"; {left.in_words()}"
+    rows = explanations(facts)
+    if pattern is not None:
+        rows = _matching(rows, pattern)
+    return Explained(folder, headline(facts) + others, rows, pattern is not None)
 
 
-def _ms(ms: float | None) -> str:
-    return "" if ms is None else f"{ms:.4g}" if ms >= 0.001 or ms == 0 else f"{ms:.1e}"
+def _matching(rows: tuple[Explanation, ...], pattern: str) -> tuple[Explanation, ...]:
+    names = [name for row in rows for name in row.nodes]
+    matches = {pattern} & set(names) or {name for name in names if fnmatchcase(name, pattern)}
+    if not matches:
+        text = pattern.strip("*/?")
+        near = [name for name in names if text and text in name][:3]
+        hint = f"; near are {', '.join(near)}" if near else ""
+        raise BadOption(f"no node of the model is named {pattern!r}{hint} (wildcards: '/layer1/*')")
+    return tuple(row for row in rows if not matches.isdisjoint(row.nodes))
+
+
+def _times(row: Explanation | Tally) -> tuple[str, str]:
+    return milliseconds(row.ms), milliseconds(row.float_ms)

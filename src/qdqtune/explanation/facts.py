@@ -8,15 +8,12 @@ the engine's layers, scaled so that they add up to the measured latencies.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Literal
 
-from qdqtune.engines.formats import FORMATS, numeric_format
 from qdqtune.errors import BadState
 from qdqtune.explanation.formatting import origin_in_words
-from qdqtune.explanation.reasons_by_graph import Reasons, is_float
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -26,9 +23,6 @@ from qdqtune.placement.reading import placement_in
 from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.attribution import NodeTime, node_times
 from qdqtune.search.costs.output_noise import Noise
-from qdqtune.search.costs.prices import Costs
-from qdqtune.search.costs.units import formats_in
-from qdqtune.search.cut import CutSearch
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan
@@ -48,8 +42,7 @@ class Facts:
     of `possible`. `placement` is the shipped one; `shipped` says whether that is the tuned model, the baseline, or the
     user's own Q/DQ model ("given"). The times of `float_layers` add up to the latency of the float model, those of
     `final_layers` to `final_ms`, which is None where only the search has measured the shipped model. `noise` is set
-    where the run measured the noise of single tensors. `in_float` says why the engine runs nodes of the shipped model
-    in float although they have pairs.
+    where the run measured the noise of single tensors.
     """
 
     model: Model
@@ -65,7 +58,6 @@ class Facts:
     limits: Limits = field(default_factory=Limits)
     plan: Plan = field(default_factory=Plan)
     noise: Noise | None = None
-    in_float: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def trial(self) -> Trial | None:
@@ -107,20 +99,18 @@ class Facts:
         """The time of each node in the shipped model; empty if unknown."""
         if not self.placement:
             return self.float_spent
-        ms = self.final_ms
-        if ms is None:
-            ratio = ratios_to_float(self.history, self.plan).get(self.placement)
-            ms = None if ratio is None else ratio * self.float_ms
+        ms = self.shipped_ms
         return {} if ms is None else node_times(self.model, self.placement, self.shipped_layers, ms)
 
     @cached_property
-    def costs(self) -> Costs | None:
-        """Prices of all units, given the shipped placement; None if the engine gives no layer times."""
-        if not any(layer.time_ms for layer in self.float_layers):
-            return None
-        formats = formats_in([self.placement, *(t.placement for t in self.history)])
-        search = CutSearch(self.model, self.possible, self.float_layers, plan=self.plan, format_shares=formats)
-        return search.costs(self.history, self.placement)
+    def shipped_ms(self) -> float | None:
+        """The time of what ships; None if unknown."""
+        if not self.placement:
+            return self.float_ms
+        if self.final_ms is not None:
+            return self.final_ms
+        ratio = ratios_to_float(self.history, self.plan).get(self.placement)
+        return None if ratio is None else ratio * self.float_ms
 
     @cached_property
     def origin(self) -> str:
@@ -147,7 +137,7 @@ def facts_of(run: FinishedRun) -> Facts:
     if (calibrated := run.records.get(RangesRecord)) is None:
         raise BadState(f"the state file of {folder} ends before the calibration: run qdqtune tune to its end")
     able = possible_edges(shaped, calibrated.ranges) | seen
-    facts = Facts(
+    return Facts(
         model=shaped,
         able=able,
         possible=able & _edges_of_listed_nodes(shaped, fingerprint) | seen,
@@ -162,7 +152,6 @@ def facts_of(run: FinishedRun) -> Facts:
         plan=run.plan,
         noise=Noise(shaped, run.alone, limits.max_noise) if run.alone else None,
     )
-    return _with_float_reasons(facts, folder / FINAL, recorded.engine)
 
 
 def _edges_of_listed_nodes(model: Model, fingerprint: Fingerprint) -> frozenset[Edge]:
@@ -171,16 +160,3 @@ def _edges_of_listed_nodes(model: Model, fingerprint: Fingerprint) -> frozenset[
         return every_edge(model)
     regions = discovery.find(model, fingerprint.regions)
     return edges_within(filtered(model, patterns.group(model, regions), fingerprint.node_filter))
-
-
-def _with_float_reasons(facts: Facts, final: Path, engine: str) -> Facts:
-    """The facts with `in_float`, concluded from the graph of the shipped model."""
-    running = {name: x for name, x in facts.layers.items() if x.kind == "compute" and is_float(x.precision)}
-    paired = {e.node for e in facts.placement} & running.keys()
-    if not paired or engine not in FORMATS:
-        return facts
-    model = load(final)
-    numbers = numeric_format(engine, "fp8" if facts.quant_type == "fp8" else "int8")
-    reasons = Reasons(model, facts.shipped_layers, numbers)
-    told = {name: reasons.of_float(model.node(name)) for name in paired & model.index_of.keys()}
-    return replace(facts, in_float=told)

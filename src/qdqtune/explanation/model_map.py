@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from qdqtune.explanation.reasons_by_graph import is_float
 from qdqtune.explanation.report_values import Map, MapBlock, MapGroup, MapNode
+from qdqtune.explanation.unfused import is_float
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import ASKS_SHAPE, QDQ, REARRANGES
 from qdqtune.search.costs.attribution import NodeTime

@@ -16,8 +16,8 @@ from qdqtune.explanation.charts import longest
 from qdqtune.explanation.facts import Facts, facts_of
 from qdqtune.explanation.formatting import built, counted, duration, origin_in_words, rewrite_ratios, title
 from qdqtune.explanation.model_map import Ran, alike, draw, everywhere
-from qdqtune.explanation.reasons_by_measurement import tallied
 from qdqtune.explanation.report_values import Bar, Candidate, Fact, Headline, Map, MapGroup, Point, Report, Speed, Strip
+from qdqtune.explanation.units import explanations
 from qdqtune.graph.operators import QDQ
 from qdqtune.numerics.accuracy import closeness, slice_cell
 from qdqtune.numerics.scores import equal_share
@@ -167,7 +167,7 @@ def _map(run: FinishedRun, facts: Facts) -> Map:
     after, name = _shown(run, facts) or (None, "")
     before = Ran(Placement(), layers, facts.float_spent)
     error_db = {tensor: _db(noise) for tensor, noise in run.alone.items()}
-    whys = {row.node: row.reason for row in tallied(facts)[0]}
+    whys = {name: row.why for row in explanations(facts) for name in row.nodes}
     floats = "rewritten float" if _has_measured_rewrites(run) else "float"
     return draw(model, grouped.groups, frozenset(grouped.folded), before, after, error_db, whys, name, floats)
 

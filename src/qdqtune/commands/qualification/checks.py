@@ -22,8 +22,7 @@ from qdqtune.engines.devices import Device
 from qdqtune.engines.process import WorkerProcess
 from qdqtune.engines.runner import Runner, as_workloads
 from qdqtune.errors import EngineRefused, first_of, rewording
-from qdqtune.explanation.findings import check
-from qdqtune.explanation.reasons_by_graph import is_low
+from qdqtune.explanation.unfused import check, is_low
 from qdqtune.graph.loading import load
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.accuracy import NOT_FINITE, is_finite, sqnr_db

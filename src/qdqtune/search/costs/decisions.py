@@ -18,9 +18,6 @@ from qdqtune.search.costs.prices import Costs, state, stored_in
 from qdqtune.search.costs.units import Decision, Partition, Unit
 from qdqtune.types import Placement, WeightFormat
 
-DEPENDS = 1e-3
-"""A margin depends on unmeasured prices if raising them changes it by more than this share of the raise."""
-
 
 def decision_of(costs: Costs, placement: Placement) -> Decision:
     """The decision nearest to a placement; where a unit may run quantized or in float behind DQs, the cheaper one."""
@@ -78,11 +75,6 @@ def margin(costs: Costs, decision: Decision, unit: Unit) -> float:
         return sum(costs.of_unit(u, decided) for u in units) + sum(costs.of_tensor(t, decided) for t in tensors)
 
     return cost(other(parts, decision, [unit.number], cheapest_formats(costs, [unit.number]))) - cost(decision)
-
-
-def is_shown_by(costs: Costs, decision: Decision, unit: Unit) -> bool:
-    """Whether builds have measured every price that the margin of a unit depends on."""
-    return abs(margin(costs.raised, decision, unit) - margin(costs, decision, unit)) < DEPENDS * (costs.float_ms or 1.0)
 
 
 def cheapest_formats(costs: Costs, units: Iterable[int]) -> dict[int, WeightFormat]:
