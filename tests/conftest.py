@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 
 from command_lines import QUICK
 from models import build
-from qdqtune.autotune import command as autotune
+from qdqtune.autotune import __main__ as autotune
 from qdqtune.cli import main
 from qdqtune.engines import devices
 from qdqtune.engines.runner import Runner

@@ -23,7 +23,7 @@ import onnxruntime
 import pytest
 import yaml
 
-from qdqtune.autotune import command as autotune
+from qdqtune.autotune import __main__ as autotune
 from qdqtune.autotune import quantization
 from qdqtune.cli import main
 from qdqtune.engines.fake import FakeModel

@@ -30,7 +30,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from models import ATTENTION, build, conv_net, normal
-from qdqtune.autotune import command as autotune
+from qdqtune.autotune import __main__ as autotune
 from qdqtune.cli import main
 from qdqtune.graph.saving import save
 from qdqtune.system.checks import LIST

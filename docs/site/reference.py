@@ -24,7 +24,7 @@ import qdqtune
 from examples import fields, results
 from qdqtune import errors, options
 from qdqtune.api import CallOptions
-from qdqtune.autotune import command as autotune
+from qdqtune.autotune import __main__ as autotune
 from qdqtune.cli import main
 from qdqtune.cli.command import Parameter
 from qdqtune.cli.output import with_flags

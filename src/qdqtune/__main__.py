@@ -23,10 +23,11 @@ def main() -> None:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     flags = [argument.replace("_", "-") for argument in sys.argv[1:]]
     if flags and flags[0].startswith("-") and any(flag.startswith("--onnx-path") for flag in flags):
-        from qdqtune.autotune import command, quantization
+        from qdqtune.autotune import quantization
+        from qdqtune.autotune.__main__ import exit_code
 
         work = globals().get("quantize", quantization.quantize)
-        if code := command.exit_code(lambda: quantization.main(work=work)):
+        if code := exit_code(lambda: quantization.main(work=work)):
             sys.exit(code)
         return
     from qdqtune.cli.main import main as run

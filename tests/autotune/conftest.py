@@ -2,7 +2,7 @@
 
 import pytest
 
-from qdqtune.autotune import benchmark
+from qdqtune.autotune import autotuner as benchmark
 
 
 @pytest.fixture

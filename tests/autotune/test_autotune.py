@@ -34,9 +34,9 @@ from qdqtune.autotune import (
     RegionPattern,
     RegionType,
     ResolvedInsertionPoint,
-    benchmark,
     workflows,
 )
+from qdqtune.autotune import autotuner as benchmark
 from qdqtune.autotune.workflows import (
     benchmark_onnx_model,
     init_benchmark_instance,
@@ -192,12 +192,12 @@ def test_calls_come_in_order() -> None:
 
 def test_the_engine_is_tensorrt_where_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = {"tensorrt": (("no_such_package",), "pip install it")}
-    monkeypatch.setattr("qdqtune.autotune.benchmark.NEEDS", needs)
+    monkeypatch.setattr("qdqtune.autotune.autotuner.NEEDS", needs)
     assert benchmark.default_engine() == ("onnxruntime", "TensorRT is not installed: pip install it")
     needs["tensorrt"] = ((), "")
     assert benchmark.default_engine()[0] == "onnxruntime"  # installed, perhaps, but there is no GPU
     state = benchmark.engine_state("fake", Path())
-    monkeypatch.setattr("qdqtune.autotune.benchmark.engine_state", lambda *_: state)
+    monkeypatch.setattr("qdqtune.autotune.autotuner.engine_state", lambda *_: state)
     assert benchmark.default_engine() == ("tensorrt", "TensorRT 1 on cost model")
 
 
@@ -380,15 +380,14 @@ def test_a_cache_keeps_the_fastest_that_differ_enough() -> None:
         PatternCache.load("missing.yaml")
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["as they come", "names alone"])
-def test_pairs_of_a_quantized_model_are_tried_first(plain: bool) -> None:
+def test_pairs_of_a_quantized_model_are_tried_first() -> None:
     net = conv_net()
     everything = start_placements.everything(net, possible_edges(net, ranges(net)))
     quantized = insert(net, everything, ranges(net), INT8).to_proto()
     tensors = get_quantized_tensors(quantized)
     assert {"p0", "r1"} <= tensors
     autotuner = begun(net.to_proto())
-    autotuner.import_insertion_points(list(tensors) if plain else tensors)
+    autotuner.import_insertion_points(tensors)
     assert autotuner.pattern_cache.num_patterns > 3
     found = set[Any]()
     for region in autotuner.regions:

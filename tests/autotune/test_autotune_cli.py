@@ -15,11 +15,10 @@ import pytest
 
 import qdqtune
 from models import INT8, build, conv_net, normal, ranges
-from qdqtune.autotune import command as autotune
+from qdqtune.autotune import __main__ as autotune
 from qdqtune.autotune import region_inspect
 from qdqtune.autotune.__main__ import apply_mode_presets, get_parser
-from qdqtune.autotune.options import AutotuneOptions
-from qdqtune.autotune.workflows import RegionLogs
+from qdqtune.autotune.workflows import AutotuneOptions, RegionLogs
 from qdqtune.cli import tune
 from qdqtune.errors import BadOption, Failure
 from qdqtune.graph.loading import load

@@ -14,13 +14,19 @@ import pytest
 import qdqtune as moq
 from models import build, conv_net, normal
 from qdqtune import __main__ as package
-from qdqtune.autotune import benchmark, quantization
-from qdqtune.autotune.fusion_grouping import create_fusion_groups, generate_graph_json, parse_graph_json
-from qdqtune.autotune.graphs import AutotunerError
+from qdqtune.autotune import autotuner as benchmark
+from qdqtune.autotune import quantization
+from qdqtune.autotune.autotuner import Benchmark, TrtExecBenchmark
 from qdqtune.autotune.quantization import quantize
-from qdqtune.autotune.subgraph_extractor import extract_subgraph, extract_subgraph_by_nodes
-from qdqtune.autotune.subgraph_workflow import subgraph_autotuning_workflow
-from qdqtune.autotune.tensorrt_utils import Benchmark, TrtExecBenchmark
+from qdqtune.autotune.region_search import AutotunerError
+from qdqtune.autotune.workflows import (
+    create_fusion_groups,
+    extract_subgraph,
+    extract_subgraph_by_nodes,
+    generate_graph_json,
+    parse_graph_json,
+    subgraph_autotuning_workflow,
+)
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.placement.reading import read_placement
@@ -166,7 +172,7 @@ def test_the_package_is_the_program_with_its_flag(
     (tmp_path / "profile.json").write_text(json.dumps(profile))
     for given in (json.dumps(profile), str(tmp_path / "profile.json")):
         args = package.get_parser().parse_args(["--onnx_path", "no.onnx", "--input_shapes_profile", given])
-        assert (args.input_shapes_profile, args.quantize_mode, args.autotune) == (profile, "int8", None)
+        assert (args.input_shapes_profile, args.quantize_mode) == (profile, "int8")
     for wrong in ("{}", "[1]", '[{"a": 1}]', "[", "no.json"):
         with pytest.raises(SystemExit):
             package.get_parser().parse_args(["--onnx_path", "no.onnx", "--input_shapes_profile", wrong])
@@ -201,7 +207,7 @@ def test_groups_are_what_a_graph_json_mentions(tmp_path: Path) -> None:
     layers = [{"Name": "fused", "LayerType": "CaskConvolution", "Inputs": [], "Outputs": [], "Metadata": metadata}]
     (tmp_path / "graph.json").write_text(json.dumps({"Layers": layers}))
     (layer,) = parse_graph_json(str(tmp_path / "graph.json"))
-    assert layer.onnx_nodes == [first.name, second.name]
+    assert layer.nodes == (first.name, second.name)
     (group,) = create_fusion_groups(parse_graph_json(tmp_path / "graph.json"), net)
     assert (group.trt_layer_name, group.onnx_node_names) == ("fused", [first.name, second.name])
     assert (group.has_quantizable_op, group.input_tensors) == (True, [first.inputs[0]])

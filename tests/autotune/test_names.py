@@ -18,10 +18,11 @@ import yaml
 
 from loaded_modules import present
 from models import build, conv_net, normal
-from qdqtune import graph_utils, op_types
-from qdqtune.autotune import benchmark, common, graphs, insertion_points
-from qdqtune.autotune.autotuner_base import QDQAutotunerBase
-from qdqtune.autotune.common import (
+from qdqtune import autotune, graph_utils, op_types
+from qdqtune.autotune import autotuner as benchmark
+from qdqtune.autotune import region_search as graphs
+from qdqtune.autotune.autotuner import QDQAutotunerBase
+from qdqtune.autotune.insertion_points import (
     AutotunerError,
     ChildRegionInputInsertionPoint,
     ChildRegionOutputInsertionPoint,
@@ -35,8 +36,6 @@ from qdqtune.autotune.common import (
     RegionPattern,
     RegionType,
     ResolvedInsertionPoint,
-)
-from qdqtune.autotune.insertion_points import (
     get_autotuner_quantizable_ops,
     has_quantizable_operations,
     merge_resolved_insertion_points,
@@ -44,8 +43,12 @@ from qdqtune.autotune.insertion_points import (
     skip_invalid_insertion_points,
 )
 from qdqtune.autotune.region_inspect import inspect_region_search
-from qdqtune.autotune.region_search import CombinedRegionSearch, RegionPartitioner, TopDownRegionBuilder
-from qdqtune.autotune.torch_region_builder import TorchRegionBuilder
+from qdqtune.autotune.region_search import (
+    CombinedRegionSearch,
+    RegionPartitioner,
+    TopDownRegionBuilder,
+    TorchRegionBuilder,
+)
 from qdqtune.errors import BadOption
 from qdqtune.search.regions.cache import read_cache
 from qdqtune.search.regions.discovery import NodeInput
@@ -317,10 +320,16 @@ def test_what_cannot_be_timed_takes_infinitely_long(
     assert "trtexec" in caplog.text
 
 
-def test_names_stand_in_the_modules_where_scripts_import_them() -> None:
+def test_modules_of_modelopt_have_its_names_wherever_they_stand_here() -> None:
     assert graph_utils.get_tensor_consumer_node_indices(small())["x"] == [0, 2]
     assert "Add" in op_types.get_symmetric_ops()
-    assert insertion_points.RegionOutputInsertionPoint is common.RegionOutputInsertionPoint
+    for path, home in autotune.PATHS.items():
+        module, own = import_module(f"qdqtune.autotune.{path}"), import_module(f"qdqtune.autotune.{home}")
+        assert getattr(autotune, path) is module
+        assert module.log is own.log if hasattr(own, "log") else module.annotations
+        with pytest.raises(AttributeError, match="no_such"):
+            _ = module.no_such
+    assert import_module("qdqtune.autotune.common").Region is Region
 
 
 def test_borders_of_a_region_are_computed_on_request() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from command_lines import COMMANDS, QUICK, UNCHECKED, errors
 from models import conv_net
-from qdqtune.autotune.options import OF_SETTINGS
+from qdqtune.autotune.workflows import OF_SETTINGS
 from qdqtune.calibration.scales import Calibration
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.cli import main, tune

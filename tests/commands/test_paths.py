@@ -13,7 +13,7 @@ import click
 import onnx
 import pytest
 
-from qdqtune.autotune import command as autotune
+from qdqtune.autotune import __main__ as autotune
 from qdqtune.cli import main
 from qdqtune.cli.main import Later, app
 from qdqtune.options import OfRun, Reads, Writes

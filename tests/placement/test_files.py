@@ -72,7 +72,7 @@ def test_only_edges_that_can_carry_a_pair_are_kept_and_the_others_told() -> None
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12, deadline=None)
 def test_a_cache_survives_in_its_order(tmp_path: Path, schemes: list[frozenset[NodeInput]]) -> None:
     entries = {p.digest: [(Scheme(s), 0.5 + k / 8) for k, s in enumerate(schemes)] for p in GROUPED[1:]}
-    write_cache(tmp_path / "cache.yaml", entries, GROUPED)
+    write_cache(tmp_path / "cache.yaml", entries)
     assert read_cache(tmp_path / "cache.yaml") == {d: tuple(s for s, _ in rows) for d, rows in entries.items()}
 
 
@@ -121,7 +121,7 @@ def test_an_unwritable_place_is_an_output_error(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="cannot write"):
         write_placement(place, PlacementFile(SHIPPED, "int8", "fake", {}), "net.onnx")
     with pytest.raises(OutputError, match="cannot write"):
-        write_cache(place, {}, GROUPED)
+        write_cache(place, {})
     with pytest.raises(OutputError, match="cannot write"):
         write_json(place, {})
 

@@ -10,8 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from models import PLAIN, build, conv_net, feeds, normal, ranges, run, sqnr
-from qdqtune.autotune.graphs import patterns_of
-from qdqtune.autotune.region_search import CombinedRegionSearch
+from qdqtune.autotune.region_search import CombinedRegionSearch, patterns_of
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines.formats import numeric_format
 from qdqtune.graph import operators

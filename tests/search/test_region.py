@@ -432,7 +432,7 @@ def test_a_pattern_cache_holds_weight_formats(tmp_path: Path) -> None:
     stored = Placement.of((), ((e, W4) for e in strategy.format_shares))
     limits = {"minimum_distance": 4, "maximum_entries": 2}
     rows = cache.cache_of(model, [pattern], (stored, 0.4), (), Plan(), **limits)
-    cache.write_cache(tmp_path / "cache.yaml", rows, [pattern])
+    cache.write_cache(tmp_path / "cache.yaml", rows)
     known = cache.read_cache(tmp_path / "cache.yaml")
     (scheme,) = known[pattern.digest]
     assert {s for _, s in scheme.weight_formats} == {W4}

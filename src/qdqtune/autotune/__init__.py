@@ -6,39 +6,62 @@ must be called in a certain order.
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qdqtune.autotune.autotuner import QDQAutotuner as QDQAutotuner
-    from qdqtune.autotune.autotuner_base import QDQAutotunerBase as QDQAutotunerBase
-    from qdqtune.autotune.benchmark import TensorRTPyBenchmark as TensorRTPyBenchmark
-    from qdqtune.autotune.benchmark import TrtExecBenchmark as TrtExecBenchmark
-    from qdqtune.autotune.common import *  # noqa: F403
-    from qdqtune.autotune.region_search import CombinedRegionSearch as CombinedRegionSearch
-    from qdqtune.autotune.utils import MODE_PRESETS as MODE_PRESETS
-    from qdqtune.autotune.utils import StoreWithExplicitFlag as StoreWithExplicitFlag
-    from qdqtune.autotune.utils import get_node_filter_list as get_node_filter_list
+    from qdqtune.autotune.__main__ import MODE_PRESETS as MODE_PRESETS
+    from qdqtune.autotune.__main__ import get_node_filter_list as get_node_filter_list
+    from qdqtune.autotune.autotuner import *  # noqa: F403
+    from qdqtune.autotune.insertion_points import *  # noqa: F403
+    from qdqtune.autotune.region_search import *  # noqa: F403
 
 _NAMES = {
-    "autotuner": "QDQAutotuner",
-    "autotuner_base": "QDQAutotunerBase",
-    "benchmark": "TensorRTPyBenchmark TrtExecBenchmark",
-    "common": "AutotunerError AutotunerNotInitializedError ChildRegionInputInsertionPoint "
-    "ChildRegionOutputInsertionPoint Config InsertionScheme InvalidSchemeError NodeInputInsertionPoint PatternCache "
-    "PatternSchemes Region RegionOutputInsertionPoint RegionPattern RegionType ResolvedInsertionPoint",
-    "region_search": "CombinedRegionSearch",
-    "utils": "MODE_PRESETS StoreWithExplicitFlag get_node_filter_list",
+    "__main__": "MODE_PRESETS get_node_filter_list",
+    "autotuner": "QDQAutotuner QDQAutotunerBase TensorRTPyBenchmark TrtExecBenchmark",
+    "insertion_points": "ChildRegionInputInsertionPoint ChildRegionOutputInsertionPoint Config InsertionScheme "
+    "NodeInputInsertionPoint PatternCache PatternSchemes RegionOutputInsertionPoint RegionPattern "
+    "ResolvedInsertionPoint",
+    "region_search": "AutotunerError AutotunerNotInitializedError CombinedRegionSearch InvalidSchemeError Region "
+    "RegionType",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 """Public names by module: each is imported when somebody asks for it, as in the package above."""
 
+PATHS = {
+    "autotuner_base": "autotuner",
+    "benchmark": "autotuner",
+    "fusion_grouping": "workflows",
+    "common": "insertion_points",
+    "region_pattern": "insertion_points",
+    "subgraph_extractor": "workflows",
+    "subgraph_workflow": "workflows",
+    "tensorrt_utils": "autotuner",
+    "torch_region_builder": "region_search",
+    "utils": "__main__",
+}
+"""ModelOpt's modules whose names stand in another module here."""
+
 __all__ = [*_HOMES]
+
+
+def _name_in(module: str, name: str) -> Any:
+    return getattr(import_module(f"{__name__}.{module}"), name)
+
+
+for _path, _home in PATHS.items():
+    _module = module_from_spec(ModuleSpec(f"{__name__}.{_path}", None))
+    _module.__dict__["__getattr__"] = partial(_name_in, _home)
+    sys.modules[_module.__name__] = globals()[_path] = _module
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return _name_in(_HOMES[name], name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

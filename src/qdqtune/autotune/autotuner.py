@@ -1,12 +1,598 @@
-"""The search as a conversation about the regions that are found by themselves."""
+"""The search as a conversation: it says what to measure (`generate`, `export_onnx`), the script measures (`submit`).
+
+A scheme of the region at hand stands on top of the best placement so far, and it stays only where it is faster. Two
+schemes that mean one placement are measured once. The benchmark that scripts measure with is one that all functions
+share, because scripts expect it so: `init_benchmark_instance` makes it.
+"""
 
 from __future__ import annotations
 
-from qdqtune.autotune.autotuner_base import QDQAutotunerBase
-from qdqtune.autotune.common import Config, PatternCache
-from qdqtune.autotune.graphs import leaves_first, patterns_of
-from qdqtune.autotune.region_search import CombinedRegionSearch
-from qdqtune.search.regions.patterns import tunable
+import hashlib
+import importlib.util
+import json
+import logging
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from itertools import chain, combinations
+from math import ceil, inf, isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from qdqtune.autotune.insertion_points import (
+    Config,
+    InsertionScheme,
+    PatternCache,
+    PatternSchemes,
+    RegionPattern,
+    ResolvedInsertionPoint,
+    uses_at,
+    with_weights,
+)
+from qdqtune.autotune.region_search import (
+    AutotunerError,
+    AutotunerNotInitializedError,
+    CombinedRegionSearch,
+    GraphLike,
+    InvalidSchemeError,
+    Region,
+    as_proto,
+    leaves_first,
+    patterns_of,
+)
+from qdqtune.calibration.calibrate import candidate_tensors
+from qdqtune.calibration.prepare import Data, Prepared, prepare
+from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.commands.doctor import NEEDS, engine_state
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.machine import is_simulated, simulated
+from qdqtune.engines.runner import Handle, Runner
+from qdqtune.engines.tensorrt.options import usual_shapes
+from qdqtune.errors import BadModel, BadState, BaselineFailed, EngineRefused, EngineUnavailable
+from qdqtune.graph.float16 import HALF, OPSET
+from qdqtune.graph.inference import with_float_type
+from qdqtune.graph.loading import load, load_proto, read
+from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
+from qdqtune.placement import start_placements
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import consistent, possible_edges
+from qdqtune.search import ratios_to_float
+from qdqtune.search.region import RegionSearch
+from qdqtune.search.regions import patterns
+from qdqtune.search.regions.discovery import Scheme
+from qdqtune.search.regions.patterns import Pattern, tunable
+from qdqtune.system.checks import Output, check_outputs, written_as
+from qdqtune.system.writing import atomic_write, temporary_folder
+from qdqtune.timing.pairing import rounds_of
+from qdqtune.timing.ratios import Plan, compare, ratio
+from qdqtune.tuning.folder import pattern_cache_of
+from qdqtune.tuning.records import ConversationRecord, StoredPlacement
+from qdqtune.tuning.result import Result
+from qdqtune.tuning.settings import EFFORTS, looks_until
+from qdqtune.tuning.store import Store
+from qdqtune.tuning.subject import FLOAT_TYPES
+from qdqtune.types import Edge, NumericFormat, Placement, QuantType
+
+log = logging.getLogger("qdqtune.autotune")
+
+
+# The benchmark
+
+
+def default_engine() -> tuple[str, str]:
+    """The engine where none is named, and why: TensorRT where it can be used, else ONNX Runtime."""
+    if not all(importlib.util.find_spec(package) for package in NEEDS["tensorrt"][0]):
+        return "onnxruntime", f"TensorRT is not installed: {NEEDS['tensorrt'][1]}"
+    with temporary_folder() as folder:
+        state = engine_state("tensorrt", folder)
+    if state.status == "usable":
+        return "tensorrt", f"TensorRT {state.version} on {state.device}"
+    return "onnxruntime", f"TensorRT cannot be used here: {state.reason}"
+
+
+def rounds_for(timing_runs: int) -> int:
+    """Rounds in which each model runs at least `timing_runs` times: a round has two slots for each."""
+    return max(12, ceil(timing_runs / 2))
+
+
+class Benchmark:
+    """An engine, and the first model that it has timed, with which all later ones are compared in interleaved rounds.
+
+    So what two calls give can be compared, though minutes lie between them. The timing cache, plug-in libraries and
+    trtexec's arguments go to engines that know them; models are fed `calibration_data` (as in `Settings`), random
+    inputs without it.
+    """
+
+    engine: str | None = None
+    """That of a subclass; else `default_engine` chooses where none is given."""
+
+    def __init__(
+        self,
+        timing_cache_file: str | None = None,
+        warmup_runs: int = 5,
+        timing_runs: int = 20,
+        plugin_libraries: Sequence[str] | None = None,
+        trtexec_args: str | Sequence[str] | None = None,
+        *,
+        engine: str | EngineSpec | None = None,
+        calibration_data: str | None = None,
+    ) -> None:
+        if not isinstance(engine, EngineSpec):
+            name, options = engine or self.engine or default_engine()[0], dict[str, object]()
+            if name in ("tensorrt", "trtexec"):
+                options = {"timing_cache": timing_cache_file, "plugin_libraries": list(plugin_libraries or ())}
+            if name == "trtexec":
+                words = [trtexec_args] if isinstance(trtexec_args, str) else map(shlex.quote, trtexec_args or ())
+                options["trtexec_args"] = " ".join(words)
+            engine = EngineSpec(name, {key: value for key, value in options.items() if value})
+        rounds = rounds_for(timing_runs)
+        self.spec, self.calibration_data = engine, calibration_data
+        self.plan = Plan((rounds,), warmup=warmup_runs)
+        self.search_plan = replace(self.plan, looks=looks_until(rounds, EFFORTS["default"].looks))
+        """The same rounds for a search, which may decide earlier."""
+        self._folder = temporary_folder()
+        self._runner = Runner(self.spec, log_dir=self._folder.path)
+        self._inputs: list[bytes] = []
+        self._first: Handle | None = None
+        self._first_ms = 0.0
+        self._number = 0
+
+    def numeric_format(self, quant_type: QuantType) -> NumericFormat:
+        """How the engine wants its numbers."""
+        return self._runner.numeric_format(quant_type)
+
+    def prepared(self, model: Model, data: str | None = None) -> Prepared:
+        """A model at the shapes that the engine tunes for, and samples for it."""
+        data = data or self.calibration_data
+        return prepare(model, Data(data, input_shapes=usual_shapes(self.spec, data)), most=0)
+
+    def run(
+        self,
+        model: str | Path | bytes,
+        log_file: str | Path | None = None,
+        flush_timing_cache: bool = False,
+        export_profile_path: str | Path | None = None,
+    ) -> float:
+        """Milliseconds per inference on the first sample, or on a random one. `export_profile_path` gets the times of
+        layers in the form of trtexec's --exportProfile. The timing cache is up to date after each build in any case.
+
+        Infinite, with a warning that tells why, where there is none: the engine refuses the model or cannot be used at
+        all, or there is no such model.
+        """
+        self._number += 1
+        path, log_path = (self._folder.path / f"model_{self._number}.{kind}" for kind in ("onnx", "log"))
+        if isinstance(model, bytes):
+            path.write_bytes(model)
+        else:
+            path = Path(model)
+        latency_ms = inf
+        try:
+            latency_ms = self._timed(path, log_path.stem)
+            if export_profile_path is not None:
+                self._profile(path, Path(export_profile_path))
+        except (BadModel, EngineUnavailable, EngineRefused) as error:
+            latency_ms = inf
+            log.warning("the model cannot be timed: %s", error)
+        for old in self._folder.path.glob("*.onnx"):  # a long run would fill the disk
+            if self._first is None or self._first.path != old:
+                old.unlink()
+        if log_file is not None and log_path.exists():
+            shutil.copyfile(log_path, log_file)
+        return latency_ms
+
+    __call__ = run
+
+    def _profile(self, model: Path, target: Path) -> None:
+        layers = self._runner.report(model, self.prepared(load(model)).samples.first(1)[0], 5, "profile")
+        times = [{"name": layer.name, "averageMs": layer.time_ms or 0.0} for layer in layers]
+        with atomic_write(target) as fresh:
+            fresh.write_text(json.dumps([{"count": 5}, *times], indent=2), encoding="utf-8")
+
+    def _timed(self, path: Path, log_name: str) -> float:
+        if is_simulated(self.spec.name):
+            raise EngineUnavailable(simulated(self.spec.name))
+        inputs = [v.SerializeToString() for v in read(path).graph.input]
+        if self._first is not None and inputs != self._inputs:  # of another network
+            self._runner.unload(self._first)
+            self._first = None
+        if self._first is None:
+            self._runner.feed(self.prepared(load(path)).samples.first(1)[0])
+        handle = self._runner.load(path, log_name, fresh=True)
+        first, rounds = self._first or handle, None
+        try:
+            taken = rounds_of(self._runner, first, handle, self.plan, seed=0)
+            rounds = compare(taken, self.plan, decided=lambda _: False)
+        finally:
+            if rounds is None or self._first is not None:
+                self._runner.unload(handle)
+        if self._first is not None:
+            return ratio(rounds, self.plan).median * self._first_ms
+        self._first, self._inputs, self._first_ms = handle, inputs, float(np.median(rounds.a)) * 1e3
+        return self._first_ms
+
+
+class TensorRTPyBenchmark(Benchmark):
+    """TensorRT by its Python package."""
+
+    engine = "tensorrt"
+
+
+class TrtExecBenchmark(Benchmark):
+    """TensorRT by its program trtexec."""
+
+    engine = "trtexec"
+
+
+_instance: Benchmark | None = None
+
+
+def init_benchmark_instance(
+    use_trtexec: bool = False,
+    plugin_libraries: Sequence[str] | None = None,
+    timing_cache_file: str | None = None,
+    warmup_runs: int = 5,
+    timing_runs: int = 20,
+    trtexec_args: str | Sequence[str] | None = None,
+    engine: str | EngineSpec | None = None,
+    calibration_data: str | None = None,
+) -> Benchmark:
+    """Make the benchmark that `benchmark_onnx_model` and the workflow use; `engine` names another than the default."""
+    global _instance
+    _instance = Benchmark(
+        timing_cache_file,
+        warmup_runs,
+        timing_runs,
+        plugin_libraries,
+        trtexec_args,
+        engine=engine or ("trtexec" if use_trtexec else None),
+        calibration_data=calibration_data,
+    )
+    return _instance
+
+
+def instance() -> Benchmark:
+    if _instance is None:
+        raise AutotunerError("Benchmark instance not initialized: call init_benchmark_instance() first")
+    return _instance
+
+
+def instance_or_default(default: Callable[[], Benchmark] = init_benchmark_instance) -> Benchmark:
+    """The benchmark; where there is none yet that of `default`, which by default is there for all that follows."""
+    return _instance or default()
+
+
+def benchmark_onnx_model(
+    model_path: str | Path | bytes,
+    log_file: str | Path | None = None,
+    flush_timing_cache: bool = False,
+    export_profile_path: str | Path | None = None,
+) -> float:
+    """Milliseconds per inference, as the benchmark tells them when it is called (see `Benchmark.run`).
+
+    Raises:
+        AutotunerError: `init_benchmark_instance` comes first.
+    """
+    return instance().run(model_path, log_file, flush_timing_cache, export_profile_path)
+
+
+# The conversation
+
+
+class QDQAutotunerBase:
+    """The conversation about `regions`, which a subclass or the script sets. `initialize` is the first call."""
+
+    def __init__(self, model: GraphLike) -> None:
+        self.onnx_model = as_proto(model)
+        self.graph: Model = load_proto(self.onnx_model)
+        self.regions: list[Region] = []
+        self.initialized = False
+        self._begin(Config(), None)
+
+    def initialize(self, config: Config | None = None, pattern_cache: PatternCache | None = None) -> None:
+        """Begin anew. Schemes of `pattern_cache` are tried first.
+
+        Raises:
+            BadOption: a field of the configuration has no meaning.
+        """
+        config = config or Config()
+        config.check()
+        is_half = any(info.dtype in HALF for info in self.graph.tensors.values())
+        if self.graph.opset < OPSET and (is_half or config.default_quant_type == "fp8"):
+            self.graph = load_proto(self.onnx_model, min_opset=OPSET)
+        self.graph = with_float_type(self.graph, onnx.TensorProto.DataType.Value(FLOAT_TYPES[config.default_dq_dtype]))
+        self.initialized = True
+        self._begin(config, pattern_cache)
+
+    def _begin(self, config: Config, pattern_cache: PatternCache | None) -> None:
+        self.config = config
+        self.baseline_latency_ms: float | None = None
+        self.profiled_patterns: list[PatternSchemes] = []
+        self.current_profile_region: Region | None = None
+        self.current_profile_pattern_schemes: PatternSchemes | None = None
+        self.current_insertion_scheme_index: int | None = None
+        self.pattern_cache = pattern_cache or PatternCache(
+            minimum_distance=config.pattern_cache_minimum_distance,
+            max_entries_per_pattern=config.pattern_cache_max_entries_per_pattern,
+        )
+        self._is_waiting = False
+        """Whether the current scheme waits for its latency."""
+        self._best = Placement(), inf
+        """What all done patterns leave behind, and its latency in ms."""
+        self._measured: dict[str, float] = {}
+        """Latency in ms by digest of the placement."""
+        self._made: tuple[Inserter, RegionSearch] | None = None
+        self._divided: tuple[list[Region], dict[Region, Pattern]] = [], {}
+
+    def _check_initialized(self) -> None:
+        if not self.initialized:
+            raise AutotunerNotInitializedError("call initialize() first")
+
+    @property
+    def _tools(self) -> tuple[Inserter, RegionSearch]:
+        """What needs an engine and calibration, made when it is needed first."""
+        self._check_initialized()
+        if self._made is None:
+            config, graph, benchmark = self.config, self.graph, instance_or_default()
+            numbers = benchmark.numeric_format(config.default_quant_type)
+            try:
+                ranges = benchmark.prepared(graph, config.calibration_data).ranges(None, numbers)
+            except BadModel as error:
+                log.warning("all scales are default_q_scale: %s", error)
+                ends = ((end - config.default_q_zero_point) * config.default_q_scale for end in (-127, 127))
+                ranges = Ranges(dict.fromkeys(candidate_tensors(graph), Range(*ends)))
+            possible = possible_edges(graph, ranges)
+            seeds = start_placements.placements(graph, possible)
+            search = RegionSearch(graph, (), possible, seeds, config=config.check())
+            self._made = Inserter(graph, ranges, numbers), search
+        return self._made
+
+    @property
+    def _pattern_of(self) -> dict[Region, Pattern]:
+        """The patterns of `regions` as they are now, and of all regions below."""
+        if self._divided[0] != self.regions:
+            self._divided = [*self.regions], patterns_of(self.graph, self.regions)
+        return self._divided[1]
+
+    @property
+    def _patterns(self) -> dict[str, Pattern]:
+        """The patterns in which a pair can stand, by digest."""
+        return {pattern.digest: pattern for pattern in self._pattern_of.values() if pattern.points}
+
+    def set_profile_region(self, region: Region | None, commit: bool = True) -> None:
+        """Turn to a region, or to none; `commit` ends the one before it, the best of its schemes stays if it is faster.
+
+        `current_profile_pattern_schemes` is None afterwards if the pattern is done, or has no place for a pair.
+
+        Raises:
+            InvalidSchemeError: the region is none of `regions`.
+        """
+        self._check_initialized()
+        if commit:
+            self._best = self._standing()
+            self.profiled_patterns += self._tried()
+        self.current_profile_region = self.current_profile_pattern_schemes = self.current_insertion_scheme_index = None
+        self._is_waiting = False
+        if region is None:
+            return
+        if region not in self._pattern_of:
+            raise InvalidSchemeError(f"{region} is none of the autotuner's regions")
+        points = frozenset(self._pattern_of[region].points)
+        pattern = RegionPattern.of(self._pattern_of[region])
+        if points and all(done.pattern != pattern for done in self.profiled_patterns):
+            cached = self.pattern_cache.get_pattern_schemes(pattern) or PatternSchemes(pattern)
+            # a cache, or a scheme that the script put there, may name other points
+            schemes = dict.fromkeys(Scheme(scheme.core.points & points) for scheme in cached.schemes)
+            self.current_profile_region = region
+            self.current_profile_pattern_schemes = PatternSchemes(pattern, [*map(InsertionScheme.of, schemes)])
+
+    def generate(self) -> int:
+        """The index, in the current pattern's schemes, of one with a placement yet to be measured; -1 if there is none.
+
+        First come schemes that wait there (from the cache, imported, or put there by the script), then new ones.
+
+        Raises:
+            InvalidSchemeError: there is no current pattern.
+        """
+        self._check_initialized()
+        current = self.current_profile_pattern_schemes
+        if current is None:
+            raise InvalidSchemeError("no region with a pattern is set: call set_profile_region() first")
+        waiting = [scheme for scheme in current.schemes if not scheme.is_profiled]
+        for scheme in chain(waiting, self._ideas(current)):
+            latency = self._measured.get(self._on_top(current, scheme).digest)
+            if latency is None:
+                if scheme not in current.schemes:
+                    current.schemes.append(scheme)
+                self.current_insertion_scheme_index = current.schemes.index(scheme)
+                self._is_waiting = True
+                return self.current_insertion_scheme_index
+            self._record(scheme, latency)
+        self.current_insertion_scheme_index, self._is_waiting = None, False
+        return -1
+
+    def submit(self, latency_ms: float, success: bool = True) -> None:
+        """Tell what was measured: first of the model without pairs, then of each scheme. Infinity is a failure.
+
+        The scheme stays current until the next one is made. The schemes of the pattern are sorted, the fastest first,
+        and the pattern cache takes them over.
+
+        Raises:
+            BaselineFailed: the model without pairs has no latency.
+            InvalidSchemeError: no scheme waits for a latency.
+        """
+        self._check_initialized()
+        latency = latency_ms if success and isfinite(latency_ms) and latency_ms > 0 else inf
+        current, index = self.current_profile_pattern_schemes, self.current_insertion_scheme_index
+        if self.baseline_latency_ms is None:
+            if latency == inf:
+                raise BaselineFailed("the model without pairs cannot be timed, so there is nothing to compare with")
+            self.baseline_latency_ms = self._measured[Placement().digest] = latency
+            self._best = Placement(), latency
+            return
+        if current is None or index is None or not self._is_waiting:
+            raise InvalidSchemeError("no scheme waits for its latency: call generate() first")
+        scheme, self._is_waiting = current.schemes[index], False
+        self._measured[self._on_top(current, scheme).digest] = latency
+        self._record(scheme, latency)
+        current.schemes.sort(key=lambda s: s.latency_ms)
+        self.current_insertion_scheme_index = next(n for n, s in enumerate(current.schemes) if s is scheme)
+        for tried in self._tried():
+            self.pattern_cache.add_pattern_schemes(tried)
+        if self.config.verbose:
+            print(f"{self.current_profile_region}: {latency:.3f} ms", file=sys.stderr)
+
+    def export_onnx(self, output_path: str | Path | None = None, insert_qdq: bool = True, best: bool = False) -> bytes:
+        """The model with the current scheme on top of the best placement; without pairs if so asked.
+
+        With `best`, and where no scheme is current, it is the best placement alone.
+        """
+        model = self._tools[0].insert(self._placement(best) if insert_qdq else Placement())
+        if output_path is None:
+            return model.to_proto().SerializeToString()
+        save(model, Path(output_path))
+        return Path(output_path).read_bytes()
+
+    def get_resolved_insertion_points(self, best: bool = True, verbose: bool = False) -> set[ResolvedInsertionPoint]:
+        """The uses of tensors that carry a pair in what `export_onnx` would write, by indices in `graph.nodes`."""
+        self._check_initialized()
+        return uses_at(self.graph, self._placement(best).edges)
+
+    def import_insertion_points(self, quantized_tensors: Collection[str]) -> None:
+        """Have the pairs of a quantized model tried first: on all uses of some tensors, and on the weights of compute
+        operators along with their activations."""
+        possible, names = self._tools[1].possible, set(quantized_tensors)
+        edges = with_weights(self.graph, (e for e in possible if e.tensor in names)) & possible
+        for pattern in self._patterns.values():
+            schemes = (patterns.scheme_of(self.graph, pattern, region, edges) for region in pattern.instances)
+            scheme = next((s for s in schemes if s.points), None)
+            if scheme is not None:
+                self.pattern_cache.put_first(RegionPattern.of(pattern), InsertionScheme.of(scheme))
+
+    def save_state(self, output_path: str | Path) -> None:
+        """Write a state file, in one step, and the pattern cache beside it.
+
+        Raises:
+            BadOption, BadState: there is a file of another model, engine or configuration, or no such file at all.
+        """
+        path = Path(output_path)
+        cache = Output(pattern_cache_of(path), "output_path", written_as("record"))
+        check_outputs([cache], {})
+        best, best_ms = self._standing()
+        record = ConversationRecord(
+            baseline_ms=self.baseline_latency_ms,
+            best=StoredPlacement.of(best),
+            best_ms=None if best_ms == inf else best_ms,
+            measured={digest: None if ms == inf else ms for digest, ms in self._measured.items()},
+            patterns=tuple(done.to_dict() for done in (*self.profiled_patterns, *self._tried())),
+        )
+        with Store(path, self._fingerprint()) as store:
+            store.put(record)
+        self.pattern_cache.save(cache.path)
+
+    def load_state(self, input_path: str | Path) -> None:
+        """Go on from a state file: patterns that were begun there are done, and will be skipped.
+
+        Raises:
+            BadState: there is no such file, or it is of another model, engine or configuration.
+        """
+        fingerprint, path = self._fingerprint(), Path(input_path)
+        if not path.exists():
+            raise BadState(f"there is no state file {path}: leave load_state out to begin")
+        with Store(path, fingerprint) as store:
+            record = store.get(ConversationRecord)
+        if record is None:
+            raise BadState(f"{path} is not what save_state has written: leave load_state out to begin")
+        self.baseline_latency_ms, self._best = record.baseline_ms, (record.best.placement, record.best_ms or inf)
+        self._measured = {digest: ms or inf for digest, ms in record.measured.items()}
+        self.profiled_patterns = [*map(PatternSchemes.from_dict, record.patterns)]
+        if pattern_cache_of(path).exists():
+            self.pattern_cache.merge(PatternCache.load(pattern_cache_of(path)))
+
+    def adopt(self, result: Result, plan: Plan) -> None:
+        """Take over a whole tuning run of this model: its latencies, its schemes, and the placement that it ships."""
+        before, after = result.summary["baseline_ms"], result.summary["final_ms"]
+        self.baseline_latency_ms, self._best = before, (result.placement, after)
+        self._measured = {Placement().digest: before, result.placement.digest: after}
+        ratios = ratios_to_float(result.history, plan)
+        for pattern in self._patterns.values():
+            done = PatternSchemes(RegionPattern.of(pattern))
+            own = (t.placement for t in result.history if t.proposal.pattern == pattern.digest)
+            for placement, ms in [(result.placement, after), *((p, before * ratios.get(p, inf)) for p in own)]:
+                scheme = self._scheme(pattern, placement)
+                self._record(scheme, ms)
+                done.schemes.append(scheme)
+            self.profiled_patterns.append(done)
+
+    def _record(self, scheme: InsertionScheme, latency: float) -> None:
+        scheme.latency_ms, scheme.error = latency, latency == inf
+        scheme.profile_timestamp = datetime.now(UTC).isoformat()
+        if self.baseline_latency_ms is not None and latency != inf:
+            scheme.ratio = latency / self.baseline_latency_ms
+
+    def _scheme(self, pattern: Pattern, placement: Placement) -> InsertionScheme:
+        """What a placement is in the first instance of a pattern."""
+        return InsertionScheme.of(patterns.scheme_of(self.graph, pattern, pattern.instances[0], placement.edges))
+
+    def _tried(self) -> list[PatternSchemes]:
+        """The pattern at hand with the schemes that were measured, if there are any."""
+        current = self.current_profile_pattern_schemes
+        done = [s for s in current.schemes if s.is_profiled] if current else []
+        return [PatternSchemes(current.pattern, done)] if current and done else []
+
+    def _ideas(self, current: PatternSchemes) -> Iterator[InsertionScheme]:
+        """New schemes: those of the rules, then random mutations of the fastest, and all small ones of the best."""
+        pattern, base = self._patterns[current.pattern.digest], self._best[0]
+        measured = sorted((s for s in current.schemes if s.latency_ms != inf), key=lambda s: s.latency_ms)
+        top = max(self.config.minimum_schemes_to_mutate, int(self.config.top_percent_to_mutate * len(measured)))
+        parents = [self._on_top(current, scheme) for scheme in measured[:top]] or [base]
+        for idea in self._tools[1].variations(pattern, base, parents, len(self._measured)):
+            yield self._scheme(pattern, idea.placement)
+        best = measured[0].core.points if measured else frozenset()
+        for count in range(1, self.config.maximum_mutations + 1):
+            for flipped in combinations(pattern.points, count):
+                yield InsertionScheme.of(Scheme(best.symmetric_difference(flipped)))
+
+    def _standing(self) -> tuple[Placement, float]:
+        """The best placement, with the best scheme of the pattern at hand on top if that is faster; its latency in
+        ms."""
+        current = self.current_profile_pattern_schemes
+        scheme = current.best_scheme if current else None
+        if current is None or scheme is None or scheme.latency_ms * self.config.performance_threshold >= self._best[1]:
+            return self._best
+        return self._on_top(current, scheme), scheme.latency_ms
+
+    def _placement(self, best: bool) -> Placement:
+        current, index = self.current_profile_pattern_schemes, self.current_insertion_scheme_index
+        if best or current is None or index is None:
+            return self._standing()[0]
+        return self._on_top(current, current.schemes[index])
+
+    def _on_top(self, schemes: PatternSchemes, scheme: InsertionScheme) -> Placement:
+        """The best placement with all instances of a pattern as one of its schemes has them."""
+        pattern = self._patterns[schemes.pattern.digest]
+        edges = (self._best[0].edges - self._edges(pattern, pattern.everything)) | self._edges(pattern, scheme.core)
+        return consistent(self.graph, Placement(edges))
+
+    def _edges(self, pattern: Pattern, scheme: Scheme) -> frozenset[Edge]:
+        try:
+            placed = patterns.place(self.graph, [pattern], {pattern.digest: scheme}).edges
+        except ValueError as error:
+            raise InvalidSchemeError(str(error)) from error
+        return with_weights(self.graph, placed) & self._tools[1].possible
+
+    def _fingerprint(self) -> dict[str, Any]:
+        self._check_initialized()
+        own = {name: value for name, value in asdict(self.config).items() if name != "verbose"}
+        divided = hashlib.sha256(" ".join(sorted(self._patterns)).encode()).hexdigest()[:16]
+        engine = instance_or_default().spec.name
+        return {"interface": "autotuner", **own, "engine": engine, "model": self.graph.fingerprint, "regions": divided}
 
 
 class QDQAutotuner(QDQAutotunerBase):

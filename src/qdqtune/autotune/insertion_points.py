@@ -1,39 +1,82 @@
-"""Insertion points and schemes of them, with the names and fields that scripts know; the core has values of its own."""
+"""Configuration, insertion points, schemes, patterns with their schemes, and their cache, as scripts know them."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import inf, prod
-from typing import Any, ClassVar, Self
+from pathlib import Path
+from typing import Any, ClassVar, Self, get_args
 
 import onnx
 
-from qdqtune.autotune.graphs import (
-    GraphLike,
-    InvalidSchemeError,
-    Region,
-    RegionType,
-    as_model,
-    get_tensor_consumer_node_indices,
-    model_with,
-    pattern_of,
-)
+from qdqtune.autotune.region_search import AutotunerError as AutotunerError
+from qdqtune.autotune.region_search import AutotunerNotInitializedError as AutotunerNotInitializedError
+from qdqtune.autotune.region_search import GraphLike, InvalidSchemeError, Region, as_model, model_with, pattern_of
+from qdqtune.autotune.region_search import get_tensor_consumer_node_indices as get_tensor_consumer_node_indices
+from qdqtune.autotune.region_search import has_quantizable_operations as has_quantizable_operations
+from qdqtune.errors import BadOption
 from qdqtune.graph.model import GRAPH, Model, Use
 from qdqtune.graph.operators import COMPUTE, CONVOLUTIONS
+from qdqtune.placement.files import parsed_yaml, write_yaml, wrong_part
 from qdqtune.placement.possible import can_carry
-from qdqtune.search.regions import patterns
+from qdqtune.search import region as search
+from qdqtune.search.regions import cache, patterns
 from qdqtune.search.regions.discovery import ChildInput, NodeInput, Point, RegionOutput, Scheme
-from qdqtune.types import Edge
+from qdqtune.search.regions.discovery import RegionType as RegionType
+from qdqtune.tuning.subject import FLOAT_TYPES
+from qdqtune.types import Edge, QuantType
 
 
+@dataclass
+class Config:
+    """What `initialize` takes. Scales come from `calibration_data` (as in `Settings`), random inputs without it.
+
+    `default_q_scale` and `default_q_zero_point` hold for a model that ONNX Runtime cannot run for calibration.
+    A scheme counts as better where it is `performance_threshold` times as fast. Fields may be changed until then.
+    """
+
+    verbose: bool = False
+    performance_threshold: float = 1.02
+    default_q_scale: float = 0.1
+    default_q_zero_point: int = 0
+    default_quant_type: QuantType = "int8"
+    default_dq_dtype: str = "float32"
+    maximum_sequence_region_size: int = search.Config.maximum_sequence_region_size
+    minimum_topdown_search_size: int = search.Config.minimum_topdown_search_size
+    top_percent_to_mutate: float = search.Config.top_percent_to_mutate
+    minimum_schemes_to_mutate: int = search.Config.minimum_schemes_to_mutate
+    maximum_mutations: int = search.Config.maximum_mutations
+    maximum_generation_attempts: int = search.Config.maximum_generation_attempts
+    pattern_cache_minimum_distance: int = search.Config.pattern_cache_minimum_distance
+    pattern_cache_max_entries_per_pattern: int = search.Config.pattern_cache_max_entries_per_pattern
+    schemes_per_region: int = search.Config.schemes_per_region
+    calibration_data: str | None = None
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> search.Config:
+        """Check the values, and return them as the `Config` of `search.region`.
+
+        Raises:
+            BadOption: a value has no meaning.
+        """
+        for name, values in (("default_quant_type", get_args(QuantType)), ("default_dq_dtype", tuple(FLOAT_TYPES))):
+            if getattr(self, name) not in values:
+                raise BadOption(f"{name} is one of {', '.join(values)}, not {getattr(self, name)!r}")
+        return search.Config(**{f.name: getattr(self, f.name) for f in fields(search.Config)})
+
+
+# Insertion points
+
+
+@dataclass(frozen=True)
 class _Fields:
-    """What is written as a dictionary of its fields."""
-
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload, no-any-return]
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -50,7 +93,7 @@ class ResolvedInsertionPoint(_Fields):
 
 
 class InsertionPoint(_Fields):
-    """A place in a pattern where a pair can stand. The fields say which; `core` is the core's own value."""
+    """A place in a pattern where a pair can stand: a `Point` of the search with scripts' names."""
 
     kind: ClassVar[type[Point]]
 
@@ -60,8 +103,7 @@ class InsertionPoint(_Fields):
 
     @classmethod
     def of(cls, point: Point) -> Self:
-        """A point of the core."""
-        return cls(**{f.name: getattr(point, f.name) for f in fields(cls)})  # type: ignore[arg-type]
+        return cls(**asdict(point))
 
     def resolve(self, region: Region, graph: GraphLike) -> set[ResolvedInsertionPoint]:
         """The uses that the point means in a region; none if it is about a child and there are no children.
@@ -118,15 +160,15 @@ class ChildRegionOutputInsertionPoint(InsertionPoint):
 RegionOutputInsertionPoint = ChildRegionOutputInsertionPoint
 """The name that earlier versions of ModelOpt give it."""
 
-PARTS: tuple[tuple[str, str, type[InsertionPoint]], ...] = (
-    ("node_inputs", "nodes_insertion_points", NodeInputInsertionPoint),
-    ("child_region_inputs", "child_region_inputs", ChildRegionInputInsertionPoint),
-    ("region_outputs", "region_outputs", ChildRegionOutputInsertionPoint),
-)
-"""The lists of points in a scheme: their field, their key in files, and what they hold."""
+LISTS: dict[str, type[InsertionPoint]] = {
+    "node_inputs": NodeInputInsertionPoint,
+    "child_region_inputs": ChildRegionInputInsertionPoint,
+    "region_outputs": ChildRegionOutputInsertionPoint,
+}
+"""The lists of points in a scheme."""
 
-FEW = 8
-"""Tensors with fewer elements carry no pair in ModelOpt's autotuner."""
+NODE_INPUTS = "nodes_insertion_points"
+"""What `node_inputs` is called in files."""
 
 
 @dataclass
@@ -143,14 +185,17 @@ class InsertionScheme:
 
     @classmethod
     def of(cls, scheme: Scheme) -> Self:
-        """A scheme of the core."""
-        points = sorted(scheme.points, key=repr)
-        parts: Any = {name: [kind.of(p) for p in points if isinstance(p, kind.kind)] for name, _, kind in PARTS}
-        return cls(**parts)
+        """A scheme of the search."""
+        made = cls()
+        for point in sorted(scheme.points, key=repr):
+            for name, kind in LISTS.items():
+                if isinstance(point, kind.kind):
+                    getattr(made, name).append(kind.of(point))
+        return made
 
     @property
     def core(self) -> Scheme:
-        """The scheme as the core has it."""
+        """The scheme as the search has it."""
         points = (*self.node_inputs, *self.child_region_inputs, *self.region_outputs)
         return Scheme(frozenset(point.core for point in points))
 
@@ -174,18 +219,21 @@ class InsertionScheme:
 
     def to_dict(self) -> dict[str, Any]:
         """The scheme as values of JSON, a failure without a latency."""
-        points = {key: [point.to_dict() for point in getattr(self, name)] for name, key, _ in PARTS}
-        latency_ms = None if self.latency_ms == inf else self.latency_ms
-        told = {"error": self.error, "profile_timestamp": self.profile_timestamp, "ratio": self.ratio}
-        return {"latency_ms": latency_ms, **told, **points, "hash": self.hash}
+        values = asdict(self)
+        values[NODE_INPUTS] = values.pop("node_inputs")
+        values["latency_ms"] = None if self.latency_ms == inf else self.latency_ms
+        return {**values, "hash": self.hash}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """What `to_dict` gave; what is missing is as in a new scheme."""
-        told = {name: data[name] for name in ("error", "profile_timestamp", "ratio") if name in data}
-        points: Any = {name: [kind.from_dict(point) for point in data.get(key, ())] for name, key, kind in PARTS}
-        latency_ms = data.get("latency_ms")
-        return cls(**points, **told, latency_ms=inf if latency_ms is None else latency_ms)
+        rows = {**data, "node_inputs": data.get(NODE_INPUTS, ())}
+        values = {f.name: rows[f.name] for f in fields(cls) if f.name in rows}
+        for name, kind in LISTS.items():
+            values[name] = [kind.from_dict(row) for row in rows.get(name, ())]
+        if values.get("latency_ms") is None:
+            values["latency_ms"] = inf
+        return cls(**values)
 
 
 def resolved(model: Model, region: Region, scheme: Scheme) -> set[ResolvedInsertionPoint]:
@@ -207,14 +255,6 @@ def with_weights(model: Model, edges: Iterable[Edge]) -> frozenset[Edge]:
     edges = frozenset(edges)
     computing = (model.user(e) for e in edges if e.node and e.index == 0)
     return edges | {n.into[1] for n in computing if n is not None and n.op in COMPUTE and len(n.into) > 1}
-
-
-def has_quantizable_operations(region: Region, graph: GraphLike) -> bool:
-    """Whether a region holds an operator that engines quantize, working on floats, or regions that may."""
-    if region.type is not RegionType.LEAF and not region.get_region_nodes_and_descendants():
-        return True
-    model = as_model(graph)
-    return patterns.is_quantizable(model, pattern_of(model, region).instances[0])
 
 
 def skip_invalid_insertion_points(graph: GraphLike, tensor_name: str, region_or_node: object) -> bool:
@@ -262,20 +302,261 @@ def _uses(model: Model, tensor: str, users: set[int]) -> list[Use]:
     return [use for use in model.uses(tensor) if use.node in users and use.node != GRAPH]
 
 
+FEW = 8
+"""Tensors with fewer elements carry no pair in ModelOpt's autotuner."""
+
+
 def _is_worthwhile(model: Model, tensor: str, use: Use) -> bool:
     """Whether a pair can stand on a use, and ModelOpt's autotuner would try it there.
 
     It does not on weights, which have a pair where the activation has one; between a convolution, a normalization and
     an activation, which run as one kernel; on tensors of few elements; and in front of what gives no floats.
     """
-    node, info = model.nodes[use.node], model.tensors.get(tensor)
-    maker = model.maker(tensor)
+    node, info, maker = model.nodes[use.node], model.tensors.get(tensor), model.maker(tensor)
     if maker is not None and maker.op == "BatchNormalization" and node.op != maker.op:
         maker = model.maker(maker.inputs[0])
     is_inner = maker is not None and maker.op in CONVOLUTIONS and node.op in {"BatchNormalization", "Relu", "Softmax"}
     is_weight = use.slot > 0 and node.op in COMPUTE | {"BatchNormalization", "Resize"}
     shape = info.shape if info is not None else None
     is_few = bool(shape) and prod(n if isinstance(n, int) else FEW for n in shape or ()) < FEW
-    known = onnx.defs.has(node.op) and onnx.defs.get_schema(node.op).outputs
-    gives_floats = not known or "tensor(float)" in known[0].types
+    outputs = onnx.defs.get_schema(node.op).outputs if onnx.defs.has(node.op) else ()
+    gives_floats = not outputs or "tensor(float)" in outputs[0].types
     return gives_floats and not (is_inner or is_weight or is_few) and can_carry(model, tensor, *use)
+
+
+# Patterns
+
+
+@dataclass(frozen=True)
+class RegionPattern:
+    """A structure that regions share; equal for equal structures, in whatever model. `size` counts nodes."""
+
+    signature: str = field(compare=False)
+    size: int = field(default=0, compare=False)
+    digest: str = ""
+    """16 hex digits that stand for the signature, as in the search's pattern."""
+
+    def __post_init__(self) -> None:
+        if not self.digest:
+            object.__setattr__(self, "digest", self.get_hash()[:16])
+
+    def __str__(self) -> str:
+        return self.signature
+
+    @classmethod
+    def of(cls, pattern: patterns.Pattern) -> Self:
+        """A pattern of the search."""
+        return cls(pattern.signature, len(pattern.ops))
+
+    @classmethod
+    def from_region(cls, region: Region, graph: GraphLike) -> Self:
+        """The pattern of a region; of one without nodes the empty one."""
+        if not region.get_region_nodes_and_descendants():
+            return cls("EMPTY")
+        return cls.of(pattern_of(as_model(graph), region))
+
+    @property
+    def is_empty(self) -> bool:
+        return self.size == 0 or self.signature == "EMPTY"
+
+    @property
+    def is_composite(self) -> bool:
+        return self.signature.startswith("COMPOSITE(")
+
+    @property
+    def is_leaf(self) -> bool:
+        return not self.is_composite and not self.is_empty
+
+    def get_hash(self) -> str:
+        """32 hex digits that stand for the signature."""
+        return hashlib.sha256(self.signature.encode()).hexdigest()[:32]
+
+    def get_short_signature(self, max_length: int = 80) -> str:
+        return self.signature if len(self.signature) <= max_length else f"{self.signature[: max_length - 3]}..."
+
+    def get_full_insertion_scheme(self, region: Region, graph: GraphLike) -> InsertionScheme:
+        """All insertion points of a region that has this pattern."""
+        self._check(region, graph)
+        return InsertionScheme.of(pattern_of(as_model(graph), region).everything)
+
+    def matches(
+        self, other: RegionPattern | Region, graph: GraphLike | None = None, scheme: InsertionScheme | None = None
+    ) -> Any:
+        """Whether a pattern is the same (bool); with a region its nodes in the pattern's order (list[int]), None if it
+        has another one; with a scheme as well what that means there (set[ResolvedInsertionPoint]).
+
+        Raises:
+            InvalidSchemeError: a region without a graph, or a scheme for a region of another pattern.
+        """
+        if isinstance(other, RegionPattern):
+            return self == other
+        if graph is None:
+            raise InvalidSchemeError("a region is compared in its graph: give the graph as well")
+        if scheme is not None:
+            self._check(other, graph)
+            return resolved(as_model(graph), other, scheme.core)
+        if self != self.from_region(other, graph):
+            return None
+        if self.is_empty:
+            return []
+        pattern = pattern_of(as_model(graph), other)
+        return list(pattern.listings[pattern.instances[0]].nodes)
+
+    def _check(self, region: Region, graph: GraphLike) -> None:
+        if self != self.from_region(region, graph):
+            raise InvalidSchemeError(f"{region} has another pattern")
+
+    def format_tree(self, region: Region, graph: GraphLike, indent: int = 0) -> str:
+        """A region and all under it: its pattern, its size and its operators, a line each."""
+        model, margin = as_model(graph), "  " * indent
+        pattern = RegionPattern.from_region(region, model)
+        ops = ", ".join(model.nodes[n].op for n in region.get_nodes())
+        lines = [f"{margin}Region {region.id}: {pattern.get_short_signature()} ({pattern.size} nodes)"]
+        lines += [f"{margin}  Nodes: {ops}"] if ops else []
+        lines += [self.format_tree(child, model, indent + 1) for child in region.get_children()]
+        return "\n".join(lines)
+
+
+@dataclass
+class PatternSchemes:
+    """The schemes of one pattern that were tried or are to be."""
+
+    pattern: RegionPattern = field(default_factory=lambda: RegionPattern("EMPTY"))
+    schemes: list[InsertionScheme] = field(default_factory=list)
+
+    @property
+    def pattern_signature(self) -> str:
+        """That of the pattern; empty where it is not known, as in files of a tuning run."""
+        return self.pattern.signature
+
+    @property
+    def pattern_size(self) -> int:
+        return self.pattern.size
+
+    @property
+    def num_schemes(self) -> int:
+        return len(self.schemes)
+
+    @property
+    def best_scheme(self) -> InsertionScheme | None:
+        """The fastest that was measured; None before that."""
+        measured = [s for s in self.schemes if s.latency_ms != inf and not s.error]
+        return min(measured, key=lambda s: s.latency_ms, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The schemes as values of JSON, and the pattern's signature, size and digest."""
+        return {
+            "pattern_signature": self.pattern.signature,
+            "pattern_size": self.pattern.size,
+            "digest": self.pattern.digest,
+            "schemes": [scheme.to_dict() for scheme in self.schemes],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], pattern: RegionPattern | None = None) -> Self:
+        """What `to_dict` gave, or ModelOpt's own; of that pattern, if it is given."""
+        if pattern is None:
+            pattern = RegionPattern(data["pattern_signature"], data.get("pattern_size", 0), data.get("digest", ""))
+        return cls(pattern, [InsertionScheme.from_dict(scheme) for scheme in data.get("schemes", ())])
+
+
+@dataclass
+class PatternCache:
+    """Schemes worth trying again by pattern, in memory and as the file that a tuning run reads and writes."""
+
+    pattern_schemes: list[PatternSchemes] = field(default_factory=list)
+    minimum_distance: int = search.Config.pattern_cache_minimum_distance
+    max_entries_per_pattern: int = search.Config.pattern_cache_max_entries_per_pattern
+
+    @property
+    def num_patterns(self) -> int:
+        return len(self.pattern_schemes)
+
+    @property
+    def total_schemes(self) -> int:
+        """Number of schemes of all patterns."""
+        return sum(own.num_schemes for own in self.pattern_schemes)
+
+    def get_pattern_schemes(self, pattern_signature: RegionPattern | str) -> PatternSchemes | None:
+        """The schemes of a pattern, or of the pattern of a signature."""
+        pattern = RegionPattern(pattern_signature) if isinstance(pattern_signature, str) else pattern_signature
+        return next((own for own in self.pattern_schemes if own.pattern == pattern), None)
+
+    def has_pattern(self, pattern_signature: RegionPattern | str) -> bool:
+        return self.get_pattern_schemes(pattern_signature) is not None
+
+    def add_pattern_schemes(self, pattern_schemes: PatternSchemes) -> None:
+        """Keep the fastest of old and new schemes, each of them different enough from all faster ones."""
+        own, kept = self._own(pattern_schemes.pattern), list[InsertionScheme]()
+        for scheme in sorted((*own.schemes, *pattern_schemes.schemes), key=lambda s: s.latency_ms):
+            if not scheme.error and all(scheme.distance(other) >= max(self.minimum_distance, 1) for other in kept):
+                kept.append(scheme)
+        own.schemes = kept[: self.max_entries_per_pattern]
+
+    def add_pattern_from_region(
+        self, region: Region, graph: GraphLike, quantized_tensors: Collection[str] | None = None
+    ) -> None:
+        """Add the pattern of a region, with the scheme of the points at which a quantized model has pairs: those whose
+        tensor is among `quantized_tensors`. Without them it has all points."""
+        model = as_model(graph)
+        pattern = pattern_of(model, region)
+        scheme = pattern.everything
+        if quantized_tensors is not None:
+            edges = [edge for tensor in quantized_tensors for edge in model.edges(tensor)]
+            scheme = patterns.scheme_of(model, pattern, pattern.instances[0], edges)
+        self.add_pattern_schemes(PatternSchemes(RegionPattern.of(pattern), [InsertionScheme.of(scheme)]))
+
+    def put_first(self, pattern: RegionPattern, scheme: InsertionScheme) -> None:
+        """Have a scheme tried before all others of its pattern."""
+        own = self._own(pattern)
+        own.schemes = [scheme, *(s for s in own.schemes if s.distance(scheme))]
+
+    def merge(self, other: PatternCache, prefer_existing: bool = True) -> None:
+        """Take over the schemes of another cache. A scheme that both have keeps the latency it has here if so asked."""
+        for theirs in other.pattern_schemes:
+            own = self._own(theirs.pattern)
+            last, first = (own, theirs) if prefer_existing else (theirs, own)
+            merged = {scheme.hash: scheme for scheme in (*first.schemes, *last.schemes)}
+            own.schemes = []
+            self.add_pattern_schemes(PatternSchemes(own.pattern, [*merged.values()]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The cache as values of JSON."""
+        return {**vars(self), "pattern_schemes": [own.to_dict() for own in self.pattern_schemes]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """What `to_dict` gave, or ModelOpt's own; patterns of the latter are those of no model here."""
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        values["pattern_schemes"] = [PatternSchemes.from_dict(row) for row in data.get("pattern_schemes", ())]
+        return cls(**values)
+
+    def save(self, output_path: str | Path) -> None:
+        """Write the file: what a tuning run reads of it, and the schemes as they are here."""
+        rows = {own.pattern.digest: [(s.core, s.ratio) for s in own.schemes] for own in self.pattern_schemes}
+        write_yaml(Path(output_path), {**cache.content_of(rows), "interface": self.to_dict()}, "record")
+
+    @classmethod
+    def load(cls, input_path: str | Path) -> Self:
+        """Read a file of `save`, of a tuning run, or of ModelOpt, whose patterns are those of no model here.
+
+        Raises:
+            BadOption: the file is missing, or is no pattern cache.
+        """
+        path = Path(input_path)
+        content = parsed_yaml(path, "pattern cache")
+        interface = content.get("interface", content) if isinstance(content, dict) else {}
+        if "pattern_schemes" in interface:
+            try:
+                return cls.from_dict(interface)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise BadOption(f"{path} is no pattern cache: {wrong_part(error)}") from error
+        entries = cache.read_cache(path).items()
+        return cls([PatternSchemes(RegionPattern("", digest=d), [*map(InsertionScheme.of, s)]) for d, s in entries])
+
+    def _own(self, pattern: RegionPattern) -> PatternSchemes:
+        own = self.get_pattern_schemes(pattern)
+        if own is None:
+            own = PatternSchemes(pattern)
+            self.pattern_schemes.append(own)
+        return own

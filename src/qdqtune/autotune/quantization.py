@@ -19,8 +19,8 @@ import click
 import numpy.typing as npt
 
 from qdqtune import api
-from qdqtune.autotune.graphs import escaped
-from qdqtune.autotune.utils import add_flag
+from qdqtune.autotune.__main__ import add_flag
+from qdqtune.autotune.workflows import escaped
 from qdqtune.cli import main as cli
 from qdqtune.cli.command import Guarded
 from qdqtune.commands.inputs import SamplesLike
@@ -41,7 +41,7 @@ IDLE = frozenset({
 })  # fmt: skip
 """Keywords whose value does not change what is written here."""
 
-USUAL: Mapping[str, Any] = {"mha_accumulation_dtype": "fp16", "passes": ["concat_elimination"]}
+USUAL = {"mha_accumulation_dtype": ["fp16"], "passes": ["concat_elimination"]}
 """Keywords that are told where they have another value than by default."""
 
 INSTEAD = {
@@ -94,7 +94,8 @@ def quantize(
     if quantize_mode not in MODES:
         raise BadOption(f"quantize_mode is int8 or fp8, not {quantize_mode!r}")
     for name, value in others.items():
-        if name not in IDLE and value not in (None, False, [], USUAL.get(name)):
+        texts = [value] if isinstance(value, str) else value
+        if name not in IDLE and texts not in (None, False, [], USUAL.get(name)):
             raise BadOption(f"quantize has no {name} here: {INSTEAD.get(name, 'see docs/reference/modelopt.md')}")
     path = Path(onnx_path)
     data = calibration_data if calibration_data_reader is None else _read(calibration_data_reader)
@@ -173,47 +174,22 @@ def _matching(model: Model, expressions: Collection[str]) -> list[str]:
 
 # The program
 
-TEXTS = {
-    "output_path": "The quantized model.  [default: ONNX_PATH with .quant.onnx]",
-    "quantize_mode": "Numbers of the pairs: int8 (the default) or fp8.",
-    "calibration_data_path": "Samples: .npz or .npy. Random ones without it.",
-    "calibration_method": "max is minmax.  [default: mse]",
-    "calibration_cache_path": "Scales from a calibration cache.",
-    "calibration_shapes": "Sizes of open inputs: input0:1x3x224x224,input1:1x8.",
-    "override_shapes": "The same.",
-    "high_precision_dtype": "Of what carries no pair: fp32, fp16 (the default) or bf16.",
-    "engine": "Whose rules and numbers.  [default: tensorrt]",
-}
-LISTS = {
-    "op_types_to_quantize": "Only these operators.",
-    "op_types_to_exclude": "Operators that stay in float.",
-    "nodes_to_quantize": "Only these nodes, by regular expressions.",
-    "nodes_to_exclude": "Nodes that stay in float, by regular expressions.",
-}
-OTHER_SWITCHES = (
-    "calibrate_per_node direct_io_types dq_only keep_intermediate_files simplify target_dla trust_calibration_data "
-    "trust_remote_code use_external_data_format"
-)
-OTHER_TEXTS = "log_file mha_accumulation_dtype model_id opset trt_rtx_backend use_zero_point"
-OTHER_LISTS = "calibration_eps op_types_to_exclude_fp16 passes trt_plugins trt_plugins_precision"
-"""Other flags of that program: they reach `quantize`, which says what it makes of them."""
-
 
 def get_parser() -> argparse.ArgumentParser:
-    """The flags of the program."""
+    """A flag for each keyword of `quantize`."""
     parser = argparse.ArgumentParser("python -m qdqtune", description=run.__doc__, allow_abbrev=False)
-    add_flag(parser, "--onnx_path", required=True, help="The float model.")
-    for name, text in {**TEXTS, **dict.fromkeys(OTHER_TEXTS.split(), argparse.SUPPRESS)}.items():
-        add_flag(parser, f"--{name}", help=text)
-    for name, text in {**LISTS, **dict.fromkeys(OTHER_LISTS.split(), argparse.SUPPRESS)}.items():
-        add_flag(parser, f"--{name}", nargs="+", help=text)
-    add_flag(parser, "--disable_mha_qdq", action="store_true", help="MatMuls without a weight stay in float.")
-    for name in OTHER_SWITCHES.split():
-        add_flag(parser, f"--{name}", action="store_true", help=argparse.SUPPRESS)
-    add_flag(parser, "--input_shapes_profile", type=_profile, help="Sizes of open inputs, as JSON or a file of it.")
+    for name, keyword in signature(quantize).parameters.items():
+        how: dict[str, Any] = {"default": None if keyword.default is keyword.empty else keyword.default}
+        if keyword.default is False:
+            how = {"action": "store_true"}
+        elif str(keyword.annotation).startswith("Sequence[str]"):
+            how["nargs"] = "+"
+        elif name == "input_shapes_profile":
+            how["type"] = _profile
+        if name not in ("calibration_data", "calibration_data_reader", "others"):
+            add_flag(parser, f"--{name}", required=name == "onnx_path", **how)
+    add_flag(parser, "--calibration_data_path", dest="calibration_data")
     add_flag(parser, "--log_level", choices=("DEBUG", "INFO", "WARNING", "ERROR"), type=str.upper, default="INFO")
-    add_flag(parser, "--autotune", nargs="?", const="default", help=argparse.SUPPRESS)
-    parser.set_defaults(quantize_mode="int8")
     return parser
 
 
@@ -229,15 +205,27 @@ def _profile(text: str) -> list[dict[str, str]]:
     return list(parts)
 
 
-def run(quantize: Callable[..., None], given: Mapping[str, Any]) -> int:
-    """Quantize a model by the rules of an engine."""
-    keywords = {name: value for name, value in given.items() if value not in (None, False)}
+def _other_keywords(words: Sequence[str]) -> dict[str, Any]:
+    """The keywords that flags without a place in the parser mean: `quantize` says what it makes of them."""
+    keywords: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            keywords[name] = [value] if value else True
+        else:
+            keywords[name] = [word] if keywords.get(name) in (None, True) else [*keywords[name], word]
+    return keywords
+
+
+def run(quantize: Callable[..., None], flags: Mapping[str, Any]) -> int:
+    """Quantize a model by the rules of an engine. docs/reference/modelopt.md explains the flags."""
+    keywords = {name: value for name, value in flags.items() if value not in (None, False)}
     logging.basicConfig(format="%(message)s")
     logging.getLogger("qdqtune").setLevel(keywords["log_level"])
     path = Path(keywords.pop("onnx_path"))
     output = keywords["output_path"] = Path(keywords.get("output_path", path.with_suffix(".quant.onnx")))
-    if "calibration_data_path" in keywords:
-        keywords["calibration_data"] = keywords.pop("calibration_data_path")
     quantize(str(path), **keywords)
     click.echo(f"{output} is the quantized model")
     return 0
@@ -245,8 +233,9 @@ def run(quantize: Callable[..., None], given: Mapping[str, Any]) -> int:
 
 def main(arguments: Sequence[str] | None = None, work: Callable[..., None] = quantize) -> NoReturn:
     """Run the program, whose work a function does, and exit, as `qdqtune.cli.main.main` does."""
-    given = vars(get_parser().parse_args(arguments))
-    cli.main([], Guarded("quantization", callback=partial(run, work, given)), "python -m qdqtune.autotune.quantization")
+    flags, words = get_parser().parse_known_args(arguments)
+    callback = partial(run, work, vars(flags) | _other_keywords(words))
+    cli.main([], Guarded("quantization", callback=callback), "python -m qdqtune.autotune.quantization")
 
 
 if __name__ == "__main__":

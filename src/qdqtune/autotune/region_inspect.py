@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import click
 
-from qdqtune.autotune.command import MODEL, exit_code, option
-from qdqtune.autotune.graphs import Region
-from qdqtune.autotune.insertion_points import has_quantizable_operations
-from qdqtune.autotune.region_search import CombinedRegionSearch
+from qdqtune.autotune.__main__ import MODEL, exit_code, option
+from qdqtune.autotune.region_search import CombinedRegionSearch, Region, has_quantizable_operations
 from qdqtune.cli import main as cli
 from qdqtune.cli.command import CHATTER, SILENCE, Guarded, is_verbose
 from qdqtune.cli.output import print_lines, with_flags
@@ -47,22 +44,24 @@ def inspect_region_search(
     return [top for top in tops if include_all_regions or has_quantizable_operations(top, graph)]
 
 
-def run(model: Path, **given: object) -> None:
+def run(model: Path, max_sequence_size: int, include_all_regions: bool) -> None:
     """Show how a model divides into regions, as a run tunes them. `qdqtune inspect` has more options."""
-    inspect_region_search(onnx_path=str(model), rewrites="auto", verbose=is_verbose(), **given)  # type: ignore[arg-type]
+    inspect_region_search(
+        str(model),
+        max_sequence_size=max_sequence_size,
+        include_all_regions=include_all_regions,
+        rewrites="auto",
+        verbose=is_verbose(),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program. Gives 0, or 1 where it fails."""
-    options = [
-        MODEL,
-        option("--max-sequence-size", "Largest leaf, in nodes.", click.IntRange(1), default=10),
-        option("--include-all-regions", "Show regions without quantizable operators as well.", is_flag=True),
-        SILENCE,
-        CHATTER,
-    ]
-    command = Guarded("region_inspect", cli.CONTEXT, callback=run, params=[*options], help=run.__doc__)
-    return min(exit_code(partial(cli.main, arguments, command, "python -m qdqtune.autotune.region_inspect")), 1)
+    size = option("--max-sequence-size", "Largest leaf, in nodes.", click.IntRange(1), default=10)
+    every = option("--include-all-regions", "Show regions without quantizable operators as well.", is_flag=True)
+    params: list[click.Parameter] = [MODEL, size, every, SILENCE, CHATTER]
+    command = Guarded("region_inspect", cli.CONTEXT, callback=run, params=params, help=run.__doc__)
+    return min(exit_code(lambda: cli.main(arguments, command, "python -m qdqtune.autotune.region_inspect")), 1)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,282 @@
-"""The division of a model into regions, or one phase of it. As a program it is `region_inspect`."""
+"""Regions as scripts know them, and the division of a graph into them. As a program it is `region_inspect`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from importlib import import_module
-from typing import TextIO
+from typing import Any, Self, TextIO
 
-from qdqtune.autotune.graphs import GraphLike, Region, RegionType, as_model
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from qdqtune.errors import InputError
+from qdqtune.graph.loading import load_proto
+from qdqtune.graph.model import Model
+from qdqtune.graph.operators import COMMUTATIVE
 from qdqtune.search.regions import discovery
+from qdqtune.search.regions.discovery import Regions
+from qdqtune.search.regions.discovery import RegionType as RegionType
+from qdqtune.search.regions.patterns import Pattern, alike, is_quantizable
+from qdqtune.search.regions.structure import Listing, Structure
 from qdqtune.tuning.subgraphs.groups import borders
+
+GraphLike = Any
+"""A model of the core, an ONNX model, or a graph of GraphSurgeon, a library that is never imported here."""
+
+
+class AutotunerError(InputError):
+    """The interface was used in a way that has no answer."""
+
+
+class NotInGraphError(AutotunerError, ValueError):
+    """There is no such tensor or node."""
+
+
+class AutotunerNotInitializedError(AutotunerError):
+    """`initialize` comes first."""
+
+
+class InvalidSchemeError(AutotunerError):
+    """There is no such region, scheme or insertion point."""
+
+
+# Graphs
+
+
+def as_proto(graph: GraphLike) -> onnx.ModelProto:
+    """An ONNX model; a GraphSurgeon graph is exported by the library that it comes from."""
+    if isinstance(graph, onnx.ModelProto):
+        return graph
+    if not (library := _library(graph)):
+        raise AutotunerError(f"a graph is an onnx.ModelProto or a GraphSurgeon graph, not {type(graph).__name__}")
+    proto: onnx.ModelProto = library.export_onnx(graph)
+    return proto
+
+
+def _library(graph: GraphLike) -> Any:
+    library = sys.modules.get(type(graph).__module__.partition(".")[0])
+    return library if hasattr(graph, "toposort") and hasattr(library, "export_onnx") else None
+
+
+def as_model(graph: GraphLike) -> Model:
+    """The model of a graph, with the same numbers of nodes.
+
+    Raises:
+        AutotunerError: it is no graph, or its numbers change when constants and Identity are folded.
+        BadModel: it is invalid.
+    """
+    if isinstance(graph, Model):
+        return graph
+    if hasattr(graph, "toposort") and not _library(graph):
+        return _sketch(graph.nodes, getattr(graph, "inputs", ()), getattr(graph, "outputs", ()))
+    proto = as_proto(graph)
+    model = _loaded(proto.SerializeToString(deterministic=True))
+    if [list(node.output) for node in proto.graph.node] != [list(node.outputs) for node in model.nodes]:
+        raise AutotunerError(
+            "the nodes of this graph are numbered otherwise than those of the loaded model, where constants and "
+            "Identity are no nodes: give the autotuner's graph"
+        )
+    return model
+
+
+@lru_cache(maxsize=1)
+def _loaded(content: bytes) -> Model:
+    """Kept, because scripts ask about one region of a graph after the other."""
+    return load_proto(onnx.ModelProto.FromString(content))
+
+
+def model_with(graph: GraphLike, node: Any) -> tuple[Model, int]:
+    """The model of a graph and the index of one of its nodes; of a node that is not in it, a model of that alone."""
+    model = as_model(graph)
+    outputs = getattr(node, "outputs", None) or getattr(node, "output", None) or [""]
+    index = model.producers.get(getattr(outputs[0], "name", outputs[0]), model.index_of.get(str(node)))
+    return (_sketch([node], node.inputs, ()), 0) if index is None else (model, index)
+
+
+def _sketch(nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Model:
+    """A model of nodes in GraphSurgeon's form that no library exports: operators and tensors, without attributes.
+    Tensors that no node makes are `inputs` or weights."""
+    tensors = {t.name: t for node in nodes for t in (*node.inputs, *node.outputs) if t.dtype is not None}
+    infos = {
+        name: helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(t.dtype)), t.shape)
+        for name, t in tensors.items()
+    }
+    computed = {t.name for node in nodes for t in node.outputs} | {t.name for t in inputs}
+    weights = [
+        numpy_helper.from_array(np.zeros(t.shape, t.dtype), name) for name, t in tensors.items() if name not in computed
+    ]
+    protos = [
+        helper.make_node(n.op, [t.name for t in n.inputs], [t.name for t in n.outputs], n.name or f"{n.op}_{index}")
+        for index, n in enumerate(nodes)
+    ]
+    first, last = ([infos[t.name] for t in side if t.name in infos] for side in (inputs, outputs))
+    return Model(helper.make_model(helper.make_graph(protos, "", first, last, weights, value_info=[*infos.values()])))
+
+
+def get_tensor_consumer_node_indices(graph: GraphLike) -> dict[str, list[int]]:
+    """By tensor, the indices of the nodes that read it, once for each input."""
+    graph = graph.graph if isinstance(graph, onnx.ModelProto) else graph
+    is_proto = isinstance(graph, onnx.GraphProto)
+    users: dict[str, list[int]] = {}
+    for index, node in enumerate(graph.node if is_proto else graph.nodes):
+        for tensor in node.input if is_proto else node.inputs:
+            users.setdefault(getattr(tensor, "name", tensor), []).append(index)
+    users.pop("", None)
+    return users
+
+
+def get_symmetric_ops() -> set[str]:
+    """Operators whose inputs may change places."""
+    return set(COMMUTATIVE)
+
+
+# Regions
+
+
+class Region:
+    """A part of the graph: indices of nodes in `QDQAutotuner.graph.nodes`, and child regions."""
+
+    def __init__(self, region_id: int = 0, level: int = 0, region_type: RegionType = RegionType.LEAF) -> None:
+        self.id, self.level, self.type = region_id, level, region_type
+        self.parent: Region | None = None
+        self.children: list[Region] = []
+        self.nodes: set[int] = set()
+        self.inputs: list[str] = []
+        self.outputs: list[str] = []
+        self.metadata: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, region: discovery.Region) -> Self:
+        """A region of the search, with all under it."""
+        copy = cls(region.id, region.level, region.type)
+        copy.nodes, copy.inputs, copy.outputs = set(region.nodes), list(region.inputs), list(region.outputs)
+        for child in region.children:
+            copy.add_child(cls.of(child))
+        return copy
+
+    def __repr__(self) -> str:
+        return f"Region(id={self.id}, level={self.level}, type={self.type.value}, nodes={len(self.nodes)})"
+
+    def add_child(self, child: Region) -> None:
+        child.parent = self
+        self.children.append(child)
+
+    def remove_child(self, child: Region) -> bool:
+        """Take a child out; False if it is none."""
+        if child not in self.children:
+            return False
+        child.parent = None
+        self.children.remove(child)
+        return True
+
+    def get_children(self, *, sort: bool = False) -> list[Region]:
+        """A new list of the child regions; sorted, the higher levels come first, then the larger ones."""
+        if not sort:
+            return list(self.children)
+        return sorted(self.children, key=lambda c: (-c.level, -c.get_size_of_region_and_descendants()))
+
+    def is_descendant_of(self, potential_ancestor: Region) -> bool:
+        above = self.parent
+        while above is not None and above is not potential_ancestor:
+            above = above.parent
+        return above is not None
+
+    def add_node(self, node_index: int) -> None:
+        self.nodes.add(node_index)
+
+    def get_nodes(self, *, sort: bool = True) -> list[int]:
+        """The nodes directly in this region, in graph order."""
+        return sorted(self.nodes) if sort else list(self.nodes)
+
+    def get_region_nodes_and_descendants(self) -> set[int]:
+        return {n for region in self.walk() for n in region.nodes}
+
+    def get_size_of_region_and_descendants(self) -> int:
+        return len(self.get_region_nodes_and_descendants())
+
+    def contains_node(self, node_index: int) -> bool:
+        """Whether a node is directly in this region."""
+        return node_index in self.nodes
+
+    def contains_node_within_region_and_descendants(self, node_index: int) -> bool:
+        return node_index in self.get_region_nodes_and_descendants()
+
+    def merge(self, other: Region) -> None:
+        """Take over the nodes and the children of another region."""
+        self.nodes |= other.nodes
+        for child in other.get_children():
+            self.add_child(child)
+
+    def walk(self) -> Iterator[Region]:
+        """This region and everything under it, parents first."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+def leaves_first(tops: Iterable[Region]) -> list[Region]:
+    """All regions of some trees: the leaves, then those that hold regions, both in the order of `walk`."""
+    return sorted((r for top in tops for r in top.walk()), key=lambda r: bool(r.children))
+
+
+def pattern_of(model: Model, region: Region) -> Pattern:
+    """The pattern of a region, with this region as its only instance."""
+    return patterns_of(model, [region])[region]
+
+
+def patterns_of(model: Model, regions: Iterable[Region]) -> dict[Region, Pattern]:
+    """The patterns of some regions, and of all under them, as the search forms those of its own.
+
+    Raises:
+        AutotunerError: a region has no nodes, or nodes that the model lacks.
+    """
+    structure = _structure(model)
+    listings: dict[discovery.Region, Listing] = {}
+    copies: dict[Region, discovery.Region] = {}
+
+    def copy(region: Region) -> discovery.Region:
+        nodes, below = region.get_nodes(), region.get_children()
+        if not (nodes or below) or any(not 0 <= n < len(model.nodes) for n in nodes):
+            raise AutotunerError(
+                f"{region} needs nodes between 0 and {len(model.nodes) - 1}: indices in the autotuner's graph.nodes, "
+                "where constants are no nodes"
+            )
+        if below and nodes:  # nodes beside child regions are a leaf of their own
+            rest = Region(level=region.level + 1)
+            rest.nodes, nodes = region.nodes, []
+            below.append(rest)
+        children = tuple(map(copy, below))
+        kind = RegionType.COMPOSITE if children else RegionType.LEAF
+        copies[region] = own = discovery.Region(len(listings), region.level, kind, tuple(nodes), children)
+        listings[own] = structure.listing([c.all_nodes() for c in children] or [nodes])
+        return own
+
+    regions = tuple(regions)
+    below = {r for region in regions for child in region.children for r in child.walk()}
+    tops = tuple(copy(region) for region in regions if region not in below)
+    root = discovery.Region(-1, -1, RegionType.ROOT, (), tops)
+    pattern_by_copy = {c: p for p in alike(model, Regions(root, "topology", listings)) for c in p.instances}
+    return {region: pattern_by_copy[own] for region, own in copies.items()}
+
+
+@lru_cache(maxsize=1)
+def _structure(model: Model) -> Structure:
+    """Kept, because scripts ask about one region of a model after the other."""
+    return Structure(model)
+
+
+def has_quantizable_operations(region: Region, graph: GraphLike) -> bool:
+    """Whether a region holds an operator that engines quantize, working on floats, or regions that may."""
+    if region.type is not RegionType.LEAF and not region.get_region_nodes_and_descendants():
+        return True
+    model = as_model(graph)
+    return is_quantizable(model, pattern_of(model, region).instances[0])
+
+
+# The division
 
 
 class RegionSearchBase:
@@ -20,6 +288,9 @@ class RegionSearchBase:
         if root is None:
             self.root.nodes = set(range(len(self.graph.nodes)))
             self.root.inputs, self.root.outputs = list(self.graph.inputs), list(self.graph.outputs)
+
+    def _tops(self, method: Any = "auto", **sizes: int) -> list[Region]:
+        return [Region.of(top) for top in discovery.find(self.graph, method, **sizes).root.children]
 
     def compute_region_boundaries(self, region: Region) -> None:
         """Set the tensors that a region with all under it reads from outside, and those that are used there."""
@@ -55,13 +326,24 @@ class CombinedRegionSearch(RegionSearchBase):
         self, graph: GraphLike, maximum_sequence_region_size: int = 10, minimum_topdown_search_size: int = 10
     ) -> None:
         super().__init__(graph)
-        self._found = discovery.find(
-            self.graph, max_sequence_size=maximum_sequence_region_size, min_topdown_size=minimum_topdown_search_size
-        )
+        self._sizes = {
+            "max_sequence_size": maximum_sequence_region_size,
+            "min_topdown_size": minimum_topdown_search_size,
+        }
 
     def search_regions(self) -> list[Region]:
         """The regions at the top, in graph order, with their children."""
-        return [Region.of(top) for top in self._found.root.children]
+        return self._tops(**self._sizes)
+
+
+class TorchRegionBuilder(RegionSearchBase):
+    """Regions after node names such as `/encoder/layer.0/Conv`, which `--regions names` uses."""
+
+    def build_regions(self, linearize: bool = True, only_quantizable: bool = False) -> list[Region]:
+        """The regions, those without regions in them first; or with `linearize=False` only those at the top."""
+        self.regions = self._tops("names")
+        regions = leaves_first(self.regions) if linearize else self.regions
+        return [r for r in regions if not only_quantizable or has_quantizable_operations(r, self.graph)]
 
 
 class RegionPartitioner(RegionSearchBase):
@@ -69,7 +351,7 @@ class RegionPartitioner(RegionSearchBase):
 
     def partition_graph(self) -> list[Region]:
         """The regions, in graph order."""
-        tops = [Region.of(top) for top in discovery.find(self.graph).root.children]
+        tops = self._tops()
         for top in tops:
             top.nodes, top.children, top.type = top.get_region_nodes_and_descendants(), [], RegionType.LEAF
         return tops
@@ -85,21 +367,15 @@ class TopDownRegionBuilder(RegionSearchBase):
         self._next_id, self._size = next_region_id, maximum_sequence_region_size
 
     def build_composite_region(self) -> Region:
-        """The region with its nodes in child regions, down to leaves; a region that is a leaf has one."""
+        """The region with its nodes in leaves."""
         wanted = self.root.get_region_nodes_and_descendants()
-        whole = Region(region_type=RegionType.COMPOSITE)
+        whole = Region(self._next_id, self.root.level, RegionType.COMPOSITE)
         whole.inputs, whole.outputs = list(self.root.inputs), list(self.root.outputs)
-        waiting = [Region.of(top) for top in discovery.find(self.graph, max_sequence_size=self._size).root.children]
-        while waiting:
-            part = waiting.pop(0)
-            if part.children and not part.get_region_nodes_and_descendants() < wanted:
-                waiting = part.children + waiting
-            elif part.children or part.nodes & wanted:
-                part.nodes &= wanted
-                whole.add_child(part)
-        for number, region in enumerate(whole.walk(), self._next_id):
-            region.id = number
-            region.level = self.root.level if region.parent is None else region.parent.level + 1
+        for region in leaves_first(self._tops(max_sequence_size=self._size)):
+            if region.nodes & wanted:
+                region.nodes &= wanted
+                region.id, region.level = self._next_id + 1 + len(whole.children), whole.level + 1
+                whole.add_child(region)
         return whole
 
 

@@ -1,33 +1,165 @@
-"""The functions that scripts call: the shared benchmark, and a whole tuning run."""
+"""Whole runs from scripts: their options and functions, and the groups of nodes that TensorRT fuses."""
 
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import click
 import onnx
+from onnx.utils import Extractor
 
-from qdqtune.autotune.autotuner import QDQAutotuner
-from qdqtune.autotune.autotuner_base import cache_beside
-from qdqtune.autotune.benchmark import Benchmark, benchmark_onnx_model, init_benchmark_instance, instance
-from qdqtune.autotune.common import Config, PatternCache
-from qdqtune.autotune.graphs import AutotunerError
-from qdqtune.autotune.options import AutotuneOptions
+from qdqtune.autotune.autotuner import Benchmark, QDQAutotuner, TrtExecBenchmark, instance, instance_or_default
+from qdqtune.autotune.autotuner import benchmark_onnx_model as benchmark_onnx_model
+from qdqtune.autotune.autotuner import init_benchmark_instance as init_benchmark_instance
+from qdqtune.autotune.insertion_points import Config, PatternCache
+from qdqtune.autotune.region_search import AutotunerError, GraphLike, NotInGraphError, as_model, as_proto
 from qdqtune.cli import progress
-from qdqtune.commands.inputs import on_disk
-from qdqtune.commands.tune import tune
+from qdqtune.commands.inputs import SamplesLike, on_disk
+from qdqtune.commands.inspect import REGIONS
+from qdqtune.commands.tune import TuneOptions, search_plan, tune
+from qdqtune.engines.runner import Runner
+from qdqtune.engines.tensorrt.report import read_report
+from qdqtune.errors import BadOption
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model
+from qdqtune.graph.operators import COMPUTE
+from qdqtune.options import FILE, SWITCH, Flag, MaybeFile, MaybeInt, OfRun, Option, PathLike, choice, option
+from qdqtune.search import region
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.tuning.folder import LOGS, REGION_MODELS
+from qdqtune.timing.ratios import Plan
+from qdqtune.tuning.folder import LOGS, REGION_MODELS, pattern_cache_of
 from qdqtune.tuning.observer import Observers, Silent, State
-from qdqtune.types import QuantType, Trial
+from qdqtune.tuning.options import MODEL, Division, FloatType, Wildcards
+from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
+from qdqtune.tuning.subgraphs.groups import borders
+from qdqtune.tuning.subject import tuned_patterns
+from qdqtune.types import Layer, QuantType, Trial
 
 log = logging.getLogger("qdqtune.autotune")
 
-__all__ = ["Benchmark", "benchmark_onnx_model", "init_benchmark_instance", "region_pattern_autotuning_workflow"]
+OF_SETTINGS = (
+    "cut_seed", "incremental_validation", "graph_json", "regions", "default_dq_dtype", "qdq_baseline", "pattern_cache",
+    "state_file",
+)  # fmt: skip
+"""Options below that are fields of `Settings`."""
+
+
+@dataclass(kw_only=True)
+class AutotuneOptions(TuneOptions):
+    """The options of `python -m qdqtune.autotune`: those of `tune`, and what only ModelOpt's autotuner has."""
+
+    cut_seed: Flag = option(
+        SWITCH, True, "region: begin with what the cut finds in the first dozen builds; or with rules alone.", "Search"
+    )
+    incremental_validation: Flag = option(
+        SWITCH,
+        True,
+        "subgraph: look on the whole model for groups that do not pay, in batches that are halved where they are "
+        "rejected; or take all groups that gain alone, or none.",
+        "Search",
+    )
+    graph_json: MaybeFile = option(
+        FILE,
+        None,
+        "subgraph: take the fusion groups from this file of trtexec --exportLayerInfo (with "
+        "--profilingVerbosity=detailed), not from the engine at hand.",
+        "Engine",
+        metavar="FILE",
+    )
+    regions: Option[Division, Division] = REGIONS
+    default_dq_dtype: Option[FloatType | None, FloatType | None] = option(
+        choice("float16", "float32", "bfloat16"),
+        None,
+        "Type of tensors whose type cannot be inferred (behind custom operators).",
+        "Model",
+    )
+    qdq_baseline: MaybeFile = option(MODEL, None, "A quantized version of the model to start from.", "Model")
+    pattern_cache: MaybeFile = option(
+        FILE, None, "region: try the schemes in the pattern cache of an earlier run.", "Search"
+    )
+    state_file: MaybeFile = option(
+        OfRun(), None, "State file of the run.", "Search", default_in_words="OUTPUT_DIR/autotuner_state.yaml"
+    )
+    node_filter: Option[PathLike | Sequence[str], tuple[str, ...]] = option(
+        Wildcards(),
+        (),
+        "File of node-name wildcards, one a line: other regions stay in float.",
+        "Search",
+        flags="--node-filter-list",
+        metavar="PATH",
+    )
+    schemes_per_region: MaybeInt = option(
+        click.IntRange(0),
+        None,
+        "region: candidates per pattern; without `builds`, as many builds as they take.",
+        "Search",
+    )
+    timing_runs: MaybeInt = option(
+        click.IntRange(12), None, "Most rounds of one comparison.", "Search", default_in_words="20 | 48 | 96"
+    )
+    warmup_runs: Option[int, int] = option(
+        click.IntRange(0),
+        2,
+        "Inferences of each model before its rounds. trtexec warms up in each process for 200 ms instead; "
+        "`engine_options` warmup_ms=N changes that.",
+        "Search",
+    )
+
+    def plan(self, *, has_few: bool) -> Plan:
+        """See `TuneOptions`."""
+        plan = search_plan(EFFORTS[self.effort].looks, self.timing_runs, has_few=has_few)
+        return replace(plan, warmup=self.warmup_runs)
+
+    def settings(self, command: tuple[str, ...] = (), **more: Any) -> Settings:
+        """See `TuneOptions`."""
+        own: dict[str, Any] = {name: getattr(self, name) for name in OF_SETTINGS}
+        if (schemes := self.schemes_per_region) is not None:
+            own["config"] = region.Config(schemes_per_region=schemes)
+        if schemes is not None and self.builds is None and self.mode == "region":
+            path = Path(str(self.model))
+            tuned = tuned_patterns(path, self.regions, self.fix_inputs, self.rewrites, self.engine_name)
+            own["builds"] = max(EFFORTS[self.effort].builds["region"], builds_for(schemes, len(tuned)))
+        return super().settings(command, **own | more)
+
+
+class RegionLogs(Silent):
+    """Copies the logs of a run, as soon as there is one, to the names that users of regions look for: of region and
+    scheme."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._region_of: dict[str, int] = {}
+        self._counts: Counter[int] = Counter()
+
+    def patterns(self, tuned: Sequence[Pattern]) -> None:
+        self._region_of = {pattern.digest: pattern.instances[0].id for pattern in tuned}
+
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
+        number = self._region_of.get(trial.proposal.pattern)
+        where = "in all regions" if number is None else f"of region {number}"
+        log.debug("candidate %d %s: %s, %s", trial.number, where, trial.proposal.origin, outcome)
+        if number is not None:
+            self._copy(f"trial_{trial.number:03}.log", f"region_{number}_scheme_{self._counts[number]}.log")
+            self._counts[number] += 1
+
+    def finish(self) -> None:
+        """The run has ended: the log of what ships, and the folder of region models, which may be empty."""
+        # one for each pair of builds of the proof and each number of threads; without a proof the baseline ships
+        proven = sorted(path.name for path in (self._folder / LOGS).glob("final_*_optimized_final.log"))
+        self._copy((*proven, "baseline.log")[0], "final.log")
+        if (self._folder / LOGS).is_dir():
+            (self._folder / REGION_MODELS).mkdir(exist_ok=True)
+
+    def _copy(self, source: str, name: str) -> None:
+        if (self._folder / LOGS / source).exists():
+            shutil.copyfile(self._folder / LOGS / source, self._folder / LOGS / name)
 
 
 def region_pattern_autotuning_workflow(
@@ -45,12 +177,11 @@ def region_pattern_autotuning_workflow(
     *,
     model_path: str | Path | None = None,
 ) -> QDQAutotuner:
-    """Tune a model on the engine of the benchmark, as `qdqtune.tuning.loop.tune` does, into `output_dir`.
-
-    The model is a file, by either of two names, or an ONNX model.
+    """Tune a model (a file, by either of two names, or an ONNX model) in region mode on the engine of the benchmark,
+    into `output_dir`. Gives an autotuner that holds the result.
 
     Every pattern gets `num_schemes_per_region` schemes; by default the whole search has the builds of
-    `--effort default`. The same call goes on where an interrupted one was. Gives an autotuner that holds the result.
+    `--effort default`. The same call goes on where an interrupted one was.
 
     Raises:
         QdqtuneError: see `qdqtune.tuning.loop.tune`; AutotunerError before `init_benchmark_instance`.
@@ -78,47 +209,157 @@ def region_pattern_autotuning_workflow(
         qdq_baseline=qdq_baseline_model,
     )
     with on_disk(options) as here, progress.shown(verbose=verbose) as observer:
-        path = Path(str(here.model))
         settings, logs = here.settings(plan=benchmark.search_plan), RegionLogs(here.output_dir)
         result = tune(settings, Observers((observer, logs)))
         logs.finish()
-        autotuner = QDQAutotuner(onnx.load(path))
+        autotuner = QDQAutotuner(onnx.load(Path(str(here.model))))
     config = Config(default_quant_type=quant_type, default_dq_dtype=default_dq_dtype, calibration_data=data)
-    autotuner.initialize(config, PatternCache.load(cache_beside(settings.state)))
+    autotuner.initialize(config, PatternCache.load(pattern_cache_of(settings.state)))
     autotuner.adopt(result, settings.plan)
     return autotuner
 
 
-class RegionLogs(Silent):
-    """Gives the logs of a run the names that users of regions look for, beside their own: of region and scheme.
+def subgraph_autotuning_workflow(
+    model_path: str | Path,
+    output_dir: str | Path,
+    graph_json_path: str | Path | None = None,
+    quant_type: QuantType = "int8",
+    plugin_libraries: Sequence[str] | None = None,
+    schemes_per_group: int = 5,
+    strongly_typed: bool = True,
+    extra_trtexec_args: Sequence[str] | None = None,
+    incremental_validation: bool = True,
+    quantizable_ops: Collection[str] | None = None,
+    calibration_data: SamplesLike | None = None,
+    calibration_method: Literal["max", "entropy", "minmax", "percentile", "mse"] = "mse",
+    high_precision_dtype: Literal["fp32", "fp16"] | None = None,
+) -> str:
+    """Tune a model by its fusion groups, as `qdqtune tune --mode subgraph` does. Gives the path of the final model.
 
-    Each has its name as soon as its candidate was measured.
+    It runs on the engine of `init_benchmark_instance`, or on trtexec where there is none. Each group has four schemes,
+    whatever `schemes_per_group` says; engines of TensorRT 10 and later are strongly typed in any case.
+
+    Raises:
+        QdqtuneError: see `qdqtune.tune`.
     """
+    benchmark = instance_or_default(lambda: TrtExecBenchmark(None, 5, 20, plugin_libraries, extra_trtexec_args))
+    options = AutotuneOptions(
+        Path(model_path),
+        mode="subgraph",
+        engine=benchmark.spec,
+        output_dir=Path(output_dir),
+        graph_json=graph_json_path,
+        quant_type=quant_type,
+        incremental_validation=incremental_validation,
+        node_filter=_nodes_of(load(Path(model_path)), quantizable_ops) if quantizable_ops else (),
+        calibration_data=calibration_data,
+        calibration_method="minmax" if calibration_method == "max" else calibration_method,
+        precision=high_precision_dtype,
+        min_sqnr="auto" if calibration_data is not None else None,  # users expect a file without samples
+    )
+    with on_disk(options) as here:
+        result = tune(here.settings(plan=benchmark.search_plan))
+    return str(result.file)
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._region_of: dict[str, int] = {}
-        self._counts: Counter[int] = Counter()
 
-    def patterns(self, tuned: Sequence[Pattern]) -> None:
-        self._region_of = {pattern.digest: pattern.instances[0].id for pattern in tuned}
+def escaped(name: str) -> str:
+    """The wildcard that means just one name."""
+    return re.sub(r"([*?[])", r"[\1]", name)
 
-    def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        region = self._region_of.get(trial.proposal.pattern)
-        where = "in all regions" if region is None else f"of region {region}"
-        log.debug("candidate %d %s: %s, %s", trial.number, where, trial.proposal.origin, outcome)
-        if region is not None:
-            self._name(f"trial_{trial.number:03}.log", f"region_{region}_scheme_{self._counts[region]}.log")
-            self._counts[region] += 1
 
-    def finish(self) -> None:
-        """The run has ended: the log of what ships, and the folder of region models, which may be empty."""
-        # one for each pair of builds of the proof and each number of threads; without a proof the baseline ships
-        proven = sorted(path.name for path in (self._folder / LOGS).glob("final_*_optimized_final.log"))
-        self._name((*proven, "baseline.log")[0], "final.log")
-        if (self._folder / LOGS).is_dir():
-            (self._folder / REGION_MODELS).mkdir(exist_ok=True)
+def _nodes_of(model: Model, operators: Collection[str]) -> list[str]:
+    """The nodes of some operators, as wildcards. A model must have some."""
+    names = [escaped(node.name) for node in model.nodes if node.op in operators]
+    if not names:
+        raise BadOption(f"the model has no {', '.join(sorted(operators))}")
+    return names
 
-    def _name(self, own: str, name: str) -> None:
-        if (self._folder / LOGS / own).exists():
-            shutil.copyfile(self._folder / LOGS / own, self._folder / LOGS / name)
+
+# Groups of nodes that TensorRT runs together
+
+
+@dataclass
+class FusionGroup:
+    """Nodes of the model that one layer of TensorRT runs, and the tensors at its border."""
+
+    id: int
+    trt_layer_name: str
+    onnx_node_names: list[str]
+    has_quantizable_op: bool
+    input_tensors: list[str]
+    output_tensors: list[str]
+    quantizable_node_names: list[str]
+
+
+def parse_graph_json(path: str | Path) -> list[Layer]:
+    """The layers of a graph.json, in their order; `nodes` are those of the model that each mentions."""
+    return list(read_report(Path(path)))
+
+
+def create_fusion_groups(
+    trt_layers: Sequence[Layer], graph: GraphLike, quantizable_ops: Collection[str] | None = None
+) -> list[FusionGroup]:
+    """A group for each layer that mentions nodes of the graph."""
+    model, operators = as_model(graph), set(quantizable_ops or {*COMPUTE, "Einsum"})
+    groups = []
+    for number, layer in enumerate(trt_layers):
+        names = [name for name in dict.fromkeys(layer.nodes) if name in model.index_of]
+        if names:
+            nodes = [model.index_of[name] for name in names]
+            reads, writes = borders(model, nodes)
+            heavy = [model.nodes[n].name for n in nodes if model.nodes[n].op in operators]
+            groups.append(FusionGroup(number, layer.name, names, bool(heavy), sorted(reads), sorted(writes), heavy))
+    return groups
+
+
+def generate_graph_json(
+    onnx_path: str | Path,
+    output_dir: str | Path,
+    plugin_libraries: Sequence[str] | None = None,
+    strongly_typed: bool = True,
+    extra_trtexec_args: Sequence[str] | None = None,
+) -> str:
+    """Build a model with trtexec, and leave its layers in `<model>.fp16.graph.json`. Gives that path.
+
+    Engines of TensorRT 10 and later are strongly typed in any case.
+
+    Raises:
+        EngineUnavailable: there is no trtexec here.
+        EngineFailure: it cannot build or run the model.
+    """
+    path, folder = Path(onnx_path), Path(output_dir)
+    benchmark: Benchmark = TrtExecBenchmark(None, 1, 1, plugin_libraries, extra_trtexec_args)
+    sample = benchmark.prepared(load(path)).samples.first(1)[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    with Runner(benchmark.spec, log_dir=folder) as runner:
+        runner.report(path, sample, 1, f"{path.stem}.fp16.build")
+    built = folder / f"{path.stem}.fp16.build.graph.json"
+    return str(built.replace(folder / f"{path.stem}.fp16.graph.json"))
+
+
+def extract_subgraph(graph: GraphLike, input_tensor_names: Sequence[str], output_tensor_names: Sequence[str]) -> bytes:
+    """What lies between some tensors, as the bytes of a model.
+
+    Raises:
+        NotInGraphError: the graph has no such tensor.
+    """
+    proto = graph.to_proto() if isinstance(graph, Model) else as_proto(graph)
+    names = {name for node in proto.graph.node for name in (*node.input, *node.output)}
+    if lacking := {*input_tensor_names, *output_tensor_names} - names:
+        raise NotInGraphError(f"tensor {min(lacking)!r} is not found in the graph")
+    inferred = onnx.shape_inference.infer_shapes(proto)
+    part = Extractor(inferred).extract_model([*input_tensor_names], [*output_tensor_names])
+    return part.SerializeToString()
+
+
+def extract_subgraph_by_nodes(graph: GraphLike, node_names: Sequence[str]) -> bytes:
+    """Some nodes, by the tensors that they read from others and others from them, as the bytes of a model.
+
+    Raises:
+        NotInGraphError: the graph has none of them.
+    """
+    model = as_model(graph)
+    nodes = [model.index_of[name] for name in node_names if name in model.index_of]
+    if not nodes:
+        raise NotInGraphError("None of the specified nodes is in the graph")
+    return extract_subgraph(model, *borders(model, nodes))

@@ -176,7 +176,7 @@ def _write_placements(history: Sequence[Trial], proof: Proof, run: Run) -> None:
         minimum_distance=settings.config.pattern_cache_minimum_distance,
         maximum_entries=settings.config.pattern_cache_max_entries_per_pattern,
     )
-    cache.write_cache(pattern_cache_of(settings.state), caches, subject.tuned)
+    cache.write_cache(pattern_cache_of(settings.state), caches)
 
 
 def write_placement_of(placement: Placement, path: Path, run: Run) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
@@ -15,38 +15,22 @@ from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Placement, Trial, WeightFormat
 
 
-class CachedPattern(Protocol):
-    """What the cache writes of a pattern."""
-
-    @property
-    def digest(self) -> str:
-        """16 hex digits that stand for the pattern's signature."""
-
-    @property
-    def ops(self) -> Sequence[str]:
-        """The pattern's operators in canonical order."""
-
-
-def write_cache(
-    path: Path, caches: Mapping[str, Sequence[tuple[Scheme, float]]], patterns: Iterable[CachedPattern]
-) -> None:
-    """Write a pattern cache: per pattern its schemes with their ratio to what they replaced, best first.
+def write_cache(path: Path, caches: Mapping[str, Sequence[tuple[Scheme, float]]]) -> None:
+    """Write a pattern cache: by digest of the pattern its schemes with their ratio to what they replaced, best first.
 
     Raises:
         OutputError: the file cannot be written.
     """
-    write_yaml(path, content_of(caches, patterns), "record")
+    write_yaml(path, content_of(caches), "record")
 
 
-def content_of(
-    caches: Mapping[str, Sequence[tuple[Scheme, float]]], patterns: Iterable[CachedPattern]
-) -> dict[str, int | list[dict[str, object]]]:
+def content_of(caches: Mapping[str, Sequence[tuple[Scheme, float]]]) -> dict[str, object]:
     """The content of a pattern cache, as `write_cache` writes it."""
-    entries: list[dict[str, object]] = []
-    for pattern in patterns:
-        if schemes := caches.get(pattern.digest):
-            rows = [{"ratio": round(ratio, 4), **_row_of_scheme(scheme)} for scheme, ratio in schemes]
-            entries.append({"pattern": pattern.digest, "ops": list(pattern.ops), "schemes": rows})
+    entries = []
+    for digest, schemes in caches.items():
+        rows = [{"ratio": round(ratio, 4), **_row_of_scheme(scheme)} for scheme, ratio in schemes]
+        if rows:
+            entries.append({"pattern": digest, "schemes": rows})
     return {"version": VERSION, "patterns": entries}
 
 
