@@ -108,6 +108,8 @@ def test_colours_change_and_the_legend_with_them(browser: Browser, page_file: Pa
     with opened(browser, page_file) as seen:
         first = seen.page.locator(".cell").first
         expect(first).to_have_class("cell q")
+        assert seen.page.get_by_role("radio").all_inner_texts() == [""] * 3  # the error of no group is known
+        assert seen.page.get_by_label("error", exact=True).count() == 0
         seen.page.get_by_text("time saved").click()
         expect(first).to_have_class(re.compile("cell g[123]"))
         expect(seen.page.locator("#legend")).to_contain_text("saved")

@@ -16,7 +16,7 @@ from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.commands.inputs import METRIC, InputOptions, MetricLike
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for
-from qdqtune.commands.tune_tables import is_judged, result_table
+from qdqtune.commands.tune_tables import result_table
 from qdqtune.engines import LAUNCHED, EngineSpec, threads_of
 from qdqtune.engines.devices import usable_cores, usual_threads
 from qdqtune.engines.execution import Check
@@ -24,6 +24,7 @@ from qdqtune.engines.machine import is_simulated
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.remote.connection import facts_of
 from qdqtune.engines.tensorrt.options import usual_shapes
+from qdqtune.explanation.result_rows import is_judged
 from qdqtune.numerics.accuracy import closeness
 from qdqtune.numerics.scores import equal_share
 from qdqtune.options import SWITCH, Anything, Flag, MaybeInt, Option, choice, option

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from qdqtune.engines import THREADED, EngineSpec
-from qdqtune.engines.fallback import Fallback
+import msgspec
+
 from qdqtune.errors import BadOption, Failure
 from qdqtune.explanation.charts import longest
 from qdqtune.explanation.facts import Facts, facts_of
-from qdqtune.explanation.formatting import built, counted, duration, origin_in_words, rewrite_ratios, title
+from qdqtune.explanation.formatting import built, counted, duration, origin_in_words, title
 from qdqtune.explanation.model_map import Ran, alike, draw, everywhere
 from qdqtune.explanation.report_values import Bar, Candidate, Fact, Headline, Map, MapGroup, Point, Report, Speed, Strip
+from qdqtune.explanation.result_rows import remarks, result_rows
 from qdqtune.explanation.units import explanations
 from qdqtune.graph.operators import QDQ
-from qdqtune.numerics.accuracy import closeness, slice_cell
-from qdqtune.numerics.scores import equal_share
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.attribution import node_times
@@ -39,13 +37,8 @@ BARS = 24
 OWN = "your Q/DQ file"
 """The name of what ships beside the float model, if that is the user's file with its pairs."""
 
-PAIRS = "values that carry a Q/DQ pair"
-
 TAIL = 36
 """Most characters of a node's name beside a bar."""
-
-SAME_NAMES = ("calibration_samples", "seed", "time_limit")
-"""Numeric settings of a run that are options of `compare` under the same name."""
 
 
 def report_of_run(folder: Path) -> Report:
@@ -59,12 +52,12 @@ def report_of_run(folder: Path) -> Report:
     if not (folder / BASELINE).is_file():
         raise BadOption(f"{folder} has lost {BASELINE}, which holds the graph: run the same tune command again")
     facts = facts_of(run)
-    drawn = _map(run, facts)
+    drawn, summary = _map(run, facts), msgspec.to_builtins(run.summary)
     return Report(
         title=title(Path(run.summary["model"])),
         verdict=verdict(run),
-        facts=tuple(_facts(run)),
-        notes=run.log.notes,
+        facts=tuple(_facts(run, summary)),
+        notes=(*run.log.notes, *remarks(summary)),
         bars=bars(drawn),
         bars_lead=_bars_lead(drawn, run),
         map=drawn,
@@ -228,7 +221,7 @@ def _bars_lead(drawn: Map, run: FinishedRun) -> str:
     if (run.final or run.keeps_own_pairs) and run.here["final_ms"] is not None:
         told += f", {OWN if run.keeps_own_pairs else 'tuned'} {run.here['final_ms']:.4g} ms"
     threads = run.summary["engine"].get("threads")
-    at = f" at {_threads(threads)}" if threads else ""
+    at = f" at {threads} thread{'s' * (threads != '1')}" if threads else ""
     told += f", as rounds have measured{at}, shared out over layers as the engine told of inferences that it profiled."
     if not drawn.tuned:
         return told
@@ -237,108 +230,15 @@ def _bars_lead(drawn: Map, run: FinishedRun) -> str:
     return f"{told} Conversions between 8 bits and float take {spent:.3g} ms of {what}."
 
 
-def _facts(run: FinishedRun) -> Iterator[Fact]:
-    summary = run.summary
-    by_threads = summary["by_threads"]
-    here = [row["threads"] for row in by_threads if row["baseline_ms"] == summary["baseline_ms"]]
-    at = f", {_threads(here[0])}" if here else ""
-    pairs = " without its pairs" if run.fingerprint.from_qdq else ""
-    if not summary.get("timed", True):
-        yield from _facts_by_rule(summary)
-        return
-    yield Fact("float", f"{summary['baseline_ms']:.4g} ms", f"median time of one inference of your file{pairs}{at}")
-    if _has_measured_rewrites(run):
-        told = "what rewrites made of your file, without any pair"
-        yield Fact("rewritten float", f"{run.float_ms:.4g} ms", told)
-    if summary["shipped"] == "tuned":
-        yield Fact("tuned", f"{summary['final_ms']:.4g} ms", f"median time of one inference{at}")
-        if len(by_threads) > 1:
-            for row in by_threads:
-                median = 1 / row["ratio"]
-                named = f"at {_threads(row['threads'])}"
-                times = f"{row['final_ms']:.4g} ms instead of {row['baseline_ms']:.4g} ms"
-                yield Fact(named, f"{median:.2f}×", f"as fast: {times}, {row['verdict']} on fresh builds there")
-        for workload in summary.get("workloads", []):
-            times = f"{workload['final_ms']:.4g} ms instead of {workload['baseline_ms']:.4g} ms"
-            which = f"{workload['name']}, {workload['share']:.0%} of the calls"
-            told = f"as fast: {times}, {workload['verdict']} on fresh builds"
-            yield Fact(which, f"{1 / workload['ratio']:.2f}×", told)
-        if (given := summary["ratio_to_given"]) is not None:
-            yield Fact("against your file", f"{1 / given:.2f}×", f"as fast as {title(Path(summary['model']))} as it is")
-        yield _accuracy(summary)
-        before, after = summary["metric_before"], summary["metric_after"]
-        if before is not None and after is not None:
-            name, count = summary.get("metric", "your metric"), summary.get("metric_samples")
-            on = f" on {count} samples" if count else ""
-            yield Fact(name, f"{after:.4g}", f"float: {before:.4g}{on}")
-        if "gave" in (rewrites := summary["rewrites"]):
-            gave, placed = rewrite_ratios(summary)
-            told = "" if placed is None else f"; the placement gave {1 / placed:.2f}× on top"
-            yield Fact(
-                "rewrites gave", f"{1 / gave:.2f}×", f"as fast as your file: {', '.join(rewrites['names'])}{told}"
-            )
-        yield from _bits(summary)
-    elif run.keeps_own_pairs:
-        if (final := summary["final_ms"]) is not None:
-            yield Fact(
-                "your file", f"{final:.4g} ms", f"median time of one inference with its pairs{at}; it ships again"
-            )
-        if summary["output_accuracy"] is not None:
-            yield _accuracy(summary)
-        yield Fact("tensors in 8 bits", str(summary["pairs"]), PAIRS)
-    if summary["shipped"] != "tuned" and (without := summary["fastest_without_limits"]) is not None:
-        near = closeness(without["sqnr_db"], without.get("agreement"))
-        ends = "equal outputs" if near == "exact" else near
-        ends = ends if _is_judged(summary) else "an accuracy that was not measured"
-        why = f"; not taken: {missed}" if (missed := without.get("missed")) else ""
-        yield Fact("fastest without limits", f"{1 / without['ratio']:.2f}×", f"as fast as float, at {ends}{why}")
-    if (left := summary.get("fallback")) is not None:
-        yield left_to_others(left)
+def _facts(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Fact]:
+    """The rows of the result as `tune` prints them, but for the speedup in the headline, what runs elsewhere, and what
+    the search took."""
+    for name, before, final in result_rows(summary):
+        if final and name != "speedup [interval]":
+            yield Fact(name.strip(), final, f"float: {before}" if before not in ("", "0", "1x", final) else "")
+    if (left := run.summary.get("fallback")) is not None:
+        yield Fact("nodes that run elsewhere", f"{len(left.left)} of {left.nodes}", left.in_words())
     yield Fact("candidates", str(summary["trials"]), f"builds: {built(summary)}, in {duration(summary['seconds'])}")
-
-
-def _facts_by_rule(summary: Summary) -> Iterator[Fact]:
-    yield Fact("latency", "not timed", "a simulator computes what the processor does, and takes its own time")
-    if summary["shipped"] == "tuned":
-        yield _accuracy(summary)
-        yield from _bits(summary)
-    if (left := summary.get("fallback")) is not None:
-        yield left_to_others(left)
-    yield Fact("candidates", str(summary["trials"]), f"builds: {built(summary)}, in {duration(summary['seconds'])}")
-
-
-def _bits(summary: Summary) -> Iterator[Fact]:
-    """How many tensors have a pair, and on an engine with 16 bits how many of them have those."""
-    if (bits := summary.get("bits")) is None:
-        yield Fact("tensors in 8 bits", str(summary["pairs"]), PAIRS)
-        return
-    yield Fact("tensors with a Q/DQ pair", str(summary["pairs"]), PAIRS)
-    wide = f"{bits['tensors_16']} of {bits['tensors']} activations, {counted(bits['weights_16'], 'weight')}"
-    yield Fact("in 16 bits", wide, "where 8 bits would do too much to the outputs")
-
-
-def left_to_others(left: Fallback) -> Fact:
-    return Fact("nodes that run elsewhere", f"{len(left.left)} of {left.nodes}", left.in_words())
-
-
-def _accuracy(summary: Summary) -> Fact:
-    if not _is_judged(summary):
-        unchecked = "; what ships is unchecked" if summary["unchecked"] else ""
-        return Fact("output accuracy", "not measured", f"there were no samples{unchecked}")
-    exact, equal = summary["output_sqnr_db"], equal_share(summary["output_accuracy"])
-    hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
-    hint += "" if equal is None else f"; {equal:.1%} of the best classes, or integers, are as in float"
-    if part := slice_cell(summary["output_accuracy"]):
-        hint += f"; worst slice: {part}"
-    if (told := summary.get("scores_told")) is not None:
-        hint += f"; {told}"
-    if exact is None and equal is not None and equal < 1:
-        return Fact("integers as in float", f"{equal:.1%}", "of those in the outputs")
-    return Fact("output accuracy", "equal" if exact is None else f"{exact:.1f} dB", hint)
-
-
-def _threads(count: int | str) -> str:
-    return f"{count} thread{'s' * (str(count) != '1')}"
 
 
 def _points(run: FinishedRun) -> Iterator[Point]:
@@ -435,48 +335,6 @@ def outcome_text(trial: Trial, run: FinishedRun) -> str:
 # ---- how the run was made
 
 
-def _compare_command(run: FinishedRun) -> Fact:
-    """The `compare` command that measures the result again, and hints about files that are gone."""
-    settings = run.log.settings
-    first, hints = Path(run.summary["model"]), list[str]()
-    if settings.get("fix_inputs") or not first.is_file():
-        why = "inputs were made constant in it" if first.is_file() else f"{first} is gone"
-        first, hints = run.folder / BASELINE, [f"against {BASELINE}: {why}"]
-    source, workloads = settings.get("calibration_data"), settings.get("workloads", [])
-    options = [*_input_options(settings, run), *(word for text in workloads for word in ("--workload", text))]
-    if source is not None:
-        options += ["--calibration-data", source]
-    named = [source] if source is not None and ":" not in source else []
-    if gone := [name for name in (*named, *(text.rpartition(":")[0] for text in workloads)) if not Path(name).exists()]:
-        hints.append(f"{', '.join(gone)} is gone: name a file with your samples instead")
-    counts = [row["threads"] for row in run.summary["by_threads"]]
-    words = ["qdqtune", "compare", str(first), str(run.folder / FINAL), *_engine(run.log.engine, counts), *options]
-    return Fact("measure the result again", shlex.join(words), "; ".join(hints))
-
-
-def _engine(spec: EngineSpec, counts: Sequence[int]) -> Iterator[str]:
-    """The options of `compare` for the engine, at these numbers of threads."""
-    yield from ("--engine", spec.name)
-    if len(counts) > 1:
-        yield from ("--threads", ",".join(map(str, counts)))
-    elif spec.name in THREADED and "threads" in spec.options:
-        yield from ("--threads", str(spec.options["threads"]))
-    for name, value in spec.options.items():
-        if name != "threads" or spec.name not in THREADED:
-            yield from ("--engine-option", f"{name}={json.dumps(value)}")
-
-
-def _input_options(settings: Mapping[str, Any], run: FinishedRun) -> Iterator[str]:
-    """The options of `compare` for inputs."""
-    for name in SAME_NAMES:
-        if name in settings:
-            yield from (f"--{name.replace('_', '-')}", f"{settings[name]:g}")
-    for name, sizes in settings.get("input_shapes", {}).items():
-        yield from ("--input-shape", f"{name}:{'x'.join(map(str, sizes))}")
-    for name, value in settings.get("fix_inputs", {}).items():
-        yield from ("--fix-input", f"{name}={value}")
-
-
 def circumstances(run: FinishedRun) -> Iterator[Fact]:
     """The engine, the machine and the settings of a run."""
     summary, log = run.summary, run.log
@@ -484,8 +342,6 @@ def circumstances(run: FinishedRun) -> Iterator[Fact]:
     for name in ("engine", "version", "provider", "plugin", "device", "driver", "isa"):
         if engine.get(name):
             yield Fact({"isa": "instruction sets"}.get(name, name.replace("_", " ")), engine[name])
-    if summary["tuned_for"]:
-        yield Fact("tuned for", summary["tuned_for"])
     yield Fact("cores", str(log.machine.cores))
     loads = [f"{load:g}" for load in log.machine.load if load is not None]
     if loads:
@@ -497,9 +353,6 @@ def circumstances(run: FinishedRun) -> Iterator[Fact]:
     yield Fact("seed", str(summary["seed"]))
     yield Fact("mode", summary["mode"])
     yield Fact("calibration", log.calibration)
-    if judging := summary["accuracy_samples"]:
-        held = "kept apart from calibration" if summary["accuracy_held_out"] else "which calibration saw as well"
-        yield Fact("outputs judged on", f"{judging} samples, {held}")
     for name, version in summary["versions"].items():
         yield Fact(name, version)
 
@@ -524,4 +377,5 @@ def commands(run: FinishedRun) -> Iterator[Fact]:
         )
     elif run.log.settings:
         yield Fact("settings", ", ".join(f"{name}={value!r}" for name, value in run.log.settings.items()))
-    yield _compare_command(run)
+    if run.summary["shipped"] == "tuned":
+        yield Fact("measure the result again", shlex.join(["qdqtune", "verify", str(run.folder)]))

@@ -95,13 +95,12 @@
   let way = Object.keys(ways).find((name) => ways[name].on) || "precision";
   const fieldset = byId("colours");
   for (const [key, { name, on }] of Object.entries(ways)) {
-    if (!on && !(key === "error" && paired)) continue;
+    if (!on) continue;
     const label = make("label");
     const radio = make("input");
-    Object.assign(radio, { type: "radio", name: "colour", value: key, checked: key === way, disabled: !on });
+    Object.assign(radio, { type: "radio", name: "colour", value: key, checked: key === way });
     radio.addEventListener("change", () => { way = key; dress(); });
     label.append(radio, name);
-    if (!on) label.title = key === "error" ? "not measured in this run: no limit was at risk" : "";
     fieldset.append(label);
   }
   fieldset.hidden = fieldset.children.length < 2;
