@@ -136,7 +136,7 @@ def test_the_cache_holds_the_final_scheme_then_the_winners_that_differ_enough() 
     region = pattern.instances[0]
 
     def placed(count: int) -> Placement:
-        return Placement.of(patterns.resolve(MODEL, pattern, region, Scheme(frozenset(pattern.points[:count]))))
+        return Placement.of(patterns.resolve(pattern, region, Scheme(frozenset(pattern.points[:count]))))
 
     final = placed(0)
     history = [
@@ -149,7 +149,7 @@ def test_the_cache_holds_the_final_scheme_then_the_winners_that_differ_enough() 
     ]
 
     def cached(distance: int, most: int = 32) -> list[tuple[Scheme, float]]:
-        made = cache_of(MODEL, GROUPED, (final, 0.66), history, Plan(), minimum_distance=distance, maximum_entries=most)
+        made = cache_of(GROUPED, (final, 0.66), history, Plan(), minimum_distance=distance, maximum_entries=most)
         return made[pattern.digest]
 
     sizes = [(len(scheme.points), ratio) for scheme, ratio in cached(4)]

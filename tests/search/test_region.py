@@ -262,7 +262,7 @@ def test_a_pattern_varies_inside_itself_only_and_in_all_instances_alike() -> Non
             own = {e for e in changed if e.node in names or e.tensor in made}
             assert {e.node for e in changed - own} <= {e.node for e in own}  # the weight goes with its activation
             if trial.proposal.origin in ("float", "all"):
-                schemes = {patterns.scheme_of(model, pattern, r, trial.placement.edges) for r in pattern.instances}
+                schemes = {patterns.scheme_of(pattern, r, trial.placement.edges) for r in pattern.instances}
                 assert len(schemes) == 1
                 varied += len(pattern.instances) > 1
     assert varied
@@ -327,9 +327,9 @@ def test_it_goes_on_when_everything_fails() -> None:
 
 
 def test_cached_schemes_come_first_and_those_that_lost_come_again_alone() -> None:
-    model, grouped, _, _ = parts("mixed")
+    _, grouped, _, _ = parts("mixed")
     best = best_of(played("mixed"))
-    schemes = {p.digest: patterns.scheme_of(model, p, p.instances[0], best.edges) for p in grouped}
+    schemes = {p.digest: patterns.scheme_of(p, p.instances[0], best.edges) for p in grouped}
     cached = {digest: [s, Scheme(frozenset(sorted(s.points, key=repr)[1:]))] for digest, s in schemes.items()}
     history = play(search(cached=cached, config=Config(schemes_per_region=20)), batches=16)
     assert history[0].proposal == Proposal("pattern cache", best)
@@ -431,7 +431,7 @@ def test_a_pattern_cache_holds_weight_formats(tmp_path: Path) -> None:
     model = strategy.model
     stored = Placement.of((), ((e, W4) for e in strategy.format_shares))
     limits = {"minimum_distance": 4, "maximum_entries": 2}
-    rows = cache.cache_of(model, [pattern], (stored, 0.4), (), Plan(), **limits)
+    rows = cache.cache_of([pattern], (stored, 0.4), (), Plan(), **limits)
     cache.write_cache(tmp_path / "cache.yaml", rows)
     known = cache.read_cache(tmp_path / "cache.yaml")
     (scheme,) = known[pattern.digest]
@@ -440,5 +440,5 @@ def test_a_pattern_cache_holds_weight_formats(tmp_path: Path) -> None:
     (first, *_) = replace(strategy, cached=known).propose(())
     inside = {model.nodes[n].name for r in pattern.instances for n in r.all_nodes()}
     assert first.placement == Placement.of((), ((e, s) for e, s in stored.weight_formats.items() if e.node in inside))
-    assert patterns.place(model, [pattern], {pattern.digest: scheme}) == first.placement
+    assert patterns.formats_at(pattern, scheme.weight_formats) == first.placement.weight_formats
     assert not replace(strategy, cached=known, format_shares={}).propose(())[0].placement.weight_formats

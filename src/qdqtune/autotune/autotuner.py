@@ -470,7 +470,7 @@ class QDQAutotunerBase:
         possible, names = self._tools[1].possible, set(quantized_tensors)
         edges = with_weights(self.graph, (e for e in possible if e.tensor in names)) & possible
         for pattern in self._patterns.values():
-            schemes = (patterns.scheme_of(self.graph, pattern, region, edges) for region in pattern.instances)
+            schemes = (patterns.scheme_of(pattern, region, edges) for region in pattern.instances)
             scheme = next((s for s in schemes if s.points), None)
             if scheme is not None:
                 self.pattern_cache.put_first(RegionPattern.of(pattern), InsertionScheme.of(scheme))
@@ -538,7 +538,7 @@ class QDQAutotunerBase:
 
     def _scheme(self, pattern: Pattern, placement: Placement) -> InsertionScheme:
         """What a placement is in the first instance of a pattern."""
-        return InsertionScheme.of(patterns.scheme_of(self.graph, pattern, pattern.instances[0], placement.edges))
+        return InsertionScheme.of(patterns.scheme_of(pattern, pattern.instances[0], placement.edges))
 
     def _tried(self) -> list[PatternSchemes]:
         """The pattern at hand with the schemes that were measured, if there are any."""
@@ -582,7 +582,7 @@ class QDQAutotunerBase:
 
     def _edges(self, pattern: Pattern, scheme: Scheme) -> frozenset[Edge]:
         try:
-            placed = patterns.place(self.graph, [pattern], {pattern.digest: scheme}).edges
+            placed = [e for region in pattern.instances for e in patterns.resolve(pattern, region, scheme)]
         except ValueError as error:
             raise InvalidSchemeError(str(error)) from error
         return with_weights(self.graph, placed) & self._tools[1].possible

@@ -240,7 +240,7 @@ def resolved(model: Model, region: Region, scheme: Scheme) -> set[ResolvedInsert
     """The uses that a scheme means in a region, weights along with their activations."""
     pattern = pattern_of(model, region)
     try:
-        edges = patterns.resolve(model, pattern, pattern.instances[0], scheme)
+        edges = patterns.resolve(pattern, pattern.instances[0], scheme)
     except ValueError as error:
         raise InvalidSchemeError(str(error)) from error
     return uses_at(model, with_weights(model, edges))
@@ -503,7 +503,7 @@ class PatternCache:
         scheme = pattern.everything
         if quantized_tensors is not None:
             edges = [edge for tensor in quantized_tensors for edge in model.edges(tensor)]
-            scheme = patterns.scheme_of(model, pattern, pattern.instances[0], edges)
+            scheme = patterns.scheme_of(pattern, pattern.instances[0], edges)
         self.add_pattern_schemes(PatternSchemes(RegionPattern.of(pattern), [InsertionScheme.of(scheme)]))
 
     def put_first(self, pattern: RegionPattern, scheme: InsertionScheme) -> None:

@@ -168,7 +168,6 @@ def _write_placements(history: Sequence[Trial], proof: Proof, run: Run) -> None:
     settings, subject, final = run.settings, run.subject, proof.placement
     write_placement_of(final, settings.output_dir / PLACEMENT, run)
     caches = cache.cache_of(
-        subject.model,
         subject.tuned,
         (final, proof.ratio.median if proof.ratio else 1.0),
         history,

@@ -10,7 +10,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune.graph.operators import COMMUTATIVE
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.search.regions.discovery import ChildInput, NodeInput, Region, RegionOutput, RegionType, Scheme
+from qdqtune.search.regions.discovery import ChildInput, NodeInput, Region, RegionOutput, Regions, RegionType, Scheme
+from qdqtune.search.regions.structure import Structure
 from qdqtune.types import Edge
 from region_models import Network, networks, resnet, shuffled
 
@@ -24,6 +25,14 @@ def only(net):
     model = net.model()
     (pattern,) = grouped(model)
     return model, pattern, pattern.instances[0]
+
+
+def pattern_at(model, region):
+    """The pattern of a region of one's own."""
+    structure = Structure(model)
+    listings = {r: structure.listing([c.all_nodes() for c in r.children] or [r.nodes]) for r in region.walk()}
+    root = Region(-1, -1, RegionType.ROOT, (), (region,))
+    return next(p for p in patterns.alike(model, Regions(root, "topology", listings)) if region in p.instances)
 
 
 def signature(op, *inputs, **attributes):
@@ -121,8 +130,8 @@ def test_a_different_division_of_the_same_nodes_is_a_different_pattern():
     region = whole.instances[0]
     nodes = region.all_nodes()
     halves = tuple(Region(100 + k, 1, RegionType.LEAF, part) for k, part in enumerate((nodes[:1], nodes[1:])))
-    with pytest.raises(ValueError, match="no instance"):
-        patterns.resolve(model, whole, Region(99, 0, RegionType.COMPOSITE, (), halves), whole.everything)
+    assert pattern_at(model, Region(99, 0, RegionType.COMPOSITE, (), halves)) != whole
+    assert pattern_at(model, region) == whole
 
 
 def test_digests_are_the_same_in_every_process():
@@ -137,9 +146,9 @@ def test_a_leaf_has_a_point_for_each_edge_that_can_carry():
     net = Network()
     x = net.add("Clip", net.conv("input"), "scalar", "scalar")
     net.outputs = [x]
-    model, pattern, region = only(net)
+    _, pattern, region = only(net)
     assert pattern.points == (NodeInput(0, 0), NodeInput(0, 1), NodeInput(1, 0), RegionOutput(0, node_index=1))
-    assert patterns.resolve(model, pattern, region, pattern.everything) == {
+    assert patterns.resolve(pattern, region, pattern.everything) == {
         Edge("input", "node0", 0), Edge("weight", "node0", 1), Edge("node0:0", "node1", 0), Edge("node1:0", "", 0),
     }  # fmt: skip
 
@@ -187,8 +196,8 @@ def test_inputs_that_cannot_carry_a_pair_are_no_points():
 def test_weights_carry_pairs_and_settings_do_not(op, inputs, slots):
     net = Network()
     net.outputs = [net.add(op, *inputs)]
-    model, pattern, region = only(net)
-    edges = patterns.resolve(model, pattern, region, pattern.everything)
+    _, pattern, region = only(net)
+    edges = patterns.resolve(pattern, region, pattern.everything)
     assert sorted(e.index for e in edges if e.node) == slots
 
 
@@ -206,7 +215,7 @@ def test_a_region_output_takes_every_use_outside():
     model = net.model()
     first = grouped(model)[0]
     out = Scheme(frozenset({RegionOutput(0, node_index=1)}))
-    assert {str(e) for e in patterns.resolve(model, first, first.instances[0], out)} == {
+    assert {str(e) for e in patterns.resolve(first, first.instances[0], out)} == {
         "node1:0 -> node2[0]", "node1:0 -> node3[0]", "node1:0 -> output 2"}  # fmt: skip
 
 
@@ -217,28 +226,15 @@ def test_the_skip_edge_stays_the_skip_edge():
     assert len(pattern.instances) == 4
     (add,) = {p.node_index for p in pattern.points if isinstance(p, NodeInput) and pattern.ops[p.node_index] == "Add"}
     for region, swapped in zip(pattern.instances, (False, True, False, True), strict=True):
-        main, skip = (patterns.resolve(model, pattern, region, Scheme(frozenset({NodeInput(add, k)}))) for k in (0, 1))
+        main, skip = (patterns.resolve(pattern, region, Scheme(frozenset({NodeInput(add, k)}))) for k in (0, 1))
         assert [e.index for e in (*main, *skip)] == ([1, 0] if swapped else [0, 1])
         assert model.nodes[model.producers[next(iter(main)).tensor]].op == "Conv"
 
 
-def test_a_foreign_region_or_point_is_refused():
-    model = resnet(1)
-    first, *others = grouped(model)
-    with pytest.raises(ValueError, match="no instance"):
-        patterns.resolve(model, first, others[0].instances[0], first.everything)
+def test_a_foreign_point_is_refused():
+    first, *_ = grouped(resnet(1))
     with pytest.raises(ValueError, match="no point"):
-        patterns.resolve(model, first, first.instances[0], Scheme(frozenset({NodeInput(7, 0)})))
-
-
-def test_place_is_the_union_over_instances():
-    model = resnet(3)
-    made = grouped(model)
-    chosen = [p for p in made if len(p.instances) == 3 and p.type is RegionType.LEAF]
-    placement = patterns.place(model, made, {p.digest: p.everything for p in chosen})
-    expected = {e for p in chosen for r in p.instances for e in patterns.resolve(model, p, r, p.everything)}
-    assert placement.edges == expected
-    assert len(expected) > 3
+        patterns.resolve(first, first.instances[0], Scheme(frozenset({NodeInput(7, 0)})))
 
 
 # ---- properties
@@ -253,8 +249,8 @@ def test_equal_signatures_mean_equal_shapes(net, data):
         assert all(shape == shapes[0] for shape in shapes)
         for region in pattern.instances:
             chosen = frozenset(data.draw(st.sets(st.sampled_from(pattern.points))))
-            edges = patterns.resolve(model, pattern, region, Scheme(chosen))
-            assert patterns.scheme_of(model, pattern, region, edges) == Scheme(chosen)
+            edges = patterns.resolve(pattern, region, Scheme(chosen))
+            assert patterns.scheme_of(pattern, region, edges) == Scheme(chosen)
             assert len(edges) >= len(chosen)
 
 
@@ -295,10 +291,11 @@ def test_names_order_and_commutative_inputs_do_not_matter(net, data):
 
     for pattern in grouped(model, max_sequence_size=4, min_topdown_size=4):
         for region in pattern.instances:
+            copy = moved(region)
+            found = pattern_at(other, copy)
+            assert found == pattern
             for point in pattern.points:
-                scheme = Scheme(frozenset({point}))
-                before = patterns.resolve(model, pattern, region, scheme)
-                after = patterns.resolve(other, pattern, moved(region), scheme)
+                before, after = pattern.edges[region][point], found.edges[copy][point]
                 assert _roles(other, map(translated, before)) == _roles(other, after)
 
 
@@ -339,7 +336,7 @@ def test_alike_nodes_do_not_split_a_pattern(net, data):
         for region in pattern.instances:
             if not region.children:
                 copy = Region(region.id, 0, region.type, tuple(sorted(place[n] for n in region.nodes)))
-                assert patterns.resolve(other, pattern, copy, Scheme()) == frozenset()
+                assert pattern_at(other, copy) == pattern
 
 
 DIGESTS = {

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.errors import BadOption
-from qdqtune.graph.model import Model
 from qdqtune.placement.files import VERSION, read_yaml, write_yaml, wrong_part
 from qdqtune.search.regions.discovery import ChildInput, NodeInput, Point, RegionOutput, Scheme
 from qdqtune.search.regions.patterns import Pattern, scheme_of
@@ -48,7 +47,6 @@ def read_cache(path: Path) -> dict[str, tuple[Scheme, ...]]:
 
 
 def cache_of(
-    model: Model,
     patterns: Iterable[Pattern],
     final: tuple[Placement, float],
     history: Sequence[Trial],
@@ -62,11 +60,11 @@ def cache_of(
     schemes: dict[str, list[tuple[Scheme, float]]] = {}
     for pattern in patterns:
         region = pattern.instances[0]
-        entries = [(scheme_of(model, pattern, region, final[0].edges, final[0].weight_formats), final[1])]
+        entries = [(scheme_of(pattern, region, final[0].edges, final[0].weight_formats), final[1])]
         own = [(t, judge(t, plan)) for t in history if t.proposal.pattern == pattern.digest]
         trials = [(t, measured) for t, measured in own if measured is not None]
         for trial, measured in sorted(trials, key=lambda item: item[1].median):
-            scheme = scheme_of(model, pattern, region, trial.placement.edges, trial.placement.weight_formats)
+            scheme = scheme_of(pattern, region, trial.placement.edges, trial.placement.weight_formats)
             if measured.verdict == "faster" and all(scheme.distance(s) >= minimum_distance for s, _ in entries):
                 entries.append((scheme, measured.median))
         schemes[pattern.digest] = entries[:maximum_entries]
