@@ -201,7 +201,7 @@ def test_the_pattern_of_a_quantized_region_has_the_points_that_carry_pairs() -> 
     cache.add_pattern_from_region(whole, model, {"x"})
     (found,) = (s for own in cache.pattern_schemes for s in own.schemes)
     pattern = RegionPattern.from_region(whole, model)
-    assert found.core.points == {NodeInput(0, 0)}
+    assert found.core == {NodeInput(0, 0)}
     assert pattern.matches(whole, model, found) == {
         ResolvedInsertionPoint("x", 0, 0),
         ResolvedInsertionPoint("w", 0, 1),

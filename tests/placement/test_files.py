@@ -71,7 +71,7 @@ def test_only_edges_that_can_carry_a_pair_are_kept_and_the_others_told() -> None
 @given(st.lists(st.frozensets(points), min_size=1, max_size=4))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12, deadline=None)
 def test_a_cache_survives_in_its_order(tmp_path: Path, schemes: list[frozenset[NodeInput]]) -> None:
-    entries = {p.digest: [(Scheme(s), 0.5 + k / 8) for k, s in enumerate(schemes)] for p in GROUPED[1:]}
+    entries = {p.digest: [(s, 0.5 + k / 8) for k, s in enumerate(schemes)] for p in GROUPED[1:]}
     write_cache(tmp_path / "cache.yaml", entries)
     assert read_cache(tmp_path / "cache.yaml") == {d: tuple(s for s, _ in rows) for d, rows in entries.items()}
 
@@ -136,7 +136,7 @@ def test_the_cache_holds_the_final_scheme_then_the_winners_that_differ_enough() 
     region = pattern.instances[0]
 
     def placed(count: int) -> Placement:
-        return Placement.of(patterns.resolve(pattern, region, Scheme(frozenset(pattern.points[:count]))))
+        return Placement.of(patterns.resolve(pattern, region, frozenset(pattern.points[:count])))
 
     final = placed(0)
     history = [
@@ -152,10 +152,10 @@ def test_the_cache_holds_the_final_scheme_then_the_winners_that_differ_enough() 
         made = cache_of(GROUPED, (final, 0.66), history, Plan(), minimum_distance=distance, maximum_entries=most)
         return made[pattern.digest]
 
-    sizes = [(len(scheme.points), ratio) for scheme, ratio in cached(4)]
+    sizes = [(len(scheme), ratio) for scheme, ratio in cached(4)]
     assert sizes == [(0, 0.66), (4, 0.7)]
-    assert [len(s.points) for s, _ in cached(1)] == [0, 4, 1, 5]
-    assert [len(s.points) for s, _ in cached(1, 2)] == [0, 4]
+    assert [len(s) for s, _ in cached(1)] == [0, 4, 1, 5]
+    assert [len(s) for s, _ in cached(1, 2)] == [0, 4]
 
 
 values = st.recursive(

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import compress, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,11 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.region import BATCH, Config, RegionSearch
-from qdqtune.search.regions import cache, discovery, patterns
+from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.discovery import Scheme
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.ratios import Plan
-from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial, WeightFormat
+from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
 from runs import mixed
 
 ROUNDS = 12
@@ -229,7 +228,7 @@ def test_mutations_start_from_the_fastest_schemes_of_a_pattern() -> None:
     assert len(list(many._parents(pattern, best, history, ratios))) > 3
     rng = np.random.default_rng(0)
     sampled = [consistent(strategy.model, p.placement) for p in strategy._mutated(pattern, found, rng, 0)][:40]
-    near = [{consistent(strategy.model, strategy._turned(pattern, parent, [(point, 0)])) for point in pattern.points}
+    near = [{consistent(strategy.model, strategy._turned(pattern, parent, [(p, False)])) for p in pattern.points}
             for parent in found]  # fmt: skip
     assert all(p in set().union(*near) for p in sampled[: len(pattern.points)])
     assert all(set(sampled) & (reached - near[0]) for reached in near[1:] if reached - near[0])
@@ -330,7 +329,7 @@ def test_cached_schemes_come_first_and_those_that_lost_come_again_alone() -> Non
     _, grouped, _, _ = parts("mixed")
     best = best_of(played("mixed"))
     schemes = {p.digest: patterns.scheme_of(p, p.instances[0], best.edges) for p in grouped}
-    cached = {digest: [s, Scheme(frozenset(sorted(s.points, key=repr)[1:]))] for digest, s in schemes.items()}
+    cached = {digest: [s, frozenset(sorted(s, key=repr)[1:])] for digest, s in schemes.items()}
     history = play(search(cached=cached, config=Config(schemes_per_region=20)), batches=16)
     assert history[0].proposal == Proposal("pattern cache", best)
     assert history[0].accepted
@@ -338,7 +337,7 @@ def test_cached_schemes_come_first_and_those_that_lost_come_again_alone() -> Non
     assert len({t.placement for t in history}) == len(history)
 
 
-@pytest.mark.parametrize("unknown", [{"0" * 16: [Scheme()]}, {}])
+@pytest.mark.parametrize("unknown", [{"0" * 16: [frozenset()]}, {}])
 def test_a_cache_without_a_known_pattern_changes_nothing(unknown: Mapping[str, Sequence[Scheme]]) -> None:
     assert play(search(cached=unknown), batches=4) == play(search(), batches=4)
 
@@ -393,52 +392,3 @@ def test_work_counts_multiplications_for_products_and_elements_for_the_rest() ->
 def test_impossible_constants_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError):
         Config(**wrong)
-
-
-W4, W8 = WeightFormat(4, 32), WeightFormat(8)
-
-
-def with_weight_formats(**changes: Any) -> tuple[RegionSearch, Pattern]:
-    """A search whose products may have their weights in fewer bits, and the pattern of the products that go up."""
-    model, grouped, *_ = parts("blocks")
-    ways = {Edge(n.inputs[1], n.name, 1): {W4: 0.4, W8: 0.6} for n in model.nodes if n.op == "MatMul"}
-    own = next(p for p in grouped if any(model.nodes[n].name == "up0" for n in p.instances[0].all_nodes()))
-    return search("blocks", format_shares=ways, seeds={}, **changes), own
-
-
-def test_weight_formats_are_schemes_of_a_pattern() -> None:
-    strategy, pattern = with_weight_formats(config=Config(schemes_per_region=50))
-    model, _, possible, _ = parts("blocks")
-    everywhere = Placement.of(start_placements.placements(model, possible)["compute"].edges)
-    ideas = list(strategy.variations(pattern, everywhere, [everywhere] * 20, 5))
-    stored = next(idea.placement for idea in ideas if idea.origin == "weights as w4b32")
-    inside = {model.nodes[n].name for r in pattern.instances for n in r.all_nodes()}
-    assert {e: s for e, s in strategy.format_shares.items() if e.node in inside} == {
-        e: {W4: 0.4, W8: 0.6} for e in stored.weight_formats
-    }
-    assert set(stored.weight_formats.values()) == {W4}
-    assert not any(e.node in inside for e in stored.edges)
-    mutated = [idea.placement for idea in ideas if idea.origin == "mutated" and idea.placement.weight_formats]
-    assert {s for p in mutated for s in p.weight_formats.values()} == {W4, W8}
-    for placement in mutated:
-        by_slot = {(e.node[:2], s) for e, s in placement.weight_formats.items()}
-        assert len(placement.weight_formats) == 3 * len(by_slot), "every instance has it"
-        assert placement == consistent(model, placement)
-
-
-def test_a_pattern_cache_holds_weight_formats(tmp_path: Path) -> None:
-    strategy, pattern = with_weight_formats()
-    model = strategy.model
-    stored = Placement.of((), ((e, W4) for e in strategy.format_shares))
-    limits = {"minimum_distance": 4, "maximum_entries": 2}
-    rows = cache.cache_of([pattern], (stored, 0.4), (), Plan(), **limits)
-    cache.write_cache(tmp_path / "cache.yaml", rows)
-    known = cache.read_cache(tmp_path / "cache.yaml")
-    (scheme,) = known[pattern.digest]
-    assert {s for _, s in scheme.weight_formats} == {W4}
-    assert scheme.distance(Scheme(scheme.points)) == len(scheme.weight_formats)
-    (first, *_) = replace(strategy, cached=known).propose(())
-    inside = {model.nodes[n].name for r in pattern.instances for n in r.all_nodes()}
-    assert first.placement == Placement.of((), ((e, s) for e, s in stored.weight_formats.items() if e.node in inside))
-    assert patterns.formats_at(pattern, scheme.weight_formats) == first.placement.weight_formats
-    assert not replace(strategy, cached=known, format_shares={}).propose(())[0].placement.weight_formats

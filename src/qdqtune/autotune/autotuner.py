@@ -388,7 +388,7 @@ class QDQAutotunerBase:
         if points and all(done.pattern != pattern for done in self.profiled_patterns):
             cached = self.pattern_cache.get_pattern_schemes(pattern) or PatternSchemes(pattern)
             # a cache, or a scheme that the script put there, may name other points
-            schemes = dict.fromkeys(Scheme(scheme.core.points & points) for scheme in cached.schemes)
+            schemes = dict.fromkeys(scheme.core & points for scheme in cached.schemes)
             self.current_profile_region = region
             self.current_profile_pattern_schemes = PatternSchemes(pattern, [*map(InsertionScheme.of, schemes)])
 
@@ -471,7 +471,7 @@ class QDQAutotunerBase:
         edges = with_weights(self.graph, (e for e in possible if e.tensor in names)) & possible
         for pattern in self._patterns.values():
             schemes = (patterns.scheme_of(pattern, region, edges) for region in pattern.instances)
-            scheme = next((s for s in schemes if s.points), None)
+            scheme = next(filter(None, schemes), None)
             if scheme is not None:
                 self.pattern_cache.put_first(RegionPattern.of(pattern), InsertionScheme.of(scheme))
 
@@ -554,10 +554,10 @@ class QDQAutotunerBase:
         parents = [self._on_top(current, scheme) for scheme in measured[:top]] or [base]
         for idea in self._tools[1].variations(pattern, base, parents, len(self._measured)):
             yield self._scheme(pattern, idea.placement)
-        best = measured[0].core.points if measured else frozenset()
+        best = measured[0].core if measured else frozenset()
         for count in range(1, self.config.maximum_mutations + 1):
             for flipped in combinations(pattern.points, count):
-                yield InsertionScheme.of(Scheme(best.symmetric_difference(flipped)))
+                yield InsertionScheme.of(best.symmetric_difference(flipped))
 
     def _standing(self) -> tuple[Placement, float]:
         """The best placement, with the best scheme of the pattern at hand on top if that is faster; its latency in

@@ -120,7 +120,7 @@ class InsertionPoint(_Fields):
             if point.node_index < len(nodes):  # one that only the region uses as well
                 tensor = model.nodes[nodes[point.node_index]].outputs[point.output_index]
                 return resolve_region_io_insertion_points(None, model, tensor)
-        return resolved(model, region, Scheme(frozenset((point,))))
+        return resolved(model, region, frozenset((point,)))
 
     @classmethod
     def collect_from_region(cls, region: Region, graph: GraphLike) -> list[Self]:
@@ -187,7 +187,7 @@ class InsertionScheme:
     def of(cls, scheme: Scheme) -> Self:
         """A scheme of the search."""
         made = cls()
-        for point in sorted(scheme.points, key=repr):
+        for point in sorted(scheme, key=repr):
             for name, kind in LISTS.items():
                 if isinstance(point, kind.kind):
                     getattr(made, name).append(kind.of(point))
@@ -197,7 +197,7 @@ class InsertionScheme:
     def core(self) -> Scheme:
         """The scheme as the search has it."""
         points = (*self.node_inputs, *self.child_region_inputs, *self.region_outputs)
-        return Scheme(frozenset(point.core for point in points))
+        return frozenset(point.core for point in points)
 
     @property
     def is_profiled(self) -> bool:
@@ -206,16 +206,16 @@ class InsertionScheme:
 
     @property
     def is_empty(self) -> bool:
-        return not self.core.points
+        return not self.core
 
     @property
     def hash(self) -> str:
         """32 hex digits that stand for the points, in whatever order they are listed."""
-        return hashlib.sha256(repr(sorted(map(repr, self.core.points))).encode()).hexdigest()[:32]
+        return hashlib.sha256(repr(sorted(map(repr, self.core))).encode()).hexdigest()[:32]
 
     def distance(self, other: InsertionScheme) -> int:
         """Number of points in which two schemes differ."""
-        return self.core.distance(other.core)
+        return len(self.core ^ other.core)
 
     def to_dict(self) -> dict[str, Any]:
         """The scheme as values of JSON, a failure without a latency."""

@@ -3,8 +3,8 @@
 Phase 1 measures the placements of rules, of an imported Q/DQ model and of the pattern cache. Phase 2 takes the best of
 these and, for each pattern in the order of its work, tries what the other placements have there, no pairs, and all
 pairs. Phase 3 mutates the fastest schemes of a pattern: it flips a few insertion points at random, until each pattern
-has had its number of schemes, or has no further one. Changes that win alone are also tried together. Weights that may
-have a weight format are tried in each, pattern by pattern, in place of the pairs around them.
+has had its number of schemes, or has no further one. Changes that win alone are also tried together. Weight formats
+come from the placements of phase 1 alone.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, combinations, compress, islice
-from operator import not_
+from itertools import chain, combinations, islice
 
 import numpy as np
 
@@ -23,8 +22,6 @@ from qdqtune.graph.operators import COMPUTE, work
 from qdqtune.placement.possible import compute_edges, consistent
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.output_noise import DOUBT, Noise
-from qdqtune.search.costs.units import FormatShares
-from qdqtune.search.regions import patterns
 from qdqtune.search.regions.discovery import Point, Scheme
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.ratios import Plan, judge
@@ -32,8 +29,6 @@ from qdqtune.types import Edge, Placement, Proposal, Trial, WeightFormat
 
 MUTATED = "mutated"
 """The origin of placements that change a few insertion points of a pattern."""
-BARE = -1
-"""The turn (see `RegionSearch._turned`) that puts pairs on the edges of an insertion point and nowhere else."""
 SETS_PER_TRIAL = 4
 """Sets of insertion points of a pattern that are looked at for each trial so far, to find one whose placement was not
 measured: several may mean the same placement. Chosen, not measured."""
@@ -76,7 +71,7 @@ class RegionSearch:
 
     `cached` holds schemes of earlier runs by pattern digest, fastest first. Where accuracy is limited, `noise`
     estimates it, and `within` gives a placement for a sum of noise. `width` is how many to propose at a time, if more
-    than `BATCH`; `format_shares` are the weight formats that weights may have.
+    than `BATCH`.
     """
 
     model: Model
@@ -90,7 +85,6 @@ class RegionSearch:
     noise: Noise | None = None
     within: Callable[[float], Placement] = lambda _: Placement()
     width: int = BATCH
-    format_shares: FormatShares = field(default_factory=dict)
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """The next batch, see `Strategy`: at most `width` proposals, or `BATCH` if that is more."""
@@ -165,12 +159,10 @@ class RegionSearch:
         """The placement with the fastest cached scheme of every pattern that has one, by its origin; empty if there is
         none."""
         edges: set[Edge] = set()
-        weight_formats: dict[Edge, WeightFormat] = {}
         for pattern in self.patterns:
             for scheme in islice(self.cached.get(pattern.digest, ()), 1):
-                edges |= self._edges(pattern, scheme.points)
-                weight_formats |= self._format_of_edges(pattern, scheme)
-        placement = consistent(self.model, _placement(edges, weight_formats))
+                edges |= self._edges(pattern, scheme)
+        placement = consistent(self.model, Placement(frozenset(edges)))
         return {"pattern cache": placement} if placement else {}
 
     def _ranked(self, suggestions: Mapping[str, Placement], history: Sequence[Trial]) -> list[tuple[str, Placement]]:
@@ -200,35 +192,18 @@ class RegionSearch:
         ordered = sorted(self.patterns, key=lambda p: (-self._work(p), p.digest))
         domains = {p.digest: self._domain(p) for p in ordered}
         fewest_first = sorted(ranked[2:], key=lambda item: len(item[1]))
-        first, later = self._weight_options()
         options = [(f"as {name}", p) for name, p in (*ranked[1:2], *fewest_first[:1])]
-        options += [("float", Placement()), *first]
+        options.append(("float", Placement()))
         options += [(f"as {name}", p) for name, p in (*fewest_first[1:], *ranked[:1])]
-        options += [("all", Placement(self.possible)), *later]
+        options.append(("all", Placement(self.possible)))
         for name, other in options:
             for pattern in ordered:
                 domain = domains[pattern.digest]
                 yield Proposal(name, _with_part_of(best, domain, other), pattern.digest)
         for pattern in ordered:
             for scheme in self.cached.get(pattern.digest, ()):
-                other = _placement(self._edges(pattern, scheme.points), self._format_of_edges(pattern, scheme))
+                other = Placement(self._edges(pattern, scheme))
                 yield Proposal("cached", _with_part_of(best, domains[pattern.digest], other), pattern.digest)
-
-    def _weight_options(self) -> tuple[list[tuple[str, Placement]], list[tuple[str, Placement]]]:
-        """Named placements with all weights in one weight format, in two lists: the fastest format of each family, and
-        the other formats."""
-        shares: dict[WeightFormat, list[float]] = {}
-        for each in self.format_shares.values():
-            for weight_format, share in each.items():
-                shares.setdefault(weight_format, []).append(share)
-        ordered = sorted(shares, key=lambda s: (sum(shares[s]) / len(shares[s]), s.name))
-        best = {family: next(s for s in ordered if s.family == family) for family in {s.family for s in ordered}}
-        options = [
-            (f"weights as {s.name}", Placement.of((), ((e, s) for e, each in self.format_shares.items() if s in each)))
-            for s in ordered
-        ]
-        chosen = [s in best.values() for s in ordered]
-        return list(compress(options, chosen)), list(compress(options, map(not_, chosen)))
 
     def _mutations(self, best: Placement, history: Sequence[Trial], spent: Counter[str]) -> Iterator[Proposal]:
         """Mutations of patterns drawn at random, those with much work more often, until no pattern has any left.
@@ -272,47 +247,43 @@ class RegionSearch:
         if not points:
             return
         ranks = 1 / np.arange(1, 1 + len(known))
-        seen = set[tuple[int, frozenset[tuple[Point, int]]]]()
+        seen = set[tuple[int, frozenset[Point]]]()
         for _ in range(config.maximum_generation_attempts):
             parent = int(rng.choice(len(known), p=ranks / ranks.sum()))
             count = int(rng.integers(1, 1 + min(config.maximum_mutations, len(points))))
-            chosen = (points[int(i)] for i in rng.choice(len(points), count, replace=False))
-            turns = tuple((p, int(rng.integers(1 + len(self._formats_of(pattern, p))))) for p in chosen)
-            if (parent, frozenset(turns)) not in seen:
-                seen.add((parent, frozenset(turns)))
+            chosen = frozenset(points[int(i)] for i in rng.choice(len(points), count, replace=False))
+            if (parent, chosen) not in seen:
+                seen.add((parent, chosen))
+                turns = [(point, False) for point in chosen]
                 yield Proposal(MUTATED, self._turned(pattern, known[parent], turns), pattern.digest)
         for together in self._all_turns(pattern, known[0], number):
             yield Proposal(MUTATED, self._turned(pattern, known[0], together), pattern.digest)
 
-    def _all_turns(self, pattern: Pattern, parent: Placement, number: int) -> Iterator[Iterable[tuple[Point, int]]]:
-        """Sets of (point, turn) that change `parent` (see `_turned`), the smallest sets first, at most `SETS_PER_TRIAL`
-        for each of the `number` trials and one more. Of turns with equal effect only one is used."""
-        alone: dict[Placement, tuple[Point, int]] = {}
+    def _all_turns(self, pattern: Pattern, parent: Placement, number: int) -> Iterator[Iterable[tuple[Point, bool]]]:
+        """Sets of (point, is bare) that change `parent` (see `_turned`), the smallest sets first, at most
+        `SETS_PER_TRIAL` for each of the `number` trials and one more. Of turns with equal effect only one is used."""
+        alone: dict[Placement, tuple[Point, bool]] = {}
         for point in pattern.points:
-            for turn in range(BARE, 1 + len(self._formats_of(pattern, point))):
-                alone.setdefault(consistent(self.model, self._turned(pattern, parent, [(point, turn)])), (point, turn))
+            for is_bare in (True, False):
+                placement = self._turned(pattern, parent, [(point, is_bare)])
+                alone.setdefault(consistent(self.model, placement), (point, is_bare))
         turns = [turn for placement, turn in alone.items() if placement != parent]
         together = (chosen for count in range(1, 1 + len(turns)) for chosen in combinations(turns, count))
         yield from islice(together, SETS_PER_TRIAL * (1 + number))
 
-    def _turned(self, pattern: Pattern, parent: Placement, turns: Iterable[tuple[Point, int]]) -> Placement:
-        """`parent` with some insertion points of a pattern changed, each by its turn. Turns 0 and `BARE` add the pairs,
-        or remove them; turn 0 also adds a pair at the other input of a compute operator. Turn k sets the k-th weight
-        format, or removes it."""
-        fresh, bare, gone, weight_formats = set[Edge](), set[Edge](), set[Edge](), dict(parent.weight_formats)
-        for point, turn in turns:
+    def _turned(self, pattern: Pattern, parent: Placement, turns: Iterable[tuple[Point, bool]]) -> Placement:
+        """`parent` with the pairs on some insertion points of a pattern added, or removed where all stand there. Unless
+        a point is bare, a pair also comes to the other input of a compute operator."""
+        fresh, gone = set[Edge](), set[Edge]()
+        for point, is_bare in turns:
             own = self._edges(pattern, [point])
-            if turn <= 0:
-                (gone if own <= parent.edges else bare if turn == BARE else fresh).update(own)
+            if own <= parent.edges:
+                gone |= own
                 continue
-            gone |= own
-            formats = patterns.formats_at(pattern, [(point, self._formats_of(pattern, point)[turn - 1])])
-            if all(weight_formats.get(e) == s for e, s in formats.items()):
-                weight_formats = {e: s for e, s in weight_formats.items() if e not in formats}
-            else:
-                weight_formats |= formats
-        fresh |= {self._others[e] for e in fresh if e in self._others}
-        return _placement((parent.edges | fresh | bare) - gone, weight_formats)
+            fresh |= own
+            if not is_bare:
+                fresh |= {self._others[e] for e in own if e in self._others}
+        return _placement((parent.edges | fresh) - gone, parent.weight_formats)
 
     @cached_property
     def _others(self) -> Mapping[Edge, Edge]:
@@ -321,36 +292,17 @@ class RegionSearch:
         both = [tuple(edges) for edges in computing if len(edges) == 2]
         return {one: other for a, b in both for one, other in ((a, b), (b, a))}
 
-    def _formats_of(self, pattern: Pattern, point: Point) -> list[WeightFormat]:
-        """The weight formats that the weights of a point may have in every instance."""
-        if not self.format_shares:
-            return []
-        first, *others = [self.format_shares.get(e, {}) for edges in pattern.edges.values() for e in edges[point]] or [
-            {}
-        ]
-        return [s for s in first if all(s in other for other in others)]
-
-    def _format_of_edges(self, pattern: Pattern, scheme: Scheme) -> dict[Edge, WeightFormat]:
-        """The weight formats of a scheme by edge, as far as the weights may have them."""
-        return {
-            e: s
-            for e, s in patterns.formats_at(pattern, scheme.weight_formats).items()
-            if s in self.format_shares.get(e, {})
-        }
-
-    def _edges(self, pattern: Pattern, points: Sequence[Point] | frozenset[Point]) -> frozenset[Edge]:
+    def _edges(self, pattern: Pattern, points: Iterable[Point]) -> frozenset[Edge]:
         """The edges of some insertion points of a pattern, over all instances."""
         chosen = frozenset(points)
         parts = (e for edges in pattern.edges.values() for point, e in edges.items() if point in chosen)
         return frozenset().union(*parts) & self.possible
 
     def _domain(self, pattern: Pattern) -> frozenset[Edge]:
-        """Every possible edge that a node of the pattern reads or writes, in all instances, and its weights."""
-        inside = {n for r in pattern.instances for n in r.all_nodes()}
-        names = {self.model.nodes[n].name for n in inside}
-        made = {t for n in inside for t in self.model.nodes[n].outputs}
-        weights = (e for e in self.format_shares if e.node in names)
-        return frozenset(e for e in self.possible if e.node in names or e.tensor in made).union(weights)
+        """Every edge that a node of the pattern reads, and every possible edge that it writes, in all instances."""
+        inside = [self.model.nodes[n] for r in pattern.instances for n in r.all_nodes()]
+        written = {tensor for node in inside for tensor in node.outputs}
+        return frozenset(e for node in inside for e in node.into).union(e for e in self.possible if e.tensor in written)
 
     def _work(self, pattern: Pattern) -> float:
         """The work of a pattern: multiplications of products, elements of other operators."""

@@ -151,7 +151,6 @@ def region(run: Run) -> Mode:
         noise=noise,
         within=placement_within(subject.shaped, subject.possible, noise),
         width=run.width,
-        format_shares=run.format_shares,
     )
     strategy: Strategy = by_region
     if settings.seed_builds > 0 and (by_cut := cut_search(run, noise)) is not None:

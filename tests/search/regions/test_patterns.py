@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune.graph.operators import COMMUTATIVE
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.search.regions.discovery import ChildInput, NodeInput, Region, RegionOutput, Regions, RegionType, Scheme
+from qdqtune.search.regions.discovery import ChildInput, NodeInput, Region, RegionOutput, Regions, RegionType
 from qdqtune.search.regions.structure import Structure
 from qdqtune.types import Edge
 from region_models import Network, networks, resnet, shuffled
@@ -214,7 +214,7 @@ def test_a_region_output_takes_every_use_outside():
     net.outputs = [net.conv(x), net.conv(x), x]
     model = net.model()
     first = grouped(model)[0]
-    out = Scheme(frozenset({RegionOutput(0, node_index=1)}))
+    out = frozenset({RegionOutput(0, node_index=1)})
     assert {str(e) for e in patterns.resolve(first, first.instances[0], out)} == {
         "node1:0 -> node2[0]", "node1:0 -> node3[0]", "node1:0 -> output 2"}  # fmt: skip
 
@@ -226,7 +226,7 @@ def test_the_skip_edge_stays_the_skip_edge():
     assert len(pattern.instances) == 4
     (add,) = {p.node_index for p in pattern.points if isinstance(p, NodeInput) and pattern.ops[p.node_index] == "Add"}
     for region, swapped in zip(pattern.instances, (False, True, False, True), strict=True):
-        main, skip = (patterns.resolve(pattern, region, Scheme(frozenset({NodeInput(add, k)}))) for k in (0, 1))
+        main, skip = (patterns.resolve(pattern, region, frozenset({NodeInput(add, k)})) for k in (0, 1))
         assert [e.index for e in (*main, *skip)] == ([1, 0] if swapped else [0, 1])
         assert model.nodes[model.producers[next(iter(main)).tensor]].op == "Conv"
 
@@ -234,7 +234,7 @@ def test_the_skip_edge_stays_the_skip_edge():
 def test_a_foreign_point_is_refused():
     first, *_ = grouped(resnet(1))
     with pytest.raises(ValueError, match="no point"):
-        patterns.resolve(first, first.instances[0], Scheme(frozenset({NodeInput(7, 0)})))
+        patterns.resolve(first, first.instances[0], frozenset({NodeInput(7, 0)}))
 
 
 # ---- properties
@@ -249,8 +249,8 @@ def test_equal_signatures_mean_equal_shapes(net, data):
         assert all(shape == shapes[0] for shape in shapes)
         for region in pattern.instances:
             chosen = frozenset(data.draw(st.sets(st.sampled_from(pattern.points))))
-            edges = patterns.resolve(pattern, region, Scheme(chosen))
-            assert patterns.scheme_of(pattern, region, edges) == Scheme(chosen)
+            edges = patterns.resolve(pattern, region, chosen)
+            assert patterns.scheme_of(pattern, region, edges) == chosen
             assert len(edges) >= len(chosen)
 
 

@@ -11,7 +11,7 @@ from qdqtune.placement.files import VERSION, read_yaml, write_yaml, wrong_part
 from qdqtune.search.regions.discovery import ChildInput, NodeInput, Point, RegionOutput, Scheme
 from qdqtune.search.regions.patterns import Pattern, scheme_of
 from qdqtune.timing.ratios import Plan, judge
-from qdqtune.types import Placement, Trial, WeightFormat
+from qdqtune.types import Placement, Trial
 
 
 def write_cache(path: Path, caches: Mapping[str, Sequence[tuple[Scheme, float]]]) -> None:
@@ -27,7 +27,10 @@ def content_of(caches: Mapping[str, Sequence[tuple[Scheme, float]]]) -> dict[str
     """The content of a pattern cache, as `write_cache` writes it."""
     entries = []
     for digest, schemes in caches.items():
-        rows = [{"ratio": round(ratio, 4), **_row_of_scheme(scheme)} for scheme, ratio in schemes]
+        rows = [
+            {"ratio": round(ratio, 4), "points": [_row_of_point(p) for p in sorted(scheme, key=repr)]}
+            for scheme, ratio in schemes
+        ]
         if rows:
             entries.append({"pattern": digest, "schemes": rows})
     return {"version": VERSION, "patterns": entries}
@@ -41,7 +44,10 @@ def read_cache(path: Path) -> dict[str, tuple[Scheme, ...]]:
     """
     content = read_yaml(path, "pattern cache")
     try:
-        return {entry["pattern"]: tuple(map(_scheme_of_row, entry["schemes"])) for entry in content["patterns"]}
+        return {
+            entry["pattern"]: tuple(frozenset(map(_point_of_row, row["points"])) for row in entry["schemes"])
+            for entry in content["patterns"]
+        }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadOption(f"{path} is no pattern cache: {wrong_part(error)}") from error
 
@@ -60,28 +66,15 @@ def cache_of(
     schemes: dict[str, list[tuple[Scheme, float]]] = {}
     for pattern in patterns:
         region = pattern.instances[0]
-        entries = [(scheme_of(pattern, region, final[0].edges, final[0].weight_formats), final[1])]
+        entries = [(scheme_of(pattern, region, final[0].edges), final[1])]
         own = [(t, judge(t, plan)) for t in history if t.proposal.pattern == pattern.digest]
         trials = [(t, measured) for t, measured in own if measured is not None]
         for trial, measured in sorted(trials, key=lambda item: item[1].median):
-            scheme = scheme_of(pattern, region, trial.placement.edges, trial.placement.weight_formats)
-            if measured.verdict == "faster" and all(scheme.distance(s) >= minimum_distance for s, _ in entries):
+            scheme = scheme_of(pattern, region, trial.placement.edges)
+            if measured.verdict == "faster" and all(len(scheme ^ other) >= minimum_distance for other, _ in entries):
                 entries.append((scheme, measured.median))
         schemes[pattern.digest] = entries[:maximum_entries]
     return schemes
-
-
-def _row_of_scheme(scheme: Scheme) -> dict[str, object]:
-    points: list[object] = [_row_of_point(p) for p in sorted(scheme.points, key=repr)]
-    weights: list[object] = [
-        [*_row_of_point(p), weight_format.name] for p, weight_format in sorted(scheme.weight_formats, key=repr)
-    ]
-    return {"points": points, **({"weights": weights} if weights else {})}
-
-
-def _scheme_of_row(row: Mapping[str, Any]) -> Scheme:
-    weights = ((_point_of_row(values[:3]), WeightFormat.named(values[3])) for values in row.get("weights", ()))
-    return Scheme(frozenset(map(_point_of_row, row["points"])), frozenset(weights))
 
 
 def _row_of_point(point: Point) -> list[str | int | None]:

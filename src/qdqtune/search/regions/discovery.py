@@ -13,9 +13,7 @@ from lowest common ancestors by jump pointers, in O(n log n) whatever the graph.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
@@ -24,7 +22,6 @@ from typing import Literal, NamedTuple
 from qdqtune.graph.model import GRAPH, Model
 from qdqtune.graph.operators import ELEMENTWISE, HEAVY, LAST_AXIS_NORMALIZATIONS, REARRANGES, may_be_float
 from qdqtune.search.regions.structure import Listing, Structure
-from qdqtune.types import WeightFormat
 
 
 class RegionType(Enum):
@@ -95,17 +92,8 @@ class RegionOutput:
 Point = NodeInput | ChildInput | RegionOutput
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """The insertion points of a pattern that carry a pair, and those of weights with a weight format."""
-
-    points: frozenset[Point] = frozenset()
-    weight_formats: frozenset[tuple[Point, WeightFormat]] = frozenset()
-
-    def distance(self, other: Scheme) -> int:
-        """Number of points in which two schemes differ."""
-        return len((self.points ^ other.points) | {point for point, _ in self.weight_formats ^ other.weight_formats})
-
+Scheme = frozenset[Point]
+"""The insertion points of a pattern that carry a pair."""
 
 NAMED_SHARE = 0.6
 """Method auto takes module names if more than this share of nodes have them. Chosen, not measured."""
@@ -150,19 +138,6 @@ class Regions:
         return tuple(r for r in self.walk() if r.type is RegionType.COMPOSITE)
 
 
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Disable Python's garbage collection meanwhile: it would take a fourth of the time and find nothing to free."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_without_garbage_collection()
 def find(
     model: Model,
     method: Literal["auto", "names", "topology"] = "auto",
@@ -185,8 +160,7 @@ def find(
     groups = _without_wrappers(flow, groups)
     structure = Structure(model)
     parts = leaves_within(flow, structure, groups, units_of(flow, blocks), max_sequence_size)
-    assembly = _Assembly(structure)
-    return Regions(assembly.root(_tree(groups, parts)), method, assembly.listings)
+    return _numbered(structure, _tree(groups, parts), method)
 
 
 def _without_wrappers(flow: Flow, groups: Outline) -> Outline:
@@ -227,37 +201,27 @@ def _tree(groups: Outline, parts: Sequence[list[int]]) -> _Tree:
     return _Tree(sorted(n for d in top for n in d.nodes), top)
 
 
-class _Assembly:
-    """Makes regions with numbers, levels and borders of a `_Tree`."""
-
-    def __init__(self, structure: Structure) -> None:
-        self._model, self._structure = structure.model, structure
-        self.listings: dict[Region, Listing] = {}
-
-    def root(self, tree: _Tree) -> Region:
-        """The whole hierarchy of a tree, made without recursion, since hierarchies can be deep."""
-        order: list[tuple[_Tree, int]] = []
-        stack = [(tree, -1)]
-        while stack:
-            order.append(stack.pop())
-            stack.extend((child, order[-1][1] + 1) for child in reversed(order[-1][0].children))
-        made: dict[int, Region] = {}
-        for number in range(len(order) - 1, 0, -1):
-            made[id(order[number][0])] = self._region(*order[number], number - 1, made)
-        model = self._model
-        used = tuple(t for t in model.inputs if any(n != -1 for n, _ in model.uses(t)))
-        made_here = tuple(t for t in model.outputs if t in model.producers)
-        return Region(-1, -1, RegionType.ROOT, (), tuple(made[id(c)] for c in tree.children), used, made_here)
-
-    def _region(self, tree: _Tree, level: int, number: int, made: dict[int, Region]) -> Region:
-        listing = self._structure.listing([c.nodes for c in tree.children] or [tree.nodes])
-        outputs = tuple(self._model.nodes[listing.nodes[n]].outputs[k] for n, k in listing.exits)
-        children = tuple(made.pop(id(c)) for c in tree.children)
-        region_type = RegionType.COMPOSITE if children else RegionType.LEAF
-        nodes = () if children else tuple(tree.nodes)
-        region = Region(number, level, region_type, nodes, children, listing.borders, outputs)
-        self.listings[region] = listing
-        return region
+def _numbered(structure: Structure, tree: _Tree, method: Literal["names", "topology"]) -> Regions:
+    """The regions of a tree, made without recursion, since hierarchies can be deep."""
+    model, order, stack = structure.model, list[tuple[_Tree, int]](), [(tree, -1)]
+    while stack:
+        order.append(stack.pop())
+        own, level = order[-1]
+        stack.extend((child, level + 1) for child in reversed(own.children))
+    regions: dict[int, Region] = {}
+    listings: dict[Region, Listing] = {}
+    for number in range(len(order) - 1, 0, -1):
+        own, level = order[number]
+        listing = structure.listing([child.nodes for child in own.children] or [own.nodes])
+        outputs = tuple(model.nodes[listing.nodes[n]].outputs[k] for n, k in listing.exits)
+        children = tuple(regions.pop(id(child)) for child in own.children)
+        kind, nodes = (RegionType.COMPOSITE, ()) if children else (RegionType.LEAF, tuple(own.nodes))
+        region = Region(number - 1, level, kind, nodes, children, listing.borders, outputs)
+        regions[id(own)], listings[region] = region, listing
+    tops = tuple(regions[id(child)] for child in tree.children)
+    inputs = tuple(t for t in model.inputs if any(use.node != GRAPH for use in model.uses(t)))
+    outputs = tuple(t for t in model.outputs if t in model.producers)
+    return Regions(Region(-1, -1, RegionType.ROOT, (), tops, inputs, outputs), method, listings)
 
 
 def has_module_names(model: Model) -> bool:

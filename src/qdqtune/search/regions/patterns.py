@@ -15,7 +15,6 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import CONTROL_FLOW, HEAVY, INTEGER_KERNELS, MOVERS, may_be_float
@@ -31,7 +30,7 @@ from qdqtune.search.regions.discovery import (
     Scheme,
 )
 from qdqtune.search.regions.structure import Listing
-from qdqtune.types import Edge, WeightFormat
+from qdqtune.types import Edge
 
 RUN_IN_8_BITS = HEAVY - CONTROL_FLOW | INTEGER_KERNELS | {"AveragePool", "MaxPool"}
 """Operators that engines run on quantized values."""
@@ -73,7 +72,7 @@ class Pattern:
 
     @property
     def everything(self) -> Scheme:
-        return Scheme(frozenset(self.points))
+        return frozenset(self.points)
 
 
 def group(model: Model, regions: Regions) -> tuple[Pattern, ...]:
@@ -116,39 +115,15 @@ def resolve(pattern: Pattern, region: Region, scheme: Scheme) -> frozenset[Edge]
         ValueError: the scheme has points that the pattern lacks.
     """
     edges = pattern.edges[region]
-    if unknown := scheme.points - edges.keys():
+    if unknown := scheme - edges.keys():
         raise ValueError(f"pattern {pattern.digest} has no point {min(unknown, key=repr)}")
-    return frozenset().union(*(edges[p] for p in scheme.points))
+    return frozenset().union(*map(edges.__getitem__, scheme))
 
 
-def scheme_of(
-    pattern: Pattern,
-    region: Region,
-    edges: Collection[Edge],
-    weight_formats: Mapping[Edge, WeightFormat] = MappingProxyType({}),
-) -> Scheme:
-    """The scheme of an instance for some edges and weight formats: the inverse of `resolve` and `formats_at`. Its
-    points are those whose edges are all among `edges`, and those whose weights all have the same one of
-    `weight_formats`."""
-    wanted, points, formats = frozenset(edges), set[Point](), set[tuple[Point, WeightFormat]]()
-    for point, own in pattern.edges[region].items():
-        if own <= wanted:
-            points.add(point)
-        weight_format, *others = {weight_formats.get(edge) for edge in own}
-        if weight_format is not None and not others:
-            formats.add((point, weight_format))
-    return Scheme(frozenset(points), frozenset(formats))
-
-
-def formats_at(pattern: Pattern, weight_formats: Iterable[tuple[Point, WeightFormat]]) -> dict[Edge, WeightFormat]:
-    """The weight formats by edge that points of a pattern mean, over all its instances."""
-    wanted = dict(weight_formats)
-    return {
-        edge: weight_format
-        for edges in (pattern.edges.values() if wanted else ())
-        for point, weight_format in wanted.items()
-        for edge in edges[point]
-    }
+def scheme_of(pattern: Pattern, region: Region, edges: Collection[Edge]) -> Scheme:
+    """The points of an instance whose edges are all among some edges: the inverse of `resolve`."""
+    wanted = frozenset(edges)
+    return frozenset(point for point, own in pattern.edges[region].items() if own <= wanted)
 
 
 def _children(region: Region, listing: Listing) -> dict[int, int]:
