@@ -31,13 +31,9 @@ from qdqtune.commands.shown import Table
 from qdqtune.commands.worst_tensors import UNKNOWN_NOISE, Damage
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable, escaped
 from qdqtune.explanation.formatting import counted, placed, samples
-from qdqtune.explanation.unfused import Finding
 from qdqtune.options import REQUIRED, Files, given_in, option
 from qdqtune.system.writing import temporary_folder, write_json
 from qdqtune.types import sqnr_of
-
-ORDER = ("float compute", "standalone pair", "reformat", "elsewhere", "boundary")
-"""The order in which findings with one cause are listed, by kind: the cause itself, then its consequences."""
 
 
 @dataclass(kw_only=True)
@@ -81,8 +77,9 @@ def check_command(options: CheckArguments, as_layers: bool, as_machine: bool) ->
         checked.append(done)
         say_notes(done.notes)
         if not as_machine:
-            left = () if done.fallback is None else (done.fallback.in_words(),)
-            print_lines((*_lines(done), *left, *_advice(done.findings, done.measured)))
+            if done.findings:
+                show(done.table())
+            print_lines(_below(done))
     if as_machine:
         print_json(checked[0].to_dict() if len(models) == 1 else [done.to_dict() for done in checked])
     return 0 if all(done.passes for done in checked) else ConstraintUnmet.exit_code
@@ -99,38 +96,22 @@ def _show_layers(options: CheckArguments, as_machine: bool) -> int:
     return 0
 
 
-def _lines(done: Checked) -> Iterator[str]:
-    for group in _groups(done.findings):
-        yield group[0].reason
-        for finding in group:
-            time = "" if finding.time_ms is None else f"{finding.time_ms:.4f} ms"
-            yield f"    {finding.kind:15}  {time:>10}  {', '.join(finding.nodes) or finding.layer}"
+def _below(done: Checked) -> Iterator[str]:
+    """What stands below the findings: the result, what runs elsewhere, and what to do."""
     if unknown := [layer for layer in done.layers if layer.kind == "unknown"]:
-        spent_there = time_of(unknown) or 0.0
-        first = f"{unknown[0].name:.60}"
+        spent_there, first = time_of(unknown) or 0.0, f"{unknown[0].name:.60}"
         yield f"{len(unknown)} rows of the profile ({spent_there:.3f} ms) fit no layer, the first: {first}"
     yield done.in_words()
-
-
-def _advice(findings: Sequence[Finding], measured: bool) -> Iterator[str]:
-    """What to do about the findings, or why there is nothing to do."""
-    failing = [finding for finding in findings if finding.fails]
-    if measured and failing:
+    if done.fallback is not None:
+        yield done.fallback.in_words()
+    failing = [finding for finding in done.findings if finding.fails]
+    if done.measured and failing:
         yield "a search on this engine has found these pairs (placement.yaml beside the file): nothing to do"
     elif failing:
-        names = (n for group in _groups(failing) for f in group for n in (f.cause, *f.nodes) if n)
+        names = (name for finding in failing for name in (finding.cause, *finding.nodes) if name)
         first = next((f" --allow-boundary {shlex.quote(glob.escape(name))}, all of it with" for name in names), "")
         accepted = f"what is meant to be so is accepted with{first} --allow-boundary '*'"
         yield f"{accepted}; `qdqtune tune MODEL --from-qdq` measures which pairs pay"
-
-
-def _groups(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """Findings grouped by cause, or by reason if the cause is unknown; within a group sorted by `ORDER`. Groups that
-    fail come first, sorted by time, the most first; groups of notes follow."""
-    groups: dict[tuple[bool, str], list[Finding]] = {}
-    for finding in sorted(findings, key=lambda f: ORDER.index(f.kind)):
-        groups.setdefault((finding.fails, finding.cause or finding.reason), []).append(finding)
-    return sorted(groups.values(), key=lambda group: -(time_of(group) or 0.0) if group[0].fails else 1.0)
 
 
 @command("debug", DebugOptions, AS_JSON)

@@ -12,13 +12,11 @@ import click
 import numpy as np
 from onnx import TensorProto
 
-from qdqtune.calibration.observe import running
 from qdqtune.calibration.options import DataOptions, samples_option
 from qdqtune.commands.inputs import ModelOption, SamplesLike, execution_of
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.commands.source import data_of, prepared_for
 from qdqtune.engines import unwatched
-from qdqtune.engines.execution import Execution
 from qdqtune.engines.fallback import Fallback, fallback
 from qdqtune.engines.machine import MachineFacts, is_simulated
 from qdqtune.engines.options import EngineOptions, on_device, on_option
@@ -26,21 +24,20 @@ from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.engines.tensorrt.options import built_for_sample
 from qdqtune.engines.tensorrt.report import read_report
-from qdqtune.errors import BadOption, EngineRefused, InputError, parsed_json, rewording
+from qdqtune.errors import BadOption, InputError, parsed_json, rewording
 from qdqtune.explanation.formatting import counted, placed
 from qdqtune.explanation.unfused import Finding, allow, check, is_low
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMPUTE
-from qdqtune.numerics.accuracy import accuracy, concern, is_finite
 from qdqtune.options import FILE, WORDS, MaybeFile, MaybeText, Names, Option, option
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import is_quantized, placement_in
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.tuning.folder import BASELINE
-from qdqtune.types import Accuracy, Layer, NumericFormat, QType, QuantType, Sample
+from qdqtune.types import Layer, NumericFormat, QType, QuantType, Sample
 
 
 @dataclass(kw_only=True)
@@ -163,6 +160,9 @@ DQ = "DequantizeLinear"
 SEVEN_BITS = 64
 """The largest weight of 7 bits."""
 
+ORDER = ("float compute", "standalone pair", "reformat", "elsewhere", "boundary")
+"""The order in which findings with one cause are listed, by kind: the cause itself, then its consequences."""
+
 OF_WEIGHTS = re.compile(r"[wW][48]")
 """Matches the precision of a layer that reads weights of 4 or 8 bits."""
 
@@ -239,19 +239,19 @@ class Checked(Shown):
         return f"{self.model} on {self.ran_on}: {ran}; {counted(len(failing), 'finding')}{share}, {notes}"
 
     def table(self) -> Table:
-        """The findings, those that fail first."""
-        ordered = sorted(self.findings, key=lambda f: (not f.fails, -(f.time_ms or 0.0)))
-        rows = [
-            (
-                f.kind,
-                "failure" if f.fails and not self.measured else "note",
-                milliseconds(f.time_ms),
-                ", ".join(f.nodes) or f.layer,
-                f.reason,
-            )
-            for f in ordered
-        ]
-        return Table(("what", "counts as", "ms", "nodes", "why"), rows)
+        """The findings, those with one cause together; those that fail come first, the most time first."""
+        groups: dict[tuple[bool, str], list[Finding]] = {}
+        for finding in sorted(self.findings, key=lambda f: ORDER.index(f.kind)):
+            groups.setdefault((not finding.fails, finding.cause or finding.reason), []).append(finding)
+        rows = []
+        for key in sorted(groups, key=lambda key: (key[0], -(time_of(groups[key]) or 0.0))):
+            for number, finding in enumerate(groups[key]):
+                counts_as = "failure" if finding.fails and not self.measured else "note"
+                names = ", ".join(finding.nodes) or finding.layer
+                why = "as above" if number and finding.reason == groups[key][0].reason else finding.reason
+                rows.append((finding.kind, counts_as, milliseconds(finding.time_ms), names, why))
+        columns = ("what", "counts as", "ms", "nodes", "why")
+        return Table(columns, rows, left=("what", "counts as", "nodes", "why"), least_widths={"why": 40})
 
     def to_dict(self) -> dict[str, Any]:
         """For machines."""
@@ -314,8 +314,6 @@ def check_file(options: CheckOptions) -> Checked:
     where = None if machine is None else machine.where
     told += _overflows(graph, numbers, "here" if where is None else f"on {where}")
     measured = described is not None and _is_measured(path, graph, described)
-    if not options.graph_json and is_quantized(graph):
-        told += _accuracy_notes(options, path, graph, execution)
     return Checked(path, graph, engine, layers, allow(found, options.allow_boundary), measured, told, left, where)
 
 
@@ -332,15 +330,6 @@ def _overflows(graph: Model, numbers: NumericFormat, at: str) -> tuple[str, ...]
         return ()
     count = f"{wide} weight{'s have' if wide > 1 else ' has'} 8 bits"
     return (f"{count}, so that sums of products overflow {at}: quantize or tune {at}, or with `portable`",)
-
-
-def _accuracy_notes(options: CheckOptions, path: Path, graph: Model, execution: Execution) -> tuple[str, ...]:
-    """A note if the pairs, as ONNX defines them, make the outputs inaccurate."""
-    prepared = prepared_for(graph, options.spec(options.input_shapes), data_of(options, execution, path), execution)
-    lost = _lost_by_pairs(graph, prepared.judging, execution) if prepared.has_real_samples else None
-    if lost is None or not (warning := concern(lost)):
-        return ()
-    return (f"as ONNX defines its pairs, on {prepared.samples.origin}: {warning}",)
 
 
 def _numbers(model: Model) -> QuantType:
@@ -364,16 +353,3 @@ def _is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
         return recorded == placement_in(load(folder / BASELINE), model)  # fails in folders that tune has not written
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, InputError):
         return False
-
-
-def _lost_by_pairs(model: Model, samples: Sequence[Sample], execution: Execution) -> Accuracy | None:
-    """The accuracy of a Q/DQ model against itself without pairs, on ONNX Runtime without fusion; None if that cannot
-    run it. Weights that are stored in 8 bits count as exact.
-    """
-    plain = strip_pairs(model)
-    with running(plain, execution) as as_float, running(model, execution, fuse=False) as as_quantized:
-        try:
-            reference, outputs = as_float(samples), as_quantized(samples)
-        except EngineRefused:
-            return None
-    return accuracy(reference, outputs) if is_finite([*reference, *outputs]) else None
