@@ -35,8 +35,8 @@ def test_options_of_apply_reach_it(monkeypatch, call, tuned, tmp_path):
 
 def test_options_of_inspect_reach_it(monkeypatch, call):
     given: dict[str, Any] = {}
-    found = Inspection({}, ("shown",), ("named",))
-    monkeypatch.setattr(models, "inspect", lambda options: given.update(vars(options)) or found)
+    monkeypatch.setattr(Inspection, "lines", lambda _, **shown: ["named" if shown["verbose"] else "shown"])
+    monkeypatch.setattr(models, "inspect", lambda options: given.update(vars(options)) or Inspection({}))
     code, out, _ = call("inspect", "m.onnx", "--regions", "topology", "--max_sequence_size", 4,
                         "--include-all-regions", "--fix-input", "sr=1", "-v")  # fmt: skip
     assert (code, out) == (0, "named\n")

@@ -25,16 +25,18 @@ def found():
     return model, made, patterns.group(model, made)
 
 
-def test_the_text_has_the_phases_and_the_summary(found):
-    lines = inspect.render(*found)
+def test_the_text_has_the_phases_the_summary_and_the_most_frequent_patterns(found):
+    lines = inspect.inspected(*found).lines()
     assert "Phase 1 complete: 5 regions, 16/16 nodes (100.0%)" in lines
     assert "Phase 2 complete: refined 2 regions, skipped 3" in lines
     assert "Summary: 9 regions (7 LEAF, 2 COMPOSITE), 16/16 nodes (100.0%)" in lines
     assert "LEAF region sizes: min=2, max=3, avg=2.3" in lines
+    at = next(n for n, line in enumerate(lines) if line.startswith("Patterns: 4 (3 LEAF, 1 COMPOSITE)"))
+    assert lines[at + 1].endswith("3 instances, 4 points: Conv, Relu")
 
 
-def test_the_tree_shows_a_composite_with_its_leaves(found):
-    text = "\n".join(inspect.render(*found))
+def test_the_tree_shows_a_composite_with_its_leaves_and_verbose_names_nodes_and_tensors(found):
+    text = "\n".join(inspect.inspected(*found).lines(tree=True))
     digest = next(p.digest for p in found[2] if p.ops == ("Conv", "Relu", "Conv", "Add", "Relu"))
     assert (
         f"""
@@ -51,36 +53,20 @@ def test_the_tree_shows_a_composite_with_its_leaves(found):
 """
         in text
     )
-    assert "│    │  ├─ Flow: sequence\n" in text
     assert "│    │  ├─ Nodes: Conv, Add, Relu\n│    │  ├─ Inputs: 2 tensors\n" in text
+    assert "node2" not in text
+    named = "\n".join(inspect.inspected(*found).lines(verbose=True))
+    assert "│  ├─ Nodes: Conv, Relu\n│  │    - node2\n│  │    - node3\n│  ├─ Inputs: 1 tensor\n" in named
+    assert "│  └─ Outputs: 1 tensor\n│       - node3:0\n" in named
 
 
 def test_regions_without_quantizable_operators_are_hidden_but_counted(found):
-    text = "\n".join(inspect.render(*found))
+    text = "\n".join(inspect.inspected(*found).lines(tree=True))
     assert "Region 0 (" not in text
     assert "Hidden: 1 region without quantizable operators" in text
-    shown = "\n".join(inspect.render(*found, include_all_regions=True))
+    shown = "\n".join(inspect.inspected(*found, include_all_regions=True).lines(tree=True))
     assert "Region 0 (" in shown
     assert "Hidden" not in shown
-
-
-def test_verbose_names_nodes_and_tensors(found):
-    text = "\n".join(inspect.render(*found, verbose=True))
-    assert (
-        "│  ├─ Nodes: Conv, Relu\n│  │    - node2\n│  │    - node3\n│  ├─ Inputs: 1 tensor\n│  │    - input\n" in text
-    )
-    assert "│  └─ Outputs: 1 tensor\n│       - node3:0\n" in text
-    assert "node2" not in "\n".join(inspect.render(*found))
-
-
-def test_the_histogram_and_the_most_frequent_patterns_come_last(found):
-    lines = inspect.render(*found)
-    at = lines.index("LEAF region size histogram:")
-    assert lines[at + 1].split(" | ")[0].strip() == "2"
-    assert lines[at + 1].endswith("█ 5")
-    assert lines[at + 2].endswith("█ 2")
-    assert lines[at + 4].startswith("Patterns: 4 (3 LEAF, 1 COMPOSITE)")
-    assert lines[at + 5].endswith("3 instances, 4 points: Conv, Relu")
 
 
 def test_patterns_that_no_search_tunes_are_counted_only_with_all_regions():
@@ -96,13 +82,14 @@ def test_patterns_that_no_search_tunes_are_counted_only_with_all_regions():
         (False, "1 (1 LEAF, 0 COMPOSITE), in 1 region"),
         (True, "2 (2 LEAF, 0 COMPOSITE), in 2 regions"),
     ):
-        assert f"Patterns: {counts}" in inspect.render(model, made, grouped, include_all_regions=every)
-        assert len(inspect.as_json(model, made, grouped, include_all_regions=every)["patterns"]) == 1 + every
+        shown = inspect.inspected(model, made, grouped, include_all_regions=every)
+        assert f"Patterns: {counts}" in shown.lines()
+        assert len(shown.values["patterns"]) == 1 + every
 
 
 def test_json_has_the_same_numbers(found):
     model, made, grouped = found
-    data = inspect.as_json(*found)
+    data = inspect.inspected(*found).values
     assert json.loads(json.dumps(data)) == data
     assert data["phase2"] == {"refined": 2, "skipped": 3}
     assert data["summary"] == {"regions": 9, "leaf": 7, "composite": 2, "hidden": 1}
@@ -111,7 +98,7 @@ def test_json_has_the_same_numbers(found):
     block = next(r for r in data["regions"] if r["id"] == 2)
     assert block["children"] == [3, 4]
     assert [r["parent"] for r in data["regions"] if r["id"] in (3, 4)] == [2, 2]
-    everything = inspect.as_json(*found, include_all_regions=True)["regions"]
+    everything = inspect.inspected(*found, include_all_regions=True).values["regions"]
     assert sorted(n for r in everything for n in r["nodes"]) == sorted(n.name for n in model.nodes)
     assert len(everything) == len(list(made.walk()))
 
@@ -130,10 +117,8 @@ def test_the_summary_fits_on_a_screen(blocks, method, size):
     model = net.model()
     made = discovery.find(model, method, max_sequence_size=size)
     grouped = patterns.group(model, made)
-    summary, tree = (inspect.render(model, made, grouped, tree=tree) for tree in (False, True))
+    summary, tree = (inspect.inspected(model, made, grouped).lines(tree=tree) for tree in (False, True))
     assert len(summary) <= 24
     assert summary[:5] == tree[:5]
-    bars = [line for line in tree if "█" in line]
-    assert sum(int(line.split()[-1]) for line in bars) == len(made.leaves)
-    assert not any("├─" in line or "█" in line for line in summary)
+    assert not any("├─" in line for line in summary)
     assert any("├─" in line for line in tree)

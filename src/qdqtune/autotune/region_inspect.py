@@ -32,13 +32,11 @@ def inspect_region_search(
     """
     options = InspectOptions(
         onnx_path,
-        tree=True,
         rewrites=rewrites,
         max_sequence_size=max_sequence_size,
         include_all_regions=include_all_regions,
     )
-    shown = inspect(options)
-    print_lines(map(with_flags, shown.named if verbose else shown.lines))
+    print_lines(map(with_flags, inspect(options).lines(tree=True, verbose=verbose)))
     graph = tuned_graph(Path(onnx_path), rewrites=rewrites)
     tops = CombinedRegionSearch(graph, maximum_sequence_region_size=max_sequence_size).search_regions()
     return [top for top in tops if include_all_regions or has_quantizable_operations(top, graph)]

@@ -44,7 +44,7 @@ def inspect_command(options: InspectOptions, as_machine: bool) -> None:
     if as_machine:
         print_json(found.to_dict())
     else:
-        print_lines(found.named if is_verbose() else found.lines)
+        print_lines(found.lines(tree=options.tree, verbose=is_verbose()))
         if not (options.tree or is_verbose()):
             print("Every region: --tree, with the names of nodes and tensors: -v")
 
