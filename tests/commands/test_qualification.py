@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from loaded_modules import CUDA, absent
+from qdqtune.commands import qualification, qualification_graphs
 from qdqtune.commands.doctor import DoctorOptions
-from qdqtune.commands.qualification import checks, engine_at_hand, qualify
-from qdqtune.commands.qualification.checks import CHECKS, DEEPER, FAULTS, ITSELF
+from qdqtune.commands.qualification import CHECKS, DEEPER, ITSELF
 from qdqtune.engines import Built, Engine, EngineSpec
 from qdqtune.errors import EngineUnavailable
 from qdqtune.tuning.observer import Silent
@@ -23,13 +23,8 @@ from qdqtune.types import Layer, Tensors
 from trtexec_stand_in import stand_in
 from workers import Workers, open_here
 
-CONVOLUTIONS, ATTENTION, FUSED, DYNAMIC = (
-    "convolutions",
-    "attention, heads of 16",
-    "attention, fused qkv",
-    "dynamic shapes",
-)
-W8, FP8, KILLED, MEMORY = "weights of 8 bits", "fp8", "killed while it builds", "2^46 values"
+CONVOLUTIONS, ATTENTION, FUSED = "convolutions", "transformer, heads of 16", "transformer, fused qkv"
+DYNAMIC, W8, FP8, MEMORY = "dynamic shapes", "weights of 8 bits", "fp8", "2^46 values"
 REAL = EngineSpec("onnxruntime", {"threads": 1})
 FAKE = EngineSpec("fake")
 
@@ -43,21 +38,21 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         assert len(chosen) == len(names.split(", "))
         kept = [replace(c, subjects=tuple(s for s in c.subjects if s in subjects)) for c in chosen]
         assert all(check.subjects for check in kept)
-        monkeypatch.setattr(qualify, "CHECKS", kept)
+        monkeypatch.setattr(qualification, "CHECKS", kept)
 
-    monkeypatch.setattr(engine_at_hand.graphs, "SIDE", 8)
+    monkeypatch.setattr(qualification_graphs, "SIDE", 8)
     return leave
 
 
 def qualified(spec: EngineSpec) -> dict[tuple[str, str], tuple[str, str]]:
     """What was seen, by check and subject."""
-    done = qualify.qualify(DoctorOptions(engine=spec), Silent())
-    assert done.holds == all(seen.state != "not held" for result in done.results for seen in result.seen)
-    return {(r.name, s.subject): (s.state, s.told) for r in done.results for s in r.seen}
+    done = qualification.qualify(DoctorOptions(engine=spec), Silent())
+    assert done.holds == all(seen.state != "not held" for check in done.checks for seen in check.seen)
+    return {(check.name, seen.subject): (seen.state, seen.told) for check in done.checks for seen in check.seen}
 
 
 def test_a_simulator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qualify, "is_simulated", lambda name: name == "fake")
+    monkeypatch.setattr(qualification, "is_simulated", lambda name: name == "fake")
     with pytest.raises(EngineUnavailable, match="fake is a simulator on this machine, whose times mean nothing, and"):
         qualified(FAKE)
 
@@ -122,14 +117,6 @@ def test_what_stands_in_for_trtexec_holds(tmp_path: Path, only: Any) -> None:
     only("float, pairs, layers", DYNAMIC)
     seen = qualified(EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.16")}))
     assert {(name, told) for (name, _), (state, told) in seen.items() if state != "held"} == set()
-
-
-def test_engine_processes_that_end_or_stop(only: Any) -> None:
-    only("faults", *FAULTS)
-    seen = qualified(FAKE)
-    assert not broken(seen)
-    assert "SIGKILL while building float.onnx" in seen["faults", KILLED][1]
-    assert seen["faults", "stopped until the time limit"] == ("held", "timeout")
 
 
 @pytest.mark.usefixtures("workers")
@@ -241,7 +228,7 @@ def test_stored_weights_that_are_unpacked_by_a_kernel_of_their_own(only: Any, wo
     only("8 bits", W8)
 
     def unpacked(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-        return (Layer("unpack", ("constant_0_DequantizeLinear",), "FP32", 0.1, "quantize"), *layers[2:])
+        return (Layer("unpack", ("weight_a_256x512_DequantizeLinear",), "FP32", 0.1, "quantize"), *layers[2:])
 
     alter(workers, layers=unpacked)
     state, told = the_one(REAL)
@@ -268,27 +255,6 @@ def test_times_that_tell_equal_files_apart_or_no_others(subject: str, slower: An
     only("times", subject)
     workers.slower = slower
     assert the_one(FAKE)[0] == "not held"
-
-
-def test_a_fault_without_consequences(only: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    only("faults", "killed while it runs")
-    monkeypatch.setitem(checks.FAULTS, "killed while it runs", ("run", lambda _: None, 2, "crash"))
-    assert the_one(FAKE) == ("not held", "the request was answered as if nothing had happened")
-
-
-@pytest.mark.parametrize(("times", "stage", "reason"), [
-    (2, "timeout", "the failure is told as 'crash'"),
-    (4, "crash", "the next request fails: the engine process ended"),
-])  # fmt: skip
-def test_a_fault_that_is_told_as_another_or_stays(
-    times: int, stage: str, reason: str, only: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    only("faults", KILLED)
-    what, sent, _, _ = FAULTS[KILLED]
-    monkeypatch.setitem(checks.FAULTS, KILLED, (what, sent, times, stage))  # type: ignore[arg-type]
-    state, told = the_one(FAKE)
-    assert state == "not held"
-    assert told.startswith(reason)
 
 
 def test_memory_that_seems_to_suffice(only: Any, workers: Workers) -> None:
@@ -325,7 +291,7 @@ def test_a_search_that_fails(only: Any, workers: Workers) -> None:
 ])  # fmt: skip
 def test_a_search_that_ships_what_it_may_not(found: Any, told: str, only: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     only("search", "cut")
-    monkeypatch.setattr(checks, "tune", lambda *_: SimpleNamespace(**found))
+    monkeypatch.setattr(qualification, "tune", lambda *_: SimpleNamespace(**found))
     assert told in the_one(FAKE)[1]
 
 

@@ -272,7 +272,7 @@ def doctor_command(options: DoctorOptions, as_skill: bool, as_machine: bool) -> 
 
 def _qualify(options: DoctorOptions, as_machine: bool) -> int:
     """Check the claims about an engine, and write what held to a file. Gives the exit code."""
-    from qdqtune.commands.qualification.qualify import qualify  # imports most of the package
+    from qdqtune.commands.qualification import qualify  # imports most of the package
 
     if options.ray is not None or options.on is not None:
         raise BadOption("`qualify` checks an engine on this machine: leave `on` and `ray` out")
@@ -285,7 +285,7 @@ def _qualify(options: DoctorOptions, as_machine: bool) -> int:
         print_json(told)
     else:
         show(done.table())
-        print_lines(f"{state}: {name}, {subject}: {told}" for name, subject, state, told in done.notable())
+        print_lines(done.notable())
         print_lines([done.in_words(), f"to send with a report: {options.output}"])
     return 0 if done.holds else ConstraintUnmet.exit_code
 
