@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, combinations, product
+from itertools import chain, combinations
 
 import numpy as np
 import pytest
 
-from label_problems import cost_of
 from models import INT8, attention, build, conv_net, normal, ranges
 from qdqtune.engines.fake import CostModel
 from qdqtune.errors import Failure
@@ -19,6 +18,7 @@ from qdqtune.search import best_of
 from qdqtune.search.costs.decisions import Formulation, cut, decision_of, formulate
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs, Price
+from qdqtune.search.costs.table import solve
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CutSearch
 from qdqtune.timing.ratios import Plan, judge
@@ -157,16 +157,27 @@ def test_the_cut_minimizes_what_total_predicts(name: str, per_consumer: bool) ->
     """One energy: the problem's cost of any allowed answers is the prediction, and the cut is its minimum."""
     costs = made_up(Bench(MODELS[name]()), per_consumer)
     parts = costs.partition
-    made = formulate(costs)
+    formulation = formulate(costs)
     lowest = costs.total(cut(costs))
     random = np.random.default_rng(0)
     for _ in range(60):
         quantized = frozenset(u.number for u in parts.units if u.inputs and random.random() < 0.6)
-        kept = frozenset(t for t in made.stored if parts.producer.get(t) in quantized and random.random() < 0.7)
+        kept = frozenset(t for t in parts.edges if parts.producer.get(t) in quantized and random.random() < 0.7)
         decision = Decision(quantized, kept)
         total = costs.total(decision)
-        assert min(cost_of(made.problem, a) for a in settled(made, parts, decision)) == pytest.approx(total)
+        assert cost_of(formulation, decision) == pytest.approx(total)
         assert lowest <= total + 1e-9
+
+
+def cost_of(formulation: Formulation, decision: Decision) -> float:
+    """The least cost of the table with a decision fixed."""
+    fixed = {number: unit in decision.quantized for unit, number in enumerate(formulation.runs)}
+    fixed |= {number: tensor in decision.stored for tensor, number in formulation.stored.items()}
+    costs = [list(costs) for costs in formulation.table.costs]
+    for number, label in fixed.items():
+        costs[number][not label] = np.inf
+    table = replace(formulation.table, costs=[tuple(each) for each in costs])
+    return table.total(solve(table))
 
 
 def made_up(bench: Bench, per_consumer: bool) -> Costs:
@@ -177,30 +188,6 @@ def made_up(bench: Bench, per_consumer: bool) -> Costs:
     prices = tuple(Price(*(random.random(5) + less).tolist()) for _ in parts.units)
     q, d = ({t: float(random.random()) / 3 for t in parts.edges} for _ in range(2))
     return Costs(parts, prices, q, d, per_consumer)
-
-
-def settled(made: Formulation, parts: Partition, decision: Decision) -> Iterator[list[bool]]:
-    """The answers that mean a decision, with the helping variables each way that is consistent for a tensor."""
-    for exist, absorb in product((0, 1), repeat=2):
-        answers = [False] * len(made.problem.if_no)
-        for unit, number in enumerate(made.runs):
-            answers[number] = unit in decision.quantized
-        free = [n for n in range(len(made.problem.if_no)) if n not in set(made.runs) | set(made.stored.values())]
-        disturbed, free = free[: len(made.runs)], free[len(made.runs) :]
-        each = len(free) // len(made.stored)
-        for k, (tensor, number) in enumerate(made.stored.items()):
-            answers[number] = tensor in decision.stored
-            users = parts.users[tensor]
-            needed = any(u in decision.quantized for u in users if u is not None)
-            answers[free[each * k]] = exists = needed or (exist == 1 and tensor in decision.stored)
-            if exists and tensor in parts.producer:
-                answers[disturbed[parts.producer[tensor]]] = True
-            for user in users:
-                if tensor in decision.stored and user is not None:
-                    answers[disturbed[user]] = True
-            if each == 2:
-                answers[free[each * k + 1]] = absorb == 1 and all(u in decision.quantized for u in users)
-        yield answers
 
 
 def test_it_is_a_pure_function_of_its_history() -> None:

@@ -278,9 +278,8 @@ class CutSearch:
         close = CLOSE_SHARE * ratio * self.float_ms
         ranked: list[tuple[float, str]] = []
         for kind, loss in margins(costs, base).items():
-            doubt = min(2 * costs.doubt.get(kind, 0.0), close)
-            if stuck or loss <= doubt + close:
-                ranked.append((loss - doubt, kind))
+            if stuck or loss <= close:
+                ranked.append((loss, kind))
         kinds = [kind for _, kind in sorted(ranked)]
         groups = [kinds[i : i + POLISHED_KINDS] for i in range(0, len(kinds), POLISHED_KINDS)]
         for group in (*groups, *([kind] for kind in kinds)):

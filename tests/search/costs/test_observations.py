@@ -3,7 +3,7 @@
 from models import ranges
 from price_chain import chain, parts_of, placed
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.prices import behind, state, stored_in
+from qdqtune.search.costs.prices import state
 from qdqtune.search.costs.units import Decision, partition
 from qdqtune.types import Edge, Placement
 
@@ -17,12 +17,9 @@ def test_states() -> None:
     assert states(Placement()) == ["float"] * 4
     assert states(placed(parts, "abcd", "tuvy")) == ["quantized"] * 4
     assert states(placed(parts, "a")) == ["handing", "float", "float", "float"]
-    assert states(placed(parts, "a", "t")) == ["quantized", "fed", "float", "float"]
-    assert states(Placement.of([Edge("x", "a", 0)])) == ["fed", "float", "float", "float"]
+    assert states(placed(parts, "a", "t")) == ["quantized", "float", "float", "float"]
+    assert states(Placement.of([Edge("x", "a", 0)])) == ["float"] * 4
     assert states(Placement.of([Edge("w0", "a", 1)]))[0] == "float"
-    two = placed(parts, "ab", "tu")
-    stored = stored_in(parts, two, [state(u, parts, two) for u in parts.units])
-    assert [behind(u, parts, stored) for u in parts.units] == ["quantized", "quantized", "quantized", "float"]
 
 
 def test_a_unit_with_pairs_inside_is_mixed() -> None:

@@ -36,7 +36,7 @@ def test_a_unit_measured_behind_float_units_only_has_no_extra_for_them() -> None
     inside = times(placed(parts, "abd", "ty"), {"v": 0.5}, a=4.0, b=4.0, c=3.0, d=5.0)
     apart = times(placed(parts, "b"), {"t": 0.5}, a=10.0, b=9.0, c=3.0, d=10.0)
     costs = learn(parts, [times(**FLOAT), apart, inside])
-    assert costs.prices[1].behind_float == 5.0
+    assert costs.prices[1].behind_float == pytest.approx(5.0)
     assert (costs.prices[3].as_quantized, costs.prices[3].behind_float) == (5.0, 0.0)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from types import MappingProxyType
 
 import numpy as np
 
-from qdqtune.search.costs.mincut import Problem, solve
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs, state, stored_in
+from qdqtune.search.costs.table import Table, solve
 from qdqtune.search.costs.units import Decision, Partition, Unit
 from qdqtune.types import Placement, WeightFormat
 
@@ -259,84 +260,84 @@ def _cheapest(
 def cut(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Decision:
     """The cheapest decision, where noise costs `price` ms per unit of relative noise."""
     formulation = formulate(costs, noise, price)
-    return formulation.decision(solve(formulation.problem))
+    return formulation.decision(solve(formulation.table))
 
 
 @dataclass(frozen=True)
 class Formulation:
-    """Prices as a minimum cut: the numbers of the decisions to quantize each unit (`runs`) and to store each tensor in
-    8 bits (`stored`), and the cheapest weight formats of float units."""
+    """Prices as a table of two labels, floats and 8 bits: the numbers of the parts that say what each unit runs in
+    (`runs`) and what each tensor is stored in, and the cheapest weight formats of float units."""
 
-    problem: Problem
+    table: Table
     runs: Sequence[int]
     stored: Mapping[str, int]
     weight_formats: Mapping[int, WeightFormat]
     parts: Partition
 
-    def decision(self, answers: Sequence[bool]) -> Decision:
-        """The decision about units and tensors that the yes/no `answers` of a solution stand for."""
-        quantized = frozenset(unit for unit, number in enumerate(self.runs) if answers[number])
-        stored = (tensor for tensor, number in self.stored.items() if answers[number])
-        found = Decision.of(quantized, stored)
+    def decision(self, labels: Sequence[int]) -> Decision:
+        """The decision about units and tensors that labels stand for."""
+        quantized = frozenset(unit for unit, number in enumerate(self.runs) if labels[number])
+        chosen = Decision.of(quantized, (tensor for tensor, number in self.stored.items() if labels[number]))
         able = (u for u in self.parts.units if u.number in self.weight_formats and u.number not in quantized)
-        formats = ((u.number, self.weight_formats[u.number]) for u in able if not self.parts.is_fed(u, found))
-        return replace(found, weight_formats=frozenset(formats))
+        formats = ((u.number, self.weight_formats[u.number]) for u in able if not self.parts.is_fed(u, chosen))
+        return replace(chosen, weight_formats=frozenset(formats))
 
 
 def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Formulation:
-    """`Costs.total` and a price on noise as a minimum cut; a float unit takes its cheapest weight format."""
-    parts, problem = costs.partition, Problem()
-    priced = list(zip(parts.units, costs.prices, strict=True))
+    """`Costs.total` and a price on noise as a table; a float unit takes its cheapest weight format.
+
+    Besides units and tensors there are parts that are in 8 bits if any of some others is: 8-bit values of a tensor
+    exist, a unit is amid pairs, behind a stored tensor the weights of a unit stay floats, a value is rounded.
+    """
+    parts, prices, table = costs.partition, costs.prices, Table()
     floats = [
         costs.cheapest_float(u.number, _noise_charge(parts, u, noise, price, costs.float_ms)) for u in parts.units
     ]
-    runs = [
-        problem.decision(ms, p.as_quantized if u.inputs else np.inf)
-        for (u, p), (ms, _) in zip(priced, floats, strict=True)
-    ]
-    disturbed = [problem.decision() for _ in parts.units]
-    for amid, run, own in zip(disturbed, runs, costs.prices, strict=True):
-        problem.charge(amid, run, own.disturbed)
+    runs = list[int]()
+    for unit, own, (ms, _) in zip(parts.units, prices, floats, strict=True):
+        # Handing below zero is charged for storing instead.
+        quantized = own.as_quantized + sum(min(0.0, own.handing) for t in unit.outputs if t in parts.edges)
+        runs.append(table.part(ms, max(0.0, quantized) if unit.inputs else inf))
     formats = {number: chosen for number, (_, chosen) in enumerate(floats) if chosen is not None}
-    fed = {number: problem.decision() for number in formats}
-    for number, plain in fed.items():  # behind a stored tensor its weights stay floats
-        problem.charge(plain, runs[number], costs.prices[number].as_float - floats[number][0])
-    stored = {tensor: problem.decision() for tensor in parts.edges}
+    amid = [table.part(0.0, 0.0) for _ in runs]
+    fed = {number: table.part(0.0, 0.0) for number in formats}
+    for run, near, own in zip(runs, amid, prices, strict=True):
+        table.convert(run, [near], 0.0, own.disturbed)
+    for number, plain in fed.items():
+        table.convert(runs[number], [plain], 0.0, prices[number].as_float - floats[number][0])
+    outside = table.part(0.0, inf)
     rounding = [(run, e.tensor) for run, u in zip(runs, parts.units, strict=True) for e in u.weights]
-    for tensor, kept in stored.items():
-        producer, users = parts.producer.get(tensor), parts.users[tensor]
-        exists = problem.decision()
-        rounding += [(kept, tensor), (exists, tensor)]
-        problem.charge(exists, kept, costs.quantize[tensor])
+    stored = dict[str, int]()
+    for tensor in parts.edges:
+        producer, users = parts.producer.get(tensor), [user for user in parts.users[tensor] if user is not None]
         if producer is None:
-            problem.if_yes[kept] = np.inf  # a graph input comes as a float
+            kept = table.part(0.0, inf)  # a graph input comes as a float
         else:
-            problem.charge(kept, runs[producer], np.inf)
-            handing = costs.prices[producer].handing  # below zero, it is charged for storing instead
-            problem.charge(runs[producer], kept, max(0.0, handing))
-            problem.if_yes[runs[producer]] = max(0.0, problem.if_yes[runs[producer]] + min(0.0, handing))
-            problem.if_yes[kept] += max(0.0, -handing)
-            problem.charge(exists, disturbed[producer], np.inf)
-        if not costs.per_consumer:
-            absorbed = problem.decision(if_yes=np.inf if None in users else 0.0)
-            problem.charge(kept, absorbed, costs.dequantize[tensor])
+            kept = table.part(0.0, max(0.0, -prices[producer].handing))
+            table.convert(runs[producer], [kept], 0.0, inf)
+            table.convert(kept, [runs[producer]], 0.0, max(0.0, prices[producer].handing))
+        stored[tensor] = kept
+        exists = table.part(0.0, 0.0)
+        table.convert(kept, [exists], 0.0, costs.quantize[tensor])
+        rounding += [(kept, tensor), (exists, tensor)]
+        readers = [runs[user] for user in users]
+        for reader in readers:
+            table.convert(exists, [reader], 0.0, inf)
+        if len(users) < len(parts.users[tensor]):
+            readers.append(outside)
+        for together in [[reader] for reader in readers] if costs.per_consumer else [readers]:
+            table.convert(kept, together, costs.dequantize[tensor], 0.0)
+        if producer is None:
+            continue
+        table.convert(amid[producer], [exists], 0.0, inf)
         for user in users:
-            if user is None:
-                problem.if_yes[kept] += costs.dequantize[tensor] if costs.per_consumer else 0.0
-                continue
-            problem.charge(runs[user], exists, np.inf)
-            if costs.per_consumer:
-                problem.charge(kept, runs[user], costs.dequantize[tensor])
-            else:
-                problem.charge(absorbed, runs[user], np.inf)
-            if producer is not None:
-                problem.charge(kept, disturbed[user], np.inf)
-                if user in fed:
-                    problem.charge(kept, fed[user], np.inf)
-                problem.charge(runs[user], kept, costs.prices[user].behind_float)
+            table.convert(amid[user], [kept], 0.0, inf)
+            table.convert(kept, [runs[user]], 0.0, prices[user].behind_float)
+            if user in fed:
+                table.convert(fed[user], [kept], 0.0, inf)
     if noise is not None and price > 0:
-        _charge_noise(problem, rounding, noise, price, costs.float_ms)
-    return Formulation(problem, runs, stored, formats, parts)
+        _charge_noise(table, rounding, noise, price, costs.float_ms)
+    return Formulation(table, runs, stored, formats, parts)
 
 
 def _noise_charge(
@@ -352,15 +353,13 @@ def _noise_charge(
     return charge
 
 
-def _charge_noise(
-    problem: Problem, rounding: Sequence[tuple[int, str]], noise: Noise, price: float, most: float
-) -> None:
-    """Charge each value once if any of the decisions that round one of its tensors is yes. No charge is above `most`:
+def _charge_noise(table: Table, rounding: Sequence[tuple[int, str]], noise: Noise, price: float, most: float) -> None:
+    """Charge each value once if any of the parts that round one of its tensors is in 8 bits. No charge is above `most`:
     that is prohibitive already, and larger ones would leave the others fewer digits."""
     rounded: dict[str, int] = {}
-    for decision, tensor in rounding:
+    for part, tensor in rounding:
         value = noise.value(tensor)
         if alone := noise.of_value(value):
             if value not in rounded:
-                rounded[value] = problem.decision(if_yes=min(price * alone, most))
-            problem.charge(decision, rounded[value], np.inf)
+                rounded[value] = table.part(0.0, min(price * alone, most))
+            table.convert(rounded[value], [part], 0.0, inf)

@@ -1,28 +1,27 @@
 """Prices of units (nodes run as one kernel) and conversions (Q, DQ), learned from the layer reports of a few builds.
 
-Every build prices every unit at once, in the state that its placement puts the unit in:
+The time of a unit in a build is a sum of its prices:
 
-    float      no pair on its inputs                                as_float; + disturbed with pairs on its outputs
-    fed        pairs on some or all inputs, none on its weights     as_float + disturbed
-    quantized  pairs on all inputs, and on all uses of its outputs  as_quantized
-    handing    pairs on all inputs, not on all uses of its outputs  as_quantized + handing for each such output
-    mixed      anything else: not used for a price
+    float      as_float + disturbed, if it reads or writes tensors with pairs
+    quantized  as_quantized + behind_float for each float that it reads + handing for each that it writes
 
-A float unit whose weights have a weight format has a price for each format (`by_format`) in place of as_float; it does
-not depend on its neighbours. `disturbed` is what pairs cost a float unit: they split what the engine would fuse, or the
-engine moves a Q in front of operators that only pass values on and runs those in a slower way. A quantized unit may
-cost `behind_float` more behind float units than behind quantized ones, since engines use another memory layout for
-8-bit tensors. A Q that runs by itself behind a float unit is the price `quantize` of its tensor, a DQ that runs in
-front of a float unit its price `dequantize`.
-Conversions that run although the units on both sides are quantized belong to the unit that did not absorb them.
+So every build gives an equation for every unit that its placement does not quantize in part; equal units share their
+prices, and of equal equations the latest counts. They are solved by non-negative least squares. `disturbed`: pairs
+split what the engine would fuse, or the engine moves a Q in front of operators that only pass values on and runs those
+in a slower way. `behind_float`: engines use another memory layout for 8-bit tensors. `handing` may be below zero: an
+engine may move the Q behind a Concat to each input of the Concat.
 
-Prices that no build has measured are guessed low, so that the search tries them: equal units share prices, conversions
-take a + b * bytes, and the `EXTRAS` are the same share of float time as in other units with the same operators.
+A Q that runs by itself behind a float unit is the price `quantize` of its tensor, a DQ that runs in front of a float
+unit its price `dequantize`. Conversions that run although the units on both sides are quantized belong to the unit that
+did not absorb them. A float unit whose weights have a weight format has a price for each format in place of as_float.
+
+What no equation tells is guessed low, so that the search tries it: conversions take a + b * bytes, and the rest is the
+same share of float time as in other units with the same operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import nsmallest
@@ -31,18 +30,17 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import onnx
+from scipy.optimize import nnls
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements
 from qdqtune.search.costs.attribution import BuildTimes
 from qdqtune.search.costs.units import Decision, Partition, Unit
-from qdqtune.types import Edge, Placement, WeightFormat
+from qdqtune.types import Placement, WeightFormat
 
-State = Literal["float", "fed", "handing", "mixed", "quantized"]
-Behind = Literal["quantized", "both", "float"]
-Conversion = Literal["quantize", "dequantize"]
+State = Literal["float", "handing", "mixed", "quantized"]
 
-RANKS: Sequence[State] = ("float", "fed", "handing", "mixed", "quantized")
+RANKS: Sequence[State] = ("float", "handing", "mixed", "quantized")
 """The states of a unit, from the least quantized to the most."""
 
 UNEQUAL = 1.5
@@ -52,28 +50,32 @@ measurement. Chosen, not measured."""
 NEGLIGIBLE = 1e-3
 """Share of the float build's time below which two layer times do not count as different. Chosen, not measured."""
 
+UNMEASURED_SHARE = 0.25
+"""The guessed share of its float time that a quantized unit takes, where no equal unit was measured. Low, so that it is
+tried; chosen, not measured."""
+
+LOW_QUANTILE = 0.25
+"""A price without a measurement is this quantile of those of kinds with the same operators: a low guess is tried and
+corrected by its build, one that is too high never is. Chosen, not measured."""
+
+DRAWN = 1e-4
+"""How strongly `behind_float` is drawn to zero, so that equations that do not tell it apart leave it out."""
+
 
 def state(unit: Unit, partition: Partition, placement: Placement) -> State:
-    """The state of a unit in a placement, as `prices` describes them."""
+    """The state of a unit in a placement: "quantized" if all that it reads and writes has pairs, "handing" if not all
+    that it writes, "mixed" if pairs stand inside it or not on all that it reads."""
     placed = placement.edges
     if not placed.isdisjoint(unit.inner):
         return "mixed"  # the engine cannot run it as one kernel
     entering = [e in placed for e in unit.inputs]
     weights = [e in placed for e in unit.weights]
-    if not any(entering):
+    if not any(entering) or (weights and not any(weights)):
         return "float"
-    if weights and not any(weights):
-        return "fed"
     if not all(entering) or not all(weights):
-        return "mixed" if weights else "fed"
+        return "mixed" if weights else "float"
     leaving = [e in placed for t in unit.outputs for e in partition.edges.get(t, ())]
     return "quantized" if all(leaving) else "handing"
-
-
-def behind(unit: Unit, partition: Partition, stored: Container[str]) -> Behind:
-    """What a unit reads: tensors stored in 8 bits, floats, or both; "quantized" also if it reads graph inputs alone."""
-    found = {t in stored for t in partition.storable(unit)}
-    return "both" if len(found) > 1 else "float" if found == {False} else "quantized"
 
 
 def stored_in(partition: Partition, placement: Placement, states: Sequence[State]) -> frozenset[str]:
@@ -82,161 +84,6 @@ def stored_in(partition: Partition, placement: Placement, states: Sequence[State
     return frozenset(
         t for t, es in partition.edges.items() if t in of and states[of[t]] == "quantized" and all_paired(es)
     )
-
-
-UnitKey = tuple[str, str, Behind]
-"""Kind of unit; its state, or the name of the weight format of its weights; and what it reads."""
-
-
-@dataclass
-class Observations:
-    """Measured times of units by kind, and of conversions by tensor. Each entry comes from the latest build that has
-    it."""
-
-    units: dict[UnitKey, list[float]] = field(default_factory=dict)
-    disturbed: dict[str, float] = field(default_factory=dict)
-    """By kind, the extra ms of a float unit that reads or writes tensors with pairs."""
-    quantize: dict[str, float] = field(default_factory=dict)
-    dequantize: dict[str, float] = field(default_factory=dict)
-    sizes: list[tuple[float, float]] = field(default_factory=list)
-    """Bytes and ms of all conversions that ran."""
-    medians: dict[UnitKey, list[float]] = field(default_factory=dict)
-    """By key, the median of each build that has it: their spread is the doubt about a price."""
-    per_consumer: bool = False
-    """Whether a build ran several DQs of one tensor, one for each consumer."""
-
-
-def observe(partition: Partition, builds: Sequence[BuildTimes]) -> tuple[Partition, Observations]:
-    """The observations of some builds, the float model's first; and the partition, with kinds split where the float
-    build took unequal time for equal units."""
-    before = partition.spent(builds[0].nodes)
-    partition, found = _split_kinds(partition, before, sum(builds[0].nodes.values())), Observations()
-    for times in builds:
-        _add_build(found, partition, times, before)
-    return partition, found
-
-
-def _split_kinds(parts: Partition, before: Sequence[float], float_ms: float) -> Partition:
-    """The same units, with kinds split where the float build took unequal time for units of one kind.
-
-    The time of some operators depends on the values: a softmax over masked scores works on subnormal numbers.
-    """
-    kinds: dict[str, list[tuple[float, Unit]]] = {}
-    for unit in parts.units:
-        kinds.setdefault(unit.kind, []).append((before[unit.number], unit))
-    units = list(parts.units)
-    for alike in kinds.values():
-        ordered = sorted(alike, key=lambda pair: (pair[0], pair[1].number))
-        group, last = 0, ordered[0][0]
-        for spent, unit in ordered:
-            group += spent > UNEQUAL * last and spent - last > NEGLIGIBLE * float_ms
-            last = spent
-            units[unit.number] = replace(unit, kind=f"{unit.kind} {group}") if group else unit
-    return replace(parts, units=tuple(units))
-
-
-def _add_build(found: Observations, partition: Partition, times: BuildTimes, before: Sequence[float]) -> None:
-    """Add the times of a build to `found`; `before` are the times of the units in the float build."""
-    states = [state(u, partition, times.placement) for u in partition.units]
-    stored = stored_in(partition, times.placement, states)
-    paired: dict[str, list[Edge]] = {}
-    for edge in times.placement.edges & partition.possible:
-        paired.setdefault(edge.tensor, []).append(edge)
-    took = partition.spent(times.nodes)
-    paid = _charged_dequantizations(
-        partition, times, paired, states, [a / b if b > 0 else 0.0 for a, b in zip(took, before, strict=True)]
-    )
-    fresh: dict[UnitKey, list[float]] = {}
-    more: dict[str, list[float]] = {}
-    for unit, how, spent in zip(partition.units, states, took, strict=True):
-        if how in ("quantized", "handing"):
-            spent += paid.get(unit.number, 0.0)
-            if how == "quantized":
-                spent += sum(times.quantize.get(t, 0.0) for t in unit.outputs)
-        given = any(t in paired for t in unit.outputs)
-        if (chosen := partition.format_in(unit, times.placement)) is not None:
-            # A DQ of weights that runs by itself counts for the unit.
-            spent += sum(times.dequantize.get(e.tensor, 0.0) for e in partition.weight_only_edges(unit))
-            if how == "float":
-                fresh.setdefault((unit.kind, chosen.name, "float"), []).append(spent)
-        elif how == "fed" or (how == "float" and given):
-            more.setdefault(unit.kind, []).append(spent - before[unit.number])
-        elif how != "mixed" and not (how == "float" and times.placement):  # float prices are those of the float build
-            fresh.setdefault((unit.kind, how, behind(unit, partition, stored)), []).append(spent)
-    found.units |= fresh
-    found.disturbed |= {kind: max(0.0, median(ms)) for kind, ms in more.items()}
-    for key, ms in fresh.items():
-        found.medians.setdefault(key, []).append(median(ms))
-    found.per_consumer |= any(n > 1 for n in times.copies.values())
-    for op, seen in (("quantize", times.quantize), ("dequantize", times.dequantize)):
-        for tensor, spent in seen.items():
-            if tensor in partition.edges:
-                each = spent / times.copies[tensor] if op == "dequantize" else spent
-                getattr(found, op)[tensor] = each
-                found.sizes.append((bytes_of(partition.model, tensor), each))
-    for tensor, op in _absorbed(partition, times, states):
-        getattr(found, op)[tensor] = 0.0
-
-
-def _absorbed(partition: Partition, times: BuildTimes, states: Sequence[State]) -> Iterator[tuple[str, Conversion]]:
-    """Conversions between a float and a quantized unit without a layer of their own: a kernel converts while it reads
-    or writes."""
-    placed = times.placement.edges
-    for tensor, edges in partition.edges.items():
-        read = {states[partition.owner[e.node]] for e in edges if e.node and e in placed}
-        made = states[partition.producer[tensor]] if tensor in partition.producer else "float"
-        if made in ("float", "fed", "handing") and read & {"quantized", "handing"} and tensor not in times.quantize:
-            yield tensor, "quantize"
-        if made == "quantized" and read & {"float", "fed"} and tensor not in times.dequantize:
-            yield tensor, "dequantize"
-
-
-def _charged_dequantizations(
-    partition: Partition,
-    times: BuildTimes,
-    paired: Mapping[str, Sequence[Edge]],
-    states: Sequence[State],
-    slowness: Sequence[float],
-) -> Mapping[int, float]:
-    """By unit, the ms of the DQs that it is charged for. A DQ that ran is charged to the consumer that is the least
-    quantized, judged by its state and then by its slowness (its time over that in the float build): the others absorbed
-    theirs. `paired` are the edges with pairs by tensor."""
-    paid: dict[int, float] = {}
-    for tensor, spent in times.dequantize.items():
-        edges = paired.get(tensor, ())
-        users = {partition.owner[e.node] for e in edges if e.node}
-        copies = max(0, times.copies[tensor] - sum(e.is_graph_output for e in edges))
-        for user in nsmallest(copies, users, key=lambda u: (RANKS.index(states[u]), -slowness[u], u)):
-            paid[user] = paid.get(user, 0.0) + spent / times.copies[tensor]
-    return paid
-
-
-def bytes_of(model: Model, tensor: str) -> float:
-    """The bytes of a tensor of floats; 0 where its shape is not known."""
-    info = model.tensors.get(tensor)
-    if info is None or info.shape is None:
-        return 0.0
-    return elements(model, tensor) * float(onnx.helper.tensor_dtype_to_np_dtype(info.dtype).itemsize)
-
-
-WITHIN: tuple[Behind, ...] = ("quantized", "both")
-"""What a unit behind quantized units reads, as in `UnitKey`; the first with a measurement counts."""
-BEHIND: tuple[Behind, ...] = ("float",)
-"""What a unit behind float units reads, as in `UnitKey`."""
-
-UNMEASURED_SHARE = 0.25
-"""The guessed share of its float time that a quantized unit takes, where no equal unit was measured. Low, so that it is
-tried; chosen, not measured."""
-
-LOW_QUANTILE = 0.25
-"""An extra of a kind without a measurement is this quantile of those of kinds with the same operators: a low guess is
-tried and corrected by its build, one that is too high never is. Chosen, not measured."""
-
-EXTRAS = ("disturbed", "behind_float", "handing")
-"""Fields of a price that are guessed from other kinds of units."""
-
-Extras = Mapping[str, float | None]
-"""The extras of a price in ms by name (`EXTRAS`); None where they are not known."""
 
 
 @dataclass(frozen=True)
@@ -250,20 +97,11 @@ class Price:
     behind_float: float = 0.0
     """Extra ms of a quantized unit for each tensor that it reads from a float unit."""
     handing: float = 0.0
-    """Extra ms of a quantized unit for each output that it writes as floats. Negative where storing in 8 bits takes
-    longer: an engine may move the Q behind a Concat to each input of the Concat."""
+    """Extra ms of a quantized unit for each output that it writes as floats."""
     seen: bool = False
     """Whether its quantized price was measured."""
     by_format: Mapping[WeightFormat, float] = field(default_factory=dict)
     """By weight format, the ms as a float unit with its weights in that format, in place of `as_float`."""
-    guessed: frozenset[str] = frozenset()
-    """The names of those `EXTRAS` and weight formats that no build has measured."""
-
-    def raised(self, ms: float) -> Price:
-        """The price with all times that no build has measured raised by `ms`."""
-        extras = {name: getattr(self, name) + ms for name in EXTRAS if name in self.guessed}
-        by_format = {s: paid + ms * (s.name in self.guessed) for s, paid in self.by_format.items()}
-        return replace(self, as_quantized=self.as_quantized + ms * (not self.seen), by_format=by_format, **extras)
 
 
 @dataclass(frozen=True)
@@ -276,23 +114,13 @@ class Costs:
     dequantize: Mapping[str, float]
     per_consumer: bool = False
     """Whether each consumer of a tensor has a DQ of its own."""
-    doubt: Mapping[str, float] = field(default_factory=dict)
-    """By kind of unit, how many ms builds differ in prices that should be equal, summed over the states."""
-    guessed: frozenset[tuple[Conversion, str]] = frozenset()
-    """Conversions that no build has measured."""
+    cautious: Costs | None = None
 
-    @cached_property
+    @property
     def raised(self) -> Costs:
-        """The same prices, with everything that no build has measured raised by the time of the float model: a result
-        that changes with them depends on a guess."""
-        more = self.float_ms or 1.0
-        quantize, dequantize = (
-            {t: ms + more * ((op, t) in self.guessed) for t, ms in paid.items()}
-            for op, paid in (("quantize", self.quantize), ("dequantize", self.dequantize))
-        )
-        return replace(
-            self, prices=tuple(p.raised(more) for p in self.prices), quantize=quantize, dequantize=dequantize
-        )
+        """The same prices, with every guess raised by the time of the float model: a result that changes with them
+        depends on a guess."""
+        return self.cautious or self
 
     @cached_property
     def float_ms(self) -> float:
@@ -323,12 +151,12 @@ class Costs:
     ) -> tuple[float, WeightFormat | None]:
         """The least ms of a unit in float, and the weight format for it; `charge` gives the ms a weight format adds."""
         price = self.prices[unit]
-        if not price.by_format:
-            return price.as_float, None
-        choices = [(price.as_float, None), *((ms + charge(s), s) for s, ms in price.by_format.items())]
+        choices: list[tuple[float, WeightFormat | None]] = [(price.as_float, None)]
+        choices += [(ms + charge(weight_format), weight_format) for weight_format, ms in price.by_format.items()]
         return min(choices, key=lambda choice: choice[0])
 
     def of_tensor(self, tensor: str, decision: Decision) -> float:
+        """The predicted ms of the conversions of a tensor."""
         if tensor in decision.stored:
             floats = sum(u is None or u not in decision.quantized for u in self.partition.users[tensor])
             return self.dequantize[tensor] * (floats if self.per_consumer else min(floats, 1))
@@ -339,118 +167,246 @@ class Costs:
         return tensor in partition.edges and any(u in decision.quantized for u in partition.users[tensor])
 
 
+# ---------------------------------------------------------------- what builds show
+
+
+class Equation(NamedTuple):
+    """What a quantized unit did in a build: how many of its outputs, and of its inputs from units, were floats."""
+
+    handed: int
+    floats: int
+
+
+@dataclass
+class Observations:
+    """Measured ms by kind of unit, and of conversions by tensor. Each entry comes from the latest build that has it."""
+
+    as_float: dict[str, float] = field(default_factory=dict)
+    equations: dict[str, dict[Equation, float]] = field(default_factory=dict)
+    disturbed: dict[str, float] = field(default_factory=dict)
+    by_format: dict[tuple[str, str], float] = field(default_factory=dict)
+    quantize: dict[str, float] = field(default_factory=dict)
+    dequantize: dict[str, float] = field(default_factory=dict)
+    sizes: list[tuple[float, float]] = field(default_factory=list)
+    """Bytes and ms of all conversions that ran."""
+    per_consumer: bool = False
+    """Whether a build ran several DQs of one tensor, one for each consumer."""
+
+
 def learn(partition: Partition, builds: Sequence[BuildTimes]) -> Costs:
     """Prices from the builds so far, the float model's first. Later builds take precedence, since they are nearer to
     the solution."""
-    partition, observed = observe(partition, builds)
-    fixed, per_byte = _fitted_line(observed.sizes)
-    guessed = set[tuple[Conversion, str]]()
-
-    def conversion(tensor: str, op: Conversion, seen: Mapping[str, float]) -> float:
-        if tensor in seen:
-            return seen[tensor]
-        guessed.add((op, tensor))
-        return fixed + per_byte * bytes_of(partition.model, tensor)
-
-    medians = {key: median(times) for key, times in observed.units.items() if times}
-    quantize = {t: conversion(t, "quantize", observed.quantize) for t in partition.edges}
-    dequantize = {t: conversion(t, "dequantize", observed.dequantize) for t in partition.edges}
-    kinds = {unit.kind: unit for unit in partition.units}
-    prices_of = {kind: _kind_prices(unit, medians, observed) for kind, unit in kinds.items()}
-    corrections = _format_corrections(partition, observed)
-    known: list[tuple[Price, Extras]] = []
+    before = partition.spent(builds[0].nodes)
+    partition, observed = _split_kinds(partition, before, sum(builds[0].nodes.values())), Observations()
+    by_kind: dict[str, list[float]] = {}
     for unit in partition.units:
-        own = prices_of[unit.kind]
-        by_format = _format_times(partition, unit, own.as_float, medians, corrections)
-        unseen = frozenset(s.name for s in by_format if (unit.kind, s.name, "float") not in medians)
-        quantized, extras = _split_price(partition, unit, own, dequantize)
-        seen = own.inside is not None or own.outside is not None
-        known.append((Price(own.as_float, quantized, seen=seen, by_format=by_format, guessed=unseen), extras))
-    doubt: dict[str, float] = {}
-    for (kind, _, _), times in observed.medians.items():
-        doubt[kind] = doubt.get(kind, 0.0) + max(times) - min(times)
-    prices = _completed(partition, known)
-    return Costs(partition, prices, quantize, dequantize, observed.per_consumer, doubt, frozenset(guessed))
+        by_kind.setdefault(unit.kind, []).append(before[unit.number])
+    observed.as_float = {kind: median(times) for kind, times in by_kind.items()}
+    for times in builds:
+        _add_build(observed, partition, times, before)
+    costs = _priced(partition, observed, 0.0)
+    return replace(costs, cautious=_priced(partition, observed, costs.float_ms or 1.0))
 
 
-def _split_price(
-    partition: Partition, unit: Unit, own: _KindPrices, dequantize: Mapping[str, float]
-) -> tuple[float, Extras]:
-    """The quantized time of a unit, and its extras, from the times of its kind in each state; see the module."""
-    seen = own.outside if own.inside is None else own.inside
-    entering, leaving = partition.storable(unit), sum(t in partition.edges for t in unit.outputs)
-    behind_float = None if own.behind_floats is None else own.behind_floats / max(1, len(entering))
-    for_floats = (behind_float or 0.0) * len(entering)
-    if seen is None:
-        quantized = UNMEASURED_SHARE * own.as_float
-    else:
-        quantized = max(0.0, seen - for_floats) if own.inside is None else seen
-    disturbed, handing = own.disturbed, None
-    if own.handing is not None:
-        more = own.handing - quantized - (for_floats if own.handing_inside is None else 0.0)
-        is_real = seen is not None and unit.weights  # without weights it may as well run in float behind DQs
-        handing = max(-quantized if is_real else 0.0, more) / max(1, leaving)
-        if not unit.weights and entering:  # then this is the time of a float unit behind DQs as well
-            conversions = sum(dequantize[t] for t in entering)
-            disturbed = max(disturbed or 0.0, own.handing - own.as_float - conversions)
-    return quantized, {"disturbed": disturbed, "behind_float": behind_float, "handing": handing}
+def _split_kinds(parts: Partition, before: Sequence[float], float_ms: float) -> Partition:
+    """The same units, with kinds split where the float build took unequal time for units of one kind.
+
+    The time of some operators depends on the values: a softmax over masked scores works on subnormal numbers.
+    """
+    units = list(parts.units)
+    last: dict[str, tuple[float, int]] = {}
+    for unit in sorted(parts.units, key=lambda unit: (before[unit.number], unit.number)):
+        spent = before[unit.number]
+        least, group = last.get(unit.kind, (spent, 0))
+        group += spent > UNEQUAL * least and spent - least > NEGLIGIBLE * float_ms
+        last[unit.kind] = spent, group
+        units[unit.number] = replace(unit, kind=f"{unit.kind} {group}") if group else unit
+    return replace(parts, units=tuple(units))
 
 
-class _KindPrices(NamedTuple):
-    """The times of a kind of unit in ms by state; None where no build has measured it."""
+def _add_build(observed: Observations, partition: Partition, times: BuildTimes, before: Sequence[float]) -> None:
+    """Add the times of a build; `before` are the times of the units in the float build."""
+    states = [state(u, partition, times.placement) for u in partition.units]
+    stored = stored_in(partition, times.placement, states)
+    took = partition.spent(times.nodes)
+    paid = _charged_dequantizations(partition, times, states, took, before)
+    equations: dict[tuple[str, Equation], list[float]] = {}
+    disturbed: dict[str, list[float]] = {}
+    by_format: dict[tuple[str, str], list[float]] = {}
+    for unit, how, spent in zip(partition.units, states, took, strict=True):
+        entering, leaving = partition.storable(unit), [t for t in unit.outputs if t in partition.edges]
+        chosen = partition.format_in(unit, times.placement)
+        if chosen is not None:
+            if how == "float":  # a DQ of weights that runs by itself counts for the unit
+                converted = sum(times.dequantize.get(e.tensor, 0.0) for e in partition.weight_only_edges(unit))
+                by_format.setdefault((unit.kind, chosen.name), []).append(spent + converted)
+        elif how in ("quantized", "handing"):
+            own = sum(times.quantize.get(t, 0.0) for t in leaving) if how == "quantized" else 0.0
+            equation = Equation(
+                sum(t not in stored for t in leaving) or len(leaving) * (how == "handing"),
+                sum(t not in stored for t in entering),
+            )
+            equations.setdefault((unit.kind, equation), []).append(spent + own + paid.get(unit.number, 0.0))
+            if how == "handing" and not unit.weights and equation.floats < len(entering):
+                disturbed.setdefault(unit.kind, []).append(spent - before[unit.number])  # as well a float behind DQs
+        elif how == "float" and not times.paired.isdisjoint((*(e.tensor for e in unit.inputs), *unit.outputs)):
+            disturbed.setdefault(unit.kind, []).append(spent - before[unit.number])
+    for (kind, equation), each in equations.items():
+        observed.equations.setdefault(kind, {})[equation] = median(each)
+    observed.disturbed |= {kind: max(0.0, median(each)) for kind, each in disturbed.items()}
+    observed.by_format |= {key: median(each) for key, each in by_format.items()}
+    _add_conversions(observed, partition, times, states, stored)
 
-    as_float: float
-    inside: float | None
-    """Quantized, behind quantized units."""
-    outside: float | None
-    """Quantized, behind float units."""
-    handing_inside: float | None
-    """Handing, behind quantized units."""
+
+def _add_conversions(
+    observed: Observations,
+    partition: Partition,
+    times: BuildTimes,
+    states: Sequence[State],
+    stored: Container[str],
+) -> None:
+    """Add the Qs and DQs that ran, and those without a layer of their own: a kernel converts while it reads or
+    writes."""
+    observed.per_consumer |= any(copies > 1 for copies in times.copies.values())
+    for tensor, edges in partition.edges.items():
+        size = bytes_of(partition.model, tensor)
+        read = {states[partition.owner[e.node]] for e in edges if e.node and e in times.placement}
+        made = states[partition.producer[tensor]] if tensor in partition.producer else "float"
+        if tensor in times.quantize:
+            observed.quantize[tensor] = times.quantize[tensor]
+            observed.sizes.append((size, times.quantize[tensor]))
+        elif made in ("float", "handing") and not read.isdisjoint(("quantized", "handing")):
+            observed.quantize[tensor] = 0.0
+        if tensor in times.dequantize:
+            observed.dequantize[tensor] = times.dequantize[tensor] / times.copies[tensor]
+            observed.sizes.append((size, observed.dequantize[tensor]))
+        elif made == "quantized" and "float" in read:
+            observed.dequantize[tensor] = 0.0
+
+
+def _charged_dequantizations(
+    partition: Partition,
+    times: BuildTimes,
+    states: Sequence[State],
+    took: Sequence[float],
+    before: Sequence[float],
+) -> Mapping[int, float]:
+    """By unit, the ms of the DQs that it is charged for. A DQ that ran is charged to the consumer that is the least
+    quantized, judged by its state and then by its time over that in the float build: the others absorbed theirs."""
+    paid: dict[int, float] = {}
+    for tensor, spent in times.dequantize.items():
+        edges = [e for e in partition.possible_of.get(tensor, ()) if e in times.placement]
+        users = {partition.owner[e.node] for e in edges if e.node}
+        copies = max(0, times.copies[tensor] - sum(e.is_graph_output for e in edges))
+
+        def order(user: int) -> tuple[int, float, int]:
+            slowness = took[user] / before[user] if before[user] > 0 else 0.0
+            return RANKS.index(states[user]), -slowness, user
+
+        for user in nsmallest(copies, users, key=order):
+            paid[user] = paid.get(user, 0.0) + spent / times.copies[tensor]
+    return paid
+
+
+def bytes_of(model: Model, tensor: str) -> float:
+    """The bytes of a tensor of floats; 0 where its shape is not known."""
+    info = model.tensors.get(tensor)
+    if info is None or info.shape is None:
+        return 0.0
+    return elements(model, tensor) * float(onnx.helper.tensor_dtype_to_np_dtype(info.dtype).itemsize)
+
+
+# ---------------------------------------------------------------- from observations to prices
+
+
+class Solution(NamedTuple):
+    """The quantized time of a kind in ms, and its extras for all outputs and for each input; None if not known."""
+
+    quantized: float | None
+    behind_float: float | None
     handing: float | None
-    behind_floats: float | None
-    """The extra time behind float units, in state quantized or handing."""
-    disturbed: float | None
 
 
-def _kind_prices(unit: Unit, medians: Mapping[UnitKey, float], observed: Observations) -> _KindPrices:
-    def price(state: State, *reads: Behind) -> float | None:
-        return next((medians[key] for b in reads if (key := (unit.kind, state, b)) in medians), None)
+def _solved(unit: Unit, equations: Mapping[Equation, float], leaving: int, guess: float) -> Solution:
+    """The solution of the equations of a unit's kind with `leaving` outputs; `guess` is its quantized time if none of
+    them tells it."""
+    if not equations:
+        return Solution(None, None, None)
+    handed = [equation.handed / max(1, leaving) for equation in equations]
+    floats = [equation.floats for equation in equations]
+    rows = [[1 - share, share, behind] for share, behind in zip(handed, floats, strict=True)]
+    times = np.array([*equations.values(), 0.0])
+    stored, giving, behind_float = nnls(np.array([*rows, [0.0, 0.0, DRAWN * max(1, *floats)]]), times)[0].tolist()
+    known = stored if min(handed) < 1 else None
+    least = -np.inf if unit.weights else 0.0  # without weights it may as well run in float behind DQs
+    return Solution(
+        known,
+        behind_float if any(floats) else None,
+        max(least, giving - (guess if known is None else known)) if max(handed) > 0 else None,
+    )
 
-    as_float = price("float", "float", "quantized") or 0.0
-    inside, outside = price("quantized", *WITHIN), price("quantized", *BEHIND)
-    handing_inside, handing = price("handing", *WITHIN), price("handing", *WITHIN, *BEHIND)
-    pairs = ((outside, inside), (price("handing", *BEHIND), handing_inside))
-    more = max((max(0.0, a - b) for a, b in pairs if a is not None and b is not None), default=None)
-    if more is None and ((outside is not None and inside is None) or (handing is not None and handing_inside is None)):
-        more = 0.0  # the time behind floats is all that is known: nothing is added to it
-    disturbed = observed.disturbed.get(unit.kind)
-    return _KindPrices(as_float, inside, outside, handing_inside, handing, more, disturbed)
 
+def _priced(partition: Partition, observed: Observations, surplus: float) -> Costs:
+    """The prices that the observations tell; what they do not is guessed, plus a `surplus`."""
+    operators = [",".join(partition.model.nodes[n].op for n in unit.nodes) for unit in partition.units]
+    solutions: dict[str, Solution] = {}
+    shares: dict[tuple[str, str], list[float]] = {}
+    for unit, name in zip(partition.units, operators, strict=True):
+        if unit.kind in solutions:
+            continue
+        as_float, leaving = observed.as_float[unit.kind], sum(t in partition.edges for t in unit.outputs)
+        solution = _solved(unit, observed.equations.get(unit.kind, {}), leaving, UNMEASURED_SHARE * as_float)
+        solutions[unit.kind] = solution
+        extras = {
+            "behind_float": solution.behind_float,
+            "handing": solution.handing,
+            "disturbed": observed.disturbed.get(unit.kind),
+        }
+        for extra, ms in extras.items():
+            if ms is not None and as_float > 0:
+                shares.setdefault((name, extra), []).append(ms / as_float)
 
-def _operators_of(unit: Unit, partition: Partition) -> str:
-    return ",".join(partition.model.nodes[n].op for n in unit.nodes)
+    def usual(name: str, extra: str, as_float: float) -> float:
+        known = shares.get((name, extra))
+        share = 0.0 if known is None else max(0.0, float(np.quantile(known, LOW_QUANTILE)))
+        return as_float * share + surplus
 
-
-def _completed(partition: Partition, known: Sequence[tuple[Price, Extras]]) -> tuple[Price, ...]:
-    """Prices with all their extras. An extra without a measurement is the share of float time that it takes in other
-    kinds of units with the same operators: whether a kernel reads 8 bits or writes floats does not depend on shapes."""
-    names = [_operators_of(unit, partition) for unit in partition.units]
-    shares: dict[tuple[str, str], dict[str, float]] = {}
-    for unit, operators, (price, extras) in zip(partition.units, names, known, strict=True):
-        for name, ms in extras.items():
-            if ms is not None and price.as_float > 0:
-                shares.setdefault((operators, name), {})[unit.kind] = ms / price.as_float
-    usual = {key: max(0.0, float(np.quantile(list(alike.values()), LOW_QUANTILE))) for key, alike in shares.items()}
-
-    def completed(operators: str, price: Price, extras: Extras) -> Price:
-        disturbed, behind_float, handing = (
-            price.as_float * usual.get((operators, name), 0.0) if (ms := extras[name]) is None else ms
-            for name in EXTRAS
+    corrections = _format_corrections(partition, observed)
+    prices = []
+    for unit, name in zip(partition.units, operators, strict=True):
+        as_float, leaving = observed.as_float[unit.kind], sum(t in partition.edges for t in unit.outputs)
+        quantized, behind_float, handing = solutions[unit.kind]
+        disturbed = observed.disturbed.get(unit.kind)
+        by_format = {}
+        for weight_format in partition.weight_formats(unit):
+            correction = corrections.get(weight_format.family, 1.0)
+            guess = as_float * partition.share(unit, weight_format) * correction + surplus
+            by_format[weight_format] = observed.by_format.get((unit.kind, weight_format.name), guess)
+        prices.append(
+            Price(
+                as_float,
+                as_quantized=UNMEASURED_SHARE * as_float + surplus if quantized is None else quantized,
+                disturbed=usual(name, "disturbed", as_float) if disturbed is None else disturbed,
+                behind_float=usual(name, "behind_float", as_float) if behind_float is None else behind_float,
+                handing=(usual(name, "handing", as_float) if handing is None else handing) / max(1, leaving),
+                seen=quantized is not None,
+                by_format=by_format,
+            )
         )
-        guessed = price.guessed | {name for name, ms in extras.items() if ms is None}
-        return replace(price, disturbed=disturbed, behind_float=behind_float, handing=handing, guessed=guessed)
+    fixed, per_byte = _fitted_line(observed.sizes)
+    guesses = {t: fixed + per_byte * bytes_of(partition.model, t) + surplus for t in partition.edges}
+    quantize = {t: observed.quantize.get(t, guess) for t, guess in guesses.items()}
+    dequantize = {t: observed.dequantize.get(t, guess) for t, guess in guesses.items()}
+    return Costs(partition, tuple(prices), quantize, dequantize, observed.per_consumer)
 
-    return tuple(completed(operators, *one) for operators, one in zip(names, known, strict=True))
+
+def _fitted_line(sizes: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(a, b) of the line a + b * bytes that fits the ms of conversions, both at least zero; zeros without data."""
+    if not sizes:
+        return 0.0, 0.0
+    points = np.array(sizes)
+    fixed, per_byte = nnls(np.column_stack([np.ones(len(points)), points[:, 0]]), points[:, 1])[0]
+    return float(fixed), float(per_byte)
 
 
 def _format_corrections(partition: Partition, observed: Observations) -> Mapping[str, float]:
@@ -458,39 +414,10 @@ def _format_corrections(partition: Partition, observed: Observations) -> Mapping
     their products alone."""
     sums: dict[str, list[float]] = {}
     for unit in {u.kind: u for u in partition.units if partition.weight_only_edges(u)}.values():
-        floats = observed.units.get((unit.kind, "float", "float"), [])
         for weight_format in partition.weight_formats(unit):
-            seen = observed.units.get((unit.kind, weight_format.name, "float"))
-            if seen and floats:
+            measured = observed.by_format.get((unit.kind, weight_format.name))
+            if measured is not None:
                 own = sums.setdefault(weight_format.family, [0.0, 0.0])
-                own[0] += float(np.median(seen))
-                own[1] += float(np.median(floats)) * partition.share(unit, weight_format)
+                own[0] += measured
+                own[1] += observed.as_float[unit.kind] * partition.share(unit, weight_format)
     return {family: real / promised for family, (real, promised) in sums.items() if promised > 0}
-
-
-def _format_times(
-    partition: Partition,
-    unit: Unit,
-    as_float: float,
-    medians: Mapping[UnitKey, float],
-    corrections: Mapping[str, float],
-) -> dict[WeightFormat, float]:
-    """The ms of a float unit by weight format: measured, or else predicted from its products alone and multiplied by
-    the correction for formats of its family."""
-    found = {}
-    for weight_format in partition.weight_formats(unit):
-        guess = as_float * partition.share(unit, weight_format) * corrections.get(weight_format.family, 1.0)
-        found[weight_format] = medians.get((unit.kind, weight_format.name, "float"), guess)
-    return found
-
-
-def _fitted_line(sizes: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """(a, b) of the line a + b * bytes that fits the ms of conversions, both at least zero; zeros without data."""
-    points = np.array(list(sizes)).reshape(-1, 2)
-    if len(points) == 0:
-        return 0.0, 0.0
-    per_byte = float(np.median(points[:, 1] / np.maximum(points[:, 0], 1)))
-    if np.ptp(points[:, 0]) == 0:
-        return 0.0, per_byte
-    slope, offset = np.polyfit(points[:, 0], points[:, 1], 1)
-    return (max(0.0, float(offset)), float(slope)) if slope > 0 else (float(points[:, 1].mean()), 0.0)

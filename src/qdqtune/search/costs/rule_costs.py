@@ -28,8 +28,8 @@ from scipy.optimize import nnls
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements, is_dilated, is_float
 from qdqtune.placement.possible import weight_role
-from qdqtune.search.costs.mincut import Conversion, LabelProblem, cheapest
 from qdqtune.search.costs.output_noise import Noise
+from qdqtune.search.costs.table import Table, solve
 from qdqtune.types import Edge, Layer, Placement
 
 W8A8, W8A16, W16A16, FLOAT = range(4)
@@ -251,20 +251,12 @@ class RuleCosts:
     def total(self, labels: Labels) -> float:
         """What labels cost; one more than nothing, so that costs have ratios."""
         own = sum(self._of_part(number, label) for number, label in enumerate(labels))
-        free = self._converting([(0.0,) * len(ALIKE)] * len(labels))
-        return 1.0 + own + free.cost([*(WRITES[label] for label in labels), WRITES[FLOAT]])
-
-    def problem(self, noise: NoiseOfBits | None = None, price: float = 0.0, *, float_too: bool) -> LabelProblem:
-        """The costs of the kinds of `ALIKE`, with `price` bytes for noise as large as the signal. `float_too`: parts
-        that can compute in 8 bits may also compute in floats. The last decision is that of what comes from outside."""
-        return self._problem(self._prices(noise, price, float_too=float_too), noise, price)
-
-    def _problem(self, prices: Sequence[Sequence[float]], noise: NoiseOfBits | None, price: float) -> LabelProblem:
-        own = [[min(each[label] for label in alike) for alike in ALIKE] for each in prices]
-        return self._converting(own, noise, price)
+        free = self._table([(0.0,) * len(ALIKE)] * len(labels))
+        return 1.0 + own + free.total([*(WRITES[label] for label in labels), WRITES[FLOAT]])
 
     def _prices(self, noise: NoiseOfBits | None, price: float, *, float_too: bool) -> list[list[float]]:
-        """What each part costs with each label, infinite where it may not have it."""
+        """What each part costs with each label, infinite where it may not have it. `float_too`: parts that can compute
+        in 8 bits may also compute in floats."""
         return [
             [
                 self._of_part(number, label) + price * self._noise_of(part, label, noise)
@@ -275,19 +267,18 @@ class RuleCosts:
             for number, part in enumerate(self.parts)
         ]
 
-    def _converting(
-        self, own: Iterable[Sequence[float]], noise: NoiseOfBits | None = None, price: float = 0.0
-    ) -> LabelProblem:
-        """The costs of conversions, beside `own` of each part for the kinds of `ALIKE`."""
-        found = LabelProblem(list(map(tuple, own)))
-        outside = found.decision([inf, inf, 0.0])  # inputs of the graph come as floats
+    def _table(self, own: Iterable[Sequence[float]], noise: NoiseOfBits | None = None, price: float = 0.0) -> Table:
+        """The costs of conversions, beside `own` of each part for the kinds of `ALIKE`; the last part is what comes
+        from outside."""
+        table = Table([tuple(costs) for costs in own])
+        outside = table.part(inf, inf, 0.0)  # inputs of the graph come as floats
         for tensor, readers in self.readers.items():
             base = self.rates.converted * (CONVERTED_BYTES * elements(self.model, tensor) + EACH)
             narrowed = 0.0 if noise is None else noise.narrow.get(self._value(tensor), 0.0)
             widened = 0.0 if noise is None else noise.wide.get(self._value(tensor), 0.0)
-            prices = (base + price * narrowed, base + price * widened, base)
-            found.conversions.append(Conversion(self.maker.get(tensor, outside), readers, prices))
-        return found
+            maker = self.maker.get(tensor, outside)
+            table.convert(maker, readers, base + price * narrowed, base + price * widened, base)
+        return table
 
     def noise(self, labels: Labels, noise: NoiseOfBits) -> float:
         """The noise of labels as the sum of that of values and constants."""
@@ -305,8 +296,9 @@ class RuleCosts:
     def cheapest(self, noise: NoiseOfBits, price: float, *, float_too: bool) -> Labels:
         """The cheapest labels where noise has a price."""
         prices = self._prices(noise, price, float_too=float_too)
-        kinds = cheapest(self._problem(prices, noise, price))[:-1]
-        return tuple(min(ALIKE[kind], key=own.__getitem__) for kind, own in zip(kinds, prices, strict=True))
+        of_kinds = [[min(own[label] for label in alike) for alike in ALIKE] for own in prices]
+        kinds = solve(self._table(of_kinds, noise, price))
+        return tuple(min(ALIKE[kind], key=own.__getitem__) for kind, own in zip(kinds[:-1], prices, strict=True))
 
     @cached_property
     def _values(self) -> Noise:
