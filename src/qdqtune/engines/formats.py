@@ -130,6 +130,17 @@ def tensorrt(quant_type: QuantType, *, explicit_weights: bool = True) -> Numeric
     return NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False, shared_scale_ops=MOVED_ACROSS)
 
 
+def tensorrt_of(quant_type: QuantType, version: str, is_strongly_typed: bool) -> NumericFormat:
+    """`tensorrt` of a version, which takes all precisions from the graph (strong typing) or not.
+
+    Raises:
+        BadOption: it reads no FP8.
+    """
+    if quant_type == "fp8" and not is_strongly_typed:
+        raise BadOption(f"TensorRT {version} has no FP8: use `quant_type` int8, or TensorRT 10 or later")
+    return tensorrt(quant_type, explicit_weights=is_strongly_typed)
+
+
 def fake(quant_type: QuantType) -> NumericFormat:
     """The fake engine: like TensorRT, without operators that keep one scale on both sides."""
     return replace(tensorrt(quant_type), shared_scale_ops=frozenset())

@@ -21,7 +21,6 @@ import qdqtune.engines
 from engine_contract import CONV_WEIGHT, IMAGE, conv_model, model_of, quantized_conv_model
 from loaded_modules import CUDA, absent, present
 from qdqtune.engines import EngineSpec, open_engine
-from qdqtune.engines.tensorrt import api
 from qdqtune.engines.tensorrt.execution import CudaError
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import QType
@@ -256,7 +255,7 @@ def test_the_plan_is_saved_and_loaded(rig: Rig, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(EngineFailure, match="cannot write"):
         built.save(rig.folder / "none" / "m.plan")
     broken = onnx.helper.make_model(onnx.helper.make_graph([], "unloadable", [], [])).SerializeToString()
-    monkeypatch.setattr(api, "save_plan", lambda _, path: path.write_bytes(broken))
+    monkeypatch.setattr(built, "_plan", broken)
     with pytest.raises(EngineFailure, match="built for another GPU"):
         built.save(rig.folder / "m.plan")
 

@@ -253,7 +253,7 @@ def test_int32_bias_would_be_refused(tmp_path: Path) -> None:
 
 
 def test_the_layer_list_is_read_whole() -> None:
-    from qdqtune.engines.tensorrt.rtx import layers_from_log
+    from qdqtune.engines.tensorrt.report import layers_from_log
 
     tensor = "{ Name: %s, Dimensions: [%s], Strides: [1], Datatype: %s, Format: (Linear) Row major linear format }"
     line = (

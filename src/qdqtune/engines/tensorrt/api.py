@@ -14,8 +14,8 @@ from qdqtune.engines import Built, formats, output_to
 from qdqtune.engines.tensorrt.build import TimingCache, build_plan, is_strongly_typed, load_plugins, logger_of
 from qdqtune.engines.tensorrt.execution import Cuda, Execution
 from qdqtune.engines.tensorrt.options import CachedOptions, TensorRtOptions
-from qdqtune.engines.tensorrt.report import layers_of
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
+from qdqtune.engines.tensorrt.report import layers_from_log, layers_of
+from qdqtune.errors import EngineFailure, EngineUnavailable, one_line
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 
@@ -47,51 +47,52 @@ def vendor_module(name: str, product: str, remedy: str) -> Any:
 
 
 class TensorRt:
-    """Builds engines through the vendor's module `trt`, and runs them on the GPU of `cuda`."""
+    """Builds engines through the vendor's module `trt`, and runs them on the GPU of `cuda`. Without it, builds for a
+    GPU that this machine does not have."""
 
-    def __init__(self, name: str, trt: Any, cuda: Cuda, options: TensorRtOptions, times: TimingCache | None) -> None:
+    def __init__(
+        self, name: str, trt: Any, cuda: Cuda | None, options: TensorRtOptions, times: TimingCache | None
+    ) -> None:
         self._name, self._trt, self._cuda, self._options, self._times = name, trt, cuda, options, times
 
     def describe(self) -> dict[str, str]:
         """Version, GPU, its driver and compute capability, and the options that change the latency."""
+        own = {"engine": self._name, "version": str(self._trt.__version__), "threads": "1"}
+        if self._cuda is None:
+            return own | {"device": "none"} | self._options.described()
         device = self._cuda.device
         return {
-            "engine": self._name,
-            "version": str(self._trt.__version__),
+            **own,
             "device": device.name,
             "compute_capability": device.compute_capability,
             "driver": device.driver,
-            "threads": "1",
             "typing": "strong" if is_strongly_typed(self._trt) else "weak, FP16 allowed",
             **self._options.described(),
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        return numeric_format(self._trt, quant_type)
+        return formats.tensorrt_of(quant_type, str(self._trt.__version__), is_strongly_typed(self._trt))
 
     def build(self, model: Path, log: Path) -> Built:
         """Build a serialized engine, and load it onto the GPU."""
         with output_to(log), translated(self._cuda):
             plan = build_plan(self._trt, model, self._options, self._times)
-            return TensorRtModel(self._trt, self._cuda, plan, model)
-
-
-def numeric_format(trt: Any, quant_type: QuantType) -> NumericFormat:
-    if quant_type == "fp8" and not is_strongly_typed(trt):
-        raise BadOption(f"TensorRT {trt.__version__} has no FP8: use `quant_type` int8, or TensorRT 10 or later")
-    return formats.tensorrt(quant_type, explicit_weights=is_strongly_typed(trt))
+            return TensorRtModel(self._trt, self._cuda, plan, model, self._options.target)
 
 
 class TensorRtModel:
-    """A model that is loaded onto the GPU, with the plan that it was loaded from."""
+    """A plan, loaded onto the GPU. Without a GPU it cannot run, and its layers are those that the builder listed."""
 
-    def __init__(self, trt: Any, cuda: Cuda, plan: Any, model: Path) -> None:
-        self._trt, self._cuda, self._plan, self._model = trt, cuda, plan, model
+    def __init__(self, trt: Any, cuda: Cuda | None, plan: Any, model: Path, target: str | None) -> None:
+        self._trt, self._cuda, self._plan, self._model, self._target = trt, cuda, plan, model, target
         logger = logger_of(trt)
-        logger.clear()
-        self._runtime = trt.Runtime(logger)
-        self._engine = self._loaded(plan)
-        self._execution = Execution(trt, cuda, self._engine)
+        self._listed = logger.layers
+        self._execution: Execution | None = None
+        if cuda is not None:
+            logger.clear()
+            self._runtime = trt.Runtime(logger)
+            self._engine = self._loaded(plan)
+            self._execution = Execution(trt, cuda, self._engine)
 
     def _loaded(self, plan: Any) -> Any:
         engine = self._runtime.deserialize_cuda_engine(plan)
@@ -100,19 +101,34 @@ class TensorRtModel:
             raise EngineFailure(f"TensorRT: {reason}")
         return engine
 
+    def _running(self, verb: str) -> Execution:
+        if self._execution is None:
+            raise EngineUnavailable(
+                f"tensorrt-rtx cannot {verb} a model for {self._target} here: there is no such GPU; building, saving "
+                "and listing layers work"
+            )
+        return self._execution
+
     def run(self, inputs: Tensors) -> dict[str, Array]:
+        execution = self._running("run")
         with translated(self._cuda):
-            self._execution.bind(inputs)
-            self._execution.enqueue()
-            return self._execution.outputs()
+            execution.bind(inputs)
+            execution.enqueue()
+            return execution.outputs()
 
     def time(self, inputs: Tensors, runs: int) -> float:
         """`Built.time`: GPU time by CUDA events, of a CUDA graph where the model can be captured."""
+        execution = self._running("time")
         with translated(self._cuda):
-            self._execution.bind(inputs)
-            return self._execution.seconds(runs)
+            execution.bind(inputs)
+            return execution.seconds(runs)
 
     def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
+        """`Built.layers`; without times if the GPU is not here."""
+        if self._cuda is None:
+            if not self._listed:
+                raise EngineFailure("TensorRT-RTX listed no layers in this build")
+            return layers_of(self._model, layers_from_log(self._listed), vendor="TensorRT-RTX")
         with translated(self._cuda):  # a profiler cannot be removed from a context, so this one is used once
             with contextlib.closing(Execution(self._trt, self._cuda, self._engine)) as execution:
                 execution.bind(inputs)
@@ -121,13 +137,19 @@ class TensorRtModel:
 
     def save(self, path: Path) -> None:
         """`Built.save`: the plan, which is for this version of TensorRT and this kind of GPU."""
-        save_plan(self._plan, path)
-        with translated(self._cuda):
-            self._loaded(path.read_bytes())
+        try:
+            path.write_bytes(memoryview(self._plan))
+        except OSError as error:
+            raise EngineFailure(f"cannot write {path}: {error.strerror or error}") from error
+        if self._execution is not None:
+            with translated(self._cuda):
+                self._loaded(path.read_bytes())
 
     def close(self) -> None:
-        self._execution.close()
-        del self._execution, self._engine, self._runtime, self._plan  # in this order: a context needs its engine
+        if self._execution is not None:
+            self._execution.close()
+            del self._execution, self._engine, self._runtime  # in this order: a context needs its engine
+        del self._plan
 
 
 @contextmanager
@@ -141,24 +163,11 @@ def translated(cuda: Cuda | None) -> Iterator[None]:
     """
     try:
         yield
-    except EngineFailure:
+    except (EngineFailure, RuntimeError, TypeError, ValueError, KeyError) as error:
+        if not isinstance(error, EngineFailure):
+            os.write(2, f"{error}\n".encode())
         if cuda is not None:
             cuda.check()
-        raise
-    except (RuntimeError, TypeError, ValueError, KeyError) as error:
-        os.write(2, f"{error}\n".encode())
-        if cuda is not None:
-            cuda.check()
+        if isinstance(error, EngineFailure):
+            raise
         raise EngineFailure(f"TensorRT: {one_line(error)}") from error
-
-
-def save_plan(plan: Any, path: Path) -> None:
-    """Write a serialized engine.
-
-    Raises:
-        EngineFailure: the file cannot be written.
-    """
-    try:
-        path.write_bytes(memoryview(plan))
-    except OSError as error:
-        raise EngineFailure(f"cannot write {path}: {error.strerror or error}") from error

@@ -7,6 +7,7 @@ imported. A layer covers the ONNX nodes in its name, and those between them in t
 
 from __future__ import annotations
 
+import json
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,6 +66,11 @@ ROUNDING_STEPS = re.compile(r"(Mul|Div|Min|Max|Roun|Cast|Move|Tran|Resh)+")
 PROFILE_SUFFIX = re.compile(r" \[profile (\d+)\]$")
 PROFILE_LINE = re.compile(r'\{\s*"name"\s*:\s*"(.*)"\s*,\s*"timeMs"\s*:(.*)\}\s*$', re.MULTILINE)
 TIME_FIELD = re.compile(r'"(averageMs|medianMs)"\s*:\s*([-+.\deE]+)')
+
+
+LAYER_FIELD = re.compile(r"(?:^|, )(LayerType|Inputs|Constants|Outputs|TacticName|StreamId|Metadata): ")
+LISTED_TENSOR = re.compile(r"\{ Name: (.*?), Dimensions: \[(.*?)\].*?, Datatype: (\w+)")
+"""Fields and tensors of layers as a builder lists them."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,23 @@ def layers_of(
         return read_report(graph, profile, onnx.load(model, load_external_data=False))
     except InputError as error:
         raise EngineFailure(f"{vendor}: {one_line(error)}") from error
+
+
+def layers_from_log(message: str) -> str:
+    """The builder's message `Layers:` (one line of text a layer) as the JSON that the engine inspector writes."""
+    lines = message.split("\n\nI/O Tensors:")[0].split("\n")[1:]
+    return json.dumps({"Layers": [_listed_layer(line) for line in lines if line.startswith("Name: ")]})
+
+
+def _listed_layer(line: str) -> dict[str, Any]:
+    name, *rest = LAYER_FIELD.split(line.removeprefix("Name: "))
+    fields: dict[str, Any] = {"Name": name, **dict(zip(rest[::2], rest[1::2], strict=True))}
+    for part in ("Inputs", "Constants", "Outputs"):
+        fields[part] = [
+            {"Name": tensor, "Dimensions": [int(d) for d in sizes.split(",") if d], "Datatype": datatype}
+            for tensor, sizes, datatype in LISTED_TENSOR.findall(fields.get(part, ""))
+        ]
+    return fields
 
 
 def _text_of(source: Path | str, what: str) -> str:

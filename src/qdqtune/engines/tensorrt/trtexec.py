@@ -262,9 +262,8 @@ class Trtexec:
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        if quant_type == "fp8" and self.program.version < STRONG_TYPING:
-            raise BadOption("TensorRT 8.6 reads no FP8: use `quant_type` int8, or TensorRT 10 or later")
-        return formats.tensorrt(quant_type, explicit_weights=self.program.version >= STRONG_TYPING)
+        version = self.program.version
+        return formats.tensorrt_of(quant_type, str(version), version >= STRONG_TYPING)
 
     def build(self, model: Path, log: Path) -> TrtexecModel:
         """A plan in a temporary folder. What trtexec prints, also in later calls, goes to the log."""
