@@ -235,16 +235,10 @@ class _Part:
                     readers.setdefault(tensor.name, []).append((n, role))
         return readers
 
-    def are_used_alike(self, tensors: Sequence[str]) -> bool:
-        """Whether activations that enter have equal uses; `tensors` names them once for each use at one node."""
-        if len(self.order) == 1:
-            return len(set(tensors)) == len(tensors)
-        return len({tuple(self.entries[t]) for t in tensors}) == 1
-
     @cached_property
     def labels(self) -> _Labels:
         """Computed on demand: a chain has only one order, and needs none."""
-        return _Labelling(self).run()
+        return _labels(self)
 
 
 class _Labels(NamedTuple):
@@ -254,61 +248,59 @@ class _Labels(NamedTuple):
     borders: Mapping[str, int]
 
 
-class _Labelling:
-    """Computes the labels. A part refers to the labels and not to this object, which would make a reference cycle."""
+def _labels(part: _Part) -> _Labels:
+    """Three passes: what follows a node, what precedes it, what follows it again."""
+    structure = part.structure
+    hashed, texts = structure.hash, structure.texts
+    producers = {n: _producers_by_role(part, n) for n in part.order}
+    nodes = _with_users(part, producers, {n: _mix(hashed(texts[n]), hashed(part.results[n])) for n in part.order})
+    nodes = _with_users(part, producers, _with_producers(part, nodes, _border_labels(part, nodes)))
+    return _Labels(nodes, _border_labels(part, nodes))
 
-    def __init__(self, part: _Part) -> None:
-        self._part, self._structure = part, part.structure
-        self._inner = {n: self._producers_by_role(n) for n in part.order}
 
-    def run(self) -> _Labels:
-        hashed, texts, results = self._structure.hash, self._structure.texts, self._part.results
-        after = self._sweep_users({n: _mix(hashed(texts[n]), hashed(results[n])) for n in self._part.order})
-        nodes = self._sweep_users(self._sweep_producers(after, self._border_labels(after)))
-        return _Labels(nodes, self._border_labels(nodes))
+def _producers_by_role(part: _Part, node: int) -> Sequence[tuple[int, Sequence[int]]]:
+    """The producers inside that a node reads, by the role of the input (one for all commutative inputs)."""
+    producers_of: dict[tuple[int, int], list[int]] = {}
+    inputs, own = part.structure.inputs[node], part.part_of[node]
+    for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
+        home = part.part_of.get(tensor.producer)
+        if home is not None:
+            producers_of.setdefault((role, 2 * tensor.position + (home != own)), []).append(tensor.producer)
+    return [(_mix(*role), producers) for role, producers in producers_of.items()]
 
-    def _producers_by_role(self, node: int) -> Sequence[tuple[int, Sequence[int]]]:
-        """The producers inside that a node reads, by the role of the input (one for all commutative inputs)."""
-        part_of, producers_of = self._part.part_of, dict[tuple[int, int], list[int]]()
-        inputs, own = self._structure.inputs[node], part_of[node]
+
+def _with_users(
+    part: _Part, producers: Mapping[int, Sequence[tuple[int, Sequence[int]]]], labels: Mapping[int, int]
+) -> dict[int, int]:
+    """New labels, from the last node to the first: each with the new labels of the node's users."""
+    new, below = dict[int, int](), dict.fromkeys(labels, 0)
+    for n in reversed(part.order):
+        new[n] = _mix(labels[n], below[n])
+        for role, read in producers[n]:
+            label = _mix(new[n], role)
+            for producer in read:
+                below[producer] += label
+    return new
+
+
+def _border_labels(part: _Part, labels: Mapping[int, int]) -> dict[str, int]:
+    return {t: sum(_mix(labels[user], role) for user, role in uses) for t, uses in part.entries.items()}
+
+
+def _with_producers(part: _Part, labels: Mapping[int, int], borders: Mapping[str, int]) -> dict[int, int]:
+    """New labels, from the first node to the last: each with the new labels of the node's producers."""
+    new: dict[int, int] = {}
+    for n in part.order:
+        inputs, above = part.structure.inputs[n], 0
         for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
-            if (part := part_of.get(tensor.producer)) is not None:
-                producers_of.setdefault((role, 2 * tensor.position + (part != own)), []).append(tensor.producer)
-        return [(_mix(*role), producers) for role, producers in producers_of.items()]
-
-    def _sweep_users(self, labels: Mapping[int, int]) -> dict[int, int]:
-        """New labels, from the last node to the first: each with the new labels of the node's users."""
-        new, below = dict[int, int](), dict.fromkeys(labels, 0)
-        for n in reversed(self._part.order):
-            new[n] = _mix(labels[n], below[n])
-            for role, producers in self._inner[n]:
-                label = _mix(new[n], role)
-                for producer in producers:
-                    below[producer] += label
-        return new
-
-    def _border_labels(self, labels: Mapping[int, int]) -> dict[str, int]:
-        return {t: sum(_mix(labels[user], role) for user, role in uses) for t, uses in self._part.entries.items()}
-
-    def _sweep_producers(self, labels: Mapping[int, int], borders: Mapping[str, int]) -> dict[int, int]:
-        """New labels, from the first node to the last: each with the new labels of the node's producers."""
-        new, by_role = dict[int, int](), dict[int, dict[str, int]]()
-        for n in self._part.order:
-            inputs, above = self._structure.inputs[n], 0
-            for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
-                if role not in by_role:
-                    by_role[role] = {}
-                in_role = by_role[role]
-                if (value := in_role.get(tensor.name)) is None:
-                    if tensor.producer in new:
-                        known = _mix(new[tensor.producer], tensor.position)
-                    else:
-                        letter = self._structure.hash(tensor.source + tensor.letter)
-                        known = _mix(borders.get(tensor.name, 0), letter)
-                    value = in_role[tensor.name] = _mix(known, role)
-                above += value
-            new[n] = _mix(labels[n], above)
-        return new
+            if tensor.producer in new:
+                label = _mix(new[tensor.producer], tensor.position)
+            else:
+                kind = part.structure.hash(tensor.source + tensor.letter)
+                label = _mix(borders.get(tensor.name, 0), kind)
+            above += _mix(label, role)
+        new[n] = _mix(labels[n], above)
+    return new
 
 
 _Rank = tuple[int, int, int, int, int]
@@ -326,9 +318,7 @@ class _Numbering:
         self._lines: list[str] = []
 
     def run(self) -> Listing:
-        if len(self._part.order) == 1:
-            self._number_node(self._part.order[0])
-        for _, level in sorted(self._levels().items()) if not self._number else ():
+        for _, level in sorted(self._levels().items()):
             for node in self._sorted_level(level) if len(level) > 1 else level:
                 self._number_node(node)
         nodes = tuple(self._number)
@@ -371,23 +361,10 @@ class _Numbering:
         first = len(roles) - roles.count(FREE)
         if len(roles) - first < 2:
             return range(len(roles))
-        free = tensors[first:]
-        number, border = self._number, self._border
-        if first == 0 and all(t.producer in number for t in free):
-            return sorted(range(len(free)), key=[(number[t.producer], t.position) for t in free].__getitem__)
-        outer = [t.name for t in free if t.source == "activation" and t.producer not in number]
-        unknown = [t for t in outer if t not in border] if border else outer
-        several = len(unknown) > 1 and len(set(unknown)) > 1
-        alike = several and self._part.are_used_alike(unknown)
-        keys: list[tuple[int, ...]]
-        if alike and len(unknown) == len(free):  # usual for leaves of one node: `_key` without its equal parts
-            prints = self._structure.fingerprints
-            keys = [(prints[t.producer] if t.producer >= 0 else 0, t.producer, t.position) for t in free]
-        else:
-            keys = [self._key(t, several, alike) for t in free]
-        return (*range(first), *[first + k for k in sorted(range(len(free)), key=keys.__getitem__)])
+        keys = [self._key(tensor) for tensor in tensors[first:]]
+        return (*range(first), *[first + k for k in sorted(range(len(keys)), key=keys.__getitem__)])
 
-    def _key(self, tensor: Tensor, several: bool = True, alike: bool = False) -> _Rank:
+    def _key(self, tensor: Tensor) -> _Rank:
         """Sort key of inputs: numbered nodes, numbered borders, other borders by label and surroundings, constants."""
         producer, label, surroundings = tensor.producer, 0, 0
         if producer in self._number:
@@ -395,10 +372,8 @@ class _Numbering:
         elif tensor.name in self._border:
             group, label = 1, self._border[tensor.name]
         elif tensor.source == "activation":
-            group = 2
-            if several:
-                label = 0 if alike else self._part.labels.borders[tensor.name]
-                surroundings = self._structure.fingerprints[producer] if producer >= 0 else 0
+            group, label = 2, self._part.labels.borders[tensor.name]
+            surroundings = self._structure.fingerprints[producer] if producer >= 0 else 0
         else:
             group, label = 3, self._structure.hash(tensor.letter)
         return group, label, surroundings, producer, tensor.position
