@@ -83,7 +83,7 @@ def test_what_ships_need_not_be_what_prices_led_to(tuned: tuple[Path, Result], t
 def test_damage_to_the_outputs_is_told_with_the_limit(tmp_path: Path) -> None:
     rows = by_name(run(tmp_path, mode="cut", min_sqnr=45.0))
     assert rows["second"].reason == "accuracy limit"
-    assert "the limit is 45 dB" in rows["second"].detail
+    assert "the limit is 45.0 dB" in rows["second"].detail
     keys = [row["kind"] for row in lines(tmp_path / "out" / "autotuner_state.yaml")]
     assert keys.index("trial") < keys.index("noise")  # what is built first waits for no noise of single tensors
 

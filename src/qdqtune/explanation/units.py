@@ -15,11 +15,11 @@ from typing import Literal
 
 from qdqtune.explanation.facts import Facts
 from qdqtune.explanation.unfused import is_float, is_low
-from qdqtune.graph.model import GRAPH
+from qdqtune.graph.model import GRAPH, Node
 from qdqtune.graph.operators import ASKS_SHAPE
 from qdqtune.placement.possible import refusal
 from qdqtune.search import ratios_to_float
-from qdqtune.search.costs.attribution import BuildTimes, TimedBuild, attribute, timed_builds
+from qdqtune.search.costs.attribution import BuildTimes, TimedBuild, attribute
 from qdqtune.search.costs.decisions import nearest
 from qdqtune.search.costs.units import (
     Partition,
@@ -44,6 +44,18 @@ Reason = Literal[
     "not tried",
 ]
 """Why a unit does not run in 8 bits; empty if it does."""
+
+NO_KERNEL: Reason = "no kernel for this operator"
+
+DECIDED: Mapping[str, Reason] = {
+    "faster": "not tried",
+    "inaccurate": "accuracy limit",
+    "slower": "no gain beyond noise",
+    "undecided": "no gain beyond noise",
+    "failed": "not tried",
+}
+"""The reason that follows if a candidate with a unit in 8 bits came out so; what stands first decides. One that was
+faster, or that failed, says nothing of this unit among its others."""
 
 WITHOUT_KERNEL = ASKS_SHAPE | {"ConstantOfShape", "EyeLike", "NonZero", "Range"}
 """Operators that no engine runs in 8 bits: they compute shapes and indices, or read no data."""
@@ -141,21 +153,18 @@ def explanations(facts: Facts) -> tuple[Explanation, ...]:
 
 @dataclass(frozen=True)
 class _Build:
-    """A timed build: the state of each unit by number, and the units that run otherwise than in what ships."""
+    """A candidate, or the float model (`trial` is None), with the state of each unit by number.
 
-    times: BuildTimes
+    `differing` are the units that run otherwise than in what ships, `fresh` those in 8 bits that were not in what it
+    was compared with. `times` is None if unknown.
+    """
+
+    trial: Trial | None
+    outcome: str
     states: Sequence[str]
     differing: frozenset[int]
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A candidate with the states of units by its pairs, as its layers ran, and by the pairs of its opponent."""
-
-    trial: Trial
-    paired: Sequence[str]
-    ran: Sequence[str]
-    before: Sequence[str]
+    fresh: frozenset[int]
+    times: BuildTimes | None
 
 
 class _Table:
@@ -164,65 +173,63 @@ class _Table:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.parts = _units(facts)
-        self._states = self._ran(self._paired(facts.placement), facts.shipped_layers)
+        self._states = self._states_in(facts.placement, facts.shipped_layers)
+        self._ratios = ratios_to_float(facts.history, facts.plan)
+        self._shipped_times = None
+        if facts.shipped_ms and facts.float_ms:
+            ratio = facts.shipped_ms / facts.float_ms
+            self._shipped_times = self._times(facts.placement, facts.shipped_layers, ratio)
+        self._able: dict[str, list[Edge]] = {}
+        for edge in facts.able:
+            self._able.setdefault(edge.node, []).append(edge)
 
-    def _paired(self, placement: Placement) -> list[str]:
-        """The state of each unit by its pairs: "8 bits", the name of its weight format, or "float"."""
-        decision = nearest(self.parts, placement)
+    def _states_in(self, placement: Placement, layers: Sequence[Layer]) -> list[str]:
+        """The state of each unit: "8 bits" or "float" as the layers say, else by its pairs; or the name of its weight
+        format."""
+        decision, owner = nearest(self.parts, placement), self.parts.owner
         states = ["float"] * len(self.parts.units)
-        for number, weight_format in decision.weight_formats:
-            states[number] = weight_format.name
         for number in decision.quantized:
             states[number] = "8 bits"
+        computing = [layer for layer in layers if layer.kind == "compute"]
+        for reported, runs_so in (("float", is_float), ("8 bits", is_low)):
+            for layer in computing:
+                if runs_so(layer.precision):
+                    for name in layer.nodes:
+                        if name in owner:
+                            states[owner[name]] = reported
+        for number, weight_format in decision.weight_formats:
+            states[number] = weight_format.name
         return states
 
-    def _ran(self, paired: Sequence[str], layers: Sequence[Layer]) -> list[str]:
-        """The states of units, where those that the engine ran in float, or in 8 bits, in spite of their pairs have
-        that state."""
-        owner = self.parts.owner
-        low, wide = set[int](), set[int]()
-        for layer in layers:
-            if layer.kind == "compute":
-                units = {owner[name] for name in layer.nodes if name in owner}
-                low |= units if is_low(layer.precision) else set()
-                wide |= units if is_float(layer.precision) else set()
-        states = list(paired)
-        for number in low | wide:
-            if states[number] in ("8 bits", "float"):
-                states[number] = "8 bits" if number in low else "float"
-        return states
-
-    @cached_property
-    def _candidates(self) -> list[_Candidate]:
-        found = []
-        for trial in self.facts.history:
-            paired = self._paired(trial.placement)
-            ran = self._ran(paired, trial.layers or ())
-            found.append(_Candidate(trial, paired, ran, self._paired(trial.against)))
-        return found
-
-    @cached_property
-    def _shipped_times(self) -> BuildTimes | None:
+    def _times(self, placement: Placement, layers: Sequence[Layer], ratio: float) -> BuildTimes | None:
         facts = self.facts
-        if not facts.spent or not facts.float_ms or facts.shipped_ms is None:
+        if not facts.float_ms or not any(layer.time_ms for layer in layers):
             return None
-        build = TimedBuild(facts.placement, facts.shipped_layers, facts.shipped_ms / facts.float_ms)
-        return attribute(facts.model, build, facts.float_ms)
+        return attribute(facts.model, TimedBuild(placement, tuple(layers), ratio), facts.float_ms)
 
     @cached_property
     def _builds(self) -> list[_Build]:
         facts = self.facts
-        builds = []
-        for build in timed_builds(facts.history, facts.plan, facts.float_layers):
-            states = self._ran(self._paired(build.placement), build.layers)
-            differing = frozenset(n for n, state in enumerate(states) if state != self._states[n])
-            builds.append(_Build(attribute(facts.model, build, facts.float_ms), states, differing))
+        states = {Placement(): self._states_in(Placement(), facts.float_layers)}
+        builds = [self._build(None, states[Placement()], (), self._times(Placement(), facts.float_layers, 1.0))]
+        for trial in facts.history:
+            states[trial.placement] = self._states_in(trial.placement, trial.layers or ())
+            ratio, times = self._ratios.get(trial.placement), None
+            if ratio is not None:
+                times = self._times(trial.placement, trial.layers or (), ratio)
+            builds.append(self._build(trial, states[trial.placement], states.get(trial.against, ()), times))
         return builds
+
+    def _build(
+        self, trial: Trial | None, states: Sequence[str], before: Sequence[str], times: BuildTimes | None
+    ) -> _Build:
+        differing = frozenset(n for n, state in enumerate(states) if state != self._states[n])
+        fresh = frozenset(n for n, state in enumerate(before) if states[n] == "8 bits" != state)
+        return _Build(trial, "" if trial is None else outcome(trial, self.facts.plan), states, differing, fresh, times)
 
     def row(self, unit: Unit) -> Explanation:
         """How a unit runs, what it takes, and why it does not run in 8 bits."""
-        facts, model = self.facts, self.parts.model
-        nodes = [model.nodes[n] for n in unit.nodes]
+        facts, nodes = self.facts, self._nodes(unit)
         names = tuple(node.name for node in nodes)
         ran = [layer for name in names if (layer := facts.layers.get(name)) is not None]
         state = self._states[unit.number]
@@ -235,211 +242,165 @@ class _Table:
             float_ms=sum(sum(facts.float_spent[name]) for name in names) if facts.float_spent else None,
             otherwise="8 bits" if state == "float" else "float",
         )
+        least = facts.limits.min_sqnr
+        limit = "the limits on accuracy" if least is None else f"{least:g} dB"
+        part = f"part of {facts.origin}, which was measured as a whole"
+        if facts.is_by_rule:
+            part = f"8 bits cost the least, and the outputs hold {limit}"
         if elsewhere := next((layer.elsewhere for layer in ran if layer.elsewhere), ""):
-            return replace(row, state="elsewhere", reason="no kernel for this operator", detail=f"it runs {elsewhere}")
+            return replace(row, state="elsewhere", reason=NO_KERNEL, detail=f"it runs {elsewhere}")
         if not facts.placement.wide.isdisjoint(unit.inputs):
-            detail = f"with 8 bits here too, the outputs would miss {self._limit}"
+            detail = f"with 8 bits here too, the outputs would miss {limit}"
             return replace(row, state="16 bits", precision="uint16", reason="accuracy limit", detail=detail)
-        if state not in ("8 bits", "float"):
-            return self._with_weight_format(unit, row, WeightFormat.named(state))
         if state == "8 bits":
-            return self._with_other_time(unit, replace(row, detail=self._part))
+            return self._with_other_time(unit, replace(row, detail=part))
+        if state != "float":
+            weight_format = WeightFormat.named(state)
+            state = "8 bits, dynamic" if weight_format.dynamic else f"{weight_format.bits}-bit weights"
+            return replace(row, state=state, detail=f"its weights alone are {weight_format.name}, {part}")
         if ran and all(layer.kind == "folded" for layer in ran):
             return replace(row, reason="no gain beyond noise", detail="the engine computes it in advance")
         if not self._edges(unit) <= facts.possible:
             return replace(row, reason="not tried", detail="the nodes that you have listed leave it in float")
-        if not unit.inputs:
-            return self._without_pairs(unit, row)
-        if facts.is_by_rule:
-            detail = f"nothing that was tried has it in 8 or 16 bits and holds {self._limit}"
-            return replace(row, reason="accuracy limit", detail=detail)
         if without_kernel := self._without_kernel(unit):
-            return replace(row, reason="no kernel for this operator", detail=without_kernel)
-        return self._in_float(unit, self._with_other_time(unit, row))
-
-    @property
-    def _part(self) -> str:
-        facts = self.facts
+            return replace(row, reason=NO_KERNEL, detail=without_kernel)
         if facts.is_by_rule:
-            return f"8 bits cost the least, and the outputs hold {self._limit}"
-        return f"part of {facts.origin}, which was measured as a whole"
-
-    @property
-    def _limit(self) -> str:
-        least = self.facts.limits.min_sqnr
-        return "the limits on accuracy" if least is None else f"{least:g} dB"
-
-    def _with_weight_format(self, unit: Unit, row: Explanation, weight_format: WeightFormat) -> Explanation:
-        detail = f"its weights alone are stored in {weight_format.bits} bits ({weight_format.name})"
-        state = f"{weight_format.bits}-bit weights"
-        if weight_format.dynamic:
-            detail = f"its product runs in 8 bits, with scales found at run time ({weight_format.name})"
-            state = "8 bits, dynamic"
-        return self._with_other_time(unit, replace(row, state=state, detail=f"{detail}, {self._part}"))
+            detail = f"nothing that was tried has it in 8 or 16 bits and holds {limit}"
+            return replace(row, reason="accuracy limit", detail=detail)
+        return self._in_float(unit, self._with_other_time(unit, row))
 
     # ---- the other way
 
     def _with_other_time(self, unit: Unit, row: Explanation) -> Explanation:
-        """The row with the time of the unit in the other state, if a build shows it."""
-        shipped, builds = self._shipped_times, self._shown(unit, row.otherwise)
-        if shipped is None or row.ms is None or not builds:
+        """The row with what the unit takes more in the other state, if a build shows it."""
+        build = self._shown(unit, row.otherwise)
+        if build is None or build.times is None or self._shipped_times is None:
             return row
-        more = self._time_in(builds[0].times, unit) - self._time_in(shipped, unit)
-        source: Literal["measured", "estimated"] = "measured" if len(builds[0].differing) == 1 else "estimated"
-        return replace(row, more_ms=more, source=source)
+        more = self._time_in(build.times, unit) - self._time_in(self._shipped_times, unit)
+        return replace(row, more_ms=more, source="measured" if len(build.differing) == 1 else "estimated")
 
-    def _shown(self, unit: Unit, state: str) -> list[_Build]:
-        """The builds that ran a unit in a state, and all units around it as in what ships, with the fewest other
-        differences first."""
+    def _shown(self, unit: Unit, state: str) -> _Build | None:
+        """The timed build that ran a unit in a state, and all units around it as in what ships, with the fewest other
+        differences."""
         around = self._around(unit)
-        builds = [each for each in self._builds if each.states[unit.number] == state]
-        return sorted((each for each in builds if around.isdisjoint(each.differing)), key=lambda b: len(b.differing))
+        timed = [build for build in self._builds if build.times is not None and build.states[unit.number] == state]
+        shown = [build for build in timed if around.isdisjoint(build.differing)]
+        return min(shown, key=lambda build: len(build.differing), default=None)
+
+    def _nodes(self, unit: Unit) -> list[Node]:
+        return [self.parts.model.nodes[n] for n in unit.nodes]
 
     def _tensors(self, unit: Unit) -> set[str]:
         """The tensors that a unit reads and writes, constants aside."""
-        nodes = [self.parts.model.nodes[n] for n in unit.nodes]
-        return {t for node in nodes for t in (*node.inputs, *node.outputs) if t and t not in self.parts.model.constants}
+        tensors = {tensor for node in self._nodes(unit) for tensor in (*node.inputs, *node.outputs) if tensor}
+        return tensors - self.parts.model.constants.keys()
 
     def _around(self, unit: Unit) -> set[int]:
         """The other units that read or write a tensor of a unit."""
         model, owner = self.parts.model, self.parts.owner
-        found = set()
+        around = set()
         for tensor in self._tensors(unit):
             maker = model.maker(tensor)
             if maker is not None:
-                found.add(owner[maker.name])
-            found.update(owner[model.nodes[use.node].name] for use in model.uses(tensor) if use.node != GRAPH)
-        return found - {unit.number}
+                around.add(owner[maker.name])
+            around.update(owner[model.nodes[use.node].name] for use in model.uses(tensor) if use.node != GRAPH)
+        return around - {unit.number}
+
+    def _own_time(self, times: BuildTimes, unit: Unit) -> float:
+        return sum(times.nodes.get(node.name, 0.0) for node in self._nodes(unit))
 
     def _time_in(self, times: BuildTimes, unit: Unit) -> float:
         """The ms of a unit in a build, with all conversions of its tensors."""
-        own = sum(times.nodes.get(self.parts.model.nodes[n].name, 0.0) for n in unit.nodes)
-        touched = self._tensors(unit)
-        return own + sum(times.quantize.get(t, 0.0) + times.dequantize.get(t, 0.0) for t in touched)
+        conversions = (times.quantize.get(t, 0.0) + times.dequantize.get(t, 0.0) for t in self._tensors(unit))
+        return self._own_time(times, unit) + sum(conversions)
 
     # ---- reasons
 
-    @cached_property
-    def _able_of(self) -> Mapping[str, Sequence[Edge]]:
-        able: dict[str, list[Edge]] = {}
-        for edge in self.facts.able:
-            able.setdefault(edge.node, []).append(edge)
-        return able
-
     def _edges(self, unit: Unit) -> set[Edge]:
         """The edges that enter a unit and can carry a pair, whether or not the user allows it there."""
-        nodes = [self.parts.model.nodes[n] for n in unit.nodes]
+        nodes = self._nodes(unit)
         inside = {tensor for node in nodes for tensor in node.outputs}
-        edges = {edge for node in nodes for edge in self._able_of.get(node.name, ()) if edge.tensor not in inside}
+        edges = {edge for node in nodes for edge in self._able.get(node.name, ()) if edge.tensor not in inside}
         return edges - set(unit.inner)
 
-    def _without_pairs(self, unit: Unit, row: Explanation) -> Explanation:
-        """The reason for a unit of which no tensor that it reads can carry a pair, constants aside."""
-        model = self.parts.model
-        nodes = [model.nodes[n] for n in unit.nodes]
-        row = replace(row, reason="no kernel for this operator", detail="it reads no tensor but constants")
-        inside = {tensor for node in nodes for tensor in node.outputs}
-        for node in nodes:
-            for slot, tensor in enumerate(node.inputs):
-                if not tensor or tensor in inside or tensor in model.constants:
-                    continue
-                why = refusal(model, tensor, node.index, slot) or "the range of its values is unknown"
-                return replace(row, detail=f"no pair can stand on its input {tensor}: {why}")
-        return row
-
     def _without_kernel(self, unit: Unit) -> str:
-        """A text if no engine has an 8-bit kernel for a unit, or this one ran it in float in every build with pairs
-        around it; else empty."""
-        nodes = [self.parts.model.nodes[n] for n in unit.nodes]
+        """A text if a unit reads nothing that can carry a pair, no engine has an 8-bit kernel for it, or this one ran
+        it in float in every build with pairs on all of its inputs; else empty."""
+        facts, model, nodes = self.facts, self.parts.model, self._nodes(unit)
         if all(node.op in WITHOUT_KERNEL for node in nodes):
             return f"{nodes[0].op} computes no values in 8 bits"
-        facts = self.facts
-        builds = [(each.trial.placement, each.ran[unit.number]) for each in self._candidates if each.trial.layers]
+        if not unit.inputs:
+            inside = {tensor for node in nodes for tensor in node.outputs} | model.constants.keys()
+            for node in nodes:
+                for slot, tensor in enumerate(node.inputs):
+                    if tensor and tensor not in inside:
+                        why = refusal(model, tensor, node.index, slot) or "the range of its values is unknown"
+                        return f"no pair can stand on its input {tensor}: {why}"
+            return "it reads no tensor but constants"
+        reported = [(each.trial.placement, each.states) for each in self._builds if each.trial and each.trial.layers]
         if facts.shipped_layers:
-            builds.append((facts.placement, self._states[unit.number]))
+            reported.append((facts.placement, self._states))
         edges = self._edges(unit)
-        in_builds = [state for placement, state in builds if edges <= placement.edges]
-        if not in_builds or "8 bits" in in_builds:
+        states = [states[unit.number] for placement, states in reported if edges <= placement.edges]
+        if not states or "8 bits" in states:
             return ""
         return "with pairs on all of its inputs the engine still ran it in float"
 
     def _in_float(self, unit: Unit, row: Explanation) -> Explanation:
         """The reason for a unit in float that may have pairs: what a build shows of it, else what is predicted of its
         rounding, else what became of the candidates that ran it in 8 bits."""
-        if row.more_ms is not None and row.ms is not None and row.more_ms > NOISE * row.ms:
-            return replace(row, reason=self._slower(unit))
+        build, shipped = self._shown(unit, "8 bits"), self._shipped_times
+        if row.more_ms is not None and row.more_ms > NOISE * (row.ms or 0.0) and build and build.times and shipped:
+            saves = self._own_time(build.times, unit) < self._own_time(shipped, unit)
+            return replace(row, reason="conversions cost more than it saves" if saves else "no gain beyond noise")
         if lost := self._lost_accuracy(unit):
             return replace(row, reason="accuracy limit", detail=lost)
         if row.more_ms is not None or row.ms == 0:
             return replace(row, reason="no gain beyond noise")
-        reason, detail = self._by_candidates(unit)
-        return replace(row, reason=reason, detail=detail)
+        tried = [build for build in self._builds if unit.number in build.fresh]
+        for came, reason in DECIDED.items():
+            builds = [build for build in tried if build.outcome == came]
+            if builds:
+                return replace(row, reason=reason, detail=self._came(min(builds, key=lambda b: len(b.fresh))))
+        return replace(row, reason="not tried", detail="no candidate ran it in 8 bits")
 
-    def _slower(self, unit: Unit) -> Reason:
-        """Whether the kernel in 8 bits is no faster, or saves less than the conversions around it cost."""
-        names = [self.parts.model.nodes[n].name for n in unit.nodes]
-        own = [sum(build.times.nodes.get(name, 0.0) for name in names) for build in self._shown(unit, "8 bits")[:1]]
-        before = sum(self.facts.spent[name].own for name in names)
-        return "conversions cost more than it saves" if own and own[0] < before else "no gain beyond noise"
+    def _came(self, build: _Build) -> str:
+        """What became of a candidate."""
+        trial, others = build.trial, len(build.fresh) - 1
+        assert trial is not None
+        more = f" with {others} more unit{'s' * (others > 1)}" if others else ""
+        candidate = f"a candidate that ran it in 8 bits{more} ({trial.proposal.origin!r})"
+        ratio = judge(trial, self.facts.plan)
+        if ratio is None:
+            return f"{candidate} failed"
+        if build.outcome == "inaccurate":
+            return f"{candidate} was refused: {self.facts.limits.why_refused(trial) or 'too inexact'}"
+        return f"{candidate} was {speed(ratio.median)} as fast as its opponent"
 
     def _lost_accuracy(self, unit: Unit) -> str:
         """A text if rounding a unit is predicted to take the outputs below the limit; else empty."""
-        facts, noise = self.facts, self.facts.noise
-        if noise is None or facts.limits.max_noise is None:
+        noise, most = self.facts.noise, self.facts.limits.max_noise
+        if noise is None or most is None:
             return ""
-        rounded = {noise.value(edge.tensor) for edge in facts.placement.edges}
-        fresh = {noise.value(edge.tensor) for edge in (*unit.inputs, *unit.weights)} - rounded
-        fresh |= {noise.value(tensor) for tensor in unit.outputs if tensor in self.parts.edges} - rounded
-        alone = sum(noise.value_noise.get(value, 0.0) for value in fresh)
-        allowed, now = self._allowed_noise, self._noise_now
+        allowed, now, rounded = self._noise_now
+        tensors = {edge.tensor for edge in (*unit.inputs, *unit.weights)}
+        tensors |= {tensor for tensor in unit.outputs if tensor in self.parts.edges}
+        alone = sum(noise.value_noise.get(value, 0.0) for value in set(map(noise.value, tensors)) - rounded)
         if not alone or now + alone <= allowed:
             return ""
-        scale = facts.limits.max_noise / allowed
+        scale = most / allowed
         return (
             f"its rounding alone brings the outputs to {_db(alone * scale)}, with the rest of the placement to "
-            f"{_db((now + alone) * scale)}, and the limit is {self._limit}"
+            f"{_db((now + alone) * scale)}, and the limit is {_db(most)}"
         )
 
     @cached_property
-    def _allowed_noise(self) -> float:
-        return self.facts.noise.allowed(self.facts.history) if self.facts.noise else 0.0
-
-    @cached_property
-    def _noise_now(self) -> float:
-        return self.facts.noise.summed(self.facts.placement) if self.facts.noise else 0.0
-
-    def _by_candidates(self, unit: Unit) -> tuple[Reason, str]:
-        """What became of the candidates that ran a unit in 8 bits, which those that they were compared with did not."""
-        facts, number = self.facts, unit.number
-        came: dict[str, list[tuple[int, int, Trial]]] = {}
-        for each in self._candidates:
-            if each.paired[number] == "8 bits" != each.before[number]:
-                changed = sum(a != b for a, b in zip(each.paired, each.before, strict=True))
-                came.setdefault(outcome(each.trial, facts.plan), []).append((changed, each.trial.number, each.trial))
-        if not came:
-            return "not tried", "no candidate ran it in 8 bits"
-        reason, outcomes = _decided(came)
-        changed, _, trial = min(each for name in outcomes for each in came.get(name, ()))
-        others = "" if changed == 1 else f" with {changed - 1} more unit{'s' * (changed > 2)}"
-        candidate = f"a candidate that ran it in 8 bits{others} ({trial.proposal.origin!r})"
-        ratio = judge(trial, facts.plan)
-        if ratio is None:
-            return reason, f"{candidate} failed"
-        if reason == "accuracy limit":
-            missed = facts.limits.why_refused(trial) or "it misses the limits on accuracy"
-            return reason, f"{candidate} was refused: {missed}"
-        return reason, f"{candidate} was {speed(ratio.median)} as fast as its opponent"
-
-
-def _decided(came: Mapping[str, object]) -> tuple[Reason, Sequence[str]]:
-    """The reason that follows from the outcomes of candidates, and the outcomes that show it."""
-    if "faster" in came:
-        return "not tried", ("faster",)
-    if "inaccurate" in came:
-        return "accuracy limit", ("inaccurate",)
-    if "slower" in came or "undecided" in came:
-        return "no gain beyond noise", ("slower", "undecided")
-    return "no kernel for this operator", ("failed",)
+    def _noise_now(self) -> tuple[float, float, set[str]]:
+        """The most noise that holds the limits, the noise of what ships, and the values that it rounds."""
+        noise, placement = self.facts.noise, self.facts.placement
+        assert noise is not None
+        rounded = {noise.value(edge.tensor) for edge in placement.edges}
+        return noise.allowed(self.facts.history), noise.summed(placement), rounded
 
 
 def _units(facts: Facts) -> Partition:
