@@ -5,13 +5,12 @@ from collections.abc import Sequence
 import pytest
 
 from models import conv_net
-from qdqtune.explanation.model_map import MOST_CELLS, blocks, everywhere, flows, in_order
-from qdqtune.explanation.report_values import MapBlock
+from qdqtune.explanation.model_map import MOST_CELLS, alike, blocks, everywhere, flows, in_order
+from qdqtune.explanation.report_values import Map, MapBlock, MapGroup, MapNode
 
 
 def divided(names: Sequence[str]) -> tuple[MapBlock, ...]:
-    chain = [(n, n + 1) for n in range(len(names) - 1)]
-    return blocks([(name,) for name in names], dict.fromkeys(names, "Conv"), chain)
+    return blocks([(name,) for name in names], dict.fromkeys(names, "Conv"))
 
 
 def leaves(found: Sequence[MapBlock]) -> list[tuple[int, int]]:
@@ -39,20 +38,6 @@ def test_blocks_are_the_modules_that_names_tell_of() -> None:
     assert [block.first for block in found] == list(range(0, 300, 25))
 
 
-@pytest.mark.parametrize("layers", [3, 12, 80, 800])
-@pytest.mark.parametrize("name", ["node_{n}", "/layers/layers.{k}/part{part}/op_{n}"])
-def test_what_repeats_is_a_block_with_a_name_of_its_own(layers: int, name: str) -> None:
-    operators = ["Gather", "Add"] + layers * [f"Op{n}" for n in range(21)] + ["Norm", "MatMul"]
-    names = [name.format(n=n, k=(n - 2) // 21, part=(n - 2) % 21 // 7) for n in range(len(operators))]
-    chain = [(n, n + 1) for n in range(len(names) - 1)]
-    found = blocks([(n,) for n in names], dict(zip(names, operators, strict=True)), chain)
-    assert len(found) <= MOST_CELLS
-    if layers <= 80:
-        repeated = [block for block in found if block.last - block.first == 21]
-        assert len(repeated) == len({block.label for block in repeated}) == layers
-        assert repeated[1].label == ("layers.1" if "/" in name else f"block 2 of {layers}")
-
-
 def test_groups_stand_behind_those_that_they_read_from() -> None:
     model = conv_net()
     groups = in_order(model, [(node.name,) for node in reversed(model.nodes)])
@@ -64,3 +49,10 @@ def test_pairs_may_stand_on_floats_only() -> None:
     model = conv_net()
     assert {edge.tensor for edge in everywhere(model)} <= set(model.producers) | set(model.inputs)
     assert all(model.tensors[edge.tensor].is_float for edge in everywhere(model))
+
+
+def test_groups_of_repeated_modules_are_alike() -> None:
+    names = [f"/layers.{layer}/{part}/MatMul_{layer}" for layer in range(4) for part in ("first", "second")]
+    nodes = tuple(MapNode(name, "MatMul", False) for name in [*names, "Conv_1", "Conv_2", "Conv_3"])
+    groups = tuple(MapGroup((n,), node.op, "float", 1.0, None, 0.0, None) for n, node in enumerate(nodes))
+    assert alike(Map(nodes, groups, (), (), "")) == [[0, 2, 4, 6], [1, 3, 5, 7], [8], [9], [10]]

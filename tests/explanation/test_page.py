@@ -60,7 +60,7 @@ def large(count: int) -> Report:
         MapGroup((n,), node.op, "8 bit" if node.quantized else "float", 1.0 + n % 7, 1.0, 0.1, 30.0)
         for n, node in enumerate(nodes)
     )
-    drawn = Map(nodes, groups, flows, blocks([(name,) for name in names], names, flows), "tuned")
+    drawn = Map(nodes, groups, flows, blocks([(name,) for name in names], names), "tuned")
     return Report("large.onnx", Headline("large.onnx", "", True), map=drawn)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Literal
-
-import numpy as np
 
 from qdqtune.explanation.report_values import Map, MapBlock, MapGroup, MapNode
 from qdqtune.explanation.unfused import is_float
@@ -22,11 +21,11 @@ from qdqtune.types import Edge, Layer, Placement
 MOST_CELLS = 240
 """Most groups that are drawn without blocks: about what a screen shows. Chosen, not measured."""
 
-MOST_FLAT = 60
-"""Most groups that are drawn without blocks if sequences of groups repeat. Chosen, not measured."""
-
 REPEATS = 3
-"""Least number of times in a row that a sequence of groups occurs to count as a repeated block."""
+"""Least number of groups that share a bar. Chosen, not measured."""
+
+INDEX = re.compile(r"(?<=[._/])\d+(?=[._/]|$)")
+"""Matches the index of a module in a list, and the number that an exporter adds to a name."""
 
 VIEWS = REARRANGES - {"Transpose"}
 """Operators that only change the shape: they join the group that makes their input."""
@@ -89,79 +88,29 @@ def in_order(model: Model, groups: Iterable[Sequence[str]]) -> list[tuple[str, .
     return [told[n] for n in ordered] + [group for n, group in enumerate(told) if n not in ordered]
 
 
-def blocks(
-    groups: Sequence[Sequence[str]], operators: Mapping[str, str], between: Sequence[tuple[int, int]]
-) -> tuple[MapBlock, ...]:
-    """Divide groups into blocks of consecutive ones; none where all fit a screen and nothing repeats.
-
-    Blocks begin where a sequence of groups repeats; else where modules begin; else where few tensors cross the border.
-    `operators` are by node name, `between` is the result of `flows`.
-    """
-    if len(groups) <= MOST_FLAT:
-        return ()
-    crossing = [0] * (len(groups) + 1)
-    for a, b in between:
-        low, high = min(a, b), max(a, b)
-        crossing[low + 1] += 1
-        crossing[high + 1] -= 1
-    for border in range(1, len(crossing)):
-        crossing[border] += crossing[border - 1]
-    scopes = [scope(group[0]) for group in groups]
-    return _divided(groups, operators, crossing, scopes, 0, len(groups))
+def blocks(groups: Sequence[Sequence[str]], operators: Mapping[str, str]) -> tuple[MapBlock, ...]:
+    """Divide groups into blocks of consecutive ones, where modules begin as far as names show; none where all fit a
+    screen. `operators` are by node name."""
+    return _divided(groups, operators, [scope(group[0]) for group in groups], 0, len(groups))
 
 
 def _divided(
     groups: Sequence[Sequence[str]],
     operators: Mapping[str, str],
-    crossing: Sequence[int],
     scopes: Sequence[tuple[str, ...]],
     first: int,
     last: int,
 ) -> tuple[MapBlock, ...]:
-    count = last - first
-    if count <= MOST_FLAT:
+    if last - first <= MOST_CELLS:
         return ()
-    begins, size = _repeated([group_label([operators[n] for n in g]) for g in groups[first:last]])
-    again = {first + begin: number for number, begin in enumerate(begins, 1)}
-    if count <= MOST_CELLS and not again:
-        return ()
-    modules = [] if again else _by_module(scopes, first, last)
-    ends = {end for a in again for end in (a, a + size)} | {first}
-    borders = sorted(ends - {last}) if again else modules or _evenly(crossing, first, last)
-    names, made = _module_of_each([scopes[a : a + size] for a in again]), []
-    for a, b in pairwise([*borders, last]):
-        named = [operators[n] for g in groups[a:b] for n in g]
-        label = block_label(named, scopes[a:b], is_module=bool(modules or again))
-        if a in again:
-            label = names[again[a] - 1] if names else f"block {again[a]} of {len(again)}"
-        made.append(MapBlock(label, a, b, _divided(groups, operators, crossing, scopes, a, b)))
+    modules = _by_module(scopes, first, last)
+    size = max(math.ceil((last - first) / USUAL), LEAST_GROUPS)
+    made = []
+    for a, b in pairwise([*(modules or range(first, last, size)), last]):
+        named = [operators[name] for group in groups[a:b] for name in group]
+        label = block_label(named, scopes[a:b], is_module=bool(modules))
+        made.append(MapBlock(label, a, b, _divided(groups, operators, scopes, a, b)))
     return tuple(made)
-
-
-def _repeated(labels: Sequence[str]) -> tuple[list[int], int]:
-    """The starts and the length of a sequence of groups that repeats at least `REPEATS` times in a row and covers most
-    of the groups; among several, that which covers the most groups, and among equals the shortest. Empty if there is
-    none, or it repeats more than USUAL times."""
-    numbers = np.unique(labels, return_inverse=True)[1]
-    found, most = ([0], 1), len(labels) // 2
-    for period in range(1, min(len(labels) // REPEATS, MOST_CELLS) + 1):
-        differ = np.flatnonzero(numbers[:-period] != numbers[period:])
-        ends = np.array([-1, *differ, len(numbers) - period])
-        longest = int(np.argmax(np.diff(ends)))
-        begin, times = int(ends[longest]) + 1, int(np.diff(ends)[longest] - 1) // period + 1
-        if times >= REPEATS and times * period > most:
-            found, most = ([begin + n * period for n in range(times)], period), times * period
-    return found if found[1] >= LEAST_BLOCKS and len(found[0]) <= USUAL else ([], 0)
-
-
-def _module_of_each(blocks: Sequence[Sequence[tuple[str, ...]]]) -> list[str]:
-    """A name for each block, given the `scope` of each of its groups: the module of most groups, at the first depth at
-    which all blocks differ. Empty if there is no such depth."""
-    for depth in range(1, 1 + max((len(scope) for block in blocks for scope in block), default=0)):
-        found = [Counter(scope[:depth] for scope in block).most_common(1)[0][0] for block in blocks]
-        if len(set(found)) == len(blocks):
-            return [scope[-1] for scope in found]
-    return []
 
 
 def _by_module(scopes: Sequence[tuple[str, ...]], first: int, last: int) -> list[int]:
@@ -171,18 +120,6 @@ def _by_module(scopes: Sequence[tuple[str, ...]], first: int, last: int) -> list
         if LEAST_BLOCKS <= len(inner) + 1 <= min(USUAL, (last - first) / LEAST_BLOCKS):
             return [first, *inner]
     return []
-
-
-def _evenly(crossing: Sequence[int], first: int, last: int) -> list[int]:
-    """Borders at about equal distances where few tensors cross."""
-    size = max((last - first) / USUAL, LEAST_GROUPS)
-    borders, slack = [first], max(1, int(size * 0.45))
-    for number in range(1, math.ceil((last - first) / size)):
-        ideal = first + round(number * size)
-        window = range(max(borders[-1] + 1, ideal - slack), min(last, ideal + slack + 1))
-        if window:
-            borders.append(min(window, key=lambda b: (crossing[b], abs(b - ideal))))
-    return borders
 
 
 def everywhere(model: Model) -> frozenset[Edge]:
@@ -248,16 +185,17 @@ def _shape_nodes(model: Model) -> frozenset[str]:
 
 
 def alike(drawn: Map) -> list[list[int]]:
-    """Lists of group numbers: groups at the same position of repeated blocks share a list, others are alone in one."""
-    shapes = [tuple(g.label for g in drawn.groups[b.first : b.last]) for b in drawn.blocks]
-    times, place = Counter(shapes), dict[int, tuple[object, ...]]()
-    for block, shape in zip(drawn.blocks, shapes, strict=True):
-        if times[shape] >= REPEATS and len(shape) >= LEAST_BLOCKS:
-            place |= {n: (shape, n - block.first) for n in range(block.first, block.last)}
-    found: dict[object, list[int]] = {}
-    for number in range(len(drawn.groups)):
-        found.setdefault(place.get(number, number), []).append(number)
-    return list(found.values())
+    """Lists of group numbers: groups whose names differ in the index of their module alone share a list, as those of
+    /layers.0/MatMul and /layers.1/MatMul; others are alone in one."""
+    together: dict[object, list[int]] = {}
+    for number, group in enumerate(drawn.groups):
+        name = drawn.nodes[group.nodes[0]].name
+        has_index = INDEX.search("/".join(scope(name))) is not None
+        together.setdefault((group.label, INDEX.sub("", name)) if has_index else number, []).append(number)
+    lists: list[list[int]] = []
+    for numbers in together.values():
+        lists += [numbers] if len(numbers) >= REPEATS else [[number] for number in numbers]
+    return lists
 
 
 def draw(
@@ -278,7 +216,7 @@ def draw(
     shapes = [group for group in groups if of_shapes.issuperset(group)]
     ordered = in_order(model, _with_views(model, [group for group in groups if not of_shapes.issuperset(group)]))
     between = flows(model, ordered)
-    parts = blocks(ordered, {node.name: node.op for node in model.nodes}, between)
+    parts = blocks(ordered, {node.name: node.op for node in model.nodes})
     for apart in ([name for group in shapes for name in group], folded):
         if apart:
             ordered.append(tuple(sorted(apart, key=model.index_of.__getitem__)))

@@ -27,6 +27,7 @@ from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import Ratio, judge, ratio
 from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
+from qdqtune.tuning.records import job_of
 from qdqtune.tuning.subgraphs.groups import by_rules, from_layers
 from qdqtune.tuning.summary import RunLog, Summary
 from qdqtune.types import EQUAL_DB, CostsByRule, Measurement, Placement, Trial
@@ -176,7 +177,7 @@ def _db(noise: float) -> float:
 
 
 def bars(drawn: Map) -> tuple[Bar, ...]:
-    """The groups with the most time, and one bar for all others. Equal groups of repeated blocks share a bar."""
+    """The groups with the most time, and one bar for all others. Groups that are `alike` share a bar."""
     if not sum(g.float_ms or 0.0 for g in drawn.groups):
         return ()
     rows = [row for numbers in alike(drawn) if longest([row := _bar(drawn, numbers)])]
@@ -267,69 +268,59 @@ def _points(run: FinishedRun) -> Iterator[Point]:
 
 def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
     ratios = ratios_to_float(run.history, run.plan)
-    rows = {row.of: row.seconds for row in run.log.trials}
-    seconds = list(rows.values()) if len(rows) == len(run.history) else [None] * len(run.history)
-    for trial, when in zip(run.history, seconds, strict=True):
-        is_timed = not isinstance(trial.result, CostsByRule)
-        came = _outcome(trial, run)
+    seconds = {row.of: row.seconds for row in run.log.trials}
+    for trial in run.history:
         measured = judge(trial, run.plan)
         shown = None
         if isinstance(trial.result, Measurement) and measured is not None:
             shown = strip(f"candidate {trial.number}", trial.result, measured)
-        found = ratios.get(trial.placement)
+        came, text = _came(trial, run)
+        if trial is shipped:
+            text = f"this is {FINAL}: proven on fresh builds against the float model"
+            if isinstance(trial.result, CostsByRule):
+                text = f"this is {FINAL}: the cheapest by rule that holds the limits; nothing was timed"
         yield Candidate(
-            trial.number,
-            origin_in_words(trial.proposal.origin),
-            came,
-            _shipped_text(trial) if trial is shipped else outcome_text(trial, run),
-            shown,
-            None if found is None or measured is None or not is_timed else 1 / found,
-            trial.sqnr_db,
-            count_pairs(trial.placement),
-            trial.builds,
-            when,
-            trial is shipped,
+            number=trial.number,
+            origin=origin_in_words(trial.proposal.origin),
+            outcome=came,
+            told=text,
+            strip=shown,
+            speed=None if shown is None or trial.placement not in ratios else 1 / ratios[trial.placement],
+            sqnr_db=trial.sqnr_db,
+            tensors=count_pairs(trial.placement),
+            builds=trial.builds,
+            seconds=seconds.get(job_of(trial.placement.digest, trial.against.digest)),
+            ships=trial is shipped,
         )
 
 
-def _outcome(
-    trial: Trial, run: FinishedRun
-) -> Literal["accepted", "faster", "undecided", "slower", "inaccurate", "failed", "costlier"]:
-    """What became of a candidate, in one word."""
-    if trial.accepted:
-        return "accepted"
-    if isinstance(trial.result, CostsByRule):
-        return "inaccurate" if trial.holds is False else "costlier"
-    return outcome(trial, run.plan)
+Came = Literal["accepted", "faster", "undecided", "slower", "inaccurate", "failed", "costlier"]
 
 
-def _shipped_text(trial: Trial) -> str:
-    if isinstance(trial.result, CostsByRule):
-        return f"this is {FINAL}: the cheapest by rule that holds the limits; nothing was timed"
-    how = "the best when it was tried" if trial.accepted else "whatever it was against the best of its time"
-    return f"this is {FINAL}: {how}, and proven on fresh builds against the float model"
-
-
-def outcome_text(trial: Trial, run: FinishedRun) -> str:
-    """Why a candidate was taken or not."""
-    measured = judge(trial, run.plan)
-    if measured is None:
-        failures = [part for part in (trial.result, trial.check) if isinstance(part, Failure)]
-        return f"the engine refused it: {failures[0].reason}" if failures[0].stage == "build" else failures[0].reason
+def _came(trial: Trial, run: FinishedRun) -> tuple[Came, str]:
+    """What became of a candidate, in one word and in a sentence."""
     other = "the best before it" if trial.against else "the float model"
-    if isinstance(trial.result, CostsByRule) and trial.holds is not False:
-        return "cheaper by rule than all before it" if trial.accepted else f"not cheaper by rule than {other}"
+    is_by_rule = isinstance(trial.result, CostsByRule)
+    failures = [part for part in (trial.result, trial.check) if isinstance(part, Failure)]
+    if failures:
+        refused = "the engine refused it: " if failures[0].stage == "build" else ""
+        return "failed", f"{refused}{failures[0].reason}"
     if trial.accepted:
-        return f"faster than {other} beyond noise, and exact enough: the new best"
+        text = f"faster than {other} beyond noise, and exact enough: the new best"
+        return "accepted", "cheaper by rule than all before it" if is_by_rule else text
+    came = outcome(trial, run.plan)
     if trial.holds is False:
-        return f"it does not hold the limits on accuracy: {run.limits.why_refused(trial)}"
+        text = f"it does not hold the limits on accuracy: {run.limits.why_refused(trial)}"
+        return "inaccurate" if is_by_rule else came, text
+    if is_by_rule:
+        return "costlier", f"not cheaper by rule than {other}"
     taken = "made for the front" if trial.proposal.origin == "front" else "but another one of its batch was taken"
     words = {
         "faster": f"faster than {other}, {taken}",
         "slower": f"slower than {other}, beyond noise",
         "undecided": f"the interval holds 1: too close to {other} to tell",
     }
-    return words[measured.verdict]
+    return came, words[came]
 
 
 # ---- how the run was made
